@@ -1,0 +1,53 @@
+# `make demo`, `make test`, `make bench`, `make lint`: each creates .venv on its first run and needs nothing else typed.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+# The first interpreter that the dependencies have wheels for; override with `make PYTHON=/path/to/python venv`.
+FITS := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do if $$p -c '$(FITS)' 2>/dev/null; then echo $$p; break; fi; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Where there is no GPU the pinned CPU build keeps results and downloads small; PIP_TORCH overrides it.
+PIP_TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo torch; else echo torch==2.13.0; fi)
+# One thread per process: several ranks share the machine's cores.
+RUN_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+ARGS ?=
+
+.PHONY: help venv demo test bench lint format clean
+
+help: ## what there is to make
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+venv: $(STAMP) ## create .venv with everything the other targets need
+
+$(STAMP): setup.py
+	@if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.10, 3.11 or 3.12 found; name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; fi
+	@if [ ! -x $(BIN)/python ]; then echo "creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); fi
+	@echo "installing $(PIP_TORCH), aligner and the tools into $(VENV) (a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet "$(PIP_TORCH)"
+	@$(BIN)/python -m pip install --quiet --editable '.[servers,mpi,dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP) ## SFT -> reward model -> PPO with two servers on this machine (about 5 minutes)
+	@$(RUN_ENV) $(BIN)/python examples/demo/run.py $(ARGS)
+
+test: $(STAMP) ## all tests (ARGS='-k name' to choose)
+	@$(RUN_ENV) $(BIN)/python -m pytest -q $(ARGS)
+
+bench: $(STAMP) ## one GRPO step against TRL, which gets an environment of its own
+	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py $(ARGS)
+
+lint: $(STAMP) ## ruff and the level order
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports
+
+format: $(STAMP) ## reformat and apply ruff's safe fixes
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean: ## remove .venv, caches and build outputs (not run directories)
+	rm -rf $(VENV) .venv-trl build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,188 @@
+"""The training loop that every algorithm shares: resume, steps, validation, checkpoints, logging, signals.
+
+An algorithm brings `step`, `validate` and its few bits of state; everything that depends on the step number alone (data order, seeds) is a
+pure function of it, so that resuming is going on with the next number. SIGTERM, SIGINT and SIGUSR1 end the run after the step under way,
+with a checkpoint. When a server dies, or another `AlignerError` ends a step early, the last whole step is saved before the error goes on.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from aligner.errors import AlignerError, ConfigError
+from aligner.parallel import platform
+from aligner.parallel.collectives import gather_objects
+from aligner.types import SampleRow
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@dataclass(kw_only=True, slots=True)
+class LoopConfig:
+    """How long to train and what to do on the way."""
+
+    max_steps: int = 100
+    save_every: int = 0  # steps between checkpoints; 0: only at the end
+    validate_every: int = 0  # steps between validations; 0: never
+    validate_first: bool = False  # validate before the first step too
+    table_every: int = 10  # steps between tables of sample rollouts; 0: never
+
+    def __post_init__(self) -> None:
+        if self.max_steps < 1:
+            raise ConfigError(f"loop.max_steps={self.max_steps}: must be at least 1")
+        for name in ("save_every", "validate_every", "table_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"loop.{name}={getattr(self, name)}: must not be negative (0 is off)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What one training step reports: plain numbers (the same on every rank) and some samples."""
+
+    metrics: Mapping[str, float]
+    samples: Sequence[SampleRow] = ()
+
+
+class Algorithm(Protocol):
+    """One training algorithm over its models. Methods are collective: every rank calls them in the same order."""
+
+    def step(self, step: int, clock: Clock) -> StepResult:
+        """Train on the data of `step` (counted from 1)."""
+
+    def validate(self) -> Mapping[str, float]:
+        """Metrics on held-out data; empty where there is none."""
+
+    def finish(self) -> None:
+        """Wait for what the last step left running; raises its error. Called before every checkpoint and at the end."""
+
+    def state(self) -> dict[str, Any]:
+        """What resuming needs besides models and the step number; JSON-able."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Checkpointer(Protocol):
+    """Saves and restores everything of a run."""
+
+    def load(self) -> tuple[int, dict[str, Any]]:
+        """(last finished step, the algorithm's state) of the newest checkpoint, or (0, {})."""
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Save this component, and those it trains behind servers, as a pair."""
+
+    def rescue(self, step: int, state: dict[str, Any]) -> None:
+        """Save what this component holds itself: a server may just have died."""
+
+
+class Reporter(Protocol):
+    """Where numbers and samples go."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class Clock:
+    """Seconds spent in the named phases of one step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as `time/<name>`; blocks of one name add up."""
+        start = time.perf_counter()
+        yield
+        platform.synchronize()
+        self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
+
+
+def run(algorithm: Algorithm, config: LoopConfig, *, checkpointer: Checkpointer, open_reporter: Callable[[int], Reporter]) -> int:
+    """Train from the newest checkpoint (or from the start) to `config.max_steps`. Every rank calls it. Returns the last finished step.
+
+    `open_reporter(start_step)` makes the reporter once the step to start from is known.
+    """
+    finished, state = checkpointer.load()
+    if finished:
+        algorithm.load_state(state)
+    reporter = open_reporter(finished)
+    if finished:
+        reporter.note(f"resumed after step {finished}")
+    saved = finished
+    try:
+        if config.validate_first and not finished:
+            reporter.log(0, algorithm.validate())
+        with _stop_requests() as stop:
+            while finished < config.max_steps and not _agree(stop):
+                step = finished + 1
+                result = _timed_step(algorithm, step)
+                # Validation belongs to the step: an error in it leaves the step unfinished only in the log, not in the weights.
+                finished = step
+                _report(algorithm, config, reporter, step, result)
+                if _due(step, config.save_every) or step == config.max_steps:
+                    saved = _save(algorithm, checkpointer, step)
+            algorithm.finish()
+    except AlignerError as error:
+        if saved < finished:
+            reporter.note(f"step {finished + 1} failed ({error}); saving step {finished}")
+            checkpointer.rescue(finished, algorithm.state())
+        raise
+    if saved < finished:
+        reporter.note(f"stopped by a signal after step {finished}; saving")
+        _save(algorithm, checkpointer, finished)
+    return finished
+
+
+def _timed_step(algorithm: Algorithm, step: int) -> StepResult:
+    clock = Clock()
+    start = time.perf_counter()
+    result = algorithm.step(step, clock)
+    seconds = clock.seconds | {"time/step": time.perf_counter() - start}
+    slowest: dict[str, float] = {}
+    for rank_seconds in gather_objects(seconds):
+        for name, value in rank_seconds.items():
+            slowest[name] = max(value, slowest.get(name, 0.0))
+    return StepResult(metrics={**result.metrics, **slowest}, samples=result.samples)
+
+
+def _report(algorithm: Algorithm, config: LoopConfig, reporter: Reporter, step: int, result: StepResult) -> None:
+    metrics = dict(result.metrics)
+    if _due(step, config.validate_every):
+        metrics |= algorithm.validate()
+    reporter.log(step, metrics)
+    if result.samples and (_due(step, config.table_every) or (config.table_every and step in (1, config.max_steps))):
+        reporter.table(step, result.samples)
+
+
+def _save(algorithm: Algorithm, checkpointer: Checkpointer, step: int) -> int:
+    algorithm.finish()
+    checkpointer.save(step, algorithm.state())
+    return step
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+    """A list that holds the number of a stop signal once one has come."""
+    received: list[int] = []
+    previous = {number: signal.signal(number, lambda got, frame: received.append(got)) for number in STOP_SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _agree(stop: list[int]) -> bool:
+    """True on every rank once any rank got a stop signal."""
+    return any(gather_objects(bool(stop)))

@@ -1,0 +1,60 @@
+"""What PPO and GRPO are given besides a policy: prompts, engine, judges, and how to validate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from aligner.algorithms.rollouts import Scorers, collect, sampler
+from aligner.data.loader import EpochSampler
+from aligner.parallel.topology import Topology
+from aligner.protocols import RewardModel, RolloutEngine
+from aligner.types import MaskedBatch, Prompt
+
+
+class Reference(Protocol):
+    """The frozen policy that the KL is measured against."""
+
+    def logprobs(self, batch: MaskedBatch) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnlineTask:
+    """The parts of an online run that every algorithm uses in the same way."""
+
+    engine: RolloutEngine
+    reference: Reference | None  # None where no KL is measured
+    reward: RewardModel
+    topology: Topology
+    train: Sequence[Prompt]
+    order: EpochSampler
+    validation: Sequence[Prompt]
+    validation_sampling: Any  # a SamplingConfig; greedy
+    accuracy: RewardModel | None  # judges validation responses against the prompts' answers
+    decode: Callable[[Sequence[int]], str]
+    pad_id: int
+    seed: int
+    max_response_length: int
+
+    def prompts(self, step: int) -> list[Prompt]:
+        """The prompts of a step (counted from 1)."""
+        return [self.train[index] for index in self.order.indices(step - 1)]
+
+    def validate(self) -> Mapping[str, float]:
+        """Mean reward, and accuracy where answers can be checked, of one greedy response per validation prompt. Collective."""
+        if not self.validation:
+            return {}
+        metrics: dict[str, float] = {}
+        seeds = list(range(len(self.validation)))
+        generate = sampler(self.engine, self.validation_sampling)
+        collected = collect(generate, self.validation, seeds, scorers=Scorers(reward=self.reward), topology=self.topology)
+        metrics["validation/reward"] = collected.rewards.double().mean().item()
+        lengths = [len(rollout.response) for rollout in collected.rollouts]
+        metrics["validation/response_length"] = sum(lengths) / len(lengths)
+        if self.accuracy is not None:
+            # On every rank: a Python function of texts that all of them hold.
+            metrics["validation/accuracy"] = self.accuracy.score(collected.rollouts).result().double().mean().item()
+        return metrics

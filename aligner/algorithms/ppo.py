@@ -1,0 +1,180 @@
+"""Proximal policy optimisation with a learned critic (Schulman et al. 2017, 1707.06347; for language models Ziegler et al. 2019).
+
+One step: sample responses; reward and values of finished ones are asked for while others are still being sampled; log-probs of policy and
+frozen reference; per-token rewards (minus `kl_coef` times a KL estimate, plus the score on the last token); GAE (1506.02438); advantages
+whitened over the whole batch; the critic trains on the returns in its own process while the policy takes its mini-batch updates.
+
+Against GRPO (`grpo.py`): a critic gives every token its own advantage from one response per prompt, and the KL is part of the reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.algorithms.loop import Clock, StepResult
+from aligner.algorithms.online import OnlineTask
+from aligner.algorithms.rollouts import ScoredRollouts, Scorers, collect, mini_batches, response_metrics, sample_rows, sample_seeds, sampler
+from aligner.data.collate import rollout_batch
+from aligner.errors import ConfigError
+from aligner.losses.advantages import gae, outcome_rewards, whiten
+from aligner.losses.aggregation import Aggregation
+from aligner.losses.kl import KLEstimator, adapt_kl_coef, kl_estimate
+from aligner.losses.policy import ppo_policy_loss
+from aligner.metrics import Metric, merge, values
+from aligner.parallel.collectives import from_rank_0
+from aligner.protocols import Critic, Policy
+from aligner.types import PolicyBatch, RolloutBatch, ValueBatch
+
+
+@dataclass(kw_only=True, slots=True)
+class PPOConfig:
+    """Defaults are NeMo-Aligner's where it has the setting."""
+
+    rollouts_per_step: int = 512  # one per prompt
+    mini_batch_size: int = 128  # rollouts per policy update
+    num_epochs: int = 1  # passes over a step's rollouts
+    kl_coef: float = 0.02  # of the KL to the reference, inside the reward
+    kl_estimator: KLEstimator = KLEstimator.k1
+    kl_target: float = 0.0  # 0: fixed coefficient; else adaptive (Ziegler et al. 2019) towards this KL per response token
+    kl_horizon: int = 10000  # rollouts over which the adaptive coefficient moves
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    clip_eps_low: float = 0.2
+    clip_eps_high: float = 0.2
+    dual_clip: float = 0.0  # 0: off
+    entropy_coef: float = 0.0
+    aggregation: Aggregation = Aggregation.token_mean
+    mask_truncated: bool = False  # leave responses that were cut at the length limit out of the losses
+    critic_warmup_steps: int = 0  # first steps, in which only the critic trains
+
+    def __post_init__(self) -> None:
+        for name in ("rollouts_per_step", "mini_batch_size", "num_epochs", "kl_horizon"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        if self.rollouts_per_step % self.mini_batch_size:
+            raise ConfigError(f"algorithm.mini_batch_size={self.mini_batch_size}: must divide rollouts_per_step={self.rollouts_per_step}")
+        for name in ("kl_coef", "kl_target", "entropy_coef", "critic_warmup_steps"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must not be negative")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be between 0 and 1")
+        if not (0 < self.clip_eps_low < 1 and self.clip_eps_high > 0):
+            raise ConfigError(
+                f"algorithm.clip_eps_low={self.clip_eps_low}, clip_eps_high={self.clip_eps_high}: need 0 < low < 1 and high > 0"
+            )
+        if self.dual_clip and self.dual_clip <= 1:
+            raise ConfigError(f"algorithm.dual_clip={self.dual_clip}: must be above 1, or 0 for off")
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of the policy in one training step."""
+        return self.rollouts_per_step // self.mini_batch_size * self.num_epochs
+
+
+class PPO:
+    """The algorithm over its parts. Every rank of the actor constructs one; rank 0 alone holds a critic for training."""
+
+    def __init__(self, config: PPOConfig, policy: Policy, task: OnlineTask, critic: Critic) -> None:
+        self.config = config
+        self.policy = policy
+        self.task = task
+        self.critic = critic
+        self.kl_coef = config.kl_coef
+        self._critic_training: Future[dict[str, float]] | None = None  # rank 0's; awaited in the next step
+        self._critic_is_training = False  # the same on every rank
+        self.loss = partial(
+            ppo_policy_loss,
+            clip_eps_low=config.clip_eps_low,
+            clip_eps_high=config.clip_eps_high,
+            dual_clip=config.dual_clip or None,
+            entropy_coef=config.entropy_coef,
+            aggregation=config.aggregation,
+            aggregation_constant=float(task.max_response_length),
+        )
+
+    def step(self, step: int, clock: Clock) -> StepResult:
+        task = self.task
+        prompts, seeds = task.prompts(step), sample_seeds(task.seed, step, self.config.rollouts_per_step)
+        with clock.phase("critic_wait"):
+            critic_metrics = self._await_critic()  # values must come from the critic that finished the step before
+        with clock.phase("generate"):
+            scorers = Scorers(reward=task.reward, critic=self.critic, pad_id=task.pad_id)
+            collected = collect(sampler(task.engine), prompts, seeds, scorers=scorers, topology=task.topology)
+        batch = rollout_batch(collected.rollouts, task.pad_id)
+        with clock.phase("logprobs"):
+            old_logprobs = self.policy.logprobs(batch)
+        with clock.phase("ref_logprobs"):
+            ref_logprobs = task.reference.logprobs(batch)
+        kl = kl_estimate(old_logprobs, ref_logprobs, self.config.kl_estimator)
+        policy_batch, value_batch = self.experience(batch, collected, old_logprobs, kl)
+        self._start_critic(value_batch, step)
+        with clock.phase("train"):
+            policy_metrics = self._update_policy(policy_batch, step)
+        task.engine.refit(self.policy.version)
+        used_kl_coef, mean_kl = self.kl_coef, _masked_mean(kl, batch.loss_mask)
+        if self.config.kl_target:
+            self.kl_coef = adapt_kl_coef(self.kl_coef, mean_kl, self.config.kl_target, self.config.kl_horizon, len(prompts))
+        metrics = response_metrics(collected, clock.seconds["time/generate"]) | values(policy_metrics) | critic_metrics
+        metrics |= {"policy/kl": mean_kl, "policy/kl_coef": used_kl_coef}
+        return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
+
+    def experience(
+        self, batch: RolloutBatch, collected: ScoredRollouts, old_logprobs: Tensor, kl: Tensor
+    ) -> tuple[PolicyBatch, ValueBatch]:
+        """Advantages and returns of one batch of rollouts. `kl` is the per-token estimate, float32 [B, S]."""
+        config, mask = self.config, batch.loss_mask
+        old_values = torch.zeros_like(old_logprobs)
+        for row, own in enumerate(collected.values):
+            old_values[row, : own.shape[0]] = own
+        rewards = outcome_rewards(collected.rewards, mask) - self.kl_coef * kl * mask
+        advantages, returns = gae(rewards, old_values, mask, config.gamma, config.gae_lambda)
+        if config.mask_truncated:
+            mask = mask & ~batch.truncated[:, None]
+        common = {"tokens": batch.tokens, "lengths": batch.lengths, "loss_mask": mask}
+        policy_batch = PolicyBatch(
+            **common, old_logprobs=old_logprobs, advantages=whiten(advantages, mask), rollout_logprobs=batch.rollout_logprobs
+        )
+        return policy_batch, ValueBatch(**common, old_values=old_values, returns=returns)
+
+    def validate(self) -> Mapping[str, float]:
+        return self.task.validate()
+
+    def finish(self) -> None:
+        """Wait for the critic; raises its error on every rank."""
+        self._await_critic()
+
+    def state(self) -> dict[str, Any]:
+        return {"kl_coef": self.kl_coef}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.kl_coef = state["kl_coef"]
+
+    def _update_policy(self, batch: PolicyBatch, step: int) -> dict[str, Metric]:
+        if step <= self.config.critic_warmup_steps:
+            return {}
+        parts = mini_batches(batch, self.config.mini_batch_size, self.config.num_epochs, key=f"{self.task.seed}/{step}")
+        return merge([self.policy.train_step(part, self.loss) for part in parts])
+
+    def _start_critic(self, batch: ValueBatch, step: int) -> None:
+        self._critic_training = self.critic.train(batch, step) if self.task.topology.rank == 0 else None
+        self._critic_is_training = True
+
+    def _await_critic(self) -> dict[str, float]:
+        if not self._critic_is_training:
+            return {}
+        self._critic_is_training = False
+        training = self._critic_training
+        metrics = from_rank_0(lambda: training.result())
+        return {f"critic/{name.removeprefix('value/').replace('/', '_')}": value for name, value in metrics.items()}
+
+
+def _masked_mean(x: Tensor, mask: Tensor) -> float:
+    return (x.double() * mask).sum().item() / max(int(mask.sum()), 1)

@@ -1,0 +1,147 @@
+"""One batch of rollouts with rewards (and values): sampled on every data-parallel replica, scored while sampling goes on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.errors import AlignerError
+from aligner.parallel.collectives import gather_objects, shard_bounds
+from aligner.parallel.topology import Topology
+from aligner.protocols import Critic, RewardModel, RolloutEngine
+from aligner.types import FinishReason, PolicyBatch, Prompt, Rollout, SampleRow, TokenBatch, num_rows, select_rows, take_rows
+
+MAX_SEED = 2**62
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredRollouts:
+    """Rollouts in the order of their prompts; rewards float32 [B]; one tensor of values per rollout, [length], where a critic was asked."""
+
+    rollouts: list[Rollout]
+    rewards: Tensor
+    values: list[Tensor] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scorers:
+    """Who judges finished rollouts. `critic` is None where no values are wanted."""
+
+    reward: RewardModel
+    critic: Critic | None = None
+    pad_id: int = 0
+
+
+def sample_seeds(run_seed: int, step: int, count: int) -> list[int]:
+    """A distinct seed per sample, a pure function of (run seed, step, index); never negative."""
+    generator = torch.Generator().manual_seed((run_seed * 1_000_003 + step) % MAX_SEED)
+    base = int(torch.randint(MAX_SEED, (), generator=generator))
+    return [(base + index) % MAX_SEED for index in range(count)]
+
+
+def collect(
+    generate: Callable[[Sequence[Prompt], Sequence[int]], Any],
+    prompts: Sequence[Prompt],
+    seeds: Sequence[int],
+    *,
+    scorers: Scorers,
+    topology: Topology,
+) -> ScoredRollouts:
+    """Sample one response per (prompt, seed) and score it. Collective; every rank gets the whole result.
+
+    Each replica samples its contiguous share. Its leading rank sends finished rollouts to the scorers at once and awaits the answers after
+    the last one; an error of a scorer on any replica is raised on every rank.
+    """
+    start, stop = shard_bounds(len(prompts), shard=topology.dp_rank, num_shards=topology.dp_size)
+    index_of = {seed: index for index, seed in enumerate(seeds)}
+    pending: list[tuple[list[Rollout], Future[Tensor], Future[Tensor] | None]] = []
+    if stop > start:
+        for finished in generate(prompts[start:stop], seeds[start:stop]):
+            if topology.is_replica_leader:
+                pending.append((finished, *_submit(finished, scorers)))
+    scored, error = _await(pending, index_of)
+    everything = gather_objects((scored, error))
+    for _, failed in everything:
+        if failed is not None:
+            raise failed
+    rows = sorted((row for part, _ in everything for row in part), key=lambda row: row[0])
+    return ScoredRollouts(
+        rollouts=[rollout for _, rollout, _, _ in rows],
+        rewards=torch.tensor([reward for _, _, reward, _ in rows], dtype=torch.float32),
+        values=None if scorers.critic is None else [values for _, _, _, values in rows],
+    )
+
+
+def sampler(engine: RolloutEngine, sampling: Any = None) -> Callable[[Sequence[Prompt], Sequence[int]], Any]:
+    """`generate` of an engine, with other sampling settings (validation) where given."""
+    return lambda prompts, seeds: engine.generate(prompts, seeds, sampling)
+
+
+def response_metrics(collected: ScoredRollouts, seconds: float) -> dict[str, float]:
+    """What every online algorithm reports of its rollouts."""
+    lengths = torch.tensor([len(rollout.response) for rollout in collected.rollouts], dtype=torch.float64)
+    truncated = [rollout.finish_reason == FinishReason.length for rollout in collected.rollouts]
+    return {
+        "rollout/reward": collected.rewards.double().mean().item(),
+        "rollout/reward_std": collected.rewards.double().std(correction=0).item(),
+        "rollout/response_length": lengths.mean().item(),
+        "rollout/response_length_max": lengths.max().item(),
+        "rollout/truncated_fraction": sum(truncated) / len(truncated),
+        "rollout/tokens_per_second": lengths.sum().item() / max(seconds, 1e-9),
+    }
+
+
+def sample_rows(collected: ScoredRollouts, decode: Callable[[Sequence[int]], str], count: int = 4) -> list[SampleRow]:
+    """The first few rollouts as text."""
+    return [
+        SampleRow(
+            prompt=rollout.prompt.text or decode(rollout.prompt.tokens),
+            response=decode(rollout.response),
+            reward=reward,
+            finish_reason=rollout.finish_reason,
+        )
+        for rollout, reward in zip(collected.rollouts[:count], collected.rewards[:count].tolist(), strict=True)
+    ]
+
+
+def mini_batches(batch: PolicyBatch, size: int, num_epochs: int, *, key: str) -> list[PolicyBatch]:
+    """The updates of one step: in each epoch all rows (shuffled by `key` from the second epoch on) cut into equal parts."""
+    parts: list[PolicyBatch] = []
+    for epoch in range(num_epochs):
+        order = list(range(num_rows(batch)))
+        if epoch:
+            random.Random(f"{key}/{epoch}").shuffle(order)
+        shuffled = take_rows(batch, torch.tensor(order)) if epoch else batch
+        parts += [select_rows(shuffled, start, start + size) for start in range(0, len(order), size)]
+    return parts
+
+
+def _submit(rollouts: list[Rollout], scorers: Scorers) -> tuple[Future[Tensor], Future[Tensor] | None]:
+    reward = scorers.reward.score(rollouts)
+    if scorers.critic is None:
+        return reward, None
+    lengths = [len(rollout.tokens) for rollout in rollouts]
+    tokens = torch.full((len(rollouts), max(lengths)), scorers.pad_id, dtype=torch.int64)
+    for row, rollout in zip(tokens, rollouts, strict=True):
+        row[: len(rollout.tokens)] = torch.tensor(rollout.tokens)
+    return reward, scorers.critic.values(TokenBatch(tokens=tokens, lengths=torch.tensor(lengths)))
+
+
+def _await(pending: list, index_of: dict[int, int]) -> tuple[list[tuple[int, Rollout, float, Tensor | None]], AlignerError | None]:
+    rows: list[tuple[int, Rollout, float, Tensor | None]] = []
+    try:
+        for rollouts, reward, values in pending:
+            rewards = reward.result().tolist()
+            states = [None] * len(rollouts) if values is None else list(values.result())
+            for rollout, number, state in zip(rollouts, rewards, states, strict=True):
+                own = None if state is None else state[: len(rollout.tokens)].clone()
+                rows.append((index_of[rollout.seed], rollout, number, own))
+    except AlignerError as error:
+        return [], error
+    return rows, None

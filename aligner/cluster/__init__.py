@@ -1,0 +1,1 @@
+"""Where a run lives and how its components are started."""

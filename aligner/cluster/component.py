@@ -1,0 +1,81 @@
+"""What the local launcher starts: a component is one SPMD job of N processes that run the same command."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from aligner.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")  # it becomes a file name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Component:
+    """`env` is added to the environment of every rank; the run ends when the `main` components have ended.
+
+    `terminal`: where the launcher's output is a terminal, rank 0 draws on it directly (a live view) and the other processes' lines go
+    only to their log files; elsewhere it has no effect.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    num_processes: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+    main: bool = False
+    terminal: bool = False
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name) or self.name in ("run", "launcher"):
+            raise ConfigError(f"Component.name is {self.name!r}; allowed: letters, digits, '_' and '-', but not 'run' or 'launcher'")
+        if not self.command:
+            raise ConfigError(f"Component.command of {self.name} is empty; allowed: a program and its arguments")
+        if self.num_processes < 1:
+            raise ConfigError(f"Component.num_processes of {self.name} is {self.num_processes}; allowed: >= 1")
+
+    def prefix(self, rank: int) -> str:
+        """How a rank is called in the output."""
+        return self.name if self.num_processes == 1 else f"{self.name}.{rank}"
+
+
+def check_components(components: Sequence[Component], expect_services: Sequence[str]) -> None:
+    """Raise ConfigError where the components cannot form a run."""
+    names = [component.name for component in components]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"component names are {names}; allowed: each name once")
+    if not any(component.main for component in components):
+        raise ConfigError(f"none of the components {names} is main; allowed: at least one (the run ends with it)")
+    if sum(component.terminal for component in components) > 1:
+        raise ConfigError("more than one component has terminal=True; allowed: one")
+    for name in expect_services:
+        if name not in names:
+            raise ConfigError(f"expect_services names {name!r}; allowed: one of {names}")
+
+
+def rank_environment(component: Component, rank: int, port: int, base: Mapping[str, str]) -> dict[str, str]:
+    """The environment of one rank, as torchrun would set it; what is already set for threads and buffering is kept."""
+    world = str(component.num_processes)
+    return {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        **base,
+        "RANK": str(rank),
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **component.env,
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct TCP ports that are free now. Another program can take one before a rank binds it; that rank then says so and fails."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]

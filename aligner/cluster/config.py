@@ -1,0 +1,33 @@
+"""Settings of the local launcher (a module without heavy imports: the config root reads it)."""
+
+from dataclasses import dataclass
+
+from aligner.errors import ConfigError
+
+
+@dataclass(kw_only=True, slots=True)
+class LocalLauncherConfig:
+    """How long the local launcher waits for what.
+
+    `grace_seconds`: after a process died (or the first Ctrl-C), how long the main component may take to notice, save a checkpoint and stop.
+    `shutdown_timeout_seconds`: between SIGTERM and SIGKILL for everything that still runs at the end.
+    `ready_timeout_seconds`: how long a server may take to register itself in `services/`.
+    `num_failure_lines`: how many of the last output lines of a process that died are shown.
+    """
+
+    grace_seconds: float = 15.0
+    shutdown_timeout_seconds: float = 10.0
+    ready_timeout_seconds: float = 180.0
+    num_failure_lines: int = 20
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("grace_seconds", self.grace_seconds),
+            ("shutdown_timeout_seconds", self.shutdown_timeout_seconds),
+        ):
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"LocalLauncherConfig.{name} is {value}; allowed: a finite number >= 0")
+        if not 0 < self.ready_timeout_seconds < float("inf"):
+            raise ConfigError(f"LocalLauncherConfig.ready_timeout_seconds is {self.ready_timeout_seconds}; allowed: a finite number > 0")
+        if self.num_failure_lines < 1:
+            raise ConfigError(f"LocalLauncherConfig.num_failure_lines is {self.num_failure_lines}; allowed: >= 1")

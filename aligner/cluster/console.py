@@ -1,0 +1,141 @@
+"""Reads what the ranks write, as it comes: raw into their log files, line by line (or, for a live view, byte by byte) to our output."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import pty
+import selectors
+import struct
+import termios
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from aligner.cluster.component import Component
+from aligner.cluster.output import Echo, LineAssembler, plain
+from aligner.cluster.run_directory import RunDirectory
+
+_READ_BYTES = 1 << 16
+_KEPT_LINES = 200
+_DEFAULT_TERMINAL = (40, 120)  # rows, columns where the terminal does not tell
+
+
+class Channel:
+    """The reading end of one rank's stdout and stderr."""
+
+    def __init__(self, prefix: str, log_path: Path, reader: int, draws: bool) -> None:
+        self.prefix = prefix
+        self.log_path = log_path
+        self.reader = reader
+        self.draws = draws  # the rank draws on the terminal itself
+        self.lines = LineAssembler()
+        self.tail: deque[str] = deque(maxlen=_KEPT_LINES)
+        self.log = log_path.open("ab", buffering=0)
+
+    def last_lines(self, count: int) -> list[str]:
+        """The last `count` lines, without colours."""
+        return [plain(line) for line in self.tail][-count:]
+
+
+class Console:
+    """Context manager that owns the channels of all ranks; single-threaded, so lines never mix."""
+
+    def __init__(self, components: Sequence[Component], run_directory: RunDirectory, stream: TextIO) -> None:
+        ranks = [(c.prefix(rank), i) for i, c in enumerate(components) for rank in range(c.num_processes)]
+        self._echo = Echo(stream, [prefix for prefix, _ in ranks], [i for _, i in ranks])
+        self._terminal = stream.fileno() if stream.isatty() else None
+        self._drawn = self._terminal is not None and any(component.terminal for component in components)
+        self._selector = selectors.DefaultSelector()
+        self._open: list[Channel] = []
+        self.log = run_directory.logs / "launcher.log"
+        self._notes = self.log.open("a", buffering=1)
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for channel in list(self._open):
+            self.drain(channel)
+        for channel in list(self._open):  # pipes that somebody still holds
+            self._close(channel)
+        self._selector.close()
+        self._notes.close()
+
+    def note(self, text: str) -> None:
+        """A line of the launcher itself."""
+        self._notes.write(text + "\n")
+        if not self._drawn:
+            self._echo.line("run", text)
+
+    def drawing_ended(self) -> None:
+        """From now on lines are shown again: the rank that drew on the terminal is gone."""
+        self._drawn = False
+
+    def open_channel(self, component: Component, rank: int, log_path: Path) -> tuple[Channel, int]:
+        """A channel and the writing end for the rank's stdout and stderr (the caller closes it once the rank has it)."""
+        draws = component.terminal and rank == 0 and self._terminal is not None
+        reader, writer = self._open_terminal() if draws else os.pipe()
+        os.set_blocking(reader, False)
+        channel = Channel(component.prefix(rank), log_path, reader, draws)
+        self._selector.register(reader, selectors.EVENT_READ, channel)
+        self._open.append(channel)
+        return channel, writer
+
+    def _open_terminal(self) -> tuple[int, int]:
+        """A pseudo-terminal of our terminal's size: the rank sees a terminal, and its output is still logged."""
+        rows, columns = _DEFAULT_TERMINAL
+        size = fcntl.ioctl(self._terminal, termios.TIOCGWINSZ, b"\0" * 8)
+        if any(struct.unpack("HHHH", size)[:2]):
+            rows, columns = struct.unpack("HHHH", size)[:2]
+        reader, writer = pty.openpty()
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        attributes = termios.tcgetattr(writer)
+        attributes[1] &= ~termios.OPOST  # our own terminal translates line ends already
+        termios.tcsetattr(writer, termios.TCSANOW, attributes)
+        return reader, writer
+
+    def pump(self, seconds: float) -> None:
+        """Wait at most `seconds` for output and pass on what has come."""
+        for key, _ in self._selector.select(seconds):
+            self._read(key.data)
+
+    def drain(self, channel: Channel) -> None:
+        """Pass on all that is in the pipe now: called when a rank ended (its descendants may hold the pipe open)."""
+        while channel in self._open and self._read(channel):
+            pass
+        self._show(channel, channel.lines.flush())
+
+    def _read(self, channel: Channel) -> bool:
+        """Read once; False where nothing is there. At the end of the stream the channel is closed."""
+        try:
+            data = os.read(channel.reader, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno != errno.EIO:  # how Linux reports that the last writer of a pseudo-terminal left
+                raise
+            data = b""
+        if not data:
+            self._show(channel, channel.lines.flush())
+            self._close(channel)
+            return False
+        channel.log.write(data)
+        if channel.draws:
+            self._echo.raw(data)
+        self._show(channel, channel.lines.feed(data))
+        return True
+
+    def _show(self, channel: Channel, lines: list[str]) -> None:
+        channel.tail.extend(lines)
+        if not self._drawn:
+            for line in lines:
+                self._echo.line(channel.prefix, line)
+
+    def _close(self, channel: Channel) -> None:
+        self._selector.unregister(channel.reader)
+        os.close(channel.reader)
+        channel.log.close()
+        self._open.remove(channel)

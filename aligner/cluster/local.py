@@ -1,0 +1,198 @@
+"""The local launcher: the components of a run as processes on this machine, ended together.
+
+    code = launch(
+        [
+            Component(name="critic", command=(sys.executable, "examples/nlp/serve_critic.py", ...), num_processes=2),
+            Component(name="actor", command=(sys.executable, "examples/nlp/train_ppo_actor.py", ...), main=True),
+        ],
+        run_directory=RunDirectory(path).create(),
+        expect_services=("critic",),
+    )
+
+The run ends when every rank of the main components has ended. When a process fails (a non-zero exit, or a server that ends while the main
+component still runs, whatever its exit code: PyTriton's parent exits 0 after Triton crashed) the main component has `grace_seconds` to
+notice, save a checkpoint and stop; then everything is ended, by SIGTERM and then SIGKILL, with all descendants. Linux only.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from aligner.cluster import processes
+from aligner.cluster.component import Component, check_components, free_ports
+from aligner.cluster.config import LocalLauncherConfig
+from aligner.cluster.console import Console
+from aligner.cluster.ranks import Guard, Rank, start_rank
+from aligner.cluster.run_directory import RunDirectory
+from aligner.cluster.services import ServiceWatch
+from aligner.cluster.signals import StopSignals, exclusive
+from aligner.errors import LaunchError
+
+__all__ = ["Component", "launch"]
+
+_POLL_SECONDS = 0.1
+
+
+def launch(
+    components: Sequence[Component],
+    *,
+    run_directory: RunDirectory,
+    config: LocalLauncherConfig | None = None,
+    expect_services: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    stream: TextIO | None = None,
+) -> int:
+    """Run the components to their end and return the exit code: 0, or that of the process that failed first.
+
+    A process killed by signal n counts as 128 + n, a server that left with 0 too early as 1; Ctrl-C gives 130, SIGTERM 143, SIGHUP 129.
+    `environment` replaces this process's environment as the base of the ranks' one; `stream` replaces stdout.
+
+    Raises:
+        LaunchError: another launcher uses the run directory; a component listed in `expect_services` did not register in time.
+        ConfigError: names that are not unique or not usable as file names, no main component, an unknown expected service.
+    """
+    if sys.platform != "linux":
+        raise LaunchError(f"the local launcher needs Linux (/proc, parent-death signals); this is {sys.platform}")
+    check_components(components, expect_services)
+    config = config or LocalLauncherConfig()
+    with exclusive(run_directory), StopSignals() as signals:
+        services = ServiceWatch(run_directory, [c.name for c in components], expect_services, config.ready_timeout_seconds)
+        with Console(components, run_directory, stream or sys.stdout) as console, Guard(config, console.log) as guard:
+            run = _Run(config, console, guard, signals, services)
+            try:
+                run.start(components, run_directory, environment)
+                return run.supervise()
+            finally:
+                run.tear_down()
+                run.report()
+
+
+class _Run:
+    """One run while it lasts."""
+
+    def __init__(self, config: LocalLauncherConfig, console: Console, guard: Guard, signals: StopSignals, services: ServiceWatch) -> None:
+        self._config = config
+        self._console = console
+        self._guard = guard
+        self._signals = signals
+        self._services = services
+        self._ranks: list[Rank] = []
+        self._started = time.monotonic()
+        self._failed: Rank | None = None
+
+    def start(self, components: Sequence[Component], run_directory: RunDirectory, environment: Mapping[str, str] | None) -> None:
+        """Start every rank of every component, servers first."""
+        ports = free_ports(len(components))
+        ordered = sorted(zip(components, ports, strict=True), key=lambda pair: pair[0].main)
+        for component, port in ordered:
+            for rank in range(component.num_processes):
+                log = run_directory.log(component.name, rank)
+                started = start_rank(component, rank, port, marker=self._guard.marker, log=log, base=environment, console=self._console)
+                self._ranks.append(started)
+            pids = ", ".join(str(r.pid) for r in self._ranks if r.component is component)
+            self._console.note(f"{component.name}: started (pid {pids}), log {run_directory.logs.name}/{component.name}.*.log")
+
+    def supervise(self) -> int:
+        """Wait for the end of the run; the exit code."""
+        while True:
+            self._pump(_POLL_SECONDS)
+            if self._signals.received:
+                return self._stop_on_signal()
+            if all(rank.exit_code == 0 for rank in self._mains()):
+                self._console.note(f"{self._main_names()} finished after {time.monotonic() - self._started:.1f} s")
+                return 0
+            self._failed = self._first_failure()
+            if self._failed is not None:
+                return self._stop_on_failure(self._failed)
+            for line in self._services.poll():
+                self._console.note(line)
+
+    def _mains(self) -> list[Rank]:
+        return [rank for rank in self._ranks if rank.component.main]
+
+    def _main_names(self) -> str:
+        return " and ".join(dict.fromkeys(rank.component.name for rank in self._mains()))
+
+    def _pump(self, seconds: float) -> None:
+        """Show and log what the ranks wrote within `seconds`, then look which of them ended."""
+        self._console.pump(seconds)
+        for rank in self._ranks:
+            if rank.exit_code is None and rank.poll():
+                self._console.drain(rank.channel)
+
+    def _first_failure(self) -> Rank | None:
+        """A rank that ended with an error, else a server that ended at all."""
+        ended = [rank for rank in self._ranks if rank.exit_code is not None]
+        wrong = [rank for rank in ended if rank.exit_code]
+        early = [rank for rank in ended if not rank.component.main]
+        return next(iter(wrong + early), None)
+
+    def _stop_on_failure(self, failed: Rank) -> int:
+        self._console.note(f"{failed.name} {failed.ending()} while the run was going on")
+        if any(rank.exit_code is None for rank in self._mains()):
+            self._console.note(
+                f"{self._main_names()} may take {self._config.grace_seconds:g} s to save a checkpoint and stop; then all are ended"
+            )
+            self._wait_for_mains()
+        return failed.exit_code or 1
+
+    def _stop_on_signal(self) -> int:
+        number = self._signals.received[0]
+        name = self._signals.name()
+        self._console.note(
+            f"{name}: passed on to {self._main_names()}, which may take {self._config.grace_seconds:g} s; once more to end all now"
+        )
+        processes.send([rank.pid for rank in self._mains() if rank.exit_code is None], number)
+        self._wait_for_mains()
+        return 128 + number
+
+    def _wait_for_mains(self) -> None:
+        """Until the main components ended, the grace is over, or the user asked (again) to stop."""
+        asked = len(self._signals.received)
+        deadline = time.monotonic() + self._config.grace_seconds
+        while any(rank.exit_code is None for rank in self._mains()) and time.monotonic() < deadline:
+            if len(self._signals.received) > asked:
+                return
+            self._pump(_POLL_SECONDS)
+
+    def tear_down(self) -> None:
+        """End every rank (SIGTERM, so that it can clean up after itself), then whatever else of the run still lives."""
+        asked_twice = len(self._signals.received) > 1
+        seconds = 0.0 if asked_twice else self._config.shutdown_timeout_seconds
+        deadline = time.monotonic() + seconds
+        running = [rank for rank in self._ranks if rank.exit_code is None]
+        for rank in running:
+            rank.stopped_by_us = True
+        processes.send([rank.pid for rank in running], processes.signal.SIGTERM)
+        while any(rank.exit_code is None for rank in running) and time.monotonic() < deadline:
+            if len(self._signals.received) > 1:
+                break
+            self._pump(_POLL_SECONDS)
+        late = [rank.name for rank in running if rank.exit_code is None]
+        if late:
+            self._console.note(f"{', '.join(late)} did not end {seconds:g} s after SIGTERM: killing")
+        sessions = {rank.pid for rank in self._ranks}
+        # What ignored one SIGTERM gets no second period; what only now hears of the end (a grandchild) gets a second of it.
+        left = processes.end(lambda: processes.find(self._guard.marker, sessions), 0.0 if late else 1.0, self._pump)
+        self._console.drawing_ended()
+        if left:
+            self._console.note(f"processes {sorted(left)} could not be ended")
+        for rank in self._ranks:
+            rank.reap()
+
+    def report(self) -> None:
+        """Say what went wrong, last of all, where it is seen."""
+        for rank in self._ranks:
+            if rank is not self._failed and rank.exit_code and not rank.stopped_by_us:
+                self._console.note(f"{rank.name} {rank.ending()}")
+        if self._failed is None:
+            return
+        failed = self._failed
+        lines = failed.channel.last_lines(self._config.num_failure_lines)
+        self._console.note(f"FAILED: component {failed.component.name}, rank {failed.rank}, {failed.ending()}")
+        self._console.note(f"its last {len(lines)} lines (all of them in {failed.channel.log_path}):" if lines else "it wrote nothing")
+        for line in lines:
+            self._console.note(f"  | {line}")

@@ -1,0 +1,148 @@
+"""Linux processes for the local launcher: start one that dies with its parent, find all that a run started, end them.
+
+Every process of a run carries a random marker in the environment variable `ALIGNER_LAUNCHER_ID`, which its children inherit. So the processes of
+a run can be found in /proc even after they left their process group (setsid) or lost their parent (double fork). Three nets, because each
+has holes: the kernel's parent-death signal reaches only direct children; a session can be left; an environment can be cleared.
+
+This file imports only the standard library and is also run as a script (`python -I -S processes.py exec|guard ...`), so that a start costs
+20 ms and none of this package's imports:
+
+    exec PARENT COMMAND...   ask the kernel for SIGTERM when the parent dies, then become COMMAND
+    guard MARKER SECONDS     wait until stdin closes (the launcher ended, perhaps by kill -9), then end what still carries the marker
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+MARKER_VARIABLE = "ALIGNER_LAUNCHER_ID"
+_PR_SET_PDEATHSIG = 1
+_POLL_SECONDS = 0.05
+_KILL_WAIT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class _Entry:
+    parent: int
+    session: int
+    state: str
+
+
+def _entry(pid: int) -> _Entry | None:
+    """One line of the process table; None where the process ended meanwhile."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, parent, _group, session = stat.rpartition(")")[2].split()[:4]  # the name before may hold spaces and brackets
+    return _Entry(parent=int(parent), session=int(session), state=state)
+
+
+def _carries(pid: int, marker: bytes) -> bool:
+    try:
+        return marker in Path(f"/proc/{pid}/environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or another user's: not ours
+        return False
+
+
+def find(marker: str, sessions: Collection[int] = ()) -> set[int]:
+    """Living processes that carry `marker`, belong to one of `sessions`, or descend from such a process (never the caller)."""
+    table = {int(name): _entry(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    living = {pid: entry for pid, entry in table.items() if entry is not None and entry.state not in "ZX"}
+    token = marker.encode()
+    found = {pid for pid, entry in living.items() if entry.session in sessions or _carries(pid, token)}
+    added = found
+    while added:
+        added = {pid for pid, entry in living.items() if entry.parent in added} - found
+        found = found | added
+    return found - {os.getpid()}
+
+
+def send(pids: Collection[int], number: int) -> None:
+    """Send a signal to each process that still exists."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue  # ended between the look and the signal: what was wanted
+
+
+def _wait_until_gone(search: Callable[[], set[int]], seconds: float, pause: Callable[[float], None]) -> set[int]:
+    deadline = time.monotonic() + seconds
+    while (left := search()) and time.monotonic() < deadline:
+        pause(_POLL_SECONDS)
+    return left
+
+
+def end(search: Callable[[], set[int]], seconds: float, pause: Callable[[float], None]) -> set[int]:
+    """SIGTERM to what `search` finds, SIGKILL to what is left after `seconds`; returns what even that did not end.
+
+    `pause(seconds)` is called while waiting: the launcher drains pipes in it, lest a process hang in a write while it stops.
+    """
+    send(search(), signal.SIGTERM)
+    if not _wait_until_gone(search, seconds, pause):
+        return set()
+    deadline = time.monotonic() + _KILL_WAIT_SECONDS
+    while (left := search()) and time.monotonic() < deadline:  # again and again: a fork may race with one round
+        send(left, signal.SIGKILL)
+        pause(_POLL_SECONDS)
+    return left
+
+
+def exec_command(command: list[str]) -> list[str]:
+    """Wrap a command so that it gets SIGTERM when the calling process dies (the kernel means the calling thread: it has to live on)."""
+    return [sys.executable, "-I", "-S", str(Path(__file__).absolute()), "exec", str(os.getpid()), *command]
+
+
+def guard_command(marker: str, seconds: float) -> list[str]:
+    """The guard's command line; its stdin is a pipe whose other end only the launcher holds."""
+    return [sys.executable, "-I", "-S", str(Path(__file__).absolute()), "guard", marker, str(seconds)]
+
+
+def _exec(parent: int, command: list[str]) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0):
+        number = ctypes.get_errno()
+        print(f"cannot ask for the parent-death signal: {os.strerror(number)}", file=sys.stderr)
+        return 126
+    if os.getppid() != parent:  # the launcher died before the request was in place
+        return 128 + signal.SIGTERM
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and an ignored signal stays ignored across exec
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr)
+        return 127
+
+
+def _guard(marker: str, seconds: float) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what ends the launcher must not end its guard first
+        signal.signal(number, signal.SIG_IGN)
+    while sys.stdin.buffer.read(1):
+        pass
+    # The ranks got SIGTERM from the kernel at this moment and may be saving: no second SIGTERM before their time is over.
+    left = _wait_until_gone(lambda: find(marker), seconds, time.sleep)
+    if left:
+        print(f"[guard] the launcher ended without stopping processes {sorted(left)}: ending them", flush=True)
+        left = end(lambda: find(marker), 1.0, time.sleep)
+    return 1 if left else 0
+
+
+def _main(arguments: list[str]) -> int:
+    if arguments[0] == "exec":
+        return _exec(int(arguments[1]), arguments[2:])
+    if arguments[0] == "guard":
+        return _guard(arguments[1], float(arguments[2]))
+    raise SystemExit(f"unknown mode {arguments[0]!r}; allowed: exec, guard")
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))

@@ -1,0 +1,214 @@
+"""From dataclasses, conf/*.yaml and the command line to one plain config object. The only importer of Hydra and OmegaConf.
+
+A schema is a tree of `@dataclass(kw_only=True, slots=True)`; its defaults are the only ones. `conf/<name>.yaml` and the groups beside it
+(conf/algorithm/grpo.yaml, chosen by a `defaults` list or `algorithm=grpo`) hold deviations; `key=value` arguments come last. A key or value
+that the schema does not know raises ConfigError, wherever it was written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from aligner.errors import AlignerError, ConfigError
+from aligner.schema import SchemaKey, is_known, nearest, schema_keys
+
+T = TypeVar("T")
+
+_ENTRY, _SCHEMA = "aligner_entry", "aligner_schema"
+_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
+
+
+def conf_directory() -> Path:
+    """conf/ of the checkout, or the copy that a built package holds."""
+    package = Path(__file__).resolve().parent
+    return next((path for path in (package.parent / "conf", package / "conf") if path.is_dir()), package.parent / "conf")
+
+
+def compose(schema: type[T], name: str, overrides: Sequence[str] = (), *, config_dir: Path | None = None) -> T:
+    """The config `conf/<name>.yaml` with `overrides` (Hydra's grammar) applied, as a plain `schema` object.
+
+    Raises ConfigError naming the key and value at fault: an unknown key (with the nearest known one), a value of a wrong type, a required
+    value that is missing, a group option or file that does not exist, or what the dataclasses' own checks say.
+    """
+    node = _compose_node(schema, name, overrides, config_dir or conf_directory())
+    return _to_object(schema, node)
+
+
+def to_yaml(config: object) -> str:
+    """The resolved config as YAML; `from_yaml` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def from_yaml(schema: type[T], text: str) -> T:
+    """A config that `to_yaml` wrote. Raises ConfigError as `compose` does."""
+    try:
+        node = OmegaConf.merge(_structured(schema), OmegaConf.create(yaml.safe_load(text) or {}))
+    except _ERRORS as error:
+        raise _explain(error, list(schema_keys(schema))) from error
+    return _to_object(schema, node)
+
+
+def fingerprint(config: object) -> str:
+    """A short hash of the resolved config, by which ranks check that they run the same."""
+    return hashlib.sha256(to_yaml(config).encode()).hexdigest()[:16]
+
+
+def entrypoint(schema: type[T], name: str) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Decorator that turns `main(config)` into a program: `main()` reads sys.argv, composes `conf/<name>.yaml` and calls it.
+
+    `--help` prints every setting with its value and meaning, `--cfg` the resolved YAML. An AlignerError (ConfigError, DataError, ...)
+    ends the program with one line on stderr and exit code 2 (ALIGNER_TRACEBACK=1 adds where it came from); anything else is a bug and
+    keeps its traceback and exit code 1.
+    """
+
+    def decorate(main: Callable[[T], None]) -> Callable[..., None]:
+        def run(argv: Sequence[str] | None = None) -> None:
+            arguments = list(sys.argv[1:] if argv is None else argv)
+            try:
+                _dispatch(main, schema, name, arguments)
+            except AlignerError as error:
+                if os.environ.get("ALIGNER_TRACEBACK") == "1":
+                    traceback.print_exc()
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                raise SystemExit(2) from error
+
+        return run
+
+    return decorate
+
+
+def _dispatch(main: Callable[[T], None], schema: type[T], name: str, arguments: list[str]) -> None:
+    flags = {argument for argument in arguments if argument.startswith("-")}
+    overrides = [argument for argument in arguments if argument not in flags]
+    unknown = flags - {"--help", "-h", "--cfg"}
+    if unknown:
+        raise ConfigError(f"unknown option {sorted(unknown)[0]}; settings are written key=value, see --help")
+    if flags & {"--help", "-h"}:
+        print(_help(schema, name, overrides), flush=True)
+    elif "--cfg" in flags:
+        print(to_yaml(compose(schema, name, overrides)), end="", flush=True)
+    else:
+        main(compose(schema, name, overrides))
+
+
+def _compose_node(schema: type, name: str, overrides: Sequence[str], config_dir: Path) -> DictConfig:
+    keys = list(schema_keys(schema))
+    if not (config_dir / f"{name}.yaml").is_file():
+        raise ConfigError(f"there is no {config_dir / name}.yaml")
+    try:
+        _check_overrides(overrides, keys, config_dir)
+        with hydra.initialize_config_dir(config_dir=str(config_dir.resolve()), version_base="1.3"):
+            store = ConfigStore.instance()  # Hydra's own registry; it is filled anew for every composition
+            store.store(name=_SCHEMA, node=_structured(schema))
+            # The schema comes first in the defaults list, so no YAML file has to name it and every later one is checked against it.
+            store.store(name=_ENTRY, node={"defaults": [_SCHEMA, name, "_self_"]})
+            return hydra.compose(_ENTRY, list(overrides))
+    except _ERRORS as error:
+        raise _explain(error, keys) from error
+
+
+def _structured(schema: type) -> DictConfig:
+    """The schema as a typed node that holds the *written* defaults of every nested dataclass.
+
+    OmegaConf alone takes nested defaults from an instance. A `__post_init__` that fills in a derived field would then freeze what it
+    derived from the defaults, whatever the user overrides later.
+    """
+    node = OmegaConf.structured(schema)
+    for field in fields(schema):  # type: ignore[arg-type]
+        factory = field.default_factory
+        if isinstance(factory, type) and is_dataclass(factory):
+            node[field.name] = _structured(factory)
+    return node
+
+
+def _to_object(schema: type[T], node: Any) -> T:
+    try:
+        config = OmegaConf.to_object(node)
+    except OmegaConfBaseException as error:
+        raise _explain(error, list(schema_keys(schema))) from error
+    if not isinstance(config, schema):
+        raise ConfigError(f"the composed config is a {type(config).__name__}, expected {schema.__name__}")
+    return config
+
+
+def _check_overrides(overrides: Sequence[str], keys: list[SchemaKey], config_dir: Path) -> None:
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key, text = override.key_or_group, override.input_line
+        is_group = bool(key) and (config_dir / key).is_dir()
+        if key.startswith("hydra."):
+            continue
+        if not key:
+            raise ConfigError(f"{text!r} names no setting; settings are written key=value")
+        if not is_group and not is_known(key, keys):
+            raise _unknown(key, keys, f"in {text!r}")
+        if override.is_sweep_override():
+            raise ConfigError(f"{text!r} lists several values; one run takes one (a list is written [a,b])")
+        if override.is_delete() and not is_group:
+            raise ConfigError(f"{text!r} would remove a setting that the schema has; give it a value")
+        if is_group and not isinstance(override.value(), (str, list, dict, type(None))):
+            raise ConfigError(f"{text!r}: {key} takes the name of a file in {config_dir / key}")
+
+
+def _unknown(key: str, keys: list[SchemaKey], where: str) -> ConfigError:
+    near = nearest(key, keys)
+    hint = f"did you mean {near}?" if near else "see --help for all keys"
+    return ConfigError(" ".join(f"unknown setting {key} {where}".split()) + f": {hint}")
+
+
+def _explain(error: BaseException, keys: list[SchemaKey]) -> ConfigError:
+    """What Hydra, OmegaConf or the YAML parser found, in one line that names the key."""
+    file = re.search(r"In '([^']+)'", str(error))
+    where = f"in conf/{file[1]}.yaml" if file and file[1] != _ENTRY else ""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        text = re.split(r"\nConfig search path|\nSee https", str(error).replace(f"In '{_ENTRY}': ", ""))[0]
+        return ConfigError(" ".join(text.split()))
+    key, message = str(cause.full_key or ""), str(cause.msg or cause).splitlines()[0].replace("is not Optional", "may not be null")
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and key and not is_known(key, keys):
+        return _unknown(key, keys, where)
+    if isinstance(cause, MissingMandatoryValue):
+        return ConfigError(f"{key} is required: give {key}=... on the command line or in a YAML file")
+    return ConfigError(": ".join(part for part in (key, message) if part) + (f" ({where})" if where else ""))
+
+
+def _help(schema: type, name: str, overrides: Sequence[str]) -> str:
+    node, directory = _compose_node(schema, name, overrides, conf_directory()), conf_directory()
+    groups = {path.name: sorted(option.stem for option in path.glob("*.yaml")) for path in sorted(directory.iterdir()) if path.is_dir()}
+    lines = [
+        f"usage: {Path(sys.argv[0]).name} [key=value ...] [group=option ...] [--help] [--cfg]",
+        f"\nComposes {name}.yaml and the given settings; --cfg prints the result as YAML. YAML of your own: 'hydra.searchpath=[file:///dir]'.",
+        "\nGroups:",
+        *(f"  {group}={'|'.join(options)}" for group, options in groups.items() if options),
+        "\nSettings:",
+    ]
+    for key in schema_keys(schema):
+        if key.section:
+            continue
+        missing = OmegaConf.is_missing(OmegaConf.select(node, key.key.rpartition(".")[0]) or node, key.key.rpartition(".")[2])
+        value = "(required)" if missing else _shown(OmegaConf.select(node, key.key))
+        lines.append(f"  {f'{key.key}={value}':<46} {key.type}" + (f"  {key.comment}" if key.comment else ""))
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    """A value as it is written on a command line."""
+    plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return yaml.safe_dump(OmegaConf.to_container(OmegaConf.create({"v": plain}), enum_to_str=True), default_flow_style=True).strip()[4:-1]

@@ -1,0 +1,75 @@
+"""From token sequences to right-padded batches. `pad_multiple` rounds S up (tensor or context parallelism may ask for it)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aligner.data.preferences import PreferencePair
+from aligner.data.supervised import SupervisedExample
+from aligner.types import FinishReason, LabeledBatch, PreferenceBatch, Rollout, RolloutBatch, TokenBatch
+
+
+def token_batch(sequences: Sequence[Sequence[int]], pad_id: int, pad_multiple: int = 1) -> TokenBatch:
+    """Tokens and lengths only."""
+    width = _width([len(sequence) for sequence in sequences], pad_multiple)
+    return TokenBatch(tokens=_pad(sequences, pad_id, width, torch.int64), lengths=_lengths(sequences))
+
+
+def rollout_batch(rollouts: Sequence[Rollout], pad_id: int, pad_multiple: int = 1) -> RolloutBatch:
+    """Rollouts as they are, in their order: loss_mask on the response (its end token included), sampler's log-probs, 0 elsewhere."""
+    for rollout in rollouts:
+        if not rollout.prompt.tokens:
+            raise ValueError(f"the prompt of {rollout.prompt.source} has no token: position 0 would be a response token")
+    sequences = [rollout.tokens for rollout in rollouts]
+    width = _width([len(sequence) for sequence in sequences], pad_multiple)
+    masks = [[False] * len(r.prompt.tokens) + [True] * len(r.response) for r in rollouts]
+    logprobs = [[0.0] * len(r.prompt.tokens) + list(r.logprobs) for r in rollouts]
+    return RolloutBatch(
+        tokens=_pad(sequences, pad_id, width, torch.int64),
+        lengths=_lengths(sequences),
+        loss_mask=_pad(masks, False, width, torch.bool),
+        rollout_logprobs=_pad(logprobs, 0.0, width, torch.float32),
+        prompt_ids=torch.tensor([r.prompt.id for r in rollouts], dtype=torch.int64),
+        truncated=torch.tensor([r.finish_reason is FinishReason.length for r in rollouts], dtype=torch.bool),
+    )
+
+
+def supervised_batch(examples: Sequence[SupervisedExample], pad_id: int, pad_multiple: int = 1) -> LabeledBatch:
+    """Supervised rows, padded; no labels."""
+    width = _width([len(example.tokens) for example in examples], pad_multiple)
+    return LabeledBatch(
+        tokens=_pad([example.tokens for example in examples], pad_id, width, torch.int64),
+        lengths=_lengths([example.tokens for example in examples]),
+        loss_mask=_pad([example.loss_mask for example in examples], False, width, torch.bool),
+    )
+
+
+def preference_batch(pairs: Sequence[PreferencePair], pad_id: int, pad_multiple: int = 1) -> PreferenceBatch:
+    """P pairs as 2P rows: row 2i is chosen i, row 2i+1 rejected i."""
+    rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
+    labeled = supervised_batch(rows, pad_id, pad_multiple)
+    return PreferenceBatch(
+        tokens=labeled.tokens,
+        lengths=labeled.lengths,
+        loss_mask=labeled.loss_mask,
+        margins=torch.tensor([pair.margin for pair in pairs], dtype=torch.float32),
+    )
+
+
+def _width(lengths: Sequence[int], pad_multiple: int) -> int:
+    if pad_multiple < 1:
+        raise ValueError(f"pad_multiple is {pad_multiple}, allowed: at least 1")
+    if not lengths:
+        raise ValueError("a batch needs at least one row, got none")
+    return -(-max(lengths) // pad_multiple) * pad_multiple
+
+
+def _lengths(sequences: Sequence[Sequence[object]]) -> Tensor:
+    return torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
+
+
+def _pad(rows: Sequence[Sequence[float]], fill: float, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=dtype)

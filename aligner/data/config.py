@@ -1,0 +1,103 @@
+"""What to read and how to cut it: one config per use of data. Light: nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from aligner.errors import ConfigError
+
+
+class BadLines(str, Enum):
+    """What to do with records that cannot be used."""
+
+    fail = "fail"  # list them all in one error before training starts
+    skip = "skip"  # leave them out, count them and report them
+
+
+class OverLong(str, Enum):
+    """What to do with an example of more tokens than `max_length`."""
+
+    bad = "bad"  # treat it like any other bad line
+    drop = "drop"  # leave it out and count it
+    truncate = "truncate"  # cut its end and count it
+
+
+def _require_at_least(minimum: int, **sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < minimum:
+            raise ConfigError(f"data.{name} is {value}, allowed: at least {minimum}")
+
+
+def _require_member(enum: type[Enum], **choices: Enum) -> None:
+    for name, value in choices.items():
+        if not isinstance(value, enum):
+            raise ConfigError(f"data.{name} is {value!r}, allowed: {', '.join(member.name for member in enum)} (of {enum.__name__})")
+
+
+@dataclass(kw_only=True, slots=True)
+class PromptDataConfig:
+    """Prompts for online RL.
+
+    `train` and `validation` are each a jsonl, json or parquet file, a directory of them, or `datasets:NAME[:SPLIT]` /
+    `datasets:NAME:CONFIG:SPLIT`. Prompts longer than `max_prompt_length` tokens are dropped and counted.
+    """
+
+    train: str = "???"  # required
+    validation: str = ""
+    num_validation_prompts: int = 128  # the first so many usable ones
+    max_prompt_length: int = 512
+    prompt_field: str = ""  # name of the field with the prompt; empty: `prompt`, `messages` or `text`, the first that is there
+    answer_field: str = "answer"
+    apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
+    add_bos: bool = True  # for plain text, where the tokenizer has one; a chat template brings its own
+    bad_lines: BadLines = BadLines.fail
+
+    def __post_init__(self) -> None:
+        _require_at_least(1, max_prompt_length=self.max_prompt_length, num_validation_prompts=self.num_validation_prompts)
+        _require_member(BadLines, bad_lines=self.bad_lines)
+        if not self.answer_field:
+            raise ConfigError("data.answer_field is '', allowed: the name of a field (it may be absent from the records)")
+
+
+@dataclass(kw_only=True, slots=True)
+class SFTDataConfig:
+    """Prompts with responses. `train`, `validation` as in `PromptDataConfig`; `max_length` counts prompt, response and end token."""
+
+    train: str = "???"  # required
+    validation: str = ""
+    max_length: int = 1024
+    over_long: OverLong = OverLong.bad
+    prompt_field: str = ""  # with response_field: their names; both empty: `messages`, `prompt`/`response` or `input`/`output`
+    response_field: str = ""
+    apply_chat_template: bool = False
+    add_bos: bool = True
+    bad_lines: BadLines = BadLines.fail
+
+    def __post_init__(self) -> None:
+        _require_at_least(2, max_length=self.max_length)
+        _require_member(BadLines, bad_lines=self.bad_lines)
+        _require_member(OverLong, over_long=self.over_long)
+        if bool(self.prompt_field) != bool(self.response_field):
+            raise ConfigError(
+                f"data.prompt_field is {self.prompt_field!r} and data.response_field is {self.response_field!r}, "
+                "allowed: both named or both empty"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class PreferenceDataConfig:
+    """Chosen and rejected responses. `train`, `validation` as in `PromptDataConfig`; `max_length` holds for each of the two."""
+
+    train: str = "???"  # required
+    validation: str = ""
+    max_length: int = 1024
+    over_long: OverLong = OverLong.bad
+    apply_chat_template: bool = False
+    add_bos: bool = True
+    bad_lines: BadLines = BadLines.fail
+
+    def __post_init__(self) -> None:
+        _require_at_least(2, max_length=self.max_length)
+        _require_member(BadLines, bad_lines=self.bad_lines)
+        _require_member(OverLong, over_long=self.over_long)

@@ -1,0 +1,119 @@
+"""From typed text to token ids and loss masks: where the begin and end tokens go is decided here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aligner.data.records import Conversation, Message
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """Token ids with their loss mask: True on what is learnt (response and its end token), never on position 0."""
+
+    tokens: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptStyle:
+    """How prompts are dressed: as one user message of a chat, and with a begin token (plain text only: a template brings its own)."""
+
+    apply_chat_template: bool
+    add_bos: bool
+
+
+def as_conversation(prompt: str | Conversation, style: PromptStyle) -> Conversation | None:
+    """The prompt's messages; None where it is to be used as plain text."""
+    if not isinstance(prompt, str):
+        return prompt
+    return (Message(role="user", content=prompt),) if style.apply_chat_template else None
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str | Conversation, style: PromptStyle) -> list[int]:
+    """Ids of a prompt, ready for a response to follow; begins with at most one begin token."""
+    messages = as_conversation(prompt, style)
+    if messages is not None:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return _begin(tokenizer, tokenizer.encode(str(prompt)), style)
+
+
+def encode_response(tokenizer: Tokenizer, prompt: str | Conversation, response: str, style: PromptStyle) -> Encoded:
+    """Prompt and response, only the response (with its end token) in the mask."""
+    messages = as_conversation(prompt, style)
+    if messages is not None:
+        turn = Message(role="assistant", content=response)
+        return _encode_turns(tokenizer, (*messages, turn), [len(messages)])
+    head, tail = encode_prompt(tokenizer, prompt, style), tokenizer.continuation(str(prompt), response)
+    if head == [tokenizer.bos_id] == tail[:1]:  # an empty prompt before a text with a begin token of its own
+        tail = tail[1:]
+    if tail[-1:] != [tokenizer.eos_id]:
+        tail.append(tokenizer.eos_id)
+    return _masked([*head, *tail], [(len(head), len(head) + len(tail))])
+
+
+def encode_conversation(tokenizer: Tokenizer, messages: Conversation) -> Encoded:
+    """A whole conversation, every assistant turn (with its end token) in the mask; what the template puts after the last one is cut."""
+    return _encode_turns(tokenizer, messages, [i for i, message in enumerate(messages) if message.role == "assistant"])
+
+
+def _begin(tokenizer: Tokenizer, tokens: list[int], style: PromptStyle) -> list[int]:
+    if style.add_bos and tokenizer.bos_id is not None and tokens[:1] != [tokenizer.bos_id]:
+        return [tokenizer.bos_id, *tokens]
+    return tokens
+
+
+def _encode_turns(tokenizer: Tokenizer, messages: Conversation, learnt: Sequence[int]) -> Encoded:
+    """Mask the turns whose positions are `learnt`, the last of which ends the tokens."""
+    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    spans = [_turn_span(tokenizer, messages, position, tokens) for position in learnt]
+    end = spans[-1][1]
+    tokens = tokens[:end]
+    if tokens[-1] != tokenizer.eos_id:
+        tokens.append(tokenizer.eos_id)
+        spans[-1] = (spans[-1][0], end + 1)
+    return _masked(tokens, spans)
+
+
+def _turn_span(tokenizer: Tokenizer, messages: Conversation, position: int, tokens: list[int]) -> tuple[int, int]:
+    """[start, stop) of one assistant turn: from behind its generation prompt to its end token, or to where the template ends it.
+
+    Templates may render a turn differently once others follow (thinking removed), so only the part before the turn must agree, and the
+    part up to it only where the template writes no end token.
+    """
+    head = tokenizer.apply_chat_template(messages[:position], add_generation_prompt=True)
+    if tokens[: len(head)] != head:
+        raise DataError(
+            f"message {position}: the chat template of {tokenizer.path} does not write an assistant turn behind its own generation prompt, "
+            "so the turn's tokens cannot be told apart; expected a template that does"
+        )
+    whole = tokenizer.apply_chat_template(messages[: position + 1], add_generation_prompt=False)
+    is_prefix = tokens[: len(whole)] == whole
+    stop = len(whole) if is_prefix else len(tokens)
+    if tokenizer.eos_id in tokens[len(head) : stop]:
+        return len(head), tokens.index(tokenizer.eos_id, len(head)) + 1
+    if not is_prefix:
+        raise DataError(f"message {position}: the chat template of {tokenizer.path} does not show where the assistant turn ends")
+    return len(head), stop
+
+
+def _masked(tokens: list[int], spans: Sequence[tuple[int, int]]) -> Encoded:
+    """Position 0 has nothing before it to be predicted from: it is never in the mask."""
+    mask = [False] * len(tokens)
+    for start, stop in spans:
+        mask[start:stop] = [True] * (stop - start)
+    mask[0] = False
+    if not any(mask):
+        raise DataError("has no token to learn, expected a response")
+    return Encoded(tokens=tuple(tokens), loss_mask=tuple(mask))
+
+
+def truncated(encoded: Encoded, max_length: int) -> Encoded:
+    """Its first `max_length` tokens. Raises DataError where nothing to learn is left."""
+    mask = encoded.loss_mask[:max_length]
+    if not any(mask):
+        raise DataError(f"has no response token within max_length={max_length} ({len(encoded.tokens)} tokens), expected a shorter prompt")
+    return Encoded(tokens=encoded.tokens[:max_length], loss_mask=mask)

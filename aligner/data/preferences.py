@@ -1,0 +1,76 @@
+"""Preference pairs: the same prompt with a chosen and a rejected response."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from aligner.data.config import PreferenceDataConfig
+from aligner.data.encoding import PromptStyle, encode_response
+from aligner.data.records import is_text_line, parse_preference, parse_text_pair
+from aligner.data.report import LoadReport, Tally
+from aligner.data.sources import RawRecord, read_records
+from aligner.data.supervised import SupervisedExample, fit_length
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreferencePair:
+    """Two rows that begin with the same prompt; `margin` is the given reward difference, or 0."""
+
+    chosen: SupervisedExample
+    rejected: SupervisedExample
+    margin: float
+
+    @property
+    def source(self) -> str:
+        return self.chosen.source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Lines:
+    """The raw record of a pair, and the second one where the file alternates `{text}` lines."""
+
+    first: RawRecord
+    second: RawRecord | None = None
+    alternating: bool = False
+
+
+def load_preferences(location: str, config: PreferenceDataConfig, tokenizer: Tokenizer) -> tuple[list[PreferencePair], LoadReport]:
+    """All usable pairs at `location` (`config.train` or `config.validation`), and what was left out or cut.
+
+    Raises: DataError listing all bad lines; DataError where no pair is left.
+    """
+    tally = Tally(location, config.bad_lines)
+    style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
+
+    def convert(lines: _Lines) -> PreferencePair:
+        record = parse_text_pair(lines.first, lines.second) if lines.alternating else parse_preference(lines.first)
+        rows, cut = [], 0
+        for response in (record.chosen, record.rejected):
+            encoded = encode_response(tokenizer, record.prompt, response, style)
+            fitted = fit_length(encoded, config.max_length, config.over_long)
+            cut += fitted is not encoded
+            rows.append(SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=lines.first.source))
+        if rows[0].tokens == rows[1].tokens:
+            raise DataError(f"chosen and rejected have the same {len(rows[0].tokens)} tokens, expected two different responses")
+        tally.truncated += cut > 0
+        return PreferencePair(chosen=rows[0], rejected=rows[1], margin=record.margin)
+
+    pairs = tally.convert(((lines.first.source, lines) for lines in _pair_lines(read_records(location))), convert)
+    return pairs, tally.finish()
+
+
+def _pair_lines(records: Iterable[RawRecord]) -> Iterator[_Lines]:
+    """One entry per record, or per two lines in files that alternate `{text}` lines (decided by a file's first readable record)."""
+    for _, group in groupby(records, key=lambda raw: raw.file):
+        lines = list(group)
+        readable = next((raw for raw in lines if not raw.error), lines[0])
+        if not is_text_line(readable):
+            yield from (_Lines(first=raw) for raw in lines)
+            continue
+        for start in range(0, len(lines), 2):
+            second = lines[start + 1] if start + 1 < len(lines) else None
+            yield _Lines(first=lines[start], second=second, alternating=True)

@@ -1,0 +1,46 @@
+"""Prompt sets for online RL."""
+
+from __future__ import annotations
+
+from aligner.data.config import PromptDataConfig
+from aligner.data.encoding import PromptStyle, encode_prompt
+from aligner.data.records import parse_prompt
+from aligner.data.report import LoadReport, Tally, TooLong
+from aligner.data.sources import RawRecord, read_records
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import ConfigError, DataError
+from aligner.types import Prompt
+
+
+def load_prompts(location: str, config: PromptDataConfig, tokenizer: Tokenizer) -> tuple[list[Prompt], LoadReport]:
+    """All usable prompts at `location` (`config.train` or `config.validation`), tokenized, and what was left out.
+
+    `Prompt.id` is the record's index at `location`, whatever else was dropped, so it is stable across epochs and resumes.
+    Raises: DataError listing all bad lines; DataError where no prompt is left.
+    """
+    tally = Tally(location, config.bad_lines)
+    style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
+
+    def convert(raw: RawRecord) -> Prompt:
+        record = parse_prompt(raw, config.prompt_field, config.answer_field)
+        tokens = encode_prompt(tokenizer, record.prompt, style)
+        if not tokens:
+            raise DataError(f"prompt {record.prompt!r} has no token, expected at least one")
+        if len(tokens) > config.max_prompt_length:
+            raise TooLong
+        text = record.prompt if isinstance(record.prompt, str) else tokenizer.decode(tokens, skip_special=False)
+        return Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, answer=record.answer)
+
+    prompts = tally.convert(((raw.source, raw) for raw in read_records(location)), convert)
+    return prompts, tally.finish()
+
+
+def load_validation_prompts(config: PromptDataConfig, tokenizer: Tokenizer) -> tuple[list[Prompt], LoadReport]:
+    """The first `config.num_validation_prompts` usable prompts of `config.validation`.
+
+    Raises: ConfigError where no validation set is configured.
+    """
+    if not config.validation:
+        raise ConfigError("data.validation is '', allowed: a file, a directory or datasets:NAME[:SPLIT]")
+    prompts, report = load_prompts(config.validation, config, tokenizer)
+    return prompts[: config.num_validation_prompts], report

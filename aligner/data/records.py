@@ -1,0 +1,218 @@
+"""Record formats: from one raw JSON value to typed text. Every refusal is a DataError naming field, value and what is allowed.
+
+The messages carry no position; `report.Tally` puts `file:line` in front.
+"""
+
+from __future__ import annotations
+
+import math
+import os.path
+from dataclasses import dataclass
+
+from aligner.data.sources import RawRecord
+from aligner.errors import DataError
+
+ROLES = ("system", "user", "assistant", "tool")
+ASSISTANT_MARK = "\n\nAssistant:"  # opens the assistant's turn in the HH dialogues
+MAX_SHOWN = 80  # characters of an offending value that are repeated in the message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+Conversation = tuple[Message, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptRecord:
+    """A prompt, plain text or conversation, with the answer that a reward function may compare with."""
+
+    prompt: str | Conversation
+    answer: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResponseRecord:
+    """A prompt with the response to learn."""
+
+    prompt: str | Conversation
+    response: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversationRecord:
+    """A conversation that ends with the assistant, every assistant turn of which is to be learnt."""
+
+    messages: Conversation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreferenceRecord:
+    """Two responses to one prompt; `margin` is chosen_reward - rejected_reward where given, else 0."""
+
+    prompt: str | Conversation
+    chosen: str
+    rejected: str
+    margin: float
+
+
+def parse_prompt(raw: RawRecord, prompt_field: str = "", answer_field: str = "answer") -> PromptRecord:
+    """`{prompt, answer?}`, `{messages, answer?}` or `{text, answer?}`; or the fields named."""
+    record = _object(raw)
+    name = prompt_field or _first_present(record, ("prompt", "messages", "text"), "{prompt}, {messages} or {text}")
+    prompt = _text_or_messages(record, name)
+    if not isinstance(prompt, str) and prompt[-1].role == "assistant":
+        raise DataError(f"field {name!r}: the last message has role 'assistant', expected 'user', 'system' or 'tool'")
+    return PromptRecord(prompt=prompt, answer=_answer(record, answer_field))
+
+
+def parse_supervised(raw: RawRecord, prompt_field: str = "", response_field: str = "") -> ResponseRecord | ConversationRecord:
+    """`{messages}`, `{prompt, response}` or `{input, output}`; or the two fields named."""
+    record = _object(raw)
+    if prompt_field:
+        return ResponseRecord(prompt=_text_or_messages(record, prompt_field), response=_text(record, response_field))
+    name = _first_present(record, ("messages", "prompt", "input"), "{messages}, {prompt, response} or {input, output}")
+    if name == "messages":
+        messages = _messages(record, name)
+        if messages[-1].role != "assistant":
+            raise DataError(f"field 'messages': the last message has role {messages[-1].role!r}, expected 'assistant'")
+        return ConversationRecord(messages=messages)
+    return ResponseRecord(prompt=_text_or_messages(record, name), response=_text(record, "response" if name == "prompt" else "output"))
+
+
+def parse_preference(raw: RawRecord) -> PreferenceRecord:
+    """`{prompt, chosen, rejected}`, `{prompt, chosen_response, rejected_response}` or HH's `{chosen, rejected}`; rewards optional."""
+    record = _object(raw)
+    chosen_name = _first_present(
+        record, ("chosen", "chosen_response"), "{prompt, chosen, rejected}, {chosen, rejected} or alternating {text} lines"
+    )
+    rejected_name = chosen_name.replace("chosen", "rejected")
+    chosen, rejected = _text(record, chosen_name), _text(record, rejected_name, empty=True)
+    if "prompt" in record:
+        prompt = _text_or_messages(record, "prompt")
+    else:
+        prompt, chosen, rejected = split_dialogue(chosen, rejected)
+    return _preference(prompt, chosen, rejected, _margin(record))
+
+
+def parse_text_pair(good: RawRecord, bad: RawRecord | None) -> PreferenceRecord:
+    """Two consecutive `{text}` lines, the better one first. Dialogues are split as HH's; other texts have an empty prompt."""
+    if bad is None:
+        raise DataError("is the last of an odd number of lines, expected alternating lines {text: good}, {text: bad}")
+    chosen, rejected = _text(_object(good), "text"), _text(_object(bad, f"next line {bad.line} "), "text")
+    if ASSISTANT_MARK in os.path.commonprefix([chosen, rejected]):
+        return _preference(*split_dialogue(chosen, rejected), 0.0)
+    return _preference("", chosen, rejected, 0.0)
+
+
+def is_text_line(raw: RawRecord) -> bool:
+    """Whether a file that begins so alternates good and bad `{text}` lines."""
+    return isinstance(raw.value, dict) and "text" in raw.value and "chosen" not in raw.value
+
+
+def split_dialogue(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """(prompt, chosen, rejected) of two dialogues: the prompt is their common prefix up to and with its last "\\n\\nAssistant:"."""
+    common = os.path.commonprefix([chosen, rejected])
+    cut = common.rfind(ASSISTANT_MARK)
+    if cut < 0:
+        raise DataError(
+            f"fields 'chosen' and 'rejected' share {_shown(common)}, "
+            f"expected a common beginning with {ASSISTANT_MARK!r} in it, or a field 'prompt'"
+        )
+    cut += len(ASSISTANT_MARK)
+    return common[:cut], chosen[cut:], rejected[cut:]
+
+
+def _preference(prompt: str | Conversation, chosen: str, rejected: str, margin: float) -> PreferenceRecord:
+    if chosen == rejected:
+        raise DataError(f"chosen and rejected are both {_shown(chosen)}, expected two different responses")
+    return PreferenceRecord(prompt=prompt, chosen=chosen, rejected=rejected, margin=margin)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
+
+
+def _object(raw: RawRecord, which: str = "") -> dict[str, object]:
+    if raw.error:
+        raise DataError(which + raw.error)
+    if not isinstance(raw.value, dict):
+        raise DataError(f"{which}is {_shown(raw.value)}, expected a JSON object")
+    return raw.value
+
+
+def _first_present(record: dict[str, object], names: tuple[str, ...], formats: str) -> str:
+    for name in names:
+        if name in record:
+            return name
+    raise DataError(f"has the fields {_shown(sorted(map(str, record)))}, expected {formats}")
+
+
+def _value(record: dict[str, object], name: str) -> object:
+    if name not in record:
+        raise DataError(f"field {name!r} is missing (there are {_shown(sorted(map(str, record)))})")
+    return record[name]
+
+
+def _string(value: object, what: str, *, empty: bool = False) -> str:
+    """A string that can be tokenized; JSON can smuggle in half a surrogate pair, which is not text."""
+    if not isinstance(value, str) or not (value or empty):
+        raise DataError(f"{what} is {_shown(value)}, expected a {'' if empty else 'non-empty '}string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{what} is {_shown(value)}, expected text without lone surrogates") from error
+    return value
+
+
+def _text(record: dict[str, object], name: str, *, empty: bool = False) -> str:
+    return _string(_value(record, name), f"field {name!r}", empty=empty)
+
+
+def _text_or_messages(record: dict[str, object], name: str) -> str | Conversation:
+    if isinstance(_value(record, name), list):
+        return _messages(record, name)
+    return _text(record, name)
+
+
+def _messages(record: dict[str, object], name: str) -> Conversation:
+    turns = record[name]
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"field {name!r} is {_shown(turns)}, expected a non-empty list of {{role, content}}")
+    return tuple(_message(turn, f"field '{name}[{position}]'") for position, turn in enumerate(turns))
+
+
+def _message(turn: object, what: str) -> Message:
+    if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
+        raise DataError(f"{what} is {_shown(turn)}, expected {{role, content}}")
+    if turn["role"] not in ROLES:
+        raise DataError(f"{what}: role is {_shown(turn['role'])}, allowed: {', '.join(ROLES)}")
+    return Message(role=turn["role"], content=_string(turn["content"], f"{what}: content", empty=turn["role"] == "system"))
+
+
+def _answer(record: dict[str, object], name: str) -> str | None:
+    value = record[name] if name in record else None
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    raise DataError(f"field {name!r} is {_shown(value)}, expected a string or a number")
+
+
+def _margin(record: dict[str, object]) -> float:
+    names = [name for name in ("chosen_reward", "rejected_reward") if name in record]
+    if len(names) == 1:
+        raise DataError(f"field {names[0]!r} stands alone, expected both or neither of chosen_reward and rejected_reward")
+    rewards = []
+    for name in names:
+        value = record[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise DataError(f"field {name!r} is {_shown(value)}, expected a finite number")
+        rewards.append(float(value))
+    return rewards[0] - rewards[1] if rewards else 0.0

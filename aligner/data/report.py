@@ -1,0 +1,92 @@
+"""What came of reading a data set, and the one place that decides whether bad records stop the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from aligner.data.config import BadLines
+from aligner.errors import DataError
+
+MAX_LISTED = 20  # bad lines shown; the rest is only counted
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadReport:
+    """Counts of one data set; `problems` are the first bad lines, each `file:line: what is wrong`."""
+
+    location: str
+    num_records: int
+    num_kept: int
+    num_too_long: int
+    num_truncated: int
+    num_bad: int
+    problems: tuple[str, ...]
+
+    def summary(self) -> str:
+        """One line for the log."""
+        parts = [f"{self.location}: {self.num_kept} of {self.num_records} records used"]
+        for count, what in ((self.num_too_long, "too long"), (self.num_truncated, "truncated"), (self.num_bad, "bad and skipped")):
+            if count:
+                parts.append(f"{count} {what}")
+        return ", ".join(parts) + (f" (first: {self.problems[0]})" if self.problems else "")
+
+
+class TooLong(Exception):
+    """Raised by a conversion to leave a record out and count it as too long."""
+
+
+class Tally:
+    """Collects what happens to the records of one data set. `truncated` is counted up by the conversion."""
+
+    def __init__(self, location: str, policy: BadLines) -> None:
+        self.truncated = 0
+        self._location = location
+        self._policy = policy
+        self._records = 0
+        self._kept = 0
+        self._too_long = 0
+        self._problems: list[str] = []
+
+    def convert(self, items: Iterable[tuple[str, In]], conversion: Callable[[In], Out]) -> list[Out]:
+        """Convert every (source, item); a DataError makes the item a bad record, `TooLong` a dropped one."""
+        converted = []
+        for source, item in items:
+            self._records += 1
+            try:
+                converted.append(conversion(item))
+            except TooLong:
+                self._too_long += 1
+            except DataError as error:
+                self._problems.append(f"{source}: {error}")
+        self._kept += len(converted)
+        return converted
+
+    def finish(self) -> LoadReport:
+        """The report. Raises DataError with all bad lines (20 of them listed) unless they may be skipped, and where nothing is left."""
+        listed = tuple(self._problems[:MAX_LISTED])
+        if self._problems and self._policy == BadLines.fail:
+            raise DataError(
+                f"{len(self._problems)} of {self._records} records of {self._location} are bad "
+                "(data.bad_lines=skip leaves them out):\n" + "\n".join(f"  {line}" for line in self._listing(listed))
+            )
+        report = LoadReport(
+            location=self._location,
+            num_records=self._records,
+            num_kept=self._kept,
+            num_too_long=self._too_long,
+            num_truncated=self.truncated,
+            num_bad=len(self._problems),
+            problems=listed,
+        )
+        if not self._kept:
+            raise DataError(f"no usable record: {report.summary()}")
+        return report
+
+    def _listing(self, listed: tuple[str, ...]) -> list[str]:
+        more = len(self._problems) - len(listed)
+        return [*listed, f"... and {more} more"] if more else list(listed)

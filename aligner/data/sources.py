@@ -1,0 +1,134 @@
+"""Raw records with their origin, from jsonl, json and parquet files, directories of them, and `datasets` names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from aligner.errors import DataError
+
+DATASETS_PREFIX = "datasets:"
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawRecord:
+    """One record: `line` counts from 1 (lines of jsonl, records of anything else), `index` from 0 over the whole data set.
+
+    `error` says why there is no `value` (a line that is not JSON).
+    """
+
+    file: str
+    line: int
+    index: int
+    value: object = None
+    error: str = ""
+
+    @property
+    def source(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Item:
+    line: int
+    value: object = None
+    error: str = ""
+
+
+def read_records(location: str) -> Iterator[RawRecord]:
+    """All records of a file, a directory (its files by name) or a `datasets:` name, in a fixed order.
+
+    Raises: DataError where nothing can be read at `location`; a single bad line is yielded with its `error`.
+    """
+    index = 0
+    for name, items in _open(location):
+        for item in items:
+            yield RawRecord(file=name, line=item.line, index=index, value=item.value, error=item.error)
+            index += 1
+
+
+def _open(location: str) -> Iterator[tuple[str, Iterator[_Item]]]:
+    if location.startswith(DATASETS_PREFIX):
+        yield location, _read_datasets(location)
+        return
+    path = Path(location)
+    files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
+    if not files:
+        raise DataError(f"data directory {path.absolute()} holds no file ending in {', '.join(SUFFIXES)}")
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"data file {str(file)!r} does not exist (looked for {file.absolute()})")
+        yield str(file), _reader(file)
+
+
+def _reader(file: Path) -> Iterator[_Item]:
+    if file.suffix == ".jsonl":
+        return _read_jsonl(file)
+    if file.suffix == ".json":
+        return _read_json(file)
+    if file.suffix == ".parquet":
+        return _read_parquet(file)
+    raise DataError(f"data file {str(file)!r} ends in {file.suffix!r}, allowed: {', '.join(SUFFIXES)}")
+
+
+def _read_jsonl(file: Path) -> Iterator[_Item]:
+    """Lines end at a line feed only (JSON strings may hold other separators); blank lines hold no record."""
+    with file.open("rb") as stream:
+        for line, raw in enumerate(stream, start=1):
+            if not raw.strip():
+                continue
+            try:
+                yield _Item(line=line, value=json.loads(raw.decode("utf-8-sig" if line == 1 else "utf-8")))
+            except (ValueError, RecursionError) as error:
+                yield _Item(line=line, error=f"is not a JSON value in UTF-8 ({error}), expected one JSON object per line")
+
+
+def _read_json(file: Path) -> Iterator[_Item]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: is not JSON in UTF-8 ({error}); for one object per line name the file .jsonl") from error
+    if not isinstance(values, list):
+        raise DataError(f"{file}: holds one {type(values).__name__}, expected a list of objects")
+    for number, value in enumerate(values, start=1):
+        yield _Item(line=number, value=value)
+
+
+def _read_parquet(file: Path) -> Iterator[_Item]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    number = 0
+    try:
+        with ParquetFile(file) as table:
+            for batch in table.iter_batches():
+                for value in batch.to_pylist():
+                    number += 1
+                    yield _Item(line=number, value=value)
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{file}: is not a readable parquet file: {error}") from error
+
+
+def _read_datasets(location: str) -> Iterator[_Item]:
+    """`datasets:NAME`, `datasets:NAME:SPLIT` or `datasets:NAME:CONFIG:SPLIT`; NAME may be a directory made by `save_to_disk`."""
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    name, *rest = location[len(DATASETS_PREFIX) :].split(":")
+    if not name or len(rest) > 2:
+        raise DataError(f"data location is {location!r}, allowed: datasets:NAME, datasets:NAME:SPLIT, datasets:NAME:CONFIG:SPLIT")
+    split = rest[-1] if rest else "train"
+    saved = any((Path(name) / marker).is_file() for marker in ("dataset_dict.json", "state.json"))
+    try:
+        rows = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, *rest[:-1], split=split)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise DataError(f"data location {location!r} does not load with `datasets`: {type(error).__name__}: {error}") from error
+    if isinstance(rows, datasets.DatasetDict):
+        if split not in rows:
+            raise DataError(f"data location {location!r}: no split {split!r}, there are {', '.join(rows)}")
+        rows = rows[split]
+    for number, value in enumerate(rows, start=1):
+        yield _Item(line=number, value=value)

@@ -1,0 +1,113 @@
+"""The tokenizer of a model directory, reduced to what this package needs, with no special token that was not asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aligner.data.records import Message
+from aligner.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer. `bos_id` may be None; `eos_id` always exists; `pad_id` is the end token where none is defined."""
+
+    def __init__(self, backend: PreTrainedTokenizerBase, path: str) -> None:
+        if backend.eos_token_id is None:
+            raise ConfigError(
+                f"tokenizer {path} defines no end-of-sequence token: looked for eos_token in its tokenizer_config.json "
+                "and special_tokens_map.json"
+            )
+        self.path = path
+        self.bos_id: int | None = backend.bos_token_id
+        self.eos_id: int = backend.eos_token_id
+        self.pad_id: int = backend.eos_token_id if backend.pad_token_id is None else backend.pad_token_id
+        self.vocab_size: int = len(backend)
+        self._backend = backend
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest id it can produce; more than `vocab_size - 1` where its ids have gaps."""
+        return max(self._backend.get_vocab().values())
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._backend.chat_template)
+
+    def encode(self, text: str, *, add_special: bool = False) -> list[int]:
+        """Token ids of `text`; with `add_special`, with what the tokenizer adds of itself (usually a begin token)."""
+        return list(self._backend.encode(text, add_special_tokens=add_special, verbose=False)) if text else []
+
+    def continuation(self, prefix: str, text: str) -> list[int]:
+        """Token ids of `text` as the continuation of `encode(prefix)`.
+
+        A tokenizer may put a space before the first word of whatever it is given (SentencePiece), so the text is encoded behind the prefix
+        and the prefix's ids are cut off; where a token spans the border, behind a line break; and by itself where that also merges.
+        """
+        for anchor in (prefix, "\n"):
+            head, whole = self.encode(anchor), self.encode(anchor + text)
+            if whole[: len(head)] == head:
+                return whole[len(head) :]
+        return self.encode(text)
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of the ids, spaces left as they are."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+
+    def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
+        """Token ids of a conversation in the model's own format.
+
+        Raises: ConfigError where the tokenizer has no template; DataError where the template refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise ConfigError(
+                f"tokenizer {self.path} has no chat template: looked for chat_template in its tokenizer_config.json "
+                "and for chat_template.jinja; allowed: plain text records with apply_chat_template=false, or a tokenizer with a template"
+            )
+        from jinja2 import TemplateError
+
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            return list(
+                self._backend.apply_chat_template(turns, tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False)
+            )
+        except TemplateError as error:
+            raise DataError(f"the chat template of {self.path} refuses the messages: {error}") from error
+
+    def save(self, directory: str | Path) -> None:
+        """Write it where `load_tokenizer` and `transformers` can load it."""
+        self._backend.save_pretrained(str(directory))
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load from a local directory; never from the network, never running code from it.
+
+    Raises: ConfigError naming what was looked for.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ConfigError(f"tokenizer path is {str(path)!r}: no such directory (looked for {directory.absolute()})")
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"tokenizer directory {directory.absolute()} has none of {', '.join(TOKENIZER_FILES)}")
+    from transformers import AutoTokenizer
+
+    try:
+        backend = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exception for a damaged file
+        raise ConfigError(f"tokenizer in {directory.absolute()} does not load: {type(error).__name__}: {error}") from error
+    return Tokenizer(backend, str(path))
+
+
+def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
+    """Raise ConfigError where the tokenizer can produce an id for which the model has no embedding."""
+    if tokenizer.max_token_id >= model_vocab_size:
+        raise ConfigError(
+            f"tokenizer {tokenizer.path} produces ids up to {tokenizer.max_token_id} ({tokenizer.vocab_size} tokens), "
+            f"model.vocab_size is {model_vocab_size}, allowed: at least {tokenizer.max_token_id + 1}"
+        )

@@ -1,0 +1,124 @@
+"""The actors of online reinforcement learning: PPO and GRPO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from aligner.algorithms.grpo import GRPO
+from aligner.algorithms.online import OnlineTask
+from aligner.algorithms.ppo import PPO
+from aligner.data.loader import EpochSampler
+from aligner.data.prompts import load_prompts, load_validation_prompts
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import ConfigError
+from aligner.jobs import columns
+from aligner.jobs.checkpointing import POLICY, RunCheckpointer
+from aligner.jobs.parts import check_length, export, load_model_files, run_loop, tokenizer_directory
+from aligner.jobs.session import Session, session
+from aligner.models import create
+from aligner.models.policy import MegatronPolicy, ReferencePolicy
+from aligner.models.trainable import Training
+from aligner.protocols import RewardModel
+from aligner.rewards.local import function_reward
+from aligner.rollout.megatron import MegatronEngine
+from aligner.schemas import TrainGRPO, TrainPPO
+from aligner.servers.client import CriticClient, RewardClient
+from aligner.types import Rollout
+
+
+def train_ppo_actor(config: TrainPPO) -> None:
+    """The actor of a PPO run; its critic (and reward) servers are found through the run directory. Every rank calls it."""
+    with session(config, config.run, config.parallel) as here:
+        task, policy, tokenizer = _build(here, config, with_reference=True, num_prompts=config.algorithm.rollouts_per_step)
+        critic = CriticClient(here.directory.services, config=config.client)
+        if here.is_first:
+            here.say("waiting for the critic server")
+            critic.wait_until_ready()
+        algorithm = PPO(config.algorithm, policy, task, critic)
+        keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer, critic=critic)
+        run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.PPO)
+        _finish(here, config, policy, tokenizer)
+        critic.close()
+        task.reward.close()
+
+
+def train_grpo(config: TrainGRPO) -> None:
+    """GRPO: one component, with reward functions in its processes or a reward server. Every rank calls it."""
+    with session(config, config.run, config.parallel) as here:
+        with_reference = config.algorithm.kl_coef > 0
+        task, policy, tokenizer = _build(here, config, with_reference=with_reference, num_prompts=config.algorithm.prompts_per_step)
+        algorithm = GRPO(config.algorithm, policy, task)
+        keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer)
+        run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.GRPO)
+        _finish(here, config, policy, tokenizer)
+        task.reward.close()
+
+
+def _build(
+    here: Session, config: TrainPPO | TrainGRPO, *, with_reference: bool, num_prompts: int
+) -> tuple[OnlineTask, MegatronPolicy, Path]:
+    """Data first (bad lines are found in seconds), then models, then the engine on the policy's own weights."""
+    sampling = config.rollout.sampling
+    tokenizer, architecture = load_model_files(config.model)
+    longest = config.data.max_prompt_length + sampling.max_response_length
+    check_length(config.model, architecture, longest, "data.max_prompt_length + rollout.sampling.max_response_length")
+    prompts, report = load_prompts(config.data.train, config.data, tokenizer)
+    here.say(report.summary())
+    validation = load_validation_prompts(config.data, tokenizer)[0] if config.data.validation else []
+    reward = _reward(here, config, tokenizer)
+    training = Training(
+        optimizer=config.optimizer,
+        total_steps=config.loop.max_steps * config.algorithm.updates_per_step,
+        micro_batch_size=config.model.micro_batch_size,
+        temperature=sampling.temperature,
+    )
+    policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
+    engine = MegatronEngine(policy.module, sampling, eos_id=tokenizer.eos_id, max_batch_size=config.rollout.max_batch_size)
+    task = OnlineTask(
+        engine=engine,
+        reference=ReferencePolicy(policy) if with_reference else None,
+        reward=reward,
+        topology=here.topology,
+        train=prompts,
+        order=EpochSampler(len(prompts), num_prompts, config.run.seed),
+        validation=validation,
+        validation_sampling=replace(sampling, temperature=0.0),
+        accuracy=function_reward(config.accuracy, tokenizer.decode) if config.accuracy.function else None,
+        decode=tokenizer.decode,
+        pad_id=tokenizer.pad_id,
+        seed=config.run.seed,
+        max_response_length=sampling.max_response_length,
+    )
+    return task, policy, tokenizer_directory(config.model)
+
+
+def _reward(here: Session, config: TrainPPO | TrainGRPO, tokenizer: Tokenizer) -> RewardModel:
+    if not config.reward.serve:
+        if not config.reward.function.function:
+            raise ConfigError(
+                "reward.function.function='': name a reward function, or set reward.serve=true with reward.model.path to use a reward model"
+            )
+        return function_reward(config.reward.function, tokenizer.decode)
+    texts = _texts(tokenizer) if config.reward.function.function else None
+    client = RewardClient(here.directory.services, config=config.client, texts=texts)
+    if here.is_first:
+        here.say("waiting for the reward server")
+        client.wait_until_ready()
+    return client
+
+
+def _texts(tokenizer: Tokenizer) -> Callable[[Rollout], tuple[str, str, str | None]]:
+    """What a served reward function is sent of a rollout."""
+
+    def texts(rollout: Rollout) -> tuple[str, str, str | None]:
+        prompt = rollout.prompt.text or tokenizer.decode(rollout.prompt.tokens)
+        return prompt, tokenizer.decode(rollout.response), rollout.prompt.answer
+
+    return texts
+
+
+def _finish(here: Session, config: TrainPPO | TrainGRPO, policy: MegatronPolicy, tokenizer: Path) -> None:
+    if config.run.export_hf:
+        export(here, policy.module, tokenizer)

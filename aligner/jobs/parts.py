@@ -1,0 +1,77 @@
+"""Parts that several jobs build in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from aligner.algorithms import loop
+from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from aligner.errors import ConfigError
+from aligner.jobs.session import Session
+from aligner.models import create
+from aligner.models.build import LanguageModel
+from aligner.models.checkpoint import copy_tokenizer
+from aligner.models.config import Architecture, ModelConfig
+from aligner.models.weights import save_hf
+from aligner.reporting.config import LoggingConfig
+from aligner.reporting.formats import Column
+from aligner.reporting.reporter import Reporter, SilentReporter
+
+
+def load_model_files(config: ModelConfig) -> tuple[Tokenizer, Architecture]:
+    """The tokenizer and the architecture of a model, checked against each other."""
+    tokenizer = load_tokenizer(str(tokenizer_directory(config)))
+    architecture = create.read_architecture(config, vocab_size=tokenizer.vocab_size)
+    check_vocabulary(tokenizer, architecture.vocab_size)
+    return tokenizer, architecture
+
+
+def tokenizer_directory(config: ModelConfig) -> Path:
+    """Where the tokenizer's files are: `model.tokenizer`, else beside the weights."""
+    source = create.source_directory(config)
+    return Path(config.tokenizer) if config.tokenizer or source is None else source
+
+
+def check_length(config: ModelConfig, architecture: Architecture, length: int, what: str = "data.max_length") -> None:
+    """Raise ConfigError where sequences of `length` tokens do not fit the model's context."""
+    context = create.context_length(config, architecture)
+    if length > context:
+        raise ConfigError(f"{what}={length}: longer than the model's context of {context} tokens")
+
+
+def reporting(
+    here: Session, logging: LoggingConfig, shown: Sequence[Column], *, total_steps: int
+) -> Callable[[int], Reporter | SilentReporter]:
+    """How `run_loop` opens its reporter: the real one on rank 0, a silent one elsewhere."""
+
+    def open_reporter(start_step: int) -> Reporter | SilentReporter:
+        if not here.is_first:
+            return SilentReporter()
+        return Reporter(logging, run_directory=here.directory, columns=shown, total_steps=total_steps, start_step=start_step)
+
+    return open_reporter
+
+
+def run_loop(
+    here: Session,
+    algorithm: loop.Algorithm,
+    keeper: loop.Checkpointer,
+    config: loop.LoopConfig,
+    *,
+    logging: LoggingConfig,
+    shown: Sequence[Column],
+) -> int:
+    """`loop.run` with the run's reporter, closed at the end whatever happens. Returns the last finished step."""
+    with ExitStack() as stack:
+        open_reporter = reporting(here, logging, shown, total_steps=config.max_steps)
+        return loop.run(algorithm, config, checkpointer=keeper, open_reporter=lambda start: stack.enter_context(open_reporter(start)))
+
+
+def export(here: Session, module: LanguageModel, tokenizer: Path) -> None:
+    """Write the policy as a Hugging Face model, with its tokenizer, to the run's export directory. Every rank calls it."""
+    save_hf(module, here.directory.export, writer=here.is_first)
+    if here.is_first:
+        copy_tokenizer(tokenizer, here.directory.export)
+    here.say(f"Hugging Face model written to {here.directory.export}")

@@ -1,0 +1,83 @@
+"""The server components of a PPO run: critic and reward."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from aligner.errors import ConfigError
+from aligner.jobs.checkpointing import CRITIC, load_critic
+from aligner.jobs.parts import load_model_files, tokenizer_directory
+from aligner.jobs.session import Session, session
+from aligner.losses.value import value_loss
+from aligner.models import checkpoint, create
+from aligner.models.config import ModelConfig
+from aligner.models.trainable import TrainableModel, Training
+from aligner.rewards.load import build_reward_function
+from aligner.schemas import TrainGRPO, TrainPPO
+from aligner.servers.config import RequestLimits
+from aligner.servers.critic import CriticService
+from aligner.servers.reward import FunctionRewardService, RewardService
+from aligner.servers.server import serve
+
+
+def serve_critic(config: TrainPPO) -> None:
+    """The critic of a PPO run: trains on what the actor sends, until it is told to stop. Every rank calls it."""
+    critic = config.critic
+    with session(config, config.run, critic.parallel, writes_config=False) as here:
+        model_config = _or_actors(critic.model, config.model)
+        _, architecture = load_model_files(model_config)
+        updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs
+        training = Training(
+            optimizer=critic.optimizer,
+            total_steps=config.loop.max_steps * updates,
+            micro_batch_size=model_config.micro_batch_size,
+        )
+        model = create.create_value_model(model_config, architecture, critic.parallel, here.topology, training)
+        resumed = load_critic(here, model.model)
+        here.say(f"critic: resumed after step {resumed}" if resumed else f"critic: starts from {model_config.path or 'random weights'}")
+        service = CriticService(
+            model,
+            partial(value_loss, clip=critic.clip or None),
+            mini_batch_size=critic.mini_batch_size,
+            num_epochs=critic.num_epochs,
+            save=partial(_save_critic, here, model.model, tokenizer_directory(model_config)),
+        )
+        limits = RequestLimits(
+            vocab_size=architecture.vocab_size,
+            max_sequence_length=create.context_length(model_config, architecture),
+        )
+        serve("critic", service.operations(), config=critic.server, limits=limits, services_dir=here.directory.services)
+
+
+def serve_reward_model(config: TrainPPO | TrainGRPO) -> None:
+    """The reward component of a run: a frozen reward model, or a reward function. Every rank calls it."""
+    reward = config.reward
+    with session(config, config.run, reward.parallel, writes_config=False) as here:
+        is_function = bool(reward.function.function)
+        model_config = config.model if is_function and not reward.model.path else reward.model
+        if not model_config.path:
+            raise ConfigError("reward.model.path='': name the reward model's checkpoint, or a function in reward.function.function")
+        tokenizer, architecture = load_model_files(model_config)
+        if is_function:
+            service = FunctionRewardService(build_reward_function(reward.function), decode=tokenizer.decode)
+        else:
+            training = Training(optimizer=None, micro_batch_size=model_config.micro_batch_size)
+            model = create.create_reward_model(model_config, architecture, reward.parallel, here.topology, training)
+            service = RewardService(model, encode=tokenizer.encode)
+        limits = RequestLimits(
+            vocab_size=architecture.vocab_size,
+            max_sequence_length=create.context_length(model_config, architecture),
+        )
+        here.say(f"reward: serves {reward.function.function or model_config.path}")
+        serve("reward", service.operations(), config=reward.server, limits=limits, services_dir=here.directory.services)
+
+
+def _or_actors(own: ModelConfig, actors: ModelConfig) -> ModelConfig:
+    """A component's own model where it names one, else the actor's."""
+    return own if own.path or own.tokenizer else actors
+
+
+def _save_critic(here: Session, model: TrainableModel, tokenizer: Path, step: int) -> str:
+    request = checkpoint.SaveRequest(step=step, state={}, config_yaml=here.config_yaml, tokenizer=tokenizer)
+    return str(checkpoint.save(here.directory.checkpoints / CRITIC, model, request))

@@ -1,0 +1,49 @@
+"""The trainers of one component: supervised fine-tuning and reward models."""
+
+from __future__ import annotations
+
+from aligner.algorithms.reward_model import RewardModelTraining
+from aligner.algorithms.sft import SFT
+from aligner.data.preferences import load_preferences
+from aligner.data.supervised import load_supervised
+from aligner.jobs import columns
+from aligner.jobs.checkpointing import POLICY, REWARD_MODEL, RunCheckpointer
+from aligner.jobs.parts import check_length, export, load_model_files, run_loop, tokenizer_directory
+from aligner.jobs.session import session
+from aligner.models import create
+from aligner.models.trainable import Training
+from aligner.schemas import TrainRewardModel, TrainSFT
+
+
+def train_sft(config: TrainSFT) -> None:
+    """Supervised fine-tuning. Every rank calls it."""
+    with session(config, config.run, config.parallel) as here:
+        tokenizer, architecture = load_model_files(config.model)
+        check_length(config.model, architecture, config.data.max_length)
+        train, report = load_supervised(config.data.train, config.data, tokenizer)
+        here.say(report.summary())
+        validation = load_supervised(config.data.validation, config.data, tokenizer)[0] if config.data.validation else []
+        training = Training(optimizer=config.optimizer, total_steps=config.loop.max_steps, micro_batch_size=config.model.micro_batch_size)
+        policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
+        algorithm = SFT(config.algorithm, policy, train=train, validation=validation, pad_id=tokenizer.pad_id, seed=config.run.seed)
+        keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer_directory(config.model))
+        run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.SFT)
+        if config.run.export_hf:
+            export(here, policy.module, tokenizer_directory(config.model))
+
+
+def train_reward_model(config: TrainRewardModel) -> None:
+    """Bradley-Terry training of a reward model. Every rank calls it."""
+    with session(config, config.run, config.parallel) as here:
+        tokenizer, architecture = load_model_files(config.model)
+        check_length(config.model, architecture, config.data.max_length)
+        train, report = load_preferences(config.data.train, config.data, tokenizer)
+        here.say(report.summary())
+        validation = load_preferences(config.data.validation, config.data, tokenizer)[0] if config.data.validation else []
+        training = Training(optimizer=config.optimizer, total_steps=config.loop.max_steps, micro_batch_size=config.model.micro_batch_size)
+        model = create.create_reward_model(config.model, architecture, config.parallel, here.topology, training)
+        algorithm = RewardModelTraining(
+            config.algorithm, model, train=train, validation=validation, pad_id=tokenizer.pad_id, seed=config.run.seed
+        )
+        keeper = RunCheckpointer(here, model.model, name=REWARD_MODEL, tokenizer=tokenizer_directory(config.model))
+        run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.REWARD_MODEL)

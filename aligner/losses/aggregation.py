@@ -1,0 +1,58 @@
+"""How per-token losses become one number: the sum and the integer count that the trainer divides once."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from aligner.metrics import Mean
+
+
+class Aggregation(str, Enum):
+    """What the mean of a policy loss is taken over."""
+
+    token_mean = "token_mean"  # over all tokens of the global batch (DAPO, 2503.14476)
+    sequence_mean = "sequence_mean"  # over the tokens of a sequence, then over sequences (GRPO, 2402.03300)
+    sequence_sum_constant = "sequence_sum_constant"  # tokens summed and divided by a constant, then over sequences (Dr. GRPO, 2503.20783)
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` with 0 where `mask` is False: neither values nor gradients (nor NaN) of those positions survive. Shapes [B, S]."""
+    return x.masked_fill(~mask, 0.0)
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Mean:
+    """The metric `mean of x over masked positions`, detached. Shapes [B, S]."""
+    return Mean(total=masked(x.detach(), mask).sum(), count=mask.sum())
+
+
+def aggregate(per_token: Tensor, mask: Tensor, aggregation: Aggregation, constant: float | None = None) -> tuple[Tensor, Tensor]:
+    """Sum and count of `per_token` [B, S] over `mask` bool [B, S]; the loss is the sum over everything / the count over everything.
+
+    The count is the number of masked tokens for `token_mean`, else of sequences with at least one masked token. `constant` is the divisor
+    of `sequence_sum_constant` (the longest response allowed, in tokens). Raises ValueError where that is missing or not positive.
+    """
+    per_token = masked(per_token, mask)
+    if aggregation is Aggregation.token_mean:
+        return per_token.sum(), mask.sum()
+    tokens = mask.sum(dim=1)
+    count = (tokens > 0).sum()
+    if aggregation is Aggregation.sequence_mean:
+        return (per_token.sum(dim=1) / tokens.clamp(min=1)).sum(), count
+    if constant is None or constant <= 0:
+        raise ValueError(f"aggregation_constant is {constant}; {aggregation.value} wants a number > 0 (the longest response, in tokens)")
+    return per_token.sum() / constant, count
+
+
+def require(tensor: Tensor | None, field: str) -> Tensor:
+    """The tensor, or ValueError naming the field that was not given."""
+    if tensor is None:
+        raise ValueError(f"{field} is needed by this loss and was not given")
+    return tensor
+
+
+def maximum(x: Tensor, mask: Tensor) -> Tensor:
+    """The largest masked value of a non-negative `x` [B, S], 0 where nothing is masked; detached scalar."""
+    return masked(x.detach(), mask).amax() if x.numel() else torch.zeros((), device=x.device)

@@ -1,0 +1,220 @@
+"""Distributed checkpoints of one model: complete or invisible, loadable at another layout, with everything a resume needs.
+
+    step_000030/
+      aligner.json   kind of model, format version
+      config.json    the architecture, in Hugging Face's form       tokenizer files
+      weights/       Megatron-Core distributed checkpoint of the module
+      optimizer/     the same of the optimizer's state, in a form that any layout can read
+      state.pt       per-rank random-generator states
+      state.json     step, optimizer version, learning-rate schedule, whatever the training loop adds
+      config.yaml    the resolved config of the run
+
+A checkpoint is written under a name that starts with `.writing_`, renamed when every rank has written, and only then named in `latest`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from aligner.errors import CheckpointError
+from aligner.models.build import ScalarModel, Transformer
+from aligner.models.families import architecture_to_hf
+from aligner.models.trainable import TrainableModel
+from aligner.parallel.collectives import broadcast_object, gather_objects, raise_everywhere
+from aligner.parallel.mcore import dist_checkpointing, tensor_parallel
+
+MARKER = "aligner.json"
+FORMAT = 1
+LATEST = "latest"
+# Gathers optimizer shards into per-parameter tensors, so that any other layout can load them (the default raises in 0.16).
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveRequest:
+    """What goes into a checkpoint besides the model's own state."""
+
+    step: int
+    state: dict[str, Any]  # JSON-able: data position, controllers
+    config_yaml: str = ""
+    tokenizer: Path | None = None  # directory whose files are copied, so that the checkpoint stands alone
+
+
+def step_directory(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step_{step:06d}"
+
+
+def resolve(path: Path) -> Path:
+    """The checkpoint that `path` means: itself, or what `latest` names where it is a directory of checkpoints.
+
+    Raises CheckpointError where there is none.
+    """
+    if (path / MARKER).exists():
+        return path
+    if (path / LATEST).exists():
+        named = path / (path / LATEST).read_text().strip()
+        if not (named / MARKER).exists():
+            raise CheckpointError(f"{path / LATEST} names {named.name}, which is not a complete checkpoint")
+        return named
+    raise CheckpointError(f"{path}: no checkpoint here (neither {MARKER} nor {LATEST}{'' if path.exists() else '; no such directory'})")
+
+
+def find_latest(checkpoints: Path) -> Path | None:
+    """The newest complete checkpoint of a run, None where there is none yet. Every rank gets rank 0's answer."""
+    found = resolve(checkpoints) if dist.get_rank() == 0 and (checkpoints / LATEST).exists() else None
+    return broadcast_object(found)
+
+
+def save(checkpoints: Path, model: TrainableModel, request: SaveRequest) -> Path:
+    """Write and publish one checkpoint. Every rank calls it. Returns its directory; one that exists already is left as it is."""
+    final = step_directory(checkpoints, request.step)
+    writing = checkpoints / f".writing_{final.name}"
+    exists = broadcast_object(final.exists())
+    if not exists:
+        _on_rank_0(lambda: _start(writing, model.module, request))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist_checkpointing.save(model.module.sharded_state_dict(), str(writing / "weights"))
+            if model.optimizer is not None:
+                shards = model.optimizer.sharded_state_dict(model.module.sharded_state_dict(), metadata=SHARDING)
+                dist_checkpointing.save({"optimizer": shards}, str(writing / "optimizer"))
+        generators = gather_objects(_generator_state())
+        _on_rank_0(lambda: _finish(writing, final, model, request, generators))
+    _on_rank_0(lambda: _point_latest(checkpoints, final))
+    return final
+
+
+def load_weights(module: Transformer, path: Path) -> None:
+    """Fill the module from a checkpoint of this project. Every rank calls it.
+
+    A scalar model may start from a language model's checkpoint: its head then keeps its initialisation.
+    """
+    directory = resolve(path)
+    kind = read_marker(directory)["kind"]
+    wanted = module.sharded_state_dict()
+    if isinstance(module, ScalarModel) and kind == "language":
+        wanted = {name: shard for name, shard in wanted.items() if not name.startswith("score_head.")}
+    elif kind != _kind(module):
+        raise CheckpointError(f"{directory}: a {kind} model's checkpoint cannot be loaded into a {_kind(module)} model")
+    _load(wanted, directory / "weights", module)
+
+
+def load(model: TrainableModel, path: Path) -> dict[str, Any]:
+    """Restore weights, optimizer, schedule and random generators to continue training. Returns the saved `state`. Every rank calls it."""
+    directory = resolve(path)
+    load_weights(model.module, directory)
+    if model.optimizer is not None:
+        if not (directory / "optimizer").is_dir():
+            raise CheckpointError(f"{directory}: holds no optimizer state; it can initialise a model but not continue a run")
+        wanted = model.optimizer.sharded_state_dict(model.module.sharded_state_dict(), is_loading=True, metadata=SHARDING)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.optimizer.load_state_dict(dist_checkpointing.load({"optimizer": wanted}, str(directory / "optimizer"))["optimizer"])
+    state = json.loads((directory / "state.json").read_text())
+    if model.scheduler is not None:
+        model.scheduler.load_state_dict(state["scheduler"])
+    model.version = state["version"]
+    generators = torch.load(directory / "state.pt", weights_only=True)
+    if len(generators) == dist.get_world_size():  # at another world size the generators stay freshly seeded
+        _set_generator_state(generators[dist.get_rank()])
+    return state["loop"]
+
+
+def read_marker(directory: Path) -> dict[str, Any]:
+    """What `aligner.json` says. Raises CheckpointError for a format that this version does not read."""
+    marker = json.loads((directory / MARKER).read_text())
+    if marker["format"] != FORMAT:
+        raise CheckpointError(f"{directory / MARKER}: format {marker['format']}; this version reads {FORMAT}")
+    return marker
+
+
+def _kind(module: Transformer) -> str:
+    return "scalar" if isinstance(module, ScalarModel) else "language"
+
+
+def _on_rank_0(action: Any) -> None:
+    """Run `action` on rank 0; every rank raises what it raised, so that none goes on alone."""
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as failed:
+            error = CheckpointError(f"writing a checkpoint failed: {failed}")
+    raise_everywhere(error)
+
+
+def _start(writing: Path, module: Transformer, request: SaveRequest) -> None:
+    shutil.rmtree(writing, ignore_errors=True)  # of an attempt that was killed
+    for name in ("weights", "optimizer"):
+        (writing / name).mkdir(parents=True)
+    if request.tokenizer is not None:
+        copy_tokenizer(request.tokenizer, writing)
+    (writing / "config.json").write_text(json.dumps(architecture_to_hf(module.architecture), indent=2) + "\n")
+    (writing / "config.yaml").write_text(request.config_yaml)
+
+
+def copy_tokenizer(source: Path, destination: Path) -> None:
+    """Copy the files of a tokenizer (not weights, not the model's config)."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "vocab.json", "merges.txt")
+    for name in (*names, "added_tokens.json", "chat_template.jinja", "generation_config.json"):
+        if (source / name).exists():
+            shutil.copyfile(source / name, destination / name)
+
+
+def _finish(writing: Path, final: Path, model: TrainableModel, request: SaveRequest, generators: list[dict[str, Any]]) -> None:
+    if model.optimizer is None:
+        (writing / "optimizer").rmdir()
+    torch.save(generators, writing / "state.pt")
+    state = {
+        "step": request.step,
+        "version": model.version,
+        "scheduler": None if model.scheduler is None else model.scheduler.state_dict(),
+        "loop": request.state,
+    }
+    (writing / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+    marker: dict[str, Any] = {"format": FORMAT, "kind": _kind(model.module), "step": request.step}
+    if isinstance(model.module, ScalarModel):
+        marker["num_outputs"] = model.module.score_head.out_features
+    (writing / MARKER).write_text(json.dumps(marker) + "\n")
+    writing.rename(final)
+
+
+def _point_latest(checkpoints: Path, final: Path) -> None:
+    new = checkpoints / f".{LATEST}"
+    new.write_text(final.name + "\n")
+    new.replace(checkpoints / LATEST)
+
+
+def _load(wanted: dict[str, Any], directory: Path, module: Transformer) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = dist_checkpointing.load(wanted, str(directory))
+    except (KeyError, dist_checkpointing.core.CheckpointingException) as error:
+        raise CheckpointError(f"{directory}: does not fit the model: {error}") from error
+    module.load_state_dict(loaded, strict=False)
+    missing = {name for name, _ in module.named_parameters()} - loaded.keys() - {"score_head.weight", "score_head.bias"}
+    if missing:
+        raise CheckpointError(f"{directory}: holds no value for {sorted(missing)[:3]}")
+
+
+def _generator_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states())}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_generator_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,92 @@
+"""Ready-to-use models from configs: reads the architecture, checks the layout, builds the module and loads its weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from aligner.errors import CheckpointError, ConfigError
+from aligner.models import checkpoint
+from aligner.models.build import LanguageModel, ScalarModel, Transformer, check_divisible
+from aligner.models.config import Architecture, ModelConfig
+from aligner.models.families import architecture_from_hf
+from aligner.models.policy import MegatronPolicy
+from aligner.models.reward import MegatronRewardModel
+from aligner.models.trainable import TrainableModel, Training
+from aligner.models.value import MegatronValueModel
+from aligner.models.weights import load_hf
+from aligner.parallel.topology import ParallelConfig, Topology
+
+
+def source_directory(config: ModelConfig) -> Path | None:
+    """Where the weights are, `latest` resolved; None for a model that starts from random weights. Raises CheckpointError."""
+    if not config.path:
+        return None
+    path = Path(config.path)
+    if not path.is_dir():
+        raise CheckpointError(f"model.path={config.path}: no such directory")
+    if (path / checkpoint.LATEST).exists() or (path / checkpoint.MARKER).exists():
+        return checkpoint.resolve(path)
+    if not (path / "config.json").exists():
+        raise CheckpointError(
+            f"model.path={config.path}: neither a Hugging Face model (config.json) nor a checkpoint ({checkpoint.MARKER})"
+        )
+    return path
+
+
+def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
+    """The architecture of `config`: its path's, else the one written in the config with the tokenizer's vocabulary size."""
+    source = source_directory(config)
+    if source is not None:
+        architecture = architecture_from_hf(json.loads((source / "config.json").read_text()))
+    else:
+        architecture = replace(config.architecture, vocab_size=config.architecture.vocab_size or vocab_size)
+    if config.seq_length > architecture.max_position_embeddings:
+        raise ConfigError(
+            f"model.seq_length={config.seq_length}: the model was made for at most {architecture.max_position_embeddings} positions"
+        )
+    return architecture
+
+
+def context_length(config: ModelConfig, architecture: Architecture) -> int:
+    """Longest sequence that the run may hold, in tokens."""
+    return config.seq_length or architecture.max_position_embeddings
+
+
+def create_policy(
+    config: ModelConfig, architecture: Architecture, parallel: ParallelConfig, topology: Topology, training: Training
+) -> MegatronPolicy:
+    """A language model with its weights; frozen where `training.optimizer` is None. Every rank calls it."""
+    check_divisible(architecture, parallel)
+    module = LanguageModel(architecture, config, parallel, load=bool(config.path))
+    return MegatronPolicy(_ready(module, config, topology, training), temperature=training.temperature)
+
+
+def create_value_model(
+    config: ModelConfig, architecture: Architecture, parallel: ParallelConfig, topology: Topology, training: Training
+) -> MegatronValueModel:
+    """A value model, usually from a reward model's checkpoint (same head). Every rank calls it."""
+    check_divisible(architecture, parallel)
+    module = ScalarModel(architecture, config, parallel, load=bool(config.path))
+    return MegatronValueModel(_ready(module, config, topology, training))
+
+
+def create_reward_model(
+    config: ModelConfig, architecture: Architecture, parallel: ParallelConfig, topology: Topology, training: Training
+) -> MegatronRewardModel:
+    """A reward model. Every rank calls it."""
+    check_divisible(architecture, parallel)
+    module = ScalarModel(architecture, config, parallel, load=bool(config.path))
+    return MegatronRewardModel(_ready(module, config, topology, training))
+
+
+def _ready(module: Transformer, config: ModelConfig, topology: Topology, training: Training) -> TrainableModel:
+    """Weights first: the optimizer takes its main copy from them."""
+    source = source_directory(config)
+    if source is not None:
+        if (source / checkpoint.MARKER).exists():
+            checkpoint.load_weights(module, source)
+        else:
+            load_hf(module, source)
+    return TrainableModel(module, topology, training)

@@ -1,0 +1,24 @@
+"""One module per model family: Hugging Face config <-> `Architecture`. The weight names they share are in `mapping`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aligner.errors import ConfigError
+from aligner.models.config import Architecture, Family
+from aligner.models.families import llama, qwen2, qwen3
+
+FAMILIES = {Family.llama: llama, Family.qwen2: qwen2, Family.qwen3: qwen3}
+
+
+def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
+    """Read a Hugging Face `config.json`. Raises ConfigError for a family or a variant that is not supported."""
+    model_type = hf.get("model_type")
+    if model_type not in Family.__members__:
+        raise ConfigError(f"config.json: model_type={model_type!r} is not supported; allowed: {', '.join(Family.__members__)}")
+    return FAMILIES[Family[model_type]].from_hf(hf)
+
+
+def architecture_to_hf(architecture: Architecture) -> dict[str, Any]:
+    """The Hugging Face `config.json` of an architecture."""
+    return FAMILIES[architecture.family].to_hf(architecture)

@@ -1,0 +1,24 @@
+"""Qwen3 (dense): Llama's layout with an RMSNorm on each query and key head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from aligner.errors import ConfigError
+from aligner.models.config import Architecture, Family
+from aligner.models.families import llama
+
+
+def from_hf(hf: dict[str, Any]) -> Architecture:
+    """The architecture in a Hugging Face config. Raises ConfigError for attention biases and sliding-window attention."""
+    for name in ("attention_bias", "use_sliding_window"):
+        if hf.get(name):
+            raise ConfigError(f"config.json: {name}=true is not supported for model_type qwen3")
+    return replace(llama.common_from_hf(hf, Family.qwen3), qk_norm=True)
+
+
+def to_hf(architecture: Architecture) -> dict[str, Any]:
+    """The Hugging Face config of an architecture."""
+    hf = llama.common_to_hf(architecture) | {"architectures": ["Qwen3ForCausalLM"]}
+    return hf | {"attention_bias": False, "use_sliding_window": False}

@@ -1,0 +1,88 @@
+"""Megatron-Core's distributed optimizer and learning-rate schedule from a small config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from aligner.errors import ConfigError
+
+
+class Decay(str, Enum):
+    """Shape of the learning rate after the warm-up; the member names are Megatron-Core's."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW with decoupled weight decay; NeMo-Aligner's PPO values are the defaults."""
+
+    lr: float = 9e-7
+    min_lr: float = 9e-8
+    decay: Decay = Decay.cosine
+    warmup_steps: int = 10
+    decay_steps: int = 0  # 0: the run's number of optimizer steps
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.98
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    distributed: bool = True  # shard the optimizer's state over data-parallel ranks
+    precision_aware: bool = False  # moments in bfloat16 (needs Transformer Engine)
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or not 0 <= self.min_lr <= self.lr:
+            raise ConfigError(f"optimizer.lr={self.lr}, min_lr={self.min_lr}: need 0 <= min_lr <= lr and lr > 0")
+        for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_grad"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"optimizer.{name}={getattr(self, name)}: must not be negative")
+        if self.precision_aware and not self.distributed:
+            raise ConfigError("optimizer.precision_aware=true: needs optimizer.distributed=true")
+
+
+def build_optimizer(config: OptimizerConfig, ddp_module: Any, dtype: torch.dtype) -> Any:
+    """Megatron's distributed optimizer (states sharded over data-parallel ranks) for one DDP-wrapped module."""
+    from aligner.parallel import mcore
+
+    settings = mcore.OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=config.distributed,
+        use_precision_aware_optimizer=config.precision_aware,
+        **({"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16} if config.precision_aware else {}),
+    )
+    return mcore.get_megatron_optimizer(settings, [ddp_module], use_gloo_process_groups=False)
+
+
+def build_scheduler(config: OptimizerConfig, optimizer: Any, total_steps: int) -> Any:
+    """Warm-up, then decay to `min_lr` over `decay_steps` (default: `total_steps`) optimizer steps."""
+    from aligner.parallel import mcore
+
+    decay_steps = max(config.decay_steps or total_steps, config.warmup_steps + 1)
+    return mcore.OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.decay.value,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=total_steps,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,71 @@
+"""The policy: a language model that gives log-probs, takes optimizer steps and streams its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from aligner.metrics import Metric
+from aligner.models import heads
+from aligner.models.build import LanguageModel
+from aligner.models.trainable import TrainableModel
+from aligner.models.weights import export_hf
+from aligner.protocols import Loss
+from aligner.types import MaskedBatch, TokenOutputs
+
+
+class MegatronPolicy:
+    """`aligner.protocols.Policy` on a Megatron-Core language model. Methods are collective over the component."""
+
+    def __init__(self, model: TrainableModel, *, temperature: float = 1.0) -> None:
+        self.model = model
+        self.temperature = temperature
+
+    @property
+    def module(self) -> LanguageModel:
+        return self.model.module
+
+    @property
+    def version(self) -> int:
+        return self.model.version
+
+    def logprobs(self, batch: MaskedBatch) -> Tensor:
+        """log pi of the tokens in `loss_mask`, float32 [B, S] on the CPU, 0 elsewhere; no gradient, no dropout."""
+        return self.model.run(batch, self._outputs, "logprobs")
+
+    def train_step(self, batch: MaskedBatch, loss: Loss) -> dict[str, Metric]:
+        """One optimizer step on a loss of log-probs (and entropy). Returns metrics over the global batch."""
+        return self.model.train_step(batch, self._outputs, loss)
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream of (Hugging Face name, full tensor), one at a time."""
+        return export_hf(self.module)
+
+    def _outputs(self, hidden: Tensor, batch: MaskedBatch) -> TokenOutputs:
+        return heads.token_outputs(self.module, hidden, batch.tokens, batch.loss_mask, temperature=self.temperature)
+
+
+class ReferencePolicy:
+    """The policy as it was at construction: its weights wait in host memory and are put in the module's place for a pass.
+
+    One set of activations and one module serve both; the frozen copy costs host memory only, and device memory during the pass.
+    """
+
+    def __init__(self, policy: MegatronPolicy) -> None:
+        self._policy = policy
+        self._weights = [p.detach().to("cpu", copy=True) for p in policy.module.parameters()]
+
+    def logprobs(self, batch: MaskedBatch) -> Tensor:
+        """As `MegatronPolicy.logprobs`, under the frozen weights."""
+        parameters = list(self._policy.module.parameters())
+        current = [p.data for p in parameters]
+        try:
+            for parameter, frozen in zip(parameters, self._weights, strict=True):
+                parameter.data = frozen.to(parameter.device)
+            return self._policy.logprobs(batch)
+        finally:
+            with torch.no_grad():
+                for parameter, data in zip(parameters, current, strict=True):
+                    parameter.data = data

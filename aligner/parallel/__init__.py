@@ -1,0 +1,1 @@
+"""Ranks, devices and what they exchange: platform, launch, topology, collectives, log-probs."""

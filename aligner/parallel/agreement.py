@@ -1,0 +1,107 @@
+"""Do all ranks run the same thing? Asked once at the start, through the rendezvous store.
+
+Every rank writes a record; rank 0 reads them all (N reads, not N x N) and publishes one verdict, which every rank awaits. So the whole
+component stops with the same message, that names the ranks which differ or never came.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
+
+import torch
+from torch.distributed import Store
+
+from aligner import __version__
+from aligner.errors import LaunchError
+
+_SHOWN = 8  # ranks that a message lists
+_MARGIN_SECONDS = 5.0  # the others wait so much longer than rank 0, whose message says who is missing
+_LINGER_SECONDS = 3.0  # rank 0, whose end is the store's end, lets the others read a bad verdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRecord:
+    """What a rank says about itself; all but `rank` and `host` must be equal everywhere."""
+
+    rank: int
+    host: str
+    world_size: int
+    fingerprint: str
+    aligner: str
+    torch: str
+
+
+def own_record(rank: int, world_size: int, fingerprint: str) -> RankRecord:
+    """This process's record."""
+    return RankRecord(
+        rank=rank, host=socket.gethostname(), world_size=world_size, fingerprint=fingerprint, aligner=__version__, torch=torch.__version__
+    )
+
+
+def differences(reference: RankRecord, record: RankRecord) -> str:
+    """How `record` differs from rank 0's, or the empty string."""
+    names = [field.name for field in fields(RankRecord) if field.name not in ("rank", "host")]
+    theirs, ours = asdict(record), asdict(reference)
+    parts = [f"{name} is {theirs[name]!r} and not {ours[name]!r}" for name in names if theirs[name] != ours[name]]
+    return f"rank {record.rank} on {record.host}: " + ", ".join(parts) if parts else ""
+
+
+def check(store: Store, record: RankRecord, *, timeout_seconds: float) -> None:
+    """Raise LaunchError on every rank unless all ranks came and agree. Collective."""
+    if store.add(f"claims/{record.rank}", 1) > 1:
+        raise LaunchError(f"two processes call themselves rank {record.rank} (one is on {record.host}): the launcher's variables are wrong")
+    store.set(f"record/{record.rank}", json.dumps(asdict(record)))
+    if record.rank == 0:
+        store.set("verdict", _judge(store, record, timeout_seconds))
+    verdict = _await_verdict(store, record, timeout_seconds + _MARGIN_SECONDS)
+    if record.rank != 0 and not verdict:
+        # A rank that rank 0 does not know of (its world is smaller) finds out by itself.
+        verdict = differences(_read(store, 0), record)
+    if verdict:
+        store.set(f"read/{record.rank}", "")
+        if record.rank == 0:
+            _let_others_read(store, record.world_size)
+        raise LaunchError(f"the ranks of this component do not agree with rank 0: {verdict}")
+
+
+def _judge(store: Store, reference: RankRecord, timeout_seconds: float) -> str:
+    keys = [f"record/{rank}" for rank in range(reference.world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_seconds))
+    except RuntimeError:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        return f"of {reference.world_size} ranks {_listing(missing)} did not come within {timeout_seconds:.0f} s"
+    found = [differences(reference, _read(store, rank)) for rank in range(reference.world_size)]
+    found = [text for text in found if text]
+    more = f"; and {len(found) - _SHOWN} more ranks" if len(found) > _SHOWN else ""
+    return "; ".join(found[:_SHOWN]) + more
+
+
+def _await_verdict(store: Store, record: RankRecord, timeout_seconds: float) -> str:
+    try:
+        store.wait(["verdict"], timedelta(seconds=timeout_seconds))
+        return store.get("verdict").decode()
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {record.rank} of {record.world_size} waited {timeout_seconds:.0f} s for rank 0's verdict on the ranks: {error}"
+        ) from error
+
+
+def _let_others_read(store: Store, world_size: int) -> None:
+    came = [rank for rank in range(world_size) if store.check([f"record/{rank}"])]
+    try:
+        store.wait([f"read/{rank}" for rank in came], timedelta(seconds=_LINGER_SECONDS))
+    except RuntimeError:
+        return  # a rank died meanwhile; the verdict is raised all the same
+
+
+def _read(store: Store, rank: int) -> RankRecord:
+    return RankRecord(**json.loads(store.get(f"record/{rank}")))
+
+
+def _listing(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    return shown + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")

@@ -1,0 +1,110 @@
+"""Collectives on rows, objects and metrics. Every rank of the group calls them in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.metrics import Max, Mean, Metric, Metrics, Sum
+
+T = TypeVar("T")
+
+
+def shard_bounds(num_rows: int, *, shard: int, num_shards: int, unit: int = 1) -> tuple[int, int]:
+    """Rows [start, stop) of one of `num_shards` contiguous, near-equal shards; `unit` rows (a preference pair) stay together."""
+    units = num_rows // unit
+    return units * shard // num_shards * unit, units * (shard + 1) // num_shards * unit
+
+
+def gather_rows(local: Tensor, *, num_rows: int, group: dist.ProcessGroup, unit: int = 1) -> Tensor:
+    """Concatenate every rank's contiguous shard (`shard_bounds`) into the whole [num_rows, ...] on every rank of `group`."""
+    num_shards = group.size()
+    if num_shards == 1:
+        return local
+    bounds = [shard_bounds(num_rows, shard=i, num_shards=num_shards, unit=unit) for i in range(num_shards)]
+    largest = max(stop - start for start, stop in bounds)
+    padded = local.new_zeros((largest, *local.shape[1:]))
+    padded[: local.shape[0]] = local
+    parts = [torch.empty_like(padded) for _ in range(num_shards)]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, bounds, strict=True)])
+
+
+def gather_objects(local: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's Python object, in rank order, on every rank (pickled: for small things, or once a step)."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [local]
+    parts: list[T | None] = [None] * size
+    dist.all_gather_object(parts, local, group=group)
+    return parts  # type: ignore[return-value]
+
+
+def broadcast_object(value: T | None, *, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """The object of global rank `src`, on every rank of `group`."""
+    box = [value]
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(box, src=src, group=group)
+    return box[0]  # type: ignore[return-value]
+
+
+def all_ranks(condition: bool, device: torch.device) -> bool:
+    """Whether `condition` holds on every rank of the world: one answer everywhere, from one number on the compute device."""
+    agreed = torch.tensor(int(condition), device=device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return bool(agreed)
+
+
+def raise_everywhere(error: Exception | None) -> None:
+    """Agree on failure: where any rank passes an error, every rank raises it (the first by rank), so that none is left waiting."""
+    for found in gather_objects(error):
+        if found is not None:
+            raise found
+
+
+def from_rank_0(action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 only; every rank returns its result, or raises what it raised."""
+    result: T | None = None
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            result = action()
+        except Exception as failed:  # re-raised on every rank below
+            error = failed
+    result, error = broadcast_object((result, error))
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
+
+
+def reduce_metrics(metrics: Metrics, group: dist.ProcessGroup, device: torch.device) -> dict[str, Metric]:
+    """Merge metrics over the ranks of `group`: totals and counts are summed, maxima maximised. All ranks hold the same names."""
+    sums, maxima = [], []
+    for metric in metrics.values():
+        if isinstance(metric, Max):
+            maxima.append(float(metric.maximum))
+        elif isinstance(metric, Mean):
+            sums += [float(metric.total), float(metric.count)]
+        else:
+            sums.append(float(metric.total))
+    summed = torch.tensor(sums, dtype=torch.float64, device=device)
+    maximised = torch.tensor(maxima, dtype=torch.float64, device=device)
+    if group.size() > 1:
+        dist.all_reduce(summed, group=group)
+        if maxima:
+            dist.all_reduce(maximised, op=dist.ReduceOp.MAX, group=group)
+    totals, tops = iter(summed.tolist()), iter(maximised.tolist())
+    reduced: dict[str, Metric] = {}
+    for name, metric in metrics.items():
+        if isinstance(metric, Max):
+            reduced[name] = Max(maximum=next(tops))
+        elif isinstance(metric, Mean):
+            reduced[name] = Mean(total=next(totals), count=next(totals))
+        else:
+            reduced[name] = Sum(total=next(totals))
+    return reduced

@@ -1,0 +1,274 @@
+"""Megatron-Core on a machine without CUDA: the same modules, schedules and optimizer, on CPU tensors over gloo.
+
+Megatron-Core says `torch.cuda` and `device="cuda"` in many places. `install()` gives every `megatron.*` module its *own* namespace copy of
+`torch` in which `torch.cuda` is a CPU stand-in and the tensor factories map `"cuda"` to the CPU; torch itself, and every other package,
+keep the real one. A handful of Megatron functions that assume CUDA kernels (gradient clipping, Adam's state layout) are replaced. The
+layouts that train with this, and how closely they match one process, are in the distributed tests.
+
+Only `aligner.parallel.mcore` calls this, before it imports Megatron-Core, and only where CUDA is absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import sys
+import time
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+FACTORIES = (
+    "zeros ones empty full tensor arange rand randn randint as_tensor zeros_like ones_like empty_like full_like linspace eye".split()
+)
+
+
+def install() -> None:
+    """Prepare this process for Megatron-Core on CPU. Call once, before the first `import megatron.core`.
+
+    Raises RuntimeError where CUDA is available (real kernels must not be shadowed) or Megatron-Core was imported before.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("the CPU platform must not be installed where CUDA is available")
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("megatron.core was imported before aligner.parallel.mcore: import aligner.parallel.mcore first")
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # without CUDA these can only raise
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    _add_module("megatron.core.jit", _jit_stand_in())
+    if importlib.util.find_spec("triton") is None:  # 0.19 imports a triton kernel unconditionally
+        _add_module("megatron.core.transformer.moe.ops.paged_stash", {"__getattr__": lambda name: None})
+    sys.meta_path.insert(0, _GiveNamespace(_torch_namespace()))
+    _replace_functions()
+
+
+def _add_module(name: str, contents: dict[str, Any]) -> None:
+    module = types.ModuleType(name)
+    module.__dict__.update(contents)
+    sys.modules[name] = module
+
+
+def _jit_stand_in() -> dict[str, Any]:
+    """`jit_fuser` is torch.compile: it would import Inductor (3 s) and compile C++ during the first step."""
+
+    def identity(function: Callable) -> Callable:
+        return function
+
+    return {"jit_fuser": identity, "noop_decorator": identity, "enable_jit_fuser": lambda: None, "disable_jit_fuser": lambda: None}
+
+
+class _Event:
+    """torch.cuda.Event on a device that finishes everything at once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._seconds = 0.0
+
+    def record(self, *args: Any) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end._seconds - self._seconds) * 1e3
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _Stream:
+    """torch.cuda.Stream: the CPU is one in-order stream."""
+
+    device = CPU
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: _Stream) -> None: ...
+
+    def wait_event(self, event: _Event) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
+        event.record()
+        return event
+
+
+def _cuda_namespace() -> types.ModuleType:
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    cuda = types.ModuleType("torch.cuda")
+    cuda.__dict__.update(torch.cuda.__dict__)
+    stand_ins: dict[str, Any] = {
+        "__getattr__": lambda name: getattr(torch.cuda, name),
+        "is_available": lambda: False,
+        "current_device": lambda: CPU,
+        "device_count": lambda: 1,
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": lambda *args: _Stream(),
+        "default_stream": lambda *args: _Stream(),
+        "stream": lambda *args: contextlib.nullcontext(),
+        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+        "manual_seed": torch.manual_seed,
+        "manual_seed_all": torch.manual_seed,
+        "memory_stats": lambda *args: defaultdict(int),
+        "nvtx": types.SimpleNamespace(range_push=nothing, range_pop=nothing, mark=nothing),
+    }
+    stand_ins |= dict.fromkeys(("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats", "ipc_collect"), nothing)
+    stand_ins |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), lambda *args: 0)
+    cuda.__dict__.update(stand_ins)
+    return cuda
+
+
+def _on_cpu(factory: Callable) -> Callable:
+    @functools.wraps(factory, updated=())
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        device = kwargs.get("device")
+        if device is not None and not isinstance(device, int) and torch.device(device).type == "cuda":
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return wrapper
+
+
+def _torch_namespace() -> types.ModuleType:
+    namespace = types.ModuleType("torch")
+    namespace.__dict__.update(torch.__dict__)
+    namespace.__dict__.update({name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
+    namespace.__dict__["__getattr__"] = lambda name: getattr(torch, name)
+    namespace.__dict__["cuda"] = _cuda_namespace()
+    namespace.__dict__["autocast"] = lambda device_type, *args, **kwargs: torch.autocast(
+        "cpu" if device_type == "cuda" else device_type, *args, **kwargs
+    )
+    return namespace
+
+
+class _GiveNamespace(importlib.abc.MetaPathFinder):
+    """Replaces the name `torch` in every `megatron.*` module after it has been executed (0.19 imports lazily, so a hook is needed)."""
+
+    def __init__(self, namespace: types.ModuleType) -> None:
+        self.namespace = namespace
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if not name.startswith("megatron."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                if module.__dict__.get("torch") is torch:
+                    module.torch = self.namespace
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def _replace_functions() -> None:
+    def load(name: str) -> types.ModuleType:
+        return importlib.import_module("megatron.core." + name)
+
+    rng = load("tensor_parallel.random")
+    rng._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    rng._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    logging.getLogger(rng.__name__).setLevel(logging.ERROR)  # "CPU RNG state changed within GPU RNG context": they are one here
+    optimizer, clip = load("optimizer.optimizer"), load("optimizer.clip_grads")
+    clip.clip_grad_by_total_norm_fp32 = optimizer.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm
+    _present_cuda_types(optimizer.Float16OptimizerWithFloat16Params)
+    distributed = load("optimizer.distrib_optimizer").DistributedOptimizer
+    _present_cuda_types(distributed)
+    _load_torch_adam_state(distributed)
+    moe_utils = load("transformer.moe.moe_utils")
+    moe_utils.__dict__.setdefault("te_general_gemm", None)  # undefined without Transformer Engine in 0.16.1
+
+
+def _clip_grad_by_total_norm(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False, **_: Any) -> None:
+    """Megatron's clipping without multi-tensor-apply: scale all gradients by max_norm / total_norm where that is below 1."""
+    grads = [p.grad.detach() for p in parameters if p.grad is not None]
+    coefficient = max_norm / (total_norm + 1.0e-6)
+    if grads and coefficient < 1.0:
+        torch._foreach_mul_(grads, coefficient)
+
+
+@contextlib.contextmanager
+def _types_say_cuda() -> Iterator[None]:
+    real = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = real(self, *args, **kwargs)
+        return result if args or kwargs else result.replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = type_
+    try:
+        yield
+    finally:
+        torch.Tensor.type = real
+
+
+def _present_cuda_types(optimizer: type) -> None:
+    """Constructors that sort parameters by `param.type()` strings know only the CUDA ones."""
+    construct = optimizer.__init__
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        with _types_say_cuda():
+            construct(self, *args, **kwargs)
+
+    optimizer.__init__ = __init__
+
+
+def _load_torch_adam_state(optimizer: type) -> None:
+    """Checkpointing of the distributed optimizer assumes a fused Adam: state always allocated, no per-parameter `step`.
+
+    torch's AdamW allocates state at its first step and counts `step` per parameter; and upstream gives all parameters *one* shared `step`
+    tensor on load, which AdamW would advance once per parameter (a resumed run then diverges by 3e-3).
+    """
+    save, load = optimizer.state_dict, optimizer.load_state_dict
+
+    @torch.no_grad()
+    def set_main_param_and_optimizer_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][order]
+        destination = {"param": main, **self.optimizer.state[main]}
+        for key, value in tensors.items():
+            if key != "step" and torch.is_tensor(value):
+                destination[key].copy_(value)
+
+    def state_dict(self: Any) -> Any:
+        if not self.is_stub_optimizer and not self.optimizer.state:
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    self.optimizer.state[p] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(p),
+                        "exp_avg_sq": torch.zeros_like(p),
+                    }
+        return save(self)
+
+    def load_state_dict(self: Any, state: Any) -> None:
+        load(self, state)
+        for parameter_state in self.optimizer.state.values():
+            if "step" in parameter_state:
+                parameter_state["step"] = parameter_state["step"].clone()
+
+    optimizer._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
+    optimizer.state_dict = state_dict
+    optimizer.load_state_dict = load_state_dict

@@ -1,0 +1,272 @@
+"""From whatever started this process to a `torch.distributed` world whose ranks agree with each other.
+
+`detect_world` reads the environment, in this order; `ALIGNER_LAUNCH` (torchrun, slurm, mpi, single) overrides it:
+
+1. torchrun: RANK and WORLD_SIZE are set (the local launcher of this project sets the same).
+2. Slurm step: SLURM_PROCID inside a step (not the batch script, not the shell of an allocation). The store is on the first host of the
+   step's node list, at port 15000 + crc32("<job id>.<step id>.<node list>") mod 15000: every rank works it out alone, and it is outside the
+   range from which Linux hands out ports.
+3. MPI: an mpiexec / mpirun variable is set. Only then is mpi4py imported; rank 0 binds a free port and broadcasts where.
+4. Single process: no sockets at all.
+
+ALIGNER_MASTER_ADDR and ALIGNER_MASTER_PORT override the address in the cases 2 and 3.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from zlib import crc32
+
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+from aligner.errors import LaunchError
+from aligner.parallel import agreement, mpi
+from aligner.parallel.hostlist import expand_counts, expand_hostlist
+
+# Step ids that Slurm gives to the batch script and to the shell of an interactive allocation.
+_NOT_STEPS = ("4294967290", "4294967291")
+_FIRST_PORT, _NUM_PORTS = 15000, 15000
+_MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+
+
+class LaunchSource(str, Enum):
+    """What started the ranks."""
+
+    torchrun = "torchrun"
+    slurm = "slurm"
+    mpi = "mpi"
+    single = "single"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """This process's place: `local_*` are within its machine."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    source: LaunchSource
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_world_size <= self.world_size):
+            raise LaunchError(
+                f"{self.source.value} gives impossible ranks: rank {self.rank} of {self.world_size}, "
+                f"local rank {self.local_rank} of {self.local_world_size}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendezvous:
+    """Where the ranks meet. `hosted` means that the launcher (a torchrun agent) already runs the store; else rank 0 binds it."""
+
+    address: str
+    port: int
+    hosted: bool = False
+    prefix: str = "aligner"
+
+
+def detect_source(environ: Mapping[str, str]) -> LaunchSource:
+    """What started this process, from its environment alone."""
+    forced = environ.get("ALIGNER_LAUNCH")
+    if forced is not None:
+        if forced not in LaunchSource.__members__:
+            raise LaunchError(f"ALIGNER_LAUNCH={forced!r}; allowed: {', '.join(LaunchSource.__members__)}")
+        return LaunchSource[forced]
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return LaunchSource.torchrun
+    if _is_slurm_task(environ):
+        return LaunchSource.slurm
+    return LaunchSource.mpi if any(name in environ for name in _MPI_VARIABLES) else LaunchSource.single
+
+
+def detect_world(environ: Mapping[str, str]) -> tuple[World | None, Rendezvous | None]:
+    """This process's world and meeting point, from its environment alone (pure).
+
+    Both are None under MPI, where only mpi4py knows; the rendezvous is None for a single process. Raises LaunchError naming a variable that
+    is missing or malformed.
+    """
+    source = detect_source(environ)
+    if source is LaunchSource.torchrun:
+        return _torchrun(environ)
+    if source is LaunchSource.slurm:
+        return _slurm(environ)
+    if source is LaunchSource.mpi:
+        return None, None
+    return World(rank=0, world_size=1, local_rank=0, local_world_size=1, source=source), None
+
+
+def initialize(
+    backend: str,
+    *,
+    timeout_seconds: float,
+    fingerprint: str,
+    collective_timeout_seconds: float = 1800.0,
+    environ: Mapping[str, str] | None = None,
+) -> World:
+    """Create the default process group and check that all ranks run the same thing. Every rank of the component calls it once.
+
+    `timeout_seconds` limits each wait of the start; `collective_timeout_seconds` is the process group's own. `fingerprint` stands for the
+    resolved configuration. Raises LaunchError: a rank that never came, the store unreachable or its port taken, ranks that differ in
+    world size, configuration or versions (every rank gets the message, which names the ranks), an MPI pairing that gave worlds of 1.
+    """
+    environ = os.environ if environ is None else environ
+    world, rendezvous = detect_world(environ)
+    if world is None:
+        world, store = _open_mpi(environ, timeout_seconds)
+    else:
+        store = _open_store(world, rendezvous, timeout_seconds)
+    _keep_local_traffic_local(world)
+    record = agreement.own_record(world.rank, world.world_size, fingerprint)
+    agreement.check(store, record, timeout_seconds=timeout_seconds)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("process_group", store),
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=collective_timeout_seconds),
+    )
+    return world
+
+
+def shutdown() -> None:
+    """Destroy the process groups and leave MPI, where they were started. Every rank calls it at its good end (not after an error)."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    mpi.finalize()
+
+
+def _keep_local_traffic_local(world: World) -> None:
+    """Let gloo talk over loopback where all ranks are on this machine: laptops' own names often resolve slowly, wrongly or not at all."""
+    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if world.local_world_size == world.world_size and names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names.pop())
+
+
+def _integer(environ: Mapping[str, str], *names: str) -> int:
+    """The first of these variables that is set, as an integer >= 0."""
+    for name in names:
+        if name in environ:
+            text = environ[name]
+            if not text.isdigit():
+                raise LaunchError(f"{name}={text!r} is not a whole number")
+            return int(text)
+    raise LaunchError(f"{' or '.join(names)} is not set, though the rest of the launcher's variables are")
+
+
+def _text(environ: Mapping[str, str], *names: str) -> str:
+    for name in names:
+        if name in environ:
+            return environ[name]
+    raise LaunchError(f"{' or '.join(names)} is not set, though the rest of the launcher's variables are")
+
+
+def _torchrun(environ: Mapping[str, str]) -> tuple[World, Rendezvous]:
+    world_size = _integer(environ, "WORLD_SIZE")
+    world = World(
+        rank=_integer(environ, "RANK"),
+        world_size=world_size,
+        local_rank=_integer(environ, "LOCAL_RANK"),
+        # Launchers that imitate torchrun leave this one out; then all ranks are taken to be on this machine.
+        local_world_size=_integer(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else world_size,
+        source=LaunchSource.torchrun,
+    )
+    rendezvous = Rendezvous(
+        address=_text(environ, "MASTER_ADDR"),
+        port=_integer(environ, "MASTER_PORT"),
+        hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        # After a restart the agent's store still holds the keys of the attempt before.
+        prefix=f"aligner/attempt_{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+    )
+    return world, rendezvous
+
+
+def _is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """True in a process that srun started as a task of a step, and that no MPI launcher inside that step started."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
+    if step is None or step in _NOT_STEPS or "SLURM_PROCID" not in environ:
+        return False
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        return False  # mpirun's daemons are the step's tasks; srun itself never sets this one
+    # srun --mpi=pmi2 sets PMI_RANK to SLURM_PROCID; mpiexec's own ranks are numbered across its proxies.
+    ours = (environ["SLURM_PROCID"], str(_integer(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")))
+    return "PMI_RANK" not in environ or (environ["PMI_RANK"], environ.get("PMI_SIZE", ours[1])) == ours
+
+
+def _slurm(environ: Mapping[str, str]) -> tuple[World, Rendezvous]:
+    nodes = _text(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST")
+    node = _integer(environ, "SLURM_NODEID")
+    counts = expand_counts(_text(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    if node >= len(counts):
+        raise LaunchError(f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE lists {len(counts)} nodes")
+    world = World(
+        rank=_integer(environ, "SLURM_PROCID"),
+        world_size=_integer(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        local_rank=_integer(environ, "SLURM_LOCALID"),
+        local_world_size=counts[node],
+        source=LaunchSource.slurm,
+    )
+    seed = f"{_text(environ, 'SLURM_JOB_ID', 'SLURM_JOBID')}.{_text(environ, 'SLURM_STEP_ID', 'SLURM_STEPID')}.{nodes}"
+    derived = _FIRST_PORT + crc32(seed.encode()) % _NUM_PORTS
+    rendezvous = Rendezvous(
+        address=environ.get("ALIGNER_MASTER_ADDR") or expand_hostlist(nodes)[0],
+        port=_integer(environ, "ALIGNER_MASTER_PORT") if "ALIGNER_MASTER_PORT" in environ else derived,
+    )
+    return world, rendezvous
+
+
+def _open_mpi(environ: Mapping[str, str], timeout_seconds: float) -> tuple[World, Store]:
+    place = mpi.join(environ)
+    world = World(
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        source=LaunchSource.mpi,
+    )
+    if world.world_size == 1:
+        return world, HashStore()
+    # Rank 0 binds before it tells the others, so they never knock at a closed door. Port 0 takes a free one.
+    port = _integer(environ, "ALIGNER_MASTER_PORT") if "ALIGNER_MASTER_PORT" in environ else 0
+    address = environ.get("ALIGNER_MASTER_ADDR") or mpi.reachable_address(place)
+    hosted = _bind(address, port, timeout_seconds) if world.rank == 0 else None
+    announced = f"{address} {hosted.port}" if hosted is not None else ""
+    address, number = mpi.broadcast_text(announced, timeout_seconds=timeout_seconds).split()
+    store = hosted or _connect(world, address, int(number), timeout_seconds)
+    return world, PrefixStore("aligner", store)
+
+
+def _open_store(world: World, rendezvous: Rendezvous | None, timeout_seconds: float) -> Store:
+    if rendezvous is None:
+        return HashStore()
+    if world.rank == 0 and not rendezvous.hosted:
+        store = _bind(rendezvous.address, rendezvous.port, timeout_seconds)
+    else:
+        store = _connect(world, rendezvous.address, rendezvous.port, timeout_seconds)
+    return PrefixStore(rendezvous.prefix, store)
+
+
+def _bind(address: str, port: int, timeout_seconds: float) -> TCPStore:
+    try:
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds))
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"rank 0 could not open the rendezvous store at {address}:{port}: {error}. If the port is taken (an earlier run?), "
+            "set ALIGNER_MASTER_PORT (torchrun: MASTER_PORT) to a free one on every rank"
+        ) from error
+
+
+def _connect(world: World, address: str, port: int, timeout_seconds: float) -> TCPStore:
+    try:
+        return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds))
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"rank {world.rank} of {world.world_size} waited {timeout_seconds:.0f} s for the rendezvous store of rank 0 at "
+            f"{address}:{port} and could not connect ({error}). Did rank 0 start, and is that host reachable from here?"
+        ) from error

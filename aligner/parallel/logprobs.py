@@ -1,0 +1,113 @@
+"""Log-probabilities and entropy of tokens under a vocabulary-parallel output layer, without a full logits tensor.
+
+The output projection is part of the function: hidden states are projected chunk by chunk of tokens, reduced to one number per token, and
+projected again in the backward pass. At most `[chunk, V / tp]` float32 logits exist at a time (a `[B, S, V]` float32 tensor for 4 x 8192
+tokens and 128k words would be 16 GiB).
+
+With z = h W^T / temperature:  log pi(y) = z[y] - logsumexp(z),  H = logsumexp(z) - sum_j p_j z_j;
+d log pi(y) / dz_j = 1[j = y] - p_j,  dH / dz_j = -p_j (log p_j + H).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.errors import ConfigError
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
+    temperature: float = 1.0,
+    chunk_size: int = 4096,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of each position's target token.
+
+    Args:
+        hidden: [N, H] hidden states, the same on every rank of `group`; their gradient is this rank's part of a sum over the group.
+        weight: [V_local, H], this rank's rows of the output layer, vocabulary padding removed (a rank may be left with none).
+        targets: int64 [N], global token ids.
+        vocab_start: the global id of `weight`'s first row.
+        group: tensor-parallel group, None for one rank. Collective over it.
+        temperature: the sampling temperature, which divides the logits.
+        chunk_size: tokens projected at a time.
+
+    Returns:
+        (logprobs, entropy), float32 [N], the same on every rank of `group`.
+    """
+    if temperature <= 0:
+        raise ConfigError(f"temperature={temperature}: log-probabilities need a positive temperature")
+    return _LinearLogprobs.apply(hidden, weight, targets, vocab_start, group, temperature, chunk_size)
+
+
+def _reduce(x: Tensor, op: dist.ReduceOp, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None and group.size() > 1:
+        dist.all_reduce(x, op=op, group=group)
+    return x
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, vocab_start, group, temperature, chunk_size):
+        logprobs, entropy, logsumexp = (hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3))
+        kept: Tensor | None = None  # a batch of one chunk keeps its logits, so that its backward pass need not project again
+        for start in range(0, hidden.shape[0], chunk_size):
+            rows = slice(start, start + chunk_size)
+            z = _scaled_logits(hidden[rows], weight, temperature)
+            peak = _reduce(_row_maxima(z), dist.ReduceOp.MAX, group)
+            p = (z - peak[:, None]).exp_()
+            local, owned = _local_targets(targets[rows], vocab_start, weight.shape[0])
+            target_z = torch.where(owned, z.gather(1, local[:, None])[:, 0], 0.0) if z.shape[1] else torch.zeros_like(peak)
+            sums = _reduce(torch.stack([p.sum(-1), torch.linalg.vecdot(p, z), target_z]), dist.ReduceOp.SUM, group)
+            logsumexp[rows] = peak + sums[0].log()
+            logprobs[rows] = sums[2] - logsumexp[rows]
+            entropy[rows] = logsumexp[rows] - sums[1] / sums[0]
+            kept = z if hidden.shape[0] <= chunk_size else None
+        ctx.save_for_backward(hidden, weight, targets, logsumexp, entropy, kept)
+        ctx.vocab_start, ctx.temperature, ctx.chunk_size = vocab_start, temperature, chunk_size
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, targets, logsumexp, entropy, kept = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        wants_entropy = bool(grad_entropy.any())
+        for start in range(0, hidden.shape[0], ctx.chunk_size):
+            rows = slice(start, start + ctx.chunk_size)
+            z = kept if kept is not None else _scaled_logits(hidden[rows], weight, ctx.temperature)
+            log_p = z - logsumexp[rows, None]
+            p = log_p.exp()
+            grad = p * -grad_logprobs[rows, None]
+            local, owned = _local_targets(targets[rows], ctx.vocab_start, weight.shape[0])
+            if z.shape[1]:
+                grad.scatter_add_(1, local[:, None], torch.where(owned, grad_logprobs[rows], 0.0)[:, None])
+            if wants_entropy:
+                grad -= grad_entropy[rows, None] * p * (log_p + entropy[rows, None])
+            grad = (grad / ctx.temperature).to(hidden.dtype)
+            grad_hidden[rows] = grad @ weight
+            grad_weight += grad.t() @ hidden[rows]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    z = (hidden @ weight.t()).float()
+    return z if temperature == 1.0 else z / temperature
+
+
+def _row_maxima(z: Tensor) -> Tensor:
+    """[N] from [N, V_local]. With a small vocabulary a rank may hold nothing but padding, so that no column is left of it."""
+    return z.max(dim=-1).values if z.shape[1] else z.new_full((z.shape[0],), -torch.inf)
+
+
+def _local_targets(targets: Tensor, vocab_start: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """(row of this rank's weight, whether this rank owns it); the row is 0 where it does not."""
+    local = targets - vocab_start
+    owned = (local >= 0) & (local < vocab_size)
+    return torch.where(owned, local, 0), owned

@@ -1,0 +1,67 @@
+"""The one door to Megatron-Core: prepares the platform, then names everything of it that this project uses.
+
+Importing this module imports Megatron-Core (seconds), so modules that must stay light do not import it at their top. On a machine
+without CUDA the CPU platform is installed first; that cannot be postponed, since Megatron-Core binds `torch` at import.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+# Megatron-Core warns of its own deprecated calls and of kernels that are not installed, on every rank; a user can do nothing about them.
+warnings.filterwarnings("ignore", module=r"megatron\.")
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+warnings.filterwarnings("ignore", message=r".*\.grad attribute of a Tensor that is not a leaf.*")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # "Transformer Engine / Apex are not installed": the local layers are what we asked for
+    if not torch.cuda.is_available():
+        from aligner.parallel import cpu_platform
+
+        cpu_platform.install()
+    from megatron.core import __version__ as version
+    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.enums import ModelType
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.mappings import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+    )
+    from megatron.core.transformer import MegatronModule, TransformerConfig
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+__all__ = [
+    "AttnMaskType",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "GPTModel",
+    "MegatronModule",
+    "ModelType",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
+    "ProcessGroupCollection",
+    "ShardedObject",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "copy_to_tensor_model_parallel_region",
+    "dist_checkpointing",
+    "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "get_num_layers_to_build",
+    "parallel_state",
+    "tensor_parallel",
+    "version",
+]

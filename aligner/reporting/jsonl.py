@@ -1,0 +1,109 @@
+"""`metrics.jsonl`: one JSON object per step, `{"step": 12, "time": 1700000000.0, "reward/mean": 0.5, ...}`, steps strictly rising.
+
+JSON has no NaN and no infinities. Writing null would lose which one it was, so they are the strings "NaN", "Infinity" and "-Infinity",
+which `float()` of most languages reads and `read_metrics` turns back into numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aligner.errors import DataError
+
+_RESERVED = ("step", "time")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """One line: `time` in seconds since 1970."""
+
+    step: int
+    time: float
+    values: dict[str, float]
+
+
+def json_number(value: float) -> float | str:
+    """A number as JSON can hold it."""
+    value = float(value)
+    if math.isnan(value):
+        return "NaN"
+    return value if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
+def _encode(record: StepMetrics) -> bytes:
+    line = {"step": record.step, "time": record.time} | {name: json_number(value) for name, value in record.values.items()}
+    return json.dumps(line, allow_nan=False).encode() + b"\n"
+
+
+def _decode(line: bytes, source: str) -> StepMetrics:
+    try:
+        raw: dict[str, Any] = json.loads(line)
+        values = {name: float(value) for name, value in raw.items() if name not in _RESERVED}
+        return StepMetrics(step=int(raw["step"]), time=float(raw["time"]), values=values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{source}: not a line of metrics ({error}): {line[:80]!r}") from error
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """All complete lines; a last line without its end (the writer was killed in it, or is writing it now) is left out.
+
+    Raises:
+        DataError: a line that is not metrics, with file and line.
+    """
+    complete = path.read_bytes().split(b"\n")[:-1]
+    return [_decode(line, f"{path}:{number}") for number, line in enumerate(complete, start=1)]
+
+
+class MetricsFile:
+    """Appends steps to a file. A step that is logged again right away is merged into its line.
+
+    On resume from the checkpoint of step k the lines of later steps (the part of the earlier attempt that was lost) are cut, by writing a
+    new file and renaming it, so that no step appears twice.
+    """
+
+    def __init__(self, path: Path, *, resumed_step: int = 0) -> None:
+        records = read_metrics(path) if path.exists() else []
+        kept = [record for record in records if record.step <= resumed_step]
+        draft = path.with_name(f"{path.name}.draft")
+        with draft.open("wb") as file:
+            file.writelines(_encode(record) for record in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+        self.num_cut = len(records) - len(kept)
+        self._last = kept[-1] if kept else None
+        self._file = path.open("r+b")
+        self._line_start = path.stat().st_size - (len(_encode(self._last)) if self._last else 0)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the line of `step` and hand it to the operating system.
+
+        Raises:
+            ValueError: `step` lies before the last one, or a metric is called "step" or "time".
+        """
+        for name in _RESERVED:
+            if name in metrics:
+                raise ValueError(f"a metric is called {name!r}, which metrics.jsonl uses itself; use area/quantity")
+        values = {name: float(value) for name, value in metrics.items()}
+        last = self._last
+        if last is not None and step < last.step:
+            raise ValueError(f"metrics of step {step} after those of step {last.step}; allowed: the same or a later step")
+        if last is not None and step == last.step:
+            values = last.values | values
+        else:
+            self._line_start = self._file.seek(0, os.SEEK_END)
+        self._last = StepMetrics(step=step, time=time.time(), values=values)
+        self._file.seek(self._line_start)
+        self._file.write(_encode(self._last))
+        self._file.truncate()
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

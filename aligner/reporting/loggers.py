@@ -1,0 +1,202 @@
+"""TensorBoard, Weights & Biases and MLflow behind one protocol; each is imported only where the configuration asks for it.
+
+A configured logger that is not installed, or that cannot start, ends the run before it begins. Once it runs, a *remote* logger (W&B,
+MLflow) never ends it: its errors are reported once, it is tried again after 1, 2, 4, ... minutes, and at the end the number of lost calls
+is told. The local record (`metrics.jsonl`, TensorBoard) has every step regardless, and its errors (a full disk) are raised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from aligner.errors import ConfigError
+from aligner.reporting.config import LoggingConfig
+from aligner.reporting.rollout_table import SampleRow, cell, markdown_table
+
+_RETRY_SECONDS = 60.0
+_TABLE_COLUMNS = ("reward", "finish_reason", "prompt", "response")
+
+
+class MetricLogger(Protocol):
+    """Receives what a run reports, on rank 0."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardLogger:
+    """Event files; on resume, what the directory has of later steps is hidden."""
+
+    def __init__(self, directory: Path, *, resumed_step: int, max_cell_chars: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _not_installed("tensorboard=True", "tensorboard", error) from error
+        self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1 if resumed_step else None)
+        self._max_cell_chars = max_cell_chars
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
+        self._writer.add_text("samples", markdown_table(rows, self._max_cell_chars), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger:
+    """One W&B run per run directory: a resumed run goes on in it. Steps are a metric of their own, so that repeated steps are accepted."""
+
+    def __init__(self, config: LoggingConfig, directory: Path, settings: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise _not_installed(f"wandb_project={config.wandb_project!r}", "wandb", error) from error
+        self._wandb = wandb
+        self._max_cell_chars = config.max_cell_chars
+        self._run = wandb.init(
+            project=config.wandb_project,
+            entity=config.wandb_entity or None,
+            name=config.wandb_run_name or directory.name,
+            id=hashlib.sha256(str(directory).encode()).hexdigest()[:16],
+            resume="allow",
+            dir=str(directory),
+            config=dict(settings),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
+        data = [list(_cells(row, self._max_cell_chars)) for row in rows]
+        self._run.log({"step": step, "samples": self._wandb.Table(columns=list(_TABLE_COLUMNS), data=data)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflowLogger:
+    """One MLflow run per run directory (its id is kept there); the settings become the artifact `config.json`."""
+
+    def __init__(self, config: LoggingConfig, directory: Path, settings: Mapping[str, Any]) -> None:
+        try:
+            from mlflow.entities import Metric
+            from mlflow.tracking import MlflowClient
+        except ImportError as error:
+            raise _not_installed(f"mlflow_tracking_uri={config.mlflow_tracking_uri!r}", "mlflow", error) from error
+        self._metric = Metric
+        self._max_cell_chars = config.max_cell_chars
+        self._client = MlflowClient(tracking_uri=config.mlflow_tracking_uri)
+        known = directory / "mlflow_run_id"
+        if not known.exists():
+            experiment = self._client.get_experiment_by_name(config.mlflow_experiment)
+            number = experiment.experiment_id if experiment else self._client.create_experiment(config.mlflow_experiment)
+            run = self._client.create_run(number, run_name=directory.name)
+            known.write_text(run.info.run_id)
+        self._run_id = known.read_text().strip()
+        self._client.update_run(self._run_id, status="RUNNING")
+        self._client.log_dict(self._run_id, dict(settings), "config.json")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._run_id, metrics=[self._metric(name, float(value), now, step) for name, value in metrics.items()])
+
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
+        self._client.log_text(self._run_id, markdown_table(rows, self._max_cell_chars), f"samples/step_{step:06d}.md")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+class NeverFatal:
+    """A remote logger whose errors are told once and do not end the run."""
+
+    def __init__(self, logger: MetricLogger, name: str, warn: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._name = name
+        self._warn = warn
+        self._clock = clock
+        self._pause = 0.0
+        self._again_at = 0.0
+        self._num_lost = 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._try(lambda: self._logger.log(step, metrics))
+
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
+        self._try(lambda: self._logger.table(step, rows))
+
+    def close(self) -> None:
+        self._again_at = 0.0
+        self._try(self._logger.close)
+        if self._num_lost:
+            self._warn(f"{self._name}: {self._num_lost} calls were lost; metrics.jsonl has all steps")
+
+    def _try(self, call: Callable[[], None]) -> None:
+        if self._pause and self._clock() < self._again_at:
+            self._num_lost += 1
+            return
+        try:
+            call()
+        except Exception as error:  # whatever a third-party client raises: the training is worth more than its chart
+            if not self._num_lost:
+                self._warn(f"{self._name} failed and is tried again later, the run goes on: {type(error).__name__}: {error}")
+            self._num_lost += 1
+            self._pause = 2 * self._pause or _RETRY_SECONDS
+            self._again_at = self._clock() + self._pause
+        else:
+            self._pause = 0.0
+
+
+def open_loggers(
+    config: LoggingConfig,
+    *,
+    directory: Path,
+    tensorboard: Path,
+    resumed_step: int,
+    settings: Mapping[str, Any],
+    warn: Callable[[str], None],
+) -> list[MetricLogger]:
+    """The loggers that `config` asks for.
+
+    Raises:
+        ConfigError: one is configured but not installed, or cannot start (wrong address, no login).
+    """
+    loggers: list[MetricLogger] = []
+    if config.tensorboard:
+        loggers.append(TensorBoardLogger(tensorboard, resumed_step=resumed_step, max_cell_chars=config.max_cell_chars))
+    if config.wandb_project:
+        field = f"wandb_project={config.wandb_project!r}"
+        loggers.append(NeverFatal(_started(lambda: WandbLogger(config, directory, settings), field), "W&B", warn))
+    if config.mlflow_tracking_uri:
+        field = f"mlflow_tracking_uri={config.mlflow_tracking_uri!r}"
+        loggers.append(NeverFatal(_started(lambda: MLflowLogger(config, directory, settings), field), "MLflow", warn))
+    return loggers
+
+
+def _started(start: Callable[[], MetricLogger], field: str) -> MetricLogger:
+    try:
+        return start()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"LoggingConfig.{field} is set, but this logger cannot start: {type(error).__name__}: {error}") from error
+
+
+def _not_installed(field: str, package: str, error: ImportError) -> ConfigError:
+    return ConfigError(f"LoggingConfig.{field} needs the package {package} ({error}); install it (pip install {package}) or switch it off")
+
+
+def _cells(row: SampleRow, max_chars: int) -> tuple[float, str, str, str]:
+    return row.reward, row.finish_reason.value, cell(row.prompt, max_chars), cell(row.response, max_chars)

@@ -1,0 +1,147 @@
+"""One object that a training loop tells what happens; files, loggers and the terminal follow from it.
+
+columns = (Column("reward", "reward/mean", ".3f", Goal.highest), Column("KL", "policy/kl", ".4f"), ...)
+with Reporter(config, run_directory=run, columns=columns, total_steps=200, start_step=0, settings=resolved) as reporter:
+    reporter.log(step, {"reward/mean": 0.5, "time/generate": 1.9, ...})
+    reporter.table(step, rows)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from aligner.reporting.config import LoggingConfig
+from aligner.reporting.formats import Column
+from aligner.reporting.jsonl import MetricsFile
+from aligner.reporting.loggers import open_loggers
+from aligner.reporting.progress import open_view
+from aligner.reporting.rollout_table import SampleRow, write_rows
+
+
+class RunPaths(Protocol):
+    """Where a run keeps what a reporter writes (`aligner.cluster.run_directory.RunDirectory`)."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def metrics(self) -> Path: ...
+
+    @property
+    def tensorboard(self) -> Path: ...
+
+    @property
+    def rollouts(self) -> Path: ...
+
+
+class Reporter:
+    """Of rank 0. `start_step` is the last step of the checkpoint that the run resumed from, 0 for a new run.
+
+    Raises:
+        ConfigError: at construction, where a configured logger is not installed or cannot start.
+        DataError: at construction, where an existing metrics.jsonl is damaged.
+    """
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        *,
+        run_directory: RunPaths,
+        columns: Sequence[Column],
+        total_steps: int,
+        start_step: int = 0,
+        settings: Mapping[str, Any] | None = None,
+        title: str = "",
+        stream: TextIO | None = None,
+    ) -> None:
+        self._config = config
+        self._rollouts = run_directory.rollouts
+        for directory in (run_directory.tensorboard if config.tensorboard else run_directory.path, self._rollouts):
+            directory.mkdir(parents=True, exist_ok=True)
+        self._file = MetricsFile(run_directory.metrics, resumed_step=start_step)
+        self._warnings: list[str] = []
+        self._loggers = open_loggers(
+            config,
+            directory=run_directory.path,
+            tensorboard=run_directory.tensorboard,
+            resumed_step=start_step,
+            settings=settings or {},
+            warn=self._warnings.append,
+        )
+        self._view = open_view(
+            config,
+            columns=columns,
+            title=title or run_directory.path.name,
+            total_steps=total_steps,
+            start_step=start_step,
+            stream=stream or sys.stdout,
+        )
+        if self._file.num_cut:
+            self.note(f"resumed at step {start_step}: {self._file.num_cut} later steps were cut from {run_directory.metrics.name}")
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step (numbers; names are area/quantity; `time/<phase>` in seconds).
+
+        Raises:
+            ValueError: `step` lies before the last one.
+        """
+        self._file.write(step, metrics)
+        for logger in self._loggers:
+            logger.log(step, metrics)
+        self._view.step(step, metrics)
+        self._show_warnings()
+
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Record sample rollouts: all in a file, the first `num_table_rows` on the terminal and in the loggers."""
+        write_rows(self._rollouts, step, rows)
+        shown = rows[: self._config.num_table_rows]
+        if shown:
+            for logger in self._loggers:
+                logger.table(step, shown)
+            self._view.table(step, shown)
+            self._show_warnings()
+
+    def note(self, text: str) -> None:
+        """A line for the person who watches."""
+        self._view.note(text)
+
+    def close(self) -> None:
+        """Close loggers, file and view; nothing may be reported afterwards."""
+        with ExitStack() as last_first:  # whatever one of them raises, the others are closed and the terminal is given back
+            last_first.callback(self._view.close)
+            last_first.callback(self._file.close)
+            last_first.callback(self._show_warnings)
+            for logger in self._loggers:
+                last_first.callback(logger.close)
+
+    def _show_warnings(self) -> None:
+        warnings, self._warnings[:] = list(self._warnings), []
+        for text in warnings:
+            self._view.note(f"warning: {text}")
+
+
+class SilentReporter:
+    """Of every other rank: takes the same calls and does nothing."""
+
+    def __enter__(self) -> SilentReporter:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...

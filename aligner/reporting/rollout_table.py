@@ -1,0 +1,84 @@
+"""Sample rollouts: all of them as `rollouts/step_000012.jsonl`, some of them as a table for people."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from aligner.reporting.jsonl import json_number
+from aligner.types import FinishReason, SampleRow
+
+_VISIBLE = {"\n": "⏎", "\t": "⇥"}
+
+
+def write_rows(directory: Path, step: int, rows: Sequence[SampleRow]) -> Path:
+    """Write the rows of a step (atomically: a reader sees all or nothing; a repeated step replaces its file) and return the path."""
+    path = directory / f"step_{step:06d}.jsonl"
+    draft = path.with_name(path.name + ".draft")
+    with draft.open("w", encoding="utf-8") as file:
+        for row in rows:
+            record = {
+                "prompt": row.prompt,
+                "response": row.response,
+                "reward": json_number(row.reward),
+                "finish_reason": row.finish_reason.value,
+            }
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    return path
+
+
+def cell(text: str, max_chars: int) -> str:
+    """One line of at most `max_chars`: control characters made visible (output must not steer the terminal), the middle left out."""
+    shown = "".join(_VISIBLE.get(c, c if c.isprintable() else "�") for c in text)
+    if len(shown) <= max_chars:
+        return shown
+    head = (max_chars - 1) * 2 // 3
+    return shown[:head] + "…" + shown[len(shown) - (max_chars - 1 - head) :]
+
+
+def rich_table(step: int, rows: Sequence[SampleRow], max_cell_chars: int) -> Table:
+    """The rows as a table that fits itself into the terminal."""
+    table = Table(box=SIMPLE_HEAD, title=f"samples of step {step}", title_justify="left", title_style="bold", expand=True, pad_edge=False)
+    table.add_column("reward", justify="right", no_wrap=True, min_width=6)
+    table.add_column("end", no_wrap=True)
+    table.add_column("prompt", ratio=2, overflow="fold")
+    table.add_column("response", ratio=3, overflow="fold")
+    for row in rows:
+        colour = "green" if row.reward > 0 else "red" if row.reward < 0 else ""
+        table.add_row(
+            Text(f"{row.reward:.2f}", style=colour),
+            Text(row.finish_reason.value, style="yellow" if row.finish_reason is FinishReason.length else ""),
+            Text(cell(row.prompt, max_cell_chars), style="dim"),
+            Text(cell(row.response, max_cell_chars)),
+        )
+    return table
+
+
+def plain_table(step: int, rows: Sequence[SampleRow], max_cell_chars: int, width: int = 120) -> str:
+    """The same table as text without colours, at most `width` columns."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(rich_table(step, rows, max_cell_chars))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
+
+
+def markdown_table(rows: Sequence[SampleRow], max_cell_chars: int) -> str:
+    """The rows for loggers that render Markdown; every cell is inert code."""
+
+    def inert(text: str) -> str:
+        return "`" + cell(text, max_cell_chars).replace("`", "'").replace("|", "¦") + "`"
+
+    lines = ["| reward | end | prompt | response |", "|---|---|---|---|"]
+    lines += [f"| {row.reward:.3f} | {row.finish_reason.value} | {inert(row.prompt)} | {inert(row.response)} |" for row in rows]
+    return "\n".join(lines)

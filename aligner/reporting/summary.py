@@ -1,0 +1,51 @@
+"""The end of a run in a few lines: first, last and best value of each metric, and its course."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from aligner.reporting.formats import Column, seconds, sparkline
+from aligner.reporting.jsonl import StepMetrics, read_metrics
+
+_TREND_WIDTH = 32
+_HEADER = ("metric", "first", "last", "best", "course")
+
+
+def summary(metrics_path: Path, columns: Sequence[Column]) -> str:
+    """A table as text, one line per column that the run has (`best` only where the column has a goal: value and step).
+
+    42 steps in 2m24s (3.4 s each)
+    metric   first   last   best           course
+    reward   0.102  0.931  0.940 @ 39  ▁▂▂▃▅▆▇▇██
+    """
+    records = read_metrics(metrics_path)
+    if not records:
+        return f"no steps in {metrics_path}"
+    rows = [_HEADER] + [row for column in columns if (row := _row(column, records)) is not None]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
+    lines = [_heading(records)]
+    for row in rows:
+        name, *numbers, course = row
+        cells = [name.ljust(widths[0])] + [text.rjust(width) for text, width in zip(numbers, widths[1:-1], strict=True)]
+        lines.append("  ".join([*cells, course]).rstrip())
+    return "\n".join(lines)
+
+
+def _heading(records: Sequence[StepMetrics]) -> str:
+    first, last = records[0], records[-1]
+    steps = last.step - first.step
+    if not steps:
+        return f"1 step (step {last.step})"
+    took = last.time - first.time
+    return f"steps {first.step} to {last.step} in {seconds(took)} ({seconds(took / steps)} each)"
+
+
+def _row(column: Column, records: Sequence[StepMetrics]) -> tuple[str, ...] | None:
+    points = [(record.step, record.values[column.metric]) for record in records if column.metric in record.values]
+    if not points:
+        return None
+    values = [value for _, value in points]
+    best = column.best(values)
+    where = "" if best is None else f"{column.text(best)} @ {next(step for step, value in points if value == best)}"
+    return column.label, column.text(values[0]), column.text(values[-1]), where, sparkline(values, _TREND_WIDTH)

@@ -1,0 +1,81 @@
+"""From the name of a reward function to the function."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import ModuleType
+
+from aligner.errors import ConfigError
+from aligner.rewards.config import RewardFunctionConfig
+
+# reward(prompts, responses, answers) -> one number per response. May be `async def`.
+RewardFunction = Callable[[list[str], list[str], list[str | None]], list[float] | Awaitable[list[float]]]
+
+FORMS = "package.module:name, package.module.name or path/to/file.py:name"
+
+
+def load_reward_function(spec: str) -> Callable:
+    """Import what `spec` names (see `FORMS`; a relative path counts from the working directory).
+
+    Raises ConfigError where the form is wrong, the module or file cannot be imported, or the name is not there or not callable.
+    """
+    if ":" in spec:
+        location, _, name = spec.rpartition(":")
+    else:
+        location, _, name = spec.rpartition(".")
+    if not location or not name or spec.endswith(".py"):
+        raise ConfigError(f"reward function {spec!r}: expected {FORMS}")
+    module = _import_file(location, spec) if location.endswith(".py") else _import_module(location, spec)
+    names = vars(module)
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        raise ConfigError(f"reward function {spec!r}: {location} has no {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+    if not callable(names[name]):
+        raise ConfigError(f"reward function {spec!r}: {name} is a {type(names[name]).__name__}, expected a function")
+    return names[name]
+
+
+def build_reward_function(config: RewardFunctionConfig) -> RewardFunction:
+    """The function that `config` names, or what the factory that it names returns for `config.arguments`. Raises ConfigError."""
+    loaded = load_reward_function(config.function)
+    if not config.arguments:
+        return loaded
+    try:
+        made = loaded(**config.arguments)
+    except Exception as error:
+        raise ConfigError(f"reward function {config.function!r} cannot be made from arguments {dict(config.arguments)}: {error}") from error
+    if not callable(made):
+        raise ConfigError(f"reward function {config.function!r} returned a {type(made).__name__} for its arguments, expected a function")
+    return made
+
+
+def _import_module(name: str, spec: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # whatever user code raises while it is imported
+        raise ConfigError(f"reward function {spec!r}: cannot import {name!r}: {type(error).__name__}: {error}") from error
+
+
+def _import_file(location: str, spec: str) -> ModuleType:
+    path = Path(location).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"reward function {spec!r}: there is no file {path}")
+    # files of one name in two folders are two modules
+    name = f"reward_function_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise ConfigError(f"reward function {spec!r}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"reward function {spec!r}: cannot import {path}: {type(error).__name__}: {error}") from error
+    return module

@@ -1,0 +1,113 @@
+"""The built-in rollout engine: samples from the policy's Megatron-Core weights in the training process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from aligner.errors import EngineError
+from aligner.models.build import LanguageModel
+from aligner.parallel import platform
+from aligner.rollout.decode import Decoder, KVCache
+from aligner.rollout.sampling import sample, uniforms
+from aligner.types import FinishReason, Prompt, Rollout, SamplingConfig
+
+
+class MegatronEngine:
+    """`aligner.protocols.RolloutEngine` over the policy's own parameters. Collective over a replica's tensor-parallel ranks."""
+
+    def __init__(self, module: LanguageModel, sampling: SamplingConfig, *, eos_id: int, max_batch_size: int) -> None:
+        self.decoder = Decoder(module)
+        self.sampling = sampling
+        self.stop_ids = torch.tensor(sorted({eos_id, *sampling.stop_token_ids}), device=platform.device())
+        self.max_batch_size = max_batch_size
+        self.version = 0
+
+    def refit(self, version: int) -> None:
+        """The parameters are shared with the policy: only the version changes."""
+        self.version = version
+
+    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig | None = None) -> Iterator[list[Rollout]]:
+        """One response per (prompt, seed), in any order, in lists as they finish. `sampling` overrides the engine's (validation).
+
+        Raises EngineError naming a prompt that is empty or leaves no room for a response in the model's context.
+        """
+        sampling = sampling or self.sampling
+        context = self.decoder.module.max_sequence_length
+        for prompt in prompts:
+            if not 0 < len(prompt.tokens) < context:
+                raise EngineError(
+                    f"{prompt.source}: a prompt of {len(prompt.tokens)} tokens leaves no room for a response in the context of {context}"
+                )
+        # Sequences of like prompt length share a batch: less padding.
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
+        for start in range(0, len(order), self.max_batch_size):
+            rows = order[start : start + self.max_batch_size]
+            yield from self._generate_batch([prompts[i] for i in rows], [seeds[i] for i in rows], sampling)
+
+    @torch.no_grad()
+    def _prefill(self, prompts: list[Prompt], num_slots: int) -> tuple[Tensor, KVCache]:
+        """Logits after each prompt and the cache; a prompt that occurs several times (a GRPO group) is computed once."""
+        unique = list(dict.fromkeys(prompt.tokens for prompt in prompts))
+        longest = max(map(len, unique))
+        padded = [(0,) * (longest - len(tokens)) + tokens for tokens in unique]
+        device = self.stop_ids.device
+        padding = torch.tensor([longest - len(tokens) for tokens in unique], device=device)
+        cache = self.decoder.new_cache(padding, num_slots)
+        logits = self.decoder.step(torch.tensor(padded, device=device), 0, cache)
+        if len(unique) < len(prompts):
+            number = {tokens: i for i, tokens in enumerate(unique)}
+            rows = torch.tensor([number[prompt.tokens] for prompt in prompts], device=device)
+            cache.select(rows)
+            logits = logits[rows]
+        return logits, cache
+
+    def _generate_batch(self, prompts: list[Prompt], seeds: list[int], sampling: SamplingConfig) -> Iterator[list[Rollout]]:
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        room = self.decoder.module.max_sequence_length - longest
+        budget = min(sampling.max_response_length, room)
+        logits, cache = self._prefill(prompts, longest + budget)
+        device = self.stop_ids.device
+        seed_of = torch.tensor(seeds, dtype=torch.int64, device=device)
+        active = torch.arange(len(prompts), device=device)  # which sample each row of the cache is
+        tokens_of = torch.zeros(len(prompts), budget, dtype=torch.int64, device=device)
+        logprobs_of = torch.zeros(len(prompts), budget, dtype=torch.float32, device=device)
+        done = torch.zeros(len(prompts), dtype=torch.bool, device=device)  # by row
+        for position in range(budget):
+            uniform = uniforms(seed_of[active], torch.tensor(position, device=device))
+            tokens, logprobs = sample(logits, uniform, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+            tokens_of[active, position], logprobs_of[active, position] = tokens, logprobs
+            stopped = torch.isin(tokens, self.stop_ids) & ~done
+            last = position + 1 == budget
+            finished = stopped | ~done if last else stopped
+            if bool(finished.any()):
+                rows = active[finished]
+                reasons = stopped[finished].tolist()
+                yield self._collect(prompts, seeds, rows.tolist(), reasons, tokens_of[rows, : position + 1], logprobs_of[rows])
+                done |= finished
+                if last or bool(done.all()):
+                    return
+                if int(done.sum()) * 4 >= done.shape[0]:  # dropping rows copies the cache: do it when a quarter has ended
+                    keep = (~done).nonzero()[:, 0]
+                    cache.select(keep)
+                    active, tokens, done = active[keep], tokens[keep], done[keep]
+            with torch.no_grad():
+                logits = self.decoder.step(tokens[:, None], longest + position, cache)
+
+    def _collect(
+        self, prompts: list[Prompt], seeds: list[int], rows: list[int], stopped: list[bool], tokens: Tensor, logprobs: Tensor
+    ) -> list[Rollout]:
+        length = tokens.shape[1]
+        return [
+            Rollout(
+                prompt=prompts[row],
+                response=tuple(response),
+                logprobs=tuple(response_logprobs[:length]),
+                finish_reason=FinishReason.stop if stop else FinishReason.length,
+                policy_version=self.version,
+                seed=seeds[row],
+            )
+            for row, stop, response, response_logprobs in zip(rows, stopped, tokens.tolist(), logprobs.tolist(), strict=True)
+        ]

@@ -1,0 +1,95 @@
+"""Reading a tree of config dataclasses: its dotted keys, their types and the comments beside them. Plain introspection, no Hydra."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import io
+import textwrap
+import tokenize
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchemaKey:
+    """One dotted key. `section` holds more keys below it; `open` takes any key below it (dicts, lists)."""
+
+    key: str
+    type: str
+    comment: str
+    section: bool = False
+    open: bool = False
+
+
+def schema_keys(schema: type, prefix: str = "") -> Iterator[SchemaKey]:
+    """Every key of the schema, depth first, in the order of the fields."""
+    hints, comments = typing.get_type_hints(schema), _comments(schema)
+    for field in fields(schema):
+        key, kind = prefix + field.name, _without_none(hints[field.name])
+        comment = comments.get(field.name, "")
+        if inspect.isclass(kind) and is_dataclass(kind):
+            yield SchemaKey(key=key, type=kind.__name__, comment=comment, section=True)
+            yield from schema_keys(kind, key + ".")
+        else:
+            open_ended = typing.get_origin(kind) in (dict, list, tuple) or kind in (dict, list, tuple, typing.Any)
+            yield SchemaKey(key=key, type=type_name(hints[field.name]), comment=comment, open=open_ended)
+
+
+def is_known(key: str, keys: Iterable[SchemaKey]) -> bool:
+    """True where `key` is in the schema, or below one of its open keys."""
+    return any(known.key == key or (known.open and key.startswith(known.key + ".")) for known in keys)
+
+
+def nearest(key: str, keys: Iterable[SchemaKey]) -> str | None:
+    """The known key that was most likely meant: the same name in another section, else the most similar one."""
+    names = [known.key for known in keys]
+    same_leaf = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    if len(same_leaf) == 1:
+        return same_leaf[0]
+    close = difflib.get_close_matches(key, same_leaf or names, n=1, cutoff=0.0 if same_leaf else 0.6)
+    if close:
+        return close[0]
+    # `group_sise` without its section: compare the last parts alone.
+    leaves = {name.rpartition(".")[2]: name for name in reversed(names)}
+    close = difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1, cutoff=0.6)
+    return leaves[close[0]] if close else None
+
+
+def type_name(kind: object) -> str:
+    """A type as a user reads it: `int`, `list[str]`, `float | null`, `a|b` for an enum."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        return " | ".join(type_name(part) for part in typing.get_args(kind))
+    if kind is type(None):
+        return "null"
+    if typing.get_origin(kind) is not None:
+        return str(kind).replace("typing.", "")
+    if inspect.isclass(kind):
+        return "|".join(kind.__members__) if issubclass(kind, Enum) else kind.__name__
+    return str(kind).replace("typing.", "")
+
+
+def _without_none(kind: object) -> object:
+    """`T | None` -> T; anything else as it is."""
+    parts = [part for part in typing.get_args(kind) if part is not type(None)]
+    optional = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    return parts[0] if optional and len(parts) == 1 else kind
+
+
+def _comments(schema: type) -> dict[str, str]:
+    """The comment on each field's line (its last line, where it has several)."""
+    source = textwrap.dedent(inspect.getsource(schema))
+    on_line = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    (definition,) = ast.parse(source).body
+    annotated = [node for node in definition.body if isinstance(node, ast.AnnAssign)] if isinstance(definition, ast.ClassDef) else []
+    return {
+        node.target.id: on_line[node.end_lineno] for node in annotated if isinstance(node.target, ast.Name) and node.end_lineno in on_line
+    }

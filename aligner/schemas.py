@@ -1,0 +1,150 @@
+"""The root config of every entry point: one dataclass per kind of run, made of the sections that the packages define.
+
+A PPO run has one config for all of its components, so that the actor and its servers cannot disagree. Light: imports no Megatron-Core, no
+PyTriton, no Hydra.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aligner.algorithms.grpo import GRPOConfig
+from aligner.algorithms.loop import LoopConfig
+from aligner.algorithms.ppo import PPOConfig
+from aligner.algorithms.reward_model import RewardModelConfig
+from aligner.algorithms.sft import SFTConfig
+from aligner.cluster.config import LocalLauncherConfig
+from aligner.data.config import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from aligner.errors import ConfigError
+from aligner.models.config import ModelConfig
+from aligner.models.optimizer import OptimizerConfig
+from aligner.parallel.topology import ParallelConfig
+from aligner.reporting.config import LoggingConfig
+from aligner.rewards.config import RewardFunctionConfig
+from aligner.rollout.config import RolloutConfig
+from aligner.servers.config import ClientConfig, ServerConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """Where a run lives and how its processes meet."""
+
+    directory: str = "runs/default"  # checkpoints, logs, metrics and registrations; the same directory again resumes the run
+    seed: int = 1
+    export_hf: bool = True  # write the final policy as a Hugging Face model to <directory>/export
+    start_timeout_seconds: float = 300.0  # until all ranks of a component have met
+    collective_timeout_seconds: float = 1800.0
+    num_threads: int = 0  # of each process; 0: OMP_NUM_THREADS, else what torch chooses
+
+    def __post_init__(self) -> None:
+        if not self.directory:
+            raise ConfigError("run.directory='': name a directory")
+        for name in ("start_timeout_seconds", "collective_timeout_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"run.{name}={getattr(self, name)}: must be above 0")
+
+
+@dataclass(kw_only=True, slots=True)
+class CriticConfig:
+    """The critic component of a PPO run: a value model behind a server."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)  # path: usually a reward model's checkpoint
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    num_processes: int = 1  # of the local launcher
+    clip: float = 0.2  # of the value around the old value; 0: off
+    mini_batch_size: int = 128  # rollouts per optimizer step
+    num_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_processes", "mini_batch_size", "num_epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"critic.{name}={getattr(self, name)}: must be at least 1")
+        if self.clip < 0:
+            raise ConfigError(f"critic.clip={self.clip}: must not be negative (0 is off)")
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardConfig:
+    """Who scores responses: a Python function (`function.function`), else a reward model (`model.path`); behind a server with `serve`."""
+
+    serve: bool = False  # a component of its own behind PyTriton; else a function in the actor's processes
+    function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    num_processes: int = 1  # of the local launcher
+
+    def __post_init__(self) -> None:
+        if self.num_processes < 1:
+            raise ConfigError(f"reward.num_processes={self.num_processes}: must be at least 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainSFT:
+    """Supervised fine-tuning (conf/sft.yaml)."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    algorithm: SFTConfig = field(default_factory=SFTConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainRewardModel:
+    """Training a reward model on pairs (conf/reward_model.yaml)."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
+    algorithm: RewardModelConfig = field(default_factory=RewardModelConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainGRPO:
+    """GRPO (conf/grpo.yaml)."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: PromptDataConfig = field(default_factory=PromptDataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: GRPOConfig = field(default_factory=GRPOConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    client: ClientConfig = field(default_factory=ClientConfig)
+    accuracy: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # judges validation responses; empty: no accuracy
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    launcher: LocalLauncherConfig = field(default_factory=LocalLauncherConfig)
+    num_processes: int = 1  # of the actor under the local launcher
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainPPO:
+    """PPO with its critic and reward components (conf/ppo.yaml)."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: PromptDataConfig = field(default_factory=PromptDataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: PPOConfig = field(default_factory=PPOConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    client: ClientConfig = field(default_factory=ClientConfig)
+    accuracy: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # judges validation responses; empty: no accuracy
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    launcher: LocalLauncherConfig = field(default_factory=LocalLauncherConfig)
+    num_processes: int = 1  # of the actor under the local launcher

@@ -1,0 +1,78 @@
+"""The critic behind a server: a value model that infers, trains and saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aligner.metrics import Metric, merge, values
+from aligner.protocols import Loss, Trainable
+from aligner.servers.intake import Operation
+from aligner.servers.wire import CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, SaveRequest, TrainReply, TrainRequest
+from aligner.types import TokenBatch, num_rows, select_rows
+
+
+class ValueModel(Trainable, Protocol):
+    """What is served; its methods are collective over the ranks of the component and take the whole batch."""
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """Values float32 [B, S]; no gradient, no dropout."""
+
+
+class CriticService:
+    """The operations of a critic. Every rank constructs one around its part of the model.
+
+    A train request is split in order into mini-batches of `mini_batch_size` rows (the last may be smaller), each one optimizer step, and
+    this `num_epochs` times. `save(step)` writes a checkpoint and returns its path. `loss_metric` is the metric reported as `loss_mean`.
+    """
+
+    def __init__(
+        self,
+        model: ValueModel,
+        loss: Loss,
+        *,
+        mini_batch_size: int,
+        num_epochs: int,
+        save: Callable[[int], str],
+        loss_metric: str = "value/loss",
+    ) -> None:
+        if mini_batch_size < 1 or num_epochs < 1:
+            raise ValueError(f"CriticService: mini_batch_size is {mini_batch_size}, num_epochs is {num_epochs}; both must be at least 1")
+        self._model = model
+        self._loss = loss
+        self._mini_batch_size = mini_batch_size
+        self._num_epochs = num_epochs
+        self._save = save
+        self._loss_metric = loss_metric
+
+    def infer(self, batch: TokenBatch) -> Tensor:
+        """Values float32 [B, S], 0 in the padding."""
+        positions = torch.arange(batch.tokens.shape[1])
+        inside = positions[None] < batch.lengths[:, None]
+        return torch.where(inside, self._model.values(batch).float().cpu(), 0.0)
+
+    def train(self, request: TrainRequest) -> TrainReply:
+        """Train on one step's rollouts; the metrics are merged over all optimizer steps."""
+        rows = num_rows(request.batch)
+        parts: list[dict[str, Metric]] = []
+        for _ in range(self._num_epochs):
+            for start in range(0, rows, self._mini_batch_size):
+                batch = select_rows(request.batch, start, min(start + self._mini_batch_size, rows))
+                parts.append(self._model.train_step(batch, self._loss))
+        numbers = values(merge(parts))
+        return TrainReply(loss_mean=numbers[self._loss_metric], metrics=numbers)
+
+    def save(self, request: SaveRequest) -> str:
+        """The path of the new checkpoint."""
+        return str(self._save(request.step))
+
+    def operations(self) -> tuple[Operation, ...]:
+        """For `server.serve`."""
+        return (
+            Operation(endpoint=CRITIC_INFER, handler=self.infer),
+            Operation(endpoint=CRITIC_TRAIN, handler=self.train),
+            Operation(endpoint=CRITIC_SAVE, handler=self.save),
+        )

@@ -1,0 +1,226 @@
+"""PyTriton on rank 0: one Triton model per endpoint, its processes watched. The only module that imports pytriton, and only when started.
+
+gRPC and metrics listeners stay off, so a server needs one port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import http.client
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+
+from aligner.errors import ServerError
+from aligner.servers import watchdog
+from aligner.servers.config import ServerConfig
+from aligner.servers.processes import processes_with_variable, start_ticks
+from aligner.servers.wire import Endpoint, TensorSpec
+
+MARKER = "ALIGNER_SERVER_INCARNATION"
+_MODEL_COPY = re.compile(r"/tmp/folder\w{6}(?=/\d+/model\.py)")
+
+Submit = Callable[[Endpoint, Mapping[str, np.ndarray]], "Future[dict[str, np.ndarray]]"]
+
+
+def pick_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0.
+
+    Raises:
+        ServerError: it is taken, or `host` is no address of this machine. Asked before Triton starts, because PyTriton's own readiness
+            check would talk to whoever has the port.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ServerError(
+                f"cannot listen on {host}:{port}: {error.strerror}; free port {port} or set server.port to another one (0 picks a free one)"
+            ) from error
+        return probe.getsockname()[1]
+
+
+def _bound_function(endpoint: Endpoint, submit: Submit) -> Callable:
+    """What PyTriton calls, in an event loop of its own thread; answers are awaited, not polled."""
+
+    async def infer(requests: list) -> list[dict[str, np.ndarray]]:
+        futures = [submit(endpoint, request.data) for request in requests]
+        return [await asyncio.wrap_future(future) for future in futures]
+
+    return infer
+
+
+class Frontend:
+    """The Triton processes of one server.
+
+    PyTriton lives in a thread of its own for as long as the server: the kernel ties tritonserver's life to the thread that forked it.
+    """
+
+    def __init__(self, config: ServerConfig, incarnation: str, log: Path, endpoints: Sequence[Endpoint], submit: Submit) -> None:
+        self.port = pick_port(config.host, config.port)
+        self._config = config
+        self._incarnation = incarnation
+        self._log = log
+        self._endpoints = endpoints
+        self._submit = submit
+        self._workspace = Path(tempfile.mkdtemp(prefix="aligner-triton-"))
+        self._watchdog = self._start_watchdog()
+        self._processes: dict[int, tuple[int, str]] = {}
+        self._ready = threading.Event()
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="pytriton", daemon=True)
+
+    def start(self, stop_requested: Callable[[], bool]) -> None:
+        """Return when every endpoint answers; `stop_requested` ends the wait.
+
+        Raises:
+            ServerError: Triton died, was not ready in time, or was not waited for; its output is in the `log` file.
+        """
+        started = time.monotonic()
+        self._thread.start()
+        seen = False
+        while not self._ready.wait(0.1):
+            alive = any("tritonserver --id" in command for command in processes_with_variable(self._marker).values())
+            seen = seen or alive
+            waited = time.monotonic() - started
+            if self._error is not None:
+                raise ServerError(f"PyTriton did not start on {self._config.host}:{self.port}: {self._error}") from self._error
+            if seen and not alive:
+                raise ServerError(f"tritonserver for {self._config.host}:{self.port} died while starting; see {self._log}")
+            if stop_requested():
+                raise ServerError("a signal ended it while it was starting")
+            if waited > self._config.ready_timeout_seconds:
+                raise ServerError(
+                    f"PyTriton on {self._config.host}:{self.port} was not ready after {waited:.0f} s (server.ready_timeout_seconds); "
+                    f"see {self._log}"
+                )
+        self._refuse_foreign_server()
+        found = processes_with_variable(self._marker)
+        # Triton copies each model to a directory of its own under /tmp, and leaves it there when killed.
+        copies = {match[0] for match in map(_MODEL_COPY.search, found.values()) if match}
+        self._watchdog.stdin.write("".join(f"{copy}\n" for copy in copies).encode())
+        self._watchdog.stdin.flush()
+        self._processes = {pid: (start_ticks(pid) or 0, command) for pid, command in found.items() if "resource_tracker" not in command}
+
+    def failure(self) -> str | None:
+        """Which process of Triton is gone, or None. Health endpoints do not tell: they answer 200 with a dead Python stub."""
+        for pid, (ticks, command) in self._processes.items():
+            if start_ticks(pid) != ticks:
+                return f"process {pid} of Triton died ({command[:80].strip()})"
+        if self._watchdog.poll() is not None:
+            return f"the watchdog process {self._watchdog.pid} died"
+        return None
+
+    def stop(self) -> None:
+        """Let Triton send its last answers, end its processes and remove everything it made. Callable more than once."""
+        self._processes = {}
+        self._stop.set()
+        if self._thread.is_alive() and self._error is None and self._ready.is_set():
+            self._thread.join(timeout=self._config.shutdown_timeout_seconds)
+        if self._watchdog.stdin is not None and not self._watchdog.stdin.closed:
+            self._watchdog.stdin.close()  # the watchdog takes this for our end and removes what is left
+        try:
+            self._watchdog.wait(timeout=watchdog.KILL_SECONDS + 5.0)
+        except subprocess.TimeoutExpired:
+            print(
+                f"server: the watchdog {self._watchdog.pid} did not finish; left: {processes_with_variable(self._marker)}", file=sys.stderr
+            )
+        shutil.rmtree(self._workspace, ignore_errors=True)
+
+    @property
+    def _marker(self) -> str:
+        return f"{MARKER}={self._incarnation}"
+
+    def _start_watchdog(self) -> subprocess.Popen:
+        command = [sys.executable, "-S", "-E", watchdog.__file__, str(os.getpid()), self._marker, str(self._workspace)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def _run(self) -> None:
+        try:
+            triton = self._make_triton()
+            self._start_marked(triton)
+            self._ready.set()
+            self._stop.wait()
+            triton.stop()
+        except Exception as error:
+            self._error = error
+
+    def _start_marked(self, triton) -> None:
+        """Run Triton with an environment that marks its processes and shows its Python stub the interpreter's library.
+
+        PyTriton copies `os.environ`; there is no other way to set its child's environment.
+        """
+        library_path = os.environ.get("LD_LIBRARY_PATH")
+        interpreter = sysconfig.get_config_var("LIBDIR")
+        os.environ["LD_LIBRARY_PATH"] = f"{interpreter}:{library_path}" if library_path else interpreter
+        os.environ[MARKER] = self._incarnation
+        try:
+            triton.run()
+        finally:
+            del os.environ[MARKER]
+            if library_path is None:
+                del os.environ["LD_LIBRARY_PATH"]
+            else:
+                os.environ["LD_LIBRARY_PATH"] = library_path
+
+    def _make_triton(self):
+        from pytriton.model_config import ModelConfig
+        from pytriton.triton import Triton, TritonConfig
+
+        # It warns with a traceback for every error answer; rejections and failures are printed where they are made.
+        logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
+        config = TritonConfig(
+            id=self._incarnation,
+            log_file=self._log.resolve(),
+            http_address=self._config.host,
+            http_port=self.port,
+            allow_grpc=False,
+            allow_metrics=False,
+            exit_timeout_secs=max(1, int(self._config.shutdown_timeout_seconds)),
+        )
+        triton = Triton(config=config, workspace=self._workspace / "workspace")
+        atexit.unregister(triton.stop)  # `stop` here ends it; after a start that failed, PyTriton's own would wait for its dead server
+        for endpoint in self._endpoints:
+            triton.bind(
+                model_name=endpoint.name,
+                infer_func=_bound_function(endpoint, self._submit),
+                inputs=[_tensor(spec) for spec in endpoint.inputs],
+                outputs=[_tensor(spec) for spec in endpoint.outputs],
+                config=ModelConfig(batching=False),
+                strict=True,
+            )
+        return triton
+
+    def _refuse_foreign_server(self) -> None:
+        """Raise ServerError where another server got the port between the probe and Triton's bind."""
+        connection = http.client.HTTPConnection(self._config.host, self.port, timeout=10)
+        connection.request("GET", "/v2")
+        identity = json.loads(connection.getresponse().read())["name"]
+        connection.close()
+        if identity != self._incarnation:
+            raise ServerError(f"port {self.port} on {self._config.host} is answered by another server ({identity})")
+
+
+def _tensor(spec: TensorSpec):
+    from pytriton.model_config import Tensor
+
+    dtype = bytes if spec.dtype == "bytes" else np.dtype(spec.dtype).type
+    shape = tuple(size if isinstance(size, int) else -1 for size in spec.shape)
+    return Tensor(name=spec.name, dtype=dtype, shape=shape, optional=spec.optional)

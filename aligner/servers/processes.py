@@ -1,0 +1,40 @@
+"""What /proc says about processes of this machine. Linux only, standard library only."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def node_identity() -> str:
+    """Names this boot of this machine and this process-id namespace: two processes with equal identities can see each other's pids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.readlink('/proc/self/ns/pid')}"
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process started, in clock ticks since boot; None if there is no such process or it is a zombie.
+
+    With the pid it names one process for good, although pids are reused.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    after_name = stat.rpartition(")")[2].split()  # the name may hold spaces and brackets; state is the field after it
+    return None if after_name[0] in "ZX" else int(after_name[19])
+
+
+def processes_with_variable(assignment: str) -> dict[int, str]:
+    """Pid and command line of every process whose initial environment holds `NAME=value`, except this process."""
+    wanted = assignment.encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # gone since the listing, or another user's: not one of ours
+    return {pid: command for pid, command in found.items() if start_ticks(pid) is not None}

@@ -1,0 +1,321 @@
+"""The typed records that flow between the stages of a run.
+
+One alignment rule holds everywhere: every `[B, S]` tensor describes *token t itself*, and position 0 is 0 (or False). `logprobs[b, t]` is
+log pi(tokens[b, t] | tokens[b, :t]); `values[b, t]` is the value of the state in which token t was chosen. Only `models/forward.py` shifts.
+`loss_mask` is True on response tokens, on the end-of-sequence token that the policy produced, and False on prompt and padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from aligner.errors import ConfigError
+from aligner.metrics import Metrics
+
+
+class FinishReason(str, Enum):
+    """Why a response ended."""
+
+    stop = "stop"  # the policy produced a stop token (which is part of the response)
+    length = "length"  # the response was cut at the allowed length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One prompt: `id` is its position in the data set (stable across epochs and resumes), `source` is `file:line`."""
+
+    id: int
+    tokens: tuple[int, ...]
+    source: str
+    text: str = ""
+    answer: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """One sampled response. `logprobs` are the sampler's, at the sampling temperature, over the whole vocabulary."""
+
+    prompt: Prompt
+    response: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    policy_version: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if len(self.response) != len(self.logprobs):
+            raise ValueError(f"Rollout.logprobs has {len(self.logprobs)} entries for {len(self.response)} response tokens")
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and response."""
+        return self.prompt.tokens + self.response
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingConfig:
+    """How the next token is drawn. The log-probs of a rollout are at `temperature` over the whole vocabulary, before top-k and top-p."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    max_response_length: int = 256  # tokens, the end-of-sequence token included
+    stop_token_ids: list[int] = field(default_factory=list)  # besides the tokenizer's end-of-sequence token
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ConfigError(f"sampling.temperature={self.temperature}: must not be negative (0 is greedy)")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"sampling.top_p={self.top_p}: must be above 0 and at most 1")
+        if self.top_k < 0:
+            raise ConfigError(f"sampling.top_k={self.top_k}: must not be negative (0 is off)")
+        if self.max_response_length < 1:
+            raise ConfigError(f"sampling.max_response_length={self.max_response_length}: must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRow:
+    """One rollout as text, for people to read."""
+
+    prompt: str
+    response: str
+    reward: float
+    finish_reason: FinishReason
+
+
+def _check(owner: object, tensors: dict[str, tuple[Tensor | None, torch.dtype, tuple[int, ...]]]) -> None:
+    """Raise ValueError where a tensor has not the dtype and shape stated (optional fields may be None)."""
+    for name, (tensor, dtype, shape) in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise ValueError(f"{type(owner).__name__}.{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {shape}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenBatch:
+    """What every forward pass needs: tokens int64 [B, S] (right-padded) and lengths int64 [B]."""
+
+    tokens: Tensor
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        b, s = self.tokens.shape
+        _check(self, {"tokens": (self.tokens, torch.int64, (b, s)), "lengths": (self.lengths, torch.int64, (b,))})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutBatch:
+    """Rollouts as tensors: loss_mask bool [B, S], rollout_logprobs float32 [B, S], prompt_ids int64 [B], truncated bool [B]."""
+
+    tokens: Tensor
+    lengths: Tensor
+    loss_mask: Tensor
+    rollout_logprobs: Tensor
+    prompt_ids: Tensor
+    truncated: Tensor
+
+    def __post_init__(self) -> None:
+        b, s = self.tokens.shape
+        _check(
+            self,
+            {
+                "tokens": (self.tokens, torch.int64, (b, s)),
+                "lengths": (self.lengths, torch.int64, (b,)),
+                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
+                "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
+                "prompt_ids": (self.prompt_ids, torch.int64, (b,)),
+                "truncated": (self.truncated, torch.bool, (b,)),
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyBatch:
+    """What a policy loss reads: float32 [B, S] old_logprobs, advantages; optional ref_logprobs, rollout_logprobs.
+
+    `old_logprobs` None says that the batch is trained on once, by the policy that sampled it: the ratio is then 1, with gradient.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    loss_mask: Tensor
+    old_logprobs: Tensor | None
+    advantages: Tensor
+    ref_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        b, s = self.tokens.shape
+        _check(
+            self,
+            {
+                "tokens": (self.tokens, torch.int64, (b, s)),
+                "lengths": (self.lengths, torch.int64, (b,)),
+                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
+                "old_logprobs": (self.old_logprobs, torch.float32, (b, s)),
+                "advantages": (self.advantages, torch.float32, (b, s)),
+                "ref_logprobs": (self.ref_logprobs, torch.float32, (b, s)),
+                "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueBatch:
+    """What the value loss reads: float32 [B, S] old_values, returns."""
+
+    tokens: Tensor
+    lengths: Tensor
+    loss_mask: Tensor
+    old_values: Tensor
+    returns: Tensor
+
+    def __post_init__(self) -> None:
+        b, s = self.tokens.shape
+        _check(
+            self,
+            {
+                "tokens": (self.tokens, torch.int64, (b, s)),
+                "lengths": (self.lengths, torch.int64, (b,)),
+                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
+                "old_values": (self.old_values, torch.float32, (b, s)),
+                "returns": (self.returns, torch.float32, (b, s)),
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreferenceBatch:
+    """P pairs as 2P rows, chosen and rejected interleaved (row 2i chosen, 2i+1 rejected); margins float32 [P]."""
+
+    tokens: Tensor
+    lengths: Tensor
+    loss_mask: Tensor
+    margins: Tensor
+    ref_logprobs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        b, s = self.tokens.shape
+        if b % 2:
+            raise ValueError(f"PreferenceBatch.tokens has {b} rows; chosen and rejected rows come in pairs")
+        _check(
+            self,
+            {
+                "tokens": (self.tokens, torch.int64, (b, s)),
+                "lengths": (self.lengths, torch.int64, (b,)),
+                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
+                "margins": (self.margins, torch.float32, (b // 2,)),
+                "ref_logprobs": (self.ref_logprobs, torch.float32, (b, s)),
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabeledBatch:
+    """Supervised rows: loss_mask bool [B, S]; optional labels float32 [B, K]."""
+
+    tokens: Tensor
+    lengths: Tensor
+    loss_mask: Tensor
+    labels: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        b, s = self.tokens.shape
+        k = self.labels.shape[-1] if self.labels is not None else 0
+        _check(
+            self,
+            {
+                "tokens": (self.tokens, torch.int64, (b, s)),
+                "lengths": (self.lengths, torch.int64, (b,)),
+                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
+                "labels": (self.labels, torch.float32, (b, k)),
+            },
+        )
+
+
+MaskedBatch = RolloutBatch | PolicyBatch | ValueBatch | PreferenceBatch | LabeledBatch
+Batch = TokenBatch | RolloutBatch | PolicyBatch | ValueBatch | PreferenceBatch | LabeledBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenOutputs:
+    """What a forward pass gives a loss: the fields that were asked for, float32; logprobs, entropy, values [B, S], scores [B, K]."""
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    scores: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOutput:
+    """A loss as a sum and an integer count (tokens, sequences or pairs): the trainer divides once, after reducing both.
+
+    `total` is a scalar with gradient; `count` an int64 scalar; both are sums over the micro-batch, so the gradient is the same for every
+    micro-batch size and parallel layout.
+    """
+
+    total: Tensor
+    count: Tensor
+    metrics: Metrics
+
+    def __post_init__(self) -> None:
+        if self.total.dim() or self.count.dim() or self.count.dtype != torch.int64:
+            raise ValueError(
+                f"LossOutput wants a scalar total and an int64 scalar count, got {tuple(self.total.shape)} "
+                f"and {self.count.dtype} {tuple(self.count.shape)}"
+            )
+
+
+def num_rows(batch: Batch) -> int:
+    """B, or 2P for preference pairs."""
+    return batch.tokens.shape[0]
+
+
+BatchT = TypeVar("BatchT", TokenBatch, RolloutBatch, PolicyBatch, ValueBatch, PreferenceBatch, LabeledBatch)
+
+
+def select_rows(batch: BatchT, start: int, stop: int) -> BatchT:
+    """Rows `start` to `stop` of every tensor; fields of one entry per pair are sliced by pair."""
+    rows = num_rows(batch)
+    parts: dict[str, Tensor | None] = {}
+    for f in fields(batch):
+        tensor: Tensor | None = getattr(batch, f.name)
+        if tensor is None:
+            parts[f.name] = None
+        else:
+            per = rows // tensor.shape[0] if tensor.shape[0] else 1  # 2 for one entry per pair
+            parts[f.name] = tensor[start // per : stop // per]
+    return type(batch)(**parts)
+
+
+def take_rows(batch: BatchT, rows: Tensor) -> BatchT:
+    """The rows with these numbers (int64), in this order; for batches with one entry per row in every tensor."""
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return type(batch)(**{name: tensor if tensor is None else tensor[rows] for name, tensor in tensors.items()})
+
+
+_PER_TOKEN = {"tokens", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "old_values", "returns"}
+
+
+def trim_columns(batch: BatchT, width: int) -> BatchT:
+    """The first `width` columns of every [B, S] tensor; narrower batches are padded with zeros (False) up to it."""
+    parts: dict[str, Tensor | None] = {}
+    for f in fields(batch):
+        tensor: Tensor | None = getattr(batch, f.name)
+        if tensor is not None and f.name in _PER_TOKEN:
+            tensor = torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) if tensor.shape[1] < width else tensor[:, :width]
+        parts[f.name] = tensor
+    return type(batch)(**parts)
+
+
+def to_device(batch: BatchT, device: torch.device) -> BatchT:
+    """The same batch with every tensor on `device`."""
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return type(batch)(**{name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()})

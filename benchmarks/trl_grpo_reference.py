@@ -1,0 +1,224 @@
+"""TRL's side of the GRPO comparison: time `GRPOTrainer` steps on given weights and prompts, phases apart.
+
+    <python of an environment that holds torch and trl> benchmarks/trl_grpo_reference.py SPEC.json RESULT.json
+
+It imports nothing of this project, because TRL's dependencies do not fit beside PyTriton's. SPEC.json holds the fields of `Spec`.
+
+Both sides must do the same work: every response has exactly `max_new_tokens` tokens (`min_new_tokens` forbids the end-of-sequence token),
+gradient checkpointing and mixed precision are off, and there is one optimizer step per rollout batch. With `beta` > 0 a reference pass is
+included. On this setting TRL leaves out the pass for the old log-probs (they equal the policy's own); `num_logprob_passes` in the result
+says how many passes without gradient a step really made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spec:
+    """What to run. `model` is a Hugging Face directory, with or without a tokenizer; `prompts` are token ids."""
+
+    model: str
+    prompts: list[list[int]]
+    group_size: int
+    max_new_tokens: int
+    steps: int = 5
+    warmup_steps: int = 1
+    micro_batch_size: int = 0  # sequences; 0: the whole batch at once
+    threads: int = 1
+    seed: int = 0
+    temperature: float = 1.0
+    beta: float = 0.04
+    learning_rate: float = 1e-6
+
+    def __post_init__(self) -> None:
+        rows = len(self.prompts) * self.group_size
+        if not self.prompts or self.group_size < 2 or self.max_new_tokens < 1 or self.steps < 1:
+            raise ValueError(f"spec: needs prompts, group_size >= 2, max_new_tokens >= 1 and steps >= 1, got {self}")
+        if rows % (self.micro_batch_size or rows):
+            raise ValueError(f"spec: micro_batch_size {self.micro_batch_size} does not divide the {rows} sequences of a step")
+
+
+@dataclass(kw_only=True, slots=True)
+class Clock:
+    """Wall and CPU seconds (all threads of this process) by phase, of the step that is running and of the finished ones."""
+
+    current: dict[str, list[float]] = field(default_factory=dict)
+    steps: list[dict[str, list[float]]] = field(default_factory=list)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield
+        spent = self.current.setdefault(name, [0.0, 0.0, 0])
+        spent[0] += time.perf_counter() - wall
+        spent[1] += time.process_time() - cpu
+        spent[2] += 1
+
+    def end_step(self) -> None:
+        self.steps.append(self.current)
+        self.current = {}
+
+
+def read_spec(path: Path) -> Spec:
+    """Raises TypeError naming a field that Spec has not, or that is missing."""
+    return Spec(**json.loads(path.read_text()))
+
+
+def load_tokenizer(model: str):
+    """The model's tokenizer, or a stand-in that can only decode: TRL insists on one, the prompts are token ids."""
+    from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+
+    if (Path(model) / "tokenizer_config.json").exists():
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        return tokenizer
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    size = AutoConfig.from_pretrained(model).vocab_size
+    words = WordLevel({f"t{index}": index for index in range(size)}, unk_token="t0")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="t0", pad_token="t0", eos_token="t1")
+
+
+def even_tokens(completion_ids: list[list[int]], **_: object) -> list[float]:
+    """A reward that costs nothing and differs within a group: the fraction of even token ids."""
+    return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
+
+
+def make_trainer(spec: Spec, clock: Clock, folder: str):
+    """A GRPOTrainer on the CPU whose phases are timed; `folder` is where it would save."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.whole = clock.phase("total")
+            self.whole.__enter__()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.whole.__exit__(None, None, None)
+            clock.end_step()
+
+    class TimedTrainer(GRPOTrainer):
+        def _tokenize_prompts(self, prompts):
+            return [spec.prompts[int(prompt)] for prompt in prompts], None, {}
+
+        def _generate(self, prompts):
+            with clock.phase("generation"):
+                output = super()._generate(prompts)
+            lengths = {len(tokens) for tokens in output[1]}
+            if lengths != {spec.max_new_tokens}:
+                raise RuntimeError(f"TRL made responses of {sorted(lengths)} tokens, the comparison needs {spec.max_new_tokens}")
+            return output
+
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            if torch.is_grad_enabled():  # the training pass
+                return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            with clock.phase("logprobs"):
+                return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+        def _generate_and_score_completions(self, inputs):
+            with clock.phase("rollout"):
+                return super()._generate_and_score_completions(inputs)
+
+    rows = len(spec.prompts) * spec.group_size
+    micro = spec.micro_batch_size or rows
+    config = GRPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=rows // micro,
+        num_generations=spec.group_size,
+        max_completion_length=spec.max_new_tokens,
+        generation_kwargs={"min_new_tokens": spec.max_new_tokens},
+        temperature=spec.temperature,
+        top_k=0,
+        beta=spec.beta,
+        learning_rate=spec.learning_rate,
+        lr_scheduler_type="constant",
+        max_steps=spec.warmup_steps + spec.steps,
+        seed=spec.seed,
+        save_strategy="no",
+        report_to=[],
+        logging_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    return TimedTrainer(
+        model=AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32),
+        reward_funcs=even_tokens,
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": str(index)} for index in range(len(spec.prompts))]),
+        processing_class=load_tokenizer(spec.model),
+        callbacks=[Steps()],
+    )
+
+
+def summarize(steps: list[dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+    """Median wall and CPU seconds per phase. `train` is forward, backward and optimizer; `other` is rewards, padding and advantages."""
+    nothing = [0.0, 0.0, 0]
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in ("total", "generation", "logprobs", "train", "other")}
+    for step in steps:
+        total, rollout = step["total"], step["rollout"]
+        generation, logprobs = step["generation"], step.get("logprobs", nothing)
+        samples["total"].append((total[0], total[1]))
+        samples["generation"].append((generation[0], generation[1]))
+        samples["logprobs"].append((logprobs[0], logprobs[1]))
+        samples["train"].append((total[0] - rollout[0], total[1] - rollout[1]))
+        samples["other"].append((rollout[0] - generation[0] - logprobs[0], rollout[1] - generation[1] - logprobs[1]))
+    return {
+        name: {"wall_seconds": statistics.median(wall for wall, _ in pairs), "cpu_seconds": statistics.median(cpu for _, cpu in pairs)}
+        for name, pairs in samples.items()
+    }
+
+
+def main() -> None:
+    if len(sys.argv) != 3:
+        sys.exit("usage: trl_grpo_reference.py SPEC.json RESULT.json")
+    spec = read_spec(Path(sys.argv[1]))
+    os.environ["OMP_NUM_THREADS"] = str(spec.threads)  # before torch is loaded
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    import torch
+    import transformers
+    import trl
+
+    torch.set_num_threads(spec.threads)
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(spec, clock, folder)
+        if trainer.model.is_gradient_checkpointing:
+            raise RuntimeError("TRL recomputes activations although it was told not to: the comparison would not be fair")
+        trainer.train()
+    measured = clock.steps[spec.warmup_steps :]
+    result = {
+        "spec": {**asdict(spec), "prompts": [len(prompt) for prompt in spec.prompts]},
+        "versions": {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__},
+        "median": summarize(measured),
+        "num_logprob_passes": measured[0].get("logprobs", [0, 0, 0])[2],
+        "generated_tokens_per_step": len(spec.prompts) * spec.group_size * spec.max_new_tokens,
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "steps": measured,
+    }
+    Path(sys.argv[2]).write_text(json.dumps(result, indent=2) + "\n")
+    for name, seconds in result["median"].items():
+        print(f"trl {name:<12} wall {seconds['wall_seconds']:8.3f} s   cpu {seconds['cpu_seconds']:8.3f} s")
+
+
+if __name__ == "__main__":
+    main()

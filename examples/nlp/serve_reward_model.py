@@ -1,0 +1,27 @@
+"""The reward server of a PPO run, or with recipe=grpo of a GRPO run. Settings: conf/<recipe>.yaml, then key=value; see --help."""
+
+import sys
+
+from aligner.config import entrypoint
+from aligner.schemas import TrainGRPO, TrainPPO
+
+RECIPES = {"ppo": TrainPPO, "grpo": TrainGRPO}
+
+
+def main() -> None:
+    chosen = [argument for argument in sys.argv[1:] if argument.startswith("recipe=")]
+    recipe = chosen[-1].removeprefix("recipe=") if chosen else "ppo"
+    if recipe not in RECIPES:
+        sys.exit(f"error: recipe={recipe}; allowed: {', '.join(RECIPES)}")
+
+    @entrypoint(RECIPES[recipe], recipe)
+    def serve(config: TrainPPO | TrainGRPO) -> None:
+        from aligner.jobs.serving import serve_reward_model  # after the settings are known to be good: this imports Megatron-Core
+
+        serve_reward_model(config)
+
+    serve([argument for argument in sys.argv[1:] if argument not in chosen])
+
+
+if __name__ == "__main__":
+    main()

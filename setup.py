@@ -1,0 +1,73 @@
+"""Packaging. Tool settings (ruff, pytest, import-linter) are in pyproject.toml."""
+
+import re
+import shutil
+from pathlib import Path
+
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "([^"]+)"', (HERE / "aligner" / "__init__.py").read_text(), re.MULTILINE).group(1)
+
+
+class BuildWithConf(build_py):
+    """Copies conf/ into a built package as aligner/conf; an editable install reads conf/ from the checkout."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            shutil.copytree(HERE / "conf", Path(self.build_lib) / "aligner" / "conf", dirs_exist_ok=True)
+
+
+setup(
+    name="aligner",
+    version=VERSION,
+    description="LLM alignment (PPO, GRPO, reward models, SFT) on Megatron-Core, with PyTriton critic and reward servers",
+    long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.13",
+    packages=find_packages(include=["aligner", "aligner.*"]),
+    cmdclass={"build_py": BuildWithConf},
+    install_requires=[
+        "torch>=2.6",  # megatron-core's own bound; GPU images bring theirs, so there is no upper one
+        "megatron-core>=0.16.1,<0.20",  # 0.16.1 is the newest for Python < 3.12
+        "hydra-core~=1.3",
+        "omegaconf~=2.3",
+        "numpy<2",  # nvidia-pytriton 0.7 was built against numpy 1
+        "pyarrow<26",  # 26 needs numpy >= 2
+        "datasets",
+        "transformers>=4.55",  # 4.57 is what TensorRT-LLM pins
+        "tokenizers",
+        "safetensors",
+        "rich",
+        "psutil",  # megatron-core's checkpoint writers hang without it
+        "jinja2",  # chat templates
+    ],
+    extras_require={
+        "servers": ["nvidia-pytriton==0.7.*"],
+        "mpi": ["mpi4py"],
+        # Transformer Engine compiles against the installed torch: pip install --no-build-isolation "aligner[gpu]".
+        # Apex's fused kernels are optional and are not on PyPI as such; NGC images have both.
+        "gpu": ["transformer-engine[pytorch]>=2.9"],
+        "trtllm": ["tensorrt-llm>=1.2.1"],
+        "logging": ["tensorboard", "wandb", "mlflow"],
+        "dev": [
+            "import-linter",
+            "mpi4py",
+            "mpich",  # brings mpiexec for the MPI tests, without root
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "tensorboard",
+        ],
+    },
+    entry_points={"console_scripts": ["aligner = aligner.cli:main"]},
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+    ],
+)

@@ -1,0 +1,201 @@
+"""Fixtures and marks that every test may use. A test whose mark names something that is not here is skipped, with the reason printed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED_DATA = ROOT.parent / "shared" / "data"
+LAST_LINES = 40
+
+
+def find_mpiexec() -> Path | None:
+    """mpiexec beside this interpreter (PyPI's mpich), else on PATH."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    return Path(found) if found else None
+
+
+def _missing(mark: str) -> str | None:
+    """Why tests with this mark cannot run here, or None where they can."""
+    if mark == "gpu":
+        import torch
+
+        return None if torch.cuda.is_available() else "no CUDA device"
+    if mark == "trtllm":
+        return None if find_spec("tensorrt_llm") else "tensorrt_llm is not installed"
+    if mark == "slurm":
+        return None if shutil.which("srun") and shutil.which("sbatch") else "no Slurm (srun, sbatch) on PATH"
+    if mark == "mpi":
+        return None if find_spec("mpi4py") and find_mpiexec() else "mpi4py or mpiexec is not installed"
+    if mark == "pytriton":
+        return None if find_spec("pytriton") else "nvidia-pytriton is not installed"
+    if mark == "shared":
+        return None if SHARED_DATA.is_dir() else "no ../shared/data beside the checkout"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reasons: dict[str, str | None] = {}
+    for item in items:
+        for mark in item.iter_markers():
+            if mark.name not in reasons:
+                reasons[mark.name] = _missing(mark.name)
+            reason = reasons[mark.name]
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=f"{mark.name}: {reason}"))
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The real data beside the checkout; skips where it is absent."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("shared: no ../shared/data beside the checkout")
+    return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def mpiexec() -> Path:
+    """The MPI launcher; skips where there is none."""
+    found = find_mpiexec()
+    if found is None:
+        pytest.skip("mpi: mpiexec is not installed")
+    return found
+
+
+def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This environment without a launcher's variables, with the checkout importable and one thread per process."""
+    launchers = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_", "ALIGNER_")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(launchers) and key not in names}
+    env["PYTHONPATH"] = os.pathsep.join(part for part in (str(ROOT), env.get("PYTHONPATH", "")) if part)
+    env["OMP_NUM_THREADS"] = "1"
+    env.update(extra or {})
+    return env
+
+
+def kill_groups(processes: list[subprocess.Popen[bytes]]) -> None:
+    """SIGKILL each process and all that it started (each one leads a process group), and reap it."""
+    for process in processes:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # the whole group has ended
+        process.wait()
+
+
+def _last_lines(path: Path) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-LAST_LINES:])
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> str | None:
+    """Wait until all have ended well; returns what went wrong as soon as one fails or the time is over."""
+    deadline = time.monotonic() + timeout
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [f"rank {rank} exited with {code}" for rank, code in enumerate(codes) if code]
+        if failed:
+            return ", ".join(failed)
+        if all(code == 0 for code in codes):
+            return None
+        if time.monotonic() > deadline:
+            return f"ranks {[rank for rank, code in enumerate(codes) if code is None]} still ran after {timeout:.0f} s"
+        time.sleep(0.05)
+
+
+def run_ranks(command: list[str], environments: list[dict[str, str]], timeout: float) -> list[str]:
+    """Run `command` once per environment, side by side; returns each rank's output (stdout and stderr together).
+
+    Fails the test, with the last lines of every rank, when one exits with an error or `timeout` seconds are over. No process survives.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"rank{rank}.log" for rank in range(len(environments))]
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for log, env in zip(logs, environments, strict=True):
+                with log.open("wb") as out:
+                    processes.append(
+                        subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+                    )
+            problem = _wait(processes, timeout)
+        finally:
+            kill_groups(processes)
+        if problem:
+            tails = "\n".join(f"--- rank {rank}\n{_last_lines(log)}" for rank, log in enumerate(logs))
+            pytest.fail(f"{' '.join(command)}: {problem}\n{tails}", pytrace=False)
+        return [log.read_text(errors="replace") for log in logs]
+
+
+@pytest.fixture
+def run_distributed() -> Callable[..., list[str]]:
+    """`run_distributed(target, nproc, *args, timeout=120, env=None)`: run a script (path) or module (dotted name) on nproc local ranks.
+
+    The ranks get torchrun's variables. This process hosts their TCPStore, as torchrun does, so that no port has to be guessed.
+    """
+
+    def run(target: str | Path, nproc: int, *args: object, timeout: float = 120.0, env: Mapping[str, str] | None = None) -> list[str]:
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        script = str(target)
+        command = [sys.executable, *([script] if script.endswith(".py") else ["-m", script]), *map(str, args)]
+        common = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "WORLD_SIZE": str(nproc),
+            "LOCAL_WORLD_SIZE": str(nproc),
+            **(env or {}),
+        }
+        environments = [child_environment({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(nproc)]
+        return run_ranks(command, environments, timeout)
+
+    return run
+
+
+@pytest.fixture
+def run_ranks_in() -> Callable[..., list[str]]:
+    """`run_ranks_in(environments, script_and_args, timeout=120)`: a rank per set of variables; outputs as from `run_distributed`."""
+
+    def run(environments: list[dict[str, str]], script: list[str], timeout: float = 120.0) -> list[str]:
+        return run_ranks([sys.executable, *script], [child_environment(extra) for extra in environments], timeout)
+
+    return run
+
+
+@pytest.fixture
+def clean_environment() -> Callable[..., dict[str, str]]:
+    """`clean_environment(extra=None)`: variables for a child process; see `child_environment`."""
+    return child_environment
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that was free a moment ago (for programs that cannot be given port 0)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def topology():
+    """A torch.distributed world of one with Megatron-Core's groups, for every single-process test: a process can have only one world."""
+    from aligner.parallel import launch
+    from aligner.parallel.topology import ParallelConfig, initialize
+
+    launch.initialize("gloo", timeout_seconds=30, fingerprint="tests", environ={"ALIGNER_LAUNCH": "single"})
+    yield initialize(ParallelConfig(), seed=1)
+    launch.shutdown()

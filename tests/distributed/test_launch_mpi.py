@@ -1,0 +1,128 @@
+"""Real starts: mpiexec with mpi4py, torchrun, tasks as Slurm makes them; and what is said when ranks do not fit together."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+JOB = Path(__file__).with_name("launch_job.py")
+
+
+def run(command, env, timeout=120):
+    """Run a launcher in a process group of its own, which does not outlive this call."""
+
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return process.returncode, output
+
+
+def places(output):
+    """What the ranks printed, sorted; ranks that share a pipe may run their lines together."""
+    return sorted(re.findall(r"rank=\d+/\d+ local=\d+/\d+ source=\w+ sum=\d+?(?=rank=|\s)", output))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("size", [2, 3])
+def test_mpiexec(mpiexec, clean_environment, size):
+    code, output = run([str(mpiexec), "-n", str(size), sys.executable, str(JOB), "same", "60"], clean_environment())
+    assert code == 0, output
+    total = sum(range(size))
+    lines = places(output)
+    assert lines == [f"rank={rank}/{size} local={rank}/{size} source=mpi sum={total}" for rank in range(size)], output
+
+
+@pytest.mark.mpi
+def test_mpi_library_that_sees_one_rank(clean_environment):
+    # Without the launcher's own variables the library makes n worlds of one, as a wrong --mpi= does.
+    env = clean_environment({"SLURM_NTASKS": "2", "ALIGNER_LAUNCH": "mpi"})
+    code, output = run([sys.executable, str(JOB), "same", "60"], env)
+    assert code == 3, output
+    assert "SLURM_NTASKS=2, but MPI gave this process a world of size 1" in output
+    assert "--mpi=pmi2" in output
+
+
+@pytest.mark.mpi
+def test_mpiexec_ranks_that_disagree(mpiexec, clean_environment):
+    command = [str(mpiexec)]
+    for rank in range(2):
+        command += ["-n", "1", sys.executable, str(JOB), f"config-{rank}", "60", ":"]
+    code, output = run(command[:-1], clean_environment())
+    assert code != 0
+    assert re.search(r"rank 1 on \S+: fingerprint is 'config-1' and not 'config-0'", output), output
+
+
+def test_torchrun(clean_environment):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(JOB), "same", "60"]
+    code, output = run(command, clean_environment())
+    assert code == 0, output
+    lines = places(output)
+    assert lines == [f"rank={rank}/2 local={rank}/2 source=torchrun sum=1" for rank in range(2)], output
+
+
+def test_local_ranks(run_distributed):
+    outputs = run_distributed(JOB, 3, "same", 60)
+    assert [output.splitlines()[-1] for output in outputs] == [f"rank={rank}/3 local={rank}/3 source=torchrun sum=3" for rank in range(3)]
+
+
+def slurm_task(rank, **other):
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "1",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        **other,
+    }
+
+
+def test_slurm_tasks(run_ranks_in, free_port):
+    port = {"ALIGNER_MASTER_PORT": str(free_port)}
+    outputs = run_ranks_in([slurm_task(rank, **port) for rank in range(2)], [str(JOB), "same", "60"])
+    assert [output.splitlines()[-1] for output in outputs] == [f"rank={rank}/2 local={rank}/2 source=slurm sum=1" for rank in range(2)]
+
+
+def test_slurm_rank_that_never_comes_is_named(clean_environment, free_port):
+    env = clean_environment(slurm_task(0, ALIGNER_MASTER_PORT=str(free_port)))
+    code, output = run([sys.executable, str(JOB), "same", "2"], env)
+    assert code == 3
+    assert "of 2 ranks 1 did not come within 2 s" in output
+
+
+def test_rank_0_that_never_comes_is_named(clean_environment, free_port):
+    env = clean_environment(slurm_task(1, ALIGNER_MASTER_PORT=str(free_port)))
+    code, output = run([sys.executable, str(JOB), "same", "2"], env)
+    assert code == 3
+    assert f"rank 1 of 2 waited 2 s for the rendezvous store of rank 0 at localhost:{free_port}" in output
+
+
+def test_taken_port_is_named(clean_environment, free_port):
+
+    with socket.socket() as squatter:
+        squatter.bind(("0.0.0.0", free_port))
+        squatter.listen()
+        code, output = run([sys.executable, str(JOB), "same", "5"], clean_environment(slurm_task(0, ALIGNER_MASTER_PORT=str(free_port))))
+    assert code == 3
+    assert f"could not open the rendezvous store at localhost:{free_port}" in output
+    assert "ALIGNER_MASTER_PORT" in output
+
+
+def test_every_rank_hears_who_differs(run_ranks_in, free_port):
+    port = {"ALIGNER_MASTER_PORT": str(free_port)}
+    environments = [slurm_task(rank, RANK=str(rank), **port) for rank in range(2)]
+    with pytest.raises(pytest.fail.Exception) as caught:
+        run_ranks_in(environments, [str(JOB), "by-rank", "30"])
+    assert len(re.findall(r"LaunchError: .*rank 1 on \S+: fingerprint is 'rank-1' and not 'rank-0'", str(caught.value))) >= 1

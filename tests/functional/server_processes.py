@@ -1,0 +1,85 @@
+"""Starts toy_server.py in processes of its own and tells what is left of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class ToyServer:
+    """The ranks of one toy server; `log(rank)` is what a rank printed."""
+
+    def __init__(self, kind: str, services_dir: Path, *, num_ranks: int = 1, port: int = 0) -> None:
+        self.services_dir = services_dir
+        services_dir.parent.mkdir(parents=True, exist_ok=True)
+        rendezvous = str(free_port())
+        self._logs = [services_dir.parent / f"{kind}.{rendezvous}.{rank}.log" for rank in range(num_ranks)]
+        self.ranks = [
+            self._start(kind, rank, {} if num_ranks == 1 else _rank_variables(rank, num_ranks, rendezvous), port)
+            for rank in range(num_ranks)
+        ]
+
+    def _start(self, kind: str, rank: int, variables: dict[str, str], port: int) -> subprocess.Popen:
+        command = [sys.executable, str(Path(__file__).parent / "toy_server.py"), kind, str(self.services_dir), "--port", str(port)]
+        environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        with self._logs[rank].open("w") as log:
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+
+    def log(self, rank: int = 0) -> str:
+        return self._logs[rank].read_text()
+
+    def exit_codes(self, timeout_seconds: float = 40.0) -> list[int]:
+        """Every rank's exit code, once all have ended."""
+        return [rank.wait(timeout=timeout_seconds) for rank in self.ranks]
+
+    def end(self) -> None:
+        """Ask the ranks that still run to stop; kill those that do not within 20 s."""
+        for rank in self.ranks:
+            if rank.poll() is None:
+                rank.send_signal(signal.SIGTERM)
+        for rank in self.ranks:
+            try:
+                rank.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                rank.kill()
+                rank.wait()
+
+
+def _rank_variables(rank: int, num_ranks: int, rendezvous: str) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": rendezvous}
+
+
+@contextmanager
+def toy_server(kind: str, services_dir: Path, **options: int) -> Iterator[ToyServer]:
+    """A toy server that is gone when the block ends."""
+    server = ToyServer(kind, services_dir, **options)
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+def eventually(condition: Callable[[], bool], timeout_seconds: float) -> bool:
+    """Whether the condition came true in time."""
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True

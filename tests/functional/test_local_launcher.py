@@ -1,0 +1,304 @@
+"""The local launcher with real processes: small Python scripts that end, crash, hang, ignore signals and leave grandchildren behind."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from aligner.cluster.component import Component
+from aligner.cluster.config import LocalLauncherConfig
+from aligner.cluster.local import launch
+from aligner.cluster.run_directory import RunDirectory
+from aligner.errors import LaunchError
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the local launcher is for Linux"),
+    pytest.mark.timeout(120),
+]
+_ROOT = Path(__file__).parents[2]
+_SLEEP = "import time; time.sleep(600)"
+_IGNORES_TERM = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+_QUICK = LocalLauncherConfig(grace_seconds=1.0, shutdown_timeout_seconds=1.0, ready_timeout_seconds=30.0)
+
+
+def _python(name: str, code: str, **settings) -> Component:
+    return Component(name=name, command=(sys.executable, "-S", "-c", code), **settings)
+
+
+def _run(tmp_path: Path, *components: Component, config: LocalLauncherConfig = _QUICK, **settings) -> tuple[int, str, RunDirectory]:
+    run_directory = RunDirectory(tmp_path / "run").create()
+    stream = io.StringIO()
+    code = launch(components, run_directory=run_directory, config=config, stream=stream, **settings)
+    return code, stream.getvalue(), run_directory
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def _wait(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited 60 s for {what}")
+        time.sleep(0.05)
+
+
+def _pid(path: Path) -> int:
+    """The pid that a script writes into `path`."""
+    _wait(lambda: path.exists() and path.read_text().endswith("\n"), f"{path}")
+    return int(path.read_text())
+
+
+def _writes_pid(path: Path) -> str:
+    return f"import os; open({str(path)!r}, 'w').write(f'{{os.getpid()}}\\n')\n"
+
+
+def test_the_run_ends_with_the_main_component(tmp_path: Path) -> None:
+    code, output, run = _run(
+        tmp_path,
+        _python("critic", _writes_pid(tmp_path / "critic") + _SLEEP),
+        _python(
+            "actor",
+            f"import os, time\nwhile not os.path.exists({str(tmp_path / 'critic')!r}): time.sleep(0.05)\n"
+            "e = os.environ; print(e['RANK'], e['WORLD_SIZE'], e['MASTER_ADDR'], e['OMP_NUM_THREADS'], 'from', e['LOCAL_RANK'])",
+            num_processes=2,
+            main=True,
+            env={"OMP_NUM_THREADS": "1"},
+        ),
+    )
+    assert code == 0
+    assert "[actor.0] 0 2 127.0.0.1 1 from 0\n" in output
+    assert "[actor.1] 1 2 127.0.0.1 1 from 1\n" in output
+    assert run.log("actor", 1).read_text() == "1 2 127.0.0.1 1 from 1\n"
+    assert "FAILED" not in output
+    assert not _alive(_pid(tmp_path / "critic"))
+
+
+def test_ranks_of_a_component_share_a_port_that_other_components_do_not_have(tmp_path: Path) -> None:
+    show = "import os; print('port', os.environ['MASTER_PORT'])"
+    code, _, run = _run(tmp_path, _python("a", show, num_processes=2, main=True), _python("b", show, main=True))
+    ports = [run.log(name, rank).read_text() for name, rank in (("a", 0), ("a", 1), ("b", 0))]
+    assert code == 0
+    assert ports[0] == ports[1] != ports[2]
+
+
+def test_a_crash_gives_the_main_component_time_to_save_and_is_reported(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    actor = (
+        f"import os, time\nwhile not os.path.exists({str(tmp_path / 'crashed')!r}): time.sleep(0.05)\n"
+        f"time.sleep(0.5); open({str(saved)!r}, 'w').close(); print('saved a checkpoint')"
+    )
+    critic = f"for i in range(30): print('line', i)\nopen({str(tmp_path / 'crashed')!r}, 'w').close(); raise SystemExit(7)"
+    config = LocalLauncherConfig(grace_seconds=60.0, shutdown_timeout_seconds=1.0)
+    code, output, _ = _run(tmp_path, _python("critic", critic), _python("actor", actor, main=True), config=config)
+    assert code == 7
+    assert saved.exists()
+    report = output[output.index("FAILED") :]
+    assert report.startswith("FAILED: component critic, rank 0, ended with exit code 7\n")
+    assert "| line 29\n" in report and "| line 10\n" in report and "| line 9\n" not in report  # the last 20 of 30
+
+
+def test_one_of_two_ranks_is_killed(tmp_path: Path) -> None:
+    code, output, _ = _run(
+        tmp_path,
+        _python(
+            "critic",
+            "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)",
+            num_processes=2,
+        ),
+        _python("actor", _SLEEP, main=True),
+    )
+    assert code == 128 + 9
+    assert "FAILED: component critic, rank 1, was killed by SIGKILL (exit code 137)" in output
+
+
+def test_a_crash_of_the_main_component_ends_the_run_with_its_code(tmp_path: Path) -> None:
+    code, output, _ = _run(tmp_path, _python("critic", _SLEEP), _python("actor", "raise SystemExit('no such model')", main=True))
+    assert code == 1
+    assert "FAILED: component actor, rank 0, ended with exit code 1" in output
+    assert "| no such model" in output
+
+
+def test_a_server_that_leaves_with_zero_is_a_failure(tmp_path: Path) -> None:
+    code, output, _ = _run(tmp_path, _python("critic", "pass"), _python("actor", _SLEEP, main=True))
+    assert code == 1
+    assert "FAILED: component critic, rank 0, ended with exit code 0" in output
+
+
+def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
+    code, output, _ = _run(tmp_path, Component(name="actor", command=("/no/such/program",), main=True))
+    assert code == 127
+    assert "| cannot run /no/such/program: No such file or directory" in output
+
+
+def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    wait = f"import os, time\nwhile not os.path.exists({str(pid)!r}): time.sleep(0.05)"
+    deaf = _IGNORES_TERM.replace("print(", _writes_pid(pid).strip() + "; print(")
+    code, output, _ = _run(tmp_path, _python("critic", deaf), _python("actor", wait, main=True))
+    assert code == 0
+    assert "critic did not end 1 s after SIGTERM: killing" in output
+    assert not _alive(_pid(pid))
+
+
+def test_a_grandchild_that_left_the_group_and_lost_its_parent_is_ended(tmp_path: Path) -> None:
+    pid = tmp_path / "grandchild"
+    daemon = f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    {_writes_pid(pid).strip()}\n    time.sleep(600)\n"
+    actor = daemon + f"while not os.path.exists({str(pid)!r}): time.sleep(0.05)"
+    code, _, _ = _run(tmp_path, _python("actor", actor, main=True))
+    assert code == 0
+    assert not _alive(_pid(pid))
+
+
+def test_registered_services_are_announced_and_missing_ones_end_the_run(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    register = f"import time; open({str(run.service('critic'))!r}, 'w').write('{{\"url\": \"http://127.0.0.1:1\"}}'); time.sleep(600)"
+    pid = tmp_path / "pid"
+    stream = io.StringIO()
+    config = LocalLauncherConfig(ready_timeout_seconds=3.0, shutdown_timeout_seconds=1.0)
+    with pytest.raises(LaunchError, match=r"reward not ready: waited \d+ s for .*services/reward.json"):
+        launch(
+            [_python("critic", register), _python("reward", _writes_pid(pid) + _SLEEP), _python("actor", _SLEEP, main=True)],
+            run_directory=run,
+            config=config,
+            expect_services=("critic", "reward"),
+            stream=stream,
+        )
+    assert "critic: ready after" in stream.getvalue()
+    assert "at http://127.0.0.1:1\n" in stream.getvalue()
+    assert not _alive(_pid(pid))
+
+
+_LAUNCHER = """
+import sys
+from pathlib import Path
+from aligner.cluster.component import Component
+from aligner.cluster.config import LocalLauncherConfig
+from aligner.cluster.local import launch
+from aligner.cluster.run_directory import RunDirectory
+run, *codes = sys.argv[1:]
+components = [Component(name=f"c{i}", command=(sys.executable, "-S", "-c", code), main=i == 0) for i, code in enumerate(codes)]
+config = LocalLauncherConfig(grace_seconds=5.0, shutdown_timeout_seconds=2.0)
+raise SystemExit(launch(components, run_directory=RunDirectory(Path(run)).create(), config=config))
+"""
+
+
+def _launcher(tmp_path: Path, *codes: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _LAUNCHER, str(tmp_path / "run"), *codes],
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signals_reach_the_main_component_first_and_end_all(tmp_path: Path, number: int, code: int) -> None:
+    main, server = tmp_path / "main", tmp_path / "server"
+    saves = f"""
+import signal, sys, time
+def save(number, frame):
+    print("saved on signal", number, flush=True)
+    sys.exit(0)
+signal.signal({int(number)}, save)
+{_writes_pid(main)}
+time.sleep(600)
+"""
+    launcher = _launcher(tmp_path, saves, _writes_pid(server) + _SLEEP)
+    pids = [_pid(main), _pid(server)]
+    launcher.send_signal(number)
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == code
+    assert f"[c0]  saved on signal {int(number)}" in output
+    assert not any(_alive(pid) for pid in pids)
+
+
+def test_a_second_ctrl_c_ends_all_at_once(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    deaf = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\n" + _writes_pid(pid) + _SLEEP
+    launcher = _launcher(tmp_path, deaf)
+    process = _pid(pid)
+    assert launcher.stdout is not None
+    launcher.send_signal(signal.SIGINT)
+    while "Ctrl-C" not in launcher.stdout.readline():  # the first one was seen: two at once would arrive as one
+        pass
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=60)
+    assert launcher.returncode == 130
+    assert not _alive(process)
+
+
+def test_a_killed_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
+    obedient, deaf, orphan = tmp_path / "obedient", tmp_path / "deaf", tmp_path / "orphan"
+    daemon = f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    {_writes_pid(orphan).strip()}\n    time.sleep(600)\n"
+    deaf_code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + _writes_pid(deaf) + _SLEEP
+    launcher = _launcher(tmp_path, _writes_pid(obedient) + _SLEEP, deaf_code, daemon + "time.sleep(600)")
+    pids = [_pid(obedient), _pid(deaf), _pid(orphan)]
+    launcher.kill()
+    launcher.communicate(timeout=60)
+    _wait(lambda: not any(_alive(pid) for pid in pids), f"processes {pids} to end after their launcher was killed")
+    log = tmp_path / "run" / "logs" / "launcher.log"
+    _wait(lambda: "[guard] the launcher ended without stopping" in log.read_text(), "the guard's line in launcher.log")
+
+
+def test_two_launchers_cannot_share_a_run_directory(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    launcher = _launcher(tmp_path, _writes_pid(pid) + _SLEEP)
+    _pid(pid)
+    with pytest.raises(LaunchError, match="another launcher is running"):
+        _run(tmp_path, _python("actor", "pass", main=True))
+    launcher.terminate()
+    launcher.communicate(timeout=60)
+
+
+def test_a_drawing_component_sees_a_terminal_and_others_go_to_their_logs(tmp_path: Path) -> None:
+    """The launcher runs on a pseudo-terminal, as under a user's shell."""
+    import pty
+
+    code = """
+import sys
+from pathlib import Path
+from aligner.cluster.component import Component
+from aligner.cluster.local import launch
+from aligner.cluster.run_directory import RunDirectory
+main = "import sys, os, time\\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)\\nprint('terminal', sys.stdout.isatty())"
+other = "import sys, time\\nprint('noise', flush=True); open(sys.argv[1], 'w').close(); time.sleep(600)"
+flag = sys.argv[1] + ".flag"
+components = [
+    Component(name="other", command=(sys.executable, "-S", "-c", other, flag)),
+    Component(name="main", command=(sys.executable, "-S", "-c", main, flag), main=True, terminal=True),
+]
+raise SystemExit(launch(components, run_directory=RunDirectory(Path(sys.argv[1])).create()))
+"""
+    reader, writer = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "run")],
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        stdout=writer,
+        stderr=writer,
+    )
+    os.close(writer)
+    seen = b""
+    try:
+        while data := os.read(reader, 4096):
+            seen += data
+    except OSError:  # EIO: the launcher closed its end
+        pass
+    os.close(reader)
+    assert process.wait(timeout=60) == 0
+    assert b"terminal True" in seen
+    assert b"noise" not in seen
+    assert (tmp_path / "run" / "logs" / "other.0.log").read_text() == "noise\n"

@@ -1,0 +1,202 @@
+"""Real PyTriton servers in processes of their own, as one rank and as two over gloo, and what happens when they die."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from server_processes import ROOT, ToyServer, eventually, toy_server
+
+from aligner.errors import RequestRejected, ServerUnreachable
+from aligner.servers.client import CriticClient, RewardClient
+from aligner.servers.config import ClientConfig
+from aligner.servers.frontend import MARKER
+from aligner.servers.processes import processes_with_variable
+from aligner.types import FinishReason, Prompt, Rollout, TokenBatch, ValueBatch
+
+pytestmark = [
+    pytest.mark.pytriton,
+    pytest.mark.skipif(importlib.util.find_spec("pytriton") is None, reason="nvidia-pytriton is not installed"),
+]
+
+CONFIG = ClientConfig(discovery_timeout_seconds=60, request_timeout_seconds=60, train_timeout_seconds=60, rows_per_request=2)
+
+
+def token_batch(*rows: list[int]) -> TokenBatch:
+    """Rows of one length."""
+    return TokenBatch(tokens=torch.tensor(rows), lengths=torch.tensor([len(row) for row in rows]))
+
+
+@pytest.fixture
+def critic_client(tmp_path: Path) -> Iterator[CriticClient]:
+    client = CriticClient(tmp_path / "services", config=CONFIG)
+    yield client
+    client.close()
+
+
+def processes_of(server: ToyServer, incarnation: str) -> dict[int, str]:
+    """Triton, its stubs and their helpers."""
+    return processes_with_variable(f"{MARKER}={incarnation}")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_infer_train_and_save_until_a_signal(num_ranks: int, tmp_path: Path, critic_client: CriticClient) -> None:
+    with toy_server("critic", tmp_path / "services", num_ranks=num_ranks) as server:
+        registration = critic_client.wait_until_ready()
+        assert registration.num_ranks == num_ranks and registration.pid == server.ranks[0].pid
+
+        # Three rows go as pieces of two and one; the toy's weight is 2, and padding (row 2, position 2) must come back as 0.
+        rows = TokenBatch(tokens=torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]]), lengths=torch.tensor([3, 3, 2]))
+        assert critic_client.values(rows).result().tolist() == [[2, 4, 6], [8, 10, 12], [14, 16, 0]]
+
+        # Mini-batches of 2 rows: rows 0 and 1 at weight 2, row 2 at weight 3. Squared errors to a return of 1 at the masked tokens:
+        # (2*2-1)^2 + (2*5-1)^2 = 9 + 81, then (3*8-1)^2 = 529; their mean over 3 tokens is 619/3.
+        mask = torch.tensor([[False, True, False], [False, True, False], [False, True, False]])
+        batch = ValueBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=mask, old_values=torch.zeros(3, 3), returns=torch.ones(3, 3))
+        metrics = critic_client.train(batch, step=7)
+        path = critic_client.save(7)
+        assert metrics.result() == pytest.approx({"value/loss": 619 / 3, "optim/steps": 2})
+        assert path.result() == str(tmp_path / "services" / "step-7")
+        assert critic_client.values(token_batch([1])).result().tolist() == [[4]]  # two steps, each added 1 to the weight
+
+        with pytest.raises(RequestRejected, match=r"critic_infer: tokens: ids from 1 to 100; allowed are 0 to 99"):
+            critic_client.values(token_batch([1, 100])).result()
+        with pytest.raises(RequestRejected, match=r"critic_train: mask: 0 everywhere"):
+            empty = torch.zeros(3, 3, dtype=torch.bool)
+            critic_client.train(
+                ValueBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=empty, old_values=batch.old_values, returns=batch.returns), 8
+            ).result()
+        assert critic_client.values(token_batch([1])).result().tolist() == [[4]]  # and the server goes on
+
+        if num_ranks == 1:
+            os.killpg(registration.pid, signal.SIGINT)  # as Ctrl-C does: Triton gets it too
+        else:
+            server.ranks[1].send_signal(signal.SIGTERM)  # any rank will do
+        assert server.exit_codes() == [0] * num_ranks
+    assert processes_of(server, registration.incarnation) == {}
+    assert not (tmp_path / "services" / "critic.json").exists()
+    with pytest.raises(ServerUnreachable, match=rf"critic at {registration.url} \(pid {registration.pid} .* has not answered since"):
+        critic_client.values(token_batch([1])).result()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "token"),
+    [
+        pytest.param(2, 66, id="the second rank fails alone"),
+        pytest.param(2, 77, id="the first rank hangs in a collective"),
+    ],
+)
+def test_a_failing_handler_reaches_the_client_and_ends_every_rank(
+    num_ranks: int, token: int, tmp_path: Path, critic_client: CriticClient
+) -> None:
+    with toy_server("values", tmp_path / "services", num_ranks=num_ranks) as server:
+        incarnation = critic_client.wait_until_ready().incarnation
+        expected = rf"operation critic_infer failed on rank {num_ranks - 1}: ArithmeticError: token {token} cannot be valued"
+        with pytest.raises(RequestRejected, match=expected):
+            critic_client.values(token_batch([1, token])).result()
+        assert all(code != 0 for code in server.exit_codes())
+    assert eventually(lambda: processes_of(server, incarnation) == {}, 10)
+
+
+def test_killing_the_server_fails_the_pending_call_and_leaves_nothing(tmp_path: Path, critic_client: CriticClient) -> None:
+    with toy_server("values", tmp_path / "services") as server:
+        registration = critic_client.wait_until_ready()
+        triton = processes_of(server, registration.incarnation)
+        copies = [Path(word).parents[1] for command in triton.values() for word in command.split() if word.endswith("/1/model.py")]
+        assert [copy.exists() for copy in copies] == [True]
+        assert len([command for command in triton.values() if "triton_python_backend_stub" in command]) == 1
+        pending = critic_client.values(token_batch([1, 88]))  # sleeps for a minute
+        with pytest.raises(TimeoutError):
+            pending.result(timeout=1)
+        os.kill(registration.pid, signal.SIGKILL)
+        with pytest.raises(ServerUnreachable, match=rf"pid {registration.pid} .*its process {registration.pid} no longer exists"):
+            pending.result(timeout=20)
+        assert server.exit_codes() == [-signal.SIGKILL]
+    assert eventually(lambda: processes_of(server, registration.incarnation) == {}, 10)
+    assert eventually(lambda: not copies[0].exists(), 10)
+    assert eventually(lambda: not list(Path("/dev/shm").glob(f"pytrtion{registration.pid}-*")), 10)
+
+
+def test_the_death_of_tritonserver_ends_the_server(tmp_path: Path) -> None:
+    with toy_server("reward", tmp_path / "services") as server:
+        client = RewardClient(tmp_path / "services", config=CONFIG)
+        incarnation = client.wait_until_ready().incarnation
+        client.close()
+        check_death_of(server, incarnation, "tritonserver --id")
+
+
+def check_death_of(server: ToyServer, incarnation: str, victim: str) -> None:
+    """Kill one of Triton's processes: the server says so, exits with 1 and leaves nothing."""
+    pid = next(pid for pid, command in processes_of(server, incarnation).items() if victim in command)
+    os.kill(pid, signal.SIGKILL)
+    assert server.exit_codes() == [1]
+    assert f"process {pid} of Triton died" in server.log()
+    assert processes_of(server, incarnation) == {}
+
+
+def test_a_signal_while_triton_starts_ends_the_server(tmp_path: Path) -> None:
+    with toy_server("reward", tmp_path / "services") as server:
+        assert eventually(lambda: (tmp_path / "services" / "reward.triton.log").exists(), 60)
+        server.ranks[0].terminate()
+        assert server.exit_codes() == [1]
+        assert "a signal ended it while it was starting" in server.log()
+        assert not (tmp_path / "services" / "reward.json").exists()
+    assert not [command for command in processes_with_variable(f"PYTHONPATH={ROOT}").values() if str(server.services_dir) in command]
+
+
+def test_killing_a_follower_ends_the_leader(tmp_path: Path, critic_client: CriticClient) -> None:
+    with toy_server("values", tmp_path / "services", num_ranks=2) as server:
+        critic_client.wait_until_ready()
+        server.ranks[1].kill()
+        assert server.exit_codes() == [1, -signal.SIGKILL]
+        assert "critic: " in server.log()
+
+
+def rollout(response: str, answer: str | None) -> Rollout:
+    """The toy's tokens are character codes."""
+    prompt = Prompt(id=0, tokens=(1, 2), source="test:1", text="?", answer=answer)
+    tokens = tuple(map(ord, response))
+    return Rollout(prompt=prompt, response=tokens, logprobs=(0.0,) * len(tokens), finish_reason=FinishReason.stop, policy_version=0, seed=0)
+
+
+def rollout_texts(rollout: Rollout) -> tuple[str, str, str | None]:
+    return rollout.prompt.text, "".join(map(chr, rollout.response)), rollout.prompt.answer
+
+
+def test_a_reward_function_a_taken_port_and_a_dead_stub(tmp_path: Path) -> None:
+    with toy_server("reward", tmp_path / "services") as server:
+        client = RewardClient(tmp_path / "services", config=CONFIG, texts=rollout_texts)
+        registration = client.wait_until_ready()
+        # The answer itself is worth 1, anything else 0.1 a letter; no answer (None) is not the empty answer.
+        rewards = client.score([rollout("AB", "AB"), rollout("ABC", "AB"), rollout("A", None)]).result()
+        assert rewards.dtype == torch.float32
+        assert rewards.tolist() == pytest.approx([1.0, 0.3, 0.1])
+        with pytest.raises(RequestRejected, match="reward_model: tokens: ids from 0 to 122; allowed are 0 to 99"):
+            client.score([rollout("A", None), rollout("zz", None)]).result()
+        client.close()
+
+        without_texts = RewardClient(tmp_path / "services", config=CONFIG)
+        with pytest.raises(RequestRejected, match="reward_model: responses: missing; this reward function scores texts"):
+            without_texts.score([rollout("A", None)]).result()
+        without_texts.close()
+
+        port = registration.port
+        with (
+            toy_server("reward", tmp_path / "other" / "services", port=port, num_ranks=2) as second,
+            toy_server("reward", tmp_path / "services") as third,
+        ):
+            assert second.exit_codes() == [1, 1]
+            assert f"reward: rank 0: cannot listen on 127.0.0.1:{port}" in second.log(1)
+            assert f"cannot listen on 127.0.0.1:{port}: Address already in use; free port {port}" in second.log()
+            assert third.exit_codes() == [1]
+            assert "already serves under that name" in third.log()
+        check_death_of(server, registration.incarnation, "triton_python_backend_stub")

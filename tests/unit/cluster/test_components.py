@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aligner.cluster.component import Component, check_components, free_ports, rank_environment
+from aligner.cluster.config import LocalLauncherConfig
+from aligner.cluster.run_directory import RunDirectory
+from aligner.cluster.services import ServiceWatch
+from aligner.errors import ConfigError, LaunchError
+
+
+def _component(name: str, **settings) -> Component:
+    return Component(name=name, command=("true",), **settings)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "run", "a b", "launcher"])
+def test_names_must_be_usable_as_file_names(name: str) -> None:
+    with pytest.raises(ConfigError, match="Component.name"):
+        _component(name)
+
+
+def test_what_cannot_form_a_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="each name once"):
+        check_components([_component("a", main=True), _component("a")], ())
+    with pytest.raises(ConfigError, match="is main"):
+        check_components([_component("a")], ())
+    with pytest.raises(ConfigError, match=r"'b'; allowed: one of \['a'\]"):
+        check_components([_component("a", main=True)], ("b",))
+    with pytest.raises(ConfigError, match="num_processes"):
+        _component("a", num_processes=0)
+    with pytest.raises(ConfigError, match="command"):
+        Component(name="a", command=())
+
+
+def test_rank_environment_is_torchruns() -> None:
+    component = _component("a", num_processes=2, env={"X": "1", "OMP_NUM_THREADS": "3"})
+    environment = rank_environment(component, 1, 2345, {"OMP_NUM_THREADS": "2", "RANK": "9"})
+    assert environment == {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "2345",
+        "OMP_NUM_THREADS": "3",
+        "PYTHONUNBUFFERED": "1",
+        "X": "1",
+    }
+    assert rank_environment(_component("a"), 0, 1, {})["OMP_NUM_THREADS"] == "1"
+    assert rank_environment(_component("a"), 0, 1, {"OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
+
+
+def test_ports_are_distinct() -> None:
+    assert len(set(free_ports(20))) == 20
+
+
+def test_services_are_announced_once_and_stale_ones_removed(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    run.service("critic").write_text('{"url": "http://dead"}')
+    watch = ServiceWatch(run, ["critic", "actor"], ["critic"], 100.0)
+    assert not run.service("critic").exists()
+    assert watch.poll() == []
+    run.service("critic").write_text(json.dumps({"url": "http://127.0.0.1:1"}))
+    (line,) = watch.poll()
+    assert line.startswith("critic: ready after") and line.endswith("at http://127.0.0.1:1")
+    assert watch.poll() == []
+
+
+def test_a_service_that_is_late_is_named_with_path_and_time(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    watch = ServiceWatch(run, ["critic"], ["critic"], 0.0)
+    with pytest.raises(LaunchError, match=r"critic not ready: waited 0 s for .*/services/critic.json"):
+        watch.poll()
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("grace_seconds", -1.0),
+        ("shutdown_timeout_seconds", float("inf")),
+        ("ready_timeout_seconds", 0.0),
+        ("num_failure_lines", 0),
+    ],
+)
+def test_settings_are_checked(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=field):
+        LocalLauncherConfig(**{field: value})

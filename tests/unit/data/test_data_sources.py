@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from aligner.data.sources import read_records
+from aligner.errors import DataError
+
+
+def test_jsonl_counts_lines_and_indexes_records(jsonl):
+    path = jsonl({"a": 1}, "", {"a": 2}, "{oops", {"a": "line\u2028separator"})
+    records = list(read_records(path))
+    assert [(r.line, r.index) for r in records] == [(1, 0), (3, 1), (4, 2), (5, 3)]
+    assert records[0].source == f"{path}:1" and records[1].value == {"a": 2}
+    assert "is not a JSON value" in records[2].error and records[3].value == {"a": "line\u2028separator"}
+
+
+def test_bytes_that_are_not_utf8_and_absurd_nesting_are_bad_lines(jsonl):
+    records = list(read_records(jsonl({"a": 1}, b'{"a": "\xff"}', "[" * 100_000)))
+    assert records[0].error == "" and all("is not a JSON value" in r.error for r in records[1:]) and len(records) == 3
+
+
+def test_byte_order_mark_is_not_a_bad_line(jsonl):
+    assert [r.value for r in read_records(jsonl(b'\xef\xbb\xbf{"a": 1}'))] == [{"a": 1}]
+
+
+def test_json_list_parquet_and_directory(tmp_path, jsonl):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "a.json").write_text(json.dumps([{"x": 1}, {"x": 2}]))
+    pq.write_table(pa.table({"x": [3, 4]}), tmp_path / "b.parquet")
+    jsonl({"x": 5}, name="c.jsonl")
+    (tmp_path / "notes.txt").write_text("not data")
+    records = list(read_records(str(tmp_path)))
+    assert [r.value for r in records] == [{"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"x": 5}]
+    assert [r.index for r in records] == [0, 1, 2, 3, 4]
+    assert records[3].source == f"{tmp_path / 'b.parquet'}:2" and records[4].source == f"{tmp_path / 'c.jsonl'}:1"
+
+
+def test_datasets_saved_to_disk(tmp_path):
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": ["p", "q"]})
+    datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(str(tmp_path / "d"))
+    name = f"datasets:{tmp_path / 'd'}"
+    assert [r.value for r in read_records(name)] == [{"text": "p"}, {"text": "q"}]
+    assert [(r.value, r.source) for r in read_records(f"{name}:test")] == [({"text": "q"}, f"{name}:test:1")]
+    with pytest.raises(DataError, match="no split 'dev', there are train, test"):
+        list(read_records(f"{name}:dev"))
+
+
+def test_datasets_from_a_local_folder_of_files(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "named"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"text": "p"}\n')
+    assert [r.value for r in read_records(f"datasets:{folder}:train")] == [{"text": "p"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.jsonl", None, "does not exist"),
+        ("a.csv", "x", "ends in '.csv', allowed: .jsonl, .json, .parquet"),
+        ("a.json", '{"x": 1}', "holds one dict, expected a list"),
+        ("a.json", '{"x": 1}\n{"x": 2}', "for one object per line name the file .jsonl"),
+        ("a.parquet", "not parquet", "not a readable parquet file"),
+    ],
+)
+def test_unreadable_files(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        list(read_records(str(tmp_path / name)))
+
+
+def test_empty_directory_and_malformed_name(tmp_path):
+    with pytest.raises(DataError, match="holds no file ending in"):
+        list(read_records(str(tmp_path)))
+    with pytest.raises(DataError, match="allowed: datasets:NAME"):
+        list(read_records("datasets:a:b:c:d"))

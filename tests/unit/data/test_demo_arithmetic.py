@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aligner.data.config import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from aligner.data.preferences import load_preferences
+from aligner.data.prompts import load_prompts
+from aligner.data.supervised import load_supervised
+from aligner.data.tokenizer import load_tokenizer
+
+SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "demo" / "arithmetic.py"
+
+
+@pytest.fixture(scope="module")
+def arithmetic():
+    spec = importlib.util.spec_from_file_location("demo_arithmetic", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def value(prompt: str) -> str:
+    a, b = prompt.rstrip("=").split("+")
+    return str(int(a) + int(b))
+
+
+def test_files_hold_what_they_promise(arithmetic, tmp_path):
+    task = arithmetic.Task(max_operand=19, num_sft=500, noise=0.3, num_pairs=700, num_prompts=300, num_validation=40)
+    files = arithmetic.generate(0, tmp_path, task)
+    sft, pairs, prompts, validation = (read(p) for p in (files.sft, files.pairs, files.prompts, files.validation))
+    assert [len(x) for x in (sft, pairs, prompts, validation)] == [500, 700, 300, 40]
+    wrong = sum(r["response"] != value(r["prompt"]) for r in sft) / 500
+    assert 0.2 < wrong < 0.4
+    assert all(r["chosen"] == value(r["prompt"]) != r["rejected"] for r in pairs)
+    assert all(r["answer"] == value(r["prompt"]) for r in prompts + validation)
+    held_out = {r["prompt"] for r in validation}
+    assert len(held_out) == 40 and held_out.isdisjoint(r["prompt"] for r in sft + pairs + prompts)
+
+
+def test_same_seed_same_bytes(arithmetic, tmp_path):
+    task = arithmetic.Task(max_operand=9, num_sft=50, num_pairs=50, num_prompts=20, num_validation=10)
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        arithmetic.generate(seed, tmp_path / name, task)
+    for file in ("sft.jsonl", "pairs.jsonl", "prompts.jsonl", "validation.jsonl", "tokenizer/tokenizer.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    assert (tmp_path / "a" / "sft.jsonl").read_bytes() != (tmp_path / "c" / "sft.jsonl").read_bytes()
+
+
+def test_tokenizer_is_one_token_per_character(arithmetic, tmp_path):
+    arithmetic.write_tokenizer(tmp_path / "t")
+    tokenizer = load_tokenizer(tmp_path / "t")
+    ids = tokenizer.encode("17+25= -4")
+    assert ids == [4 + 1, 4 + 7, 14, 4 + 2, 4 + 5, 16, 17, 15, 4 + 4]
+    assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id]) == "17+25= -4"
+    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 1, 2, 18)
+
+
+def test_the_files_load_through_the_package(arithmetic, tmp_path):
+    files = arithmetic.generate(0, tmp_path, arithmetic.Task(max_operand=9, num_sft=30, num_pairs=30, num_prompts=30, num_validation=10))
+    tokenizer = load_tokenizer(files.tokenizer)
+    sft, prompts, pairs = str(files.sft), str(files.prompts), str(files.pairs)
+    row = load_supervised(sft, SFTDataConfig(train=sft, max_length=16), tokenizer)[0][0]
+    assert row.tokens[0] == tokenizer.bos_id and row.tokens[-1] == tokenizer.eos_id
+    prompt = load_prompts(prompts, PromptDataConfig(train=prompts, max_prompt_length=16), tokenizer)[0][0]
+    assert tokenizer.decode(prompt.tokens) == prompt.text and prompt.answer == value(prompt.text)
+    assert len(load_preferences(pairs, PreferenceDataConfig(train=pairs, max_length=16), tokenizer)[0]) == 30
+
+
+def test_wrong_answers_are_wrong_but_plausible(arithmetic):
+    rng = random.Random(0)
+    for answer in (0, 1, 9, 10, 42, 98):
+        for _ in range(200):
+            wrong = arithmetic.wrong_answer(rng, answer)
+            assert wrong.isdigit() and int(wrong) != answer and str(int(wrong)) == wrong and len(wrong) <= 3
+
+
+def test_exact_match(arithmetic):
+    assert arithmetic.is_correct(" 42", "42") and not arithmetic.is_correct("420", "42") and not arithmetic.is_correct("", "42")
+
+
+def test_impossible_tasks_and_the_command_line(arithmetic, tmp_path):
+    with pytest.raises(ValueError, match="num_validation is 200, allowed: 1 to 99"):
+        arithmetic.Task(max_operand=9)
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "out"), "--max-operand", "19", "--seed", "3"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    assert [Path(p).name for p in listed] == ["tokenizer", "sft.jsonl", "pairs.jsonl", "prompts.jsonl", "validation.jsonl"]
+    assert all(Path(p).exists() for p in listed)

@@ -1,0 +1,127 @@
+import pytest
+import torch
+from torch import tensor
+
+from aligner.losses.advantages import gae, group_advantages, outcome_rewards, rloo_advantages, whiten
+
+NAN = float("nan")
+
+
+def close(actual, expected, atol=1e-6):
+    torch.testing.assert_close(actual, tensor(expected, dtype=actual.dtype), rtol=0, atol=atol)
+
+
+def test_outcome_reward_is_on_the_last_masked_token():
+    mask = tensor([[False, True, True, False], [False, True, False, True], [True, False, False, False]])
+    close(outcome_rewards(tensor([2.0, -1.0, 0.5]), mask), [[0, 0, 2, 0], [0, 0, 0, -1], [0.5, 0, 0, 0]])
+
+
+def test_outcome_reward_without_a_token_names_the_row():
+    mask = tensor([[True, False], [False, False], [False, False]])
+    with pytest.raises(ValueError, match=r"rows \[1, 2\] \(2 in all\)"):
+        outcome_rewards(torch.ones(3), mask)
+
+
+def test_gae_by_hand():
+    # gamma 0.9, lambda 0.8, rewards 0 0 1, values 0.5 0.6 0.7
+    # delta: 0.9*0.6-0.5 = 0.04, 0.9*0.7-0.6 = 0.03, 1-0.7 = 0.3
+    # A2 = 0.3, A1 = 0.03 + 0.72*0.3 = 0.246, A0 = 0.04 + 0.72*0.246 = 0.21712
+    rewards, values = tensor([[0.0, 0.0, 1.0]]), tensor([[0.5, 0.6, 0.7]])
+    advantages, returns = gae(rewards, values, torch.ones(1, 3, dtype=torch.bool), 0.9, 0.8)
+    close(advantages, [[0.21712, 0.246, 0.3]])
+    close(returns, [[0.71712, 0.846, 1.0]])
+
+
+def test_gae_ignores_prompt_padding_and_holes():
+    mask = tensor([[False, True, True, True, False], [True, False, True, False, True]])
+    rewards = tensor([[9.0, 0.0, 0.0, 1.0, NAN], [0.0, NAN, 0.0, 7.0, 1.0]])
+    values = tensor([[9.0, 0.5, 0.6, 0.7, 8.0], [0.5, 3.0, 0.6, NAN, 0.7]])
+    advantages, returns = gae(rewards, values, mask, 0.9, 0.8)
+    close(advantages, [[0, 0.21712, 0.246, 0.3, 0], [0.21712, 0, 0.246, 0, 0.3]])
+    close(returns, [[0, 0.71712, 0.846, 1.0, 0], [0.71712, 0, 0.846, 0, 1.0]])
+
+
+def test_gae_with_gamma_and_lambda_one_is_reward_to_go_minus_value():
+    rewards, values = tensor([[1.0, 2.0, 4.0]]), tensor([[0.5, 0.25, 3.0]])
+    advantages, returns = gae(rewards, values, torch.ones(1, 3, dtype=torch.bool), 1.0, 1.0)
+    close(returns, [[7, 6, 4]])
+    close(advantages, [[6.5, 5.75, 1.0]])
+
+
+def test_gae_against_the_definition_as_a_sum():
+    """A[t] = sum_k (gamma lambda)^k delta[t+k], written without the recursion, on random rows with prompts and padding."""
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = (torch.randn(5, 9, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = torch.rand(5, 9, generator=generator) < 0.7
+    gamma, lam = 0.97, 0.9
+    advantages, returns = gae(rewards, values, mask, gamma, lam)
+    for b in range(5):
+        at = mask[b].nonzero().flatten().tolist()
+        v = [values[b, t].item() for t in at] + [0.0]
+        delta = [rewards[b, t].item() + gamma * v[i + 1] - v[i] for i, t in enumerate(at)]
+        for i, t in enumerate(at):
+            expected = sum((gamma * lam) ** k * d for k, d in enumerate(delta[i:]))
+            assert advantages[b, t].item() == pytest.approx(expected, abs=1e-12)
+            assert returns[b, t].item() == pytest.approx(expected + v[i], abs=1e-12)
+    assert not advantages[~mask].any() and not returns[~mask].any()
+
+
+def test_whiten_by_hand_over_the_whole_batch():
+    # masked: 1 2 3 6: mean 3, variance (4+1+0+9)/4 = 3.5, deviation 1.8708287
+    x = tensor([[NAN, 1.0, 2.0], [3.0, 6.0, 100.0]])
+    mask = tensor([[False, True, True], [True, True, False]])
+    close(whiten(x, mask), [[0, -1.0690450, -0.5345225], [0, 1.6035675, 0]])
+
+
+def test_whitening_each_part_is_something_else():
+    x, mask = tensor([[1.0, 2.0], [3.0, 6.0]]), torch.ones(2, 2, dtype=torch.bool)
+    close(torch.cat([whiten(x[:1], mask[:1]), whiten(x[1:], mask[1:])]), [[-1, 1], [-1, 1]])
+    close(whiten(x, mask), [[-1.0690450, -0.5345225], [0, 1.6035675]])
+
+
+def test_whiten_of_equal_values_and_of_nothing():
+    x = torch.full((2, 2), 3.0)
+    assert not whiten(x, torch.ones(2, 2, dtype=torch.bool)).any()
+    assert not whiten(x, torch.zeros(2, 2, dtype=torch.bool)).any()
+
+
+SCORES = tensor([1.0, 10.0, 2.0, 3.0, 14.0])
+GROUPS = tensor([7, 3, 7, 7, 3])  # prompt 7: 1 2 3; prompt 3: 10 14
+
+
+def test_group_advantages_by_hand():
+    # group 7: mean 2, sample deviation 1; group 3: mean 12, sample deviation sqrt(8) = 2.8284271
+    close(group_advantages(SCORES, GROUPS, normalize_std=True), [-1, -0.7071068, 0, 1, 0.7071068], atol=2e-6)
+    close(group_advantages(SCORES, GROUPS, normalize_std=False), [-1, -2, 0, 1, 2])
+
+
+def test_group_advantages_eps_is_added_to_the_deviation():
+    close(group_advantages(SCORES, GROUPS, normalize_std=True, eps=1.0), [-0.5, -0.5224078, 0, 0.5, 0.5224078])  # 2 / 3.8284271
+
+
+def test_equal_rewards_give_exactly_no_advantage():
+    # in float32 the mean of twelve times 0.7 is off by 1.2e-7, which divided by (1.2e-7 + 1e-6) is an advantage of 0.1
+    scores, groups = torch.full((12,), 0.7), torch.full((12,), 5)
+    assert group_advantages(scores, groups, normalize_std=True).tolist() == [0.0] * 12
+    assert rloo_advantages(scores, groups).tolist() == [0.0] * 12
+
+
+def test_group_advantages_against_torch_std():
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(24, generator=generator, dtype=torch.float64)
+    groups = torch.arange(6).repeat(4)
+    actual = group_advantages(scores, groups, normalize_std=True)
+    for g in range(6):
+        rows = scores[groups == g]
+        torch.testing.assert_close(actual[groups == g], (rows - rows.mean()) / (rows.std() + 1e-6))
+
+
+def test_rloo_by_hand():
+    # 1 - 2.5, 10 - 14, 2 - 2, 3 - 1.5, 14 - 10
+    close(rloo_advantages(SCORES, GROUPS), [-1.5, -4, 0, 1.5, 4])
+
+
+@pytest.mark.parametrize("advantages", [lambda s, g: group_advantages(s, g, normalize_std=True), rloo_advantages])
+def test_a_group_of_one_is_named(advantages):
+    with pytest.raises(ValueError, match=r"groups \[8\] \(1 in all\) have 1 response"):
+        advantages(torch.ones(3), tensor([4, 8, 4]))

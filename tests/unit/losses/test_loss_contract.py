@@ -1,0 +1,109 @@
+"""What every loss owes: padding changes nothing, an empty mask is a finite zero, and any split into micro-batches gives the same sums."""
+
+from dataclasses import fields
+from functools import partial
+
+import pytest
+import torch
+
+from aligner.losses.policy import Aggregation, ppo_policy_loss
+from aligner.losses.reward import BradleyTerry, bradley_terry_loss
+from aligner.losses.sft import sft_loss
+from aligner.losses.value import value_loss
+from aligner.metrics import merge, values
+from aligner.types import LabeledBatch, PolicyBatch, PreferenceBatch, TokenOutputs, ValueBatch, select_rows
+
+B, S = 6, 7
+PPO = partial(ppo_policy_loss, clip_eps_low=0.2, clip_eps_high=0.3, aggregation_constant=5, dual_clip=3.0, entropy_coef=0.1, kl_coef=0.2)
+LOSSES = {
+    **{f"ppo_{a.value}": (partial(PPO, aggregation=a), PolicyBatch) for a in Aggregation},
+    "value": (partial(value_loss, clip=0.2), ValueBatch),
+    **{f"bt_{v.value}": (partial(bradley_terry_loss, variant=v, centre_coef=0.1), PreferenceBatch) for v in BradleyTerry},
+    "sft": (sft_loss, LabeledBatch),
+}
+TENSORS = {PolicyBatch: "old_logprobs advantages ref_logprobs rollout_logprobs", ValueBatch: "old_values returns"}
+
+
+def make(kind, seed=0, empty=False):
+    """A random batch of `kind` and outputs with gradient; row 5 (for pairs, rows 4 and 5) is filler with an empty mask."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(B, S, generator=generator) < 0.6
+    mask[:, 1] = True
+    mask[:, 0] = False
+    mask[-2 if kind is PreferenceBatch else -1 :] = False
+    parts = {"tokens": torch.zeros(B, S, dtype=torch.int64), "lengths": torch.full((B,), S), "loss_mask": mask & (not empty)}
+    parts |= {name: torch.randn(B, S, generator=generator) for name in TENSORS.get(kind, "").split()}
+    if kind is PreferenceBatch:
+        parts["margins"] = torch.randn(B // 2, generator=generator)
+    outputs = {name: torch.randn(B, S, generator=generator) for name in ("logprobs", "entropy", "values")}
+    outputs["scores"] = torch.randn(B, 1, generator=generator)
+    return kind(**parts), {name: x.requires_grad_() for name, x in outputs.items()}
+
+
+def gradients(outputs):
+    return {name: x.grad for name, x in outputs.items() if x.grad is not None}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_padding_changes_nothing(name):
+    loss, kind = LOSSES[name]
+    batch, outputs = make(kind)
+    padding = ~batch.loss_mask
+    expected = loss(TokenOutputs(**outputs), batch)
+    expected.total.backward()
+    for garbage in (100.0, float("nan"), float("-inf")):
+        parts = {f.name: None if (x := getattr(batch, f.name)) is None else x.clone() for f in fields(batch)}
+        for part in TENSORS.get(kind, "").split():
+            parts[part][padding] = garbage
+        spoiled = {key: x.detach().clone() for key, x in outputs.items()}
+        for key in ("logprobs", "entropy", "values"):
+            spoiled[key][padding] = garbage
+        filler = padding.all(dim=1)
+        spoiled["scores"][filler] = garbage
+        spoiled = {key: x.requires_grad_() for key, x in spoiled.items()}
+        result = loss(TokenOutputs(**spoiled), kind(**parts))
+        result.total.backward()
+        assert result.total.item() == expected.total.item() and result.count.item() == expected.count.item()
+        assert values(result.metrics) == values(expected.metrics)
+        assert gradients(spoiled).keys() == gradients(outputs).keys()
+        for key, gradient in gradients(spoiled).items():
+            assert torch.equal(gradient, gradients(outputs)[key])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_empty_mask_is_a_finite_zero(name):
+    loss, kind = LOSSES[name]
+    batch, outputs = make(kind, empty=True)
+    result = loss(TokenOutputs(**outputs), batch)
+    result.total.backward()
+    assert result.total.item() == 0.0 and result.count.item() == 0
+    assert gradients(outputs)
+    assert all(not gradient.any() for gradient in gradients(outputs).values())  # NaN would count as true
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("cuts", [(0, 2, 4, 6), (0, 2, 6), (0, 4, 6)])
+def test_any_split_into_micro_batches_gives_the_same_sums(name, cuts):
+    loss, kind = LOSSES[name]
+    batch, outputs = make(kind)
+    whole = loss(TokenOutputs(**outputs), batch)
+    whole.total.backward()
+    parts, split = [], {key: x.detach().clone().requires_grad_() for key, x in outputs.items()}
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        parts.append(loss(TokenOutputs(**{key: x[start:stop] for key, x in split.items()}), select_rows(batch, start, stop)))
+        parts[-1].total.backward()
+    assert sum(part.count for part in parts).item() == whole.count.item() > 0
+    torch.testing.assert_close(sum(part.total for part in parts), whole.total)
+    merged, expected = values(merge(part.metrics for part in parts)), values(whole.metrics)
+    assert merged == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    for key, gradient in gradients(split).items():
+        torch.testing.assert_close(gradient, gradients(outputs)[key])
+
+
+def test_a_mean_of_micro_batch_means_would_be_another_number():
+    loss, kind = LOSSES["sft"]
+    batch, outputs = make(kind)
+    whole = loss(TokenOutputs(**outputs), batch)
+    parts = [loss(TokenOutputs(logprobs=outputs["logprobs"][a:b]), select_rows(batch, a, b)) for a, b in ((0, 1), (1, 6))]
+    means = sum((part.total / part.count).item() for part in parts) / 2
+    assert abs(means - (whole.total / whole.count).item()) > 1e-3

@@ -1,0 +1,277 @@
+"""Hugging Face directories -> Megatron-Core -> Hugging Face: the logits of `transformers`, in both directions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aligner.errors import CheckpointError, ConfigError
+from aligner.models.config import Architecture
+from aligner.models.families import architecture_from_hf, architecture_to_hf
+
+MODELS = ["llama", "llama_tied_llama3_rope", "llama_multi_head", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied"]
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def _world(topology) -> None: ...
+
+
+@torch.no_grad()
+def our_logits(policy, tokens: torch.Tensor) -> torch.Tensor:
+    """[B, S, V] in one piece, from the module's hidden states and the vocabulary rows that the log-probs use."""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    hidden = policy.module.eval()(tokens, positions, None)
+    weight, start = policy.module.vocabulary_weight()
+    assert start == 0
+    return (hidden @ weight.t()).transpose(0, 1)
+
+
+@torch.no_grad()
+def their_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, dtype=torch.float32)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    return model(tokens).logits
+
+
+def random_tokens(vocab: int, width: int) -> torch.Tensor:
+    return torch.randint(0, vocab, (3, width), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers_both_ways(name, hf_directory, load_policy, tmp_path):
+    from aligner.models.weights import save_hf
+
+    source = hf_directory(name)
+    tokens = random_tokens(61, 100)
+    policy = load_policy(source)
+    expected = their_logits(source, tokens)
+    assert expected.std() > 0.5  # the comparison is of something
+    assert (our_logits(policy, tokens) - expected).abs().max() < TOLERANCE
+    save_hf(policy.module, tmp_path / "export", writer=True)
+    assert (their_logits(tmp_path / "export", tokens) - expected).abs().max() < TOLERANCE
+    assert (our_logits(load_policy(tmp_path / "export"), tokens) - expected).abs().max() < TOLERANCE
+
+
+def test_export_holds_the_very_tensors_that_were_read(hf_directory, load_policy):
+    for name in ("llama", "qwen2_tied", "qwen3"):
+        source = load_file(hf_directory(name) / "model.safetensors")
+        exported = dict(load_policy(hf_directory(name)).export_weights())
+        assert exported.keys() == source.keys()
+        assert all(torch.equal(exported[key], tensor) for key, tensor in source.items())
+
+
+def test_llama3_rope_scaling_changes_these_logits(hf_directory, load_policy, tmp_path):
+    """Without the scaling the logits are others, so that the parity test above is one of the scaling too."""
+    shutil.copytree(hf_directory("llama_tied_llama3_rope"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = random_tokens(61, 100)
+    scaled = our_logits(load_policy(hf_directory("llama_tied_llama3_rope")), tokens)
+    assert (our_logits(load_policy(tmp_path), tokens) - scaled).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.shared
+def test_stories260k_equals_transformers(shared_data, load_policy, tmp_path):
+    from aligner.models.weights import save_hf
+
+    source = shared_data / "stories260k"
+    tokens = random_tokens(512, 64)
+    policy = load_policy(source, config={"make_vocab_divisible_by": 96})
+    expected = their_logits(source, tokens)
+    assert (our_logits(policy, tokens) - expected).abs().max() < TOLERANCE
+    save_hf(policy.module, tmp_path, writer=True)
+    assert (their_logits(tmp_path, tokens) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.shared
+def test_stories260k_continues_as_documented(shared_data, load_policy):
+    """The greedy continuation that the data's own description gives."""
+    from transformers import AutoTokenizer
+
+    from aligner.rollout.config import SamplingConfig
+    from aligner.rollout.megatron import MegatronEngine
+    from aligner.types import Prompt
+
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "stories260k")
+    text = "Once upon a time, there was a little girl named Lily."
+    expected = " She loved to play outside in the park. One day, she saw a big, red ball."
+    policy = load_policy(shared_data / "stories260k")
+    sampling = SamplingConfig(temperature=0.0, max_response_length=40)
+    engine = MegatronEngine(policy.module, sampling, eos_id=tokenizer.eos_token_id, max_batch_size=1)
+    prompt = Prompt(id=0, tokens=tuple(tokenizer(text)["input_ids"]), source="test:1")
+    (rollout,) = next(engine.generate([prompt], [0]))
+    assert tokenizer.decode(list(rollout.tokens), skip_special_tokens=True).startswith(text + expected)
+
+
+def test_several_files_with_an_index(hf_directory, load_policy, tmp_path, monkeypatch):
+    from aligner.models import weights
+
+    policy = load_policy(hf_directory("qwen2"))
+    monkeypatch.setattr(weights, "MAX_FILE_BYTES", 10_000)
+    weights.save_hf(policy.module, tmp_path, writer=True)
+    index = json.loads((tmp_path / weights.INDEX_FILE).read_text())
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert sorted(set(index["weight_map"].values())) == files
+    tensors = {name: tensor for file in files for name, tensor in load_file(tmp_path / file).items()}
+    assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in tensors.values())
+    # A file exceeds the limit only where one tensor alone does.
+    assert all(sum(t.numel() * 4 for t in load_file(tmp_path / f).values()) <= 10_000 or len(load_file(tmp_path / f)) == 1 for f in files)
+    tokens = random_tokens(61, 20)
+    assert torch.equal(our_logits(load_policy(tmp_path), tokens), our_logits(policy, tokens))
+    assert (their_logits(tmp_path, tokens) - our_logits(policy, tokens)).abs().max() < TOLERANCE
+
+
+def test_a_second_export_replaces_the_first(hf_directory, load_policy, tmp_path, monkeypatch):
+    """Fewer, other files than before: nothing of the old export may be read again."""
+    from aligner.models import weights
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "MAX_FILE_BYTES", 10_000)
+        weights.save_hf(load_policy(hf_directory("llama")).module, tmp_path, writer=True)
+    policy = load_policy(hf_directory("qwen3_tied"))
+    weights.save_hf(policy.module, tmp_path, writer=True)
+    tokens = random_tokens(61, 20)
+    assert torch.equal(our_logits(load_policy(tmp_path), tokens), our_logits(policy, tokens))
+    assert [path.name for path in tmp_path.glob("*.safetensors*")] == [weights.SINGLE_FILE]
+
+
+# What is wrong with a directory: its tensors.
+
+
+def _changed(source: Path, destination: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    shutil.copytree(source, destination, dirs_exist_ok=True)
+    tensors = load_file(destination / "model.safetensors")
+    change(tensors)
+    save_file(tensors, destination / "model.safetensors", metadata={"format": "pt"})
+    return destination
+
+
+def test_missing_tensor_is_named(hf_directory, load_policy, tmp_path):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    broken = _changed(hf_directory("llama"), tmp_path, lambda t: t.pop(name))
+    with pytest.raises(CheckpointError, match=f"no tensor named {name}"):
+        load_policy(broken)
+
+
+def test_extra_tensor_is_named(hf_directory, load_policy, tmp_path):
+    broken = _changed(hf_directory("llama"), tmp_path, lambda t: t.update({"model.layers.7.strange.weight": torch.zeros(2)}))
+    with pytest.raises(CheckpointError, match="1 tensors belong to no parameter.*model.layers.7.strange.weight"):
+        load_policy(broken)
+
+
+WRONG_SHAPES = {
+    "model.layers.0.self_attn.q_proj.weight": (30, 32),
+    "model.layers.0.self_attn.k_proj.weight": (32, 32),
+    "model.layers.1.mlp.up_proj.weight": (46, 32),
+    "model.layers.1.mlp.down_proj.weight": (32, 50),
+    "model.norm.weight": (1,),  # would be broadcast
+    "model.embed_tokens.weight": (60, 32),  # would be filled up as vocabulary padding
+    "lm_head.weight": (200, 32),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SHAPES)
+def test_wrong_shape_is_named(name, hf_directory, load_policy, tmp_path):
+    broken = _changed(hf_directory("llama"), tmp_path, lambda t: t.update({name: torch.zeros(WRONG_SHAPES[name])}))
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load_policy(broken)
+
+
+def test_a_directory_without_safetensors(hf_directory, load_policy, tmp_path):
+    shutil.copyfile(hf_directory("llama") / "config.json", tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match="only safetensors weights are read"):
+        load_policy(tmp_path)
+
+
+def test_score_head_of_the_wrong_width(hf_directory, topology, tmp_path):
+    from aligner.models.build import ScalarModel
+    from aligner.models.config import ModelConfig
+    from aligner.models.weights import load_hf, save_hf
+    from aligner.parallel.topology import ParallelConfig
+
+    architecture = architecture_from_hf(json.loads((hf_directory("llama_multi_head") / "config.json").read_text()))
+    one, three = (ScalarModel(architecture, ModelConfig(), ParallelConfig(), load=False, num_outputs=n) for n in (1, 3))
+    save_hf(one, tmp_path, writer=True)
+    with pytest.raises(CheckpointError, match="score_head.weight"):
+        load_hf(three, tmp_path)
+    again = ScalarModel(architecture, ModelConfig(), ParallelConfig(), load=False)
+    torch.nn.init.zeros_(again.score_head.weight)
+    load_hf(again, tmp_path)
+    assert torch.equal(again.score_head.weight, one.score_head.weight)
+
+
+# What is wrong with a directory: its config.
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type='mamba' is not supported; allowed: llama, qwen2, qwen3"),
+        ({"model_type": None}, "model_type=None"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, "rope_type='linear'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "low_freq_factor=2.0"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=true is not supported for model_type qwen2"),
+        ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window=true is not supported for model_type qwen3"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=true"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"head_dim": 7}, "head_dim=7"),
+    ],
+)
+def test_unsupported_configs_are_named(change, message):
+    with pytest.raises(ConfigError) as caught:
+        architecture_from_hf(LLAMA | change)
+    assert message in str(caught.value)
+
+
+def test_architecture_round_trip():
+    for change in (
+        {},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_theta": 5e5},
+        {"model_type": "qwen2", "tie_word_embeddings": True, "rms_norm_eps": 1e-6},
+        {"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 2},
+    ):
+        architecture = architecture_from_hf(LLAMA | change)
+        assert architecture_from_hf(json.loads(json.dumps(architecture_to_hf(architecture)))) == architecture
+    plain = architecture_from_hf(LLAMA)
+    assert plain == Architecture(
+        num_layers=2, hidden_size=32, ffn_hidden_size=48, vocab_size=61, max_position_embeddings=64, norm_eps=1e-6, tied_embeddings=False
+    )
+    assert plain.head_dim == 8 and plain.rope_theta == 10000.0
+
+
+def test_paths_that_hold_no_model(load_policy, tmp_path):
+    with pytest.raises(CheckpointError, match="model.path=.*no such directory"):
+        load_policy(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match="neither a Hugging Face model"):
+        load_policy(tmp_path)
+
+
+def test_sequence_longer_than_the_model_was_made_for(hf_directory, load_policy):
+    with pytest.raises(ConfigError, match="model.seq_length=129: the model was made for at most 128"):
+        load_policy(hf_directory("llama"), config={"seq_length": 129})
+    assert load_policy(hf_directory("llama"), config={"seq_length": 50}).module.max_sequence_length == 50

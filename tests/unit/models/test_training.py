@@ -1,0 +1,196 @@
+"""Optimizer steps: the same for every micro-batch size, in both precisions, and refused where the gradient is not finite."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from aligner.errors import AlignerError
+from aligner.losses.aggregation import Aggregation
+from aligner.losses.policy import ppo_policy_loss
+from aligner.losses.reward import BradleyTerry, bradley_terry_loss
+from aligner.losses.sft import sft_loss
+from aligner.losses.value import value_loss
+from aligner.models.config import Dtype
+from aligner.models.optimizer import Decay, OptimizerConfig
+from aligner.types import LabeledBatch, LossOutput, PolicyBatch, PreferenceBatch, ValueBatch
+
+ROWS, WIDTH, VOCAB = 8, 20, 61
+LOSSES = {
+    "policy": partial(ppo_policy_loss, clip_eps_low=0.2, clip_eps_high=0.2, entropy_coef=0.01, aggregation=Aggregation.token_mean),
+    "value": partial(value_loss, clip=0.2),
+    "reward": partial(bradley_terry_loss, variant=BradleyTerry.standard),
+}
+
+
+@pytest.fixture(autouse=True)
+def _world(topology) -> None: ...
+
+
+def make_batch(kind: str):
+    generator = torch.Generator().manual_seed(4)
+    positions, lengths = torch.arange(WIDTH), torch.tensor([20, 6, 13, 9, 17, 5, 20, 11])
+    tokens = torch.randint(1, VOCAB, (ROWS, WIDTH), generator=generator) * (positions < lengths[:, None])
+    mask = (positions >= 3) & (positions < lengths[:, None])
+    x, y = (torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2))
+    common = {"tokens": tokens, "lengths": lengths, "loss_mask": mask}
+    if kind == "policy":
+        return PolicyBatch(**common, old_logprobs=0.1 * x - 4.0, advantages=y)
+    if kind == "value":
+        return ValueBatch(**common, old_values=x, returns=y)
+    if kind == "reward":
+        return PreferenceBatch(**common, margins=torch.zeros(ROWS // 2))
+    return LabeledBatch(**common)
+
+
+def adam(**changes) -> OptimizerConfig:
+    """eps is large, so that a gradient which is zero but for rounding (a key bias has one) moves nothing."""
+    return OptimizerConfig(**({"lr": 1e-2, "min_lr": 1e-2, "warmup_steps": 0, "eps": 1e-3, "clip_grad": 0.5} | changes))
+
+
+def weights_of(model) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.model.module.parameters()]
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_step_is_the_same_for_every_micro_batch_size(kind, make_model):
+    def step(size: int) -> tuple[list[torch.Tensor], dict[str, float], list[torch.Tensor]]:
+        model = make_model(kind, optimizer=adam(), training={"micro_batch_size": size})
+        before = weights_of(model)
+        metrics = model.train_step(make_batch(kind), LOSSES[kind])
+        return weights_of(model), {name: metric.value() for name, metric in metrics.items()}, before
+
+    whole, metrics, before = step(8)
+    assert max((a - b).abs().max() for a, b in zip(whole, before, strict=True)) > 1e-3  # it moved
+    for size in (1, 3):
+        weights, again, _ = step(size)
+        assert again == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+        for ours, expected in zip(weights, whole, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+
+
+def test_the_gradient_is_that_of_the_global_mean(make_model):
+    """d(sum / count) by autograd through the plain module, against what the optimizer is given."""
+    batch = make_batch("sft")
+    policy = make_model("policy", optimizer=adam(clip_grad=0.0, distributed=False), training={"micro_batch_size": 3})
+    reference = make_model("policy").module.requires_grad_()
+    hidden = reference(batch.tokens, torch.arange(WIDTH).expand_as(batch.tokens), None).transpose(0, 1)
+    log_p = torch.log_softmax(hidden @ reference.vocabulary_weight()[0].t(), dim=-1)
+    chosen = log_p[:, :-1].gather(2, batch.tokens[:, 1:, None])[:, :, 0]
+    (-chosen[batch.loss_mask[:, 1:]].mean()).backward()
+    policy.train_step(batch, sft_loss)
+    for (name, p), q in zip(policy.module.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.main_grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_training_learns(make_model):
+    batch = make_batch("sft")
+    policy = make_model("policy", optimizer=adam(eps=1e-8), training={"micro_batch_size": 4})
+    losses = [policy.train_step(batch, sft_loss)["train/loss"].value() for _ in range(15)] if False else []
+    before = policy.logprobs(batch).sum()
+    for _ in range(15):
+        policy.train_step(batch, sft_loss)
+    assert policy.version == 15 and not losses
+    assert policy.logprobs(batch).sum() > 0.5 * before  # log-probs are negative: less than half is left of the loss
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing(make_model, bad, distributed):
+    policy, batch = make_model("policy", optimizer=adam(distributed=distributed)), make_batch("sft")
+
+    def broken(outputs, part) -> LossOutput:
+        return LossOutput(total=(outputs.logprobs * bad).sum(), count=part.loss_mask.sum(), metrics={})
+
+    before = weights_of(policy)
+    with pytest.raises(AlignerError, match="the gradient of optimizer step 1 is not finite .*rank 0.*the weights are those of step 0"):
+        policy.train_step(batch, broken)
+    assert policy.version == 0 and all(torch.equal(a, b) for a, b in zip(weights_of(policy), before, strict=True))
+    fresh = make_model("policy", optimizer=adam(distributed=distributed))
+    policy.train_step(batch, sft_loss)  # and the next good step is as if nothing had been
+    fresh.train_step(batch, sft_loss)
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(policy), weights_of(fresh), strict=True))
+
+
+def test_reference_policy_keeps_the_weights_it_was_made_from(make_model):
+    from aligner.models.policy import ReferencePolicy
+
+    policy, batch = make_model("policy", optimizer=adam()), make_batch("sft")
+    first = policy.logprobs(batch)
+    reference = ReferencePolicy(policy)
+    assert torch.equal(reference.logprobs(batch), first)
+    policy.train_step(batch, sft_loss)
+    trained, addresses = policy.logprobs(batch), [p.data_ptr() for p in policy.module.parameters()]
+    assert not torch.allclose(trained, first)
+    assert torch.equal(reference.logprobs(batch), first)
+    assert torch.equal(policy.logprobs(batch), trained)
+    assert [p.data_ptr() for p in policy.module.parameters()] == addresses
+    policy.train_step(batch, sft_loss)  # the optimizer still writes to the weights that the module reads
+    assert not torch.equal(policy.logprobs(batch), trained)
+    assert torch.equal(reference.logprobs(batch), first)
+
+
+def test_reference_policy_gives_the_weights_back_after_an_error(make_model):
+    from aligner.models.policy import ReferencePolicy
+
+    policy, batch = make_model("policy", optimizer=adam()), make_batch("sft")
+    reference = ReferencePolicy(policy)
+    policy.train_step(batch, sft_loss)
+    trained = weights_of(policy)
+    broken = make_batch("sft")
+    broken.tokens[0, 0] = VOCAB + 1000
+    with pytest.raises(IndexError):
+        reference.logprobs(broken)
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(policy), trained, strict=True))
+
+
+def test_a_frozen_model_has_no_gradients_and_no_optimizer(make_model):
+    reward = make_model("reward")
+    assert reward.model.optimizer is None and not any(p.requires_grad for p in reward.model.module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("decay", "rates"),
+    [
+        (Decay.constant, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        (Decay.linear, [0.5, 1.0, 0.775, 0.55, 0.325, 0.1]),  # 1 - 0.9 * k/4
+        (Decay.cosine, [0.5, 1.0, 0.8682, 0.55, 0.2318, 0.1]),  # 0.1 + 0.45 * (1 + cos(pi * k/4))
+    ],
+)
+def test_learning_rate_schedule(make_model, decay, rates):
+    """Two steps of warm-up (never a rate of 0), then four to the minimum."""
+    optimizer = adam(lr=1.0, min_lr=0.1, warmup_steps=2, decay=decay, clip_grad=1e-6)
+    reward = make_model("reward", optimizer=optimizer, training={"total_steps": 6, "micro_batch_size": 8})
+    seen = [reward.train_step(make_batch("reward"), LOSSES["reward"])["optim/lr"].value() for _ in range(6)]
+    assert seen == pytest.approx(rates, abs=1e-4)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_bfloat16_is_near_float32(kind, distributed, make_model):
+    """Weights and activations in bfloat16, the optimizer's copy in float32: losses and outputs within bfloat16's 3 digits."""
+    batch, outputs = make_batch(kind), {"policy": "logprobs", "value": "values", "reward": "scores"}[kind]
+    results = []
+    for dtype in (Dtype.float32, Dtype.bfloat16):
+        model = make_model(kind, optimizer=adam(distributed=distributed), config={"dtype": dtype}, training={"micro_batch_size": 4})
+        metrics = model.train_step(batch, LOSSES[kind])
+        results.append((metrics["optim/grad_norm"].value(), getattr(model, outputs)(batch)))
+        assert model.model.module.embedding.word_embeddings.weight.dtype == getattr(torch, dtype.value)
+    (norm, output), (norm_bf16, output_bf16) = results
+    assert norm_bf16 == pytest.approx(norm, rel=0.1)
+    assert output_bf16.dtype == torch.float32 and torch.isfinite(output_bf16).all()
+    assert (output_bf16 - output).abs().mean() < 0.05 * output.abs().mean() + 0.02
+
+
+def test_bfloat16_updates_smaller_than_its_resolution_add_up(make_model):
+    """1e-5 a step is lost on a bfloat16 norm weight near 1 (resolution 0.004); on the optimizer's float32 copy 600 of them are 0.006."""
+    policy = make_model("policy", optimizer=adam(lr=1e-3, min_lr=1e-3, eps=1e-12, weight_decay=0.0), config={"dtype": Dtype.bfloat16})
+    batch, weight = make_batch("sft"), policy.module.decoder.final_layernorm.weight
+    before = weight.detach().clone()
+    for _ in range(8):
+        policy.train_step(batch, sft_loss)
+    moved = (weight - before).abs().float()
+    assert moved.max() >= 0.0039

@@ -1,0 +1,205 @@
+"""Who am I, from environments as the launchers make them; the agreement of the ranks over an in-memory store."""
+
+import re
+import subprocess
+import sys
+from zlib import crc32
+
+import pytest
+from torch.distributed import HashStore
+
+from aligner.errors import LaunchError
+from aligner.parallel import agreement, mpi
+from aligner.parallel.hostlist import expand_counts, expand_hostlist
+from aligner.parallel.launch import LaunchSource, Rendezvous, World, detect_source, detect_world
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+# Rank 3 of `srun -n 5` on three nodes that run 2, 2 and 1 tasks.
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "5",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NODELIST": "node[01-02],gpu4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node[01-03,7],gpu4", ["node01", "node02", "node03", "node7", "gpu4"]),
+        ("localhost", ["localhost"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("rack[1-2]n[08-09]-ib", ["rack1n08-ib", "rack1n09-ib", "rack2n08-ib", "rack2n09-ib"]),
+        ("a,b[1,3]", ["a", "b1", "b3"]),
+    ],
+)
+def test_hostlist(text, hosts):
+    assert expand_hostlist(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "node[1-", "node[3-1]", "node[a-b]", "node[[1]]", "node]1["])
+def test_malformed_hostlist(text):
+    with pytest.raises(LaunchError, match="node list"):
+        expand_hostlist(text)
+
+
+def test_counts():
+    assert expand_counts("4(x2),3") == [4, 4, 3]
+    with pytest.raises(LaunchError, match="4x2"):
+        expand_counts("4x2")
+
+
+def test_torchrun():
+    world, rendezvous = detect_world(TORCHRUN)
+    assert world == World(rank=5, world_size=8, local_rank=1, local_world_size=4, source=LaunchSource.torchrun)
+    assert rendezvous == Rendezvous(address="10.0.0.1", port=29500, hosted=False, prefix="aligner/attempt_0")
+
+
+def test_torchrun_agent_hosts_the_store_and_a_restart_uses_new_keys():
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+    _, rendezvous = detect_world({**TORCHRUN, **agent})
+    assert rendezvous is not None
+    assert (rendezvous.hosted, rendezvous.prefix) == (True, "aligner/attempt_2")
+
+
+@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"])
+def test_torchrun_missing_variable_is_named(name):
+    environ = {key: value for key, value in TORCHRUN.items() if key != name}
+    with pytest.raises(LaunchError, match=name):
+        detect_world(environ)
+
+
+def test_malformed_number_is_named():
+    with pytest.raises(LaunchError, match="MASTER_PORT='port'"):
+        detect_world({**TORCHRUN, "MASTER_PORT": "port"})
+
+
+def test_impossible_ranks():
+    with pytest.raises(LaunchError, match="rank 8 of 8"):
+        detect_world({**TORCHRUN, "RANK": "8"})
+
+
+def test_slurm_step():
+    world, rendezvous = detect_world(SLURM)
+    assert world == World(rank=3, world_size=5, local_rank=1, local_world_size=2, source=LaunchSource.slurm)
+    port = 15000 + crc32(b"77.0.node[01-02],gpu4") % 15000
+    assert rendezvous == Rendezvous(address="node01", port=port, hosted=False, prefix="aligner")
+
+
+def test_slurm_last_node_has_one_task():
+    world, _ = detect_world({**SLURM, "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"})
+    assert world is not None
+    assert (world.rank, world.local_world_size) == (4, 1)
+
+
+def test_slurm_override_of_the_meeting_point():
+    _, rendezvous = detect_world({**SLURM, "ALIGNER_MASTER_PORT": "4444", "ALIGNER_MASTER_ADDR": "10.1.1.1"})
+    assert rendezvous is not None
+    assert (rendezvous.address, rendezvous.port) == ("10.1.1.1", 4444)
+
+
+def test_two_components_of_one_heterogeneous_job_meet_at_different_ports():
+    # Both see the leader's job id and have step 0; only the node list differs.
+    ports = {detect_world({**SLURM, "SLURM_STEP_NODELIST": nodes})[1].port for nodes in ("node[01-02],gpu4", "node[05-07]")}
+    assert len(ports) == 2
+
+
+@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_ID": "4294967291"}, {"SLURM_STEP_ID": "4294967290"}])
+def test_batch_script_and_allocation_shell_are_single_processes(step):
+    environ = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "node[1-8]", **step}
+    world, rendezvous = detect_world(environ)
+    assert world == World(rank=0, world_size=1, local_rank=0, local_world_size=1, source=LaunchSource.single)
+    assert rendezvous is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "source"),
+    [
+        ({}, "single"),
+        (TORCHRUN, "torchrun"),
+        ({**SLURM, **TORCHRUN}, "torchrun"),
+        (SLURM, "slurm"),
+        ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "5"}, "slurm"),  # srun --mpi=pmi2
+        ({**SLURM, "PMIX_RANK": "3"}, "slurm"),  # srun --mpi=pmix
+        ({**SLURM, "PMI_RANK": "9", "PMI_SIZE": "20"}, "mpi"),  # mpiexec's proxies are the step's tasks
+        ({**SLURM, "OMPI_COMM_WORLD_RANK": "3"}, "mpi"),  # mpirun's daemons are the step's tasks
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpi"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "mpi"),
+        ({"PMIX_RANK": "0"}, "mpi"),
+        ({**SLURM, "ALIGNER_LAUNCH": "mpi"}, "mpi"),
+        ({**TORCHRUN, "ALIGNER_LAUNCH": "single"}, "single"),
+    ],
+)
+def test_source(environ, source):
+    assert detect_source(environ).value == source
+
+
+def test_unknown_forced_source():
+    with pytest.raises(LaunchError, match="ALIGNER_LAUNCH='ray'; allowed: torchrun, slurm, mpi, single"):
+        detect_source({"ALIGNER_LAUNCH": "ray"})
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_wrong_mpi_pairing_is_explained(name):
+    with pytest.raises(LaunchError, match=f"{name}=4.*--mpi=pmi2.*--mpi=pmix"):
+        mpi.check_pairing(1, {name: "4"})
+    mpi.check_pairing(4, {name: "4"})
+
+
+def test_one_mpi_rank_inside_a_larger_allocation_is_right():
+    mpi.check_pairing(1, {"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "8"})
+
+
+def record(rank, *, world_size=2, fingerprint="abc", torch="2.13.0"):
+    return agreement.RankRecord(rank=rank, host=f"h{rank}", world_size=world_size, fingerprint=fingerprint, aligner="0.1.0", torch=torch)
+
+
+def test_differences_names_rank_and_field():
+    assert agreement.differences(record(0), record(1)) == ""
+    text = agreement.differences(record(0), record(1, fingerprint="xyz", torch="2.6.0"))
+    assert text == "rank 1 on h1: fingerprint is 'xyz' and not 'abc', torch is '2.6.0' and not '2.13.0'"
+
+
+def test_missing_ranks_are_named():
+    with pytest.raises(LaunchError, match=re.escape("of 3 ranks 1, 2 did not come within 0 s")):
+        agreement.check(HashStore(), record(0, world_size=3), timeout_seconds=0.2)
+
+
+def test_two_processes_with_one_rank():
+    store = HashStore()
+    store.add("claims/1", 1)
+    with pytest.raises(LaunchError, match="two processes call themselves rank 1"):
+        agreement.check(store, record(1), timeout_seconds=0.2)
+
+
+def test_rank_that_rank_0_does_not_know_of_finds_out_itself():
+    store = HashStore()
+    agreement.check(store, record(0, world_size=1), timeout_seconds=1)
+    with pytest.raises(LaunchError, match="rank 3 on h3: world_size is 4 and not 1"):
+        agreement.check(store, record(3, world_size=4), timeout_seconds=1)
+
+
+def test_single_process_needs_no_launcher():
+    program = """
+import torch
+from aligner.parallel import launch
+world = launch.initialize("gloo", timeout_seconds=10, fingerprint="f", environ={})
+one = torch.ones(1)
+torch.distributed.all_reduce(one)
+launch.shutdown()
+print(world.world_size, world.source.value, one.item())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["1", "single", "1.0"], done.stderr

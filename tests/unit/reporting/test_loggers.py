@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import builtins
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from aligner.errors import ConfigError
+from aligner.reporting.config import LoggingConfig, Progress
+from aligner.reporting.loggers import MetricLogger, NeverFatal, TensorBoardLogger, open_loggers
+from aligner.reporting.rollout_table import SampleRow
+from aligner.types import FinishReason
+
+_ROW = SampleRow(prompt="p", response="r", reward=1.0, finish_reason=FinishReason.stop)
+
+
+def _open(config: LoggingConfig, path: Path, warn=print) -> list[MetricLogger]:
+    return open_loggers(config, directory=path, tensorboard=path / "tensorboard", resumed_step=0, settings={"seed": 1}, warn=warn)
+
+
+def test_tensorboard_has_scalars_and_samples_and_resume_hides_later_steps(tmp_path: Path) -> None:
+    for resumed, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        logger = TensorBoardLogger(tmp_path, resumed_step=resumed, max_cell_chars=80)
+        for step in steps:
+            logger.log(step, {"reward/mean": step + resumed / 10})
+        logger.table(steps[-1], [_ROW])
+        logger.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, round(e.value, 3)) for e in events.Scalars("reward/mean")] == [(1, 1.0), (2, 2.0), (3, 3.2), (4, 4.2)]
+    assert "samples/text_summary" in events.Tags()["tensors"]
+
+
+class _Recorder:
+    """A logger whose calls fail while `broken`."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.broken = False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.broken:
+            raise ConnectionError("no route")
+        self.steps.append(step)
+
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
+        self.log(step, {})
+
+    def close(self) -> None:
+        self.log(-1, {})
+
+
+def test_a_remote_logger_that_fails_warns_once_and_is_tried_again_later() -> None:
+    inner, warnings, now = _Recorder(), [], [0.0]
+    logger = NeverFatal(inner, "remote", warnings.append, clock=lambda: now[0])
+    logger.log(1, {})
+    inner.broken = True
+    logger.log(2, {})  # fails: next attempt after 60 s
+    now[0] = 59.0
+    logger.log(3, {})  # not tried
+    now[0] = 61.0
+    logger.log(4, {})  # fails: next attempt 120 s later
+    inner.broken = False
+    now[0] = 180.0
+    logger.log(5, {})  # not tried
+    now[0] = 182.0
+    logger.log(6, {})
+    logger.log(7, {})
+    assert inner.steps == [1, 6, 7]
+    assert warnings == ["remote failed and is tried again later, the run goes on: ConnectionError: no route"]
+    logger.close()
+    assert inner.steps[-1] == -1
+    assert warnings[1:] == ["remote: 4 calls were lost; metrics.jsonl has all steps"]
+
+
+@pytest.mark.parametrize("package, setting", [("wandb", {"wandb_project": "p"}), ("mlflow", {"mlflow_tracking_uri": "http://x"})])
+def test_configured_but_not_installed(package: str, setting: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_import = builtins.__import__
+
+    def missing(name: str, *arguments, **settings):
+        if name.split(".")[0] == package:
+            raise ImportError(f"No module named {package!r}")
+        return real_import(name, *arguments, **settings)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ConfigError, match=rf"{next(iter(setting))}=.* needs the package {package} .*pip install {package}"):
+        _open(LoggingConfig(tensorboard=False, **setting), tmp_path)
+
+
+class _FakeWandb(types.ModuleType):
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.logged: list[dict] = []
+        self.settings: dict = {}
+        self.finished = False
+
+    def init(self, **settings) -> _FakeWandb:
+        self.settings = settings
+        return self
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None: ...
+
+    def log(self, values: dict) -> None:
+        self.logged.append(values)
+
+    def finish(self) -> None:
+        self.finished = True
+
+    def Table(self, columns: list, data: list) -> tuple:
+        return tuple(columns), data
+
+
+def test_wandb_continues_the_run_of_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = _FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    identities = []
+    for _ in range(2):
+        (logger,) = _open(LoggingConfig(tensorboard=False, wandb_project="p"), tmp_path)
+        identities.append(fake.settings["id"])
+    logger.log(3, {"reward/mean": 0.5})
+    logger.table(3, [_ROW])
+    logger.close()
+    assert identities[0] == identities[1] and fake.settings["resume"] == "allow"
+    assert fake.settings["project"] == "p" and fake.settings["entity"] is None and fake.settings["config"] == {"seed": 1}
+    assert fake.logged == [
+        {"step": 3, "reward/mean": 0.5},
+        {"step": 3, "samples": (("reward", "finish_reason", "prompt", "response"), [[1.0, "stop", "p", "r"]])},
+    ]
+    assert fake.finished
+
+
+def test_a_logger_that_cannot_start_ends_the_run_at_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = _FakeWandb()
+    monkeypatch.setattr(fake, "init", lambda **_: 1 / 0)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with pytest.raises(ConfigError, match="wandb_project='p' is set, but this logger cannot start: ZeroDivisionError"):
+        _open(LoggingConfig(tensorboard=False, wandb_project="p"), tmp_path)
+
+
+def test_mlflow_keeps_one_run_per_directory(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    from mlflow.tracking import MlflowClient
+
+    config = LoggingConfig(tensorboard=False, mlflow_tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    for step in (1, 2):
+        (logger,) = _open(config, tmp_path, warn=pytest.fail)
+        logger.log(step, {"reward/mean": step / 2})
+        logger.close()
+    history = MlflowClient(tracking_uri=config.mlflow_tracking_uri).get_metric_history(
+        (tmp_path / "mlflow_run_id").read_text(), "reward/mean"
+    )
+    assert [(m.step, m.value) for m in history] == [(1, 0.5), (2, 1.0)]
+
+
+@pytest.mark.parametrize(
+    "settings, field",
+    [
+        ({"progress": "live"}, "progress"),
+        ({"wandb_entity": "me"}, "wandb_entity"),
+        ({"mlflow_tracking_uri": "x", "mlflow_experiment": ""}, "mlflow_experiment"),
+        ({"num_table_rows": -1}, "num_table_rows"),
+        ({"max_cell_chars": 1}, "max_cell_chars"),
+    ],
+)
+def test_settings_are_checked(settings: dict, field: str) -> None:
+    with pytest.raises(ConfigError, match=f"LoggingConfig.{field}"):
+        LoggingConfig(**settings)
+
+
+def test_defaults() -> None:
+    assert LoggingConfig().progress is Progress.auto

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import io
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from aligner.cluster.run_directory import RunDirectory
+from aligner.errors import ConfigError
+from aligner.reporting.config import LoggingConfig, Progress
+from aligner.reporting.formats import Column, Goal
+from aligner.reporting.jsonl import read_metrics
+from aligner.reporting.reporter import Reporter, SilentReporter
+from aligner.reporting.rollout_table import SampleRow
+from aligner.reporting.summary import summary
+from aligner.types import FinishReason
+
+_COLUMNS = (Column("reward", "reward/mean", ".2f", Goal.highest), Column("KL", "policy/kl", ".3f"), Column("none", "no/such"))
+_ROWS = [SampleRow(prompt=f"p{i}", response=f"r{i}", reward=float(i), finish_reason=FinishReason.stop) for i in range(6)]
+
+
+def _reporter(run: RunDirectory, stream: io.StringIO, start_step: int = 0, **settings) -> Reporter:
+    config = LoggingConfig(**{"num_table_rows": 2, **settings})
+    return Reporter(config, run_directory=run, columns=_COLUMNS, total_steps=6, start_step=start_step, stream=stream)
+
+
+def test_a_run_and_its_resume(tmp_path: Path) -> None:
+    run, stream = RunDirectory(tmp_path / "run").create(), io.StringIO()
+    with _reporter(run, stream) as reporter:
+        for step in (1, 2, 3):
+            reporter.log(step, {"reward/mean": step / 10})
+        reporter.table(3, _ROWS)
+    with _reporter(run, stream, start_step=2) as reporter:
+        reporter.log(3, {"reward/mean": 0.5})
+        reporter.note("hello")
+    assert [(r.step, r.values) for r in read_metrics(run.metrics)] == [
+        (1, {"reward/mean": 0.1}),
+        (2, {"reward/mean": 0.2}),
+        (3, {"reward/mean": 0.5}),
+    ]
+    output = stream.getvalue()
+    assert "step 1/6  reward 0.10" in output and "resumed at step 2: 1 later steps were cut from metrics.jsonl" in output
+    assert "p1" in output and "p2" not in output  # num_table_rows
+    assert len((run.rollouts / "step_000003.jsonl").read_text().splitlines()) == 6
+    assert len(list(run.tensorboard.glob("events*"))) == 2
+    assert output.endswith("hello\n")
+
+
+def test_a_failing_remote_logger_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Run:
+        def define_metric(self, *_: object, **__: object) -> None: ...
+
+        def log(self, _values: dict) -> None:
+            raise ConnectionError("gone")
+
+        def finish(self) -> None: ...
+
+    fake = types.ModuleType("wandb")
+    monkeypatch.setattr(fake, "init", lambda **_: Run(), raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run, stream = RunDirectory(tmp_path / "run").create(), io.StringIO()
+    with _reporter(run, stream, wandb_project="p", tensorboard=False) as reporter:
+        for step in (1, 2, 3):
+            reporter.log(step, {"reward/mean": 0.5})
+    assert stream.getvalue().count("warning: W&B failed") == 1
+    assert "warning: W&B: 3 calls were lost" in stream.getvalue()
+    assert [record.step for record in read_metrics(run.metrics)] == [1, 2, 3]
+
+
+def test_an_error_inside_closes_everything(tmp_path: Path) -> None:
+    run, stream = RunDirectory(tmp_path / "run").create(), io.StringIO()
+    with pytest.raises(KeyError), _reporter(run, stream, progress=Progress.live) as reporter:
+        reporter.log(1, {"reward/mean": 0.5})
+        raise KeyError("bug")
+    assert "\x1b[?25l" in stream.getvalue()  # cursor hidden ...
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")  # ... and given back
+
+
+def test_the_silent_reporter_takes_the_same_calls() -> None:
+    with SilentReporter() as reporter:
+        reporter.log(1, {"a": 1.0})
+        reporter.table(1, _ROWS)
+        reporter.note("x")
+    public = {name for name in vars(Reporter) if not name.startswith("_")}
+    assert public == {name for name in vars(SilentReporter) if not name.startswith("_")}
+
+
+def test_summary(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"step": 1, "time": 100.0, "reward/mean": 0.0, "policy/kl": 0.0}\n'
+        '{"step": 2, "time": 103.0, "reward/mean": 0.75, "policy/kl": "NaN"}\n'
+        '{"step": 3, "time": 106.0, "reward/mean": 0.5}\n'
+    )
+    assert summary(path, _COLUMNS).splitlines() == [
+        "steps 1 to 3 in 6.0 s (3.0 s each)",
+        "metric  first  last      best  course",
+        "reward   0.00  0.50  0.75 @ 2  ▁█▆",
+        "KL      0.000   nan            ▄x",
+    ]
+
+
+def test_summary_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert summary(tmp_path / "metrics.jsonl", _COLUMNS) == f"no steps in {tmp_path / 'metrics.jsonl'}"
+
+
+def test_bad_format_is_found_before_the_run() -> None:
+    with pytest.raises(ConfigError):
+        Column("reward", "reward/mean", "%.3f")

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from aligner.reporting.rollout_table import SampleRow, cell, markdown_table, plain_table, write_rows
+from aligner.types import FinishReason
+
+
+def _row(prompt: str = "2+2=", response: str = "4", reward: float = 1.0) -> SampleRow:
+    return SampleRow(prompt=prompt, response=response, reward=reward, finish_reason=FinishReason.stop)
+
+
+def test_rows_are_written_in_full(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, 12, [_row(response="é\n" * 500), _row(reward=math.nan)])
+    assert path.name == "step_000012.jsonl"
+    first, second = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    assert first == {"prompt": "2+2=", "response": "é\n" * 500, "reward": 1.0, "finish_reason": "stop"}
+    assert second["reward"] == "NaN"
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000012.jsonl"]
+
+
+def test_cells_are_one_line_short_and_harmless() -> None:
+    assert cell("a\nb\tc\x1b[2Jd", 80) == "a⏎b⇥c�[2Jd"
+    assert cell("0123456789abcdef", 10) == "012345…def"  # 9 characters are kept, two thirds of them from the start
+    assert cell("0123456789", 10) == "0123456789"
+
+
+def test_plain_table_has_every_row_and_keeps_to_its_width() -> None:
+    text = plain_table(3, [_row(), _row("[red]x[/red]", "word " * 60, -0.5)], 200, width=80)
+    lines = text.splitlines()
+    assert lines[0] == "samples of step 3"
+    assert max(len(line) for line in lines) <= 80
+    assert "  1.00   stop" in text and " -0.50   stop" in text
+    assert "[red]x[/red]" in text  # no markup
+    assert "\x1b" not in text
+
+
+def test_markdown_cells_cannot_break_out() -> None:
+    last = markdown_table([_row("a|b", "`<script>`")], 80).splitlines()[-1]
+    assert last == "| 1.000 | stop | `a¦b` | `'<script>'` |"

@@ -1,0 +1,97 @@
+import math
+import sys
+
+import pytest
+
+from aligner.errors import ConfigError
+from aligner.rewards.builtin import exact_match
+from aligner.rewards.config import RewardFunctionConfig
+from aligner.rewards.load import build_reward_function, load_reward_function
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A file of the user's, with a dataclass (whose module must be findable)."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
+        "@dataclass(slots=True)\nclass Score:\n    value: float = 2.0\n\n"
+        "def reward(prompts, responses, answers):\n    return [Score().value for _ in responses]\n\nNUMBER = 3\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("spec", ["aligner.rewards.builtin:exact_match", "aligner.rewards.builtin.exact_match"])
+def test_from_a_module(spec):
+    assert load_reward_function(spec) is exact_match
+
+
+def test_from_a_file_absolute_and_relative(file, monkeypatch):
+    assert load_reward_function(f"{file}:reward")(["p"], ["r"], [None]) == [2.0]
+    monkeypatch.chdir(file.parent)
+    assert load_reward_function("mine.py:reward")(["p"], ["r"], [None]) == [2.0]
+
+
+def test_files_of_one_name_are_two_modules(file, tmp_path):
+    other = tmp_path / "other" / "mine.py"
+    other.parent.mkdir()
+    other.write_text("def reward(prompts, responses, answers):\n    return [7.0]\n")
+    first, second = load_reward_function(f"{file}:reward"), load_reward_function(f"{other}:reward")
+    assert (first(["p"], ["r"], [None]), second(["p"], ["r"], [None])) == ([2.0], [7.0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("", "expected package.module:name"),
+        ("reward", "expected package.module:name"),
+        (":reward", "expected package.module:name"),
+        ("aligner.rewards.builtin:", "expected package.module:name"),
+        ("rewards/mine.py", "expected package.module:name"),
+        ("no_such_module:reward", "cannot import 'no_such_module': ModuleNotFoundError"),
+        ("aligner.rewards.builtin:exact_mach", "has no 'exact_mach'; did you mean 'exact_match'?"),
+        ("aligner.rewards.builtin:HAPPY_WORDS", "HAPPY_WORDS is a frozenset, expected a function"),
+        ("nowhere/mine.py:reward", "there is no file /.*nowhere/mine.py"),
+    ],
+)
+def test_a_wrong_spec_is_named(spec, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_reward_function(spec)
+    assert repr(spec) in str(caught.value)
+
+
+def test_a_file_that_cannot_be_imported(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("import not_installed_here\n")
+    with pytest.raises(ConfigError, match="broken.py: ModuleNotFoundError: No module named 'not_installed_here'"):
+        load_reward_function(f"{path}:reward")
+    assert not [name for name in sys.modules if name.startswith("reward_function_broken")]  # no half-made module is left
+
+
+def test_a_factory_gets_its_arguments():
+    reward = build_reward_function(RewardFunctionConfig(function="aligner.rewards.builtin:fixed_string", arguments={"target": "hi"}))
+    assert reward(["", ""], ["oh hi", "no"], [None, None]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        ("aligner.rewards.builtin:fixed_string", {"traget": "hi"}, "cannot be made from arguments.*unexpected keyword argument 'traget'"),
+        ("aligner.rewards.builtin:fixed_string", {"target": " "}, "target is ' '"),
+        ("builtins:dict", {"a": 1}, "returned a dict for its arguments"),
+    ],
+)
+def test_a_factory_that_fails_is_named(function, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        build_reward_function(RewardFunctionConfig(function=function, arguments=arguments))
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, math.inf, math.nan])
+def test_config_refuses_a_timeout(timeout):
+    with pytest.raises(ConfigError, match="timeout_seconds is"):
+        RewardFunctionConfig(timeout_seconds=timeout)
+
+
+def test_config_refuses_arguments_for_nothing():
+    with pytest.raises(ConfigError, match="function is empty"):
+        RewardFunctionConfig(arguments={"target": "x"})

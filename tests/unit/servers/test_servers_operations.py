@@ -1,0 +1,219 @@
+"""The critic's and the reward servers' operations, the queue of requests and the settings, without any server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from aligner.errors import ConfigError, ServerError
+from aligner.metrics import Mean, Metric, Sum
+from aligner.servers import frontend, watchdog, wire
+from aligner.servers.config import ClientConfig, RequestLimits, ServerConfig
+from aligner.servers.critic import CriticService
+from aligner.servers.intake import Intake, Operation
+from aligner.servers.kserve import AnswerError
+from aligner.servers.processes import processes_with_variable
+from aligner.servers.reward import FunctionRewardService, RewardService
+from aligner.servers.supervisor import Supervisor
+from aligner.types import TokenBatch, ValueBatch
+
+LIMITS = RequestLimits(vocab_size=100, max_sequence_length=8)
+
+
+class RecordingCritic:
+    """Values are the token ids; remembers the rows of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+
+    def values(self, batch: TokenBatch) -> torch.Tensor:
+        return batch.tokens.to(torch.float32)
+
+    def train_step(self, batch: ValueBatch, loss: object) -> dict[str, Metric]:
+        rows = batch.tokens[:, 0].tolist()
+        self.steps.append(rows)
+        return {"value/loss": Mean(total=float(sum(rows)), count=len(rows)), "optim/steps": Sum(total=1)}
+
+
+def value_batch(rows: int) -> ValueBatch:
+    tokens = torch.arange(rows)[:, None].repeat(1, 2)
+    zeros = torch.zeros(rows, 2)
+    mask = torch.tensor([[False, True]]).repeat(rows, 1)
+    return ValueBatch(tokens=tokens, lengths=torch.full((rows,), 2), loss_mask=mask, old_values=zeros, returns=zeros)
+
+
+def test_training_takes_mini_batches_in_order_each_epoch() -> None:
+    model = RecordingCritic()
+    service = CriticService(model, loss=lambda outputs, batch: None, mini_batch_size=2, num_epochs=2, save=str)
+    reply = service.train(wire.TrainRequest(batch=value_batch(5), step=1))
+    assert model.steps == [[0, 1], [2, 3], [4]] * 2
+    # The mean over rows, not over mini-batches: twice (0 + 1 + 2 + 3 + 4) / 10 rows = 2; a mean of means would be (0.5 + 2.5 + 4) / 3.
+    assert reply.loss_mean == 2.0
+    assert reply.metrics == {"value/loss": 2.0, "optim/steps": 6.0}
+    assert service.save(wire.SaveRequest(step=3)) == "3"
+
+
+def test_values_are_zero_in_the_padding() -> None:
+    service = CriticService(RecordingCritic(), loss=lambda outputs, batch: None, mini_batch_size=1, num_epochs=1, save=str)
+    batch = TokenBatch(tokens=torch.tensor([[5, 6, 7], [8, 9, 9]]), lengths=torch.tensor([3, 1]))
+    assert service.infer(batch).tolist() == [[5.0, 6.0, 7.0], [8.0, 0.0, 0.0]]
+
+
+def test_impossible_mini_batches_are_refused() -> None:
+    with pytest.raises(ValueError, match="mini_batch_size is 0, num_epochs is 1; both must be at least 1"):
+        CriticService(RecordingCritic(), loss=lambda outputs, batch: None, mini_batch_size=0, num_epochs=1, save=str)
+
+
+class LengthScores:
+    """Scores every row with its length."""
+
+    def scores(self, batch: TokenBatch) -> torch.Tensor:
+        return batch.lengths[:, None].to(torch.float32)
+
+
+TEXTS = wire.RewardTexts(prompts=["a", "bb"], responses=["c", "dd"], answers=["c", None])
+TOKENS = TokenBatch(tokens=torch.tensor([[65, 66, 0]]), lengths=torch.tensor([2]))
+
+
+def test_a_reward_model_scores_tokens_or_encoded_texts() -> None:
+    assert RewardService(LengthScores()).score(wire.RewardRequest(batch=TOKENS, texts=None)).tolist() == [[2.0]]
+    encoding = RewardService(LengthScores(), encode=lambda text: [ord(letter) for letter in text])
+    encoding.check(wire.RewardRequest(texts=TEXTS))
+    assert encoding.score(wire.RewardRequest(texts=TEXTS)).tolist() == [[2.0], [4.0]]
+    with pytest.raises(ValueError, match="tokens: missing"):
+        RewardService(LengthScores()).check(wire.RewardRequest(texts=TEXTS))
+
+
+def test_a_reward_function_gets_prompts_responses_and_answers() -> None:
+    seen = []
+
+    def function(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
+        seen.append((prompts, responses, answers))
+        return [0.5] * len(responses)
+
+    service = FunctionRewardService(function, decode=lambda ids: "".join(map(chr, ids)))
+    assert service.score(wire.RewardRequest(texts=TEXTS, batch=TOKENS)).tolist() == [[0.5], [0.5]]
+    assert service.score(wire.RewardRequest(batch=TOKENS)).tolist() == [[0.5]]
+    assert seen == [(["a", "bb"], ["c", "dd"], ["c", None]), ([""], ["AB"], [None])]
+    with pytest.raises(ValueError, match="responses: missing"):
+        FunctionRewardService(function).check(wire.RewardRequest(batch=TOKENS))
+    with pytest.raises(ValueError, match="returned 1 rewards for 2 responses"):
+        FunctionRewardService(lambda prompts, responses, answers: [1.0]).score(wire.RewardRequest(texts=TEXTS))
+
+
+def intake() -> Intake:
+    operation = Operation(endpoint=wire.CRITIC_SAVE, handler=lambda request: "path")
+    return Intake({"critic_save": operation}, LIMITS)
+
+
+def test_requests_are_taken_in_order_and_answered() -> None:
+    queue = intake()
+    answers = [queue.submit(wire.CRITIC_SAVE, {"step": np.array([step])}) for step in (1, 2)]
+    first, second = queue.take(1), queue.take(1)
+    assert (first.payload.step, second.payload.step) == (1, 2)
+    queue.answer(first, {"path": np.array(["x"])})
+    assert answers[0].result(0)["path"][0] == "x" and not answers[1].done()
+    assert queue.take(0.01) is None
+
+
+def test_a_rejected_request_never_reaches_the_queue(capsys: pytest.CaptureFixture[str]) -> None:
+    queue = intake()
+    rejected = queue.submit(wire.CRITIC_SAVE, {"step": np.array([-1])})
+    assert isinstance(rejected.exception(0), AnswerError) and "step: -1" in str(rejected.exception(0))
+    assert queue.take(0.01) is None
+    assert "server: rejected critic_save: step: -1" in capsys.readouterr().err
+
+
+def test_closing_answers_what_waits_runs_and_comes_later() -> None:
+    queue = intake()
+    arrays = {"step": np.array([1])}
+    running, waiting = queue.submit(wire.CRITIC_SAVE, arrays), queue.submit(wire.CRITIC_SAVE, arrays)
+    ticket = queue.take(1)
+    queue.close(AnswerError("the first reason"))
+    queue.close(AnswerError("a later reason"))
+    late = queue.submit(wire.CRITIC_SAVE, arrays)
+    queue.answer(ticket, {"path": np.array(["too late"])})
+    for answer in (running, waiting, late):
+        assert "the first reason" in str(answer.exception(0))
+
+
+def test_a_taken_port_is_named_before_anything_starts() -> None:
+    import socket
+
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(
+            ServerError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; free port {port} or set server.port"
+        ):
+            frontend.pick_port("127.0.0.1", port)
+    assert frontend.pick_port("127.0.0.1", 0) > 0
+
+
+def test_the_watchdog_ends_marked_processes_when_its_parent_dies(tmp_path: Path) -> None:
+    """A parent that starts a watchdog and a marked child, and is killed."""
+    workspace = tmp_path / "workspace"
+    copy = tmp_path / "workspace-copy"
+    workspace.mkdir()
+    copy.mkdir()
+    mark = f"ALIGNER_TEST_WATCHDOG={os.getpid()}"
+    code = (
+        "import os, subprocess, sys, time; name, value = sys.argv[2].split('=');"
+        "dog = [sys.executable, '-S', '-E', sys.argv[1], str(os.getpid()), *sys.argv[2:]];"
+        "w = subprocess.Popen(dog, stdin=subprocess.PIPE);"
+        "c = subprocess.Popen(['sleep', '100'], env={**os.environ, name: value}, start_new_session=True);"
+        "w.stdin.write((sys.argv[3] + '-copy\\n').encode()); w.stdin.flush(); print(w.pid, flush=True); time.sleep(100)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, watchdog.__file__, mark, str(workspace)], stdout=subprocess.PIPE, text=True)
+    dog = int(parent.stdout.readline())
+    assert len(processes_with_variable(mark)) == 1
+    parent.kill()
+    parent.wait()
+    poll = Path(f"/proc/{dog}/stat")
+    for _ in range(200):
+        if not poll.exists() or ") Z" in poll.read_text():
+            break
+        subprocess.run(["sleep", "0.05"], check=True)
+    assert processes_with_variable(mark) == {}
+    assert not workspace.exists() and not copy.exists()
+
+
+def test_the_supervisor_remembers_the_first_failure() -> None:
+    words: list[str] = []
+    problems = iter([None, "first", "second"])
+    supervisor = Supervisor([lambda: next(problems)], grace_seconds=60, last_words=words.append)
+    for _ in range(400):
+        if supervisor.failure():
+            break
+        subprocess.run(["sleep", "0.05"], check=True)
+    supervisor.report("from the main thread")
+    assert supervisor.failure() == "first"
+    supervisor.close()  # in time: no last words, and this process is still here
+    assert words == []
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ServerConfig(port=70000), "ServerConfig.port is 70000; allowed are 1 to 65535, or 0"),
+        (lambda: ServerConfig(host=""), "ServerConfig.host is empty"),
+        (lambda: ServerConfig(idle_seconds=0), "ServerConfig.idle_seconds is 0; it must be greater than 0"),
+        (lambda: ServerConfig(control_timeout_seconds=2), "ServerConfig.idle_seconds is 1.0; it must be at most a quarter"),
+        (lambda: ClientConfig(num_threads=0), "ClientConfig.num_threads is 0; it must be greater than 0"),
+    ],
+)
+def test_impossible_settings_are_named(make: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_the_settings_import_neither_torch_nor_pytriton() -> None:
+    code = "import sys, aligner.servers.config; print([m for m in ('torch', 'pytriton', 'numpy') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,151 @@
+"""Discovery: who is found, who counts as dead, and what the errors say. Processes and clocks are set by hand; nothing sleeps for long."""
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from aligner.errors import ServerError, ServerUnreachable
+from aligner.servers.processes import processes_with_variable, start_ticks
+from aligner.servers.registry import (
+    Liveness,
+    Publication,
+    make_registration,
+    process_is_dead,
+    read_registration,
+    registration_path,
+    wait_for_service,
+)
+
+
+def registration(name: str = "critic", incarnation: str = "aaaaaaaa11"):
+    return make_registration(name=name, incarnation=incarnation, connect_host="127.0.0.1", port=5556, num_ranks=2, checkpoint="step-3")
+
+
+def test_a_published_service_is_found_and_withdrawn(tmp_path: Path) -> None:
+    mine = registration()
+    publication = Publication(tmp_path, mine, heartbeat_seconds=0.05)
+    found = wait_for_service(tmp_path, "critic", timeout_seconds=5)
+    assert found == mine
+    assert (found.url, found.pid, found.checkpoint, found.num_ranks) == ("http://127.0.0.1:5556", os.getpid(), "step-3", 2)
+    assert publication.failure() is None
+    assert [path.name for path in tmp_path.iterdir()] == ["critic.json"]  # no temporary file is left
+    publication.withdraw()
+    publication.withdraw()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_heartbeat_touches_the_file_and_notices_a_removal(tmp_path: Path) -> None:
+    publication = Publication(tmp_path, registration(), heartbeat_seconds=0.02)
+    path = registration_path(tmp_path, "critic")
+    os.utime(path, (1, 1))
+    wait_until(lambda: read_registration(path)[1] > 10**9)
+    path.unlink()
+    wait_until(lambda: publication.failure() is not None)
+    assert publication.failure() == f"registration {path} was removed or taken by another server"
+    publication.withdraw()
+
+
+def test_nobody_registers(tmp_path: Path) -> None:
+    with pytest.raises(
+        ServerUnreachable, match=rf"critic: waited 0 s \(since .*{tmp_path}/critic.json; last seen: no server has registered"
+    ):
+        wait_for_service(tmp_path, "critic", timeout_seconds=0.05)
+
+
+def test_an_abandoned_wait_ends(tmp_path: Path) -> None:
+    abandoned = threading.Event()
+    abandoned.set()
+    with pytest.raises(ServerUnreachable, match="waited 0 s"):
+        wait_for_service(tmp_path, "critic", timeout_seconds=1000, abandoned=abandoned)
+
+
+def test_a_dead_process_is_not_waited_for_as_if_it_lived(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    dead = replace(registration(), pid=ended.pid)
+    Publication(tmp_path, dead, heartbeat_seconds=60)
+    assert process_is_dead(dead)
+    with pytest.raises(ServerUnreachable, match=rf"last seen: stale: critic at .*its process {ended.pid} no longer exists"):
+        wait_for_service(tmp_path, "critic", timeout_seconds=0.05)
+
+
+def test_a_reused_pid_is_another_process() -> None:
+    mine = registration()
+    assert not process_is_dead(mine)
+    assert process_is_dead(replace(mine, process_start_ticks=mine.process_start_ticks - 1))
+    assert not process_is_dead(replace(mine, node="elsewhere", pid=2**22 + 1))  # another machine's processes cannot be seen
+
+
+def test_a_stale_heartbeat_of_another_machine(tmp_path: Path) -> None:
+    Publication(tmp_path, replace(registration(), node="elsewhere"), heartbeat_seconds=60)
+    os.utime(registration_path(tmp_path, "critic"), (1000, 1000))
+    with pytest.raises(ServerUnreachable, match="stale: .*its last heartbeat was .* s ago"):
+        wait_for_service(tmp_path, "critic", timeout_seconds=0.05)
+
+
+def test_a_heartbeat_that_changes_is_alive_whatever_the_clocks_say(tmp_path: Path) -> None:
+    Publication(tmp_path, replace(registration(), node="elsewhere"), heartbeat_seconds=60)
+    path = registration_path(tmp_path, "critic")
+    os.utime(path, (1000, 1000))
+    timer = threading.Timer(0.2, os.utime, args=(path, (1001, 1001)))  # a server whose clock is decades behind
+    timer.start()
+    assert wait_for_service(tmp_path, "critic", timeout_seconds=30).incarnation == "aaaaaaaa11"
+    timer.join()
+
+
+def test_liveness_tells_what_is_wrong(tmp_path: Path) -> None:
+    mine = replace(registration(), node="elsewhere")
+    publication = Publication(tmp_path, mine, heartbeat_seconds=60)
+    path = registration_path(tmp_path, "critic")
+    assert Liveness(path, mine, heartbeat_timeout_seconds=60).problem() is None
+
+    impatient = Liveness(path, mine, heartbeat_timeout_seconds=0.0)
+    impatient.problem()
+    assert "has not been touched for 0 s (allowed are 0 s)" in impatient.check_now()
+    os.utime(path, (5, 5))
+    assert impatient.check_now() is None
+
+    path.write_text(path.read_text().replace("aaaaaaaa11", "bbbbbbbb22"))
+    assert "it was replaced by critic at" in Liveness(path, mine, 60).problem()
+    path.unlink()
+    assert Liveness(path, mine, 60).problem() == f"it withdrew its registration {path}"
+    publication.withdraw()
+
+
+def test_one_name_is_served_once(tmp_path: Path) -> None:
+    first = Publication(tmp_path, registration(), heartbeat_seconds=60)
+    with pytest.raises(ServerError, match="critic at .* already serves under that name"):
+        Publication(tmp_path, registration(incarnation="bbbbbbbb22"), heartbeat_seconds=60)
+    first.withdraw()
+    Publication(tmp_path, registration(incarnation="bbbbbbbb22"), heartbeat_seconds=60).withdraw()
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    path = registration_path(tmp_path, "critic")
+    path.write_text("{")
+    with pytest.raises(ServerError, match=f"{path} is not a registration of this version"):
+        read_registration(path)
+
+
+def test_processes_are_found_by_their_environment() -> None:
+    environment = {**os.environ, "ALIGNER_TEST_MARK": str(os.getpid())}
+    code = "import sys; sys.stdout.write('up'); sys.stdout.flush(); sys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout.read(2) == b"up"
+    assert list(processes_with_variable(f"ALIGNER_TEST_MARK={os.getpid()}")) == [child.pid]
+    assert processes_with_variable(f"ALIGNER_TEST_MARK={os.getpid()}0") == {}
+    child.communicate()
+    assert start_ticks(child.pid) is None
+
+
+def wait_until(condition) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("the condition did not come true within 10 s")

@@ -1,0 +1,282 @@
+"""Composition with a toy schema and YAML files made here: what is accepted, and how everything else is refused."""
+
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import pytest
+
+from aligner.config import compose, entrypoint, fingerprint, from_yaml, to_yaml
+from aligner.errors import ConfigError, DataError
+from aligner.schema import nearest, schema_keys
+
+
+class Reduction(str, Enum):
+    token = "token"
+    sequence = "sequence"
+
+
+@dataclass(kw_only=True, slots=True)
+class Algorithm:
+    group_size: int = 8  # responses per prompt
+    kl_coef: float = 0.01
+    clip: float | None = None
+    reduction: Reduction = Reduction.token
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.98])
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.group_size < 2:
+            raise ConfigError(f"algorithm.group_size={self.group_size}: must be at least 2")
+
+
+@dataclass(kw_only=True, slots=True)
+class Sizes:
+    width: int = 64
+    heads: int = 4
+    head_dim: int = 0  # 0: width / heads
+
+    def __post_init__(self) -> None:
+        self.head_dim = self.head_dim or self.width // self.heads
+
+
+@dataclass(kw_only=True, slots=True)
+class Model:
+    path: str = "???"
+    sizes: Sizes = field(default_factory=Sizes)
+
+
+@dataclass(kw_only=True, slots=True)
+class Root:
+    steps: int = 10
+    model: Model = field(default_factory=Model)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+
+
+@pytest.fixture
+def conf(tmp_path):
+    """conf/ as the project lays it out: one file per program, groups beside it, a group file that extends another."""
+    files = {
+        "train.yaml": "defaults:\n  - model: small\n  - algorithm: grpo\n  - _self_\nsteps: 20\n",
+        "plain.yaml": "model: {path: here}\n",
+        "model/small.yaml": "path: small-model\n",
+        "model/wide.yaml": "defaults: [small, _self_]\nsizes: {width: 256}\n",
+        "algorithm/grpo.yaml": "group_size: 4\n",
+        "algorithm/sequence.yaml": "reduction: sequence\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def make(conf, *overrides, name="train"):
+    return compose(Root, name, list(overrides), config_dir=conf)
+
+
+def refusal(conf, *overrides, name="train"):
+    with pytest.raises(ConfigError) as caught:
+        make(conf, *overrides, name=name)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_dataclass_then_group_then_program_then_command_line(conf):
+    config = make(conf, "algorithm.kl_coef=0.5")
+    assert type(config) is Root
+    assert type(config.algorithm) is Algorithm
+    assert (config.steps, config.model.path) == (20, "small-model")
+    assert (config.algorithm.group_size, config.algorithm.kl_coef, config.algorithm.clip) == (4, 0.5, None)
+    assert config.algorithm.betas == [0.9, 0.98]
+
+
+def test_other_group_option_and_extension(conf):
+    config = make(conf, "algorithm=sequence", "model=wide")
+    assert config.algorithm == Algorithm(reduction=Reduction.sequence)
+    assert (config.model.path, config.model.sizes.width) == ("small-model", 256)
+
+
+def test_values_that_only_the_command_line_sets(conf):
+    config = make(
+        conf, "algorithm.clip=0.2", "algorithm.betas=[0.5,0.6]", "+algorithm.arguments.target=hello", "algorithm.reduction=sequence"
+    )
+    assert (config.algorithm.clip, config.algorithm.betas) == (0.2, [0.5, 0.6])
+    assert config.algorithm.arguments == {"target": "hello"}
+    assert config.algorithm.reduction is Reduction.sequence
+
+
+def test_derived_field_follows_the_override_and_not_the_default(conf):
+    # 64 / 4 = 16 by default, 256 / 4 = 64 with model=wide, 256 / 8 = 32 with the override on top.
+    assert make(conf).model.sizes.head_dim == 16
+    assert make(conf, "model=wide").model.sizes.head_dim == 64
+    assert make(conf, "model=wide", "model.sizes.heads=8").model.sizes.head_dim == 32
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_unknown_key_on_the_command_line(conf, prefix):
+    message = refusal(conf, f"{prefix}algorithm.group_sise=4")
+    assert "unknown setting algorithm.group_sise" in message
+    assert "did you mean algorithm.group_size?" in message
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("group_size", "algorithm.group_size"),
+        ("group_sise", "algorithm.group_size"),
+        ("algoritm.kl_coef", "algorithm.kl_coef"),
+        ("stepps", "steps"),
+    ],
+)
+def test_nearest_key(conf, written, meant):
+    assert f"did you mean {meant}?" in refusal(conf, f"{written}=4")
+
+
+def test_nothing_near():
+    assert nearest("zzz", list(schema_keys(Root))) is None
+
+
+@pytest.mark.parametrize("file", ["train.yaml", "algorithm/grpo.yaml"])
+def test_unknown_key_in_yaml(conf, file):
+    line = "algorithm: {group_sise: 4}\n" if file == "train.yaml" else "group_sise: 4\n"
+    (conf / file).write_text((conf / file).read_text() + line)
+    message = refusal(conf)
+    assert "unknown setting algorithm.group_sise" in message
+    assert f"in conf/{file}" in message
+    assert "did you mean algorithm.group_size?" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("algorithm.group_size=four", "algorithm.group_size", "'four'"),
+        ("algorithm.reduction=tokens", "algorithm.reduction", "'tokens'"),
+        ("algorithm.kl_coef=[1]", "algorithm.kl_coef", "list"),
+        ("steps=null", "steps", "may not be null"),
+        ("algorithm=7", "algorithm", "7"),
+    ],
+)
+def test_wrong_value_names_field_and_value(conf, override, key, value):
+    message = refusal(conf, override)
+    assert key in message
+    assert value in message
+
+
+def test_wrong_value_in_yaml_names_the_file(conf):
+    (conf / "algorithm" / "grpo.yaml").write_text("group_size: many\n")
+    message = refusal(conf)
+    assert "algorithm.group_size" in message and "'many'" in message and "conf/algorithm/grpo.yaml" in message
+
+
+def test_own_check_of_the_dataclass(conf):
+    assert refusal(conf, "algorithm.group_size=1") == "algorithm.group_size=1: must be at least 2"
+
+
+def test_missing_required_value(conf):
+    (conf / "plain.yaml").write_text("steps: 1\n")
+    assert "model.path is required" in refusal(conf, name="plain")
+
+
+def test_missing_option_lists_the_options(conf):
+    message = refusal(conf, "algorithm=gpro")
+    assert "algorithm/gpro" in message and "grpo" in message and "sequence" in message
+
+
+def test_missing_file_and_broken_yaml(conf):
+    assert "there is no" in refusal(conf, name="nothing")
+    (conf / "plain.yaml").write_text("steps: [1\n")
+    assert "line" in refusal(conf, name="plain")
+
+
+@pytest.mark.parametrize("override", ["steps=1,2", "~steps", "steps", "=3", "model.path=${nowhere}"])
+def test_other_bad_overrides(conf, override):
+    assert refusal(conf, override)
+
+
+def test_interpolation(conf):
+    assert make(conf, "algorithm.group_size=${steps}").algorithm.group_size == 20
+
+
+def test_yaml_round_trip_and_fingerprint(conf):
+    config = make(conf, "algorithm.reduction=sequence", "model=wide")
+    assert from_yaml(Root, to_yaml(config)) == config
+    assert fingerprint(config) == fingerprint(make(conf, "algorithm.reduction=sequence", "model=wide"))
+    assert fingerprint(config) != fingerprint(make(conf, "model=wide"))
+    with pytest.raises(ConfigError, match="did you mean steps"):
+        from_yaml(Root, "stepps: 3")
+
+
+def test_two_schemas_one_after_the_other(conf):
+    assert make(conf).steps == 20
+    (conf / "sizes.yaml").write_text("width: 32\n")
+    assert compose(Sizes, "sizes", ["heads=2"], config_dir=conf) == Sizes(width=32, heads=2, head_dim=16)
+    assert make(conf, "steps=3").steps == 3
+
+
+def test_program_reports_an_error_in_one_line(capsys, monkeypatch, conf):
+    monkeypatch.setattr("aligner.config.conf_directory", lambda: conf)
+
+    @entrypoint(Root, "train")
+    def main(config):
+        raise DataError("prompts.jsonl:3: no key 'text'")
+
+    for argv, text in (
+        ([], "error: prompts.jsonl:3: no key 'text'\n"),
+        (["++algorithm.group_sise=4"], "group_size?\n"),
+        (["--hepl"], "--help\n"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        assert caught.value.code == 2
+        stderr = capsys.readouterr().err
+        assert stderr.startswith("error: ") and stderr.endswith(text) and stderr.count("\n") == 1
+
+
+def test_program_help_and_cfg(capsys, monkeypatch, conf):
+    monkeypatch.setattr("aligner.config.conf_directory", lambda: conf)
+    ran = []
+    main = entrypoint(Root, "train")(ran.append)
+    main(["--help", "steps=7"])
+    out = capsys.readouterr().out
+    assert "algorithm=grpo|sequence" in out
+    assert "steps=7" in out
+    group_size = next(line for line in out.splitlines() if line.strip().startswith("algorithm.group_size="))
+    assert group_size.split() == ["algorithm.group_size=4", "int", "responses", "per", "prompt"]
+    main(["--cfg"])
+    assert from_yaml(Root, capsys.readouterr().out) == make(conf)
+    assert ran == []
+    main([])
+    assert ran == [make(conf)]
+
+
+def test_bug_keeps_its_traceback(tmp_path, conf):
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(f"""
+        from dataclasses import dataclass
+        from pathlib import Path
+        import aligner.config
+        aligner.config.conf_directory = lambda: Path({str(conf)!r})
+
+        @dataclass(kw_only=True, slots=True)
+        class Root:
+            steps: int = 1
+
+        @aligner.config.entrypoint(Root, "only")
+        def main(config):
+            print(1 / (config.steps - 1))
+
+        if __name__ == "__main__":
+            main()
+        """)
+    )
+    (conf / "only.yaml").write_text("steps: 2\n")
+    codes = {}
+    for argument in ("steps=2", "steps=1", "stepz=1"):
+        done = subprocess.run([sys.executable, str(program), argument], capture_output=True, text=True, timeout=60)
+        codes[argument] = (done.returncode, "Traceback" in done.stderr)
+    assert codes == {"steps=2": (0, False), "steps=1": (1, True), "stepz=1": (2, False)}

@@ -1,0 +1,50 @@
+"""The pins fit: everything that a run may need imports in one process, and the config module stays light."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+HEAVY = ["megatron", "tensorrt_llm", "pytriton", "tritonclient", "mpi4py", "transformers", "datasets"]
+
+
+def major(package: str) -> int:
+    return int(version(package).split(".")[0])
+
+
+def test_versions_are_the_ones_that_fit_together():
+    assert major("numpy") < 2, "nvidia-pytriton 0.7 was built against numpy 1"
+    assert major("pyarrow") < 26, "pyarrow 26 needs numpy 2"
+    assert (0, 16) <= tuple(int(part) for part in version("megatron-core").split(".")[:2]) < (0, 20)
+
+
+@pytest.mark.pytriton
+def test_everything_imports_together():
+    program = """
+import numpy, pyarrow, datasets, transformers, tokenizers, safetensors, rich, hydra, omegaconf
+import aligner.parallel.mcore
+import megatron.core
+import pytriton.triton, pytriton.client, tritonclient.http
+import torch
+assert torch.from_numpy(numpy.arange(3)).sum() == 3  # torch and numpy agree on the ABI
+assert pyarrow.array(numpy.arange(3)).sum().as_py() == 3
+print("together")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "together" in done.stdout
+
+
+def test_config_module_loads_nothing_heavy():
+    program = f"import json, sys, aligner.config; print(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
+def test_importing_the_package_does_no_work():
+    program = "import sys, aligner; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr
