@@ -150,6 +150,7 @@ def make_trainer(spec: Spec, clock: Clock, folder: str):
         temperature=spec.temperature,
         top_k=0,
         beta=spec.beta,
+        loss_type="grpo",  # the mean of each response's mean; all responses are equally long, so `dapo` is the same number
         learning_rate=spec.learning_rate,
         lr_scheduler_type="constant",
         max_steps=spec.warmup_steps + spec.steps,
@@ -170,6 +171,49 @@ def make_trainer(spec: Spec, clock: Clock, folder: str):
     )
 
 
+def fixed_batch(spec: Spec) -> dict:
+    """A small batch that is a function of `spec` alone, on which both sides compute loss and gradient norm; lists, without a framework."""
+    longest = min(len(prompt) for prompt in spec.prompts)
+    prompts = [prompt[:longest] for prompt in spec.prompts[:4]]
+    vocabulary = sorted({token for prompt in spec.prompts for token in prompt})
+    return {
+        "prompts": prompts,
+        "completions": [[vocabulary[(7 * row + 3 * t + 1) % len(vocabulary)] for t in range(32)] for row in range(len(prompts))],
+        "advantages": [1.0 - 0.5 * row for row in range(len(prompts))],
+        "ref_logprob": -7.0,
+    }
+
+
+def check_numbers(trainer, spec: Spec) -> dict[str, float]:
+    """Loss and gradient norm of the fixed batch under the initial weights (`_compute_loss` in eval mode: no accumulation factor)."""
+    import torch
+
+    fixed = fixed_batch(spec)
+    prompts, completions = (torch.tensor(fixed[name]) for name in ("prompts", "completions"))
+    trainer.model.eval()
+    loss = trainer._compute_loss(
+        trainer.model,
+        {
+            "prompt_ids": prompts,
+            "prompt_mask": torch.ones_like(prompts),
+            "completion_ids": completions,
+            "completion_mask": torch.ones_like(completions),
+            "advantages": torch.tensor(fixed["advantages"]),
+            "ref_per_token_logps": torch.full(completions.shape, fixed["ref_logprob"]),
+        },
+    )
+    loss.backward()
+    norm = sum(float(parameter.grad.norm()) ** 2 for parameter in trainer.model.parameters()) ** 0.5
+    trainer.model.zero_grad()
+    trainer.model.train()
+    return {"loss": float(loss), "grad_norm": norm}
+
+
+def median_seconds(pairs: list) -> dict[str, float]:
+    """Medians of [wall seconds, CPU seconds, ...] entries."""
+    return {"wall_seconds": statistics.median(p[0] for p in pairs), "cpu_seconds": statistics.median(p[1] for p in pairs)}
+
+
 def summarize(steps: list[dict[str, list[float]]]) -> dict[str, dict[str, float]]:
     """Median wall and CPU seconds per phase. `train` is forward, backward and optimizer; `other` is rewards, padding and advantages."""
     nothing = [0.0, 0.0, 0]
@@ -182,10 +226,7 @@ def summarize(steps: list[dict[str, list[float]]]) -> dict[str, dict[str, float]
         samples["logprobs"].append((logprobs[0], logprobs[1]))
         samples["train"].append((total[0] - rollout[0], total[1] - rollout[1]))
         samples["other"].append((rollout[0] - generation[0] - logprobs[0], rollout[1] - generation[1] - logprobs[1]))
-    return {
-        name: {"wall_seconds": statistics.median(wall for wall, _ in pairs), "cpu_seconds": statistics.median(cpu for _, cpu in pairs)}
-        for name, pairs in samples.items()
-    }
+    return {name: median_seconds(pairs) for name, pairs in samples.items()}
 
 
 def main() -> None:
@@ -204,11 +245,13 @@ def main() -> None:
         trainer = make_trainer(spec, clock, folder)
         if trainer.model.is_gradient_checkpointing:
             raise RuntimeError("TRL recomputes activations although it was told not to: the comparison would not be fair")
+        check = check_numbers(trainer, spec)
         trainer.train()
     measured = clock.steps[spec.warmup_steps :]
     result = {
         "spec": {**asdict(spec), "prompts": [len(prompt) for prompt in spec.prompts]},
         "versions": {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__},
+        "check": check,
         "median": summarize(measured),
         "num_logprob_passes": measured[0].get("logprobs", [0, 0, 0])[2],
         "generated_tokens_per_step": len(spec.prompts) * spec.group_size * spec.max_new_tokens,

@@ -27,6 +27,7 @@ from aligner.losses.advantages import gae, outcome_rewards, whiten
 from aligner.losses.aggregation import Aggregation
 from aligner.losses.kl import KLEstimator, adapt_kl_coef, kl_estimate
 from aligner.losses.policy import ppo_policy_loss
+from aligner.losses.value import explained_variance
 from aligner.metrics import Metric, merge, values
 from aligner.parallel.collectives import from_rank_0
 from aligner.protocols import Critic, Policy
@@ -173,6 +174,7 @@ class PPO:
         self._critic_is_training = False
         training = self._critic_training
         metrics = from_rank_0(lambda: training.result())
+        metrics = metrics | {"explained_variance": explained_variance(metrics)}
         return {f"critic/{name.removeprefix('value/').replace('/', '_')}": value for name, value in metrics.items()}
 
 

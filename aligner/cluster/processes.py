@@ -1,6 +1,6 @@
 """Linux processes for the local launcher: start one that dies with its parent, find all that a run started, end them.
 
-Every process of a run carries a random marker in the environment variable `ALIGNER_LAUNCHER_ID`, which its children inherit. So the processes of
+Every process of a run carries a random marker in its environment, `ALIGNER_LAUNCHER_ID`, which its children inherit. So the processes of
 a run can be found in /proc even after they left their process group (setsid) or lost their parent (double fork). Three nets, because each
 has holes: the kernel's parent-death signal reaches only direct children; a session can be left; an environment can be cleared.
 

@@ -2,7 +2,7 @@
 
 Megatron-Core says `torch.cuda` and `device="cuda"` in many places. `install()` gives every `megatron.*` module its *own* namespace copy of
 `torch` in which `torch.cuda` is a CPU stand-in and the tensor factories map `"cuda"` to the CPU; torch itself, and every other package,
-keep the real one. A handful of Megatron functions that assume CUDA kernels (gradient clipping, Adam's state layout) are replaced. The
+keep the real one. A handful of Megatron functions that assume CUDA kernels (gradient clipping, parameter types) are replaced. The
 layouts that train with this, and how closely they match one process, are in the distributed tests.
 
 Only `aligner.parallel.mcore` calls this, before it imports Megatron-Core, and only where CUDA is absent.
@@ -193,9 +193,7 @@ def _replace_functions() -> None:
     optimizer, clip = load("optimizer.optimizer"), load("optimizer.clip_grads")
     clip.clip_grad_by_total_norm_fp32 = optimizer.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm
     _present_cuda_types(optimizer.Float16OptimizerWithFloat16Params)
-    distributed = load("optimizer.distrib_optimizer").DistributedOptimizer
-    _present_cuda_types(distributed)
-    _load_torch_adam_state(distributed)
+    _present_cuda_types(load("optimizer.distrib_optimizer").DistributedOptimizer)
     moe_utils = load("transformer.moe.moe_utils")
     moe_utils.__dict__.setdefault("te_general_gemm", None)  # undefined without Transformer Engine in 0.16.1
 
@@ -233,42 +231,3 @@ def _present_cuda_types(optimizer: type) -> None:
             construct(self, *args, **kwargs)
 
     optimizer.__init__ = __init__
-
-
-def _load_torch_adam_state(optimizer: type) -> None:
-    """Checkpointing of the distributed optimizer assumes a fused Adam: state always allocated, no per-parameter `step`.
-
-    torch's AdamW allocates state at its first step and counts `step` per parameter; and upstream gives all parameters *one* shared `step`
-    tensor on load, which AdamW would advance once per parameter (a resumed run then diverges by 3e-3).
-    """
-    save, load = optimizer.state_dict, optimizer.load_state_dict
-
-    @torch.no_grad()
-    def set_main_param_and_optimizer_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        main = self.optimizer.param_groups[group]["params"][order]
-        destination = {"param": main, **self.optimizer.state[main]}
-        for key, value in tensors.items():
-            if key != "step" and torch.is_tensor(value):
-                destination[key].copy_(value)
-
-    def state_dict(self: Any) -> Any:
-        if not self.is_stub_optimizer and not self.optimizer.state:
-            for group in self.optimizer.param_groups:
-                for p in group["params"]:
-                    self.optimizer.state[p] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(p),
-                        "exp_avg_sq": torch.zeros_like(p),
-                    }
-        return save(self)
-
-    def load_state_dict(self: Any, state: Any) -> None:
-        load(self, state)
-        for parameter_state in self.optimizer.state.values():
-            if "step" in parameter_state:
-                parameter_state["step"] = parameter_state["step"].clone()
-
-    optimizer._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
-    optimizer.state_dict = state_dict
-    optimizer.load_state_dict = load_state_dict

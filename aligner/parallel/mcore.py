@@ -10,6 +10,8 @@ import warnings
 
 import torch
 
+from aligner.parallel import torch_adam
+
 # Megatron-Core warns of its own deprecated calls and of kernels that are not installed, on every rank; a user can do nothing about them.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
@@ -23,12 +25,11 @@ with warnings.catch_warnings():
         cpu_platform.install()
     from megatron.core import __version__ as version
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.enums import ModelType
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import Adam, OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -37,20 +38,19 @@ with warnings.catch_warnings():
         gather_from_sequence_parallel_region,
     )
     from megatron.core.transformer import MegatronModule, TransformerConfig
-    from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
+if Adam is torch.optim.AdamW:
+    torch_adam.repair(DistributedOptimizer)
+
 __all__ = [
-    "AttnMaskType",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
     "MegatronModule",
-    "ModelType",
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "ProcessGroupCollection",
-    "ShardedObject",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "copy_to_tensor_model_parallel_region",

@@ -85,7 +85,8 @@ class Decoder:
         num_tokens = tokens.shape[1]
         end = start + num_tokens
         slots = torch.arange(start, end, device=tokens.device)
-        positions = (slots - cache.padding[:, None]).clamp_(min=0)
+        # Hidden slots, and rows that have ended but not been dropped yet, may lie outside the context.
+        positions = (slots - cache.padding[:, None]).clamp_(min=0, max=self.cos.shape[0] - 1)
         rotary = (self.cos[positions][:, :, None, None], self.sin[positions][:, :, None, None])
         mask = self._mask(cache, slots, end)
         x = self._embed(tokens)
@@ -111,7 +112,8 @@ class Decoder:
             return F.embedding(tokens, weight)
         local = tokens - self.tp.rank() * weight.shape[0]
         owned = (local >= 0) & (local < weight.shape[0])
-        return self._sum(F.embedding(torch.where(owned, local, 0), weight) * owned[..., None])
+        # `where`, not a product: a rank whose rows are all vocabulary padding may hold anything there, NaN too.
+        return self._sum(torch.where(owned[..., None], F.embedding(torch.where(owned, local, 0), weight), 0.0))
 
     def _attention(self, layer: LayerWeights, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: tuple) -> Tensor:
         keys, values, start, end = cache

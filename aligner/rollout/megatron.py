@@ -21,7 +21,7 @@ class MegatronEngine:
     def __init__(self, module: LanguageModel, sampling: SamplingConfig, *, eos_id: int, max_batch_size: int) -> None:
         self.decoder = Decoder(module)
         self.sampling = sampling
-        self.stop_ids = torch.tensor(sorted({eos_id, *sampling.stop_token_ids}), device=platform.device())
+        self.eos_id = eos_id
         self.max_batch_size = max_batch_size
         self.version = 0
 
@@ -53,7 +53,7 @@ class MegatronEngine:
         unique = list(dict.fromkeys(prompt.tokens for prompt in prompts))
         longest = max(map(len, unique))
         padded = [(0,) * (longest - len(tokens)) + tokens for tokens in unique]
-        device = self.stop_ids.device
+        device = platform.device()
         padding = torch.tensor([longest - len(tokens) for tokens in unique], device=device)
         cache = self.decoder.new_cache(padding, num_slots)
         logits = self.decoder.step(torch.tensor(padded, device=device), 0, cache)
@@ -66,10 +66,12 @@ class MegatronEngine:
 
     def _generate_batch(self, prompts: list[Prompt], seeds: list[int], sampling: SamplingConfig) -> Iterator[list[Rollout]]:
         longest = max(len(prompt.tokens) for prompt in prompts)
-        room = self.decoder.module.max_sequence_length - longest
-        budget = min(sampling.max_response_length, room)
+        context, device = self.decoder.module.max_sequence_length, platform.device()
+        limits = [min(sampling.max_response_length, context - len(prompt.tokens)) for prompt in prompts]  # each by its own prompt
+        budget = max(limits)
         logits, cache = self._prefill(prompts, longest + budget)
-        device = self.stop_ids.device
+        stop_ids = torch.tensor(sorted({self.eos_id, *sampling.stop_token_ids}), device=device)
+        limit_of = torch.tensor(limits, device=device)
         seed_of = torch.tensor(seeds, dtype=torch.int64, device=device)
         active = torch.arange(len(prompts), device=device)  # which sample each row of the cache is
         tokens_of = torch.zeros(len(prompts), budget, dtype=torch.int64, device=device)
@@ -79,15 +81,14 @@ class MegatronEngine:
             uniform = uniforms(seed_of[active], torch.tensor(position, device=device))
             tokens, logprobs = sample(logits, uniform, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
             tokens_of[active, position], logprobs_of[active, position] = tokens, logprobs
-            stopped = torch.isin(tokens, self.stop_ids) & ~done
-            last = position + 1 == budget
-            finished = stopped | ~done if last else stopped
+            stopped = torch.isin(tokens, stop_ids) & ~done
+            finished = stopped | (limit_of[active] <= position + 1) & ~done
             if bool(finished.any()):
                 rows = active[finished]
                 reasons = stopped[finished].tolist()
                 yield self._collect(prompts, seeds, rows.tolist(), reasons, tokens_of[rows, : position + 1], logprobs_of[rows])
                 done |= finished
-                if last or bool(done.all()):
+                if bool(done.all()):
                     return
                 if int(done.sum()) * 4 >= done.shape[0]:  # dropping rows copies the cache: do it when a quarter has ended
                     keep = (~done).nonzero()[:, 0]

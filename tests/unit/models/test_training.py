@@ -89,11 +89,10 @@ def test_the_gradient_is_that_of_the_global_mean(make_model):
 def test_training_learns(make_model):
     batch = make_batch("sft")
     policy = make_model("policy", optimizer=adam(eps=1e-8), training={"micro_batch_size": 4})
-    losses = [policy.train_step(batch, sft_loss)["train/loss"].value() for _ in range(15)] if False else []
     before = policy.logprobs(batch).sum()
     for _ in range(15):
         policy.train_step(batch, sft_loss)
-    assert policy.version == 15 and not losses
+    assert policy.version == 15
     assert policy.logprobs(batch).sum() > 0.5 * before  # log-probs are negative: less than half is left of the loss
 
 
@@ -186,11 +185,11 @@ def test_bfloat16_is_near_float32(kind, distributed, make_model):
 
 
 def test_bfloat16_updates_smaller_than_its_resolution_add_up(make_model):
-    """1e-5 a step is lost on a bfloat16 norm weight near 1 (resolution 0.004); on the optimizer's float32 copy 600 of them are 0.006."""
+    """0.001 a step is less than half of bfloat16's spacing above 0.5 (0.0039), so a bfloat16 weight would never move; 8 steps do."""
     policy = make_model("policy", optimizer=adam(lr=1e-3, min_lr=1e-3, eps=1e-12, weight_decay=0.0), config={"dtype": Dtype.bfloat16})
     batch, weight = make_batch("sft"), policy.module.decoder.final_layernorm.weight
-    before = weight.detach().clone()
+    before = weight.detach().clone().float()
     for _ in range(8):
         policy.train_step(batch, sft_loss)
-    moved = (weight - before).abs().float()
-    assert moved.max() >= 0.0039
+    moved = (weight.detach().float() - before).abs()[before > 0.55]
+    assert moved.numel() > 10 and moved.max() >= 0.0039

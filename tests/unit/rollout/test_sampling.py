@@ -1,0 +1,157 @@
+"""The random numbers against SplitMix64's published ones, the draws against the softmax, and the kept sets by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from aligner.errors import ConfigError
+from aligner.rollout.sampling import sample, uniforms
+from aligner.types import SamplingConfig
+
+MASK = (1 << 64) - 1
+
+
+def splitmix64(seed: int, draws: int) -> list[int]:
+    """Steele, Lea and Flood (2014), in Python's integers."""
+    outputs = []
+    for _ in range(draws):
+        seed = (seed + 0x9E3779B97F4A7C15) & MASK
+        z = seed
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+        outputs.append(z ^ (z >> 31))
+    return outputs
+
+
+def test_the_reference_gives_the_published_numbers():
+    assert splitmix64(0, 3) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert splitmix64(1234567, 2) == [6457827717110365317, 3203168211198807973]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 1234567, -1, 2**63 - 1, -(2**63)])
+def test_uniforms_are_splitmix64(seed):
+    expected = [(x >> 11) * 2.0**-53 for x in splitmix64(seed & MASK, 50)]
+    assert uniforms(torch.tensor(seed), torch.arange(50)).tolist() == expected
+    single = [uniforms(torch.tensor([seed]), torch.tensor(position)).item() for position in (0, 49)]
+    assert single == [expected[0], expected[49]]
+
+
+def test_uniforms_are_uniform_over_seeds_and_positions():
+    """Neighbouring seeds, as a run uses them. 64 bins of 4,096 each: chi-square with 63 degrees of freedom exceeds 120 once in 60,000."""
+    x = uniforms(torch.arange(2048)[:, None], torch.arange(128)[None, :])
+    assert x.dtype == torch.float64 and x.min() >= 0 and x.max() < 1
+    counts = torch.histc(x.flatten(), bins=64, min=0, max=1)
+    assert ((counts - 4096) ** 2 / 4096).sum() < 120
+    rows = x - 0.5
+    for shifted in (rows[1:] * rows[:-1], rows[:, 1:] * rows[:, :-1]):  # neighbours in seed, in position: uncorrelated
+        assert abs(shifted.mean().item() * 12) < 0.01  # standard error 0.002
+
+
+def grid(num: int) -> torch.Tensor:
+    """Evenly spread uniforms: empirical frequencies then equal the probabilities within 1 / num per bin edge."""
+    return (torch.arange(num, dtype=torch.float64) + 0.5) / num
+
+
+def frequencies(logits: torch.Tensor, num: int = 10_000, **options) -> list[float]:
+    tokens, _ = sample(logits.expand(num, -1), grid(num), **options)
+    return (torch.bincount(tokens, minlength=logits.shape[-1]) / num).tolist()
+
+
+LOGITS = torch.tensor([1.0, 3.0, -2.0, 2.5, 0.0, 2.0])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_frequencies_are_the_softmax(temperature):
+    expected = torch.softmax(LOGITS.double() / temperature, dim=0).tolist()
+    assert frequencies(LOGITS, temperature=temperature) == pytest.approx(expected, abs=2e-4)
+
+
+def test_logprobs_are_at_the_temperature_over_the_whole_vocabulary():
+    num = 500
+    for options in ({"temperature": 0.7}, {"temperature": 0.7, "top_k": 2}, {"temperature": 0.7, "top_p": 0.5}):
+        tokens, logprobs = sample(LOGITS.expand(num, -1), grid(num), **options)
+        expected = torch.log_softmax(LOGITS / 0.7, dim=0)[tokens]
+        torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=1e-6)
+        assert logprobs.dtype == torch.float32
+
+
+def test_top_k_keeps_the_k_likeliest():
+    """The three largest are tokens 1, 3, 5: exp(3), exp(2.5), exp(2) over their sum."""
+    total = math.exp(3) + math.exp(2.5) + math.exp(2)
+    expected = [0, math.exp(3) / total, 0, math.exp(2.5) / total, 0, math.exp(2) / total]
+    assert frequencies(LOGITS, temperature=1.0, top_k=3) == pytest.approx(expected, abs=2e-4)
+    assert frequencies(LOGITS, temperature=1.0, top_k=1) == [0, 1, 0, 0, 0, 0]
+    everything = frequencies(LOGITS, temperature=1.0)
+    assert frequencies(LOGITS, temperature=1.0, top_k=6) == frequencies(LOGITS, temperature=1.0, top_k=100) == everything
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it():
+    """Probabilities 0.1, 0.5, 0.3, 0.1 (in this order): 0.5 alone reaches 0.4 and 0.5; 0.51 needs 0.3 too, as does 0.8; then all."""
+    logits = torch.tensor([0.1, 0.5, 0.3, 0.1]).log()
+
+    def kept(top_p: float) -> list[float]:
+        return frequencies(logits, temperature=1.0, top_p=top_p)
+
+    assert kept(0.4) == kept(0.499) == [0, 1, 0, 0]
+    assert kept(0.51) == kept(0.799) == pytest.approx([0, 0.625, 0.375, 0], abs=2e-4)
+    assert sum(x > 0 for x in kept(0.85)) == 3
+    assert kept(0.95) == kept(1.0) == pytest.approx([0.1, 0.5, 0.3, 0.1], abs=2e-4)
+    assert kept(1e-9) == [0, 1, 0, 0]  # never empty
+
+
+def test_top_p_is_taken_after_top_k_and_temperature():
+    """At temperature 1/2, 0.5 and 0.3 become 25/36 and 9/36: 25/36 = 0.694 reaches 0.69; of top-2, 25/34 = 0.735 reaches 0.73."""
+    logits = torch.tensor([0.1, 0.5, 0.3, 0.1]).log()
+    assert frequencies(logits, temperature=0.5, top_p=0.69) == [0, 1, 0, 0]
+    assert sum(x > 0 for x in frequencies(logits, temperature=0.5, top_p=0.73)) == 2
+    assert frequencies(logits, temperature=0.5, top_k=2, top_p=0.73) == [0, 1, 0, 0]
+
+
+def test_rows_are_independent():
+    logits = torch.stack([LOGITS, LOGITS.flip(0)])
+    options = {"temperature": 1.0, "top_k": 4, "top_p": 0.9}
+    both, logprobs = sample(logits, torch.tensor([0.3, 0.8], dtype=torch.float64), **options)
+    for row, u in enumerate((0.3, 0.8)):
+        token, logprob = sample(logits[row : row + 1], torch.tensor([u], dtype=torch.float64), **options)
+        assert both[row] == token[0] and logprobs[row] == logprob[0]
+
+
+def test_greedy_takes_the_likeliest_and_gives_its_logprob_at_temperature_one():
+    tokens, logprobs = sample(LOGITS[None], torch.tensor([0.999], dtype=torch.float64), temperature=0.0, top_k=3, top_p=0.1)
+    assert tokens.tolist() == [1]
+    assert logprobs.item() == pytest.approx(torch.log_softmax(LOGITS, dim=0)[1].item(), abs=1e-6)
+
+
+def test_extreme_uniforms_and_impossible_tokens():
+    """Neither 0 nor the largest uniform below 1 may land on a token of probability 0."""
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]] * 2)
+    tokens, logprobs = sample(logits, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64), temperature=1.0)
+    assert tokens.tolist() == [1, 2]
+    assert logprobs.tolist() == pytest.approx([-math.log(2)] * 2, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, "temperature=-0.1"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"max_response_length": 0}, "max_response_length=0"),
+    ],
+)
+def test_sampling_config_names_what_is_wrong(values, message):
+    with pytest.raises(ConfigError, match=message):
+        SamplingConfig(**values)
+
+
+def test_training_rollouts_cannot_be_greedy():
+    from aligner.rollout.config import RolloutConfig
+
+    with pytest.raises(ConfigError, match="rollout.sampling.temperature=0"):
+        RolloutConfig(sampling=SamplingConfig(temperature=0.0))
+    with pytest.raises(ConfigError, match="rollout.max_batch_size=0"):
+        RolloutConfig(max_batch_size=0)
