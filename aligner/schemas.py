@@ -80,6 +80,17 @@ class RewardConfig:
         if self.num_processes < 1:
             raise ConfigError(f"reward.num_processes={self.num_processes}: must be at least 1")
 
+    def check_named(self) -> None:
+        """Raise ConfigError where nothing says how responses are scored (the settings of a run may be shown before they are complete)."""
+        if self.function.function:
+            return
+        if not self.serve:
+            raise ConfigError(
+                "reward.function.function='': name a reward function, or set reward.serve=true with reward.model.path to use a reward model"
+            )
+        if not self.model.path:
+            raise ConfigError("reward.model.path='': name the reward model's checkpoint, or a function in reward.function.function")
+
 
 @dataclass(kw_only=True, slots=True)
 class TrainSFT:

@@ -10,7 +10,6 @@ token exists here, so every response has exactly `max_new_tokens` tokens, as on 
 from __future__ import annotations
 
 import json
-import os
 import resource
 import sys
 import tempfile
@@ -199,7 +198,6 @@ def main() -> None:
     if len(sys.argv) != 3:
         sys.exit("usage: grpo_ours.py SPEC.json RESULT.json")
     spec = read_spec(Path(sys.argv[1]))
-    os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         result = run(spec, folder)

@@ -15,7 +15,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs import columns
 from aligner.jobs.checkpointing import POLICY, RunCheckpointer
-from aligner.jobs.parts import check_length, export, load_model_files, run_loop, tokenizer_directory
+from aligner.jobs.parts import check_rollout_length, export, load_model_files, run_loop, tokenizer_directory
 from aligner.jobs.session import Session, session
 from aligner.models import create
 from aligner.models.policy import MegatronPolicy, ReferencePolicy
@@ -61,9 +61,13 @@ def _build(
 ) -> tuple[OnlineTask, MegatronPolicy, Path]:
     """Data first (bad lines are found in seconds), then models, then the engine on the policy's own weights."""
     sampling = config.rollout.sampling
+    config.reward.check_named()
+    if config.algorithm.mini_batch_size < here.topology.dp_size:
+        raise ConfigError(
+            f"algorithm.mini_batch_size={config.algorithm.mini_batch_size}: smaller than the {here.topology.dp_size} data-parallel replicas"
+        )
     tokenizer, architecture = load_model_files(config.model)
-    longest = config.data.max_prompt_length + sampling.max_response_length
-    check_length(config.model, architecture, longest, "data.max_prompt_length + rollout.sampling.max_response_length")
+    check_rollout_length(config.model, architecture, config)
     prompts, report = load_prompts(config.data.train, config.data, tokenizer)
     here.say(report.summary())
     validation = load_validation_prompts(config.data, tokenizer)[0] if config.data.validation else []
@@ -96,10 +100,6 @@ def _build(
 
 def _reward(here: Session, config: TrainPPO | TrainGRPO, tokenizer: Tokenizer) -> RewardModel:
     if not config.reward.serve:
-        if not config.reward.function.function:
-            raise ConfigError(
-                "reward.function.function='': name a reward function, or set reward.serve=true with reward.model.path to use a reward model"
-            )
         return function_reward(config.reward.function, tokenizer.decode)
     texts = _texts(tokenizer) if config.reward.function.function else None
     client = RewardClient(here.directory.services, config=config.client, texts=texts)

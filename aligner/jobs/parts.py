@@ -18,6 +18,7 @@ from aligner.models.weights import save_hf
 from aligner.reporting.config import LoggingConfig
 from aligner.reporting.formats import Column
 from aligner.reporting.reporter import Reporter, SilentReporter
+from aligner.schemas import TrainGRPO, TrainPPO
 
 
 def load_model_files(config: ModelConfig) -> tuple[Tokenizer, Architecture]:
@@ -31,7 +32,7 @@ def load_model_files(config: ModelConfig) -> tuple[Tokenizer, Architecture]:
 def tokenizer_directory(config: ModelConfig) -> Path:
     """Where the tokenizer's files are: `model.tokenizer`, else beside the weights."""
     source = create.source_directory(config)
-    return Path(config.tokenizer) if config.tokenizer or source is None else source
+    return Path(config.tokenizer_path) if config.tokenizer or source is None else source
 
 
 def check_length(config: ModelConfig, architecture: Architecture, length: int, what: str = "data.max_length") -> None:
@@ -39,6 +40,12 @@ def check_length(config: ModelConfig, architecture: Architecture, length: int, w
     context = create.context_length(config, architecture)
     if length > context:
         raise ConfigError(f"{what}={length}: longer than the model's context of {context} tokens")
+
+
+def check_rollout_length(config: ModelConfig, architecture: Architecture, run: TrainPPO | TrainGRPO) -> None:
+    """Raise ConfigError where the run's longest rollout does not fit the model: the policy samples it, critic and reward model read it."""
+    longest = run.data.max_prompt_length + run.rollout.sampling.max_response_length
+    check_length(config, architecture, longest, "data.max_prompt_length + rollout.sampling.max_response_length")
 
 
 def reporting(

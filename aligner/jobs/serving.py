@@ -7,7 +7,7 @@ from pathlib import Path
 
 from aligner.errors import ConfigError
 from aligner.jobs.checkpointing import CRITIC, load_critic
-from aligner.jobs.parts import load_model_files, tokenizer_directory
+from aligner.jobs.parts import check_rollout_length, load_model_files, tokenizer_directory
 from aligner.jobs.session import Session, session
 from aligner.losses.value import value_loss
 from aligner.models import checkpoint, create
@@ -27,6 +27,8 @@ def serve_critic(config: TrainPPO) -> None:
     with session(config, config.run, critic.parallel, writes_config=False) as here:
         model_config = _or_actors(critic.model, config.model)
         _, architecture = load_model_files(model_config)
+        check_rollout_length(model_config, architecture, config)
+        _check_mini_batches(config, here.topology.dp_size)
         updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs
         training = Training(
             optimizer=critic.optimizer,
@@ -54,11 +56,11 @@ def serve_reward_model(config: TrainPPO | TrainGRPO) -> None:
     """The reward component of a run: a frozen reward model, or a reward function. Every rank calls it."""
     reward = config.reward
     with session(config, config.run, reward.parallel, writes_config=False) as here:
+        reward.check_named()
         is_function = bool(reward.function.function)
-        model_config = config.model if is_function and not reward.model.path else reward.model
-        if not model_config.path:
-            raise ConfigError("reward.model.path='': name the reward model's checkpoint, or a function in reward.function.function")
+        model_config = _or_actors(reward.model, config.model) if is_function else reward.model
         tokenizer, architecture = load_model_files(model_config)
+        check_rollout_length(model_config, architecture, config)
         if is_function:
             service = FunctionRewardService(build_reward_function(reward.function), decode=tokenizer.decode)
         else:
@@ -76,6 +78,17 @@ def serve_reward_model(config: TrainPPO | TrainGRPO) -> None:
 def _or_actors(own: ModelConfig, actors: ModelConfig) -> ModelConfig:
     """A component's own model where it names one, else the actor's."""
     return own if own.path or own.tokenizer else actors
+
+
+def _check_mini_batches(config: TrainPPO, dp_size: int) -> None:
+    """Raise ConfigError where a data-parallel replica of the critic would get no row of a mini-batch; the last one may be smaller."""
+    rows = config.algorithm.rollouts_per_step
+    smallest = rows % config.critic.mini_batch_size or config.critic.mini_batch_size
+    if smallest < dp_size:
+        raise ConfigError(
+            f"critic.mini_batch_size={config.critic.mini_batch_size}: the last mini-batch of {rows} rollouts has {smallest}, "
+            f"fewer than the critic's {dp_size} data-parallel replicas"
+        )
 
 
 def _save_critic(here: Session, model: TrainableModel, tokenizer: Path, step: int) -> str:

@@ -17,16 +17,18 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from aligner.errors import CheckpointError
 from aligner.models.build import ScalarModel, Transformer
-from aligner.models.families import architecture_to_hf
+from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.trainable import TrainableModel
 from aligner.parallel.collectives import broadcast_object, gather_objects, raise_everywhere
 from aligner.parallel.mcore import dist_checkpointing, tensor_parallel
@@ -69,8 +71,9 @@ def resolve(path: Path) -> Path:
 
 def find_latest(checkpoints: Path) -> Path | None:
     """The newest complete checkpoint of a run, None where there is none yet. Every rank gets rank 0's answer."""
-    found = resolve(checkpoints) if dist.get_rank() == 0 and (checkpoints / LATEST).exists() else None
-    return broadcast_object(found)
+    found: list[Path] = []
+    _on_rank_0(lambda: found.append(resolve(checkpoints)) if (checkpoints / LATEST).exists() else None)
+    return broadcast_object(found[0] if found else None)
 
 
 def save(checkpoints: Path, model: TrainableModel, request: SaveRequest) -> Path:
@@ -99,6 +102,7 @@ def load_weights(module: Transformer, path: Path) -> None:
     """
     directory = resolve(path)
     kind = read_marker(directory)["kind"]
+    _check_architecture(directory, module)
     wanted = module.sharded_state_dict()
     if isinstance(module, ScalarModel) and kind == "language":
         wanted = {name: shard for name, shard in wanted.items() if not name.startswith("score_head.")}
@@ -112,14 +116,10 @@ def load(model: TrainableModel, path: Path) -> dict[str, Any]:
     directory = resolve(path)
     load_weights(model.module, directory)
     if model.optimizer is not None:
-        if not (directory / "optimizer").is_dir():
-            raise CheckpointError(f"{directory}: holds no optimizer state; it can initialise a model but not continue a run")
-        wanted = model.optimizer.sharded_state_dict(model.module.sharded_state_dict(), is_loading=True, metadata=SHARDING)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model.optimizer.load_state_dict(dist_checkpointing.load({"optimizer": wanted}, str(directory / "optimizer"))["optimizer"])
+        _load_optimizer(model, directory)
     state = json.loads((directory / "state.json").read_text())
     if model.scheduler is not None:
+        model.scheduler.num_steps = 0  # loading *adds* the saved number of steps
         model.scheduler.load_state_dict(state["scheduler"])
     model.version = state["version"]
     generators = torch.load(directory / "state.pt", weights_only=True)
@@ -140,14 +140,17 @@ def _kind(module: Transformer) -> str:
     return "scalar" if isinstance(module, ScalarModel) else "language"
 
 
-def _on_rank_0(action: Any) -> None:
+def _on_rank_0(action: Callable[[], Any]) -> None:
     """Run `action` on rank 0; every rank raises what it raised, so that none goes on alone."""
     error: Exception | None = None
     if dist.get_rank() == 0:
         try:
             action()
-        except OSError as failed:
+        except CheckpointError as failed:
+            error = failed
+        except Exception as failed:  # of whatever kind: the other ranks wait to hear of it
             error = CheckpointError(f"writing a checkpoint failed: {failed}")
+            error.__cause__ = failed
     raise_everywhere(error)
 
 
@@ -193,17 +196,41 @@ def _point_latest(checkpoints: Path, final: Path) -> None:
     new.replace(checkpoints / LATEST)
 
 
+def _check_architecture(directory: Path, module: Transformer) -> None:
+    """Megatron-Core lets vocabularies of different sizes pass, and knows nothing of norms' epsilons or rotary bases."""
+    saved = asdict(architecture_from_hf(json.loads((directory / "config.json").read_text())))
+    ours = asdict(architecture_from_hf(architecture_to_hf(module.architecture)))
+    free = {"max_position_embeddings", "initializer_range"} | ({"tied_embeddings"} if isinstance(module, ScalarModel) else set())
+    if differing := [f"{name} is {saved[name]} there and {ours[name]} here" for name in ours if saved[name] != ours[name] and name not in free]:
+        raise CheckpointError(f"{directory}: does not fit the model: {', '.join(differing)}")
+
+
 def _load(wanted: dict[str, Any], directory: Path, module: Transformer) -> None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            loaded = dist_checkpointing.load(wanted, str(directory))
-    except (KeyError, dist_checkpointing.core.CheckpointingException) as error:
-        raise CheckpointError(f"{directory}: does not fit the model: {error}") from error
+    loaded = _read(wanted, directory)
     module.load_state_dict(loaded, strict=False)
     missing = {name for name, _ in module.named_parameters()} - loaded.keys() - {"score_head.weight", "score_head.bias"}
     if missing:
         raise CheckpointError(f"{directory}: holds no value for {sorted(missing)[:3]}")
+
+
+def _load_optimizer(model: TrainableModel, directory: Path) -> None:
+    """Moments and step counts are the checkpoint's; learning rates, betas and epsilon stay those of this run's config."""
+    if not (directory / "optimizer").is_dir():
+        raise CheckpointError(f"{directory}: holds no optimizer state; it can initialise a model but not continue a run")
+    configured = [{name: group[name] for name in ("max_lr", "min_lr", "betas", "eps")} for group in model.optimizer.param_groups]
+    wanted = model.optimizer.sharded_state_dict(model.module.sharded_state_dict(), is_loading=True, metadata=SHARDING)
+    model.optimizer.load_state_dict(_read({"optimizer": wanted}, directory / "optimizer")["optimizer"])
+    for group, settings in zip(model.optimizer.param_groups, configured, strict=True):
+        group.update(settings)
+
+
+def _read(wanted: dict[str, Any], directory: Path) -> dict[str, Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return dist_checkpointing.load(wanted, str(directory))
+    except (KeyError, OSError, dist_checkpointing.core.CheckpointingException, TorchCheckpointException) as error:
+        raise CheckpointError(f"{directory}: cannot be read into the model: {error}") from error
 
 
 def _generator_state() -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models import checkpoint
 from aligner.models.build import LanguageModel, ScalarModel, Transformer, check_divisible
 from aligner.models.config import Architecture, ModelConfig
-from aligner.models.families import architecture_from_hf
+from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.policy import MegatronPolicy
 from aligner.models.reward import MegatronRewardModel
 from aligner.models.trainable import TrainableModel, Training
@@ -42,11 +42,20 @@ def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
         architecture = architecture_from_hf(json.loads((source / "config.json").read_text()))
     else:
         architecture = replace(config.architecture, vocab_size=config.architecture.vocab_size or vocab_size)
+        _check_family(architecture)
     if config.seq_length > architecture.max_position_embeddings:
         raise ConfigError(
             f"model.seq_length={config.seq_length}: the model was made for at most {architecture.max_position_embeddings} positions"
         )
     return architecture
+
+
+def _check_family(architecture: Architecture) -> None:
+    """Raise ConfigError for a model that no Hugging Face config describes: its export would be another model."""
+    described, ours = asdict(architecture_from_hf(architecture_to_hf(architecture))), asdict(architecture)
+    for name, value in ours.items():
+        if described[name] != value:
+            raise ConfigError(f"architecture.{name}={value}: models of family {architecture.family.value} have {described[name]}")
 
 
 def context_length(config: ModelConfig, architecture: Architecture) -> int:

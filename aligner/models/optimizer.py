@@ -85,4 +85,7 @@ def build_scheduler(config: OptimizerConfig, optimizer: Any, total_steps: int) -
         end_wd=config.weight_decay,
         wd_incr_steps=total_steps,
         wd_incr_style="constant",
+        # A resumed run keeps its place in the schedule; the schedule itself is the config's, which may have grown.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )

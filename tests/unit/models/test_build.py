@@ -140,3 +140,26 @@ def test_families_are_complete():
     from aligner.models.families import FAMILIES
 
     assert set(FAMILIES) == set(Family)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": Family.llama, "qkv_bias": True}, "architecture.qkv_bias=True: models of family llama have False"),
+        ({"family": Family.qwen2}, "architecture.qkv_bias=False: models of family qwen2 have True"),
+        ({"family": Family.qwen3}, "architecture.qk_norm=False: models of family qwen3 have True"),
+    ],
+)
+def test_a_model_that_its_family_cannot_describe(changes, message):
+    """It would train well and export as another model."""
+    from aligner.models.create import read_architecture
+
+    with pytest.raises(ConfigError, match=message):
+        read_architecture(ModelConfig(architecture=sizes(**changes)), vocab_size=61)
+
+
+def test_vocabulary_of_the_tokenizer_where_the_config_gives_none():
+    from aligner.models.create import read_architecture
+
+    assert read_architecture(ModelConfig(architecture=sizes(vocab_size=0)), vocab_size=45) == sizes(vocab_size=45)
+    assert read_architecture(ModelConfig(architecture=sizes(vocab_size=50)), vocab_size=45) == sizes(vocab_size=50)

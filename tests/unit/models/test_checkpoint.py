@@ -1,0 +1,259 @@
+"""Checkpoints of one process: a resumed run is the uninterrupted one bit for bit; an unfinished checkpoint does not exist."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.errors import CheckpointError
+from aligner.losses.reward import BradleyTerry, bradley_terry_loss
+from aligner.losses.sft import sft_loss
+from aligner.models.config import Dtype
+from aligner.models.optimizer import OptimizerConfig
+from aligner.types import LabeledBatch, PreferenceBatch, TokenBatch
+
+ROWS, WIDTH, VOCAB = 4, 12, 61
+LOSSES = {"policy": sft_loss, "reward": partial(bradley_terry_loss, variant=BradleyTerry.standard)}
+
+
+@pytest.fixture(autouse=True)
+def _world(topology) -> None: ...
+
+
+def adam(**changes) -> OptimizerConfig:
+    return OptimizerConfig(**({"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 2} | changes))
+
+
+def make_batch(kind: str, number: int = 0):
+    tokens = torch.randint(1, VOCAB, (ROWS, WIDTH), generator=torch.Generator().manual_seed(number))
+    common = {"tokens": tokens, "lengths": torch.full((ROWS,), WIDTH), "loss_mask": torch.arange(WIDTH).expand(ROWS, WIDTH) > 3}
+    return PreferenceBatch(**common, margins=torch.zeros(ROWS // 2)) if kind == "reward" else LabeledBatch(**common)
+
+
+def train(model, kind: str, numbers) -> list[dict[str, float]]:
+    steps = [model.train_step(make_batch(kind, number), LOSSES[kind]) for number in numbers]
+    return [{name: metric.value() for name, metric in step.items()} for step in steps]
+
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.model.module.named_parameters()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def save(model, directory: Path, step: int = 2, **state) -> Path:
+    from aligner.models.checkpoint import SaveRequest
+    from aligner.models.checkpoint import save as save_checkpoint
+
+    return save_checkpoint(directory, model.model, SaveRequest(step=step, state=state))
+
+
+@pytest.mark.parametrize(
+    ("kind", "distributed", "dtype"),
+    [("policy", True, Dtype.float32), ("policy", False, Dtype.float32), ("policy", True, Dtype.bfloat16), ("reward", True, Dtype.float32)],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(kind, distributed, dtype, make_model, tmp_path):
+    from aligner.models import checkpoint
+
+    options = {"optimizer": adam(distributed=distributed), "config": {"dtype": dtype}, "training": {"micro_batch_size": 2}}
+    first = make_model(kind, seed=1, **options)
+    train(first, kind, range(3))
+    save(first, tmp_path, step=3, position=12, nested={"kl_coef": 0.25})
+    noise, metrics = torch.rand(4), train(first, kind, range(3, 6))
+    resumed = make_model(kind, seed=2, **options)  # other random weights
+    train(resumed, kind, range(1))  # and an optimizer with a past of its own
+    assert checkpoint.load(resumed.model, tmp_path) == {"position": 12, "nested": {"kl_coef": 0.25}}
+    assert resumed.model.version == 3
+    assert torch.equal(torch.rand(4), noise)
+    assert train(resumed, kind, range(3, 6)) == metrics
+    assert same(weights_of(resumed), weights_of(first)) and resumed.model.version == 6
+
+
+def test_layout_of_a_checkpoint(make_model, tmp_path):
+    from aligner.models import checkpoint
+
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors", "config.json"):
+        (tokenizer / name).write_text(name)
+    policy = make_model("policy", optimizer=adam())
+    train(policy, "policy", range(2))
+    request = checkpoint.SaveRequest(step=7, state={"epoch": 1}, config_yaml="a: 1\n", tokenizer=tokenizer)
+    path = checkpoint.save(tmp_path / "checkpoints", policy.model, request)
+    assert path == tmp_path / "checkpoints" / "step_000007"
+    assert {p.name for p in path.iterdir()} == {
+        *("aligner.json", "config.json", "config.yaml", "weights", "optimizer", "state.pt", "state.json"),
+        *("tokenizer.json", "chat_template.jinja"),
+    }
+    assert (path / "config.yaml").read_text() == "a: 1\n" and json.loads((path / "config.json").read_text())["model_type"] == "qwen2"
+    state = json.loads((path / "state.json").read_text())
+    assert (state["step"], state["version"], state["loop"]) == (7, 2, {"epoch": 1})
+    assert checkpoint.read_marker(path) == {"format": 1, "kind": "language", "step": 7}
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step_000007"
+    assert checkpoint.resolve(path) == checkpoint.resolve(path.parent) == checkpoint.find_latest(path.parent) == path
+    assert checkpoint.find_latest(tmp_path / "nowhere") is None
+
+
+def test_a_frozen_model_saves_no_optimizer(make_model, tmp_path):
+    from aligner.models import checkpoint
+
+    reward = make_model("reward")
+    path = save(reward, tmp_path)
+    assert not (path / "optimizer").exists()
+    assert checkpoint.read_marker(path)["num_outputs"] == 1
+    other = make_model("reward", seed=5)
+    checkpoint.load(other.model, path)
+    assert same(weights_of(other), weights_of(reward))
+    with pytest.raises(CheckpointError, match="holds no optimizer state"):
+        checkpoint.load(make_model("reward", optimizer=adam()).model, path)
+
+
+def test_create_reads_a_checkpoint(make_model, load_policy, tmp_path):
+    policy = make_model("policy", optimizer=adam())
+    train(policy, "policy", range(1))
+    path = save(policy, tmp_path)
+    for source in (path, tmp_path):
+        assert same(weights_of(load_policy(source)), weights_of(policy))
+    # A vocabulary padded to another size is the same vocabulary.
+    batch = make_batch("policy")
+    padded = load_policy(path, config={"make_vocab_divisible_by": 40})
+    torch.testing.assert_close(padded.logprobs(batch), policy.logprobs(batch), rtol=0, atol=1e-6)
+
+
+def test_a_value_model_starts_from_a_reward_or_a_language_model(make_model, tmp_path):
+    from aligner.models import checkpoint
+
+    batch = TokenBatch(tokens=make_batch("policy").tokens, lengths=make_batch("policy").lengths)
+    reward, policy = make_model("reward", seed=1), make_model("policy", seed=2)
+    value = make_model("value", seed=3)
+    checkpoint.load_weights(value.model.module, save(reward, tmp_path / "reward"))
+    assert same(weights_of(value), weights_of(reward))
+    assert torch.isfinite(value.values(batch)).all()
+    value = make_model("value", seed=3)
+    head = value.model.module.score_head.weight.clone()
+    checkpoint.load_weights(value.model.module, save(policy, tmp_path / "policy"))
+    loaded, source = weights_of(value), weights_of(policy)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in source.items() if not name.startswith("output_layer"))
+    assert torch.equal(loaded["score_head.weight"], head)
+
+
+@pytest.mark.parametrize("failing", ["weights", "optimizer"])
+def test_a_failed_save_leaves_no_checkpoint(failing, make_model, tmp_path, monkeypatch):
+    """The writer fails half way: `latest` still names the one before, and the next attempt succeeds."""
+    from aligner.models import checkpoint
+
+    policy = make_model("policy", optimizer=adam())
+    good = save(policy, tmp_path, step=1)
+    train(policy, "policy", range(1))
+    real = checkpoint.dist_checkpointing.save
+
+    def broken(state, directory: str, **options) -> None:
+        if Path(directory).name == failing:
+            raise OSError("disk full")
+        real(state, directory, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.dist_checkpointing, "save", broken)
+        with pytest.raises(OSError, match="disk full"):
+            save(policy, tmp_path, step=2)
+    assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".")) == ["latest", "step_000001"]
+    assert checkpoint.find_latest(tmp_path) == good
+    again = save(policy, tmp_path, step=2)
+    assert checkpoint.find_latest(tmp_path) == again and not [p for p in tmp_path.iterdir() if p.name.startswith(".writing")]
+    fresh = make_model("policy", optimizer=adam(), seed=9)
+    checkpoint.load(fresh.model, again)
+    assert same(weights_of(fresh), weights_of(policy))
+
+
+def test_state_that_cannot_be_written_is_an_error_of_the_checkpoint(make_model, tmp_path):
+    from aligner.models import checkpoint
+
+    with pytest.raises(CheckpointError, match="writing a checkpoint failed.*not JSON serializable"):
+        save(make_model("policy"), tmp_path, step=1, thing=object())
+    assert checkpoint.find_latest(tmp_path) is None
+
+
+def test_an_existing_step_is_left_as_it_is(make_model, tmp_path):
+    policy = make_model("policy", optimizer=adam())
+    path = save(policy, tmp_path, step=1, note="first")
+    train(policy, "policy", range(1))
+    assert save(policy, tmp_path, step=1, note="second") == path
+    assert json.loads((path / "state.json").read_text())["loop"] == {"note": "first"}
+
+
+def test_a_resumed_run_follows_its_own_configs_schedule(make_model, tmp_path):
+    """More steps and a lower rate were asked for than at first: the position is the checkpoint's, the schedule the new config's."""
+    from aligner.models import checkpoint
+
+    options = {"warmup_steps": 0, "min_lr": 0.0, "clip_grad": 1e-6}
+    short = make_model("policy", optimizer=adam(lr=1.0, **options), training={"total_steps": 4})
+    train(short, "policy", range(2))
+    save(short, tmp_path)
+    longer = make_model("policy", optimizer=adam(lr=0.5, **options), training={"total_steps": 6})
+    checkpoint.load(longer.model, tmp_path)
+    (metrics,) = train(longer, "policy", range(2, 3))
+    assert metrics["optim/lr"] == pytest.approx(0.25)  # cosine, third of six steps: half of 0.5
+
+
+def test_a_checkpoint_from_before_the_first_step(make_model, tmp_path):
+    from aligner.models import checkpoint
+
+    for distributed in (True, False):
+        first = make_model("policy", optimizer=adam(distributed=distributed), seed=1)
+        save(first, tmp_path / str(distributed), step=0)
+        second = make_model("policy", optimizer=adam(distributed=distributed), seed=2)
+        checkpoint.load(second.model, tmp_path / str(distributed))
+        assert train(first, "policy", range(2)) == train(second, "policy", range(2))
+        assert same(weights_of(first), weights_of(second))
+
+
+# What is wrong with a checkpoint.
+
+
+def test_no_checkpoint_at_all(make_model, tmp_path):
+    from aligner.models import checkpoint
+
+    model = make_model("policy").model
+    with pytest.raises(CheckpointError, match="absent: no checkpoint here .*no such directory"):
+        checkpoint.load(model, tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"no checkpoint here \(neither aligner.json nor latest\)"):
+        checkpoint.load(model, tmp_path)
+    (tmp_path / "latest").write_text("step_000009\n")
+    with pytest.raises(CheckpointError, match="latest names step_000009, which is not a complete checkpoint"):
+        checkpoint.load(model, tmp_path)
+
+
+def test_a_scalar_models_checkpoint_is_no_policy(make_model, tmp_path):
+    from aligner.models import checkpoint
+
+    path = save(make_model("reward"), tmp_path)
+    with pytest.raises(CheckpointError, match="a scalar model's checkpoint cannot be loaded into a language model"):
+        checkpoint.load(make_model("policy").model, path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": 16}, {"num_layers": 3}, {"num_layers": 1}, {"ffn_hidden_size": 32}, {"vocab_size": 60}, {"vocab_size": 90}]
+)
+def test_a_checkpoint_of_other_sizes_is_refused(change, make_model, tmp_path):
+    from aligner.models import checkpoint
+
+    path = save(make_model("policy"), tmp_path)
+    name = next(iter(change))
+    with pytest.raises(CheckpointError, match=name):
+        checkpoint.load(make_model("policy", architecture=change).model, path)
+
+
+def test_another_format_is_refused(make_model, tmp_path):
+    from aligner.models import checkpoint
+
+    path = save(make_model("policy"), tmp_path)
+    marker = json.loads((path / "aligner.json").read_text())
+    (path / "aligner.json").write_text(json.dumps(marker | {"format": 99}))
+    with pytest.raises(CheckpointError, match="format 99; this version reads 1"):
+        checkpoint.load(make_model("policy").model, path)
