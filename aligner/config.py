@@ -72,9 +72,9 @@ def fingerprint(config: object) -> str:
 def entrypoint(schema: type[T], name: str) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Decorator that turns `main(config)` into a program: `main()` reads sys.argv, composes `conf/<name>.yaml` and calls it.
 
-    `--help` prints every setting with its value and meaning, `--cfg` the resolved YAML. An AlignerError (ConfigError, DataError, ...)
-    ends the program with one line on stderr and exit code 2 (ALIGNER_TRACEBACK=1 adds where it came from); anything else is a bug and
-    keeps its traceback and exit code 1.
+    `--help` prints every setting with its value and meaning, `--cfg` the resolved YAML (??? for what is required and not given). An
+    AlignerError (ConfigError, DataError, ...) ends the program with one line on stderr and exit code 2 (ALIGNER_TRACEBACK=1 adds where it
+    came from); anything else is a bug and keeps its traceback and exit code 1.
     """
 
     def decorate(main: Callable[[T], None]) -> Callable[..., None]:
@@ -102,7 +102,9 @@ def _dispatch(main: Callable[[T], None], schema: type[T], name: str, arguments: 
     if flags & {"--help", "-h"}:
         print(_help(schema, name, overrides), flush=True)
     elif "--cfg" in flags:
-        print(to_yaml(compose(schema, name, overrides)), end="", flush=True)
+        node = _compose_node(schema, name, overrides, conf_directory())
+        incomplete = OmegaConf.missing_keys(node)
+        print(OmegaConf.to_yaml(node, resolve=True) if incomplete else to_yaml(_to_object(schema, node)), end="", flush=True)
     else:
         main(compose(schema, name, overrides))
 

@@ -152,7 +152,7 @@ def check_numbers(algorithm: GRPO, spec: Spec) -> dict[str, float]:
     model = algorithm.policy.model
     model.runner.zero_grad_buffer()
     metrics = forward.forward_backward(model.runner, [batch], algorithm.policy._outputs, algorithm.loss)
-    norm = sum(float(buffer.grad_data.norm()) ** 2 for buffer in model.runner.buffers) ** 0.5
+    norm = sum(float(parameter.main_grad.norm()) ** 2 for parameter in model.module.parameters()) ** 0.5
     return {"loss": values(metrics)["policy/loss"], "grad_norm": norm}
 
 

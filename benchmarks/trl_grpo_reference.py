@@ -150,6 +150,7 @@ def make_trainer(spec: Spec, clock: Clock, folder: str):
         temperature=spec.temperature,
         top_k=0,
         beta=spec.beta,
+        use_bias_correction_kl=False,  # TRL's default multiplies the KL term by the (differentiable) ratio: another gradient
         loss_type="grpo",  # the mean of each response's mean; all responses are equally long, so `dapo` is the same number
         learning_rate=spec.learning_rate,
         lr_scheduler_type="constant",
@@ -206,7 +207,7 @@ def check_numbers(trainer, spec: Spec) -> dict[str, float]:
     norm = sum(float(parameter.grad.norm()) ** 2 for parameter in trainer.model.parameters()) ** 0.5
     trainer.model.zero_grad()
     trainer.model.train()
-    return {"loss": float(loss), "grad_norm": norm}
+    return {"loss": loss.item(), "grad_norm": norm}
 
 
 def median_seconds(pairs: list) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 An algorithm brings `step`, `validate` and its few bits of state; everything that depends on the step number alone (data order, seeds) is a
 pure function of it, so that resuming is going on with the next number. SIGTERM, SIGINT and SIGUSR1 end the run after the step under way,
-with a checkpoint. When a server dies, or another `AlignerError` ends a step early, the last whole step is saved before the error goes on.
+with a checkpoint. When a server dies, or another `AlignerError` ends a step early, the last whole step is saved before the error goes on
+(unless the failed step had changed the weights already: they are then those of no step).
 """
 
 from __future__ import annotations
@@ -78,6 +79,9 @@ class Checkpointer(Protocol):
     def rescue(self, step: int, state: dict[str, Any]) -> None:
         """Save what this component holds itself: a server may just have died."""
 
+    def version(self) -> int:
+        """How many optimizer steps made the weights that would be saved now."""
+
 
 class Reporter(Protocol):
     """Where numbers and samples go."""
@@ -115,29 +119,38 @@ def run(algorithm: Algorithm, config: LoopConfig, *, checkpointer: Checkpointer,
     reporter = open_reporter(finished)
     if finished:
         reporter.note(f"resumed after step {finished}")
-    saved = finished
-    try:
-        if config.validate_first and not finished:
-            reporter.log(0, algorithm.validate())
-        with _stop_requests() as stop:
+    saved, version = finished, checkpointer.version()
+    with _stop_requests() as stop:  # until everything is saved: a second signal must not end the process while it writes
+        try:
+            if config.validate_first and not finished:
+                reporter.log(0, algorithm.validate())
             while finished < config.max_steps and not _agree(stop):
                 step = finished + 1
                 result = _timed_step(algorithm, step)
                 # Validation belongs to the step: an error in it leaves the step unfinished only in the log, not in the weights.
-                finished = step
+                finished, version = step, checkpointer.version()
                 _report(algorithm, config, reporter, step, result)
                 if _due(step, config.save_every) or step == config.max_steps:
                     saved = _save(algorithm, checkpointer, step)
-            algorithm.finish()
-    except AlignerError as error:
-        if saved < finished:
-            reporter.note(f"step {finished + 1} failed ({error}); saving step {finished}")
-            checkpointer.rescue(finished, algorithm.state())
-        raise
-    if saved < finished:
-        reporter.note(f"stopped by a signal after step {finished}; saving")
-        _save(algorithm, checkpointer, finished)
+            if finished < config.max_steps:
+                reporter.note(f"stopped by a signal after step {finished}" + ("; saving" if saved < finished else ""))
+            if saved < finished:
+                saved = _save(algorithm, checkpointer, finished)
+        except AlignerError as error:
+            if saved < finished:
+                _rescue(algorithm, checkpointer, reporter, finished, error=error, whole=checkpointer.version() == version)
+            raise
     return finished
+
+
+def _rescue(
+    algorithm: Algorithm, checkpointer: Checkpointer, reporter: Reporter, finished: int, *, error: AlignerError, whole: bool
+) -> None:
+    if not whole:
+        reporter.note(f"step {finished + 1} failed after it had changed the weights ({error}); step {finished} can no longer be saved")
+        return
+    reporter.note(f"the run cannot go on after step {finished} ({error}); saving that step")
+    checkpointer.rescue(finished, algorithm.state())
 
 
 def _timed_step(algorithm: Algorithm, step: int) -> StepResult:

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, EngineError
 from aligner.parallel.collectives import gather_objects, shard_bounds
 from aligner.parallel.topology import Topology
 from aligner.protocols import Critic, RewardModel, RolloutEngine
 from aligner.types import FinishReason, PolicyBatch, Prompt, Rollout, SampleRow, TokenBatch, num_rows, select_rows, take_rows
 
 MAX_SEED = 2**62
+
+_Row = tuple[int, Rollout, float, Tensor | None]  # position of its prompt, rollout, reward, values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,21 +58,29 @@ def collect(
     """Sample one response per (prompt, seed) and score it. Collective; every rank gets the whole result.
 
     Each replica samples its contiguous share. Its leading rank sends finished rollouts to the scorers at once and awaits the answers after
-    the last one; an error of a scorer on any replica is raised on every rank.
+    the last one; an error of the engine or of a scorer on any replica is raised on every rank. Raises EngineError where responses are
+    missing.
     """
     start, stop = shard_bounds(len(prompts), shard=topology.dp_rank, num_shards=topology.dp_size)
     index_of = {seed: index for index, seed in enumerate(seeds)}
     pending: list[tuple[list[Rollout], Future[Tensor], Future[Tensor] | None]] = []
-    if stop > start:
-        for finished in generate(prompts[start:stop], seeds[start:stop]):
-            if topology.is_replica_leader:
-                pending.append((finished, *_submit(finished, scorers)))
-    scored, error = _await(pending, index_of)
+    scored: list[_Row] = []
+    error: AlignerError | None = None
+    try:
+        if stop > start:
+            for finished in generate(prompts[start:stop], seeds[start:stop]):
+                if topology.is_replica_leader:
+                    pending.append((finished, *_submit(finished, scorers)))
+        scored = _await(pending, index_of)
+    except AlignerError as failed:  # raised on every rank below: none may be left waiting for this one
+        error = failed
     everything = gather_objects((scored, error))
     for _, failed in everything:
         if failed is not None:
             raise failed
     rows = sorted((row for part, _ in everything for row in part), key=lambda row: row[0])
+    if [row[0] for row in rows] != list(range(len(prompts))):
+        raise EngineError(f"the engine gave {len(rows)} responses to {len(prompts)} prompts; one to each is needed")
     return ScoredRollouts(
         rollouts=[rollout for _, rollout, _, _ in rows],
         rewards=torch.tensor([reward for _, _, reward, _ in rows], dtype=torch.float32),
@@ -133,15 +143,12 @@ def _submit(rollouts: list[Rollout], scorers: Scorers) -> tuple[Future[Tensor], 
     return reward, scorers.critic.values(TokenBatch(tokens=tokens, lengths=torch.tensor(lengths)))
 
 
-def _await(pending: list, index_of: dict[int, int]) -> tuple[list[tuple[int, Rollout, float, Tensor | None]], AlignerError | None]:
-    rows: list[tuple[int, Rollout, float, Tensor | None]] = []
-    try:
-        for rollouts, reward, values in pending:
-            rewards = reward.result().tolist()
-            states = [None] * len(rollouts) if values is None else list(values.result())
-            for rollout, number, state in zip(rollouts, rewards, states, strict=True):
-                own = None if state is None else state[: len(rollout.tokens)].clone()
-                rows.append((index_of[rollout.seed], rollout, number, own))
-    except AlignerError as error:
-        return [], error
-    return rows, None
+def _await(pending: list, index_of: dict[int, int]) -> list[_Row]:
+    rows: list[_Row] = []
+    for rollouts, reward, values in pending:
+        rewards = reward.result().tolist()
+        states = [None] * len(rollouts) if values is None else list(values.result())
+        for rollout, number, state in zip(rollouts, rewards, states, strict=True):
+            own = None if state is None else state[: len(rollout.tokens)].clone()
+            rows.append((index_of[rollout.seed], rollout, number, own))
+    return rows

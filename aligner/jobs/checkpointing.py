@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from aligner.errors import CheckpointError
 from aligner.jobs.session import Session
 from aligner.models import checkpoint
 from aligner.models.trainable import TrainableModel
@@ -48,11 +47,16 @@ class RunCheckpointer:
         request = checkpoint.SaveRequest(step=step, state=state, config_yaml=self._session.config_yaml, tokenizer=self._tokenizer)
         checkpoint.save(self._folder, self._model, request)
 
+    def version(self) -> int:
+        """How many optimizer steps made the weights."""
+        return self._model.version
+
 
 def load_critic(session: Session, model: TrainableModel) -> int:
     """Restore the critic's checkpoint that belongs to the policy's newest one; 0 where the run starts anew.
 
-    Where that step is missing (the critic died before it could save) the newest older one is taken, and said.
+    Where that step is missing (the critic died before it could save) the newest older one is taken, or where there is none the critic
+    starts anew; both are said. The actor's `loop.save_every` bounds how far behind it can be.
     """
     policy = checkpoint.find_latest(session.directory.checkpoints / POLICY)
     if policy is None:
@@ -61,7 +65,8 @@ def load_critic(session: Session, model: TrainableModel) -> int:
     folder = session.directory.checkpoints / CRITIC
     found = broadcast_object(_newest_up_to(folder, step) if session.is_first else None)
     if found is None:
-        raise CheckpointError(f"{folder}: the policy resumes after step {step}, but there is no critic checkpoint up to it")
+        session.say(f"warning: the policy resumes after step {step}, there is no critic checkpoint up to it: the critic starts anew")
+        return 0
     critic_step = checkpoint.read_marker(found)["step"]
     if critic_step != step:
         session.say(f"warning: the policy resumes after step {step}, the newest critic checkpoint is of step {critic_step}: it is behind")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from aligner.errors import CheckpointError
+from aligner.jobs.parts import name_special_tokens
 from aligner.models import checkpoint, create
 from aligner.models.build import LanguageModel, ScalarModel, Transformer
 from aligner.models.config import Dtype, ModelConfig
@@ -35,8 +36,13 @@ def hf_to_megatron(source: Path, target: Path) -> Path:
 
 
 def megatron_to_hf(source: Path, target: Path) -> None:
-    """Write a Hugging Face model (with its tokenizer) from a checkpoint of any layout. A scalar model keeps its head as `score_head.*`."""
+    """Write a Hugging Face model (with its tokenizer) from a checkpoint of any layout. A scalar model keeps its head as `score_head.*`.
+
+    Raises CheckpointError where the source is no complete checkpoint, or the target holds a model already.
+    """
     directory = checkpoint.resolve(source)
+    if (target / "config.json").exists():
+        raise CheckpointError(f"--to-hf {target}: holds a model already; name an empty directory")
     marker = checkpoint.read_marker(directory)
     here = _world()
     config = ModelConfig(path=str(directory), dtype=Dtype.float32)
@@ -50,6 +56,8 @@ def megatron_to_hf(source: Path, target: Path) -> None:
     model = TrainableModel(module, here, Training(optimizer=None))
     save_hf(model.module, target, writer=True)
     checkpoint.copy_tokenizer(directory, target)
+    if (target / "tokenizer_config.json").exists():
+        name_special_tokens(target)
     print(f"Hugging Face model written to {target}")
     launch.shutdown()
 

@@ -38,6 +38,8 @@ def launch_local(recipe: str, overrides: Sequence[str], *, num_processes: int = 
     if isinstance(config, TrainPPO):
         config.critic.parallel.check_world(config.critic.num_processes)
         components.append(_component("critic", "serve_critic.py", overrides, config.critic.num_processes))
+    if isinstance(config, (TrainPPO, TrainGRPO)):
+        config.reward.check_named()
     if isinstance(config, (TrainPPO, TrainGRPO)) and config.reward.serve:
         config.reward.parallel.check_world(config.reward.num_processes)
         arguments = (f"recipe={recipe}", *overrides)

@@ -15,7 +15,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs import columns
 from aligner.jobs.checkpointing import POLICY, RunCheckpointer
-from aligner.jobs.parts import check_rollout_length, export, load_model_files, run_loop, tokenizer_directory
+from aligner.jobs.parts import check_rollout_length, export_at_end, load_model_files, run_loop, tokenizer_directory
 from aligner.jobs.session import Session, session
 from aligner.models import create
 from aligner.models.policy import MegatronPolicy, ReferencePolicy
@@ -38,8 +38,8 @@ def train_ppo_actor(config: TrainPPO) -> None:
             critic.wait_until_ready()
         algorithm = PPO(config.algorithm, policy, task, critic)
         keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer, critic=critic)
-        run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.PPO)
-        _finish(here, config, policy, tokenizer)
+        last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.PPO)
+        export_at_end(here, config, last, policy.module, tokenizer)
         critic.close()
         task.reward.close()
 
@@ -51,8 +51,8 @@ def train_grpo(config: TrainGRPO) -> None:
         task, policy, tokenizer = _build(here, config, with_reference=with_reference, num_prompts=config.algorithm.prompts_per_step)
         algorithm = GRPO(config.algorithm, policy, task)
         keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer)
-        run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.GRPO)
-        _finish(here, config, policy, tokenizer)
+        last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.GRPO)
+        export_at_end(here, config, last, policy.module, tokenizer)
         task.reward.close()
 
 
@@ -117,8 +117,3 @@ def _texts(tokenizer: Tokenizer) -> Callable[[Rollout], tuple[str, str, str | No
         return prompt, tokenizer.decode(rollout.response), rollout.prompt.answer
 
     return texts
-
-
-def _finish(here: Session, config: TrainPPO | TrainGRPO, policy: MegatronPolicy, tokenizer: Path) -> None:
-    if config.run.export_hf:
-        export(here, policy.module, tokenizer)

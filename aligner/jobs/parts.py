@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +19,7 @@ from aligner.models.weights import save_hf
 from aligner.reporting.config import LoggingConfig
 from aligner.reporting.formats import Column
 from aligner.reporting.reporter import Reporter, SilentReporter
-from aligner.schemas import TrainGRPO, TrainPPO
+from aligner.schemas import TrainGRPO, TrainPPO, TrainSFT
 
 
 def load_model_files(config: ModelConfig) -> tuple[Tokenizer, Architecture]:
@@ -76,9 +77,23 @@ def run_loop(
         return loop.run(algorithm, config, checkpointer=keeper, open_reporter=lambda start: stack.enter_context(open_reporter(start)))
 
 
-def export(here: Session, module: LanguageModel, tokenizer: Path) -> None:
-    """Write the policy as a Hugging Face model, with its tokenizer, to the run's export directory. Every rank calls it."""
+def export_at_end(here: Session, config: TrainSFT | TrainGRPO | TrainPPO, last_step: int, module: LanguageModel, tokenizer: Path) -> None:
+    """Write the policy as a Hugging Face model, with its tokenizer, to the run's export directory. Every rank calls it.
+
+    A run that a signal stopped is not at its end: it exits at once, and exports when it has been resumed and finished.
+    """
+    if not config.run.export_hf or last_step < config.loop.max_steps:
+        return
     save_hf(module, here.directory.export, writer=here.is_first)
     if here.is_first:
         copy_tokenizer(tokenizer, here.directory.export)
+        name_special_tokens(here.directory.export)
     here.say(f"Hugging Face model written to {here.directory.export}")
+
+
+def name_special_tokens(directory: Path) -> None:
+    """Put the tokenizer's begin, end and padding ids into an exported config.json: `generate` of other tools stops at the end id."""
+    tokenizer = load_tokenizer(str(directory))
+    path = directory / "config.json"
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+    path.write_text(json.dumps(json.loads(path.read_text()) | ids, indent=2) + "\n")

@@ -8,7 +8,7 @@ from aligner.data.preferences import load_preferences
 from aligner.data.supervised import load_supervised
 from aligner.jobs import columns
 from aligner.jobs.checkpointing import POLICY, REWARD_MODEL, RunCheckpointer
-from aligner.jobs.parts import check_length, export, load_model_files, run_loop, tokenizer_directory
+from aligner.jobs.parts import check_length, export_at_end, load_model_files, run_loop, tokenizer_directory
 from aligner.jobs.session import session
 from aligner.models import create
 from aligner.models.trainable import Training
@@ -27,9 +27,8 @@ def train_sft(config: TrainSFT) -> None:
         policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
         algorithm = SFT(config.algorithm, policy, train=train, validation=validation, pad_id=tokenizer.pad_id, seed=config.run.seed)
         keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer_directory(config.model))
-        run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.SFT)
-        if config.run.export_hf:
-            export(here, policy.module, tokenizer_directory(config.model))
+        last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.SFT)
+        export_at_end(here, config, last, policy.module, tokenizer_directory(config.model))
 
 
 def train_reward_model(config: TrainRewardModel) -> None:

@@ -86,7 +86,7 @@ def save(checkpoints: Path, model: TrainableModel, request: SaveRequest) -> Path
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dist_checkpointing.save(model.module.sharded_state_dict(), str(writing / "weights"))
-            if model.optimizer is not None:
+            if _has_optimizer_state(model):
                 shards = model.optimizer.sharded_state_dict(model.module.sharded_state_dict(), metadata=SHARDING)
                 dist_checkpointing.save({"optimizer": shards}, str(writing / "optimizer"))
         generators = gather_objects(_generator_state())
@@ -112,13 +112,20 @@ def load_weights(module: Transformer, path: Path) -> None:
 
 
 def load(model: TrainableModel, path: Path) -> dict[str, Any]:
-    """Restore weights, optimizer, schedule and random generators to continue training. Returns the saved `state`. Every rank calls it."""
+    """Restore weights, optimizer, schedule and random generators into a model that has not trained yet, to continue the saved run.
+
+    Returns the saved `state`. Every rank calls it.
+    """
     directory = resolve(path)
     load_weights(model.module, directory)
-    if model.optimizer is not None:
-        _load_optimizer(model, directory)
     state = json.loads((directory / "state.json").read_text())
-    if model.scheduler is not None:
+    if model.optimizer is not None:
+        if state["scheduler"] is None:
+            raise CheckpointError(f"{directory}: holds no optimizer state; it can initialise a model but not continue a run")
+        if state["version"] > 0:
+            _load_optimizer(model, directory)
+        else:
+            model.optimizer.reload_model_params()
         model.scheduler.num_steps = 0  # loading *adds* the saved number of steps
         model.scheduler.load_state_dict(state["scheduler"])
     model.version = state["version"]
@@ -154,6 +161,11 @@ def _on_rank_0(action: Callable[[], Any]) -> None:
     raise_everywhere(error)
 
 
+def _has_optimizer_state(model: TrainableModel) -> bool:
+    """Adam has moments from its first step on; before it Megatron-Core writes a state that it cannot read."""
+    return model.optimizer is not None and model.version > 0
+
+
 def _start(writing: Path, module: Transformer, request: SaveRequest) -> None:
     shutil.rmtree(writing, ignore_errors=True)  # of an attempt that was killed
     for name in ("weights", "optimizer"):
@@ -173,7 +185,7 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
 
 
 def _finish(writing: Path, final: Path, model: TrainableModel, request: SaveRequest, generators: list[dict[str, Any]]) -> None:
-    if model.optimizer is None:
+    if not _has_optimizer_state(model):
         (writing / "optimizer").rmdir()
     torch.save(generators, writing / "state.pt")
     state = {
@@ -201,7 +213,9 @@ def _check_architecture(directory: Path, module: Transformer) -> None:
     saved = asdict(architecture_from_hf(json.loads((directory / "config.json").read_text())))
     ours = asdict(architecture_from_hf(architecture_to_hf(module.architecture)))
     free = {"max_position_embeddings", "initializer_range"} | ({"tied_embeddings"} if isinstance(module, ScalarModel) else set())
-    if differing := [f"{name} is {saved[name]} there and {ours[name]} here" for name in ours if saved[name] != ours[name] and name not in free]:
+    if differing := [
+        f"{name} is {saved[name]} there and {ours[name]} here" for name in ours if saved[name] != ours[name] and name not in free
+    ]:
         raise CheckpointError(f"{directory}: does not fit the model: {', '.join(differing)}")
 
 
@@ -215,8 +229,6 @@ def _load(wanted: dict[str, Any], directory: Path, module: Transformer) -> None:
 
 def _load_optimizer(model: TrainableModel, directory: Path) -> None:
     """Moments and step counts are the checkpoint's; learning rates, betas and epsilon stay those of this run's config."""
-    if not (directory / "optimizer").is_dir():
-        raise CheckpointError(f"{directory}: holds no optimizer state; it can initialise a model but not continue a run")
     configured = [{name: group[name] for name in ("max_lr", "min_lr", "betas", "eps")} for group in model.optimizer.param_groups]
     wanted = model.optimizer.sharded_state_dict(model.module.sharded_state_dict(), is_loading=True, metadata=SHARDING)
     model.optimizer.load_state_dict(_read({"optimizer": wanted}, directory / "optimizer")["optimizer"])

@@ -6,6 +6,7 @@ without CUDA the CPU platform is installed first; that cannot be postponed, sinc
 
 from __future__ import annotations
 
+import queue
 import warnings
 
 import torch
@@ -25,6 +26,7 @@ with warnings.catch_warnings():
         cpu_platform.install()
     from megatron.core import __version__ as version
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -42,6 +44,9 @@ with warnings.catch_warnings():
 
 if Adam is torch.optim.AdamW:
     torch_adam.repair(DistributedOptimizer)
+# Our saves are synchronous, so their results stay in this process. Upstream starts a manager process for them, which imports the main
+# script again (seconds) and outlives a rank that is killed.
+filesystem_async._results_queue = queue.Queue()
 
 __all__ = [
     "DistributedDataParallel",

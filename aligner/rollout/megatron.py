@@ -72,14 +72,13 @@ class MegatronEngine:
         logits, cache = self._prefill(prompts, longest + budget)
         stop_ids = torch.tensor(sorted({self.eos_id, *sampling.stop_token_ids}), device=device)
         limit_of = torch.tensor(limits, device=device)
-        seed_of = torch.tensor(seeds, dtype=torch.int64, device=device)
+        draws = uniforms(torch.tensor(seeds, device=device)[:, None], torch.arange(budget, device=device))
         active = torch.arange(len(prompts), device=device)  # which sample each row of the cache is
         tokens_of = torch.zeros(len(prompts), budget, dtype=torch.int64, device=device)
         logprobs_of = torch.zeros(len(prompts), budget, dtype=torch.float32, device=device)
         done = torch.zeros(len(prompts), dtype=torch.bool, device=device)  # by row
         for position in range(budget):
-            uniform = uniforms(seed_of[active], torch.tensor(position, device=device))
-            tokens, logprobs = sample(logits, uniform, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+            tokens, logprobs = sample(logits, draws[active, position], temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
             tokens_of[active, position], logprobs_of[active, position] = tokens, logprobs
             stopped = torch.isin(tokens, stop_ids) & ~done
             finished = stopped | (limit_of[active] <= position + 1) & ~done

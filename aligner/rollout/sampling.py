@@ -7,10 +7,12 @@ whatever else is in the batch, and on whichever rank it runs.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+BLOCK = 128  # tokens whose weights are summed first
 
 
 def _signed(x: int) -> int:
@@ -44,19 +46,40 @@ def sample(logits: Tensor, uniform: Tensor, *, temperature: float, top_k: int = 
         (tokens int64 [B], logprobs float32 [B]): the log-prob at `temperature` (at 1 for greedy) over the whole vocabulary.
     """
     z = logits / temperature if temperature not in (0.0, 1.0) else logits
-    logsumexp = z.logsumexp(dim=-1)
     if temperature == 0:
         tokens = z.argmax(dim=-1)
-    else:
-        weights = (z - logsumexp[:, None]).exp()
-        if 0 < top_k < z.shape[1]:
-            weights = weights * (z >= z.topk(top_k, dim=-1).values[:, -1:])
-        if top_p < 1:
-            weights = weights * _nucleus(weights, top_p)
-        cumulative = weights.double().cumsum(dim=-1)
-        threshold = (uniform * cumulative[:, -1])[:, None]
-        tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_(max=z.shape[1] - 1)
+        return tokens, z.gather(1, tokens[:, None])[:, 0] - z.logsumexp(dim=-1)
+    peak = z.amax(dim=-1, keepdim=True)
+    weights = (z - peak).exp_()
+    logsumexp = peak[:, 0] + weights.sum(dim=-1).log()
+    if 0 < top_k < z.shape[1]:
+        weights = weights * (z >= z.topk(top_k, dim=-1).values[:, -1:])
+    if top_p < 1:
+        weights = weights * _nucleus(weights, top_p)
+    tokens = _invert(weights, uniform)
     return tokens, z.gather(1, tokens[:, None])[:, 0] - logsumexp
+
+
+def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The token at which the cumulative weight passes `uniform` of the whole; int64 [B]. First the block of tokens, then the token in it:
+    a cumulative sum over a large vocabulary in float64 costs several times as much as all the rest of the sampler."""
+    if weights.shape[1] <= 8 * BLOCK:
+        return _pass(weights.double(), uniform)[0][:, 0]
+    blocks = F.pad(weights, (0, -weights.shape[1] % BLOCK)).view(weights.shape[0], -1, BLOCK)
+    sums = blocks.sum(dim=-1).double()
+    block, share = _pass(sums, uniform)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
+    token, _ = _pass(inside.double(), share)
+    return (block * BLOCK + token)[:, 0]
+
+
+def _pass(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """(where the cumulative sum of float64 `weights` [B, N] passes `share` [B] of the total, int64 [B, 1]; how far into that entry, [B])."""
+    cumulative = weights.cumsum(dim=-1)
+    threshold = (share * cumulative[:, -1])[:, None]
+    index = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=weights.shape[1] - 1)
+    own = weights.gather(1, index)
+    return index, ((threshold - cumulative.gather(1, index) + own) / own)[:, 0]
 
 
 def _nucleus(weights: Tensor, top_p: float) -> Tensor:

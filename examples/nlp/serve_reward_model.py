@@ -12,7 +12,8 @@ def main() -> None:
     chosen = [argument for argument in sys.argv[1:] if argument.startswith("recipe=")]
     recipe = chosen[-1].removeprefix("recipe=") if chosen else "ppo"
     if recipe not in RECIPES:
-        sys.exit(f"error: recipe={recipe}; allowed: {', '.join(RECIPES)}")
+        print(f"error: recipe={recipe}; allowed: {', '.join(RECIPES)}", file=sys.stderr)
+        sys.exit(2)
 
     @entrypoint(RECIPES[recipe], recipe)
     def serve(config: TrainPPO | TrainGRPO) -> None:

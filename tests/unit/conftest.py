@@ -104,5 +104,3 @@ def make_model(topology) -> Callable[..., Any]:
         return {"value": MegatronValueModel, "reward": MegatronRewardModel}[kind](trainable)
 
     return make
-
-

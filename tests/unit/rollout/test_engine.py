@@ -102,7 +102,9 @@ def test_a_group_shares_the_computation_of_its_prompt(make_model, monkeypatch):
     engine = engine_of(policy)
     steps = []
     step = engine.decoder.step
-    monkeypatch.setattr(engine.decoder, "step", lambda tokens, start, cache: steps.append(tuple(tokens.shape)) or step(tokens, start, cache))
+    monkeypatch.setattr(
+        engine.decoder, "step", lambda tokens, start, cache: steps.append(tuple(tokens.shape)) or step(tokens, start, cache)
+    )
     prompts, seeds = [PROMPTS[2]] * 3 + [PROMPTS[0]] * 3, list(range(20, 26))
     group = generate(engine, prompts, seeds)
     assert steps[0] == (2, 7) and steps[1] == (6, 1)  # two different prompts, then six samples

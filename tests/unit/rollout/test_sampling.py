@@ -100,6 +100,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
     assert sum(x > 0 for x in kept(0.85)) == 3
     assert kept(0.95) == kept(1.0) == pytest.approx([0.1, 0.5, 0.3, 0.1], abs=2e-4)
     assert kept(1e-9) == [0, 1, 0, 0]  # never empty
+    assert sum(x > 0 for x in frequencies(torch.zeros(4), temperature=1.0, top_p=0.5)) == 2  # reached exactly: no token more
 
 
 def test_top_p_is_taken_after_top_k_and_temperature():
@@ -125,12 +126,37 @@ def test_greedy_takes_the_likeliest_and_gives_its_logprob_at_temperature_one():
     assert logprobs.item() == pytest.approx(torch.log_softmax(LOGITS, dim=0)[1].item(), abs=1e-6)
 
 
-def test_extreme_uniforms_and_impossible_tokens():
-    """Neither 0 nor the largest uniform below 1 may land on a token of probability 0."""
-    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]] * 2)
-    tokens, logprobs = sample(logits, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64), temperature=1.0)
-    assert tokens.tolist() == [1, 2]
-    assert logprobs.tolist() == pytest.approx([-math.log(2)] * 2, abs=1e-6)
+@pytest.mark.parametrize("vocab", [4, 128, 129, 300])
+def test_no_uniform_lands_on_a_token_of_probability_zero(vocab):
+    """0, the largest uniform below 1, and uniforms at every edge between two tokens; first, last and most other tokens are impossible."""
+    generator = torch.Generator().manual_seed(vocab)
+    largest = torch.tensor(1 - 2.0**-53, dtype=torch.float64)
+    for _ in range(200):
+        logits = 3 * torch.randn(vocab, generator=generator)
+        logits[torch.rand(vocab, generator=generator) < 0.7] = -torch.inf
+        logits[0] = logits[-1] = -torch.inf
+        logits[1] = logits[vocab // 2] = 0.0
+        edges = torch.softmax(logits.double(), dim=0).cumsum(dim=0).clamp(0, largest)
+        steps = [torch.nextafter(edges, torch.zeros_like(edges)), edges, torch.nextafter(edges, torch.ones_like(edges))]
+        uniform = torch.cat([*steps, largest[None], torch.zeros(1, dtype=torch.float64)]).clamp(0, largest)
+        tokens, logprobs = sample(logits.expand(len(uniform), -1), uniform, temperature=1.0)
+        assert torch.isfinite(logprobs).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 50}, {"top_p": 0.7}])
+def test_draws_from_a_large_vocabulary_invert_the_cumulative_distribution(options):
+    """1,000 tokens, in plain float64: the token at which the cumulative probability of the kept ones passes the uniform."""
+    logits = 2 * torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    probabilities = torch.softmax(logits.double(), dim=0)
+    ordered, order = probabilities.sort(descending=True)
+    kept = min(options.get("top_k", 1000), int((ordered.cumsum(0) < options.get("top_p", 1.0) - 1e-9).sum()) + 1)
+    probabilities[order[kept:]] = 0
+    probabilities /= probabilities.sum()
+    uniform = grid(997)
+    tokens, _ = sample(logits.expand(997, -1), uniform, temperature=1.0, **options)
+    cumulative = probabilities.cumsum(0)
+    assert (cumulative[tokens] > uniform - 1e-6).all() and (cumulative[tokens] - probabilities[tokens] < uniform + 1e-6).all()
+    assert (probabilities[tokens] > 0).all() and len(tokens.unique()) > 20
 
 
 @pytest.mark.parametrize(

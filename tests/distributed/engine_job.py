@@ -1,0 +1,140 @@
+"""Two ranks: collectives; tensor-parallel generation, or what data-parallel replicas must do together when something is wrong.
+
+usage: engine_job.py TP MODEL_DIRECTORY OUTPUT_DIRECTORY    (TP is 2, or 1 for two replicas)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from aligner.parallel import launch
+
+
+def check_collectives() -> None:
+    from aligner.metrics import Max, Mean, Sum
+    from aligner.parallel import collectives
+
+    rank, world, cpu = dist.get_rank(), dist.group.WORLD, torch.device("cpu")
+    rows = torch.arange(10).reshape(5, 2)
+    start, stop = collectives.shard_bounds(5, shard=rank, num_shards=2)
+    assert torch.equal(collectives.gather_rows(rows[start:stop], num_rows=5, group=world), rows)  # 2 and 3 rows
+    start, stop = collectives.shard_bounds(1, shard=rank, num_shards=2)
+    assert torch.equal(collectives.gather_rows(rows[start:stop], num_rows=1, group=world), rows[:1])  # 0 and 1 row
+    assert collectives.gather_rows(rows[:0], num_rows=0, group=world).shape == (0, 2)
+    pairs = torch.arange(6)
+    start, stop = collectives.shard_bounds(6, shard=rank, num_shards=2, unit=2)
+    assert (stop - start) == (2, 4)[rank]
+    assert torch.equal(collectives.gather_rows(pairs[start:stop], num_rows=6, group=world, unit=2), pairs)
+    assert collectives.gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    assert collectives.broadcast_object(rank, src=1) == 1
+    assert collectives.all_ranks(True, cpu) and not collectives.all_ranks(rank == 0, cpu)
+    # Means by the global count: (1 + 2 + 3) / 3 and 10 / 1 are 4, not 6.
+    mean = Mean(total=6.0, count=3) if rank == 0 else Mean(total=10.0, count=1)
+    metrics = {"a/mean": mean, "a/max": Max(maximum=-1.0 - rank), "a/sum": Sum(total=rank + 1)}
+    reduced = collectives.reduce_metrics(metrics, world, cpu)
+    assert {name: metric.value() for name, metric in reduced.items()} == {"a/mean": 4.0, "a/max": -1.0, "a/sum": 3.0}
+    message = raised(ValueError, lambda: collectives.raise_everywhere(ValueError("only rank 1") if rank == 1 else None))
+    assert message == "only rank 1"
+    collectives.raise_everywhere(None)
+
+
+def raised(kind: type[Exception], action: Callable[[], object]) -> str:
+    """The message of the error that `action` must raise."""
+    try:
+        action()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def load(directory: Path, topology, parallel, *, divisor: int):
+    from aligner.models.config import ModelConfig
+    from aligner.models.create import create_policy, read_architecture
+    from aligner.models.optimizer import OptimizerConfig
+    from aligner.models.trainable import Training
+
+    config = ModelConfig(path=str(directory), make_vocab_divisible_by=divisor)
+    optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0, eps=1e-3)
+    training = Training(optimizer=optimizer, total_steps=4, micro_batch_size=2, temperature=0.9)
+    return create_policy(config, read_architecture(config, vocab_size=0), parallel, topology, training)
+
+
+def generate(policy, inputs: dict) -> dict[int, tuple]:
+    """(tokens, log-probs, finish reason) by seed."""
+    from aligner.rollout.megatron import MegatronEngine
+    from aligner.types import Prompt, SamplingConfig
+
+    sampling = SamplingConfig(temperature=0.9, top_k=40, top_p=0.98, max_response_length=24, stop_token_ids=[5, 6, 7])
+    engine = MegatronEngine(policy.module, sampling, eos_id=2, max_batch_size=4)
+    prompts = [Prompt(id=i, tokens=tuple(tokens), source=f"p:{i}") for i, tokens in enumerate(inputs["prompts"])]
+    rollouts = [rollout for part in engine.generate(prompts, inputs["seeds"]) for rollout in part]
+    return {r.seed: (r.response, r.logprobs, r.finish_reason.value) for r in rollouts}
+
+
+def tensor_parallel(directory: Path, topology, parallel, inputs: dict) -> dict:
+    from aligner.losses.sft import sft_loss
+
+    result = {}
+    for divisor in (8, 128):  # with 128, rank 1 holds nothing but vocabulary padding
+        policy = load(directory, topology, parallel, divisor=divisor)
+        vocabulary = policy.module.vocabulary_weight()[0].shape[0]
+        assert vocabulary == {8: (32, 29), 128: (61, 0)}[divisor][topology.tp_rank]
+        first = {"rollouts": generate(policy, inputs), "logprobs": policy.logprobs(inputs["batch"])}
+        metrics = policy.train_step(inputs["batch"], sft_loss)
+        first |= {"metrics": {name: metric.value() for name, metric in metrics.items()}}
+        first |= {"trained_rollouts": generate(policy, inputs), "trained_logprobs": policy.logprobs(inputs["batch"])}
+        result[divisor] = first
+    return result
+
+
+def data_parallel(directory: Path, topology, parallel, inputs: dict, output: Path) -> dict:
+    """Fewer rows than replicas; errors that only one rank can see reach both."""
+    from aligner.errors import AlignerError, CheckpointError, ConfigError
+    from aligner.losses.sft import sft_loss
+    from aligner.models import checkpoint
+    from aligner.types import LossOutput, select_rows
+
+    policy = load(directory, topology, parallel, divisor=8)
+    one = select_rows(inputs["batch"], 0, 1)
+    result = {"logprobs": policy.logprobs(inputs["batch"]), "one": policy.logprobs(one)}
+    result["small"] = raised(ConfigError, lambda: policy.train_step(one, sft_loss))
+
+    def broken(outputs, part) -> LossOutput:
+        bad = float("nan") if topology.dp_rank == 1 else 1.0
+        return LossOutput(total=outputs.logprobs.sum() * bad, count=part.loss_mask.sum(), metrics={})
+
+    result["nan"] = raised(AlignerError, lambda: policy.train_step(inputs["batch"], broken))
+    assert torch.equal(policy.logprobs(inputs["batch"]), result["logprobs"])
+    request = checkpoint.SaveRequest(step=1, state={"thing": object()})  # only rank 0 writes it
+    result["unwritable"] = raised(CheckpointError, lambda: checkpoint.save(output / "checkpoints", policy.model, request))
+    if topology.rank == 0:
+        (output / "checkpoints" / "latest").write_text("step_000001\n")
+    dist.barrier()
+    result["latest"] = raised(CheckpointError, lambda: checkpoint.find_latest(output / "checkpoints"))
+    return result
+
+
+def main() -> None:
+    tp, directory, output = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+    launch.initialize("gloo", timeout_seconds=60, fingerprint="engine", collective_timeout_seconds=60)
+    from aligner.parallel.topology import ParallelConfig, initialize
+
+    check_collectives()
+    parallel = ParallelConfig(tp=tp)
+    topology = initialize(parallel, seed=11)
+    inputs = torch.load(output / "inputs.pt", weights_only=False)
+    if tp == 2:
+        result = tensor_parallel(directory, topology, parallel, inputs)
+    else:
+        result = data_parallel(directory, topology, parallel, inputs, output)
+    torch.save(result, output / f"tp{tp}_rank{dist.get_rank()}.pt")
+    launch.shutdown()
+
+
+if __name__ == "__main__":
+    main()

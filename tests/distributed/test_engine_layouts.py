@@ -1,0 +1,111 @@
+"""Generation over two tensor-parallel ranks is the single process's; two replicas agree on results and on errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.types import LabeledBatch, Prompt, SamplingConfig
+
+JOB = Path(__file__).parent / "engine_job.py"
+VOCAB, WIDTH = 61, 20
+
+
+@pytest.fixture(scope="module")
+def inputs() -> dict:
+    """Prompts (one of them twice) with seeds, and a batch of labelled rows."""
+    generator = torch.Generator().manual_seed(8)
+    prompts = [torch.randint(8, VOCAB, (length,), generator=generator).tolist() for length in (4, 11, 1, 7, 16)]
+    lengths = torch.tensor([20, 9, 14, 6])
+    positions = torch.arange(WIDTH)
+    mask = (positions >= 3) & (positions < lengths[:, None])
+    tokens = torch.randint(3, VOCAB, (4, WIDTH), generator=generator) * (positions < lengths[:, None])
+    batch = LabeledBatch(tokens=tokens, lengths=lengths, loss_mask=mask)
+    return {"prompts": [*prompts, prompts[1]], "seeds": [1, 2, 3, 4, 5, 6], "batch": batch}
+
+
+@pytest.fixture(scope="module")
+def directory(topology, tmp_path_factory) -> Path:
+    """A random model with order-one logits, as a Hugging Face directory."""
+    from aligner.models.build import LanguageModel
+    from aligner.models.config import Architecture, Family, ModelConfig
+    from aligner.models.weights import save_hf
+    from aligner.parallel.topology import ParallelConfig
+
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 48}
+    architecture = Architecture(
+        family=Family.qwen2, vocab_size=VOCAB, max_position_embeddings=64, qkv_bias=True, initializer_range=0.25, **sizes
+    )
+    module = LanguageModel(architecture, ModelConfig(), ParallelConfig(), load=False)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "bias" in name or "norm" in name:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    path = tmp_path_factory.mktemp("model")
+    save_hf(module, path, writer=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(directory, topology, inputs) -> dict:
+    """The same by this one process."""
+    from aligner.losses.sft import sft_loss
+    from aligner.models.config import ModelConfig
+    from aligner.models.create import create_policy, read_architecture
+    from aligner.models.optimizer import OptimizerConfig
+    from aligner.models.trainable import Training
+    from aligner.parallel.topology import ParallelConfig
+    from aligner.rollout.megatron import MegatronEngine
+
+    config = ModelConfig(path=str(directory))
+    optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0, eps=1e-3)
+    training = Training(optimizer=optimizer, total_steps=4, micro_batch_size=2, temperature=0.9)
+    policy = create_policy(config, read_architecture(config, vocab_size=0), ParallelConfig(), topology, training)
+    sampling = SamplingConfig(temperature=0.9, top_k=40, top_p=0.98, max_response_length=24, stop_token_ids=[5, 6, 7])
+    engine = MegatronEngine(policy.module, sampling, eos_id=2, max_batch_size=6)
+    prompts = [Prompt(id=i, tokens=tuple(tokens), source=f"p:{i}") for i, tokens in enumerate(inputs["prompts"])]
+
+    def generate() -> dict[int, tuple]:
+        rollouts = [rollout for part in engine.generate(prompts, inputs["seeds"]) for rollout in part]
+        return {r.seed: (r.response, r.logprobs, r.finish_reason.value) for r in rollouts}
+
+    first = {"rollouts": generate(), "logprobs": policy.logprobs(inputs["batch"])}
+    metrics = policy.train_step(inputs["batch"], sft_loss)
+    first |= {"metrics": {name: metric.value() for name, metric in metrics.items()}}
+    return first | {"trained_rollouts": generate(), "trained_logprobs": policy.logprobs(inputs["batch"])}
+
+
+def _run(run_distributed, tp: int, directory: Path, output: Path, inputs: dict) -> list[dict]:
+    torch.save(inputs, output / "inputs.pt")
+    run_distributed(JOB, 2, tp, directory, output, timeout=240)
+    return [torch.load(output / f"tp{tp}_rank{rank}.pt") for rank in range(2)]
+
+
+def test_tensor_parallel_generation_is_the_single_processs(run_distributed, directory, expected, inputs, tmp_path):
+    ranks = _run(run_distributed, 2, directory, tmp_path, inputs)
+    lengths = {len(response) for response, _, _ in expected["rollouts"].values()}
+    assert len(lengths) > 2 and expected["rollouts"] != expected["trained_rollouts"]  # the comparison is of something
+    for got in ranks:
+        for divisor in (8, 128):
+            for name in ("rollouts", "trained_rollouts"):
+                assert got[divisor][name].keys() == expected[name].keys()
+                for seed, (response, logprobs, reason) in expected[name].items():
+                    assert got[divisor][name][seed][0] == response and got[divisor][name][seed][2] == reason
+                    assert got[divisor][name][seed][1] == pytest.approx(logprobs, abs=1e-4)
+            for name in ("logprobs", "trained_logprobs"):
+                torch.testing.assert_close(got[divisor][name], expected[name], rtol=0, atol=1e-4)
+            assert got[divisor]["metrics"] == pytest.approx(expected["metrics"], rel=1e-4)
+
+
+def test_two_replicas_agree_on_results_and_on_errors(run_distributed, directory, expected, inputs, tmp_path):
+    for got in _run(run_distributed, 1, directory, tmp_path, inputs):
+        torch.testing.assert_close(got["logprobs"], expected["logprobs"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(got["one"], expected["logprobs"][:1], rtol=0, atol=1e-5)
+        assert got["small"] == "a training batch of 1 is smaller than the 2 data-parallel replicas"
+        assert "the gradient of optimizer step 1 is not finite" in got["nan"]
+        assert "writing a checkpoint failed: Object of type object is not JSON serializable" in got["unwritable"]
+        assert "latest names step_000001, which is not a complete checkpoint" in got["latest"]
+    assert not (tmp_path / "checkpoints" / "step_000001").exists()

@@ -1,0 +1,120 @@
+"""What a user gets wrong ends with exit code 2 and one line that names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from training_jobs import ROOT, SAYS_77, grpo_settings, launcher, ppo_settings, script, write_task
+
+pytestmark = pytest.mark.timeout(300)
+GRPO, CRITIC, REWARD, SFT = "train_grpo.py", "serve_critic.py", "serve_reward_model.py", "train_sft.py"
+TWO_OF_MODEL = "model.architecture.vocab_size=17"  # the tokenizer has 18
+# name: (script, settings on top of a good run's, what the line must say); {} is the task's folder
+REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
+    "no model directory": (GRPO, ["model.path={}/nothing"], ["model.path={}/nothing: no such directory"]),
+    "a directory that holds no model": (GRPO, ["model.path={}"], ["model.path={}: neither a Hugging Face model", "nor a checkpoint"]),
+    "neither model nor tokenizer": (GRPO, ["model.tokenizer="], ["model.tokenizer=''", "or give model.path"]),
+    "vocabulary": (GRPO, [TWO_OF_MODEL], ["ids up to 17", "18 tokens", "model.vocab_size is 17", "at least 18"]),
+    "bad line": (GRPO, ["data.train={}/bad.jsonl"], ["bad.jsonl:2"]),
+    "no data file": (GRPO, ["data.train={}/nothing.jsonl"], ["{}/nothing.jsonl"]),
+    "prompts all too long": (GRPO, ["data.max_prompt_length=2"], ["prompts.jsonl"]),
+    "longer than the context": (
+        GRPO,
+        ["rollout.sampling.max_response_length=25"],
+        ["data.max_prompt_length + rollout.sampling.max_response_length=33", "model's context of 32 tokens"],
+    ),
+    "heads": (
+        GRPO,
+        ["parallel.tp=2", "model.architecture.num_attention_heads=3", "model.architecture.hidden_size=30"],
+        ["parallel.tp=2 does not divide the 1 ranks of this component"],
+    ),
+    "no reward": (GRPO, ["reward.function.function=", "~reward.function.arguments.target"], ["reward.function.function=''"]),
+    "no such reward": (GRPO, ["reward.function.function=aligner.rewards.builtin:fixed_strin"], ["did you mean 'fixed_string'"]),
+    "critic's context": (CRITIC, ["rollout.sampling.max_response_length=25"], ["=33: longer than the model's context of 32 tokens"]),
+    "critic's model": (CRITIC, ["critic.model.path={}/nothing"], ["{}/nothing: no such directory"]),
+    "no reward model": (REWARD, ["reward.function.function="], ["reward.model.path=''"]),
+    "sft data of another kind": (SFT, ["data.train={}/prompts.jsonl", "data.max_length=16"], ["prompts.jsonl:1"]),
+}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad_input")
+    write_task(folder)
+    (folder / "bad.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="\n{"prompt": "3+3="}\n')
+    return folder
+
+
+def good(task: Path, name: str) -> list[str]:
+    """Settings with which the script would run."""
+    if name == GRPO:
+        return [*grpo_settings(task), *SAYS_77]
+    if name == SFT:
+        drop = ("rollout.", "data.")
+        return [setting for setting in grpo_settings(task) if not setting.startswith((*drop, "algorithm."))]
+    return [*ppo_settings(task), "reward.function.function=aligner.rewards.builtin:length"]
+
+
+@pytest.fixture(scope="module")
+def refusals(task: Path) -> dict[str, dict[str, object]]:
+    """Exit code and stderr of every case."""
+    jobs = []
+    for index, (name, settings, _) in enumerate(REFUSED.values()):
+        given = [setting.format(task) for setting in settings]
+        removed = [setting.removeprefix("~") for setting in given if setting.startswith("~")]
+        base = [setting for setting in good(task, name) if not any(setting.lstrip("+").startswith(key) for key in removed)]
+        given = [setting for setting in given if not setting.startswith("~")]
+        jobs.append([name, [*base, *given, f"run.directory={task / f'run{index}'}"]])
+    (task / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, str(Path(__file__).parent / "refused_jobs.py"), str(task / "jobs.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment(), cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(REFUSED, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_one_line(case: str, refusals, task: Path) -> None:
+    stderr = refusals[case]["stderr"]
+    assert refusals[case]["code"] == 2, stderr
+    lines = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, stderr
+    for text in REFUSED[case][2]:
+        assert text.format(task) in lines[0]
+
+
+def start(command: tuple[str, ...], *settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*command, *settings], capture_output=True, text=True, timeout=200, env=environment(), cwd=ROOT)
+
+
+def test_a_misspelt_key_as_a_user_types_it() -> None:
+    done = start(script("train_grpo.py"), "++algorithm.group_sise=4")
+    assert done.returncode == 2
+    assert done.stderr == "error: unknown setting algorithm.group_sise in '++algorithm.group_sise=4': did you mean algorithm.group_size?\n"
+
+
+def test_three_way_tensor_parallelism_of_two_ranks(task: Path) -> None:
+    done = start(launcher("grpo"), *good(task, GRPO), "parallel.tp=3", "num_processes=2", f"run.directory={task / 'tp3'}")
+    assert done.returncode == 2
+    assert done.stderr == "error: parallel.tp=3 does not divide the 2 ranks of this component; allowed: 1, 2\n"
+    assert not (task / "tp3").exists()  # nothing was started
+
+
+def test_heads_that_cannot_be_split_end_every_rank(task: Path) -> None:
+    sizes = ("num_attention_heads=3", "num_key_value_heads=3", "hidden_size=48")
+    odd = [f"model.architecture.{size}" for size in sizes]
+    done = start(launcher("grpo"), *good(task, GRPO), *odd, "parallel.tp=2", "num_processes=2", f"run.directory={task / 'heads'}")
+    assert done.returncode == 2
+    assert "error: parallel.tp=2: does not divide the model's num_attention_heads=3" in done.stdout
+    assert "FAILED: component actor" in done.stdout

@@ -1,0 +1,123 @@
+"""PPO with a critic server and a reward server in processes of their own: it learns, and it survives the death of its critic."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from training_jobs import (
+    SAYS_77,
+    Job,
+    checkpoint_steps,
+    launcher,
+    metrics_of,
+    ppo_settings,
+    run_job,
+    series,
+    slow_reward,
+    steps_of,
+    write_task,
+)
+
+pytestmark = [pytest.mark.pytriton, pytest.mark.timeout(600)]
+NUM_STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[int, str]]:
+    """Run directory, output and left-over processes of a run that is rewarded for one fixed string."""
+    folder = tmp_path_factory.mktemp("ppo")
+    write_task(folder)
+    settings = [*ppo_settings(folder), *SAYS_77, f"loop.max_steps={NUM_STEPS}", "loop.save_every=15"]
+    with Job(launcher("ppo"), folder / "run", settings) as job:
+        output = job.finish()
+        left = job.processes()
+    return folder / "run", output, left
+
+
+def test_it_learns_the_fixed_string(finished) -> None:
+    """The sanity run of the field: chance gives 2 % (8 places for 2 of 18 tokens); learned within 50 steps."""
+    rewards = series(finished[0], "rollout/reward")
+    assert sum(rewards[:3]) / 3 < 0.2
+    assert sum(rewards[-5:]) / 5 > 0.9
+
+
+def test_its_metrics_are_sane(finished) -> None:
+    lines = metrics_of(finished[0])
+    assert [line.step for line in lines] == list(range(1, NUM_STEPS + 1))
+    for line in lines:
+        assert all(math.isfinite(value) for value in line.values.values())
+        assert line.values["rollout/logprob_gap"] < 1e-4  # the sampler's log-probs are the trainer's
+        assert 1 <= line.values["rollout/response_length"] <= 8
+    assert lines[0].values["policy/kl"] == pytest.approx(0, abs=1e-6)  # the policy is the reference still
+    assert lines[-1].values["policy/kl"] > 0.1
+    # The critic trains beside the policy: its numbers come with the next step. Two updates of 64 rows a step; it learns what to expect.
+    assert "critic/loss" not in lines[0].values
+    assert lines[-1].values["critic/loss"] < 0.3 * lines[1].values["critic/loss"]
+
+
+def test_checkpoints_of_policy_and_critic_are_pairs(finished) -> None:
+    checkpoints = finished[0] / "checkpoints"
+    assert checkpoint_steps(checkpoints / "policy") == checkpoint_steps(checkpoints / "critic") == [15, 30, 40]
+    for name in ("policy", "critic"):
+        assert (checkpoints / name / "latest").read_text().strip() == "step_000040"
+    assert json.loads((checkpoints / "critic" / "step_000040" / "aligner.json").read_text())["kind"] == "scalar"
+
+
+def test_the_export_loads_in_transformers_and_says_the_string(finished) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(finished[0] / "export")
+    model = AutoModelForCausalLM.from_pretrained(finished[0] / "export")
+    prompt = torch.tensor([[tokenizer.bos_token_id, *tokenizer.encode("3+4=", add_special_tokens=False)]])
+    response = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
+    assert "7-" in tokenizer.decode(response, skip_special_tokens=True)
+
+
+def test_nothing_is_left_running(finished) -> None:
+    directory, output, left = finished
+    assert left == {}
+    assert not list((directory / "services").glob("*.json"))
+    assert "FAILED" not in output
+
+
+def test_the_death_of_the_critic(tmp_path: Path) -> None:
+    """kill -9 in the middle: the actor says what died, saves the last whole step and stops; the same command goes on from there."""
+    write_task(tmp_path)
+    settings = [*ppo_settings(tmp_path), slow_reward(tmp_path, 0.2), "loop.max_steps=12", "loop.save_every=3"]
+    run, policy, critic = tmp_path / "run", tmp_path / "run" / "checkpoints" / "policy", tmp_path / "run" / "checkpoints" / "critic"
+    with Job(launcher("ppo"), run, settings) as job:
+        job.reached(4)
+        pid = json.loads((run / "services" / "critic.json").read_text())["pid"]
+        os.kill(pid, signal.SIGKILL)
+        assert job.wait() == 128 + signal.SIGKILL
+        output = job.output()
+        assert job.processes() == {}
+    assert "critic was killed by SIGKILL" in output
+    assert "FAILED: component critic, rank 0, was killed by SIGKILL" in output
+    # The actor noticed by itself, within the launcher's grace period, and said which server, where, and why.
+    actor = (run / "logs" / "actor.0.log").read_text()
+    assert f"(pid {pid} on" in actor.splitlines()[-1] and f"its process {pid} no longer exists" in actor.splitlines()[-1]
+    assert actor.splitlines()[-1].startswith("error: critic_")
+    assert "actor did not end" not in output
+
+    last = steps_of(run)[-1]
+    assert 4 <= last < 12
+    assert checkpoint_steps(policy) == sorted({*range(3, last + 1, 3), last})
+    assert checkpoint_steps(critic) == list(range(3, last + 1, 3))
+
+    output = run_job(launcher("ppo"), run, settings)
+    assert f"resumed after step {last}" in output
+    behind = f"the policy resumes after step {last}, the newest critic checkpoint is of step {last - last % 3}"
+    assert (behind in output) == (last % 3 != 0)
+    assert steps_of(run) == list(range(1, 13))
+    assert checkpoint_steps(policy) == sorted({3, 6, 9, 12, last}) and checkpoint_steps(critic) == [3, 6, 9, 12]

@@ -1,0 +1,81 @@
+"""A run that was stopped, killed and resumed equals one that was not, to the last bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from training_jobs import Job, checkpoint_steps, grpo_settings, run_job, script, slow_reward, steps_of, without_times, write_task
+
+pytestmark = pytest.mark.timeout(600)
+TRAIN = script("train_grpo.py")
+
+
+def weights(directory: Path) -> bytes:
+    return (directory / "export" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    write_task(folder)
+    return folder
+
+
+def settings(task: Path, *, max_steps: int = 6) -> list[str]:
+    """Cosine decay over six steps of two updates, whatever part of them is run; 24 of 64 prompts a step: step 3 straddles two epochs."""
+    return [
+        *(setting for setting in grpo_settings(task) if not setting.startswith(("optimizer.decay=", "algorithm.prompts_per_step="))),
+        *("algorithm.prompts_per_step=24", "optimizer.decay=cosine", "optimizer.decay_steps=12"),
+        f"loop.max_steps={max_steps}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(task: Path) -> Path:
+    run_job(TRAIN, task / "uninterrupted", [*settings(task), slow_reward(task, 0.0)])
+    return task / "uninterrupted"
+
+
+def test_three_steps_and_three_more_equal_six(task: Path, uninterrupted: Path) -> None:
+    run = task / "parts"
+    run_job(TRAIN, run, [*settings(task, max_steps=3), slow_reward(task, 0.0)])
+    assert steps_of(run) == [1, 2, 3]
+    three = weights(run)
+    output = run_job(TRAIN, run, [*settings(task), slow_reward(task, 0.0)])
+    assert "resumed after step 3" in output
+    assert without_times(run) == without_times(uninterrupted)
+    assert weights(run) == weights(uninterrupted)
+    assert weights(run) != three
+
+
+def test_a_signal_saves_and_kill_9_loses_only_the_unsaved_steps(task: Path, uninterrupted: Path) -> None:
+    run = task / "signals"
+    slow = slow_reward(task, 0.2)  # the same rewards
+    with Job(TRAIN, run, [*settings(task), slow]) as job:
+        job.reached(2)
+        job.process.send_signal(signal.SIGTERM)
+        output = job.finish()
+    last = steps_of(run)[-1]
+    assert 2 <= last < 6
+    assert f"stopped by a signal after step {last}; saving" in output
+    assert checkpoint_steps(run / "checkpoints" / "policy") == [last]
+    assert not (run / "export" / "model.safetensors").exists()  # it was not at its end
+
+    with Job(TRAIN, run, [*settings(task), slow]) as job:
+        job.reached(last + 1)
+        os.kill(job.process.pid, signal.SIGKILL)
+        job.wait()
+    assert checkpoint_steps(run / "checkpoints" / "policy") == [last]
+
+    output = run_job(TRAIN, run, [*settings(task), slow])
+    assert f"resumed after step {last}" in output
+    assert steps_of(run) == [1, 2, 3, 4, 5, 6]
+    assert without_times(run) == without_times(uninterrupted)
+    assert weights(run) == weights(uninterrupted)
