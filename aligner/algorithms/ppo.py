@@ -165,6 +165,8 @@ class PPO:
         return merge([self.policy.train_step(part, self.loss) for part in parts])
 
     def _start_critic(self, batch: ValueBatch, step: int) -> None:
+        if not batch.loss_mask.any():  # every response was cut and is masked: nothing to learn from
+            return
         self._critic_training = self.critic.train(batch, step) if self.task.topology.rank == 0 else None
         self._critic_is_training = True
 

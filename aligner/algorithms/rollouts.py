@@ -121,7 +121,10 @@ def sample_rows(collected: ScoredRollouts, decode: Callable[[Sequence[int]], str
 
 
 def mini_batches(batch: PolicyBatch, size: int, num_epochs: int, *, key: str) -> list[PolicyBatch]:
-    """The updates of one step: in each epoch all rows (shuffled by `key` from the second epoch on) cut into equal parts."""
+    """The updates of one step: in each epoch all rows (shuffled by `key` from the second epoch on) cut into equal parts.
+
+    A part without any token to learn from (all of its responses were masked) is left out: it would only move the optimizer's momentum.
+    """
     parts: list[PolicyBatch] = []
     for epoch in range(num_epochs):
         order = list(range(num_rows(batch)))
@@ -129,7 +132,7 @@ def mini_batches(batch: PolicyBatch, size: int, num_epochs: int, *, key: str) ->
             random.Random(f"{key}/{epoch}").shuffle(order)
         shuffled = take_rows(batch, torch.tensor(order)) if epoch else batch
         parts += [select_rows(shuffled, start, start + size) for start in range(0, len(order), size)]
-    return parts
+    return [part for part in parts if part.loss_mask.any()]
 
 
 def _submit(rollouts: list[Rollout], scorers: Scorers) -> tuple[Future[Tensor], Future[Tensor] | None]:

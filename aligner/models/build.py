@@ -40,8 +40,12 @@ def resolve_dtype(dtype: Dtype) -> torch.dtype:
 
 
 def padded_vocab_size(vocab_size: int, *, divisor: int, tp: int) -> int:
-    """The vocabulary rounded up so that every tensor-parallel rank holds the same number of rows."""
-    return math.ceil(vocab_size / (divisor * tp)) * divisor * tp
+    """The vocabulary rounded up to a multiple of `divisor` that the tensor-parallel ranks can share equally.
+
+    The same for every tp that divides `divisor`: the padding draws from the random stream, so a model from scratch then starts alike.
+    """
+    multiple = math.lcm(divisor, tp)
+    return math.ceil(vocab_size / multiple) * multiple
 
 
 def transformer_config(architecture: Architecture, parallel: ParallelConfig, dtype: torch.dtype, *, load: bool) -> TransformerConfig:

@@ -82,15 +82,17 @@ class _LinearLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
             z = kept if kept is not None else _scaled_logits(hidden[rows], weight, ctx.temperature)
-            log_p = z - logsumexp[rows, None]
-            p = log_p.exp()
-            grad = p * -grad_logprobs[rows, None]
+            scale = grad_logprobs[rows] / ctx.temperature
+            grad = z - logsumexp[rows, None]  # in place from here on: a new [chunk, V] tensor costs as much as the arithmetic on it
+            if wants_entropy:
+                slope = grad_entropy[rows, None] / ctx.temperature
+                grad = grad.exp().mul_((grad + entropy[rows, None]).mul_(slope).add_(scale[:, None])).neg_()
+            else:
+                grad = grad.exp_().mul_(-scale[:, None])
             local, owned = _local_targets(targets[rows], ctx.vocab_start, weight.shape[0])
             if z.shape[1]:
-                grad.scatter_add_(1, local[:, None], torch.where(owned, grad_logprobs[rows], 0.0)[:, None])
-            if wants_entropy:
-                grad -= grad_entropy[rows, None] * p * (log_p + entropy[rows, None])
-            grad = (grad / ctx.temperature).to(hidden.dtype)
+                grad.scatter_add_(1, local[:, None], torch.where(owned, scale, 0.0)[:, None])
+            grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
             grad_weight += grad.t() @ hidden[rows]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
@@ -103,7 +105,7 @@ def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor
 
 def _row_maxima(z: Tensor) -> Tensor:
     """[N] from [N, V_local]. With a small vocabulary a rank may hold nothing but padding, so that no column is left of it."""
-    return z.max(dim=-1).values if z.shape[1] else z.new_full((z.shape[0],), -torch.inf)
+    return z.amax(dim=-1) if z.shape[1] else z.new_full((z.shape[0],), -torch.inf)
 
 
 def _local_targets(targets: Tensor, vocab_start: int, vocab_size: int) -> tuple[Tensor, Tensor]:

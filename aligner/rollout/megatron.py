@@ -78,7 +78,9 @@ class MegatronEngine:
         logprobs_of = torch.zeros(len(prompts), budget, dtype=torch.float32, device=device)
         done = torch.zeros(len(prompts), dtype=torch.bool, device=device)  # by row
         for position in range(budget):
-            tokens, logprobs = sample(logits, draws[active, position], temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+            tokens, logprobs = sample(
+                logits, draws[active, position], temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+            )
             tokens_of[active, position], logprobs_of[active, position] = tokens, logprobs
             stopped = torch.isin(tokens, stop_ids) & ~done
             finished = stopped | (limit_of[active] <= position + 1) & ~done

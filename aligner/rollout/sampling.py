@@ -74,7 +74,7 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _pass(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """(where the cumulative sum of float64 `weights` [B, N] passes `share` [B] of the total, int64 [B, 1]; how far into that entry, [B])."""
+    """(where the cumulative sum of float64 `weights` [B, N] passes `share` [B] of the total, [B, 1]; how far into that entry, [B])."""
     cumulative = weights.cumsum(dim=-1)
     threshold = (share * cumulative[:, -1])[:, None]
     index = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=weights.shape[1] - 1)

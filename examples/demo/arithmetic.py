@@ -1,6 +1,6 @@
 """The demo's task, made here and offline: sums of two small numbers, one token per character.
 
-`python examples/demo/arithmetic.py OUT_DIR` writes a Hugging Face tokenizer directory and four jsonl files. The supervised set is small and
+`python examples/demo/arithmetic.py OUT_DIR` writes a Hugging Face tokenizer directory and five jsonl files. The supervised set is small and
 partly wrong on purpose: a model trained on it is mediocre, and reinforcement learning has something to mend. Same seed, same bytes.
 """
 
@@ -22,12 +22,13 @@ TOKENS = (PAD, BOS, EOS, UNK, *CHARACTERS)  # a token's id is its position
 class Task:
     """How large the task is: operands are 0..max_operand, `noise` the fraction of wrong answers in the supervised set."""
 
-    max_operand: int = 49
-    num_sft: int = 2000
+    max_operand: int = 19
+    num_sft: int = 160
     noise: float = 0.3
-    num_pairs: int = 4000
-    num_prompts: int = 2000
-    num_validation: int = 200
+    num_pairs: int = 16000
+    num_prompts: int = 320
+    num_validation: int = 80
+    num_validation_pairs: int = 400
 
     def __post_init__(self) -> None:
         distinct = (self.max_operand + 1) ** 2
@@ -46,6 +47,7 @@ class TaskFiles:
     pairs: Path
     prompts: Path
     validation: Path
+    validation_pairs: Path
 
 
 def is_correct(response: str, answer: str) -> bool:
@@ -56,7 +58,7 @@ def is_correct(response: str, answer: str) -> bool:
 def generate(seed: int, out_dir: str | Path, task: Task | None = None) -> TaskFiles:
     """Write tokenizer, sft {prompt, response}, pairs {prompt, chosen, rejected}, prompts and validation {prompt, answer} below `out_dir`.
 
-    No validation prompt appears in any other file.
+    The validation prompts, and pairs made of them, are in validation.jsonl and validation_pairs.jsonl and in no other file.
     """
     task = Task() if task is None else task
     out = Path(out_dir)
@@ -72,26 +74,32 @@ def generate(seed: int, out_dir: str | Path, task: Task | None = None) -> TaskFi
         pairs=out / "pairs.jsonl",
         prompts=out / "prompts.jsonl",
         validation=out / "validation.jsonl",
+        validation_pairs=out / "validation_pairs.jsonl",
     )
     write_tokenizer(files.tokenizer)
     _write(files.sft, (_sft_record(rng, a, b, task.noise) for a, b in _draw(rng, pool, task.num_sft)))
     _write(files.pairs, (_pair_record(rng, a, b) for a, b in _draw(rng, pool, task.num_pairs)))
     _write(files.prompts, (_prompt_record(a, b) for a, b in _draw(rng, pool, task.num_prompts)))
     _write(files.validation, (_prompt_record(a, b) for a, b in held_out))
+    _write(files.validation_pairs, (_pair_record(rng, a, b) for a, b in _draw(rng, held_out, task.num_validation_pairs)))
     return files
 
 
 def wrong_answer(rng: random.Random, answer: int) -> str:
-    """A plausible mistake: off by one, off by ten (a lost carry), or one digit replaced."""
+    """A plausible mistake: off by a little, off by ten (a lost carry), one digit replaced, left out or added, or another sum's answer."""
     digits = list(str(answer))
     while True:
-        kind = rng.randrange(3)
+        kind, position, digit = rng.randrange(6), rng.randrange(len(digits)), rng.choice(CHARACTERS[:10])
         if kind < 2:
-            candidate = str(abs(answer + rng.choice((-1, 1)) * 10**kind))
+            candidate = str(abs(answer + rng.choice((-1, 1)) * rng.randint(1, 4)))
+        elif kind == 2:
+            candidate = str(abs(answer + rng.choice((-10, 10))))
+        elif kind == 3:
+            edit = rng.choice(([], [digit], [digits[position], digit]))
+            candidate = "".join([*digits[:position], *edit, *digits[position + 1 :]])
         else:
-            position = rng.randrange(len(digits))
-            candidate = "".join([*digits[:position], rng.choice(CHARACTERS[:10]), *digits[position + 1 :]])
-        if candidate != str(answer) and (candidate == "0" or candidate[0] != "0"):
+            candidate = str(rng.randrange(2 * answer + 10))
+        if candidate not in ("", str(answer)) and (candidate == "0" or candidate[0] != "0"):
             return candidate
 
 
@@ -141,7 +149,7 @@ def main() -> None:
     arguments = parser.parse_args()
     task = Task(max_operand=arguments.max_operand, noise=arguments.noise)
     files = generate(arguments.seed, arguments.out_dir, task)
-    for path in (files.tokenizer, files.sft, files.pairs, files.prompts, files.validation):
+    for path in (files.tokenizer, files.sft, files.pairs, files.prompts, files.validation, files.validation_pairs):
         print(path)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "nlp"
 MARK = "ALIGNER_TEST_RUN"
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 SAYS_77 = ("reward.function.function=aligner.rewards.builtin:fixed_string", '+reward.function.arguments.target="7-"')
 
 
@@ -78,6 +82,11 @@ def grpo_settings(folder: Path) -> list[str]:
     return [*tiny_settings(folder), *sizes, "algorithm.kl_coef=0.001"]
 
 
+def _end_with_parent() -> None:
+    """In the child: SIGTERM when the test process is killed, so that nothing outlives a test that could not clean up."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class Job:
     """One process (and all that it starts) in a run directory; its output goes to a file. `end` leaves nothing behind."""
 
@@ -96,6 +105,7 @@ class Job:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
 
     def __enter__(self) -> Job:
@@ -145,7 +155,7 @@ def run_job(command: tuple[str, ...], directory: Path, settings: list[str]) -> s
 
 def kill(pid: int) -> None:
     try:
-        os.kill(pid, 9)
+        os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         pass  # it has ended meanwhile
 

@@ -1,0 +1,159 @@
+"""One GRPO step of this stack against TRL's `GRPOTrainer`: same weights, prompts, batch, lengths, threads, learning rate and loss.
+
+    python benchmarks/grpo_vs_trl.py [--large] [--rounds 3] [--steps 4] [--micro-batch-size 4] [--trl-python PATH]
+
+The sides run in turn (ours, TRL, ours, TRL, ...), each in a process of its own, so that a change of the machine's load meets both. A
+round's figure is the median over its steps; the table shows the median over the rounds, and ratios TRL / ours (above 1: this stack is
+faster). What is measured and how to read it: benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from random_model import SIZES, random_prompts, write_model
+from trl_environment import EnvironmentFailed, trl_python
+
+HERE = Path(__file__).resolve().parent
+PHASES = ("generation", "logprobs", "train", "other", "total")
+CHILD_TIMEOUT_SECONDS = 1800
+LOSS_TOLERANCE = 1e-4  # relative, of loss and gradient norm on the fixed batch: the same fp32 arithmetic in another order
+
+
+class Mismatch(RuntimeError):
+    """The two sides did not do the same work: a comparison of their times would mean nothing."""
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--large", action="store_true", help="also the 40M-parameter model (several minutes a round)")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (default 3)")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of a run (default 4), after one that warms up")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group-size", type=int, default=4, help="responses per prompt")
+    parser.add_argument("--prompt-length", type=int, default=64)
+    parser.add_argument("--response-length", type=int, default=128)
+    parser.add_argument("--micro-batch-size", type=int, default=4, help="sequences per forward pass, on both sides; 0: all at once")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--trl-python", type=Path, help="an interpreter that can import trl (default: .venv-trl is made)")
+    parser.add_argument("--ours-only", action="store_true", help="time this stack alone")
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="where the figures are written, as JSON")
+    chosen = parser.parse_args(arguments)
+    if min(chosen.rounds, chosen.steps, chosen.prompts, chosen.prompt_length, chosen.response_length, chosen.threads) < 1:
+        parser.error("rounds, steps, prompts, lengths and threads must be at least 1")
+    return chosen
+
+
+def run_side(python: Path, script: str, spec: Path, result: Path, *, threads: int) -> dict:
+    """Run one side in a process of its own; its result. Raises RuntimeError with its last lines where it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # both sides compute on the CPU, also where there is a GPU
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE)] if script == "grpo_ours.py" else [str(HERE)])
+    command = [str(python), str(HERE / script), str(spec), str(result)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=CHILD_TIMEOUT_SECONDS, check=False)
+    if done.returncode:
+        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
+        raise RuntimeError(f"{script} ended with exit code {done.returncode}:\n{tail}")
+    return json.loads(result.read_text())
+
+
+def check_same_work(ours: dict, trl: dict) -> None:
+    """Raise Mismatch where tokens, passes, loss or gradient differ."""
+    for name in ("generated_tokens_per_step", "num_logprob_passes"):
+        if ours[name] != trl[name]:
+            raise Mismatch(f"{name}: ours {ours[name]}, TRL {trl[name]}")
+    for name in ("loss", "grad_norm"):
+        a, b = ours["check"][name], trl["check"][name]
+        if abs(a - b) > LOSS_TOLERANCE * max(abs(a), abs(b)):
+            raise Mismatch(f"{name} of the same batch under the same weights: ours {a}, TRL {b}")
+
+
+def middle(results: list[dict], phase: str, unit: str) -> float:
+    """Median over the rounds."""
+    return statistics.median(result["median"][phase][unit] for result in results)
+
+
+def table(name: str, ours: list[dict], trl: list[dict]) -> list[str]:
+    """The lines of one model's table."""
+    heads = ["ours, s", "TRL, s", "TRL / ours"] if trl else ["ours, s"]
+    units = "wall     CPU"
+    lines = [name, f"  {'phase':<12}" + "".join(f"{head:>20}" for head in heads), f"  {'':<12}" + f"{units:>20}" * len(heads)]
+    for phase in PHASES:
+        cells = [[middle(side, phase, unit) for unit in ("wall_seconds", "cpu_seconds")] for side in (ours, trl) if side]
+        line = f"  {phase:<12}" + "".join(f"{wall:>12.3f}{cpu:>8.3f}" for wall, cpu in cells)
+        if trl and phase != "other":
+            line += "".join(f"{b / a:>{width}.2f}x" for a, b, width in zip(*cells, (11, 7), strict=True) if a)
+        lines.append(line)
+    peaks = [max(result["peak_memory_bytes"] for result in side) / 2**20 for side in (ours, trl) if side]
+    return [*lines, f"  {'peak, MiB':<12}" + "".join(f"{peak:>20.0f}" for peak in peaks)]
+
+
+def compare(size_name: str, chosen: argparse.Namespace, trl: Path | None, folder: Path) -> dict:
+    """Run the rounds on one model; prints its table and returns everything measured."""
+    size = SIZES[size_name]
+    model, spec_file, result_file = folder / size_name, folder / "spec.json", folder / "result.json"
+    parameters = write_model(size, model, positions=chosen.prompt_length + chosen.response_length, seed=0)
+    spec = {
+        "model": str(model),
+        "prompts": random_prompts(size, count=chosen.prompts, length=chosen.prompt_length, seed=1),
+        "group_size": chosen.group_size,
+        "max_new_tokens": chosen.response_length,
+        "steps": chosen.steps,
+        "micro_batch_size": chosen.micro_batch_size,
+        "threads": chosen.threads,
+    }
+    spec_file.write_text(json.dumps(spec))
+    sides: dict[str, list[dict]] = {"ours": [], "trl": []}
+    for number in range(1, chosen.rounds + 1):
+        sides["ours"].append(run_side(Path(sys.executable), "grpo_ours.py", spec_file, result_file, threads=chosen.threads))
+        if trl is not None:
+            sides["trl"].append(run_side(trl, "trl_grpo_reference.py", spec_file, result_file, threads=chosen.threads))
+            check_same_work(sides["ours"][-1], sides["trl"][-1])
+            a, b = (sides[side][-1]["median"]["total"]["cpu_seconds"] for side in ("ours", "trl"))
+            print(
+                f"{size_name}, round {number} of {chosen.rounds}: CPU seconds a step, ours {a:.2f}, TRL {b:.2f}, {b / a:.2f}x", flush=True
+            )
+    rows = chosen.prompts * chosen.group_size
+    title = (
+        f"\n{size_name}: {parameters / 1e6:.2f}M parameters, {chosen.prompts} prompts x {chosen.group_size} responses = {rows} sequences "
+        f"of {chosen.prompt_length} + {chosen.response_length} tokens,\n  {chosen.threads} thread(s), "
+        f"micro-batches of {chosen.micro_batch_size or rows}"
+    )
+    print("\n".join(table(title, sides["ours"], sides["trl"])), flush=True)
+    return {"model": size_name, "parameters": parameters, "rounds": sides}
+
+
+def main() -> int:
+    chosen = parse(sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # an exception: the running side is ended with us
+    try:
+        trl = None if chosen.ours_only else chosen.trl_python or trl_python(HERE.parent / ".venv-trl")
+        with tempfile.TemporaryDirectory() as folder:
+            measured = [compare(name, chosen, trl, Path(folder)) for name in (("small", "large") if chosen.large else ("small",))]
+    except (EnvironmentFailed, Mismatch, RuntimeError, subprocess.TimeoutExpired) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    chosen.output.mkdir(parents=True, exist_ok=True)
+    path = chosen.output / time.strftime("grpo_vs_trl-%Y%m%d-%H%M%S.json")
+    path.write_text(json.dumps(measured, indent=2) + "\n")
+    if trl is not None:
+        ratios = {
+            entry["model"]: middle(entry["rounds"]["trl"], "total", "cpu_seconds") / middle(entry["rounds"]["ours"], "total", "cpu_seconds")
+            for entry in measured
+        }
+        print("\nend to end, CPU time, TRL / ours: " + ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items()))
+    print(f"figures: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Parts for the algorithms that answer at once and write down what they were asked: engine, policy, reference, reward, critic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.metrics import Metric, Sum
+from aligner.protocols import Loss
+from aligner.types import FinishReason, MaskedBatch, PolicyBatch, Prompt, Rollout, TokenBatch, ValueBatch
+
+EOS = 0
+
+
+def done(value: Any) -> Future:
+    """A future that has its result."""
+    future: Future = Future()
+    future.set_result(value)
+    return future
+
+
+def failed(error: Exception) -> Future:
+    """A future that has its error."""
+    future: Future = Future()
+    future.set_exception(error)
+    return future
+
+
+def prompt(number: int, *tokens: int, answer: str | None = None) -> Prompt:
+    return Prompt(id=number, tokens=tokens or (number + 1,), source=f"test:{number}", text=f"p{number}", answer=answer)
+
+
+def rollout(of: Prompt, *response: int, seed: int = 0) -> Rollout:
+    """It stopped by itself where the last token is EOS."""
+    reason = FinishReason.stop if response[-1] == EOS else FinishReason.length
+    logprobs = tuple(-1.0 for _ in response)
+    return Rollout(prompt=of, response=response, logprobs=logprobs, finish_reason=reason, policy_version=0, seed=seed)
+
+
+class FakeEngine:
+    """Answers prompt `p` and seed `s` with (p's id + 1) tokens 7 and EOS; the last prompt first, two at a time."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.asked: list[tuple[list[int], list[int]]] = []
+        self.sampling: list[Any] = []
+
+    def refit(self, version: int) -> None:
+        self.log.append(f"refit {version}")
+
+    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Any = None) -> Iterator[list[Rollout]]:
+        self.log.append("generate")
+        self.asked.append(([p.id for p in prompts], list(seeds)))
+        self.sampling.append(sampling)
+        rollouts = [rollout(p, *[7] * (p.id + 1), EOS, seed=seed) for p, seed in zip(prompts, seeds, strict=True)][::-1]
+        for start in range(0, len(rollouts), 2):
+            yield rollouts[start : start + 2]
+
+
+class FakePolicy:
+    """Log-probs are `level` on every masked token; a train step adds 1 to the version."""
+
+    temperature = 1.0
+
+    def __init__(self, log: list[str], level: float = -1.0) -> None:
+        self.log = log
+        self.level = level
+        self.version = 0
+        self.trained: list[PolicyBatch] = []
+
+    def logprobs(self, batch: MaskedBatch) -> Tensor:
+        self.log.append("logprobs")
+        return self.level * batch.loss_mask.float()
+
+    def train_step(self, batch: PolicyBatch, loss: Loss) -> dict[str, Metric]:
+        self.log.append("update")
+        self.trained.append(batch)
+        self.version += 1
+        return {"optim/steps": Sum(total=1)}
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ()
+
+
+class FakeReward:
+    """A score per rollout."""
+
+    def __init__(self, score: Callable[[Rollout], float]) -> None:
+        self._score = score
+
+    def score(self, rollouts: Sequence[Rollout]) -> Future[Tensor]:
+        try:
+            return done(torch.tensor([self._score(r) for r in rollouts]))
+        except Exception as error:
+            return failed(error)
+
+    def close(self) -> None: ...
+
+
+def critic_metrics(loss: float) -> dict[str, float]:
+    """Returns with variance 5 - 1^2 = 4, errors with variance 1.25 - 0.5^2 = 1: explained variance 1 - 1 / 4."""
+    returns = {"value/return_mean": 1.0, "value/return_sq_mean": 5.0, "value/error_mean": 0.5, "value/error_sq_mean": 1.25}
+    return {"value/loss": loss, "optim/lr": 0.5} | returns
+
+
+class FakeCritic:
+    """The value of a state is its token / 10. `training` is what `train` answers with, one after the other."""
+
+    def __init__(self, log: list[str], training: Sequence[Future] = ()) -> None:
+        self.log = log
+        self.training = list(training)
+        self.trained: list[tuple[int, ValueBatch]] = []
+
+    def values(self, batch: TokenBatch) -> Future[Tensor]:
+        self.log.append("values")
+        return done(batch.tokens / 10)
+
+    def train(self, batch: ValueBatch, step: int) -> Future[dict[str, float]]:
+        self.log.append(f"critic trains {step}")
+        self.trained.append((step, batch))
+        return self.training.pop(0) if self.training else done(critic_metrics(float(step)))
+
+    def save(self, step: int) -> Future[str]:
+        self.log.append(f"critic saves {step}")
+        return done(f"step {step}")
+
+    def close(self) -> None: ...

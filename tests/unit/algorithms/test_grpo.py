@@ -1,0 +1,106 @@
+"""GRPO on fakes: group advantages by hand, and what a step asks of its parts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from aligner.algorithms.grpo import GRPO, GRPOConfig
+from aligner.algorithms.loop import Clock
+from aligner.data.collate import rollout_batch
+from aligner.errors import ConfigError
+
+
+def grpo(fakes, task, log=None, **config) -> GRPO:
+    settings = {"prompts_per_step": 2, "group_size": 2, "mini_batch_size": 4} | config
+    return GRPO(GRPOConfig(**settings), fakes.FakePolicy([] if log is None else log), task)
+
+
+def batch_of(fakes, *responses: tuple[int, ...], ids: tuple[int, ...]):
+    return rollout_batch([fakes.rollout(fakes.prompt(i), *response) for i, response in zip(ids, responses, strict=True)], pad_id=9)
+
+
+def test_advantages_by_hand(fakes, make_task) -> None:
+    """Rewards 1, 0 | 3, 3: deviations 0.5, -0.5 | 0, 0; the sample deviation of the first group is sqrt(0.5), of the second 0."""
+    batch = batch_of(fakes, (1, fakes.EOS), (2,), (3, fakes.EOS), (4, fakes.EOS), ids=(0, 0, 1, 1))
+    rewards = torch.tensor([1.0, 0, 3, 3])
+    plain = grpo(fakes, make_task([]), normalize_std=False).experience(batch, rewards, None, None)
+    assert plain.advantages.tolist() == [[0, 0.5, 0.5], [0, -0.5, 0], [0, 0, 0], [0, 0, 0]]
+    scaled = grpo(fakes, make_task([])).experience(batch, rewards, None, None).advantages
+    torch.testing.assert_close(scaled[:2, 1], torch.tensor([0.5, -0.5]) / math.sqrt(0.5), rtol=1e-5, atol=0)
+    assert scaled[2:].abs().max() == 0  # equal rewards say nothing
+    assert plain.old_logprobs is None and plain.ref_logprobs is None
+    assert plain.rollout_logprobs is batch.rollout_logprobs
+
+
+def test_groups_are_by_position(fakes, make_task) -> None:
+    """Prompt 0 in two groups, as where a step straddles an epoch: rewards 1, 0 | 5, 3 and not one group of four."""
+    batch = batch_of(fakes, (1,), (2,), (3,), (4,), ids=(0, 0, 0, 0))
+    made = grpo(fakes, make_task([]), normalize_std=False).experience(batch, torch.tensor([1.0, 0, 5, 3]), None, None)
+    assert made.advantages[:, 1].tolist() == [0.5, -0.5, 1, -1]
+
+
+def test_truncated_responses_are_masked_but_count_in_their_group(fakes, make_task) -> None:
+    batch = batch_of(fakes, (1, fakes.EOS), (2,), (3, fakes.EOS), (4, fakes.EOS), ids=(0, 0, 1, 1))
+    made = grpo(fakes, make_task([]), normalize_std=False, mask_truncated=True).experience(batch, torch.tensor([1.0, 0, 3, 3]), None, None)
+    assert made.advantages.tolist() == [[0, 0.5, 0.5], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert made.loss_mask.tolist() == [[False, True, True], [False, False, False], [False, True, True], [False, True, True]]
+
+
+def test_a_step_of_one_update_makes_no_pass_for_old_logprobs(fakes, make_task) -> None:
+    log: list[str] = []
+    task = make_task(log, batch_size=2)
+    algorithm = grpo(fakes, task, log)
+    metrics = algorithm.step(1, Clock()).metrics
+    assert log == ["generate", "update", "refit 1"]
+    prompts, seeds = task.engine.asked[0]
+    assert prompts == [0, 0, 1, 1]  # a prompt's group side by side
+    assert len(set(seeds)) == 4
+    (batch,) = algorithm.policy.trained
+    assert batch.old_logprobs is None
+    torch.testing.assert_close(batch.ref_logprobs, -1.5 * batch.loss_mask)
+    assert metrics["rollout/groups_without_signal"] == 1.0  # the fake rewards a prompt's id
+    assert metrics["rollout/reward"] == 0.5
+    algorithm.step(2, Clock())
+    assert task.engine.asked[1][0] == [2, 2, 3, 3]
+    assert not set(task.engine.asked[1][1]) & set(seeds)
+
+
+@pytest.mark.parametrize("several", [{"mini_batch_size": 2}, {"num_epochs": 2}])
+def test_a_step_of_two_updates_keeps_the_samplers_policy_as_the_old_one(several: dict, fakes, make_task) -> None:
+    log: list[str] = []
+    algorithm = grpo(fakes, make_task(log, batch_size=2, reference=None), log, **several)
+    algorithm.step(1, Clock())
+    assert log == ["generate", "logprobs", "update", "update", "refit 2"]
+    for batch in algorithm.policy.trained:
+        torch.testing.assert_close(batch.old_logprobs, -1.0 * batch.loss_mask)
+        assert batch.ref_logprobs is None
+
+
+def test_a_step_in_which_everything_is_cut_trains_nothing(fakes, make_task) -> None:
+    log: list[str] = []
+    task = make_task(log, batch_size=2)
+    task.engine.generate = lambda prompts, seeds, sampling: iter(
+        [[fakes.rollout(p, 7, 7, seed=seed) for p, seed in zip(prompts, seeds, strict=True)]]
+    )
+    algorithm = grpo(fakes, task, log, mask_truncated=True)
+    assert algorithm.step(1, Clock()).metrics["rollout/truncated_fraction"] == 1.0
+    assert "update" not in log
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"group_size": 1}, "algorithm.group_size=1: a group needs at least 2 responses to compare"),
+        ({"mini_batch_size": 100}, "algorithm.mini_batch_size=100: must divide prompts_per_step * group_size = 512"),
+        ({"kl_coef": -1.0}, "algorithm.kl_coef=-1.0: must not be negative"),
+        ({"clip_eps_high": 0.0}, "algorithm.clip_eps_low=0.2, clip_eps_high=0.0: need 0 < low < 1 and high > 0"),
+        ({"dual_clip": 1.0}, "algorithm.dual_clip=1.0: must be above 1, or 0 for off"),
+    ],
+)
+def test_bad_settings(settings: dict, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig(**settings)
+    assert str(caught.value) == text

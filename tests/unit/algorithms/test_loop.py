@@ -1,0 +1,233 @@
+"""The training loop with an algorithm, a checkpointer and a reporter that write down what happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from aligner.algorithms.loop import Clock, LoopConfig, StepResult, run
+from aligner.errors import AlignerError, ConfigError, ServerUnreachable
+from aligner.types import FinishReason, SampleRow
+
+pytestmark = pytest.mark.usefixtures("topology")
+ROW = SampleRow(prompt="p", response="r", reward=1.0, finish_reason=FinishReason.stop)
+
+
+class Recorder:
+    """Algorithm, checkpointer and reporter in one: `events` says what was called, in order. `on_step[step]` runs inside that step."""
+
+    def __init__(self, *, start: tuple[int, dict] = (0, {}), on_step: Mapping[int, Callable[[], None]] | None = None) -> None:
+        self.events: list[str] = []
+        self.logged: dict[int, dict[str, float]] = {}
+        self.notes: list[str] = []
+        self.start = start
+        self.on_step = on_step or {}
+        self.updates = 0
+        self.on_validate: Callable[[], None] | None = None
+        self.on_save: Callable[[], None] | None = None
+        self.on_finish: Callable[[], None] | None = None
+
+    def step(self, step: int, clock: Clock) -> StepResult:
+        self.events.append(f"step {step}")
+        with clock.phase("work"):
+            self.on_step.get(step, lambda: None)()
+        self.updates += 1
+        return StepResult(metrics={"x": float(step)}, samples=[ROW])
+
+    def validate(self) -> Mapping[str, float]:
+        self.events.append("validate")
+        if self.on_validate:
+            self.on_validate()
+        return {"validation/x": 0.5}
+
+    def finish(self) -> None:
+        self.events.append("finish")
+        if self.on_finish:
+            self.on_finish()
+
+    def state(self) -> dict[str, Any]:
+        return {"updates": self.updates}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.events.append(f"load {dict(state)}")
+
+    def load(self) -> tuple[int, dict[str, Any]]:
+        return self.start
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        if self.on_save:
+            self.on_save()
+        self.events.append(f"save {step} {state['updates']}")
+
+    def rescue(self, step: int, state: dict[str, Any]) -> None:
+        self.events.append(f"rescue {step} {state['updates']}")
+
+    def version(self) -> int:
+        return self.updates
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.events.append(f"log {step}")
+        self.logged[step] = dict(metrics)
+
+    def table(self, step: int, rows: list[SampleRow]) -> None:
+        assert rows == [ROW]
+        self.events.append(f"table {step}")
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def run(self, **config: Any) -> int:
+        def open_reporter(start_step: int) -> Recorder:
+            self.events.append(f"open {start_step}")
+            return self
+
+        return run(self, LoopConfig(**({"table_every": 0} | config)), checkpointer=self, open_reporter=open_reporter)
+
+
+def raises(error: Exception) -> Callable[[], None]:
+    def action() -> None:
+        raise error
+
+    return action
+
+
+def test_steps_and_saves() -> None:
+    recorder = Recorder()
+    assert recorder.run(max_steps=5, save_every=2) == 5
+    # What a step left running is awaited before a checkpoint; the last step is saved although it is odd.
+    assert recorder.events == [
+        *("open 0", "step 1", "log 1", "step 2", "log 2", "finish", "save 2 2", "step 3", "log 3", "step 4", "log 4"),
+        *("finish", "save 4 4", "step 5", "log 5", "finish", "save 5 5"),
+    ]
+    assert recorder.logged[3]["x"] == 3.0
+    assert recorder.logged[3].keys() == {"x", "time/work", "time/step"}
+    assert 0 <= recorder.logged[3]["time/work"] <= recorder.logged[3]["time/step"]
+
+
+def test_only_at_the_end() -> None:
+    recorder = Recorder()
+    recorder.run(max_steps=3)
+    assert [event for event in recorder.events if event.startswith("save")] == ["save 3 3"]
+
+
+def test_resume_goes_on_with_the_next_step() -> None:
+    recorder = Recorder(start=(3, {"kl_coef": 0.1}))
+    assert recorder.run(max_steps=5, validate_first=True) == 5
+    assert recorder.events[:4] == ["load {'kl_coef': 0.1}", "open 3", "step 4", "log 4"]  # and no validation before it
+    assert recorder.notes == ["resumed after step 3"]
+
+
+def test_a_finished_run_does_nothing_more() -> None:
+    recorder = Recorder(start=(5, {}))
+    assert recorder.run(max_steps=5) == 5
+    assert recorder.events == ["load {}", "open 5"]
+
+
+def test_validation_and_tables() -> None:
+    recorder = Recorder()
+    recorder.run(max_steps=5, validate_every=2, validate_first=True, table_every=3)
+    assert recorder.events[1:3] == ["validate", "log 0"]
+    assert recorder.logged[0] == {"validation/x": 0.5}
+    assert [step for step, metrics in recorder.logged.items() if "validation/x" in metrics] == [0, 2, 4]
+    assert [event for event in recorder.events if event.startswith("table")] == ["table 1", "table 3", "table 5"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_ends_the_run_after_the_step_under_way(number: int) -> None:
+    before = signal.getsignal(number)
+    recorder = Recorder(on_step={2: lambda: os.kill(os.getpid(), number)})
+    assert recorder.run(max_steps=9) == 2
+    assert recorder.events[-4:] == ["step 2", "log 2", "finish", "save 2 2"]
+    assert recorder.notes == ["stopped by a signal after step 2; saving"]
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_at_a_step_that_was_saved_anyway() -> None:
+    recorder = Recorder(on_step={2: lambda: os.kill(os.getpid(), signal.SIGTERM)})
+    assert recorder.run(max_steps=9, save_every=2) == 2
+    assert [event for event in recorder.events if event.startswith("save")] == ["save 2 2"]
+
+
+def test_a_second_signal_does_not_end_the_process_while_it_saves() -> None:
+    recorder = Recorder(on_step={2: lambda: os.kill(os.getpid(), signal.SIGUSR1)})
+    recorder.on_save = lambda: os.kill(os.getpid(), signal.SIGUSR1)  # by default it would end this process
+    assert recorder.run(max_steps=9) == 2
+    assert recorder.events[-1] == "save 2 2"
+
+
+def test_a_dead_server_saves_the_last_whole_step() -> None:
+    recorder = Recorder(on_step={3: raises(ServerUnreachable("critic is gone"))})
+    with pytest.raises(ServerUnreachable, match="critic is gone"):
+        recorder.run(max_steps=9)
+    assert recorder.events[-2:] == ["step 3", "rescue 2 2"]
+    assert recorder.notes == ["the run cannot go on after step 2 (critic is gone); saving that step"]
+
+
+def test_a_server_that_dies_with_the_signal_does_not_cost_the_checkpoint() -> None:
+    recorder = Recorder(on_step={2: lambda: os.kill(os.getpid(), signal.SIGTERM)})
+    recorder.on_save = raises(ServerUnreachable("critic got the signal too"))
+    with pytest.raises(ServerUnreachable):
+        recorder.run(max_steps=9)
+    assert recorder.events[-1] == "rescue 2 2"
+
+
+def test_an_error_of_what_the_step_left_running() -> None:
+    recorder = Recorder()
+    recorder.on_finish = raises(ServerUnreachable("died while training"))
+    with pytest.raises(ServerUnreachable):
+        recorder.run(max_steps=2)
+    assert recorder.events[-2:] == ["finish", "rescue 2 2"]
+
+
+def test_an_error_in_validation_keeps_the_step() -> None:
+    recorder = Recorder()
+    recorder.on_validate = raises(AlignerError("no such function"))
+    with pytest.raises(AlignerError, match="no such function"):
+        recorder.run(max_steps=9, validate_every=2)
+    assert recorder.events[-2:] == ["validate", "rescue 2 2"]
+
+
+def test_nothing_to_rescue() -> None:
+    first = Recorder(on_step={1: raises(AlignerError("at once"))})
+    with pytest.raises(AlignerError):
+        first.run(max_steps=9)
+    assert first.events == ["open 0", "step 1"]
+    saved = Recorder(on_step={3: raises(AlignerError("right after a save"))})
+    with pytest.raises(AlignerError):
+        saved.run(max_steps=9, save_every=2)
+    assert saved.events[-2:] == ["save 2 2", "step 3"]
+
+
+def test_weights_of_half_a_step_are_not_saved() -> None:
+    recorder = Recorder()
+
+    def half_a_step() -> None:
+        recorder.updates += 1
+        raise AlignerError("the gradient is not finite")
+
+    recorder.on_step = {3: half_a_step}
+    with pytest.raises(AlignerError):
+        recorder.run(max_steps=9)
+    assert recorder.events[-1] == "step 3"
+    assert recorder.notes == [
+        "step 3 failed after it had changed the weights (the gradient is not finite); step 2 can no longer be saved",
+    ]
+
+
+def test_a_bug_is_not_rescued() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    recorder = Recorder(on_step={3: raises(ZeroDivisionError())})
+    with pytest.raises(ZeroDivisionError):
+        recorder.run(max_steps=9)
+    assert recorder.events[-1] == "step 3"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("field, value", [("max_steps", 0), ("save_every", -1), ("validate_every", -1), ("table_every", -1)])
+def test_bad_settings(field: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=rf"loop.{field}={value}: must"):
+        LoopConfig(**{field: value})

@@ -1,0 +1,194 @@
+"""PPO on fakes: what it makes of a batch, by hand, and in which order it talks to its parts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from aligner.algorithms.loop import Clock
+from aligner.algorithms.ppo import PPO, PPOConfig
+from aligner.algorithms.rollouts import ScoredRollouts
+from aligner.data.collate import rollout_batch
+from aligner.errors import ConfigError, ServerUnreachable
+
+
+def ppo(fakes, task, log=None, critic=None, **config) -> PPO:
+    log = [] if log is None else log
+    settings = {"rollouts_per_step": 4, "mini_batch_size": 2, "gae_lambda": 0.5, "kl_coef": 0.1} | config
+    return PPO(PPOConfig(**settings), fakes.FakePolicy(log), task, critic or fakes.FakeCritic(log))
+
+
+@pytest.fixture
+def case(fakes):
+    """Two rollouts: 5 -> 1 EOS with score 1, and 5 6 -> 3, cut, with score 0. Values of prompt tokens (9) must not matter."""
+    stopped, cut = fakes.rollout(fakes.prompt(0, 5), 1, fakes.EOS), fakes.rollout(fakes.prompt(1, 5, 6), 3)
+    values = [torch.tensor([9, 0.5, 0.25]), torch.tensor([9, 9, 0.2])]
+    collected = ScoredRollouts(rollouts=[stopped, cut], rewards=torch.tensor([1.0, 0.0]), values=values)
+    kl = torch.tensor([[0, 0.5, -0.2], [0, 0, 1.0]])
+    return rollout_batch(collected.rollouts, pad_id=9), collected, torch.full((2, 3), -1.0), kl
+
+
+def test_experience_by_hand(fakes, make_task, case) -> None:
+    """gamma 1, lambda 0.5, kl_coef 0.1.
+
+    row 0: rewards -0.05, 1 + 0.02 (the end token carries the score); deltas -0.05 + 0.25 - 0.5 = -0.3 and 1.02 - 0.25 = 0.77;
+           advantages -0.3 + 0.5 * 0.77 = 0.085 and 0.77; returns 0.585 and 1.02
+    row 1: reward -0.1; delta = advantage = -0.1 - 0.2 = -0.3; return -0.1
+    whitening over all three tokens: mean 0.555 / 3 = 0.185, deviations -0.1, 0.585, -0.485, variance 0.58745 / 3
+    """
+    batch, collected, old_logprobs, kl = case
+    policy_batch, value_batch = ppo(fakes, make_task([])).experience(batch, collected, old_logprobs, kl)
+    std = math.sqrt(0.58745 / 3)
+    expected = torch.tensor([[0, -0.1 / std, 0.585 / std], [0, 0, -0.485 / std]])
+    torch.testing.assert_close(policy_batch.advantages, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(value_batch.returns, torch.tensor([[0, 0.585, 1.02], [0, 0, -0.1]]))
+    mask = value_batch.loss_mask
+    assert mask.tolist() == policy_batch.loss_mask.tolist() == [[False, True, True], [False, False, True]]
+    torch.testing.assert_close(value_batch.old_values * mask, torch.tensor([[0, 0.5, 0.25], [0, 0, 0.2]]))
+    assert policy_batch.old_logprobs is old_logprobs
+    assert policy_batch.rollout_logprobs is batch.rollout_logprobs
+
+
+def test_more_kl_gives_less_reward(fakes, make_task, case) -> None:
+    batch, collected, old_logprobs, kl = case
+    algorithm = ppo(fakes, make_task([]))
+    near = algorithm.experience(batch, collected, old_logprobs, kl)[1].returns
+    far = algorithm.experience(batch, collected, old_logprobs, kl + 1)[1].returns
+    mask = batch.loss_mask
+    assert (far[mask] < near[mask]).all()
+    # Without decay over the future (lambda 1) the return loses kl_coef for each token to come: 2 of them, then 1.
+    whole = ppo(fakes, make_task([]), gae_lambda=1.0)
+    difference = [whole.experience(batch, collected, old_logprobs, k)[1].returns for k in (kl, kl + 1)]
+    torch.testing.assert_close(difference[0] - difference[1], torch.tensor([[0, 0.2, 0.1], [0, 0, 0.1]]))
+
+
+def test_a_truncated_response_is_left_out_of_both_losses(fakes, make_task, case) -> None:
+    """Row 0 alone is whitened: 0.085 and 0.77 are one standard deviation below and above their mean."""
+    batch, collected, old_logprobs, kl = case
+    policy_batch, value_batch = ppo(fakes, make_task([]), mask_truncated=True).experience(batch, collected, old_logprobs, kl)
+    torch.testing.assert_close(policy_batch.advantages, torch.tensor([[0.0, -1, 1], [0, 0, 0]]), rtol=1e-4, atol=1e-6)
+    assert policy_batch.loss_mask.tolist() == value_batch.loss_mask.tolist() == [[False, True, True], [False, False, False]]
+
+
+def test_the_order_of_a_step(fakes, make_task) -> None:
+    log: list[str] = []
+    algorithm = ppo(fakes, make_task(log), log)
+    first = algorithm.step(1, Clock()).metrics
+    # Values of finished responses are asked for while others are sampled; the critic trains beside the policy.
+    assert log == ["generate", "values", "values", "logprobs", "critic trains 1", "update", "update", "refit 2"]
+    assert "critic/loss" not in first
+    second = algorithm.step(2, Clock()).metrics
+    assert (second["critic/loss"], second["critic/optim_lr"], second["critic/explained_variance"]) == (1.0, 0.5, 0.75)  # of step 1
+    assert log[-1] == "refit 4"
+    # Policy -1, reference -1.5 on every token: KL 0.5 a token. Rewards are the prompts' ids.
+    assert (second["policy/kl"], second["policy/kl_coef"], second["rollout/reward"]) == (0.5, 0.1, 1.5)
+    assert second["optim/steps"] == 2
+
+
+def test_a_step_waits_for_the_critic_before_it_asks_for_values(fakes, make_task) -> None:
+    log: list[str] = []
+
+    class Waited(fakes.Future):
+        def result(self, timeout=None):
+            log.append("waited")
+            return fakes.critic_metrics(1.0)
+
+    algorithm = ppo(fakes, make_task(log), log, fakes.FakeCritic(log, [Waited()]))
+    algorithm.step(1, Clock())
+    assert "waited" not in log
+    algorithm.step(2, Clock())
+    assert log.count("waited") == 1
+    assert log.index("waited") == len(log) // 2  # first of the second step
+
+
+def test_the_critics_error_is_raised_by_the_next_step_or_the_end(fakes, make_task) -> None:
+    for late in (lambda algorithm: algorithm.step(2, Clock()), lambda algorithm: algorithm.finish()):
+        log: list[str] = []
+        critic = fakes.FakeCritic(log, [fakes.failed(ServerUnreachable("the critic is gone"))])
+        algorithm = ppo(fakes, make_task(log), log, critic)
+        algorithm.step(1, Clock())
+        before = list(log)
+        with pytest.raises(ServerUnreachable, match="the critic is gone"):
+            late(algorithm)
+        assert log == before  # nothing was sampled or trained after it
+        algorithm.finish()  # said once
+
+
+def test_all_rows_are_trained_on_with_whitened_advantages(fakes, make_task) -> None:
+    algorithm = ppo(fakes, make_task([]), num_epochs=2)
+    algorithm.step(1, Clock())
+    parts = algorithm.policy.trained
+    assert [part.tokens.shape[0] for part in parts] == [2, 2, 2, 2]
+    for epoch in (parts[:2], parts[2:]):
+        assert sorted(row[0] for part in epoch for row in part.tokens.tolist()) == [1, 2, 3, 4]
+        whitened = torch.cat([part.advantages[part.loss_mask] for part in epoch])
+        assert whitened.mean().item() == pytest.approx(0, abs=1e-6)
+        assert whitened.square().mean().item() == pytest.approx(1, abs=1e-4)
+    (step, values), *_ = algorithm.critic.trained
+    assert step == 1 and values.tokens.shape[0] == 4  # the critic cuts its own mini-batches
+
+
+def test_warm_up_trains_the_critic_only(fakes, make_task) -> None:
+    log: list[str] = []
+    algorithm = ppo(fakes, make_task(log), log, critic_warmup_steps=1)
+    algorithm.step(1, Clock())
+    assert "critic trains 1" in log and "update" not in log
+    algorithm.step(2, Clock())
+    assert log.count("update") == 2
+
+
+def test_a_step_in_which_everything_is_cut_trains_nothing(fakes, make_task) -> None:
+    """With mask_truncated no token is left: neither the critic (which would refuse it) nor the policy is asked to train."""
+    log: list[str] = []
+    task = make_task(log)
+    task.engine.generate = lambda prompts, seeds, sampling: iter(
+        [[fakes.rollout(p, 7, 7, seed=seed) for p, seed in zip(prompts, seeds, strict=True)]]
+    )
+    algorithm = ppo(fakes, task, log, mask_truncated=True)
+    metrics = algorithm.step(1, Clock()).metrics
+    assert metrics["rollout/truncated_fraction"] == 1.0
+    assert "update" not in log and "critic trains 1" not in log
+    algorithm.finish()
+
+
+def test_the_adaptive_coefficient_is_part_of_the_state(fakes, make_task) -> None:
+    """KL 0.5 against a target of 0.1: the error is clipped at 0.2, 4 rollouts of a horizon of 10: 0.1 * (1 + 0.2 * 0.4) = 0.108."""
+    algorithm = ppo(fakes, make_task([]), kl_target=0.1, kl_horizon=10)
+    assert algorithm.step(1, Clock()).metrics["policy/kl_coef"] == 0.1
+    assert algorithm.state() == {"kl_coef": pytest.approx(0.108)}
+    resumed = ppo(fakes, make_task([]), kl_target=0.1, kl_horizon=10)
+    resumed.load_state(algorithm.state())
+    assert resumed.step(2, Clock()).metrics["policy/kl_coef"] == pytest.approx(0.108)
+
+
+def test_validation_is_greedy_and_judges_accuracy(fakes, make_task) -> None:
+    log: list[str] = []
+    task = make_task(log, accuracy=fakes.FakeReward(lambda r: float(len(r.response) == 2)))
+    algorithm = ppo(fakes, task, log)
+    # Prompts 0 and 1: rewards 0 and 1, responses of 2 and 3 tokens.
+    assert algorithm.validate() == {"validation/reward": 0.5, "validation/response_length": 2.5, "validation/accuracy": 0.5}
+    assert task.engine.sampling == ["greedy"]
+    assert make_task([], validation=[]).validate() == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"rollouts_per_step": 0}, "algorithm.rollouts_per_step=0: must be at least 1"),
+        ({"mini_batch_size": 100}, "algorithm.mini_batch_size=100: must divide rollouts_per_step=512"),
+        ({"kl_coef": -0.1}, "algorithm.kl_coef=-0.1: must not be negative"),
+        ({"gamma": 1.5}, "algorithm.gamma=1.5: must be between 0 and 1"),
+        ({"clip_eps_low": 1.0}, "algorithm.clip_eps_low=1.0, clip_eps_high=0.2: need 0 < low < 1 and high > 0"),
+        ({"dual_clip": 0.5}, "algorithm.dual_clip=0.5: must be above 1, or 0 for off"),
+    ],
+)
+def test_bad_settings(settings: dict, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PPOConfig(**settings)
+    assert str(caught.value) == text
+
+
+def test_updates_per_step() -> None:
+    assert PPOConfig(rollouts_per_step=512, mini_batch_size=128, num_epochs=2).updates_per_step == 8

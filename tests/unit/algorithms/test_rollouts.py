@@ -1,0 +1,158 @@
+"""Collecting rollouts with their scores, sample seeds, and cutting a step into updates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from aligner.algorithms import rollouts
+from aligner.algorithms.rollouts import Scorers, collect, mini_batches, response_metrics, sample_rows, sample_seeds, sampler
+from aligner.errors import EngineError, ServerTimeout
+from aligner.types import FinishReason, PolicyBatch
+
+
+@pytest.fixture
+def prompts(fakes):
+    return [fakes.prompt(number) for number in range(5)]
+
+
+def scorers(fakes, critic=True) -> Scorers:
+    reward = fakes.FakeReward(lambda r: 10.0 * r.prompt.id)
+    return Scorers(reward=reward, critic=fakes.FakeCritic([]) if critic else None, pad_id=9)
+
+
+SEEDS = [50, 40, 30, 20, 10]
+
+
+def test_everything_comes_back_in_the_order_of_the_prompts(topology, fakes, prompts) -> None:
+    engine = fakes.FakeEngine([])  # answers the last prompt first, two at a time
+    collected = collect(sampler(engine), prompts, SEEDS, scorers=scorers(fakes), topology=topology)
+    assert [r.prompt.id for r in collected.rollouts] == [0, 1, 2, 3, 4]
+    assert [r.seed for r in collected.rollouts] == SEEDS
+    assert collected.rewards.dtype == torch.float32
+    assert collected.rewards.tolist() == [0, 10, 20, 30, 40]
+    # Prompt i is the token i + 1 and its response i + 1 sevens and the end; the critic says token / 10, without what padded its request.
+    for number, values in enumerate(collected.values):
+        assert values.tolist() == pytest.approx([(number + 1) / 10, *[0.7] * (number + 1), 0.0])
+
+
+def test_the_same_prompt_twice(topology, fakes) -> None:
+    same = [fakes.prompt(1)] * 4
+    collected = collect(sampler(fakes.FakeEngine([])), same, [4, 3, 2, 1], scorers=scorers(fakes, critic=False), topology=topology)
+    assert [r.seed for r in collected.rollouts] == [4, 3, 2, 1]
+    assert collected.values is None
+
+
+def test_replicas_sample_their_share_and_share_what_they_got(topology, fakes, prompts, monkeypatch) -> None:
+    """Two replicas one after the other in this process: the second one's gather joins both parts."""
+    parts = []
+    engine = fakes.FakeEngine([])
+
+    def gather(local):
+        parts.append(local)
+        return list(parts)
+
+    monkeypatch.setattr(rollouts, "gather_objects", gather)
+    with pytest.raises(EngineError, match="2 responses to 5 prompts"):  # the first one's part alone is not enough
+        collect(sampler(engine), prompts, SEEDS, scorers=scorers(fakes), topology=replace(topology, dp_rank=0, dp_size=2))
+    second = collect(sampler(engine), prompts, SEEDS, scorers=scorers(fakes), topology=replace(topology, dp_rank=1, dp_size=2))
+    assert engine.asked == [([0, 1], [50, 40]), ([2, 3, 4], [30, 20, 10])]
+    assert [r.prompt.id for r in second.rollouts] == [0, 1, 2, 3, 4]
+    assert second.rewards.tolist() == [0, 10, 20, 30, 40]
+
+
+def test_only_the_leader_of_a_replica_asks_the_scorers(topology, fakes, prompts) -> None:
+    reward = fakes.FakeReward(lambda r: pytest.fail("asked by a follower"))
+    follower = replace(topology, tp_rank=1, tp_size=2)
+    with pytest.raises(EngineError):  # here nobody else brings the answers
+        collect(sampler(fakes.FakeEngine([])), prompts, SEEDS, scorers=Scorers(reward=reward), topology=follower)
+
+
+def test_an_error_of_a_scorer_is_raised(topology, fakes, prompts) -> None:
+    def score(rollout) -> float:
+        if rollout.prompt.id == 3:
+            raise ServerTimeout("the reward server did not answer")
+        return 0.0
+
+    judged = Scorers(reward=fakes.FakeReward(score))
+    with pytest.raises(ServerTimeout, match="did not answer"):
+        collect(sampler(fakes.FakeEngine([])), prompts, SEEDS, scorers=judged, topology=topology)
+
+
+def test_an_error_of_another_replica_is_raised_here_too(topology, fakes, prompts, monkeypatch) -> None:
+    monkeypatch.setattr(rollouts, "gather_objects", lambda local: [local, ([], EngineError("the other one's engine"))])
+    with pytest.raises(EngineError, match="the other one's"):
+        collect(sampler(fakes.FakeEngine([])), prompts, SEEDS, scorers=scorers(fakes), topology=topology)
+
+
+def test_an_error_of_this_engine_still_reaches_the_others(topology, fakes, prompts, monkeypatch) -> None:
+    sent = []
+    monkeypatch.setattr(rollouts, "gather_objects", lambda local: sent.append(local) or [local])
+
+    def broken(prompts, seeds):
+        yield from fakes.FakeEngine([]).generate(prompts[:2], seeds[:2])
+        raise EngineError("no room for a response")
+
+    with pytest.raises(EngineError, match="no room"):
+        collect(broken, prompts, SEEDS, scorers=scorers(fakes), topology=topology)
+    assert [type(error) for _, error in sent] == [EngineError]
+
+
+def test_seeds_are_distinct_and_a_function_of_run_and_step() -> None:
+    assert sample_seeds(1, 7, 100) == sample_seeds(1, 7, 100)
+    assert sample_seeds(1, 7, 3) == sample_seeds(1, 7, 100)[:3]
+    drawn = [seed for run in (0, 1, 2) for step in range(1, 50) for seed in sample_seeds(run, step, 64)]
+    assert len(set(drawn)) == len(drawn)
+    assert all(0 <= seed < 2**62 for seed in drawn)
+
+
+def batch_of(rows: int) -> PolicyBatch:
+    numbers = torch.arange(rows, dtype=torch.float32)
+    return PolicyBatch(
+        tokens=torch.arange(rows)[:, None].expand(rows, 2).clone(),
+        lengths=torch.full((rows,), 2),
+        loss_mask=torch.tensor([[False, True]] * rows),
+        old_logprobs=None,
+        advantages=numbers[:, None].expand(rows, 2).clone(),
+    )
+
+
+def test_mini_batches_hold_every_row_once_an_epoch() -> None:
+    parts = mini_batches(batch_of(8), 2, 3, key="1/5")
+    rows = [part.tokens[:, 0].tolist() for part in parts]
+    assert rows[:4] == [[0, 1], [2, 3], [4, 5], [6, 7]]  # the first epoch in order: a group of GRPO stays together
+    for epoch in (1, 2):
+        flat = sum(rows[4 * epoch : 4 * epoch + 4], [])
+        assert sorted(flat) == list(range(8)) and flat != list(range(8))
+    assert rows[4:8] != rows[8:]
+    for part in parts:
+        assert part.advantages[:, 1].tolist() == part.tokens[:, 0].tolist()  # the rows of all tensors move together
+        assert part.old_logprobs is None
+    assert rows == [part.tokens[:, 0].tolist() for part in mini_batches(batch_of(8), 2, 3, key="1/5")]
+    assert rows[4:] != [part.tokens[:, 0].tolist() for part in mini_batches(batch_of(8), 2, 3, key="1/6")][4:]
+
+
+def test_a_mini_batch_without_tokens_is_left_out() -> None:
+    whole = batch_of(4)
+    mask = whole.loss_mask.clone()
+    mask[2:] = False
+    parts = mini_batches(replace(whole, loss_mask=mask), 2, 1, key="1/5")
+    assert [part.tokens[:, 0].tolist() for part in parts] == [[0, 1]]
+
+
+def test_response_metrics_and_samples(topology, fakes, prompts) -> None:
+    cut = fakes.rollout(prompts[0], 7, 7, 7)
+    whole = fakes.rollout(prompts[1], fakes.EOS)
+    collected = rollouts.ScoredRollouts(rollouts=[cut, whole], rewards=torch.tensor([1.0, 4.0]), values=None)
+    assert response_metrics(collected, 2.0) == {
+        "rollout/reward": 2.5,
+        "rollout/reward_std": 1.5,
+        "rollout/response_length": 2.0,
+        "rollout/response_length_max": 3.0,
+        "rollout/truncated_fraction": 0.5,
+        "rollout/tokens_per_second": 2.0,  # 4 tokens in 2 s
+    }
+    (row,) = sample_rows(collected, str, count=1)
+    assert (row.prompt, row.response, row.reward, row.finish_reason) == ("p0", "(7, 7, 7)", 1.0, FinishReason.length)

@@ -1,0 +1,120 @@
+"""Every shipped config composes with its schema, and what the root config's own checks say."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from aligner.config import compose, conf_directory, from_yaml, to_yaml
+from aligner.errors import ConfigError
+from aligner.jobs.local import RECIPES, SCRIPTS, launch_local
+from aligner.models.config import ModelConfig
+from aligner.rewards.config import RewardFunctionConfig
+from aligner.schemas import CriticConfig, RewardConfig, RunConfig, TrainGRPO, TrainPPO, TrainRewardModel, TrainSFT
+
+CONF = conf_directory()
+SCHEMAS = {"sft": TrainSFT, "reward_model": TrainRewardModel, "grpo": TrainGRPO, "ppo": TrainPPO}
+GIVEN = ["data.train=prompts.jsonl"]
+ROOT_FILES = sorted(path.stem for path in CONF.glob("*.yaml"))
+GROUP_FILES = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CONF.glob("*/*.yaml"))
+
+
+def test_there_is_a_schema_and_a_script_for_every_recipe() -> None:
+    assert set(ROOT_FILES) == set(SCHEMAS) == set(RECIPES)
+    for name, (schema, script) in RECIPES.items():
+        assert schema is SCHEMAS[name]
+        assert (SCRIPTS / script).is_file()
+
+
+@pytest.mark.parametrize("name", ROOT_FILES)
+def test_root_files_compose_and_round_trip(name: str) -> None:
+    config = compose(SCHEMAS[name], name, GIVEN)
+    assert type(config) is SCHEMAS[name]
+    assert config.run.directory == f"runs/{name}"  # no two recipes share a directory by default
+    assert from_yaml(SCHEMAS[name], to_yaml(config)) == config
+
+
+@pytest.mark.parametrize("name", GROUP_FILES)
+def test_group_files_compose(name: str) -> None:
+    """A file of a group belongs to the recipe that its name ends with (experiment/demo_ppo), else to all that have such a section."""
+    group, stem = name.split("/")
+    named = [recipe for recipe in SCHEMAS if stem == recipe or stem.endswith(f"_{recipe}")]
+    recipes = named or [recipe for recipe, schema in SCHEMAS.items() if group in {field.name for field in fields(schema)}]
+    assert recipes, f"conf/{name}.yaml belongs to no recipe"
+    for recipe in recipes:
+        chosen = yaml.safe_load((CONF / f"{recipe}.yaml").read_text())["defaults"]
+        has_one = any(isinstance(entry, dict) and group in entry for entry in chosen)
+        config = compose(SCHEMAS[recipe], recipe, [*GIVEN, f"{group}={stem}" if has_one else f"+{group}={stem}"])
+        written = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+        section = config if group == "experiment" else getattr(config, group)
+        for key, value, got in leaves({k: v for k, v in written.items() if k != "defaults"}, section):
+            assert got == value, f"conf/{name}.yaml: {key}"
+
+
+def leaves(node: object, schema: object, prefix: str = "") -> list[tuple[str, object, object]]:
+    """(key, value in a YAML file, default of the schema) of every setting in it."""
+    if not isinstance(node, dict) or not is_dataclass(schema):
+        return [(prefix, node, schema)]
+    return [leaf for key, value in node.items() if key != "defaults" for leaf in leaves(value, getattr(schema, key), f"{prefix}.{key}")]
+
+
+@pytest.mark.parametrize("name", ROOT_FILES)
+def test_root_files_hold_deviations_only(name: str) -> None:
+    """A default that is written twice is wrong in one place sooner or later."""
+    for key, value, default in leaves(yaml.safe_load((CONF / f"{name}.yaml").read_text()), SCHEMAS[name]()):
+        assert value != default, f"conf/{name}.yaml repeats the default of {key}"
+
+
+@pytest.mark.parametrize("schema", SCHEMAS.values())
+def test_data_is_required(schema: type) -> None:
+    name = next(key for key, value in SCHEMAS.items() if value is schema)
+    with pytest.raises(ConfigError, match="data.train is required: give data.train=..."):
+        compose(schema, name)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: RunConfig(directory=""), "run.directory='': name a directory"),
+        (lambda: RunConfig(start_timeout_seconds=0), "run.start_timeout_seconds=0: must be above 0"),
+        (lambda: CriticConfig(mini_batch_size=0), "critic.mini_batch_size=0: must be at least 1"),
+        (lambda: CriticConfig(clip=-0.1), "critic.clip=-0.1: must not be negative (0 is off)"),
+        (lambda: RewardConfig(num_processes=0), "reward.num_processes=0: must be at least 1"),
+    ],
+)
+def test_bad_values(make, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert str(caught.value) == text
+
+
+def test_a_reward_must_be_named() -> None:
+    with pytest.raises(ConfigError, match="reward.function.function='': name a reward function, or set reward.serve=true"):
+        RewardConfig(model=ModelConfig(path="a model that is not served")).check_named()
+    with pytest.raises(ConfigError, match="reward.model.path='': name the reward model's checkpoint, or a function"):
+        RewardConfig(serve=True).check_named()
+    RewardConfig(function=RewardFunctionConfig(function="a:b")).check_named()
+    RewardConfig(serve=True, function=RewardFunctionConfig(function="a:b")).check_named()
+    RewardConfig(serve=True, model=ModelConfig(path="there")).check_named()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "text"),
+    [
+        ("dpoo", [], "recipe 'dpoo'; allowed: sft, reward_model, grpo, ppo"),
+        ("grpo", ["parallel.tp=3", "num_processes=2"], "parallel.tp=3 does not divide the 2 ranks"),
+        ("ppo", ["critic.parallel.tp=2"], "parallel.tp=2 does not divide the 1 ranks"),
+        ("ppo", [], "reward.model.path=''"),
+        ("grpo", [], "reward.function.function=''"),
+        ("sft", ["parallel.tp=2"], "parallel.tp=2 does not divide the 1 ranks"),
+    ],
+)
+def test_the_local_launcher_refuses_before_it_starts_anything(recipe: str, settings: list[str], text: str, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with pytest.raises(ConfigError) as caught:
+        launch_local(recipe, [*GIVEN, f"run.directory={directory}", *settings])
+    assert text in str(caught.value)
+    assert not directory.exists()
