@@ -16,7 +16,7 @@ class LocalLauncherConfig:
     """
 
     grace_seconds: float = 15.0
-    shutdown_timeout_seconds: float = 10.0
+    shutdown_timeout_seconds: float = 20.0
     ready_timeout_seconds: float = 180.0
     num_failure_lines: int = 20
 

@@ -96,5 +96,12 @@ def test_impossible_tasks_and_the_command_line(arithmetic, tmp_path):
         arithmetic.Task(max_operand=9, num_validation=100)
     command = [sys.executable, str(SCRIPT), str(tmp_path / "out"), "--max-operand", "19", "--seed", "3"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
-    assert [Path(p).name for p in listed] == ["tokenizer", "sft.jsonl", "pairs.jsonl", "prompts.jsonl", "validation.jsonl", "validation_pairs.jsonl"]
+    assert [Path(p).name for p in listed] == [
+        "tokenizer",
+        "sft.jsonl",
+        "pairs.jsonl",
+        "prompts.jsonl",
+        "validation.jsonl",
+        "validation_pairs.jsonl",
+    ]
     assert all(Path(p).exists() for p in listed)
