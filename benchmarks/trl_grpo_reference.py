@@ -97,12 +97,45 @@ def even_tokens(completion_ids: list[list[int]], **_: object) -> list[float]:
     return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
 
 
+def trainer_settings(spec: Spec, folder: str):
+    """TRL's settings for the same step as ours: full-length responses, one update per batch, float32, no checkpointing."""
+    from trl import GRPOConfig
+
+    rows = len(spec.prompts) * spec.group_size
+    micro = spec.micro_batch_size or rows
+    return GRPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=rows // micro,
+        num_generations=spec.group_size,
+        max_completion_length=spec.max_new_tokens,
+        generation_kwargs={"min_new_tokens": spec.max_new_tokens},
+        temperature=spec.temperature,
+        top_k=0,
+        beta=spec.beta,
+        use_bias_correction_kl=False,  # TRL's default multiplies the KL term by the (differentiable) ratio: another gradient
+        loss_type="grpo",  # the mean of each response's mean; all responses are equally long, so `dapo` is the same number
+        learning_rate=spec.learning_rate,
+        lr_scheduler_type="constant",
+        max_steps=spec.warmup_steps + spec.steps,
+        seed=spec.seed,
+        save_strategy="no",
+        report_to=[],
+        logging_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+
+
 def make_trainer(spec: Spec, clock: Clock, folder: str):
     """A GRPOTrainer on the CPU whose phases are timed; `folder` is where it would save."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     class Steps(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -135,37 +168,10 @@ def make_trainer(spec: Spec, clock: Clock, folder: str):
             with clock.phase("rollout"):
                 return super()._generate_and_score_completions(inputs)
 
-    rows = len(spec.prompts) * spec.group_size
-    micro = spec.micro_batch_size or rows
-    config = GRPOConfig(
-        output_dir=folder,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=rows // micro,
-        num_generations=spec.group_size,
-        max_completion_length=spec.max_new_tokens,
-        generation_kwargs={"min_new_tokens": spec.max_new_tokens},
-        temperature=spec.temperature,
-        top_k=0,
-        beta=spec.beta,
-        use_bias_correction_kl=False,  # TRL's default multiplies the KL term by the (differentiable) ratio: another gradient
-        loss_type="grpo",  # the mean of each response's mean; all responses are equally long, so `dapo` is the same number
-        learning_rate=spec.learning_rate,
-        lr_scheduler_type="constant",
-        max_steps=spec.warmup_steps + spec.steps,
-        seed=spec.seed,
-        save_strategy="no",
-        report_to=[],
-        logging_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
     return TimedTrainer(
         model=AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32),
         reward_funcs=even_tokens,
-        args=config,
+        args=trainer_settings(spec, folder),
         train_dataset=Dataset.from_list([{"prompt": str(index)} for index in range(len(spec.prompts))]),
         processing_class=load_tokenizer(spec.model),
         callbacks=[Steps()],
