@@ -1,4 +1,4 @@
-"""The `aligner` command: `convert`, `launch`."""
+"""The `aligner` command: `plan`, `convert`, `launch`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="aligner", description="LLM alignment on Megatron-Core, for Slurm and MPI clusters.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    plan = commands.add_parser("plan", help="memory and time of a job, before it is submitted; exit code 1 where it does not fit")
+    plan.add_argument("config", help="file of conf/ without .yaml, such as ppo_70b")
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for the scripts in examples/nlp")
+    plan.add_argument("--search", action="store_true", help="also show the fastest layouts of the same ranks that fit")
+    plan.add_argument("--top", type=int, default=5, metavar="N", help="how many layouts of each component (default: 5)")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE")
+    plan.set_defaults(run=_plan)
     convert = commands.add_parser("convert", help="convert a model between Hugging Face and Megatron-Core checkpoints")
     source = convert.add_mutually_exclusive_group(required=True)
     source.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face directory to read")
@@ -30,24 +37,38 @@ def _parser() -> argparse.ArgumentParser:
     target = convert.add_mutually_exclusive_group(required=True)
     target.add_argument("--to-megatron", type=Path, metavar="DIR", help="where to write the checkpoint")
     target.add_argument("--to-hf", type=Path, metavar="DIR", help="where to write the Hugging Face model")
+    convert.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="split every layer over N ranks (start as many: torchrun, srun, mpiexec)"
+    )
+    convert.add_argument("--pp", type=int, default=1, metavar="N", help="split the layers over N ranks")
     convert.set_defaults(run=_convert)
     launch = commands.add_parser("launch", help="start every component of a run")
     where = launch.add_subparsers(required=True, metavar="WHERE")
     local = where.add_parser("local", help="as processes on this machine")
-    local.add_argument("recipe", help="sft, reward_model, grpo or ppo")
+    local.add_argument("recipe", help="sft, reward_model, dpo, grpo or ppo")
     local.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for the scripts in examples/nlp")
     local.add_argument("--processes", type=int, default=0, metavar="N", help="ranks of the training component (default: the config's)")
     local.set_defaults(run=_launch_local)
     return parser
 
 
+def _plan(arguments: argparse.Namespace) -> int:
+    from aligner.jobs.plan import plan
+
+    if arguments.top < 1:
+        raise AlignerError(f"--top {arguments.top}: must be at least 1")
+    return plan(arguments.config, arguments.overrides, searches=arguments.search, top=arguments.top, json_path=arguments.json)
+
+
 def _convert(arguments: argparse.Namespace) -> int:
     from aligner.jobs import convert
+    from aligner.parallel.topology import ParallelConfig
 
+    parallel = ParallelConfig(tp=arguments.tp, pp=arguments.pp)
     if arguments.from_hf is not None and arguments.to_megatron is not None:
-        convert.hf_to_megatron(arguments.from_hf, arguments.to_megatron)
+        convert.hf_to_megatron(arguments.from_hf, arguments.to_megatron, parallel)
     elif arguments.from_megatron is not None and arguments.to_hf is not None:
-        convert.megatron_to_hf(arguments.from_megatron, arguments.to_hf)
+        convert.megatron_to_hf(arguments.from_megatron, arguments.to_hf, parallel)
     else:
         raise AlignerError("convert: use --from-hf with --to-megatron, or --from-megatron with --to-hf")
     return 0

@@ -72,6 +72,7 @@ def fingerprint(config: object) -> str:
 def entrypoint(schema: type[T], name: str) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Decorator that turns `main(config)` into a program: `main()` reads sys.argv, composes `conf/<name>.yaml` and calls it.
 
+    `config=<name>_70b` among the arguments chooses that file instead, which builds on `<name>`'s.
     `--help` prints every setting with its value and meaning, `--cfg` the resolved YAML (??? for what is required and not given). An
     AlignerError (ConfigError, DataError, ...) ends the program with one line on stderr and exit code 2 (ALIGNER_TRACEBACK=1 adds where it
     came from); anything else is a bug and keeps its traceback and exit code 1.
@@ -81,7 +82,8 @@ def entrypoint(schema: type[T], name: str) -> Callable[[Callable[[T], None]], Ca
         def run(argv: Sequence[str] | None = None) -> None:
             arguments = list(sys.argv[1:] if argv is None else argv)
             try:
-                _dispatch(main, schema, name, arguments)
+                file, arguments = choose_file(name, arguments)
+                _dispatch(main, schema, file, arguments)
             except AlignerError as error:
                 if os.environ.get("ALIGNER_TRACEBACK") == "1":
                     traceback.print_exc()
@@ -91,6 +93,15 @@ def entrypoint(schema: type[T], name: str) -> Callable[[Callable[[T], None]], Ca
         return run
 
     return decorate
+
+
+def choose_file(name: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """(the file of conf/ that `config=` names, else `name`; the other arguments). Raises ConfigError for a file of another kind of run."""
+    chosen = [argument.removeprefix("config=") for argument in arguments if argument.startswith("config=")]
+    others = [argument for argument in arguments if not argument.startswith("config=")]
+    if chosen and chosen[-1] != name and not chosen[-1].startswith(f"{name}_"):
+        raise ConfigError(f"config={chosen[-1]}: this program takes {name}, or a file whose name begins with {name}_")
+    return (chosen[-1] if chosen else name), others
 
 
 def _dispatch(main: Callable[[T], None], schema: type[T], name: str, arguments: list[str]) -> None:
@@ -195,7 +206,7 @@ def _help(schema: type, name: str, overrides: Sequence[str]) -> str:
     node, directory = _compose_node(schema, name, overrides, conf_directory()), conf_directory()
     groups = {path.name: sorted(option.stem for option in path.glob("*.yaml")) for path in sorted(directory.iterdir()) if path.is_dir()}
     lines = [
-        f"usage: {Path(sys.argv[0]).name} [key=value ...] [group=option ...] [--help] [--cfg]",
+        f"usage: {Path(sys.argv[0]).name} [config=NAME] [key=value ...] [group=option ...] [--help] [--cfg]",
         f"\nComposes {name}.yaml and the given settings; --cfg prints the result as YAML. YAML of your own: 'hydra.searchpath=[file:///dir]'.",
         "\nGroups:",
         *(f"  {group}={'|'.join(options)}" for group, options in groups.items() if options),

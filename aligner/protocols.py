@@ -1,14 +1,15 @@
 """What the algorithms ask of the parts they are given. Local objects and PyTriton clients satisfy the same protocols.
 
-Global view: the methods of `Policy` and `RolloutEngine` take and return the *whole* batch on every rank. Which rows a data-parallel
-replica computes, and how results come back together, is the implementation's business, so an algorithm never sees a layout. All their
-methods are collective: every rank of the component calls them, in the same order, with the same arguments.
+Global view: the methods of `Policy` take and return the *whole* batch on every rank. Which rows a data-parallel replica computes, and how
+results come back together, is the implementation's business, so an algorithm never sees a layout. All methods of `Policy` and
+`RolloutEngine` are collective: every rank of the component calls them, in the same order (`generate` is each replica's own).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -36,18 +37,38 @@ class Policy(Trainable, Protocol):
     def logprobs(self, batch: MaskedBatch) -> Tensor:
         """log pi of the tokens in `loss_mask`, float32 [B, S] on the CPU, 0 elsewhere; no gradient, no dropout."""
 
+    def sleep(self) -> None:
+        """Move what only training needs out of the device's memory until the next `train_step`, where the configuration asks for it."""
+
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream of (HF name, full unsharded tensor); collective; ranks other than 0 may receive the same tensors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replica:
+    """Which of a rollout engine's replicas this rank belongs to. They differ from training's data-parallel ones: every rank generates."""
+
+    index: int = 0
+    count: int = 1
+    is_leader: bool = True  # on the one rank of each replica that speaks for it
 
 
 class RolloutEngine(Protocol):
     """Samples responses from the policy's current weights. Collective: every rank calls every method."""
 
+    replica: Replica
+
     def refit(self, version: int) -> None:
-        """Make the policy's current weights (optimizer step `version`) the ones that are sampled from."""
+        """Make the policy's current weights (optimizer step `version`) the ones that are sampled from, from `wake` on where it sleeps."""
+
+    def sleep(self) -> None:
+        """Give back device memory until `wake`, where the configuration asks for it. For the time between two generations."""
+
+    def wake(self) -> None:
+        """Be ready to generate, with the policy's weights of now; does nothing where the engine is awake."""
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig | None = None) -> Iterator[list[Rollout]]:
-        """One response per (prompt, seed); *local* to a data-parallel replica; yields finished ones as they end, in any order.
+        """One response per (prompt, seed); *local* to a replica, whose ranks all call it; yields finished ones as they end, in any order.
 
         `sampling` replaces the engine's own settings for this call (validation decodes greedily, say).
         """

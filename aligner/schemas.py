@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from aligner.algorithms.dpo import DPOConfig
 from aligner.algorithms.grpo import GRPOConfig
 from aligner.algorithms.loop import LoopConfig
 from aligner.algorithms.ppo import PPOConfig
@@ -16,9 +17,11 @@ from aligner.algorithms.sft import SFTConfig
 from aligner.cluster.config import LocalLauncherConfig
 from aligner.data.config import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from aligner.errors import ConfigError
+from aligner.models.checkpoint_config import CheckpointConfig
 from aligner.models.config import ModelConfig
 from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
+from aligner.planner.config import ClusterConfig
 from aligner.reporting.config import LoggingConfig
 from aligner.rewards.config import RewardFunctionConfig
 from aligner.rollout.config import RolloutConfig
@@ -103,7 +106,13 @@ class TrainSFT:
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     algorithm: SFTConfig = field(default_factory=SFTConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` only
+    num_processes: int = 1  # under the local launcher, and in a plan
+
+    def __post_init__(self) -> None:
+        check_best_metric(self.checkpoint, self.loop)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -117,7 +126,33 @@ class TrainRewardModel:
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
     algorithm: RewardModelConfig = field(default_factory=RewardModelConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` only
+    num_processes: int = 1  # under the local launcher, and in a plan
+
+    def __post_init__(self) -> None:
+        check_best_metric(self.checkpoint, self.loop)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainDPO:
+    """Direct preference optimisation on pairs (conf/dpo.yaml)."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
+    algorithm: DPOConfig = field(default_factory=DPOConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` only
+    num_processes: int = 1  # under the local launcher, and in a plan
+
+    def __post_init__(self) -> None:
+        check_best_metric(self.checkpoint, self.loop)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -135,9 +170,14 @@ class TrainGRPO:
     client: ClientConfig = field(default_factory=ClientConfig)
     accuracy: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # judges validation responses; empty: no accuracy
     loop: LoopConfig = field(default_factory=LoopConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     launcher: LocalLauncherConfig = field(default_factory=LocalLauncherConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` only
     num_processes: int = 1  # of the actor under the local launcher
+
+    def __post_init__(self) -> None:
+        check_best_metric(self.checkpoint, self.loop)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -156,6 +196,17 @@ class TrainPPO:
     client: ClientConfig = field(default_factory=ClientConfig)
     accuracy: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # judges validation responses; empty: no accuracy
     loop: LoopConfig = field(default_factory=LoopConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     launcher: LocalLauncherConfig = field(default_factory=LocalLauncherConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` only
     num_processes: int = 1  # of the actor under the local launcher
+
+    def __post_init__(self) -> None:
+        check_best_metric(self.checkpoint, self.loop)
+
+
+def check_best_metric(checkpoint: CheckpointConfig, loop: LoopConfig) -> None:
+    """Raise ConfigError where the best checkpoint is to be kept and no validation can tell which it is."""
+    if checkpoint.best_metric and not loop.validate_every:
+        raise ConfigError(f"checkpoint.best_metric={checkpoint.best_metric}: needs loop.validate_every above 0")

@@ -296,9 +296,15 @@ def select_rows(batch: BatchT, start: int, stop: int) -> BatchT:
 
 
 def take_rows(batch: BatchT, rows: Tensor) -> BatchT:
-    """The rows with these numbers (int64), in this order; for batches with one entry per row in every tensor."""
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return type(batch)(**{name: tensor if tensor is None else tensor[rows] for name, tensor in tensors.items()})
+    """The rows with these numbers (int64), in this order; where fields have one entry per pair, `rows` names whole pairs."""
+    parts: dict[str, Tensor | None] = {}
+    for f in fields(batch):
+        tensor: Tensor | None = getattr(batch, f.name)
+        if tensor is not None:
+            per = num_rows(batch) // tensor.shape[0] if tensor.shape[0] else 1  # 2 for one entry per pair
+            tensor = tensor[rows if per == 1 else rows[::per] // per]
+        parts[f.name] = tensor
+    return type(batch)(**parts)
 
 
 _PER_TOKEN = {"tokens", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "old_values", "returns"}

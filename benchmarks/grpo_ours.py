@@ -112,7 +112,7 @@ def make_algorithm(config: TrainGRPO, spec: Spec, topology) -> GRPO:
     )
     policy = create.create_policy(config.model, architecture, ParallelConfig(), topology, training)
     task = OnlineTask(
-        engine=MegatronEngine(policy.module, sampling, eos_id=-1, max_batch_size=config.rollout.max_batch_size),
+        engine=MegatronEngine(policy.chunks, config.rollout, eos_id=-1),
         reference=CountedReference(ReferencePolicy(policy)) if config.algorithm.kl_coef else None,
         reward=FunctionReward(even_tokens, text_of, 60.0),
         topology=topology,
@@ -150,9 +150,11 @@ def check_numbers(algorithm: GRPO, spec: Spec) -> dict[str, float]:
         ref_logprobs=torch.full(tokens.shape, fixed["ref_logprob"]) * mask,
     )
     model = algorithm.policy.model
-    model.runner.zero_grad_buffer()
-    metrics = forward.forward_backward(model.runner, [batch], algorithm.policy._outputs, algorithm.loss)
-    norm = sum(float(parameter.main_grad.norm()) ** 2 for parameter in model.module.parameters()) ** 0.5
+    for runner in model.runners:
+        runner.zero_grad_buffer()
+    parts = model._micro_batches(batch, model._plan(batch))
+    metrics = forward.forward_backward(model.runners, parts, algorithm.policy._outputs, algorithm.loss, counts=True)
+    norm = sum(float(parameter.main_grad.norm()) ** 2 for chunk in model.chunks for parameter in chunk.parameters()) ** 0.5
     return {"loss": values(metrics)["policy/loss"], "grad_norm": norm}
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -21,16 +20,10 @@ import time
 from pathlib import Path
 
 from random_model import SIZES, random_prompts, write_model
+from sides import HERE, Mismatch, check_close, run_side
 from trl_environment import EnvironmentFailed, trl_python
 
-HERE = Path(__file__).resolve().parent
 PHASES = ("generation", "logprobs", "train", "other", "total")
-CHILD_TIMEOUT_SECONDS = 1800
-LOSS_TOLERANCE = 1e-4  # relative, of loss and gradient norm on the fixed batch: the same fp32 arithmetic in another order
-
-
-class Mismatch(RuntimeError):
-    """The two sides did not do the same work: a comparison of their times would mean nothing."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -53,28 +46,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return chosen
 
 
-def run_side(python: Path, script: str, spec: Path, result: Path, *, threads: int) -> dict:
-    """Run one side in a process of its own; its result. Raises RuntimeError with its last lines where it fails."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # both sides compute on the CPU, also where there is a GPU
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE)] if script == "grpo_ours.py" else [str(HERE)])
-    command = [str(python), str(HERE / script), str(spec), str(result)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=CHILD_TIMEOUT_SECONDS, check=False)
-    if done.returncode:
-        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
-        raise RuntimeError(f"{script} ended with exit code {done.returncode}:\n{tail}")
-    return json.loads(result.read_text())
-
-
 def check_same_work(ours: dict, trl: dict) -> None:
     """Raise Mismatch where tokens, passes, loss or gradient differ."""
     for name in ("generated_tokens_per_step", "num_logprob_passes"):
         if ours[name] != trl[name]:
             raise Mismatch(f"{name}: ours {ours[name]}, TRL {trl[name]}")
     for name in ("loss", "grad_norm"):
-        a, b = ours["check"][name], trl["check"][name]
-        if abs(a - b) > LOSS_TOLERANCE * max(abs(a), abs(b)):
-            raise Mismatch(f"{name} of the same batch under the same weights: ours {a}, TRL {b}")
+        check_close(name, ours["check"][name], trl["check"][name])
 
 
 def middle(results: list[dict], phase: str, unit: str) -> float:

@@ -10,11 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from preloaded import ForkedRank, Preloaded  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -86,7 +89,7 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return env
 
 
-def kill_groups(processes: list[subprocess.Popen[bytes]]) -> None:
+def kill_groups(processes: list[subprocess.Popen[bytes] | ForkedRank]) -> None:
     """SIGKILL each process and all that it started (each one leads a process group), and reap it."""
     for process in processes:
         try:
@@ -100,7 +103,7 @@ def _last_lines(path: Path) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-LAST_LINES:])
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> str | None:
+def _wait(processes: list[subprocess.Popen[bytes] | ForkedRank], timeout: float) -> str | None:
     """Wait until all have ended well; returns what went wrong as soon as one fails or the time is over."""
     deadline = time.monotonic() + timeout
     while True:
@@ -115,16 +118,20 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> str | Non
         time.sleep(0.05)
 
 
-def run_ranks(command: list[str], environments: list[dict[str, str]], timeout: float) -> list[str]:
+def run_ranks(command: list[str], environments: list[dict[str, str]], timeout: float, forks: Preloaded | None = None) -> list[str]:
     """Run `command` once per environment, side by side; returns each rank's output (stdout and stderr together).
 
+    With `forks` the command is a script and its arguments, run by a process that has its imports already.
     Fails the test, with the last lines of every rank, when one exits with an error or `timeout` seconds are over. No process survives.
     """
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(len(environments))]
-        processes: list[subprocess.Popen[bytes]] = []
+        processes: list[subprocess.Popen[bytes] | ForkedRank] = []
         try:
             for log, env in zip(logs, environments, strict=True):
+                if forks is not None:
+                    processes.append(forks.start(command, env, log, ROOT))
+                    continue
                 with log.open("wb") as out:
                     processes.append(
                         subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
@@ -138,19 +145,29 @@ def run_ranks(command: list[str], environments: list[dict[str, str]], timeout: f
         return [log.read_text(errors="replace") for log in logs]
 
 
-@pytest.fixture
-def run_distributed() -> Callable[..., list[str]]:
-    """`run_distributed(target, nproc, *args, timeout=120, env=None)`: run a script (path) or module (dotted name) on nproc local ranks.
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[Preloaded]:
+    """The process that forks ranks with their imports done."""
+    origin = Preloaded(child_environment())
+    yield origin
+    origin.close()
 
-    The ranks get torchrun's variables. This process hosts their TCPStore, as torchrun does, so that no port has to be guessed.
+
+@pytest.fixture
+def run_distributed(request: pytest.FixtureRequest) -> Callable[..., list[str]]:
+    """`run_distributed(script, nproc, *args, timeout=120, env=None, fresh=False)`: run a script on nproc local ranks.
+
+    The ranks get torchrun's variables. This process hosts their TCPStore, as torchrun does, so no port has to be guessed. They are forks
+    of a warm process; `fresh` starts interpreters, for tests of how programs start and end.
     """
 
-    def run(target: str | Path, nproc: int, *args: object, timeout: float = 120.0, env: Mapping[str, str] | None = None) -> list[str]:
+    def run(
+        script: str | Path, nproc: int, *args: object, timeout: float = 120.0, env: Mapping[str, str] | None = None, fresh: bool = False
+    ) -> list[str]:
         from torch.distributed import TCPStore
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        script = str(target)
-        command = [sys.executable, *([script] if script.endswith(".py") else ["-m", script]), *map(str, args)]
+        command = [str(script), *map(str, args)]
         common = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
@@ -161,7 +178,9 @@ def run_distributed() -> Callable[..., list[str]]:
             **(env or {}),
         }
         environments = [child_environment({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(nproc)]
-        return run_ranks(command, environments, timeout)
+        if fresh:
+            return run_ranks([sys.executable, *command], environments, timeout)
+        return run_ranks(command, environments, timeout, request.getfixturevalue("preloaded"))
 
     return run
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aligner.algorithms.loop import Clock, StepResult
 from aligner.algorithms.online import OnlineTask
-from aligner.algorithms.rollouts import Scorers, collect, mini_batches, response_metrics, sample_rows, sample_seeds, sampler
+from aligner.algorithms.rollouts import Scorers, collect, mini_batches, response_metrics, sample_rows, sample_seeds
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.losses.advantages import group_advantages
@@ -105,7 +105,7 @@ class GRPO:
         prompts = [prompt for prompt in task.prompts(step) for _ in range(config.group_size)]
         seeds = sample_seeds(task.seed, step, len(prompts))
         with clock.phase("generate"):
-            collected = collect(sampler(task.engine), prompts, seeds, scorers=Scorers(reward=task.reward), topology=task.topology)
+            collected = collect(task.engine, prompts, seeds, scorers=Scorers(reward=task.reward))
         batch = rollout_batch(collected.rollouts, task.pad_id)
         old_logprobs = ref_logprobs = None
         if config.updates_per_step > 1:
@@ -118,6 +118,7 @@ class GRPO:
         with clock.phase("train"):
             parts = mini_batches(policy_batch, config.mini_batch_size, config.num_epochs, key=f"{task.seed}/{step}")
             policy_metrics = merge([self.policy.train_step(part, self.loss) for part in parts])
+        self.policy.sleep()  # sampling comes next
         task.engine.refit(self.policy.version)
         metrics = response_metrics(collected, clock.seconds["time/generate"]) | values(policy_metrics)
         groups = collected.rewards.view(-1, config.group_size)
@@ -152,4 +153,5 @@ class GRPO:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """There is no state besides the models and the step number."""
+        """There is no state besides the models and the step number; the engine takes the checkpoint's weights."""
+        self.task.engine.refit(self.policy.version)

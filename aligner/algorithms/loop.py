@@ -73,8 +73,20 @@ class Checkpointer(Protocol):
     def load(self) -> tuple[int, dict[str, Any]]:
         """(last finished step, the algorithm's state) of the newest checkpoint, or (0, {})."""
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Save this component, and those it trains behind servers, as a pair."""
+    def save(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> None:
+        """Save this component, and those it trains behind servers, as a pair; it may be written while the training goes on.
+
+        `validation` are the metrics of a validation after this step; empty where there was none.
+        """
+
+    def poll(self) -> None:
+        """Publish a save that has been written meanwhile. Never waits for one; raises its error."""
+
+    def wait(self) -> None:
+        """Publish a save that is being written; raises its error."""
+
+    def settle(self) -> int:
+        """Publish this component's part of a save that is being written, whatever became of the others'. The last step on disk."""
 
     def rescue(self, step: int, state: dict[str, Any]) -> None:
         """Save what this component holds itself: a server may just have died."""
@@ -129,15 +141,17 @@ def run(algorithm: Algorithm, config: LoopConfig, *, checkpointer: Checkpointer,
                 result = _timed_step(algorithm, step)
                 # Validation belongs to the step: an error in it leaves the step unfinished only in the log, not in the weights.
                 finished, version = step, checkpointer.version()
-                _report(algorithm, config, reporter, step, result)
+                validation = _report(algorithm, config, reporter, step, result)
+                checkpointer.poll()
                 if _due(step, config.save_every) or step == config.max_steps:
-                    saved = _save(algorithm, checkpointer, step)
+                    saved = _save(algorithm, checkpointer, step, validation)
             if finished < config.max_steps:
                 reporter.note(f"stopped by a signal after step {finished}" + ("; saving" if saved < finished else ""))
             if saved < finished:
-                saved = _save(algorithm, checkpointer, finished)
+                _save(algorithm, checkpointer, finished, {})
+            checkpointer.wait()
         except AlignerError as error:
-            if saved < finished:
+            if checkpointer.settle() < finished:
                 _rescue(algorithm, checkpointer, reporter, finished, error=error, whole=checkpointer.version() == version)
             raise
     return finished
@@ -165,18 +179,18 @@ def _timed_step(algorithm: Algorithm, step: int) -> StepResult:
     return StepResult(metrics={**result.metrics, **slowest}, samples=result.samples)
 
 
-def _report(algorithm: Algorithm, config: LoopConfig, reporter: Reporter, step: int, result: StepResult) -> None:
-    metrics = dict(result.metrics)
-    if _due(step, config.validate_every):
-        metrics |= algorithm.validate()
-    reporter.log(step, metrics)
+def _report(algorithm: Algorithm, config: LoopConfig, reporter: Reporter, step: int, result: StepResult) -> Mapping[str, float]:
+    """Log a step. Returns the metrics of its validation; empty where it has none."""
+    validation = algorithm.validate() if _due(step, config.validate_every) else {}
+    reporter.log(step, {**result.metrics, **validation})
     if result.samples and (_due(step, config.table_every) or (config.table_every and step in (1, config.max_steps))):
         reporter.table(step, result.samples)
+    return validation
 
 
-def _save(algorithm: Algorithm, checkpointer: Checkpointer, step: int) -> int:
+def _save(algorithm: Algorithm, checkpointer: Checkpointer, step: int, validation: Mapping[str, float]) -> int:
     algorithm.finish()
-    checkpointer.save(step, algorithm.state())
+    checkpointer.save(step, algorithm.state(), validation)
     return step
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from aligner.algorithms.rollouts import Scorers, collect, sampler
+from aligner.algorithms.rollouts import Scorers, collect
 from aligner.data.loader import EpochSampler
 from aligner.parallel.topology import Topology
 from aligner.protocols import RewardModel, RolloutEngine
@@ -49,8 +49,8 @@ class OnlineTask:
             return {}
         metrics: dict[str, float] = {}
         seeds = list(range(len(self.validation)))
-        generate = sampler(self.engine, self.validation_sampling)
-        collected = collect(generate, self.validation, seeds, scorers=Scorers(reward=self.reward), topology=self.topology)
+        scorers = Scorers(reward=self.reward)
+        collected = collect(self.engine, self.validation, seeds, scorers=scorers, sampling=self.validation_sampling)
         metrics["validation/reward"] = collected.rewards.double().mean().item()
         lengths = [len(rollout.response) for rollout in collected.rollouts]
         metrics["validation/response_length"] = sum(lengths) / len(lengths)

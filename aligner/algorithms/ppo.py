@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aligner.algorithms.loop import Clock, StepResult
 from aligner.algorithms.online import OnlineTask
-from aligner.algorithms.rollouts import ScoredRollouts, Scorers, collect, mini_batches, response_metrics, sample_rows, sample_seeds, sampler
+from aligner.algorithms.rollouts import ScoredRollouts, Scorers, collect, mini_batches, response_metrics, sample_rows, sample_seeds
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.losses.advantages import gae, outcome_rewards, whiten
@@ -91,6 +91,7 @@ class PPO:
         self.kl_coef = config.kl_coef
         self._critic_training: Future[dict[str, float]] | None = None  # rank 0's; awaited in the next step
         self._critic_is_training = False  # the same on every rank
+        self._critic_metrics: dict[str, float] = {}  # of a training that was awaited and is not reported yet
         self.loss = partial(
             ppo_policy_loss,
             clip_eps_low=config.clip_eps_low,
@@ -105,10 +106,11 @@ class PPO:
         task = self.task
         prompts, seeds = task.prompts(step), sample_seeds(task.seed, step, self.config.rollouts_per_step)
         with clock.phase("critic_wait"):
-            critic_metrics = self._await_critic()  # values must come from the critic that finished the step before
+            self._await_critic()  # values must come from the critic that finished the step before
+        critic_metrics, self._critic_metrics = self._critic_metrics, {}
         with clock.phase("generate"):
             scorers = Scorers(reward=task.reward, critic=self.critic, pad_id=task.pad_id)
-            collected = collect(sampler(task.engine), prompts, seeds, scorers=scorers, topology=task.topology)
+            collected = collect(task.engine, prompts, seeds, scorers=scorers)
         batch = rollout_batch(collected.rollouts, task.pad_id)
         with clock.phase("logprobs"):
             old_logprobs = self.policy.logprobs(batch)
@@ -119,6 +121,7 @@ class PPO:
         self._start_critic(value_batch, step)
         with clock.phase("train"):
             policy_metrics = self._update_policy(policy_batch, step)
+        self.policy.sleep()  # sampling comes next
         task.engine.refit(self.policy.version)
         used_kl_coef, mean_kl = self.kl_coef, _masked_mean(kl, batch.loss_mask)
         if self.config.kl_target:
@@ -153,10 +156,12 @@ class PPO:
         self._await_critic()
 
     def state(self) -> dict[str, Any]:
-        return {"kl_coef": self.kl_coef}
+        return {"kl_coef": self.kl_coef, "critic_metrics": self._critic_metrics}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.kl_coef = state["kl_coef"]
+        self._critic_metrics = dict(state["critic_metrics"])
+        self.task.engine.refit(self.policy.version)  # the weights of the checkpoint
 
     def _update_policy(self, batch: PolicyBatch, step: int) -> dict[str, Metric]:
         if step <= self.config.critic_warmup_steps:
@@ -170,14 +175,14 @@ class PPO:
         self._critic_training = self.critic.train(batch, step) if self.task.topology.rank == 0 else None
         self._critic_is_training = True
 
-    def _await_critic(self) -> dict[str, float]:
+    def _await_critic(self) -> None:
         if not self._critic_is_training:
-            return {}
+            return
         self._critic_is_training = False
         training = self._critic_training
         metrics = from_rank_0(lambda: training.result())
         metrics = metrics | {"explained_variance": explained_variance(metrics)}
-        return {f"critic/{name.removeprefix('value/').replace('/', '_')}": value for name, value in metrics.items()}
+        self._critic_metrics = {f"critic/{name.removeprefix('value/').replace('/', '_')}": value for name, value in metrics.items()}
 
 
 def _masked_mean(x: Tensor, mask: Tensor) -> float:

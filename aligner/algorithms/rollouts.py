@@ -1,4 +1,4 @@
-"""One batch of rollouts with rewards (and values): sampled on every data-parallel replica, scored while sampling goes on."""
+"""One batch of rollouts with rewards (and values): sampled on every replica of the engine, scored while sampling goes on."""
 
 from __future__ import annotations
 
@@ -6,16 +6,25 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from aligner.errors import AlignerError, EngineError
 from aligner.parallel.collectives import gather_objects, shard_bounds
-from aligner.parallel.topology import Topology
 from aligner.protocols import Critic, RewardModel, RolloutEngine
-from aligner.types import FinishReason, PolicyBatch, Prompt, Rollout, SampleRow, TokenBatch, num_rows, select_rows, take_rows
+from aligner.types import (
+    FinishReason,
+    PolicyBatch,
+    Prompt,
+    Rollout,
+    SampleRow,
+    SamplingConfig,
+    TokenBatch,
+    num_rows,
+    select_rows,
+    take_rows,
+)
 
 MAX_SEED = 2**62
 
@@ -48,33 +57,31 @@ def sample_seeds(run_seed: int, step: int, count: int) -> list[int]:
 
 
 def collect(
-    generate: Callable[[Sequence[Prompt], Sequence[int]], Any],
-    prompts: Sequence[Prompt],
-    seeds: Sequence[int],
-    *,
-    scorers: Scorers,
-    topology: Topology,
+    engine: RolloutEngine, prompts: Sequence[Prompt], seeds: Sequence[int], *, scorers: Scorers, sampling: SamplingConfig | None = None
 ) -> ScoredRollouts:
     """Sample one response per (prompt, seed) and score it. Collective; every rank gets the whole result.
 
-    Each replica samples its contiguous share. Its leading rank sends finished rollouts to the scorers at once and awaits the answers after
-    the last one; an error of the engine or of a scorer on any replica is raised on every rank. Raises EngineError where responses are
-    missing.
+    `sampling` replaces the engine's own settings (validation). Each replica of the engine samples its contiguous share. Its leading rank
+    sends finished rollouts to the scorers at once and awaits the answers after the last one; an error of the engine or of a scorer on any
+    replica is raised on every rank. Raises EngineError where responses are missing.
     """
-    start, stop = shard_bounds(len(prompts), shard=topology.dp_rank, num_shards=topology.dp_size)
+    replica = engine.replica
+    start, stop = shard_bounds(len(prompts), shard=replica.index, num_shards=replica.count)
     index_of = {seed: index for index, seed in enumerate(seeds)}
     pending: list[tuple[list[Rollout], Future[Tensor], Future[Tensor] | None]] = []
     scored: list[_Row] = []
     error: AlignerError | None = None
+    engine.wake()
     try:
         if stop > start:
-            for finished in generate(prompts[start:stop], seeds[start:stop]):
-                if topology.is_replica_leader:
+            for finished in engine.generate(prompts[start:stop], seeds[start:stop], sampling):
+                if replica.is_leader:
                     pending.append((finished, *_submit(finished, scorers)))
         scored = _await(pending, index_of)
     except AlignerError as failed:  # raised on every rank below: none may be left waiting for this one
         error = failed
     everything = gather_objects((scored, error))
+    engine.sleep()  # every replica has finished
     for _, failed in everything:
         if failed is not None:
             raise failed
@@ -86,11 +93,6 @@ def collect(
         rewards=torch.tensor([reward for _, _, reward, _ in rows], dtype=torch.float32),
         values=None if scorers.critic is None else [values for _, _, _, values in rows],
     )
-
-
-def sampler(engine: RolloutEngine, sampling: Any = None) -> Callable[[Sequence[Prompt], Sequence[int]], Any]:
-    """`generate` of an engine, with other sampling settings (validation) where given."""
-    return lambda prompts, seeds: engine.generate(prompts, seeds, sampling)
 
 
 def response_metrics(collected: ScoredRollouts, seconds: float) -> dict[str, float]:

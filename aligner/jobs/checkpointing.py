@@ -1,81 +1,272 @@
-"""Where the checkpoints of a run are, and how the actor's and the critic's stay a pair.
+"""Where the checkpoints of a run are, how the actor's and the critic's stay a pair, and which of them stay.
 
-<run>/checkpoints/policy/step_000030, latest      the component that runs the loop (reward_model for a reward-model run)
-<run>/checkpoints/critic/step_000030, latest      written first: where the policy has a step, so has the critic
+<run>/checkpoints/policy/step_000030, latest, best      the component that runs the loop (reward_model for a reward-model run)
+<run>/checkpoints/critic/step_000030, latest            complete first: where the policy has a step, so has the critic
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aligner.errors import CheckpointError, ConfigError
 from aligner.jobs.session import Session
 from aligner.models import checkpoint
+from aligner.models import checkpoint_files as files
+from aligner.models.checkpoint_config import BestMode, CheckpointConfig
 from aligner.models.trainable import TrainableModel
-from aligner.parallel.collectives import broadcast_object, from_rank_0
+from aligner.parallel.collectives import from_rank_0, gather_objects
 from aligner.protocols import Critic
 
 POLICY, CRITIC, REWARD_MODEL = "policy", "critic", "reward_model"
+UNPAIRED = "unpaired_"
+
+
+@dataclass(slots=True)
+class _SaveUnderWay:
+    """A checkpoint whose files are being written, and what the critic was asked meanwhile (on rank 0)."""
+
+    step: int
+    files: checkpoint.PendingSave
+    critic_began: Future[str] | None
+    critic_ended: Future[str] | None = None
 
 
 class RunCheckpointer:
     """`aligner.algorithms.loop.Checkpointer` for one model in a run directory, with a critic behind a server where there is one."""
 
-    def __init__(self, session: Session, model: TrainableModel, *, name: str, tokenizer: Path, critic: Critic | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        model: TrainableModel,
+        *,
+        name: str,
+        tokenizer: Path,
+        config: CheckpointConfig,
+        critic: Critic | None = None,
+    ) -> None:
         self._session = session
         self._model = model
-        self._folder = session.directory.checkpoints / name
+        self._config = config
+        self._folders = [session.directory.checkpoints / folder for folder in ((name, CRITIC) if critic is not None else (name,))]
         self._tokenizer = tokenizer
         self._critic = critic
+        self._published = 0
+        self._under_way: _SaveUnderWay | None = None
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Restore the newest checkpoint of this run, if there is one."""
-        latest = checkpoint.find_latest(self._folder)
-        if latest is None:
+        """Restore the newest checkpoint of this run that has its partner, if there is one, and remove what a killed run left."""
+        own = self._folders[0]
+        step, message = from_rank_0(self._find)
+        if message:
+            self._session.say(message)
+        if not step:
             return 0, {}
-        return checkpoint.read_marker(latest)["step"], checkpoint.load(self._model, latest)
+        state = checkpoint.load(self._model, files.step_directory(own, step), verify=self._config.verify)
+        from_rank_0(lambda: _continue_from(own, step))
+        self._published = step
+        return step, state
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """The critic's checkpoint of this step, then this component's."""
+    def save(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> None:
+        """The critic's checkpoint of this step and this component's. With `checkpoint.asynchronous` the files are written meanwhile."""
+        self._check_metric(validation)
+        self.wait()
+        began: Future[str] | None = None
         critic = self._critic
-        if critic is not None:
+        if critic is not None and self._config.asynchronous:
+            began = critic.save(step) if self._session.is_first else None
+        elif critic is not None:
             from_rank_0(lambda: critic.save(step).result())
-        self.rescue(step, state)
+        self._under_way = _SaveUnderWay(step=step, files=self._start(step, state, validation), critic_began=began)
+        if not self._config.asynchronous:
+            self._publish(self._under_way)
+
+    def poll(self) -> None:
+        """Publish the checkpoint under way if everybody has written it. Never waits for a file; raises what a writer raised."""
+        save = self._under_way
+        if save is not None and all(gather_objects(save.files.is_written)) and from_rank_0(lambda: self._critic_has_ended(save)):
+            self._publish(save)
+
+    def wait(self) -> None:
+        """Publish the checkpoint under way, once everybody has written it."""
+        save = self._under_way
+        if save is not None:
+            from_rank_0(lambda: self._wait_for_critic(save))
+            self._publish(save)
+
+    def settle(self) -> int:
+        """Publish this component's part of a checkpoint under way, with or without its partner. Returns the last step on disk."""
+        if self._under_way is not None:
+            self._publish(self._under_way)
+        return self._published
 
     def rescue(self, step: int, state: dict[str, Any]) -> None:
         """This component's checkpoint alone."""
-        request = checkpoint.SaveRequest(step=step, state=state, config_yaml=self._session.config_yaml, tokenizer=self._tokenizer)
-        checkpoint.save(self._folder, self._model, request)
+        self._publish(_SaveUnderWay(step=step, files=self._start(step, state, {}), critic_began=None))
 
     def version(self) -> int:
         """How many optimizer steps made the weights."""
         return self._model.version
 
+    def _start(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> checkpoint.PendingSave:
+        request = checkpoint.SaveRequest(
+            step=step, state=state, config_yaml=self._session.config_yaml, tokenizer=self._tokenizer, validation=validation
+        )
+        return checkpoint.start_save(self._folders[0], self._model, request, in_background=self._config.asynchronous)
 
-def load_critic(session: Session, model: TrainableModel) -> int:
-    """Restore the critic's checkpoint that belongs to the policy's newest one; 0 where the run starts anew.
+    def _publish(self, save: _SaveUnderWay) -> None:
+        self._under_way = None
+        save.files.publish(self._config.write_timeout_seconds)
+        self._published = save.step
+        from_rank_0(lambda: keep(self._folders, self._config))
 
-    Where that step is missing (the critic died before it could save) the newest older one is taken, or where there is none the critic
-    starts anew; both are said. The actor's `loop.save_every` bounds how far behind it can be.
+    def _find(self) -> tuple[int, str]:
+        files.clean(self._folders)
+        if self._critic is None:
+            return max(files.complete_steps(self._folders[0]), default=0), ""
+        pair = newest_pair(*self._folders)
+        return pair.policy, pair.message
+
+    def _check_metric(self, validation: Mapping[str, float]) -> None:
+        metric = self._config.best_metric
+        if metric and validation and metric not in validation:
+            raise ConfigError(f"checkpoint.best_metric={metric}: validation reports {', '.join(sorted(validation))}")
+
+    def _critic_has_ended(self, save: _SaveUnderWay) -> bool:
+        """Without waiting. The critic answers a first request when its state is copied, a second when its checkpoint is complete."""
+        if self._critic is None or save.critic_began is None:
+            return True
+        if save.critic_ended is None:
+            if save.critic_began.done():
+                save.critic_began.result()
+                save.critic_ended = self._critic.save(save.step)
+            return False
+        if not save.critic_ended.done():
+            return False
+        save.critic_ended.result()
+        return True
+
+    def _wait_for_critic(self, save: _SaveUnderWay) -> None:
+        """The client's own deadline (`client.train_timeout_seconds`) ends each of its requests; this one is for what is left of them."""
+        deadline = time.monotonic() + self._config.write_timeout_seconds
+        while not self._critic_has_ended(save):
+            asked = [future for future in (save.critic_began, save.critic_ended) if future is not None]
+            _, waiting = futures.wait(asked, timeout=max(0.0, deadline - time.monotonic()))
+            if waiting:
+                seconds = self._config.write_timeout_seconds
+                raise CheckpointError(f"the critic did not save step {save.step} within {seconds:.0f} s")
+
+
+class CriticCheckpointer:
+    """Saves of a critic, one asked for after the other. Every rank holds one and calls it alike."""
+
+    def __init__(self, session: Session, model: TrainableModel, *, tokenizer: Path, config: CheckpointConfig) -> None:
+        self._session = session
+        self._model = model
+        self._tokenizer = tokenizer
+        self._config = config
+        self._folder = session.directory.checkpoints / CRITIC
+        self._under_way: tuple[int, checkpoint.PendingSave] | None = None
+
+    def save(self, step: int) -> str:
+        """The path of the checkpoint of `step`, which is complete on return.
+
+        With `checkpoint.asynchronous` the first request for a step returns when the state is copied; the second one when it is complete.
+        """
+        if self._under_way is not None and self._under_way[0] == step:
+            return self._end()
+        self._end()
+        request = checkpoint.SaveRequest(step=step, state={}, config_yaml=self._session.config_yaml, tokenizer=self._tokenizer)
+        began = checkpoint.start_save(self._folder, self._model, request, in_background=self._config.asynchronous)
+        self._under_way = (step, began)
+        return str(began.final) if self._config.asynchronous else self._end()
+
+    def _end(self) -> str:
+        under_way, self._under_way = self._under_way, None
+        return "" if under_way is None else str(under_way[1].publish(self._config.write_timeout_seconds))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Which steps a run resumes after (0: it starts anew), and what to say where they are not simply the newest."""
+
+    policy: int = 0
+    critic: int = 0
+    message: str = ""
+
+
+def newest_pair(policy: Path, critic: Path) -> Pair:
+    """The newest step that both folders have. Where they have none in common: the policy's newest, and the critic's newest up to it.
+
+    Both components ask this of the same files, so they agree. `loop.save_every` bounds how many steps a missing partner costs.
     """
-    policy = checkpoint.find_latest(session.directory.checkpoints / POLICY)
-    if policy is None:
-        return 0
-    step = checkpoint.read_marker(policy)["step"]
+    policies, critics = list(files.complete_steps(policy)), list(files.complete_steps(critic))
+    if both := sorted(set(policies) & set(critics)):
+        step, newest = both[-1], policies[-1]
+        message = f"warning: there is no critic checkpoint of step {newest}: the run resumes after step {step}, the newest that has both"
+        return Pair(policy=step, critic=step, message=message if newest != step else "")
+    if not policies:
+        return Pair()
+    newest = policies[-1]
+    older = [step for step in critics if step <= newest]
+    if not older:
+        message = f"warning: the policy resumes after step {newest}, there is no critic checkpoint up to it: the critic starts anew"
+        return Pair(policy=newest, message=message)
+    message = f"warning: the policy resumes after step {newest}, the newest critic checkpoint is of step {older[-1]}: it is behind"
+    return Pair(policy=newest, critic=older[-1], message=message)
+
+
+def load_critic(session: Session, model: TrainableModel, config: CheckpointConfig) -> int:
+    """Restore the critic's checkpoint that belongs to the policy's; returns its step, 0 where the run or the critic starts anew."""
     folder = session.directory.checkpoints / CRITIC
-    found = broadcast_object(_newest_up_to(folder, step) if session.is_first else None)
-    if found is None:
-        session.say(f"warning: the policy resumes after step {step}, there is no critic checkpoint up to it: the critic starts anew")
-        return 0
-    critic_step = checkpoint.read_marker(found)["step"]
-    if critic_step != step:
-        session.say(f"warning: the policy resumes after step {step}, the newest critic checkpoint is of step {critic_step}: it is behind")
-    checkpoint.load(model, found)
-    return critic_step
+
+    def find() -> Pair:
+        files.clean([folder])
+        return newest_pair(session.directory.checkpoints / POLICY, folder)
+
+    pair = from_rank_0(find)
+    if pair.message:
+        session.say(pair.message)
+    if pair.critic:
+        checkpoint.load(model, files.step_directory(folder, pair.critic), verify=config.verify)
+    return pair.critic
 
 
-def _newest_up_to(folder: Path, step: int) -> Path | None:
-    complete = [marker.parent for marker in folder.glob(f"step_*/{checkpoint.MARKER}")]
-    steps = {checkpoint.read_marker(path)["step"]: path for path in complete}
-    usable = [number for number in steps if number <= step]
-    return steps[max(usable)] if usable else None
+def keep(folders: list[Path], config: CheckpointConfig) -> None:
+    """Point `best` at the best checkpoint and remove those that need not stay, all components' of a step together. On one rank."""
+    complete = [files.complete_steps(folder) for folder in folders]
+    own = complete[0]
+    best = _best_steps(own, config)
+    if best:
+        files.point(folders[0], files.BEST, own[best[0]])
+    latest = (files.pointed_step(folder, files.LATEST) for folder in folders)
+    protected = {*best, *(step for step in latest if step is not None)}
+    paired = [step for step in own if all(step in steps for steps in complete)]
+    for step in files.steps_to_remove(sorted(set().union(*complete)), paired, keep=config.keep, protected=protected):
+        files.remove_step(folders, step)
+
+
+def _best_steps(complete: Mapping[int, Path], config: CheckpointConfig) -> list[int]:
+    """Up to `keep_best` steps that were validated, best first; of equals the newer."""
+    if not config.best_metric:
+        return []
+    validations = {step: checkpoint.read_state(path)["validation"] for step, path in complete.items()}
+    scores = {step: values[config.best_metric] for step, values in validations.items() if config.best_metric in values}
+    sign = 1.0 if config.best_mode == BestMode.max else -1.0
+    return sorted(scores, key=lambda step: (sign * scores[step], step), reverse=True)[: config.keep_best]
+
+
+def _continue_from(folder: Path, step: int) -> None:
+    """Make `step` the newest of a folder: later ones are of a past that this run does not continue, and would be taken for its own."""
+    for later, path in files.complete_steps(folder).items():
+        if later > step:
+            aside = folder / f"{UNPAIRED}{path.name}"
+            files.discard(aside)
+            path.rename(aside)
+    if files.pointed_step(folder, files.LATEST) != step:
+        files.point(folder, files.LATEST, files.step_directory(folder, step))

@@ -21,6 +21,15 @@ SFT = (
     Column("lr", "optim/lr", ".1e"),
     Column("speed", "data/tokens_per_second", "tokens/s"),
 )
+DPO = (
+    Column("loss", "preference/loss", ".4f", Goal.lowest),
+    Column("accuracy", "preference/accuracy", "percent", Goal.highest),
+    Column("margin", "preference/margin", ".3f", Goal.highest),
+    Column("val accuracy", "validation/accuracy", "percent", Goal.highest),
+    Column("chosen", "preference/chosen_logprob", ".3f"),
+    Column("grad", "optim/grad_norm", ".2f"),
+    Column("speed", "data/tokens_per_second", "tokens/s"),
+)
 REWARD_MODEL = (
     Column("loss", "reward/loss", ".4f", Goal.lowest),
     Column("accuracy", "reward/accuracy", "percent", Goal.highest),

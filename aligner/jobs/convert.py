@@ -1,22 +1,28 @@
-"""Hugging Face model <-> Megatron-Core checkpoint, in one process."""
+"""Hugging Face model <-> Megatron-Core checkpoint: in one process, or split over the ranks that a launcher started."""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch.distributed as dist
 
 from aligner.errors import CheckpointError
 from aligner.jobs.parts import name_special_tokens
 from aligner.models import checkpoint, create
-from aligner.models.build import LanguageModel, ScalarModel, Transformer
+from aligner.models.build import Transformer, build_language_model, build_scalar_model
 from aligner.models.config import Dtype, ModelConfig
-from aligner.models.trainable import TrainableModel, Training
+from aligner.models.divisible import check_divisible
 from aligner.models.weights import save_hf
 from aligner.parallel import launch, platform, topology
+from aligner.parallel.collectives import from_rank_0
 from aligner.parallel.topology import ParallelConfig, Topology
 
 
-def hf_to_megatron(source: Path, target: Path) -> Path:
-    """Write `target`/step_000000 (and `latest`) from a Hugging Face directory. Returns the checkpoint's directory.
+def hf_to_megatron(source: Path, target: Path, parallel: ParallelConfig) -> Path:
+    """Write `target`/step_000000 (and `latest`) from a Hugging Face directory. Returns the checkpoint's directory. Every rank calls it.
 
     Raises CheckpointError where the source is no model, or the target holds a checkpoint already.
     """
@@ -24,44 +30,63 @@ def hf_to_megatron(source: Path, target: Path) -> Path:
         raise CheckpointError(f"--from-hf {source}: no config.json there")
     if (target / checkpoint.LATEST).exists():
         raise CheckpointError(f"--to-megatron {target}: holds a checkpoint already; name an empty directory")
-    here = _world()
-    config = ModelConfig(path=str(source), dtype=Dtype.float32)
+    here = _world(parallel)
+    config = ModelConfig(path=str(source), dtype=_dtype(source))
     architecture = create.read_architecture(config, vocab_size=0)
-    policy = create.create_policy(config, architecture, ParallelConfig(), here, Training(optimizer=None))
+    policy = create.create_policy(config, architecture, parallel, here, create.training(config, None))
     request = checkpoint.SaveRequest(step=0, state={}, tokenizer=source)
     written = checkpoint.save(target, policy.model, request)
-    print(f"Megatron-Core checkpoint written to {written}")
+    _say(f"Megatron-Core checkpoint written to {written}")
     launch.shutdown()
     return written
 
 
-def megatron_to_hf(source: Path, target: Path) -> None:
+def megatron_to_hf(source: Path, target: Path, parallel: ParallelConfig) -> None:
     """Write a Hugging Face model (with its tokenizer) from a checkpoint of any layout. A scalar model keeps its head as `score_head.*`.
 
-    Raises CheckpointError where the source is no complete checkpoint, or the target holds a model already.
+    Every rank calls it; rank 0 writes, holding one file's tensors at a time. Raises CheckpointError where the source is no complete
+    checkpoint, or the target holds a model already.
     """
     directory = checkpoint.resolve(source)
     if (target / "config.json").exists():
         raise CheckpointError(f"--to-hf {target}: holds a model already; name an empty directory")
     marker = checkpoint.read_marker(directory)
-    here = _world()
-    config = ModelConfig(path=str(directory), dtype=Dtype.float32)
+    here = _world(parallel)
+    config = ModelConfig(path=str(directory), dtype=_dtype(directory))
     architecture = create.read_architecture(config, vocab_size=0)
-    module: Transformer
+    check_divisible(architecture, parallel)
+    chunks: Sequence[Transformer]
     if marker["kind"] == "scalar":
-        module = ScalarModel(architecture, config, ParallelConfig(), load=True, num_outputs=marker["num_outputs"])
+        chunks = build_scalar_model(architecture, config, parallel, load=True, num_outputs=marker["num_outputs"])
     else:
-        module = LanguageModel(architecture, config, ParallelConfig(), load=True)
-    checkpoint.load_weights(module, directory)
-    model = TrainableModel(module, here, Training(optimizer=None))
-    save_hf(model.module, target, writer=True)
-    checkpoint.copy_tokenizer(directory, target)
-    if (target / "tokenizer_config.json").exists():
-        name_special_tokens(target)
-    print(f"Hugging Face model written to {target}")
+        chunks = build_language_model(architecture, config, parallel, load=True)
+    checkpoint.load_weights(chunks, directory)
+    save_hf(chunks, target, writer=here.rank == 0)
+    from_rank_0(lambda: _finish(directory, target))
+    _say(f"Hugging Face model written to {target}")
     launch.shutdown()
 
 
-def _world() -> Topology:
-    launch.initialize(platform.backend(), timeout_seconds=60.0, fingerprint="convert", environ={"ALIGNER_LAUNCH": "single"})
-    return topology.initialize(ParallelConfig(), seed=1)
+def _finish(directory: Path, target: Path) -> None:
+    checkpoint.copy_tokenizer(directory, target)
+    if (target / "tokenizer_config.json").exists():
+        name_special_tokens(target)
+
+
+def _world(parallel: ParallelConfig) -> Topology:
+    """One process where the layout is one rank's, else the launcher's ranks."""
+    environ = dict(os.environ) if parallel.replica_size > 1 else {"ALIGNER_LAUNCH": "single"}
+    world = launch.initialize(platform.backend(), timeout_seconds=300.0, fingerprint=f"convert {parallel}", environ=environ)
+    platform.select_device(world.local_rank)
+    return topology.initialize(parallel, seed=1)
+
+
+def _dtype(directory: Path) -> Dtype:
+    """The precision that the weights are in, so that none is lost and no bit invented."""
+    config = json.loads((directory / "config.json").read_text())
+    return Dtype.bfloat16 if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" else Dtype.float32
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text)

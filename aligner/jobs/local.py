@@ -11,28 +11,37 @@ from aligner.cluster.local import launch
 from aligner.cluster.run_directory import RunDirectory
 from aligner.config import compose
 from aligner.errors import ConfigError
-from aligner.schemas import TrainGRPO, TrainPPO, TrainRewardModel, TrainSFT
+from aligner.schemas import TrainDPO, TrainGRPO, TrainPPO, TrainRewardModel, TrainSFT
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "examples" / "nlp"
 RECIPES = {
     "sft": (TrainSFT, "train_sft.py"),
     "reward_model": (TrainRewardModel, "train_reward_model.py"),
+    "dpo": (TrainDPO, "train_dpo.py"),
     "grpo": (TrainGRPO, "train_grpo.py"),
     "ppo": (TrainPPO, "train_ppo_actor.py"),
 }
 
 
-def launch_local(recipe: str, overrides: Sequence[str], *, num_processes: int = 0) -> int:
+def recipe_of(name: str) -> str:
+    """The recipe that a file of conf/ belongs to: `ppo_70b` to `ppo`. Raises ConfigError for a name of none."""
+    for recipe in RECIPES:
+        if name == recipe or name.startswith(f"{recipe}_"):
+            return recipe
+    raise ConfigError(f"config {name!r}: its name must begin with one of {', '.join(RECIPES)}")
+
+
+def launch_local(name: str, overrides: Sequence[str], *, num_processes: int = 0) -> int:
     """Start every component of a run with the same settings; returns the exit code.
 
-    `recipe` is a file stem in conf/; `num_processes` overrides the config's number of actor processes. Raises ConfigError before anything
+    `name` is a file stem in conf/; `num_processes` overrides the config's number of actor processes. Raises ConfigError before anything
     starts.
     """
-    if recipe not in RECIPES:
-        raise ConfigError(f"recipe {recipe!r}; allowed: {', '.join(RECIPES)}")
+    recipe = recipe_of(name)
     schema, script = RECIPES[recipe]
-    config = compose(schema, recipe, overrides)
-    actors = num_processes or (config.num_processes if isinstance(config, (TrainPPO, TrainGRPO)) else 1)
+    config = compose(schema, name, overrides)
+    overrides = [f"config={name}", *overrides]
+    actors = num_processes or config.num_processes
     config.parallel.check_world(actors)
     components = [_component("actor" if schema in (TrainPPO, TrainGRPO) else recipe, script, overrides, actors, main=True)]
     if isinstance(config, TrainPPO):

@@ -18,10 +18,11 @@ from aligner.jobs.checkpointing import POLICY, RunCheckpointer
 from aligner.jobs.parts import check_rollout_length, export_at_end, load_model_files, run_loop, tokenizer_directory
 from aligner.jobs.session import Session, session
 from aligner.models import create
+from aligner.models.divisible import check_divisible
 from aligner.models.policy import MegatronPolicy, ReferencePolicy
-from aligner.models.trainable import Training
 from aligner.protocols import RewardModel
 from aligner.rewards.local import function_reward
+from aligner.rollout.config import check_splits
 from aligner.rollout.megatron import MegatronEngine
 from aligner.schemas import TrainGRPO, TrainPPO
 from aligner.servers.client import CriticClient, RewardClient
@@ -37,9 +38,9 @@ def train_ppo_actor(config: TrainPPO) -> None:
             here.say("waiting for the critic server")
             critic.wait_until_ready()
         algorithm = PPO(config.algorithm, policy, task, critic)
-        keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer, critic=critic)
+        keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer, config=config.checkpoint, critic=critic)
         last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.PPO)
-        export_at_end(here, config, last, policy.module, tokenizer)
+        export_at_end(here, config, last, policy.chunks, tokenizer)
         critic.close()
         task.reward.close()
 
@@ -50,9 +51,9 @@ def train_grpo(config: TrainGRPO) -> None:
         with_reference = config.algorithm.kl_coef > 0
         task, policy, tokenizer = _build(here, config, with_reference=with_reference, num_prompts=config.algorithm.prompts_per_step)
         algorithm = GRPO(config.algorithm, policy, task)
-        keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer)
+        keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer, config=config.checkpoint)
         last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.GRPO)
-        export_at_end(here, config, last, policy.module, tokenizer)
+        export_at_end(here, config, last, policy.chunks, tokenizer)
         task.reward.close()
 
 
@@ -68,18 +69,16 @@ def _build(
         )
     tokenizer, architecture = load_model_files(config.model)
     check_rollout_length(config.model, architecture, config)
+    check_divisible(architecture, config.parallel)
+    check_splits(architecture, tp=config.rollout.tp or config.parallel.tp, world_size=here.topology.world_size)
     prompts, report = load_prompts(config.data.train, config.data, tokenizer)
     here.say(report.summary())
     validation = load_validation_prompts(config.data, tokenizer)[0] if config.data.validation else []
     reward = _reward(here, config, tokenizer)
-    training = Training(
-        optimizer=config.optimizer,
-        total_steps=config.loop.max_steps * config.algorithm.updates_per_step,
-        micro_batch_size=config.model.micro_batch_size,
-        temperature=sampling.temperature,
-    )
+    updates = config.loop.max_steps * config.algorithm.updates_per_step
+    training = create.training(config.model, config.optimizer, total_steps=updates, temperature=sampling.temperature)
     policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
-    engine = MegatronEngine(policy.module, sampling, eos_id=tokenizer.eos_id, max_batch_size=config.rollout.max_batch_size)
+    engine = MegatronEngine(policy.chunks, config.rollout, eos_id=tokenizer.eos_id)
     task = OnlineTask(
         engine=engine,
         reference=ReferencePolicy(policy) if with_reference else None,

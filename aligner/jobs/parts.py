@@ -19,7 +19,7 @@ from aligner.models.weights import save_hf
 from aligner.reporting.config import LoggingConfig
 from aligner.reporting.formats import Column
 from aligner.reporting.reporter import Reporter, SilentReporter
-from aligner.schemas import TrainGRPO, TrainPPO, TrainSFT
+from aligner.schemas import TrainDPO, TrainGRPO, TrainPPO, TrainSFT
 
 
 def load_model_files(config: ModelConfig) -> tuple[Tokenizer, Architecture]:
@@ -77,14 +77,16 @@ def run_loop(
         return loop.run(algorithm, config, checkpointer=keeper, open_reporter=lambda start: stack.enter_context(open_reporter(start)))
 
 
-def export_at_end(here: Session, config: TrainSFT | TrainGRPO | TrainPPO, last_step: int, module: LanguageModel, tokenizer: Path) -> None:
+def export_at_end(
+    here: Session, config: TrainSFT | TrainDPO | TrainGRPO | TrainPPO, last_step: int, chunks: Sequence[LanguageModel], tokenizer: Path
+) -> None:
     """Write the policy as a Hugging Face model, with its tokenizer, to the run's export directory. Every rank calls it.
 
     A run that a signal stopped is not at its end: it exits at once, and exports when it has been resumed and finished.
     """
     if not config.run.export_hf or last_step < config.loop.max_steps:
         return
-    save_hf(module, here.directory.export, writer=here.is_first)
+    save_hf(chunks, here.directory.export, writer=here.is_first)
     if here.is_first:
         copy_tokenizer(tokenizer, here.directory.export)
         name_special_tokens(here.directory.export)

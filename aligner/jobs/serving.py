@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 from aligner.errors import ConfigError
-from aligner.jobs.checkpointing import CRITIC, load_critic
+from aligner.jobs.checkpointing import CriticCheckpointer, load_critic
 from aligner.jobs.parts import check_rollout_length, load_model_files, tokenizer_directory
-from aligner.jobs.session import Session, session
+from aligner.jobs.session import session
 from aligner.losses.value import value_loss
-from aligner.models import checkpoint, create
+from aligner.models import create
 from aligner.models.config import ModelConfig
-from aligner.models.trainable import TrainableModel, Training
 from aligner.rewards.load import build_reward_function
 from aligner.schemas import TrainGRPO, TrainPPO
 from aligner.servers.config import RequestLimits
@@ -30,20 +28,17 @@ def serve_critic(config: TrainPPO) -> None:
         check_rollout_length(model_config, architecture, config)
         _check_mini_batches(config, here.topology.dp_size)
         updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs
-        training = Training(
-            optimizer=critic.optimizer,
-            total_steps=config.loop.max_steps * updates,
-            micro_batch_size=model_config.micro_batch_size,
-        )
+        training = create.training(model_config, critic.optimizer, total_steps=config.loop.max_steps * updates)
         model = create.create_value_model(model_config, architecture, critic.parallel, here.topology, training)
-        resumed = load_critic(here, model.model)
+        resumed = load_critic(here, model.model, config.checkpoint)
         here.say(f"critic: resumed after step {resumed}" if resumed else f"critic: starts from {model_config.path or 'random weights'}")
+        keeper = CriticCheckpointer(here, model.model, tokenizer=tokenizer_directory(model_config), config=config.checkpoint)
         service = CriticService(
             model,
             partial(value_loss, clip=critic.clip or None),
             mini_batch_size=critic.mini_batch_size,
             num_epochs=critic.num_epochs,
-            save=partial(_save_critic, here, model.model, tokenizer_directory(model_config)),
+            save=keeper.save,
         )
         limits = RequestLimits(
             vocab_size=architecture.vocab_size,
@@ -64,7 +59,7 @@ def serve_reward_model(config: TrainPPO | TrainGRPO) -> None:
         if is_function:
             service = FunctionRewardService(build_reward_function(reward.function), decode=tokenizer.decode)
         else:
-            training = Training(optimizer=None, micro_batch_size=model_config.micro_batch_size)
+            training = create.training(model_config, None)
             model = create.create_reward_model(model_config, architecture, reward.parallel, here.topology, training)
             service = RewardService(model, encode=tokenizer.encode)
         limits = RequestLimits(
@@ -89,8 +84,3 @@ def _check_mini_batches(config: TrainPPO, dp_size: int) -> None:
             f"critic.mini_batch_size={config.critic.mini_batch_size}: the last mini-batch of {rows} rollouts has {smallest}, "
             f"fewer than the critic's {dp_size} data-parallel replicas"
         )
-
-
-def _save_critic(here: Session, model: TrainableModel, tokenizer: Path, step: int) -> str:
-    request = checkpoint.SaveRequest(step=step, state={}, config_yaml=here.config_yaml, tokenizer=tokenizer)
-    return str(checkpoint.save(here.directory.checkpoints / CRITIC, model, request))

@@ -1,7 +1,8 @@
-"""The trainers of one component: supervised fine-tuning and reward models."""
+"""The trainers of one component: supervised fine-tuning, reward models and direct preference optimisation."""
 
 from __future__ import annotations
 
+from aligner.algorithms.dpo import DPO
 from aligner.algorithms.reward_model import RewardModelTraining
 from aligner.algorithms.sft import SFT
 from aligner.data.preferences import load_preferences
@@ -11,8 +12,8 @@ from aligner.jobs.checkpointing import POLICY, REWARD_MODEL, RunCheckpointer
 from aligner.jobs.parts import check_length, export_at_end, load_model_files, run_loop, tokenizer_directory
 from aligner.jobs.session import session
 from aligner.models import create
-from aligner.models.trainable import Training
-from aligner.schemas import TrainRewardModel, TrainSFT
+from aligner.models.policy import ReferencePolicy
+from aligner.schemas import TrainDPO, TrainRewardModel, TrainSFT
 
 
 def train_sft(config: TrainSFT) -> None:
@@ -23,12 +24,12 @@ def train_sft(config: TrainSFT) -> None:
         train, report = load_supervised(config.data.train, config.data, tokenizer)
         here.say(report.summary())
         validation = load_supervised(config.data.validation, config.data, tokenizer)[0] if config.data.validation else []
-        training = Training(optimizer=config.optimizer, total_steps=config.loop.max_steps, micro_batch_size=config.model.micro_batch_size)
+        training = create.training(config.model, config.optimizer, total_steps=config.loop.max_steps)
         policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
         algorithm = SFT(config.algorithm, policy, train=train, validation=validation, pad_id=tokenizer.pad_id, seed=config.run.seed)
-        keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer_directory(config.model))
+        keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer_directory(config.model), config=config.checkpoint)
         last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.SFT)
-        export_at_end(here, config, last, policy.module, tokenizer_directory(config.model))
+        export_at_end(here, config, last, policy.chunks, tokenizer_directory(config.model))
 
 
 def train_reward_model(config: TrainRewardModel) -> None:
@@ -39,10 +40,31 @@ def train_reward_model(config: TrainRewardModel) -> None:
         train, report = load_preferences(config.data.train, config.data, tokenizer)
         here.say(report.summary())
         validation = load_preferences(config.data.validation, config.data, tokenizer)[0] if config.data.validation else []
-        training = Training(optimizer=config.optimizer, total_steps=config.loop.max_steps, micro_batch_size=config.model.micro_batch_size)
+        training = create.training(config.model, config.optimizer, total_steps=config.loop.max_steps)
         model = create.create_reward_model(config.model, architecture, config.parallel, here.topology, training)
         algorithm = RewardModelTraining(
             config.algorithm, model, train=train, validation=validation, pad_id=tokenizer.pad_id, seed=config.run.seed
         )
-        keeper = RunCheckpointer(here, model.model, name=REWARD_MODEL, tokenizer=tokenizer_directory(config.model))
+        keeper = RunCheckpointer(
+            here, model.model, name=REWARD_MODEL, tokenizer=tokenizer_directory(config.model), config=config.checkpoint
+        )
         run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.REWARD_MODEL)
+
+
+def train_dpo(config: TrainDPO) -> None:
+    """Direct preference optimisation; the reference is the model that the run starts from. Every rank calls it."""
+    with session(config, config.run, config.parallel) as here:
+        tokenizer, architecture = load_model_files(config.model)
+        check_length(config.model, architecture, config.data.max_length)
+        train, report = load_preferences(config.data.train, config.data, tokenizer)
+        here.say(report.summary())
+        validation = load_preferences(config.data.validation, config.data, tokenizer)[0] if config.data.validation else []
+        training = create.training(config.model, config.optimizer, total_steps=config.loop.max_steps)
+        policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
+        reference = ReferencePolicy(policy)  # before a resumed run loads its checkpoint
+        algorithm = DPO(
+            config.algorithm, policy, reference, train=train, validation=validation, pad_id=tokenizer.pad_id, seed=config.run.seed
+        )
+        keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer_directory(config.model), config=config.checkpoint)
+        last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.DPO)
+        export_at_end(here, config, last, policy.chunks, tokenizer_directory(config.model))

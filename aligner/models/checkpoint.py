@@ -1,24 +1,28 @@
 """Distributed checkpoints of one model: complete or invisible, loadable at another layout, with everything a resume needs.
 
     step_000030/
-      aligner.json   kind of model, format version
+      aligner.json   kind of model, format version, checksums; the file that makes the directory a checkpoint
+      manifest.json  SHA-256 and size of every other file
       config.json    the architecture, in Hugging Face's form       tokenizer files
       weights/       Megatron-Core distributed checkpoint of the module
       optimizer/     the same of the optimizer's state, in a form that any layout can read
-      state.pt       per-rank random-generator states
-      state.json     step, optimizer version, learning-rate schedule, whatever the training loop adds
+      state.pt       per-rank random-generator states and the layout that they belong to
+      state.json     step, optimizer version, learning-rate schedule, validation metrics, whatever the training loop adds
       config.yaml    the resolved config of the run
 
-A checkpoint is written under a name that starts with `.writing_`, renamed when every rank has written, and only then named in `latest`.
+`checkpoint_files` has the rules of publication, `async_save` writes the large files, `manifest` and `safe_pickle` look at all of them
+before anything is loaded.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +31,35 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from aligner.errors import CheckpointError
+from aligner.models import async_save, checkpoint_optimizer, manifest, safe_pickle
+from aligner.models import checkpoint_files as files
 from aligner.models.build import ScalarModel, Transformer
+from aligner.models.checkpoint_files import BEST, LATEST, MARKER, read_marker, resolve, step_directory
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.trainable import TrainableModel
 from aligner.parallel.collectives import broadcast_object, gather_objects, raise_everywhere
 from aligner.parallel.mcore import dist_checkpointing, tensor_parallel
 
-MARKER = "aligner.json"
-FORMAT = 1
-LATEST = "latest"
-# Gathers optimizer shards into per-parameter tensors, so that any other layout can load them (the default raises in 0.16).
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+__all__ = [
+    "BEST",
+    "LATEST",
+    "MARKER",
+    "PendingSave",
+    "SaveRequest",
+    "copy_tokenizer",
+    "load",
+    "load_weights",
+    "read_marker",
+    "read_state",
+    "resolve",
+    "save",
+    "start_save",
+    "step_directory",
+]
+
+WRITE_TIMEOUT_SECONDS = 1200.0
+RESERVED = ".reserved"
+RESERVED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,103 +70,141 @@ class SaveRequest:
     state: dict[str, Any]  # JSON-able: data position, controllers
     config_yaml: str = ""
     tokenizer: Path | None = None  # directory whose files are copied, so that the checkpoint stands alone
+    validation: Mapping[str, float] = field(default_factory=dict)  # metrics of this step, where it was validated
 
 
-def step_directory(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f"step_{step:06d}"
+class PendingSave:
+    """A checkpoint whose files are being written. The model may be trained on meanwhile. Every rank holds one."""
 
+    def __init__(self, writing: Path, final: Path, marker: Mapping[str, Any], writer: async_save.FileWriter) -> None:
+        self.final = final
+        self._writing = writing
+        self._marker = marker
+        self._writer = writer
 
-def resolve(path: Path) -> Path:
-    """The checkpoint that `path` means: itself, or what `latest` names where it is a directory of checkpoints.
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's files are written, or failed to be."""
+        return self._writer.is_done
 
-    Raises CheckpointError where there is none.
-    """
-    if (path / MARKER).exists():
-        return path
-    if (path / LATEST).exists():
-        named = path / (path / LATEST).read_text().strip()
-        if not (named / MARKER).exists():
-            raise CheckpointError(f"{path / LATEST} names {named.name}, which is not a complete checkpoint")
-        return named
-    raise CheckpointError(f"{path}: no checkpoint here (neither {MARKER} nor {LATEST}{'' if path.exists() else '; no such directory'})")
+    def publish(self, timeout_seconds: float = WRITE_TIMEOUT_SECONDS) -> Path:
+        """Wait until every rank has written, then make the checkpoint visible and move `latest`. Every rank calls it.
 
+        Returns its directory. Raises CheckpointError on every rank where one of them failed; what was written is then removed.
+        """
+        try:
+            self._writer.wait(timeout_seconds)
+            _on_rank_0(lambda: (self._writing / RESERVED).unlink())  # its room is for the metadata
+            for part in self._writer.planned:
+                async_save.write_metadata(part)
+            digests = {name: entry for part in gather_objects(self._writer.digests) for name, entry in part.items()}
+            _on_rank_0(lambda: self._finish(digests))
+        except CheckpointError:
+            if dist.get_rank() == 0:
+                files.discard(self._writing)
+            raise
+        return self.final
 
-def find_latest(checkpoints: Path) -> Path | None:
-    """The newest complete checkpoint of a run, None where there is none yet. Every rank gets rank 0's answer."""
-    found: list[Path] = []
-    _on_rank_0(lambda: found.append(resolve(checkpoints)) if (checkpoints / LATEST).exists() else None)
-    return broadcast_object(found[0] if found else None)
+    def _finish(self, digests: Mapping[str, manifest.Digest]) -> None:
+        manifest.write(self._writing, digests)
+        files.write_marker(self._writing, self._marker)
+        files.publish(self._writing, self.final)
 
 
 def save(checkpoints: Path, model: TrainableModel, request: SaveRequest) -> Path:
-    """Write and publish one checkpoint. Every rank calls it. Returns its directory; one that exists already is left as it is."""
+    """Write and publish one checkpoint, in place of an older one of the same step. Every rank calls it. Returns its directory."""
+    return start_save(checkpoints, model, request, in_background=False).publish()
+
+
+def start_save(checkpoints: Path, model: TrainableModel, request: SaveRequest, *, in_background: bool) -> PendingSave:
+    """Begin a checkpoint of the model as it is now; `publish` of the result ends it. Every rank calls it.
+
+    With `in_background` it returns as soon as the state is copied to host memory. Raises CheckpointError where the directory cannot be
+    written to; the checkpoints before it stay as they are.
+    """
     final = step_directory(checkpoints, request.step)
-    writing = checkpoints / f".writing_{final.name}"
-    exists = broadcast_object(final.exists())
-    if not exists:
-        _on_rank_0(lambda: _start(writing, model.module, request))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dist_checkpointing.save(model.module.sharded_state_dict(), str(writing / "weights"))
-            if _has_optimizer_state(model):
-                shards = model.optimizer.sharded_state_dict(model.module.sharded_state_dict(), metadata=SHARDING)
-                dist_checkpointing.save({"optimizer": shards}, str(writing / "optimizer"))
-        generators = gather_objects(_generator_state())
-        _on_rank_0(lambda: _finish(writing, final, model, request, generators))
-    _on_rank_0(lambda: _point_latest(checkpoints, final))
-    return final
+    model.wake()
+    generators = gather_objects(_generator_state())
+    made: list[Path] = []
+    _on_rank_0(lambda: made.append(_start(final, model, request, generators)))
+    writing = broadcast_object(made[0] if made else None)
+    planned = [async_save.plan(_sharded_state(model.chunks), writing / "weights")]
+    if _has_optimizer_state(model):
+        shards = checkpoint_optimizer.sharded_state(model.optimizer, _sharded_state(model.chunks))
+        planned.append(async_save.plan({"optimizer": shards}, writing / "optimizer"))
+    marker: dict[str, Any] = {"kind": _kind(model.chunks), "step": request.step}
+    if isinstance(model.chunks[0], ScalarModel):
+        marker["num_outputs"] = model.chunks[0].num_outputs
+    writer = async_save.FileWriter(planned, writing, in_background=in_background)
+    return PendingSave(writing, final, marker, writer)
 
 
-def load_weights(module: Transformer, path: Path) -> None:
-    """Fill the module from a checkpoint of this project. Every rank calls it.
+def load_weights(chunks: Sequence[Transformer], path: Path, *, verify: bool = True) -> None:
+    """Fill the chunks of a model from a checkpoint of this project, written at any layout. Every rank calls it.
 
-    A scalar model may start from a language model's checkpoint: its head then keeps its initialisation.
+    A scalar model may start from a language model's checkpoint: its head then keeps its initialisation. With `verify` the files that are
+    read are compared with their SHA-256 first. Raises CheckpointError.
     """
     directory = resolve(path)
-    kind = read_marker(directory)["kind"]
-    _check_architecture(directory, module)
-    wanted = module.sharded_state_dict()
-    if isinstance(module, ScalarModel) and kind == "language":
-        wanted = {name: shard for name, shard in wanted.items() if not name.startswith("score_head.")}
-    elif kind != _kind(module):
-        raise CheckpointError(f"{directory}: a {kind} model's checkpoint cannot be loaded into a {_kind(module)} model")
-    _load(wanted, directory / "weights", module)
+    if verify:
+        manifest.verify(directory, needed=lambda name: not name.startswith("optimizer/"))
+    _load_weights(chunks, directory)
 
 
-def load(model: TrainableModel, path: Path) -> dict[str, Any]:
+def load(model: TrainableModel, path: Path, *, verify: bool = True) -> dict[str, Any]:
     """Restore weights, optimizer, schedule and random generators into a model that has not trained yet, to continue the saved run.
 
-    Returns the saved `state`. Every rank calls it.
+    Returns the saved `state`. Every rank calls it. Raises CheckpointError.
     """
     directory = resolve(path)
-    load_weights(model.module, directory)
-    state = json.loads((directory / "state.json").read_text())
+    if verify:
+        manifest.verify(directory, needed=lambda _: True)
+    model.wake()
+    _load_weights(model.chunks, directory)
+    state = read_state(directory)
     if model.optimizer is not None:
         if state["scheduler"] is None:
             raise CheckpointError(f"{directory}: holds no optimizer state; it can initialise a model but not continue a run")
         if state["version"] > 0:
-            _load_optimizer(model, directory)
+            _load_optimizer(model, directory / "optimizer")
         else:
             model.optimizer.reload_model_params()
         model.scheduler.num_steps = 0  # loading *adds* the saved number of steps
         model.scheduler.load_state_dict(state["scheduler"])
     model.version = state["version"]
-    generators = torch.load(directory / "state.pt", weights_only=True)
-    if len(generators) == dist.get_world_size():  # at another world size the generators stay freshly seeded
-        _set_generator_state(generators[dist.get_rank()])
+    saved = safe_pickle.load_data(directory / "state.pt")
+    if saved["layout"] == _layout(model):  # at another layout the generators stay freshly seeded
+        _set_generator_state(saved["generators"][dist.get_rank()])
     return state["loop"]
 
 
-def read_marker(directory: Path) -> dict[str, Any]:
-    """What `aligner.json` says. Raises CheckpointError for a format that this version does not read."""
-    marker = json.loads((directory / MARKER).read_text())
-    if marker["format"] != FORMAT:
-        raise CheckpointError(f"{directory / MARKER}: format {marker['format']}; this version reads {FORMAT}")
-    return marker
+def read_state(directory: Path) -> dict[str, Any]:
+    """What `state.json` of a checkpoint holds: step, version, scheduler, validation, loop."""
+    return json.loads((directory / "state.json").read_text())
 
 
-def _kind(module: Transformer) -> str:
-    return "scalar" if isinstance(module, ScalarModel) else "language"
+def copy_tokenizer(source: Path, destination: Path) -> None:
+    """Copy the files of a tokenizer (not weights, not the model's config)."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "vocab.json", "merges.txt")
+    for name in (*names, "added_tokens.json", "chat_template.jinja", "generation_config.json"):
+        if (source / name).exists():
+            shutil.copyfile(source / name, destination / name)
+
+
+def _kind(chunks: Sequence[Transformer]) -> str:
+    return "scalar" if isinstance(chunks[0], ScalarModel) else "language"
+
+
+def _sharded_state(chunks: Sequence[Transformer]) -> dict[str, Any]:
+    """The weights with their place in the whole model, under whose names they are on disk, whatever the chunks are called here."""
+    return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
+
+
+def _layout(model: TrainableModel) -> dict[str, int]:
+    """What the random generators of a rank depend on."""
+    here = model.topology
+    sizes = {"world": here.world_size, "tp": here.tp_size, "pp": here.pp_size, "cp": here.cp_size, "dp": here.dp_size}
+    return sizes | {"ep": model.chunks[0].config.expert_model_parallel_size, "chunks": len(model.chunks)}
 
 
 def _on_rank_0(action: Callable[[], Any]) -> None:
@@ -166,77 +226,95 @@ def _has_optimizer_state(model: TrainableModel) -> bool:
     return model.optimizer is not None and model.version > 0
 
 
-def _start(writing: Path, module: Transformer, request: SaveRequest) -> None:
-    shutil.rmtree(writing, ignore_errors=True)  # of an attempt that was killed
-    for name in ("weights", "optimizer"):
-        (writing / name).mkdir(parents=True)
-    if request.tokenizer is not None:
-        copy_tokenizer(request.tokenizer, writing)
-    (writing / "config.json").write_text(json.dumps(architecture_to_hf(module.architecture), indent=2) + "\n")
-    (writing / "config.yaml").write_text(request.config_yaml)
-
-
-def copy_tokenizer(source: Path, destination: Path) -> None:
-    """Copy the files of a tokenizer (not weights, not the model's config)."""
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "vocab.json", "merges.txt")
-    for name in (*names, "added_tokens.json", "chat_template.jinja", "generation_config.json"):
-        if (source / name).exists():
-            shutil.copyfile(source / name, destination / name)
-
-
-def _finish(writing: Path, final: Path, model: TrainableModel, request: SaveRequest, generators: list[dict[str, Any]]) -> None:
-    if not _has_optimizer_state(model):
-        (writing / "optimizer").rmdir()
-    torch.save(generators, writing / "state.pt")
+def _start(final: Path, model: TrainableModel, request: SaveRequest, generators: list[dict[str, Any]]) -> Path:
+    """Make the directory and write the small files, which hold the state of this moment."""
     state = {
         "step": request.step,
         "version": model.version,
         "scheduler": None if model.scheduler is None else model.scheduler.state_dict(),
+        "validation": dict(request.validation),
         "loop": request.state,
     }
-    (writing / "state.json").write_text(json.dumps(state, indent=2) + "\n")
-    marker: dict[str, Any] = {"format": FORMAT, "kind": _kind(model.module), "step": request.step}
-    if isinstance(model.module, ScalarModel):
-        marker["num_outputs"] = model.module.score_head.out_features
-    (writing / MARKER).write_text(json.dumps(marker) + "\n")
-    writing.rename(final)
+    state_json = json.dumps(state, indent=2) + "\n"  # before anything is made: it may not be serialisable
+    writing = files.new_writing_directory(final)
+    try:
+        _reserve(writing / RESERVED)
+        for name in ("weights", "optimizer") if _has_optimizer_state(model) else ("weights",):
+            (writing / name).mkdir()
+        if request.tokenizer is not None:
+            copy_tokenizer(request.tokenizer, writing)
+        hf_config = architecture_to_hf(model.chunks[0].architecture) | {"dtype": str(model.config.params_dtype).removeprefix("torch.")}
+        files.write_text(writing / "config.json", json.dumps(hf_config, indent=2) + "\n")
+        files.write_text(writing / "config.yaml", request.config_yaml)
+        files.write_text(writing / "state.json", state_json)
+        torch.save({"layout": _layout(model), "generators": generators}, writing / "state.pt")
+    except Exception:
+        files.discard(writing)
+        raise
+    return writing
 
 
-def _point_latest(checkpoints: Path, final: Path) -> None:
-    new = checkpoints / f".{LATEST}"
-    new.write_text(final.name + "\n")
-    new.replace(checkpoints / LATEST)
+def _reserve(path: Path) -> None:
+    """Take the room of the small files that Megatron-Core writes inside collectives, where an error leaves the other ranks waiting."""
+    with path.open("wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, RESERVED_BYTES)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that cannot say it beforehand
+                raise
+            file.write(bytes(RESERVED_BYTES))
 
 
-def _check_architecture(directory: Path, module: Transformer) -> None:
+def _load_weights(chunks: Sequence[Transformer], directory: Path) -> None:
+    kind = read_marker(directory)["kind"]
+    _check_architecture(directory, chunks[0])
+    wanted = _sharded_state(chunks)
+    if isinstance(chunks[0], ScalarModel) and kind == "language":
+        wanted = {
+            chunk: {name: shard for name, shard in part.items() if not name.startswith("score_head.")} for chunk, part in wanted.items()
+        }
+    elif kind != _kind(chunks):
+        raise CheckpointError(f"{directory}: a {kind} model's checkpoint cannot be loaded into a {_kind(chunks)} model")
+    loaded = _read(wanted, directory / "weights")
+    for number, chunk in enumerate(chunks):
+        _fill(chunk, loaded[f"model{number}"], directory / "weights")
+
+
+def _check_architecture(directory: Path, chunk: Transformer) -> None:
     """Megatron-Core lets vocabularies of different sizes pass, and knows nothing of norms' epsilons or rotary bases."""
     saved = asdict(architecture_from_hf(json.loads((directory / "config.json").read_text())))
-    ours = asdict(architecture_from_hf(architecture_to_hf(module.architecture)))
-    free = {"max_position_embeddings", "initializer_range"} | ({"tied_embeddings"} if isinstance(module, ScalarModel) else set())
+    ours = asdict(architecture_from_hf(architecture_to_hf(chunk.architecture)))
+    free = {"max_position_embeddings", "initializer_range"} | ({"tied_embeddings"} if isinstance(chunk, ScalarModel) else set())
     if differing := [
         f"{name} is {saved[name]} there and {ours[name]} here" for name in ours if saved[name] != ours[name] and name not in free
     ]:
         raise CheckpointError(f"{directory}: does not fit the model: {', '.join(differing)}")
 
 
-def _load(wanted: dict[str, Any], directory: Path, module: Transformer) -> None:
-    loaded = _read(wanted, directory)
-    module.load_state_dict(loaded, strict=False)
-    missing = {name for name, _ in module.named_parameters()} - loaded.keys() - {"score_head.weight", "score_head.bias"}
+def _fill(chunk: Transformer, loaded: dict[str, Any], directory: Path) -> None:
+    chunk.load_state_dict(loaded, strict=False)
+    missing = {name for name, _ in chunk.named_parameters()} - loaded.keys() - {"score_head.weight", "score_head.bias"}
     if missing:
         raise CheckpointError(f"{directory}: holds no value for {sorted(missing)[:3]}")
 
 
 def _load_optimizer(model: TrainableModel, directory: Path) -> None:
-    """Moments and step counts are the checkpoint's; learning rates, betas and epsilon stay those of this run's config."""
-    configured = [{name: group[name] for name in ("max_lr", "min_lr", "betas", "eps")} for group in model.optimizer.param_groups]
-    wanted = model.optimizer.sharded_state_dict(model.module.sharded_state_dict(), is_loading=True, metadata=SHARDING)
-    model.optimizer.load_state_dict(_read({"optimizer": wanted}, directory / "optimizer")["optimizer"])
-    for group, settings in zip(model.optimizer.param_groups, configured, strict=True):
-        group.update(settings)
+    wanted = checkpoint_optimizer.sharded_state(model.optimizer, _sharded_state(model.chunks), is_loading=True)
+    loaded = _read({"optimizer": wanted}, directory)["optimizer"]
+    try:
+        checkpoint_optimizer.restore(model.optimizer, loaded)
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: cannot be continued at this layout: {error}") from error
 
 
 def _read(wanted: dict[str, Any], directory: Path) -> dict[str, Any]:
+    error: CheckpointError | None = None
+    try:
+        if dist.get_rank() == 0:
+            safe_pickle.check(directory)
+    except (CheckpointError, OSError) as refused:
+        error = refused if isinstance(refused, CheckpointError) else CheckpointError(f"{directory}: cannot be read: {refused}")
+    raise_everywhere(error)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

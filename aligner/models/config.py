@@ -14,6 +14,34 @@ class Family(str, Enum):
     llama = "llama"
     qwen2 = "qwen2"
     qwen3 = "qwen3"
+    mixtral = "mixtral"
+    qwen3_moe = "qwen3_moe"
+    nemotron = "nemotron"
+    gpt2 = "gpt2"
+
+
+class Activation(str, Enum):
+    """The non-linearity of the feed-forward layers; `gelu_tanh` is HF's `gelu_new` and `gelu_pytorch_tanh`, `squared_relu` its `relu2`."""
+
+    silu = "silu"
+    gelu = "gelu"
+    gelu_tanh = "gelu_tanh"
+    squared_relu = "squared_relu"
+
+
+class Normalization(str, Enum):
+    """The norm of every layer; `layer_norm_1p` is a LayerNorm whose stored weights are around 0 (the layer multiplies by 1 + weight)."""
+
+    rms_norm = "rms_norm"
+    layer_norm = "layer_norm"
+    layer_norm_1p = "layer_norm_1p"
+
+
+class PositionEmbedding(str, Enum):
+    """Rotary, or a learned table of `max_position_embeddings` rows that is added to the token embeddings."""
+
+    rope = "rope"
+    learned = "learned"
 
 
 class Dtype(str, Enum):
@@ -44,8 +72,23 @@ class Architecture:
     qkv_bias: bool = False
     qk_norm: bool = False
     initializer_range: float = 0.02
+    gated_mlp: bool = True  # activation(gate x) * (up x), as in SwiGLU; false: activation(up x)
+    activation: Activation = Activation.silu
+    normalization: Normalization = Normalization.rms_norm
+    linear_bias: bool = False  # biases on every linear layer; `qkv_bias` is of query, key and value alone
+    position_embedding: PositionEmbedding = PositionEmbedding.rope
+    rotary_fraction: float = 1.0  # part of each head's dimensions that is rotated
+    num_experts: int = 0  # 0: dense feed-forward layers; else every layer is a mixture of experts
+    experts_per_token: int = 0
+    expert_ffn_hidden_size: int = 0
+    normalize_expert_weights: bool = True  # a token's expert weights sum to 1
 
     def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_positions()
+        self._check_experts()
+
+    def _check_sizes(self) -> None:
         for name in (
             "num_layers",
             "hidden_size",
@@ -67,22 +110,72 @@ class Architecture:
                     f"architecture.num_attention_heads={self.num_attention_heads}: must divide hidden_size={self.hidden_size}"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
+
+    def _check_positions(self) -> None:
+        if not 0 < self.rotary_fraction <= 1:
+            raise ConfigError(f"architecture.rotary_fraction={self.rotary_fraction}: must be in (0, 1]")
+        if self.position_embedding == PositionEmbedding.learned:
+            for name, neutral in (("rotary_fraction", 1.0), ("rope_llama3_factor", 0.0)):
+                if getattr(self, name) != neutral:
+                    raise ConfigError(
+                        f"architecture.{name}={getattr(self, name)}: position_embedding=learned rotates nothing; allowed: {neutral}"
+                    )
+            return
         if self.head_dim % 2:
             raise ConfigError(f"architecture.head_dim={self.head_dim}: rotary embeddings need an even size")
+        rotated = self.head_dim * self.rotary_fraction
+        if rotated % 2:
+            raise ConfigError(
+                f"architecture.rotary_fraction={self.rotary_fraction}: of head_dim={self.head_dim} it rotates {rotated} dimensions; "
+                "must be an even number"
+            )
+
+    def _check_experts(self) -> None:
+        if self.num_experts < 0:
+            raise ConfigError(f"architecture.num_experts={self.num_experts}: must not be negative (0 is a dense model)")
+        if not self.num_experts:
+            for name in ("experts_per_token", "expert_ffn_hidden_size"):
+                if getattr(self, name):
+                    raise ConfigError(f"architecture.{name}={getattr(self, name)}: needs num_experts > 0; allowed without: 0")
+            return
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(f"architecture.experts_per_token={self.experts_per_token}: must be from 1 to num_experts={self.num_experts}")
+        if self.expert_ffn_hidden_size < 1:
+            raise ConfigError(f"architecture.expert_ffn_hidden_size={self.expert_ffn_hidden_size}: must be at least 1 with num_experts > 0")
+        if self.experts_per_token == 1 and self.normalize_expert_weights:
+            raise ConfigError(
+                "architecture.normalize_expert_weights=True: with experts_per_token=1 every weight is 1, which gives the router "
+                "no gradient; allowed: False"
+            )
+
+
+class Recompute(str, Enum):
+    """Which activations are computed again in the backward pass instead of being kept (Korthikanti et al. 2022, 2205.05198)."""
+
+    none = "none"
+    selective = "selective"  # those inside core attention
+    full = "full"  # everything but each layer's input
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """One model of a run."""
+    """One model of a run. From `micro_batch_size` to `recompute` settings change memory and speed, never the numbers."""
 
     path: str = ""  # Hugging Face directory or a checkpoint of this project; empty: random weights from `architecture`
     tokenizer: str = ""  # tokenizer directory; empty: the one beside the weights
     architecture: Architecture = field(default_factory=Architecture)
     dtype: Dtype = Dtype.auto
     seq_length: int = 0  # longest sequence of the run; 0: the model's max_position_embeddings
-    micro_batch_size: int = 4  # rows per forward pass; changes memory and speed, never the numbers
-    logits_chunk_size: int = 4096  # tokens whose logits exist at a time
+    micro_batch_size: int = 4  # rows per forward pass
+    micro_batch_tokens: int = 0  # 0: micro_batch_size rows; else as many rows of like length as fit in this number of tokens
+    packing: bool = False  # rows of a micro-batch one after the other instead of padded side by side; needs micro_batch_tokens
+    recompute: Recompute = Recompute.none
+    transformer_engine: bool = False  # NVIDIA's fused layers and attention (GPU; needs transformer-engine)
+    fp8: bool = False  # matrix products in 8 bits, e4m3 forward and e5m2 backward; needs transformer_engine
+    logits_chunk_size: int = 1024  # tokens whose logits exist at a time
     make_vocab_divisible_by: int = 128
+    router_aux_loss_coef: float = 0.0  # of the experts' load-balancing loss, averaged over tokens
+    router_z_loss_coef: float = 0.0  # of the squared log-sum-exp of the router's logits, averaged over tokens
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "logits_chunk_size", "make_vocab_divisible_by"):
@@ -91,6 +184,13 @@ class ModelConfig:
                 raise ConfigError(f"model.{name}={value}: must be at least 1")
         if self.seq_length < 0:
             raise ConfigError(f"model.seq_length={self.seq_length}: must not be negative (0 is the model's own)")
+        for name in ("micro_batch_tokens", "router_aux_loss_coef", "router_z_loss_coef"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"model.{name}={getattr(self, name)}: must not be negative (0 is off)")
+        if self.fp8 and not self.transformer_engine:
+            raise ConfigError("model.fp8=true: needs model.transformer_engine=true")
+        if self.packing and not self.micro_batch_tokens:
+            raise ConfigError("model.packing=true: needs model.micro_batch_tokens, the tokens that one packed row may hold")
 
     @property
     def tokenizer_path(self) -> str:

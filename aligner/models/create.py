@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models import checkpoint
-from aligner.models.build import LanguageModel, ScalarModel, Transformer, check_divisible
+from aligner.models.build import Transformer, build_language_model, build_scalar_model
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.families import architecture_from_hf, architecture_to_hf
+from aligner.models.megatron_config import check_divisible
+from aligner.models.optimizer import OptimizerConfig
 from aligner.models.policy import MegatronPolicy
 from aligner.models.reward import MegatronRewardModel
 from aligner.models.trainable import TrainableModel, Training
@@ -24,6 +27,8 @@ def source_directory(config: ModelConfig) -> Path | None:
     if not config.path:
         return None
     path = Path(config.path)
+    if path.is_file() and path.name in (checkpoint.LATEST, checkpoint.BEST):
+        return checkpoint.resolve(path)
     if not path.is_dir():
         raise CheckpointError(f"model.path={config.path}: no such directory")
     if (path / checkpoint.LATEST).exists() or (path / checkpoint.MARKER).exists():
@@ -63,13 +68,27 @@ def context_length(config: ModelConfig, architecture: Architecture) -> int:
     return config.seq_length or architecture.max_position_embeddings
 
 
+def training(config: ModelConfig, optimizer: OptimizerConfig | None, *, total_steps: int = 1, temperature: float = 1.0) -> Training:
+    """How the model of `config` is trained, or used frozen where `optimizer` is None."""
+    return Training(
+        optimizer=optimizer,
+        total_steps=total_steps,
+        micro_batch_size=config.micro_batch_size,
+        micro_batch_tokens=config.micro_batch_tokens,
+        packing=config.packing,
+        temperature=temperature,
+        router_aux_loss_coef=config.router_aux_loss_coef,
+        router_z_loss_coef=config.router_z_loss_coef,
+    )
+
+
 def create_policy(
     config: ModelConfig, architecture: Architecture, parallel: ParallelConfig, topology: Topology, training: Training
 ) -> MegatronPolicy:
     """A language model with its weights; frozen where `training.optimizer` is None. Every rank calls it."""
     check_divisible(architecture, parallel)
-    module = LanguageModel(architecture, config, parallel, load=bool(config.path))
-    return MegatronPolicy(_ready(module, config, topology, training), temperature=training.temperature)
+    chunks = build_language_model(architecture, config, parallel, load=bool(config.path), seed=topology.seed)
+    return MegatronPolicy(_ready(chunks, config, topology, training), temperature=training.temperature)
 
 
 def create_value_model(
@@ -77,8 +96,8 @@ def create_value_model(
 ) -> MegatronValueModel:
     """A value model, usually from a reward model's checkpoint (same head). Every rank calls it."""
     check_divisible(architecture, parallel)
-    module = ScalarModel(architecture, config, parallel, load=bool(config.path))
-    return MegatronValueModel(_ready(module, config, topology, training))
+    chunks = build_scalar_model(architecture, config, parallel, load=bool(config.path), seed=topology.seed)
+    return MegatronValueModel(_ready(chunks, config, topology, training))
 
 
 def create_reward_model(
@@ -86,16 +105,16 @@ def create_reward_model(
 ) -> MegatronRewardModel:
     """A reward model. Every rank calls it."""
     check_divisible(architecture, parallel)
-    module = ScalarModel(architecture, config, parallel, load=bool(config.path))
-    return MegatronRewardModel(_ready(module, config, topology, training))
+    chunks = build_scalar_model(architecture, config, parallel, load=bool(config.path), seed=topology.seed)
+    return MegatronRewardModel(_ready(chunks, config, topology, training))
 
 
-def _ready(module: Transformer, config: ModelConfig, topology: Topology, training: Training) -> TrainableModel:
+def _ready(chunks: Sequence[Transformer], config: ModelConfig, topology: Topology, training: Training) -> TrainableModel:
     """Weights first: the optimizer takes its main copy from them."""
     source = source_directory(config)
     if source is not None:
         if (source / checkpoint.MARKER).exists():
-            checkpoint.load_weights(module, source)
+            checkpoint.load_weights(chunks, source)
         else:
-            load_hf(module, source)
-    return TrainableModel(module, topology, training)
+            load_hf(chunks, source)
+    return TrainableModel(chunks, topology, training)

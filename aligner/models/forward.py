@@ -1,71 +1,132 @@
-"""Micro-batched passes over a Megatron module through Megatron-Core's schedules.
+"""Micro-batched passes over a model's chunks through Megatron-Core's schedules: one pass after the other, 1F1B or interleaved pipelines.
 
-`outputs` turns hidden states and a micro-batch into `TokenOutputs` (see `aligner.models.heads`, the only place that shifts). Every rank of
-a model's tensor-parallel group runs the same rows.
+`outputs` turns the last stage's hidden states and a micro-batch into `TokenOutputs`. Every rank of a replica runs the same micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from aligner.metrics import Metric, merge
-from aligner.parallel.mcore import get_forward_backward_func
+from aligner.models.placement import Placement, Splits, input_shape, place
+from aligner.parallel import platform
+from aligner.parallel.mcore import DistributedDataParallel, get_forward_backward_func
 from aligner.protocols import Loss
-from aligner.types import Batch, TokenOutputs, num_rows, select_rows, trim_columns
+from aligner.types import Batch, TokenBatch, TokenOutputs, take_rows, to_device, trim_columns
 
-Outputs = Callable[[Tensor, Batch], TokenOutputs]
-
-
-def micro_batches(batch: Batch, size: int, *, column_multiple: int) -> list[Batch]:
-    """Consecutive slices of `size` rows, each cut to its own longest sequence (rounded up to `column_multiple`)."""
-    slices = [select_rows(batch, start, start + size) for start in range(0, num_rows(batch), size)]
-    return [trim_columns(part, -(-int(part.lengths.max()) // column_multiple) * column_multiple) for part in slices]
+Outputs = Callable[[Tensor, Batch, Placement], TokenOutputs]
 
 
-def forward(module: Any, parts: list[Batch], outputs: Outputs) -> list[TokenOutputs]:
-    """One `TokenOutputs` per micro-batch, without gradient and with dropout off."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """Rows that one forward pass computes. `filler` ones keep ranks in step and count nothing."""
+
+    batch: Batch
+    placement: Placement
+    filler: bool = False
+
+
+def cut(batch: Batch, rows: Sequence[Sequence[int]], splits: Splits, *, count: int, unit: int, fixed_shape: bool) -> list[MicroBatch]:
+    """The micro-batches with these rows, each cut to its own longest sequence, and fillers up to `count` of them.
+
+    `fixed_shape` gives all of them the same input shape: pipeline stages exchange activations without announcing their sizes.
+    """
+    parts = [take_rows(batch, torch.tensor(numbers)) for numbers in rows]
+    parts = [trim_columns(part, int(part.lengths.max())) for part in parts]
+    fillers = [_filler(batch, unit) for _ in range(count - len(parts))]
+    everything = [*parts, *fillers]
+    shape = None
+    if fixed_shape and everything:
+        shapes = [input_shape(part.lengths.tolist(), splits) for part in everything]
+        shape = (max(shape[0] for shape in shapes), max(shape[1] for shape in shapes))
+    device = platform.device()
+    return [
+        MicroBatch(batch=to_device(part, device), placement=place(part, splits, shape=shape).to(device), filler=number >= len(parts))
+        for number, part in enumerate(everything)
+    ]
+
+
+def _filler(batch: Batch, unit: int) -> Batch:
+    """One unit of rows of one token, none of which a loss counts."""
+    part = trim_columns(take_rows(batch, torch.arange(unit)), 1)
+    part = replace(part, lengths=torch.ones_like(part.lengths))
+    return part if isinstance(part, TokenBatch) else replace(part, loss_mask=torch.zeros_like(part.loss_mask))
+
+
+def forward(chunks: list[Any], parts: list[MicroBatch], outputs: Outputs) -> list[TokenOutputs]:
+    """One `TokenOutputs` per micro-batch (fillers left out) on the last pipeline stage, none elsewhere; no gradient, dropout off."""
     if not parts:
         return []
-    was_training = module.training
-    module.eval()
+    was_training = chunks[0].training
+    for chunk in chunks:
+        chunk.eval()
     try:
         with torch.no_grad():
-            return _run(module, parts, lambda part: lambda hidden, non_loss_data=True: outputs(hidden, part), forward_only=True)
+            results = _run(
+                chunks,
+                parts,
+                lambda part: lambda hidden, non_loss_data=True: outputs(hidden, part.batch, part.placement),
+                forward_only=True,
+            )
     finally:
-        module.train(was_training)
+        for chunk in chunks:
+            chunk.train(was_training)
+    return [result for result, part in zip(results, parts, strict=False) if not part.filler]
 
 
-def forward_backward(module: Any, parts: list[Batch], outputs: Outputs, loss: Loss) -> dict[str, Metric]:
-    """Accumulate gradients of the loss's sum over the micro-batches, finalised (reduced and divided by the global count) by Megatron."""
+def forward_backward(chunks: list[Any], parts: list[MicroBatch], outputs: Outputs, loss: Loss, *, counts: bool) -> dict[str, Metric]:
+    """Accumulate gradients of the loss's sum over the micro-batches, finalised (reduced and divided by the global count) by Megatron.
 
-    def loss_of(part: Batch) -> Callable:
+    `counts` says whether this rank's count is part of the global one: a context-parallel group computes one loss together. Metrics are the
+    last pipeline stage's; other stages have none.
+    """
+
+    def loss_of(part: MicroBatch) -> Callable:
         def compute(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-            result = loss(outputs(hidden, part), part)
-            return result.total, result.count, dict(result.metrics)
+            result = loss(outputs(hidden, part.batch, part.placement), part.batch)
+            return result.total, result.count * int(counts), dict(result.metrics)
 
         return compute
 
-    module.train()
-    return merge(_run(module, parts, loss_of, forward_only=False))
+    for chunk in chunks:
+        chunk.train()
+    metrics = _run(chunks, parts, loss_of, forward_only=False)
+    return merge([found for found, part in zip(metrics, parts, strict=False) if not part.filler])
 
 
-def _run(module: Any, parts: list[Batch], loss_of: Callable[[Batch], Callable], *, forward_only: bool) -> list[Any]:
+def _run(chunks: list[Any], parts: list[MicroBatch], loss_of: Callable[[MicroBatch], Callable], *, forward_only: bool) -> list[Any]:
     def step(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
         part = next(iterator)
-        positions = torch.arange(part.tokens.shape[1], device=part.tokens.device).expand_as(part.tokens)
-        return model(part.tokens, positions, None), loss_of(part)
+        placed = part.placement
+        options = {"padding_mask": _padding(placed, model)} if model.config.num_moe_experts else {}
+        return model(placed.tokens, placed.positions, None, packed_seq_params=placed.packed, **options), loss_of(part)
 
+    rows, length = parts[0].placement.whole_shape
     return get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(parts),
-        model=[module],
+        data_iterator=[iter(parts) for _ in chunks],
+        model=chunks,
         num_microbatches=len(parts),
-        seq_length=max(part.tokens.shape[1] for part in parts),
-        micro_batch_size=max(num_rows(part) for part in parts),
+        seq_length=length,
+        micro_batch_size=rows,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+
+
+def _padding(placed: Placement, model: Any) -> Tensor:
+    """Bool [rows, L] for the experts' router. The first stage splits it over tensor-parallel ranks itself, later ones do not."""
+    config, module = model.config, _unwrapped(model)
+    if not config.sequence_parallel or module.pre_process:
+        return placed.padding
+    tp = module.pg_collection.tp
+    return placed.padding.chunk(tp.size(), dim=1)[tp.rank()].contiguous()
+
+
+def _unwrapped(model: Any) -> Any:
+    return model.module if isinstance(model, DistributedDataParallel) else model

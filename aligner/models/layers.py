@@ -1,24 +1,23 @@
-"""The two modules that Megatron-Core's local layer specification lacks, plugged in through that specification (nothing is patched):
-a norm that works with sequence parallelism, and a core attention over `scaled_dot_product_attention` with grouped queries."""
+"""Megatron-Core's local layer specification with the modules that it lacks, plugged in through that specification (nothing is patched):
+a norm that works with sequence parallelism, the core attention of `attention.py` and the router of `router.py`."""
 
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aligner.models.attention import CoreAttention
+from aligner.models.router import Router
 from aligner.parallel.mcore import (
-    MegatronModule,
-    ProcessGroupCollection,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
     get_num_layers_to_build,
-    tensor_parallel,
+    transformer_engine_specs,
 )
 
 
@@ -27,58 +26,51 @@ class Norm:
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
         kind = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        if config.layernorm_zero_centered_gamma:
+            kind = ZeroCenteredLayerNorm
+        # None is torch's default device: the CPU, or the meta device while a plan is made.
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
 
 
-class CoreAttention(MegatronModule):
-    """Causal attention over whole, right-padded sequences; no mask is needed, since padding comes after every real token."""
+class ZeroCenteredLayerNorm(torch.nn.LayerNorm):
+    """LayerNorm that multiplies by 1 + weight (Nemotron's `LayerNorm1P`)."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        **_: Any,
-    ) -> None:
-        super().__init__(config=config)
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
-        """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]."""
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        dropout = self.dropout if self.training else 0.0
-        if dropout and not self.config.sequence_parallel:
-            with tensor_parallel.get_cuda_rng_tracker().fork():  # other heads, other dropout: ranks must not share the noise
-                out = self._attend(q, k, v, dropout)
-        else:
-            out = self._attend(q, k, v, dropout)
-        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        return {}
+    def forward(self, input: Tensor) -> Tensor:
+        return F.layer_norm(input, self.normalized_shape, self.weight + 1.0, self.bias, self.eps)
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The local layer specification with our norm and core attention, for every layer of this rank."""
-    layer = copy.deepcopy(get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization))
+def block_spec(config: TransformerConfig, *, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layer specification with our router, for every layer of this rank's chunk `vp_stage`: Transformer Engine's modules where the
+    config asks for them, else Megatron-Core's local ones with our norm and core attention."""
+    if config.transformer_impl == "transformer_engine":
+        layer, norm = transformer_engine_specs(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+    else:
+        layer, norm = _local_layer(config), Norm
+    if config.num_moe_experts:
+        layer.submodules.mlp.submodules.router = Router
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=norm)
+
+
+def _local_layer(config: TransformerConfig) -> Any:
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    layer = copy.deepcopy(spec)
     layer.submodules.input_layernorm = Norm
     layer.submodules.pre_mlp_layernorm = Norm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CoreAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=Norm)
+    return layer

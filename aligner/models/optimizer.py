@@ -35,6 +35,7 @@ class OptimizerConfig:
     clip_grad: float = 1.0
     distributed: bool = True  # shard the optimizer's state over data-parallel ranks
     precision_aware: bool = False  # moments in bfloat16 (needs Transformer Engine)
+    offload: bool = False  # between training phases the optimizer's state and the gradients wait in host memory
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or not 0 <= self.min_lr <= self.lr:
@@ -46,8 +47,8 @@ class OptimizerConfig:
             raise ConfigError("optimizer.precision_aware=true: needs optimizer.distributed=true")
 
 
-def build_optimizer(config: OptimizerConfig, ddp_module: Any, dtype: torch.dtype) -> Any:
-    """Megatron's distributed optimizer (states sharded over data-parallel ranks) for one DDP-wrapped module."""
+def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dtype) -> Any:
+    """Megatron's distributed optimizer (states sharded over data-parallel ranks) for the DDP-wrapped chunks of one model."""
     from aligner.parallel import mcore
 
     settings = mcore.OptimizerConfig(
@@ -65,7 +66,7 @@ def build_optimizer(config: OptimizerConfig, ddp_module: Any, dtype: torch.dtype
         use_precision_aware_optimizer=config.precision_aware,
         **({"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16} if config.precision_aware else {}),
     )
-    return mcore.get_megatron_optimizer(settings, [ddp_module], use_gloo_process_groups=False)
+    return mcore.get_megatron_optimizer(settings, runners, use_gloo_process_groups=False)
 
 
 def build_scheduler(config: OptimizerConfig, optimizer: Any, total_steps: int) -> Any:

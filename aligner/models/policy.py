@@ -10,6 +10,7 @@ from torch import Tensor
 from aligner.metrics import Metric
 from aligner.models import heads
 from aligner.models.build import LanguageModel
+from aligner.models.placement import Placement
 from aligner.models.trainable import TrainableModel
 from aligner.models.weights import export_hf
 from aligner.protocols import Loss
@@ -25,7 +26,13 @@ class MegatronPolicy:
 
     @property
     def module(self) -> LanguageModel:
+        """The whole model of a rank that holds it in one chunk."""
         return self.model.module
+
+    @property
+    def chunks(self) -> list[LanguageModel]:
+        """This rank's parts of the model."""
+        return self.model.chunks
 
     @property
     def version(self) -> int:
@@ -41,10 +48,16 @@ class MegatronPolicy:
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream of (Hugging Face name, full tensor), one at a time."""
-        return export_hf(self.module)
+        return export_hf(self.chunks)
 
-    def _outputs(self, hidden: Tensor, batch: MaskedBatch) -> TokenOutputs:
-        return heads.token_outputs(self.module, hidden, batch.tokens, batch.loss_mask, temperature=self.temperature)
+    def sleep(self) -> None:
+        """Move what only training needs to host memory until the next `train_step`, where the optimizer's config asks for it."""
+        self.model.sleep()
+
+    def _outputs(self, hidden: Tensor, batch: MaskedBatch, placement: Placement) -> TokenOutputs:
+        return heads.token_outputs(
+            self.chunks[-1], hidden, placement, tokens=batch.tokens, mask=batch.loss_mask, temperature=self.temperature
+        )
 
 
 class ReferencePolicy:
@@ -55,11 +68,11 @@ class ReferencePolicy:
 
     def __init__(self, policy: MegatronPolicy) -> None:
         self._policy = policy
-        self._weights = [p.detach().to("cpu", copy=True) for p in policy.module.parameters()]
+        self._weights = [p.detach().to("cpu", copy=True) for p in self._parameters()]
 
     def logprobs(self, batch: MaskedBatch) -> Tensor:
         """As `MegatronPolicy.logprobs`, under the frozen weights."""
-        parameters = list(self._policy.module.parameters())
+        parameters = self._parameters()
         current = [p.data for p in parameters]
         try:
             for parameter, frozen in zip(parameters, self._weights, strict=True):
@@ -69,3 +82,6 @@ class ReferencePolicy:
             with torch.no_grad():
                 for parameter, data in zip(parameters, current, strict=True):
                     parameter.data = data
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for chunk in self._policy.chunks for parameter in chunk.parameters()]

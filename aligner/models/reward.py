@@ -6,6 +6,7 @@ from torch import Tensor
 
 from aligner.metrics import Metric
 from aligner.models import heads
+from aligner.models.placement import Placement
 from aligner.models.trainable import TrainableModel
 from aligner.protocols import Loss
 from aligner.types import PreferenceBatch, TokenBatch, TokenOutputs
@@ -25,5 +26,6 @@ class MegatronRewardModel:
         """One optimizer step on a loss of scores. Returns metrics over the global batch."""
         return self.model.train_step(batch, self._outputs, loss)
 
-    def _outputs(self, hidden: Tensor, batch: TokenBatch | PreferenceBatch) -> TokenOutputs:
-        return heads.score_outputs(self.model.module, hidden, batch.lengths)
+    def _outputs(self, hidden: Tensor, batch: TokenBatch | PreferenceBatch, placement: Placement) -> TokenOutputs:
+        module, width = self.model.chunks[-1], batch.tokens.shape[1]
+        return heads.score_outputs(module, hidden, placement, lengths=batch.lengths, width=width)

@@ -1,12 +1,13 @@
-"""A module with its optimizer, spread over data-parallel ranks: what policy, value and reward models have in common.
+"""A model with its optimizer, spread over the ranks of a component: what policy, value and reward models have in common.
 
-Batches are global: every rank holds the whole batch, computes its own contiguous rows, and results are gathered, so that callers never see
-the layout. See `aligner.protocols`.
+Batches are global: every rank holds the whole batch, computes its replica's rows, and results are gathered, so that callers never see the
+layout. See `aligner.protocols`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,19 @@ from torch import Tensor
 from aligner.errors import AlignerError, ConfigError
 from aligner.metrics import Max, Mean, Metric
 from aligner.models import forward as passes
+from aligner.models.auxiliary import AuxiliaryLosses
 from aligner.models.build import Transformer
+from aligner.models.offload import HostMemory
 from aligner.models.optimizer import OptimizerConfig, build_optimizer, build_scheduler
+from aligner.models.placement import Splits
 from aligner.parallel import mcore, platform
-from aligner.parallel.collectives import all_ranks, gather_rows, reduce_metrics, shard_bounds
+from aligner.parallel.collectives import all_ranks, broadcast_object, gather_assigned_rows, reduce_metrics
+from aligner.parallel.micro_batches import MicroBatching, Plan, plan
 from aligner.parallel.topology import Topology
 from aligner.protocols import Loss
-from aligner.types import Batch, PreferenceBatch, num_rows, select_rows, to_device
+from aligner.types import Batch, PreferenceBatch, num_rows
+
+FP8_TOKENS = 16  # 8-bit matrix products want sizes that are multiples of this
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,50 +38,84 @@ class Training:
 
     optimizer: OptimizerConfig | None
     total_steps: int = 1  # optimizer steps of the whole run: the length of the learning-rate schedule
-    micro_batch_size: int = 1  # rows per forward pass; changes memory and speed, never the numbers
+    micro_batch_size: int = 1  # rows per forward pass; like the two below it changes memory and speed, never the numbers
+    micro_batch_tokens: int = 0  # where it is not 0: tokens per forward pass
+    packing: bool = False
     temperature: float = 1.0  # of the policy's log-probs
+    router_aux_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0
 
 
 class TrainableModel:
-    """One Megatron module on this rank, its optimizer (None for a frozen one) and the rows that this rank computes."""
+    """The chunks of one model on this rank, their optimizer (None for a frozen one) and the rows that this rank computes."""
 
-    def __init__(self, module: Transformer, topology: Topology, training: Training) -> None:
+    def __init__(self, chunks: Sequence[Transformer], topology: Topology, training: Training) -> None:
         optimizer = training.optimizer
         self.topology = topology
-        self.module = module.to(platform.device())
-        self.micro_batch_size = training.micro_batch_size
+        self.chunks = [chunk.to(platform.device()) for chunk in chunks]
+        self.micro_batches = MicroBatching(rows=training.micro_batch_size, tokens=training.micro_batch_tokens, packed=training.packing)
         self.version = 0
         self.optimizer: Any = None
         self.scheduler: Any = None
-        self.runner: Any = module
-        if optimizer is None:
-            module.requires_grad_(False)
-            return
-        self.runner = mcore.DistributedDataParallel(
-            module.config,
-            mcore.DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=optimizer.distributed,
-                overlap_grad_reduce=torch.cuda.is_available(),
-                check_for_nan_in_grad=False,  # it raises on one rank and leaves the others waiting: see _require_finite_gradient
-            ),
-            module,
+        self.runners: list[Any] = list(self.chunks)
+        self.config = self.chunks[0].config
+        self.splits = Splits(
+            cp_rank=topology.cp_rank,
+            cp_size=topology.cp_size,
+            sequence_parallel_size=topology.tp_size if self.config.sequence_parallel else 1,
+            packed=training.packing,
+            token_multiple=FP8_TOKENS if self.config.fp8 else 1,
         )
-        self.optimizer = build_optimizer(optimizer, self.runner, module.config.params_dtype)
-        self.scheduler = build_scheduler(optimizer, self.optimizer, training.total_steps)
-        module.config.finalize_model_grads_func = mcore.finalize_model_grads
-        module.config.no_sync_func = self.runner.no_sync if torch.cuda.is_available() else None
+        self.auxiliary = AuxiliaryLosses(self.chunks, aux=training.router_aux_loss_coef, z=training.router_z_loss_coef)
+        self.host = HostMemory()
+        if optimizer is None:
+            for chunk in self.chunks:
+                chunk.requires_grad_(False)
+            return
+        self._prepare_training(optimizer, training.total_steps)
+
+    @property
+    def module(self) -> Transformer:
+        """The whole model of a rank that holds it in one chunk."""
+        (chunk,) = self.chunks
+        return chunk
+
+    def _prepare_training(self, optimizer: OptimizerConfig, total_steps: int) -> None:
+        settings = mcore.DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=optimizer.distributed,
+            overlap_grad_reduce=torch.cuda.is_available(),
+            check_for_nan_in_grad=False,  # it raises on one rank and leaves the others waiting: see _require_finite_gradient
+        )
+        self.runners = [
+            # Buckets pay where a reduction can start while earlier layers are still computed: in the first chunk there is nothing left to.
+            mcore.DistributedDataParallel(self.config, settings, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(self.chunks)
+        ]
+        self.optimizer = build_optimizer(optimizer, self.runners, self.config.params_dtype)
+        self.scheduler = build_scheduler(optimizer, self.optimizer, total_steps)
+        self.config.finalize_model_grads_func = mcore.finalize_model_grads
+        if torch.cuda.is_available():
+            no_syncs = [runner.no_sync for runner in self.runners]
+            self.config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
+        if optimizer.offload:
+            self.host = HostMemory.of_training_state(self.runners, self.optimizer)
 
     def run(self, batch: Batch, outputs: passes.Outputs, field: str) -> Tensor:
         """The output `field` of every row, on the CPU: [B, S] for a per-token field, [B, K] for scores. Collective."""
-        rows, width, unit = num_rows(batch), batch.tokens.shape[1], _unit(batch)
-        results = passes.forward(self.runner, self._local_parts(batch, unit), outputs)
+        width = batch.tokens.shape[1]
+        layout = self._plan(batch)
+        results = passes.forward(self.runners, self._micro_batches(batch, layout), outputs)
         tensors = [getattr(result, field) for result in results]
+        columns = self.chunks[-1].num_outputs if field == "scores" else width
         if field != "scores":
-            tensors = [torch.nn.functional.pad(t, (0, width - t.shape[1]))[:, :width] for t in tensors]
-        if not tensors:  # fewer rows than replicas
-            tensors = [torch.zeros(0, self._num_columns(field, width), device=platform.device())]
-        return gather_rows(torch.cat(tensors), num_rows=rows, group=self.topology.dp_group, unit=unit).cpu()
+            tensors = [torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors]
+        own = [row for part in layout[self.topology.dp_rank] for row in part]
+        local = torch.cat(tensors) if tensors else torch.zeros(len(own), columns, device=platform.device())
+        if self.topology.pp_size > 1:  # only the last stage has them
+            torch.distributed.broadcast(local, group=self.topology.pp_group, group_src=self.topology.pp_size - 1)
+        rows = [[row for part in replica for row in part] for replica in layout]
+        return gather_assigned_rows(local, rows, group=self.topology.dp_group).cpu()
 
     def train_step(self, batch: Batch, outputs: passes.Outputs, loss: Loss) -> dict[str, Metric]:
         """One optimizer step over all rows. Collective. Returns the loss's metrics over the global batch and `optim/*`.
@@ -82,40 +123,68 @@ class TrainableModel:
         Raises ConfigError where a data-parallel replica would get no row, AlignerError (on every rank, weights unchanged) where the
         gradient is not finite.
         """
-        unit = _unit(batch)
-        if num_rows(batch) // unit < self.topology.dp_size:
+        if num_rows(batch) // _unit(batch) < self.topology.dp_size:
             raise ConfigError(
-                f"a training batch of {num_rows(batch) // unit} is smaller than the {self.topology.dp_size} data-parallel replicas"
+                f"a training batch of {num_rows(batch) // _unit(batch)} is smaller than the {self.topology.dp_size} data-parallel replicas"
             )
-        self.runner.zero_grad_buffer()
+        self.wake()
+        for runner in self.runners:
+            runner.zero_grad_buffer()
         self.optimizer.zero_grad()
-        metrics = passes.forward_backward(self.runner, self._local_parts(batch, unit), outputs, loss)
+        self.auxiliary.weigh(self.config, batch, loss)
+        parts = self._micro_batches(batch, self._plan(batch))
+        metrics = passes.forward_backward(self.runners, parts, outputs, loss, counts=self.topology.cp_rank == 0)
         self._require_finite_gradient()
         self.scheduler.step(1)  # before the update: the first update of a warm-up must not have a learning rate of 0
         _, grad_norm, _ = self.optimizer.step()
         self.version += 1
-        reduced = reduce_metrics(metrics, self.topology.dp_group, platform.device())
+        reduced = self._reduce(metrics) | self.auxiliary.metrics()
         rate = self.optimizer.param_groups[0]["lr"]
         return reduced | {"optim/grad_norm": Mean(total=float(grad_norm), count=1), "optim/lr": Max(maximum=rate)}
 
+    def sleep(self) -> None:
+        """Between training phases: move what only training needs to host memory, where the optimizer's config asks for it."""
+        self.host.move_out()
+
+    def wake(self) -> None:
+        """Bring back what `sleep` moved. `train_step` and checkpoints call it themselves."""
+        self.host.move_in()
+
+    def _reduce(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        """Over replicas, then from the last pipeline stage (which alone has any) to the others."""
+        if self.topology.pp_rank == self.topology.pp_size - 1:
+            metrics = reduce_metrics(metrics, self.topology.dp_group, platform.device())
+        if self.topology.pp_size == 1:
+            return metrics
+        last = torch.distributed.get_global_rank(self.topology.pp_group, self.topology.pp_size - 1)
+        return broadcast_object(metrics, src=last, group=self.topology.pp_group)
+
     def _require_finite_gradient(self) -> None:
-        norms = [float(buffer.grad_data.norm()) for buffer in (*self.runner.buffers, *self.runner.expert_parallel_buffers)]
+        buffers = [buffer for runner in self.runners for buffer in (*runner.buffers, *runner.expert_parallel_buffers)]
+        norms = [float(buffer.grad_data.norm()) for buffer in buffers]
         if not all_ranks(all(map(math.isfinite, norms)), platform.device()):
             raise AlignerError(
                 f"the gradient of optimizer step {self.version + 1} is not finite (its norm on rank {self.topology.rank}: "
                 f"{math.hypot(*norms)}); the weights are those of step {self.version}"
             )
 
-    def _local_parts(self, batch: Batch, unit: int) -> list[Batch]:
-        start, stop = shard_bounds(num_rows(batch), shard=self.topology.dp_rank, num_shards=self.topology.dp_size, unit=unit)
-        if start == stop:
-            return []
-        local = to_device(select_rows(batch, start, stop), platform.device())
-        multiple = self.topology.tp_size if self.module.config.sequence_parallel else 1
-        return passes.micro_batches(local, self.micro_batch_size * unit, column_multiple=multiple)
+    def _plan(self, batch: Batch) -> Plan:
+        return plan(
+            batch.lengths.tolist(),
+            self.micro_batches,
+            num_replicas=self.topology.dp_size,
+            unit=_unit(batch),
+            multiple=self.splits.row_multiple,
+        )
 
-    def _num_columns(self, field: str, width: int) -> int:
-        return self.module.score_head.out_features if field == "scores" else width
+    def _micro_batches(self, batch: Batch, layout: Plan) -> list[passes.MicroBatch]:
+        own = layout[self.topology.dp_rank]
+        count = len(own)
+        if self.config.num_moe_experts:  # ranks of different replicas exchange tokens: they must make the same number of passes
+            count = max(len(replica) for replica in layout)
+        if len(self.chunks) > 1:  # the interleaved schedule works in groups of pp micro-batches
+            count = -(-count // self.topology.pp_size) * self.topology.pp_size
+        return passes.cut(batch, own, self.splits, count=count, unit=_unit(batch), fixed_shape=self.topology.pp_size > 1)
 
 
 def _unit(batch: Batch) -> int:

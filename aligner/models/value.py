@@ -7,6 +7,7 @@ from torch import Tensor
 
 from aligner.metrics import Metric
 from aligner.models import heads
+from aligner.models.placement import Placement
 from aligner.models.trainable import TrainableModel
 from aligner.protocols import Loss
 from aligner.types import TokenBatch, TokenOutputs, ValueBatch
@@ -26,8 +27,10 @@ class MegatronValueModel:
         """One optimizer step on a loss of values. Returns metrics over the global batch."""
         return self.model.train_step(batch, self._outputs, loss)
 
-    def _outputs(self, hidden: Tensor, batch: TokenBatch | ValueBatch) -> TokenOutputs:
+    def _outputs(self, hidden: Tensor, batch: TokenBatch | ValueBatch, placement: Placement) -> TokenOutputs:
+        module = self.model.chunks[-1]
         if isinstance(batch, ValueBatch):
-            return heads.value_outputs(self.model.module, hidden, batch.loss_mask)
+            return heads.value_outputs(module, hidden, placement, mask=batch.loss_mask)
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        return heads.value_outputs(self.model.module, hidden, (positions > 0) & (positions < batch.lengths[:, None]))
+        mask = (positions > 0) & (positions < batch.lengths[:, None])
+        return heads.value_outputs(module, hidden, placement, mask=mask)

@@ -1,9 +1,10 @@
-"""Weights between Hugging Face files and a Megatron module's shards, one tensor at a time."""
+"""Weights between Hugging Face files and the shards of a Megatron model, one tensor at a time, for every parallel layout."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,19 +14,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aligner.errors import CheckpointError
-from aligner.models.build import Transformer
-from aligner.models.families import architecture_to_hf
-from aligner.models.families.mapping import Rule, find_rule, shard, to_hf, to_megatron, unshard
+from aligner.models.build import ScalarModel, Transformer
+from aligner.models.families import architecture_to_hf, weight_names
+from aligner.models.families.mapping import OUTPUT_LAYER, NameTable, Rule, shard, to_hf, to_megatron, unshard
+from aligner.models.shards import HEAD, ParameterShard, Place, all_places, named_shards, shard_anywhere, tensor_group
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MAX_FILE_BYTES = 5 * 2**30
+_LM_HEAD = "lm_head.weight"
 
 
 class HFWeights:
-    """The tensors of a Hugging Face directory, read on demand by name."""
+    """The tensors of a Hugging Face directory, read on demand by their full names, also where the file holds a headless model's."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, table: NameTable) -> None:
         self.directory = directory
         if (directory / INDEX_FILE).exists():
             files: dict[str, str] = json.loads((directory / INDEX_FILE).read_text())["weight_map"]
@@ -34,17 +37,22 @@ class HFWeights:
                 files = dict.fromkeys(handle.keys(), SINGLE_FILE)
         else:
             raise CheckpointError(f"{directory}: no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read")
+        files = {name: file for name, file in files.items() if not re.fullmatch(table.ignored, name)}
+        headless = not any(name.startswith(table.base_prefix) for name in files)
+        whole = (_LM_HEAD, HEAD)
+        self._stored = {name if not headless or name.startswith(whole) else table.base_prefix + name: name for name in files}
         self._files = files
         self._handles = {name: safe_open(directory / name, framework="pt") for name in sorted(set(files.values()))}
 
     def names(self) -> set[str]:
-        return set(self._files)
+        return set(self._stored)
 
     def get(self, name: str) -> Tensor:
         """The full tensor. Raises CheckpointError where the directory has none of that name."""
-        if name not in self._files:
+        if name not in self._stored:
             raise CheckpointError(f"{self.directory}: no tensor named {name}")
-        return self._handles[self._files[name]].get_tensor(name)
+        stored = self._stored[name]
+        return self._handles[self._files[stored]].get_tensor(stored)
 
     def get_shaped(self, name: str, shape: torch.Size) -> Tensor:
         """The full tensor. Raises CheckpointError where it is missing or has another shape."""
@@ -54,74 +62,89 @@ class HFWeights:
         return tensor
 
 
-def load_hf(module: Transformer, directory: Path) -> None:
+def load_hf(chunks: Sequence[Transformer], directory: Path) -> None:
     """Fill this rank's shards from a Hugging Face directory; heads that it lacks (a new value head) keep their initialisation.
 
-    Raises CheckpointError for a tensor that is missing, has the wrong shape, or is in the files but belongs to no parameter.
+    No communication. Raises CheckpointError for a tensor that is missing (anywhere in the model, on every rank alike), has the wrong shape,
+    or is in the files but belongs to no parameter.
     """
-    source = HFWeights(directory)
-    used: set[str] = set()
+    source = HFWeights(directory, weight_names(chunks[0].architecture))
+    _check_names(chunks[0], source)
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            rule = find_rule(name)
-            if rule is not None:
-                used.update(rule.hf_names)
-                parameter.copy_(_import(module, parameter, rule, source))
-            elif name.startswith("score_head.") and name in source.names():
-                used.add(name)
-                parameter.copy_(source.get_shaped(name, parameter.shape))
-    allowed = {"lm_head.weight"}  # a tied file may repeat the embedding; a scalar model has no use for it
-    if unknown := sorted(n for n in source.names() - used - allowed if not n.endswith("rotary_emb.inv_freq")):
-        raise CheckpointError(f"{directory}: {len(unknown)} tensors belong to no parameter of the model, e.g. {unknown[:3]}")
+        for part in named_shards(chunks):
+            if part.rule is not None:
+                part.parameter.copy_(_import(chunks[0], part, part.rule, source))
+            elif part.place.name in source.names():
+                part.parameter.copy_(source.get_shaped(part.place.name, part.parameter.shape))
 
 
-def _import(module: Transformer, parameter: Tensor, rule: Rule, source: HFWeights) -> Tensor:
+def _check_names(chunk: Transformer, source: HFWeights) -> None:
+    """Raise CheckpointError where the directory's tensors are not those of the whole model."""
+    is_scalar = isinstance(chunk, ScalarModel)
+    table, architecture = weight_names(chunk.architecture), chunk.architecture
+    names = (name for name in table.names(architecture) if not (is_scalar and name == OUTPUT_LAYER))
+    needed = [hf_name for name in names for hf_name in table.find(name).hf_names]
+    if missing := [name for name in needed if name not in source.names()]:
+        raise CheckpointError(f"{source.directory}: no tensor named {missing[0]}, and {len(missing) - 1} more are missing")
+    # A tied file may repeat the embedding; a scalar model has no use for an output layer.
+    unknown = sorted(n for n in source.names() - set(needed) if n != _LM_HEAD and not (is_scalar and n.startswith(HEAD)))
+    if unknown:
+        raise CheckpointError(f"{source.directory}: {len(unknown)} tensors belong to no parameter of the model, e.g. {unknown[:3]}")
+
+
+def _import(chunk: Transformer, part: ParameterShard, rule: Rule, source: HFWeights) -> Tensor:
     """This rank's part of a parameter, from tensors that must have the very shapes an export would give them."""
-    tp = module.pg_collection.tp
-    shape = list(parameter.shape)
-    if _is_split(parameter):
-        shape[parameter.partition_dim] *= tp.size()
-    expected = to_hf(rule.layout, torch.empty(shape, device="meta"), module.architecture)
+    group = tensor_group(chunk, part.place)
+    dim, shape = part.place.split_dim, list(part.place.shape)
+    if dim is not None:
+        shape[dim] *= group.size()
+    expected = to_hf(rule, torch.empty(shape, device="meta"), chunk.architecture)
     tensors = [source.get_shaped(name, like.shape) for name, like in zip(rule.hf_names, expected, strict=True)]
-    full = to_megatron(rule.layout, tensors, module.architecture, module.vocab_size)
-    if not _is_split(parameter):
-        return full
-    return shard(rule.layout, full, dim=parameter.partition_dim, num_shards=tp.size(), index=tp.rank())
+    full = to_megatron(rule, tensors, chunk.architecture, chunk.vocab_size)
+    return full if dim is None else shard(rule.layout, full, dim=dim, num_shards=group.size(), index=group.rank())
 
 
-def _is_split(parameter: Tensor) -> bool:
-    # Megatron marks split parameters with an attribute that others do not have at all.
-    return "tensor_model_parallel" in parameter.__dict__ and parameter.tensor_model_parallel
+def export_hf(chunks: Sequence[Transformer]) -> Iterator[tuple[str, Tensor]]:
+    """Stream (Hugging Face name, full tensor in the parameter's dtype) in the order of Hugging Face's model; heads last, tied copies never.
 
-
-def export_hf(module: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """Stream (Hugging Face name, full tensor in the parameter's dtype). Collective over the tensor-parallel group, one tensor at a time."""
-    tp = module.pg_collection.tp
-    for name, parameter in module.named_parameters():
-        full = parameter.detach()
-        rule = find_rule(name)
-        if rule is None:
-            yield name, full
+    Collective over the whole component: every rank consumes the stream to its end, and every rank gets every tensor, one at a time.
+    A tensor is to be used, or copied, before the next one is asked for; it may be the parameter itself.
+    """
+    chunk = chunks[0]
+    table = weight_names(chunk.architecture)
+    own = {part.place.name: part.parameter.detach() for part in named_shards(chunks) if not part.place.is_copy}
+    for place in all_places(chunks):
+        tensor = shard_anywhere(chunk, place, own.get(place.name))
+        if place.name.startswith(HEAD):
+            yield place.name, tensor
             continue
-        if _is_split(parameter) and tp.size() > 1:
-            parts = [torch.empty_like(full) for _ in range(tp.size())]
-            dist.all_gather(parts, full.contiguous(), group=tp)
-            full = unshard(rule.layout, parts, dim=parameter.partition_dim)
-        yield from zip(rule.hf_names, to_hf(rule.layout, full, module.architecture), strict=True)
+        rule = table.find(place.name)
+        full = _gather(chunk, place, rule, tensor)
+        yield from zip(rule.hf_names, to_hf(rule, full, chunk.architecture), strict=True)
 
 
-def save_hf(module: Transformer, directory: Path, *, writer: bool) -> None:
+def _gather(chunk: Transformer, place: Place, rule: Rule, tensor: Tensor) -> Tensor:
+    group = tensor_group(chunk, place)
+    if place.split_dim is None or group.size() == 1:
+        return tensor
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return unshard(rule.layout, parts, dim=place.split_dim)
+
+
+def save_hf(chunks: Sequence[Transformer], directory: Path, *, writer: bool) -> None:
     """Write `config.json` and sharded safetensors. Every rank calls it; the one `writer` writes, holding one file's tensors at a time."""
+    architecture, config = chunks[0].architecture, chunks[0].config
     if writer:
         directory.mkdir(parents=True, exist_ok=True)
         for old in (directory / INDEX_FILE, directory / SINGLE_FILE, *directory.glob("model-*-of-*.safetensors")):
             old.unlink(missing_ok=True)  # an index that stayed would have the tensors of the export before read
-        hf_config = architecture_to_hf(module.architecture) | {"dtype": str(module.config.params_dtype).removeprefix("torch.")}
+        hf_config = architecture_to_hf(architecture) | {"dtype": str(config.params_dtype).removeprefix("torch.")}
         (directory / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
     sizes, written = [0], 0
     pending: dict[str, Tensor] = {}
     weight_map: dict[str, int] = {}
-    for name, tensor in export_hf(module):
+    for name, tensor in export_hf(chunks):
         if not writer:
             continue
         num_bytes = tensor.numel() * tensor.element_size()

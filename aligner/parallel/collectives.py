@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -20,18 +20,18 @@ def shard_bounds(num_rows: int, *, shard: int, num_shards: int, unit: int = 1) -
     return units * shard // num_shards * unit, units * (shard + 1) // num_shards * unit
 
 
-def gather_rows(local: Tensor, *, num_rows: int, group: dist.ProcessGroup, unit: int = 1) -> Tensor:
-    """Concatenate every rank's contiguous shard (`shard_bounds`) into the whole [num_rows, ...] on every rank of `group`."""
-    num_shards = group.size()
-    if num_shards == 1:
-        return local
-    bounds = [shard_bounds(num_rows, shard=i, num_shards=num_shards, unit=unit) for i in range(num_shards)]
-    largest = max(stop - start for start, stop in bounds)
-    padded = local.new_zeros((largest, *local.shape[1:]))
-    padded[: local.shape[0]] = local
-    parts = [torch.empty_like(padded) for _ in range(num_shards)]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, bounds, strict=True)])
+def gather_assigned_rows(local: Tensor, rows: Sequence[Sequence[int]], *, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's rows in the order of their numbers, on every rank: rank i holds the rows `rows[i]`, in that order."""
+    order = torch.tensor([row for share in rows for row in share], dtype=torch.int64, device=local.device)
+    largest = max(map(len, rows))
+    gathered = local
+    if group.size() > 1:
+        padded = local.new_zeros((largest, *local.shape[1:]))
+        padded[: local.shape[0]] = local
+        parts = [torch.empty_like(padded) for _ in range(group.size())]
+        dist.all_gather(parts, padded, group=group)
+        gathered = torch.cat([part[: len(share)] for part, share in zip(parts, rows, strict=True)])
+    return torch.empty_like(gathered).index_copy_(0, order, gathered)
 
 
 def gather_objects(local: T, group: dist.ProcessGroup | None = None) -> list[T]:

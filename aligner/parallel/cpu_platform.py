@@ -196,6 +196,12 @@ def _replace_functions() -> None:
     _present_cuda_types(load("optimizer.distrib_optimizer").DistributedOptimizer)
     moe_utils = load("transformer.moe.moe_utils")
     moe_utils.__dict__.setdefault("te_general_gemm", None)  # undefined without Transformer Engine in 0.16.1
+    load("transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = _plain_numbers
+
+
+def _plain_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What the experts' dispatcher computes of split sizes: gloo's all-to-all takes integers only, and tensors elsewhere stay tensors."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _clip_grad_by_total_norm(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False, **_: Any) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from aligner.errors import ConfigError
 
+ROWS_AT_A_TIME = 64
+
 
 def linear_logprobs(
     hidden: Tensor,
@@ -25,7 +27,7 @@ def linear_logprobs(
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
-    chunk_size: int = 4096,
+    chunk_size: int = 1024,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of each position's target token.
 
@@ -64,11 +66,12 @@ class _LinearLogprobs(torch.autograd.Function):
             p = (z - peak[:, None]).exp_()
             local, owned = _local_targets(targets[rows], vocab_start, weight.shape[0])
             target_z = torch.where(owned, z.gather(1, local[:, None])[:, 0], 0.0) if z.shape[1] else torch.zeros_like(peak)
-            sums = _reduce(torch.stack([p.sum(-1), torch.linalg.vecdot(p, z), target_z]), dist.ReduceOp.SUM, group)
+            sums = _reduce(torch.stack([p.sum(-1), _row_dots(p, z), target_z]), dist.ReduceOp.SUM, group)
             logsumexp[rows] = peak + sums[0].log()
             logprobs[rows] = sums[2] - logsumexp[rows]
             entropy[rows] = logsumexp[rows] - sums[1] / sums[0]
             kept = z if hidden.shape[0] <= chunk_size else None
+            del z, p  # before the next chunk's are made
         ctx.save_for_backward(hidden, weight, targets, logsumexp, entropy, kept)
         ctx.vocab_start, ctx.temperature, ctx.chunk_size = vocab_start, temperature, chunk_size
         return logprobs, entropy
@@ -101,6 +104,11 @@ class _LinearLogprobs(torch.autograd.Function):
 def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     z = (hidden @ weight.t()).float()
     return z if temperature == 1.0 else z / temperature
+
+
+def _row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """[N] dot products of the rows of [N, V] tensors, a few rows at a time: a third tensor of that size would hold the products else."""
+    return torch.cat([torch.linalg.vecdot(x, y) for x, y in zip(a.split(ROWS_AT_A_TIME), b.split(ROWS_AT_A_TIME), strict=True)])
 
 
 def _row_maxima(z: Tensor) -> Tensor:

@@ -6,8 +6,10 @@ without CUDA the CPU platform is installed first; that cannot be postponed, sinc
 
 from __future__ import annotations
 
+import importlib.util
 import queue
 import warnings
+from typing import Any
 
 import torch
 
@@ -28,11 +30,13 @@ with warnings.catch_warnings():
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import Adam, OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import Adam, ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.mappings import (
@@ -40,33 +44,64 @@ with warnings.catch_warnings():
         gather_from_sequence_parallel_region,
     )
     from megatron.core.transformer import MegatronModule, TransformerConfig
+    from megatron.core.transformer.moe.moe_utils import (
+        MoEAuxLossAutoScaler,
+        get_tokens_per_expert_and_token_count,
+        switch_load_balancing_loss_func,
+    )
+    from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+
+def has_transformer_engine() -> bool:
+    """Whether NVIDIA's Transformer Engine can be used here."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def transformer_engine_specs(*, num_experts: int | None, qk_layernorm: bool) -> tuple[Any, Any]:
+    """(specification of a layer, its norm) out of Transformer Engine's modules. Only where `has_transformer_engine`."""
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    return get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, moe_grouped_gemm=False, qk_layernorm=qk_layernorm), TENorm
+
 
 if Adam is torch.optim.AdamW:
     torch_adam.repair(DistributedOptimizer)
-# Our saves are synchronous, so their results stay in this process. Upstream starts a manager process for them, which imports the main
+# Our saves write from threads, so their results stay in this process. Upstream starts a manager process for them, which imports the main
 # script again (seconds) and outlives a rank that is killed.
 filesystem_async._results_queue = queue.Queue()
 
 __all__ = [
+    "ChainedOptimizer",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
+    "LanguageModule",
     "MegatronModule",
+    "MoEAuxLossAutoScaler",
     "OptimizerConfig",
     "OptimizerParamScheduler",
+    "PackedSeqParams",
     "ProcessGroupCollection",
+    "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "copy_to_tensor_model_parallel_region",
     "dist_checkpointing",
+    "ensure_metadata_has_dp_cp_group",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
+    "get_tokens_per_expert_and_token_count",
+    "has_transformer_engine",
     "parallel_state",
+    "switch_load_balancing_loss_func",
     "tensor_parallel",
+    "transformer_engine_specs",
     "version",
 ]

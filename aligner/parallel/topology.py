@@ -1,4 +1,4 @@
-"""How the ranks of one component are laid out: which of them share a tensor, and which hold replicas.
+"""How the ranks of one component are laid out: which of them share a tensor, a layer range or a sequence, and which hold replicas.
 
 `ParallelConfig` is what the user writes and is checked against the world size and the model's sizes before anything starts;
 `initialize` makes Megatron-Core's process groups from it and returns the `Topology` that the rest of the code is given.
@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -15,45 +16,78 @@ from aligner.errors import ConfigError
 
 @dataclass(kw_only=True, slots=True)
 class ParallelConfig:
-    """Parallel sizes of one component; the data-parallel size is what remains of the world."""
+    """Parallel sizes of one component; the data-parallel size is what remains of the world: ranks / (tp * pp * cp)."""
 
     tp: int = 1  # tensor parallel: ranks that split every layer
     sequence_parallel: bool = False  # split the norms' activations over the tensor-parallel ranks too
+    pp: int = 1  # pipeline parallel: ranks that hold consecutive layers
+    vpp: int = 1  # model chunks per pipeline rank; above 1 is the interleaved schedule
+    first_stage_layers: int = 0  # layers of the first pipeline stage; 0: an equal share
+    last_stage_layers: int = 0  # layers of the last pipeline stage; 0: an equal share
+    cp: int = 1  # context parallel: ranks that split every sequence
+    ep: int = 1  # expert parallel: ranks (of those that hold replicas) that split the experts
+    etp: int = 1  # tensor parallel size inside an expert
 
     def __post_init__(self) -> None:
-        if self.tp < 1:
-            raise ConfigError(f"parallel.tp={self.tp}: must be at least 1")
+        for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"parallel.{name}={getattr(self, name)}: must be at least 1")
         if self.sequence_parallel and self.tp == 1:
             raise ConfigError(
                 "parallel.sequence_parallel=true: needs parallel.tp > 1 (the sequence is split over the tensor-parallel ranks)"
             )
+        if self.vpp > 1 and self.pp == 1:
+            raise ConfigError(f"parallel.vpp={self.vpp}: the interleaved schedule needs parallel.pp > 1")
+        for name in ("first_stage_layers", "last_stage_layers"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"parallel.{name}={getattr(self, name)}: must not be negative (0 is an equal share)")
+            if getattr(self, name) and (self.pp == 1 or self.vpp > 1):
+                raise ConfigError(f"parallel.{name}={getattr(self, name)}: needs parallel.pp > 1 and parallel.vpp=1")
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tp * self.pp * self.cp
 
     def check_world(self, world_size: int) -> None:
         """Raise ConfigError where `world_size` ranks cannot be laid out like this."""
-        if world_size % self.tp:
-            raise ConfigError(
-                f"parallel.tp={self.tp} does not divide the {world_size} ranks of this component; "
-                f"allowed: {', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)}"
-            )
+        self._check_product(("tp", "pp", "cp"), world_size, f"the {world_size} ranks of this component")
+        stage = world_size // self.pp
+        self._check_product(("ep", "etp"), stage, f"the {stage} ranks of a pipeline stage")
+
+    def _check_product(self, names: tuple[str, ...], total: int, what: str) -> None:
+        sizes = {name: getattr(self, name) for name in names if getattr(self, name) > 1}
+        product = math.prod(sizes.values())
+        if total % product:
+            text = " x ".join(f"{name}={size}" for name, size in sizes.items()) + (f" = {product}" if len(sizes) > 1 else "")
+            allowed = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+            raise ConfigError(f"parallel.{text} does not divide {what}; allowed: {allowed}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """This rank's place: the same-named groups are torch process groups."""
+    """This rank's place: the same-named groups are torch process groups. Data-parallel ranks hold different rows of a batch."""
 
     rank: int
     world_size: int
+    seed: int  # of the component: random weights and dropout
     tp_rank: int
     tp_size: int
+    pp_rank: int
+    pp_size: int
+    cp_rank: int
+    cp_size: int
     dp_rank: int
     dp_size: int
     tp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
 
     @property
     def is_replica_leader(self) -> bool:
         """True on the one rank of each data-parallel replica that speaks for it."""
-        return self.tp_rank == 0
+        return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == 0
 
 
 def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
@@ -64,15 +98,30 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
     from aligner.parallel.mcore import parallel_state, tensor_parallel
 
     parallel.check_world(dist.get_world_size())
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=parallel.tp, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        create_gloo_process_groups=False,
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return Topology(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
+        seed=seed,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
     )

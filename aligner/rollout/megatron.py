@@ -1,41 +1,81 @@
-"""The built-in rollout engine: samples from the policy's Megatron-Core weights in the training process."""
+"""The built-in rollout engine: samples from the policy's Megatron-Core weights in the training processes.
+
+Every rank of the component generates, whatever its place in the training layout: blocks of `rollout.tp` ranks are the engine's replicas.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import EngineError
 from aligner.models.build import LanguageModel
+from aligner.models.config import PositionEmbedding
 from aligner.parallel import platform
+from aligner.protocols import Replica
+from aligner.rollout.config import RolloutConfig
 from aligner.rollout.decode import Decoder, KVCache
+from aligner.rollout.refit import MIB, rollout_weights
 from aligner.rollout.sampling import sample, uniforms
 from aligner.types import FinishReason, Prompt, Rollout, SamplingConfig
 
 
 class MegatronEngine:
-    """`aligner.protocols.RolloutEngine` over the policy's own parameters. Collective over a replica's tensor-parallel ranks."""
+    """`aligner.protocols.RolloutEngine` over the policy's chunks. Collective: constructing it and `refit`, `sleep` and `wake` over the
+    component, `generate` over a replica."""
 
-    def __init__(self, module: LanguageModel, sampling: SamplingConfig, *, eos_id: int, max_batch_size: int) -> None:
-        self.decoder = Decoder(module)
-        self.sampling = sampling
+    def __init__(self, chunks: Sequence[LanguageModel], config: RolloutConfig, *, eos_id: int) -> None:
+        self.sampling = config.sampling
+        self.max_batch_size = config.max_batch_size
         self.eos_id = eos_id
-        self.max_batch_size = max_batch_size
         self.version = 0
+        self.is_asleep = False
+        self._offload = config.offload
+        self._weights = rollout_weights(chunks, tp=config.tp, bucket_bytes=config.refit_bucket_mib * MIB)
+        shards, chunk = self._weights.shards, chunks[0]
+        rotates = chunk.architecture.position_embedding == PositionEmbedding.rope
+        self.decoder = Decoder(
+            self._weights.model,
+            chunk.architecture,
+            shards,
+            max_sequence_length=chunk.max_sequence_length,
+            frequencies=chunk.rotary_pos_emb.inv_freq if rotates else None,
+        )
+        # The blocks are of consecutive ranks in training's tensor-parallel groups too, which vary fastest.
+        self.replica = Replica(
+            index=dist.get_rank() // shards.count, count=dist.get_world_size() // shards.count, is_leader=shards.index == 0
+        )
 
     def refit(self, version: int) -> None:
-        """The parameters are shared with the policy: only the version changes."""
+        """Sample from the policy's current weights, of optimizer step `version`; while the engine sleeps, from when it wakes."""
         self.version = version
+        if not self.is_asleep:
+            self._weights.fill()
+
+    def sleep(self) -> None:
+        """Give the device memory of the engine's own weights back, where `rollout.offload` asks for it."""
+        if self._offload:
+            self._weights.release()
+            self.is_asleep = True
+
+    def wake(self) -> None:
+        """Take the policy's weights of now. Does nothing where the engine does not sleep."""
+        if self.is_asleep:
+            self.is_asleep = False
+            self._weights.fill()
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig | None = None) -> Iterator[list[Rollout]]:
         """One response per (prompt, seed), in any order, in lists as they finish. `sampling` overrides the engine's (validation).
 
-        Raises EngineError naming a prompt that is empty or leaves no room for a response in the model's context.
+        Raises EngineError where the engine sleeps, and naming a prompt that is empty or leaves no room for a response in the context.
         """
+        if self.is_asleep:
+            raise EngineError("the rollout engine was asked to generate while it sleeps: wake() it first")
         sampling = sampling or self.sampling
-        context = self.decoder.module.max_sequence_length
+        context = self.decoder.max_sequence_length
         for prompt in prompts:
             if not 0 < len(prompt.tokens) < context:
                 raise EngineError(
@@ -66,7 +106,7 @@ class MegatronEngine:
 
     def _generate_batch(self, prompts: list[Prompt], seeds: list[int], sampling: SamplingConfig) -> Iterator[list[Rollout]]:
         longest = max(len(prompt.tokens) for prompt in prompts)
-        context, device = self.decoder.module.max_sequence_length, platform.device()
+        context, device = self.decoder.max_sequence_length, platform.device()
         limits = [min(sampling.max_response_length, context - len(prompt.tokens)) for prompt in prompts]  # each by its own prompt
         budget = max(limits)
         logits, cache = self._prefill(prompts, longest + budget)

@@ -1,4 +1,4 @@
-"""The reward server of a PPO run, or with recipe=grpo of a GRPO run. Settings: conf/<recipe>.yaml, then key=value; see --help."""
+"""The reward server of a PPO run, or with recipe=grpo (or config=grpo_...) of a GRPO run. Settings as of those; see --help."""
 
 import sys
 
@@ -10,7 +10,8 @@ RECIPES = {"ppo": TrainPPO, "grpo": TrainGRPO}
 
 def main() -> None:
     chosen = [argument for argument in sys.argv[1:] if argument.startswith("recipe=")]
-    recipe = chosen[-1].removeprefix("recipe=") if chosen else "ppo"
+    files = [argument.removeprefix("config=").split("_")[0] for argument in sys.argv[1:] if argument.startswith("config=")]
+    recipe = ([argument.removeprefix("recipe=") for argument in chosen] or files or ["ppo"])[-1]
     if recipe not in RECIPES:
         print(f"error: recipe={recipe}; allowed: {', '.join(RECIPES)}", file=sys.stderr)
         sys.exit(2)

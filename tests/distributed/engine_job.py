@@ -21,15 +21,10 @@ def check_collectives() -> None:
 
     rank, world, cpu = dist.get_rank(), dist.group.WORLD, torch.device("cpu")
     rows = torch.arange(10).reshape(5, 2)
-    start, stop = collectives.shard_bounds(5, shard=rank, num_shards=2)
-    assert torch.equal(collectives.gather_rows(rows[start:stop], num_rows=5, group=world), rows)  # 2 and 3 rows
-    start, stop = collectives.shard_bounds(1, shard=rank, num_shards=2)
-    assert torch.equal(collectives.gather_rows(rows[start:stop], num_rows=1, group=world), rows[:1])  # 0 and 1 row
-    assert collectives.gather_rows(rows[:0], num_rows=0, group=world).shape == (0, 2)
-    pairs = torch.arange(6)
+    for shares in ([[0, 3], [1, 2, 4]], [[4, 1, 0, 2, 3], []], [[], [3, 0, 2, 1, 4]]):  # any assignment, empty shares too
+        assert torch.equal(collectives.gather_assigned_rows(rows[shares[rank]], shares, group=world), rows)
     start, stop = collectives.shard_bounds(6, shard=rank, num_shards=2, unit=2)
     assert (stop - start) == (2, 4)[rank]
-    assert torch.equal(collectives.gather_rows(pairs[start:stop], num_rows=6, group=world, unit=2), pairs)
     assert collectives.gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
     assert collectives.broadcast_object(rank, src=1) == 1
     assert collectives.all_ranks(True, cpu) and not collectives.all_ranks(rank == 0, cpu)
@@ -66,11 +61,12 @@ def load(directory: Path, topology, parallel, *, divisor: int):
 
 def generate(policy, inputs: dict) -> dict[int, tuple]:
     """(tokens, log-probs, finish reason) by seed."""
+    from aligner.rollout.config import RolloutConfig
     from aligner.rollout.megatron import MegatronEngine
     from aligner.types import Prompt, SamplingConfig
 
     sampling = SamplingConfig(temperature=0.9, top_k=40, top_p=0.98, max_response_length=24, stop_token_ids=[5, 6, 7])
-    engine = MegatronEngine(policy.module, sampling, eos_id=2, max_batch_size=4)
+    engine = MegatronEngine(policy.chunks, RolloutConfig(sampling=sampling, max_batch_size=4), eos_id=2)
     prompts = [Prompt(id=i, tokens=tuple(tokens), source=f"p:{i}") for i, tokens in enumerate(inputs["prompts"])]
     rollouts = [rollout for part in engine.generate(prompts, inputs["seeds"]) for rollout in part]
     return {r.seed: (r.response, r.logprobs, r.finish_reason.value) for r in rollouts}
@@ -113,9 +109,10 @@ def data_parallel(directory: Path, topology, parallel, inputs: dict, output: Pat
     request = checkpoint.SaveRequest(step=1, state={"thing": object()})  # only rank 0 writes it
     result["unwritable"] = raised(CheckpointError, lambda: checkpoint.save(output / "checkpoints", policy.model, request))
     if topology.rank == 0:
+        (output / "checkpoints").mkdir(exist_ok=True)
         (output / "checkpoints" / "latest").write_text("step_000001\n")
     dist.barrier()
-    result["latest"] = raised(CheckpointError, lambda: checkpoint.find_latest(output / "checkpoints"))
+    result["latest"] = raised(CheckpointError, lambda: checkpoint.resolve(output / "checkpoints"))
     return result
 
 

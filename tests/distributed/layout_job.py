@@ -1,11 +1,13 @@
 """One layout, every kind of model: two training steps on a fixed batch. Rank 0 writes losses, gradients and weights to a file.
 
-usage: layout_job.py TP SEQUENCE_PARALLEL DISTRIBUTED_OPTIMIZER OUTPUT
+usage: layout_job.py SPEC OUTPUT      (SPEC: JSON of the fields of `Spec`)
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +17,18 @@ import torch.distributed as dist
 from aligner.parallel import launch
 
 ROWS, WIDTH, VOCAB = 8, 24, 61
-KINDS = ("policy", "value", "reward", "sft")
+KINDS = ("ppo", "dpo", "value", "reward", "sft")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What is run."""
+
+    parallel: dict = field(default_factory=dict)  # fields of ParallelConfig
+    model: dict = field(default_factory=dict)  # fields of ModelConfig
+    distributed_optimizer: bool = False
+    experts: bool = False  # a mixture of experts instead of a dense model
+    kinds: tuple[str, ...] = KINDS
 
 
 def make_batch(kind: str):
@@ -29,96 +42,100 @@ def make_batch(kind: str):
     tokens = torch.where(positions < lengths[:, None], tokens, 0)
     floats = [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2)]
     common = {"tokens": tokens, "lengths": lengths, "loss_mask": mask}
-    if kind == "policy":
+    if kind == "ppo":
         return PolicyBatch(**common, old_logprobs=floats[0] * 0.1 - 4.0, advantages=floats[1])
     if kind == "value":
         return ValueBatch(**common, old_values=floats[0], returns=floats[1])
-    if kind == "reward":
-        return PreferenceBatch(**common, margins=torch.zeros(ROWS // 2))
+    if kind in ("reward", "dpo"):
+        reference = floats[0] * 0.1 - 4.0 if kind == "dpo" else None
+        return PreferenceBatch(**common, margins=torch.zeros(ROWS // 2), ref_logprobs=reference)
     return LabeledBatch(**common)
 
 
-def make_model(kind: str, topology, parallel, optimizer):
+def make_architecture(kind: str, experts: bool):
+    from aligner.models.config import Architecture, Family
+
+    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 48}
+    # Weights of this size give attention and router something to distinguish, and so gradients that are not rounding.
+    sizes |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "tied_embeddings": kind != "sft", "initializer_range": 0.1}
+    if experts:
+        return Architecture(family=Family.mixtral, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=24, **sizes)
+    return Architecture(family=Family.qwen2, qkv_bias=True, **sizes)
+
+
+def make_model(kind: str, spec: Spec, topology, optimizer):
     from aligner.losses.aggregation import Aggregation
     from aligner.losses.policy import ppo_policy_loss
+    from aligner.losses.preference import dpo_loss
     from aligner.losses.reward import BradleyTerry, bradley_terry_loss
     from aligner.losses.sft import sft_loss
     from aligner.losses.value import value_loss
-    from aligner.models.build import LanguageModel, ScalarModel
-    from aligner.models.config import Architecture, Dtype, Family, ModelConfig
-    from aligner.models.policy import MegatronPolicy
-    from aligner.models.reward import MegatronRewardModel
-    from aligner.models.trainable import TrainableModel, Training
-    from aligner.models.value import MegatronValueModel
+    from aligner.models.config import Dtype, ModelConfig, Recompute
+    from aligner.models.create import create_policy, create_reward_model, create_value_model, training
+    from aligner.parallel.topology import ParallelConfig
 
-    architecture = Architecture(
-        family=Family.qwen2,
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        ffn_hidden_size=48,
-        vocab_size=VOCAB,
-        max_position_embeddings=64,
-        tied_embeddings=kind != "sft",
-        qkv_bias=True,
-    )
-    config = ModelConfig(dtype=Dtype.float32, make_vocab_divisible_by=8, logits_chunk_size=16)
-    builder = ScalarModel if kind in ("value", "reward") else LanguageModel
-    module = builder(architecture, config, parallel, load=False)
-    trainable = TrainableModel(module, topology, Training(micro_batch_size=2, optimizer=optimizer, total_steps=10))
-    if kind == "value":
-        return MegatronValueModel(trainable), partial(value_loss, clip=0.2), trainable
-    if kind == "reward":
-        return MegatronRewardModel(trainable), partial(bradley_terry_loss, variant=BradleyTerry.standard), trainable
-    if kind == "sft":
-        return MegatronPolicy(trainable), sft_loss, trainable
-    loss = partial(ppo_policy_loss, clip_eps_low=0.2, clip_eps_high=0.2, entropy_coef=0.01, aggregation=Aggregation.token_mean)
-    return MegatronPolicy(trainable, temperature=0.8), loss, trainable
+    parallel = ParallelConfig(**spec.parallel)
+    settings = {"micro_batch_size": 1 if kind in ("dpo", "reward") else 2} | spec.model
+    if "recompute" in settings:
+        settings["recompute"] = Recompute(settings["recompute"])
+    config = ModelConfig(dtype=Dtype.float32, make_vocab_divisible_by=8, logits_chunk_size=16, **settings)
+    create = {"value": create_value_model, "reward": create_reward_model}.get(kind, create_policy)
+    temperature = 0.8 if kind == "ppo" else 1.0
+    how = training(config, optimizer, total_steps=10, temperature=temperature)
+    model = create(config, make_architecture(kind, spec.experts), parallel, topology, how)
+    losses = {
+        "ppo": partial(ppo_policy_loss, clip_eps_low=0.2, clip_eps_high=0.2, entropy_coef=0.01, aggregation=Aggregation.token_mean),
+        "dpo": partial(dpo_loss, beta=0.1),
+        "value": partial(value_loss, clip=0.2),
+        "reward": partial(bradley_terry_loss, variant=BradleyTerry.standard),
+        "sft": sft_loss,
+    }
+    return model, losses[kind]
 
 
-def gradients(module) -> dict[str, torch.Tensor]:
+def gradients(chunks) -> dict[str, torch.Tensor]:
     """Full gradients by Hugging Face name: the gradient buffers put in the weights' place and exported."""
     from aligner.models.weights import export_hf
 
-    weights = [p.data for p in module.parameters()]
-    for p in module.parameters():
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    weights = [p.data for p in parameters]
+    for p in parameters:
         p.data = p.main_grad.data
-    full = {name: tensor.clone() for name, tensor in export_hf(module)}
-    for p, data in zip(module.parameters(), weights, strict=True):
+    full = {name: tensor.clone() for name, tensor in export_hf(chunks)}
+    for p, data in zip(parameters, weights, strict=True):
         p.data = data
     return full
 
 
-def train(kind: str, topology, parallel, distributed: bool) -> dict:
+def train(kind: str, spec: Spec, topology) -> dict:
     from aligner.models.optimizer import OptimizerConfig
     from aligner.models.weights import export_hf
 
-    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, warmup_steps=0, distributed=distributed, clip_grad=0.5)
-    model, loss, trainable = make_model(kind, topology, parallel, optimizer)
+    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, warmup_steps=0, distributed=spec.distributed_optimizer, clip_grad=0.5, eps=1e-4)
+    model, loss = make_model(kind, spec, topology, optimizer)
     batch = make_batch(kind)
-    result: dict = {"metrics": [], "gradients": []}
+    outputs = {"value": "values", "reward": "scores"}.get(kind, "logprobs")
+    result: dict = {"outputs": [getattr(model, outputs)(batch)], "metrics": [], "gradients": []}
     for _ in range(2):
         metrics = model.train_step(batch, loss)
         result["metrics"].append({name: metric.value() for name, metric in metrics.items()})
-        if not distributed:  # a distributed optimizer's rank holds its own shard of the reduced gradient only
-            result["gradients"].append(gradients(trainable.module))
-    result["weights"] = {name: tensor.clone() for name, tensor in export_hf(trainable.module)}
-    outputs = {"policy": "logprobs", "sft": "logprobs", "value": "values", "reward": "scores"}
-    result["outputs"] = getattr(model, outputs[kind])(batch)
+        if not spec.distributed_optimizer:  # a distributed optimizer's rank holds its own shard of the reduced gradient only
+            result["gradients"].append(gradients(model.model.chunks))
+    result["weights"] = {name: tensor.clone() for name, tensor in export_hf(model.model.chunks)}
+    result["outputs"].append(getattr(model, outputs)(batch))
     return result
 
 
 def main() -> None:
-    tp, sequence_parallel, distributed, output = sys.argv[1:5]
-    launch.initialize("gloo", timeout_seconds=60, fingerprint="layout")
+    fields = json.loads(sys.argv[1])
+    spec = Spec(**(fields | {"kinds": tuple(fields.get("kinds", KINDS))}))
+    launch.initialize("gloo", timeout_seconds=120, fingerprint="layout", collective_timeout_seconds=120)
     from aligner.parallel.topology import ParallelConfig, initialize
 
-    parallel = ParallelConfig(tp=int(tp), sequence_parallel=sequence_parallel == "1")
-    topology = initialize(parallel, seed=11)
-    results = {kind: train(kind, topology, parallel, distributed == "1") for kind in KINDS}
+    topology = initialize(ParallelConfig(**spec.parallel), seed=11)
+    results = {kind: train(kind, spec, topology) for kind in spec.kinds}
     if dist.get_rank() == 0:
-        torch.save(results, Path(output))
+        torch.save(results, Path(sys.argv[2]))
     launch.shutdown()
 
 

@@ -45,7 +45,7 @@ def directory(topology, tmp_path_factory) -> Path:
             if "bias" in name or "norm" in name:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     path = tmp_path_factory.mktemp("model")
-    save_hf(module, path, writer=True)
+    save_hf([module], path, writer=True)
     return path
 
 
@@ -58,6 +58,7 @@ def expected(directory, topology, inputs) -> dict:
     from aligner.models.optimizer import OptimizerConfig
     from aligner.models.trainable import Training
     from aligner.parallel.topology import ParallelConfig
+    from aligner.rollout.config import RolloutConfig
     from aligner.rollout.megatron import MegatronEngine
 
     config = ModelConfig(path=str(directory))
@@ -65,7 +66,7 @@ def expected(directory, topology, inputs) -> dict:
     training = Training(optimizer=optimizer, total_steps=4, micro_batch_size=2, temperature=0.9)
     policy = create_policy(config, read_architecture(config, vocab_size=0), ParallelConfig(), topology, training)
     sampling = SamplingConfig(temperature=0.9, top_k=40, top_p=0.98, max_response_length=24, stop_token_ids=[5, 6, 7])
-    engine = MegatronEngine(policy.module, sampling, eos_id=2, max_batch_size=6)
+    engine = MegatronEngine(policy.chunks, RolloutConfig(sampling=sampling, max_batch_size=6), eos_id=2)
     prompts = [Prompt(id=i, tokens=tuple(tokens), source=f"p:{i}") for i, tokens in enumerate(inputs["prompts"])]
 
     def generate() -> dict[int, tuple]:

@@ -70,7 +70,7 @@ def test_torchrun(clean_environment):
 
 
 def test_local_ranks(run_distributed):
-    outputs = run_distributed(JOB, 3, "same", 60)
+    outputs = run_distributed(JOB, 3, "same", 60, fresh=True)
     assert [output.splitlines()[-1] for output in outputs] == [f"rank={rank}/3 local={rank}/3 source=torchrun sum=3" for rank in range(3)]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aligner.metrics import Metric, Sum
-from aligner.protocols import Loss
+from aligner.protocols import Loss, Replica
 from aligner.types import FinishReason, MaskedBatch, PolicyBatch, Prompt, Rollout, TokenBatch, ValueBatch
 
 EOS = 0
@@ -44,13 +44,20 @@ def rollout(of: Prompt, *response: int, seed: int = 0) -> Rollout:
 class FakeEngine:
     """Answers prompt `p` and seed `s` with (p's id + 1) tokens 7 and EOS; the last prompt first, two at a time."""
 
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, log: list[str], replica: Replica | None = None) -> None:
         self.log = log
+        self.replica = replica or Replica()
         self.asked: list[tuple[list[int], list[int]]] = []
         self.sampling: list[Any] = []
 
     def refit(self, version: int) -> None:
         self.log.append(f"refit {version}")
+
+    def sleep(self) -> None:
+        self.log.append("engine sleeps")
+
+    def wake(self) -> None:
+        self.log.append("engine wakes")
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Any = None) -> Iterator[list[Rollout]]:
         self.log.append("generate")
@@ -81,6 +88,9 @@ class FakePolicy:
         self.trained.append(batch)
         self.version += 1
         return {"optim/steps": Sum(total=1)}
+
+    def sleep(self) -> None:
+        self.log.append("policy sleeps")
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from ()

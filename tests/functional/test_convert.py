@@ -51,6 +51,29 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "back" / "tokenizer.json").exists() == (source / "tokenizer.json").exists()
 
 
+def test_over_two_ranks(run_distributed, tmp_path: Path) -> None:
+    """Each holds half of the layers; the checkpoint is the one that a single process writes, and the bits come back."""
+    source = random_model(tmp_path / "source")
+    script = tmp_path / "convert.py"
+    script.write_text("import sys\nfrom aligner.cli import main\nsys.exit(main(['convert', *sys.argv[1:]]))\n")
+    run_distributed(script, 2, "--pp", 2, "--from-hf", source, "--to-megatron", tmp_path / "megatron", timeout=200)
+    run_distributed(script, 2, "--pp", 2, "--from-megatron", tmp_path / "megatron", "--to-hf", tmp_path / "back", timeout=200)
+    assert torch.equal(logits(tmp_path / "back"), logits(source))
+
+
+def test_bfloat16_stays(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(random_model(tmp_path / "source")).bfloat16()
+    model.save_pretrained(tmp_path / "half")
+    assert convert("--from-hf", tmp_path / "half", "--to-megatron", tmp_path / "megatron").returncode == 0
+    assert convert("--from-megatron", tmp_path / "megatron", "--to-hf", tmp_path / "back").returncode == 0
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
+    assert back.dtype == torch.bfloat16
+    for ours, theirs in zip(back.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A directory that looks like one of checkpoints."""

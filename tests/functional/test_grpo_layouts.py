@@ -13,7 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from training_jobs import SAYS_77, grpo_settings, launcher, run_job, without_times, write_task
 
 pytestmark = pytest.mark.timeout(600)
-LAYOUTS = {"dp2": (), "tp2": ("parallel.tp=2", "parallel.sequence_parallel=true")}
+LAYOUTS = {
+    "dp2": (),
+    "tp2": ("parallel.tp=2", "parallel.sequence_parallel=true"),
+    "pp2_rollout_tp2": ("parallel.pp=2", "rollout.tp=2"),
+}
 
 
 def run(task: Path, name: str, num_processes: int, *settings: str) -> Path:

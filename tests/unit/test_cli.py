@@ -10,12 +10,13 @@ import pytest
 
 from aligner import cli
 from aligner.config import conf_directory, from_yaml
-from aligner.schemas import TrainGRPO, TrainPPO, TrainRewardModel, TrainSFT
+from aligner.schemas import TrainDPO, TrainGRPO, TrainPPO, TrainRewardModel, TrainSFT
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "examples" / "nlp").glob("*.py"), key=lambda path: path.name)
 SCHEMAS = {
     "train_sft": TrainSFT,
     "train_reward_model": TrainRewardModel,
+    "train_dpo": TrainDPO,
     "train_grpo": TrainGRPO,
     "train_ppo_actor": TrainPPO,
     "serve_critic": TrainPPO,
@@ -41,7 +42,7 @@ def test_every_script_is_known_here() -> None:
 def test_help(script: Path, monkeypatch, capsys) -> None:
     assert start(script, "--help", monkeypatch=monkeypatch) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"usage: {script.name} [key=value ...]")
+    assert out.startswith(f"usage: {script.name} [config=NAME] [key=value ...]")
     assert "data.train=(required)" in out
     assert "loop.max_steps=100" in out
 
@@ -108,8 +109,19 @@ def test_a_refused_launch(capsys) -> None:
     assert cli.main(["launch", "local", "ppo", "data.train=x", "++algorithm.group_sise=4"]) == 2
     assert capsys.readouterr().err.startswith("error: unknown setting algorithm.group_sise in")
     assert cli.main(["launch", "local", "nothing"]) == 2
-    assert capsys.readouterr().err == "error: recipe 'nothing'; allowed: sft, reward_model, grpo, ppo\n"
+    assert capsys.readouterr().err == "error: config 'nothing': its name must begin with one of sft, reward_model, dpo, grpo, ppo\n"
 
 
 def test_conf_is_beside_the_package() -> None:
     assert (conf_directory() / "ppo.yaml").is_file()
+
+
+def test_a_job_file_is_chosen_by_name(monkeypatch, capsys):
+    by_name = {script.stem: script for script in SCRIPTS}
+    actor, reward = by_name["train_ppo_actor"], by_name["serve_reward_model"]
+    assert start(actor, "config=ppo_8b", "--cfg", "data.train=x", monkeypatch=monkeypatch) == 0
+    assert "runs/ppo_8b" in capsys.readouterr().out
+    assert start(reward, "config=grpo_70b", "--cfg", "data.train=x", monkeypatch=monkeypatch) == 0
+    assert "runs/grpo_70b" in capsys.readouterr().out
+    assert start(actor, "config=sft_70b", monkeypatch=monkeypatch) == 2
+    assert "config=sft_70b: this program takes ppo, or a file whose name begins with ppo_" in capsys.readouterr().err

@@ -13,12 +13,13 @@ from aligner.errors import ConfigError
 from aligner.jobs.local import RECIPES, SCRIPTS, launch_local
 from aligner.models.config import ModelConfig
 from aligner.rewards.config import RewardFunctionConfig
-from aligner.schemas import CriticConfig, RewardConfig, RunConfig, TrainGRPO, TrainPPO, TrainRewardModel, TrainSFT
+from aligner.schemas import CriticConfig, RewardConfig, RunConfig, TrainDPO, TrainGRPO, TrainPPO, TrainRewardModel, TrainSFT
 
 CONF = conf_directory()
-SCHEMAS = {"sft": TrainSFT, "reward_model": TrainRewardModel, "grpo": TrainGRPO, "ppo": TrainPPO}
+SCHEMAS = {"sft": TrainSFT, "reward_model": TrainRewardModel, "dpo": TrainDPO, "grpo": TrainGRPO, "ppo": TrainPPO}
 GIVEN = ["data.train=prompts.jsonl"]
-ROOT_FILES = sorted(path.stem for path in CONF.glob("*.yaml"))
+ROOT_FILES = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem in SCHEMAS)
+JOB_FILES = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem not in SCHEMAS)  # a recipe for a model and a cluster: ppo_70b
 GROUP_FILES = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CONF.glob("*/*.yaml"))
 
 
@@ -35,6 +36,16 @@ def test_root_files_compose_and_round_trip(name: str) -> None:
     assert type(config) is SCHEMAS[name]
     assert config.run.directory == f"runs/{name}"  # no two recipes share a directory by default
     assert from_yaml(SCHEMAS[name], to_yaml(config)) == config
+
+
+@pytest.mark.parametrize("name", JOB_FILES)
+def test_job_files_compose_and_round_trip(name: str) -> None:
+    """They begin with the name of their recipe."""
+    (recipe,) = (recipe for recipe in SCHEMAS if name.startswith(f"{recipe}_"))
+    config = compose(SCHEMAS[recipe], name, GIVEN)
+    assert config.run.directory == f"runs/{name}"
+    assert config.num_processes % config.parallel.replica_size == 0
+    assert from_yaml(SCHEMAS[recipe], to_yaml(config)) == config
 
 
 @pytest.mark.parametrize("name", GROUP_FILES)
@@ -104,7 +115,7 @@ def test_a_reward_must_be_named() -> None:
 @pytest.mark.parametrize(
     ("recipe", "settings", "text"),
     [
-        ("dpoo", [], "recipe 'dpoo'; allowed: sft, reward_model, grpo, ppo"),
+        ("dpoo", [], "config 'dpoo': its name must begin with one of sft, reward_model, dpo, grpo, ppo"),
         ("grpo", ["parallel.tp=3", "num_processes=2"], "parallel.tp=3 does not divide the 2 ranks"),
         ("ppo", ["critic.parallel.tp=2"], "parallel.tp=2 does not divide the 1 ranks"),
         ("ppo", [], "reward.model.path=''"),

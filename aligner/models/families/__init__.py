@@ -1,4 +1,4 @@
-"""One module per model family: Hugging Face config <-> `Architecture`. The weight names they share are in `mapping`."""
+"""One module per model family: Hugging Face config <-> `Architecture` (`from_hf`, `to_hf`) and the names of its weights (`NAMES`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
-from aligner.models.families import llama, qwen2, qwen3
+from aligner.models.families import gpt2, llama, mixtral, nemotron, qwen2, qwen3, qwen3_moe
+from aligner.models.families.mapping import NameTable
 
-FAMILIES = {Family.llama: llama, Family.qwen2: qwen2, Family.qwen3: qwen3}
+FAMILIES = {
+    Family.llama: llama,
+    Family.qwen2: qwen2,
+    Family.qwen3: qwen3,
+    Family.mixtral: mixtral,
+    Family.qwen3_moe: qwen3_moe,
+    Family.nemotron: nemotron,
+    Family.gpt2: gpt2,
+}
 
 
 def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
@@ -22,3 +31,8 @@ def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
 def architecture_to_hf(architecture: Architecture) -> dict[str, Any]:
     """The Hugging Face `config.json` of an architecture."""
     return FAMILIES[architecture.family].to_hf(architecture)
+
+
+def weight_names(architecture: Architecture) -> NameTable:
+    """The names of an architecture's weights, Megatron's and Hugging Face's."""
+    return FAMILIES[architecture.family].NAMES

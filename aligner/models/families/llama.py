@@ -6,7 +6,9 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
+from aligner.models.families.names import llama_like
 
+NAMES = llama_like(attention={})
 # Megatron-Core applies Llama 3.1's rotary scaling with these constants; only the factor is a parameter there.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -24,11 +26,11 @@ def to_hf(architecture: Architecture) -> dict[str, Any]:
 
 
 def common_from_hf(hf: dict[str, Any], family: Family) -> Architecture:
-    """The fields that Llama, Qwen2 and Qwen3 share."""
+    """The fields that Llama and its descendants (Qwen2, Qwen3, Mixtral) share."""
     if hf.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"config.json: hidden_act={hf['hidden_act']!r}: only 'silu' is supported for model_type {family.value}")
     heads = hf["num_attention_heads"]
-    theta, llama3_factor = _rope(hf)
+    theta, llama3_factor = rope_from_hf(hf)
     return Architecture(
         family=family,
         num_layers=hf["num_hidden_layers"],
@@ -73,7 +75,7 @@ def common_to_hf(a: Architecture) -> dict[str, Any]:
     }
 
 
-def _rope(hf: dict[str, Any]) -> tuple[float, float]:
+def rope_from_hf(hf: dict[str, Any]) -> tuple[float, float]:
     """(theta, Llama 3.1 scaling factor or 0). transformers 5 writes `rope_parameters`, version 4 `rope_theta` and `rope_scaling`."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))

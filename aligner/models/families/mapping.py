@@ -2,17 +2,20 @@
 
 Megatron fuses q, k and v into one matrix whose rows are ordered by key-value group, `[q..q k v] [q..q k v] ...`, so that a tensor-parallel
 shard holds whole groups; and gate and up into one matrix `[gate; up]` of which each shard holds `[gate_r; up_r]`. The vocabulary is padded.
+Megatron names here are global: `decoder.layers.7.mlp.experts.local_experts.5...` is expert 5 of the model's layer 7, wherever it is.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor
 
+from aligner.errors import ConfigError
 from aligner.models.config import Architecture
 
 
@@ -20,7 +23,8 @@ class Layout(str, Enum):
     """How the Hugging Face tensors of a rule make up the Megatron one."""
 
     plain = "plain"
-    qkv = "qkv"
+    qkv = "qkv"  # three tensors
+    packed_qkv = "packed_qkv"  # one tensor, [q; k; v]
     gate_up = "gate_up"
     vocabulary = "vocabulary"
 
@@ -31,71 +35,108 @@ class Rule:
 
     hf_names: tuple[str, ...]
     layout: Layout
+    transposed: bool = False  # Hugging Face stores it as [in, out] (GPT-2's Conv1D)
 
 
-def _rule(*hf_names: str, layout: Layout = Layout.plain) -> Rule:
-    return Rule(hf_names=hf_names, layout=layout)
+def rule(*hf_names: str, layout: Layout = Layout.plain, transposed: bool = False) -> Rule:
+    """A row of a `NameTable`."""
+    return Rule(hf_names=hf_names, layout=layout, transposed=transposed)
 
 
-TOP_LEVEL = {
-    "embedding.word_embeddings.weight": _rule("model.embed_tokens.weight", layout=Layout.vocabulary),
-    "decoder.final_layernorm.weight": _rule("model.norm.weight"),
-    "output_layer.weight": _rule("lm_head.weight", layout=Layout.vocabulary),
-}
-PER_LAYER = {
-    "input_layernorm.weight": _rule("input_layernorm.weight"),
-    "pre_mlp_layernorm.weight": _rule("post_attention_layernorm.weight"),
-    "self_attention.linear_qkv.weight": _rule(
-        "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", layout=Layout.qkv
-    ),
-    "self_attention.linear_qkv.bias": _rule("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias", layout=Layout.qkv),
-    "self_attention.linear_proj.weight": _rule("self_attn.o_proj.weight"),
-    "self_attention.q_layernorm.weight": _rule("self_attn.q_norm.weight"),
-    "self_attention.k_layernorm.weight": _rule("self_attn.k_norm.weight"),
-    "mlp.linear_fc1.weight": _rule("mlp.gate_proj.weight", "mlp.up_proj.weight", layout=Layout.gate_up),
-    "mlp.linear_fc2.weight": _rule("mlp.down_proj.weight"),
-}
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_EXPERT_NAME = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
+_EXPERT_TEMPLATE = "mlp.experts.local_experts.{expert}."
 
 
-def find_rule(megatron_name: str, *, first_layer: int = 0) -> Rule | None:
-    """The rule of a parameter, with layer numbers filled in; None for one that Hugging Face models do not have (a value head).
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NameTable:
+    """Every parameter of a family's language models, in the order of Hugging Face's model: Megatron name -> rule.
 
-    `first_layer` is the global number of this pipeline stage's first layer.
+    Names in `layer` are relative to `decoder.layers.N.` and to `layer_prefix` (which holds `{layer}`); `{expert}` stands for the number of
+    an expert. `ignored` matches tensors in Hugging Face files that are no parameters.
     """
-    layer = _LAYER_NAME.fullmatch(megatron_name)
-    if layer is None:
-        return TOP_LEVEL.get(megatron_name)
-    rule = PER_LAYER[layer[2]]
-    prefix = f"model.layers.{first_layer + int(layer[1])}."
-    return Rule(hf_names=tuple(prefix + name for name in rule.hf_names), layout=rule.layout)
+
+    before: Mapping[str, Rule]
+    layer: Mapping[str, Rule]
+    after: Mapping[str, Rule]
+    layer_prefix: str = "model.layers.{layer}."
+    base_prefix: str = "model."  # what a file of the headless model leaves out of the names
+    ignored: str = r".*rotary_emb\.inv_freq"
+
+    def find(self, name: str) -> Rule:
+        """The rule of a parameter with a global Megatron name. Raises ConfigError where the family's models have no such parameter."""
+        layer = _LAYER_NAME.fullmatch(name)
+        found = (self.before.get(name) or self.after.get(name)) if layer is None else self._find_in_layer(int(layer[1]), layer[2])
+        if found is None:
+            raise ConfigError(
+                f"architecture: models of this family have no parameter {name}; the architecture's flags do not fit its family"
+            )
+        return found
+
+    def _find_in_layer(self, layer: int, name: str) -> Rule | None:
+        expert = _EXPERT_NAME.fullmatch(name)
+        found = self.layer.get(name if expert is None else _EXPERT_TEMPLATE + expert[2])
+        if found is None:
+            return None
+        prefix = self.layer_prefix.format(layer=layer)
+        number = "" if expert is None else expert[1]
+        return Rule(
+            hf_names=tuple(prefix + hf.format(expert=number) for hf in found.hf_names), layout=found.layout, transposed=found.transposed
+        )
+
+    def names(self, architecture: Architecture) -> Iterator[str]:
+        """The global Megatron names of all parameters of a language model, in Hugging Face's order; a tied output layer is left out."""
+        yield from self.before
+        for layer in range(architecture.num_layers):
+            experts = [name for name in self.layer if name.startswith(_EXPERT_TEMPLATE)]
+            yield from (f"decoder.layers.{layer}.{name}" for name in self.layer if name not in experts)
+            for expert in range(architecture.num_experts):
+                yield from (f"decoder.layers.{layer}.{name.format(expert=expert)}" for name in experts)
+        yield from (name for name in self.after if name != OUTPUT_LAYER or not architecture.tied_embeddings)
 
 
-def to_megatron(layout: Layout, tensors: list[Tensor], architecture: Architecture, padded_vocab_size: int) -> Tensor:
-    """Full Hugging Face tensors -> the full Megatron tensor."""
-    if layout == Layout.qkv:
+def to_megatron(rule: Rule, tensors: list[Tensor], architecture: Architecture, padded_vocab_size: int) -> Tensor:
+    """Full Hugging Face tensors, in the order of the rule's names -> the full Megatron tensor."""
+    if rule.transposed:
+        tensors = [t.t() for t in tensors]
+    if rule.layout == Layout.packed_qkv:
+        tensors = list(tensors[0].split(_qkv_sizes(architecture)))
+    if rule.layout in (Layout.qkv, Layout.packed_qkv):
         groups = architecture.num_key_value_heads
         q, k, v = (t.reshape(groups, -1, *t.shape[1:]) for t in tensors)
         return torch.cat([q, k, v], dim=1).reshape(-1, *tensors[0].shape[1:])
-    if layout == Layout.vocabulary:
+    if rule.layout == Layout.vocabulary:
         padding = tensors[0].new_zeros(padded_vocab_size - tensors[0].shape[0], tensors[0].shape[1])
         return torch.cat([tensors[0], padding])
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
-def to_hf(layout: Layout, tensor: Tensor, architecture: Architecture) -> list[Tensor]:
+def to_hf(rule: Rule, tensor: Tensor, architecture: Architecture) -> list[Tensor]:
     """The full Megatron tensor -> full Hugging Face tensors, in the order of the rule's names."""
-    if layout == Layout.qkv:
-        groups, size = architecture.num_key_value_heads, architecture.head_dim
-        queries = architecture.num_attention_heads // groups
-        fused = tensor.reshape(groups, (queries + 2) * size, *tensor.shape[1:])
-        parts = fused.split([queries * size, size, size], dim=1)
-        return [part.reshape(-1, *tensor.shape[1:]) for part in parts]
+    parts = _split(rule.layout, tensor, architecture)
+    return [part.t() for part in parts] if rule.transposed else parts
+
+
+def _split(layout: Layout, tensor: Tensor, architecture: Architecture) -> list[Tensor]:
+    if layout in (Layout.qkv, Layout.packed_qkv):
+        groups = architecture.num_key_value_heads
+        fused = tensor.reshape(groups, -1, *tensor.shape[1:])
+        parts = fused.split([size // groups for size in _qkv_sizes(architecture)], dim=1)
+        parts = [part.reshape(-1, *tensor.shape[1:]) for part in parts]
+        return parts if layout == Layout.qkv else [torch.cat(parts)]
     if layout == Layout.gate_up:
         return list(tensor.chunk(2))
     if layout == Layout.vocabulary:
         return [tensor[: architecture.vocab_size]]
     return [tensor]
+
+
+def _qkv_sizes(architecture: Architecture) -> list[int]:
+    """Rows of the query, key and value projections."""
+    keys = architecture.num_key_value_heads * architecture.head_dim
+    return [architecture.num_attention_heads * architecture.head_dim, keys, keys]
 
 
 def shard(layout: Layout, tensor: Tensor, *, dim: int, num_shards: int, index: int) -> Tensor:

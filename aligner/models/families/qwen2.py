@@ -8,6 +8,9 @@ from typing import Any
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
 from aligner.models.families import llama
+from aligner.models.families.names import QKV_BIAS, llama_like
+
+NAMES = llama_like(attention=QKV_BIAS)
 
 
 def from_hf(hf: dict[str, Any]) -> Architecture:

@@ -8,6 +8,9 @@ from typing import Any
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
 from aligner.models.families import llama
+from aligner.models.families.names import QK_NORM, llama_like
+
+NAMES = llama_like(attention=QK_NORM)
 
 
 def from_hf(hf: dict[str, Any]) -> Architecture:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aligner.algorithms.loop import Clock, LoopConfig, StepResult, run
-from aligner.errors import AlignerError, ConfigError, ServerUnreachable
+from aligner.errors import AlignerError, CheckpointError, ConfigError, ServerUnreachable
 from aligner.types import FinishReason, SampleRow
 
 pytestmark = pytest.mark.usefixtures("topology")
@@ -30,6 +30,11 @@ class Recorder:
         self.on_validate: Callable[[], None] | None = None
         self.on_save: Callable[[], None] | None = None
         self.on_finish: Callable[[], None] | None = None
+        self.on_poll: Callable[[], None] | None = None
+        self.validations: dict[int, dict[str, float]] = {}
+        self.under_way: int | None = None  # the step of a save in the background
+        self.background = False
+        self.on_disk = start[0]
 
     def step(self, step: int, clock: Clock) -> StepResult:
         self.events.append(f"step {step}")
@@ -58,10 +63,28 @@ class Recorder:
     def load(self) -> tuple[int, dict[str, Any]]:
         return self.start
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
+    def save(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> None:
         if self.on_save:
             self.on_save()
+        self.validations[step] = dict(validation)
         self.events.append(f"save {step} {state['updates']}")
+        self.under_way = step
+        if not self.background:
+            self.settle()
+
+    def poll(self) -> None:
+        if self.on_poll:
+            self.on_poll()
+
+    def wait(self) -> None:
+        if self.under_way:
+            self.events.append(f"wait {self.under_way}")
+            self.poll()
+            self.settle()
+
+    def settle(self) -> int:
+        self.on_disk, self.under_way = self.under_way or self.on_disk, None
+        return self.on_disk
 
     def rescue(self, step: int, state: dict[str, Any]) -> None:
         self.events.append(f"rescue {step} {state['updates']}")
@@ -134,6 +157,45 @@ def test_validation_and_tables() -> None:
     assert recorder.logged[0] == {"validation/x": 0.5}
     assert [step for step, metrics in recorder.logged.items() if "validation/x" in metrics] == [0, 2, 4]
     assert [event for event in recorder.events if event.startswith("table")] == ["table 1", "table 3", "table 5"]
+
+
+def test_a_checkpoint_is_given_the_validation_of_its_step() -> None:
+    recorder = Recorder()
+    recorder.run(max_steps=5, save_every=2, validate_every=4)
+    assert recorder.validations == {2: {}, 4: {"validation/x": 0.5}, 5: {}}
+
+
+def test_a_save_in_the_background_is_awaited_at_the_end() -> None:
+    recorder = Recorder()
+    recorder.background = True
+    recorder.run(max_steps=3, save_every=2)
+    assert recorder.events[-4:] == ["log 3", "finish", "save 3 3", "wait 3"]
+    assert recorder.on_disk == 3
+
+
+def test_a_save_in_the_background_that_failed_is_rescued() -> None:
+    """Its error comes with a later step: the newest whole step is saved instead, and the error ends the run."""
+    recorder = Recorder()
+    recorder.background = True
+
+    def fail_at_3() -> None:
+        if recorder.updates == 3:
+            recorder.under_way = None
+            raise CheckpointError("disk full")
+
+    recorder.on_poll = fail_at_3
+    with pytest.raises(CheckpointError, match="disk full"):
+        recorder.run(max_steps=9, save_every=2)
+    assert recorder.events[-3:] == ["step 3", "log 3", "rescue 3 3"]
+
+
+def test_a_dead_server_does_not_cost_the_save_in_the_background() -> None:
+    recorder = Recorder(on_step={3: raises(ServerUnreachable("critic is gone"))})
+    recorder.background = True
+    with pytest.raises(ServerUnreachable):
+        recorder.run(max_steps=9, save_every=2)
+    assert recorder.events[-2:] == ["save 2 2", "step 3"]
+    assert recorder.on_disk == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -77,7 +78,8 @@ def test_the_order_of_a_step(fakes, make_task) -> None:
     algorithm = ppo(fakes, make_task(log), log)
     first = algorithm.step(1, Clock()).metrics
     # Values of finished responses are asked for while others are sampled; the critic trains beside the policy.
-    assert log == ["generate", "values", "values", "logprobs", "critic trains 1", "update", "update", "refit 2"]
+    sampling = ["engine wakes", "generate", "values", "values", "engine sleeps"]
+    assert log == [*sampling, "logprobs", "critic trains 1", "update", "update", "policy sleeps", "refit 2"]
     assert "critic/loss" not in first
     second = algorithm.step(2, Clock()).metrics
     assert (second["critic/loss"], second["critic/optim_lr"], second["critic/explained_variance"]) == (1.0, 0.5, 0.75)  # of step 1
@@ -157,10 +159,23 @@ def test_the_adaptive_coefficient_is_part_of_the_state(fakes, make_task) -> None
     """KL 0.5 against a target of 0.1: the error is clipped at 0.2, 4 rollouts of a horizon of 10: 0.1 * (1 + 0.2 * 0.4) = 0.108."""
     algorithm = ppo(fakes, make_task([]), kl_target=0.1, kl_horizon=10)
     assert algorithm.step(1, Clock()).metrics["policy/kl_coef"] == 0.1
-    assert algorithm.state() == {"kl_coef": pytest.approx(0.108)}
+    assert algorithm.state() == {"kl_coef": pytest.approx(0.108), "critic_metrics": {}}
     resumed = ppo(fakes, make_task([]), kl_target=0.1, kl_horizon=10)
     resumed.load_state(algorithm.state())
     assert resumed.step(2, Clock()).metrics["policy/kl_coef"] == pytest.approx(0.108)
+
+
+def test_the_critics_metrics_survive_a_checkpoint(fakes, make_task) -> None:
+    """A checkpoint waits for the critic; what it said is reported by the next step all the same, in this run or in the resumed one."""
+    algorithm = ppo(fakes, make_task([]))
+    algorithm.step(1, Clock())
+    algorithm.finish()
+    resumed = ppo(fakes, make_task([]))
+    resumed.load_state(json.loads(json.dumps(algorithm.state())))
+    for run in (algorithm, resumed):
+        assert run.step(2, Clock()).metrics["critic/loss"] == 1.0
+        run.finish()
+        assert run.state()["critic_metrics"]["critic/loss"] == 2.0  # each is said once
 
 
 def test_validation_is_greedy_and_judges_accuracy(fakes, make_task) -> None:

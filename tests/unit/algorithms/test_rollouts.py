@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from aligner.algorithms import rollouts
-from aligner.algorithms.rollouts import Scorers, collect, mini_batches, response_metrics, sample_rows, sample_seeds, sampler
+from aligner.algorithms.rollouts import Scorers, collect, mini_batches, response_metrics, sample_rows, sample_seeds
 from aligner.errors import EngineError, ServerTimeout
+from aligner.protocols import Replica
 from aligner.types import FinishReason, PolicyBatch
 
 
@@ -26,9 +27,13 @@ def scorers(fakes, critic=True) -> Scorers:
 SEEDS = [50, 40, 30, 20, 10]
 
 
-def test_everything_comes_back_in_the_order_of_the_prompts(topology, fakes, prompts) -> None:
+@pytest.fixture(autouse=True)
+def _world(topology) -> None: ...
+
+
+def test_everything_comes_back_in_the_order_of_the_prompts(fakes, prompts) -> None:
     engine = fakes.FakeEngine([])  # answers the last prompt first, two at a time
-    collected = collect(sampler(engine), prompts, SEEDS, scorers=scorers(fakes), topology=topology)
+    collected = collect(engine, prompts, SEEDS, scorers=scorers(fakes))
     assert [r.prompt.id for r in collected.rollouts] == [0, 1, 2, 3, 4]
     assert [r.seed for r in collected.rollouts] == SEEDS
     assert collected.rewards.dtype == torch.float32
@@ -38,17 +43,17 @@ def test_everything_comes_back_in_the_order_of_the_prompts(topology, fakes, prom
         assert values.tolist() == pytest.approx([(number + 1) / 10, *[0.7] * (number + 1), 0.0])
 
 
-def test_the_same_prompt_twice(topology, fakes) -> None:
+def test_the_same_prompt_twice(fakes) -> None:
     same = [fakes.prompt(1)] * 4
-    collected = collect(sampler(fakes.FakeEngine([])), same, [4, 3, 2, 1], scorers=scorers(fakes, critic=False), topology=topology)
+    collected = collect(fakes.FakeEngine([]), same, [4, 3, 2, 1], scorers=scorers(fakes, critic=False))
     assert [r.seed for r in collected.rollouts] == [4, 3, 2, 1]
     assert collected.values is None
 
 
-def test_replicas_sample_their_share_and_share_what_they_got(topology, fakes, prompts, monkeypatch) -> None:
-    """Two replicas one after the other in this process: the second one's gather joins both parts."""
+def test_replicas_sample_their_share_and_share_what_they_got(fakes, prompts, monkeypatch) -> None:
+    """Two replicas of the engine one after the other in this process: the second one's gather joins both parts."""
     parts = []
-    engine = fakes.FakeEngine([])
+    first, second = (fakes.FakeEngine([], Replica(index=index, count=2)) for index in (0, 1))
 
     def gather(local):
         parts.append(local)
@@ -56,21 +61,30 @@ def test_replicas_sample_their_share_and_share_what_they_got(topology, fakes, pr
 
     monkeypatch.setattr(rollouts, "gather_objects", gather)
     with pytest.raises(EngineError, match="2 responses to 5 prompts"):  # the first one's part alone is not enough
-        collect(sampler(engine), prompts, SEEDS, scorers=scorers(fakes), topology=replace(topology, dp_rank=0, dp_size=2))
-    second = collect(sampler(engine), prompts, SEEDS, scorers=scorers(fakes), topology=replace(topology, dp_rank=1, dp_size=2))
-    assert engine.asked == [([0, 1], [50, 40]), ([2, 3, 4], [30, 20, 10])]
-    assert [r.prompt.id for r in second.rollouts] == [0, 1, 2, 3, 4]
-    assert second.rewards.tolist() == [0, 10, 20, 30, 40]
+        collect(first, prompts, SEEDS, scorers=scorers(fakes))
+    whole = collect(second, prompts, SEEDS, scorers=scorers(fakes))
+    assert first.asked + second.asked == [([0, 1], [50, 40]), ([2, 3, 4], [30, 20, 10])]
+    assert [r.prompt.id for r in whole.rollouts] == [0, 1, 2, 3, 4]
+    assert whole.rewards.tolist() == [0, 10, 20, 30, 40]
 
 
-def test_only_the_leader_of_a_replica_asks_the_scorers(topology, fakes, prompts) -> None:
+def test_more_replicas_than_prompts(fakes, prompts, monkeypatch) -> None:
+    """A replica without a prompt asks nobody, and still takes part in the gather."""
+    engine = fakes.FakeEngine([], Replica(index=0, count=2))
+    one = fakes.rollout(prompts[0], 7, fakes.EOS, seed=50)
+    monkeypatch.setattr(rollouts, "gather_objects", lambda local: [local, ([(0, one, 3.0, None)], None)])
+    collected = collect(engine, prompts[:1], SEEDS[:1], scorers=scorers(fakes, critic=False))
+    assert engine.asked == [] and collected.rollouts == [one] and collected.rewards.tolist() == [3.0]
+
+
+def test_only_the_leader_of_a_replica_asks_the_scorers(fakes, prompts) -> None:
     reward = fakes.FakeReward(lambda r: pytest.fail("asked by a follower"))
-    follower = replace(topology, tp_rank=1, tp_size=2)
+    follower = fakes.FakeEngine([], Replica(is_leader=False))
     with pytest.raises(EngineError):  # here nobody else brings the answers
-        collect(sampler(fakes.FakeEngine([])), prompts, SEEDS, scorers=Scorers(reward=reward), topology=follower)
+        collect(follower, prompts, SEEDS, scorers=Scorers(reward=reward))
 
 
-def test_an_error_of_a_scorer_is_raised(topology, fakes, prompts) -> None:
+def test_an_error_of_a_scorer_is_raised(fakes, prompts) -> None:
     def score(rollout) -> float:
         if rollout.prompt.id == 3:
             raise ServerTimeout("the reward server did not answer")
@@ -78,25 +92,26 @@ def test_an_error_of_a_scorer_is_raised(topology, fakes, prompts) -> None:
 
     judged = Scorers(reward=fakes.FakeReward(score))
     with pytest.raises(ServerTimeout, match="did not answer"):
-        collect(sampler(fakes.FakeEngine([])), prompts, SEEDS, scorers=judged, topology=topology)
+        collect(fakes.FakeEngine([]), prompts, SEEDS, scorers=judged)
 
 
-def test_an_error_of_another_replica_is_raised_here_too(topology, fakes, prompts, monkeypatch) -> None:
+def test_an_error_of_another_replica_is_raised_here_too(fakes, prompts, monkeypatch) -> None:
     monkeypatch.setattr(rollouts, "gather_objects", lambda local: [local, ([], EngineError("the other one's engine"))])
     with pytest.raises(EngineError, match="the other one's"):
-        collect(sampler(fakes.FakeEngine([])), prompts, SEEDS, scorers=scorers(fakes), topology=topology)
+        collect(fakes.FakeEngine([]), prompts, SEEDS, scorers=scorers(fakes))
 
 
-def test_an_error_of_this_engine_still_reaches_the_others(topology, fakes, prompts, monkeypatch) -> None:
+def test_an_error_of_this_engine_still_reaches_the_others(fakes, prompts, monkeypatch) -> None:
     sent = []
     monkeypatch.setattr(rollouts, "gather_objects", lambda local: sent.append(local) or [local])
 
-    def broken(prompts, seeds):
-        yield from fakes.FakeEngine([]).generate(prompts[:2], seeds[:2])
-        raise EngineError("no room for a response")
+    class Broken(fakes.FakeEngine):
+        def generate(self, prompts, seeds, sampling=None):
+            yield from super().generate(prompts[:2], seeds[:2])
+            raise EngineError("no room for a response")
 
     with pytest.raises(EngineError, match="no room"):
-        collect(broken, prompts, SEEDS, scorers=scorers(fakes), topology=topology)
+        collect(Broken([]), prompts, SEEDS, scorers=scorers(fakes))
     assert [type(error) for _, error in sent] == [EngineError]
 
 
@@ -142,7 +157,7 @@ def test_a_mini_batch_without_tokens_is_left_out() -> None:
     assert [part.tokens[:, 0].tolist() for part in parts] == [[0, 1]]
 
 
-def test_response_metrics_and_samples(topology, fakes, prompts) -> None:
+def test_response_metrics_and_samples(fakes, prompts) -> None:
     cut = fakes.rollout(prompts[0], 7, 7, 7)
     whole = fakes.rollout(prompts[1], fakes.EOS)
     collected = rollouts.ScoredRollouts(rollouts=[cut, whole], rewards=torch.tensor([1.0, 4.0]), values=None)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 
 from aligner.cluster.run_directory import RunDirectory
-from aligner.errors import ServerUnreachable
-from aligner.jobs.checkpointing import CRITIC, POLICY, RunCheckpointer, load_critic
+from aligner.errors import CheckpointError, ConfigError, ServerUnreachable
+from aligner.jobs.checkpointing import CRITIC, POLICY, CriticCheckpointer, RunCheckpointer, load_critic, newest_pair
 from aligner.jobs.session import Session
 from aligner.models import checkpoint
+from aligner.models.checkpoint_config import BestMode, CheckpointConfig
+from aligner.models.checkpoint_files import complete_steps
 from aligner.models.optimizer import OptimizerConfig
 
 
@@ -30,8 +34,13 @@ def value_model(make_model):
     return make_model("value", optimizer=OptimizerConfig()).model
 
 
-def keeper(session: Session, model, critic=None) -> RunCheckpointer:
-    return RunCheckpointer(session, model, name=POLICY, tokenizer=session.directory.path, critic=critic)
+def keeper(session: Session, model, critic=None, **config) -> RunCheckpointer:
+    settings = CheckpointConfig(**config)
+    return RunCheckpointer(session, model, name=POLICY, tokenizer=session.directory.path, config=settings, critic=critic)
+
+
+def steps(session: Session, name: str = POLICY) -> list[int]:
+    return list(complete_steps(session.directory.checkpoints / name))
 
 
 def save_critic(session: Session, model, step: int) -> None:
@@ -45,7 +54,7 @@ def test_a_new_run_has_nothing_to_load(session, model) -> None:
 def test_save_and_load(session, model, fakes) -> None:
     log: list[str] = []
     model.version = 12
-    keeper(session, model, fakes.FakeCritic(log)).save(3, {"kl_coef": 0.25})
+    keeper(session, model, fakes.FakeCritic(log)).save(3, {"kl_coef": 0.25}, {})
     assert log == ["critic saves 3"]
     folder = session.directory.checkpoints / POLICY / "step_000003"
     assert (folder / "config.yaml").read_text() == "run: {}\n"
@@ -59,7 +68,7 @@ def test_the_critic_saves_first_and_its_failure_leaves_no_half_pair(session, mod
     critic = fakes.FakeCritic([])
     critic.save = lambda step: fakes.failed(ServerUnreachable("the critic is gone"))
     with pytest.raises(ServerUnreachable):
-        keeper(session, model, critic).save(3, {})
+        keeper(session, model, critic).save(3, {}, {})
     assert not (session.directory.checkpoints / POLICY).exists()
     keeper(session, model, critic).rescue(3, {})
     assert (session.directory.checkpoints / POLICY / "step_000003" / "aligner.json").exists()
@@ -73,23 +82,239 @@ def test_the_critic_takes_the_step_of_the_policy(session, model, value_model) ->
         with torch.no_grad():
             weight.fill_(step)
         save_critic(session, value_model, step)
-    assert load_critic(session, value_model) == 4
+    assert load_critic(session, value_model, CheckpointConfig()) == 4
     assert weight.unique().tolist() == [4]
 
 
 def test_a_critic_that_is_behind_is_said(session, model, value_model, capsys) -> None:
     keeper(session, model).rescue(5, {})
     save_critic(session, value_model, 3)
-    assert load_critic(session, value_model) == 3
+    assert load_critic(session, value_model, CheckpointConfig()) == 3
     assert "the policy resumes after step 5, the newest critic checkpoint is of step 3: it is behind" in capsys.readouterr().out
 
 
 def test_a_critic_that_died_before_its_first_checkpoint_starts_anew(session, model, value_model, capsys) -> None:
     keeper(session, model).rescue(5, {})
-    assert load_critic(session, value_model) == 0
+    assert load_critic(session, value_model, CheckpointConfig()) == 0
     assert "the policy resumes after step 5, there is no critic checkpoint up to it: the critic starts anew" in capsys.readouterr().out
 
 
 def test_a_new_run_has_a_new_critic(session, value_model, capsys) -> None:
-    assert load_critic(session, value_model) == 0
+    assert load_critic(session, value_model, CheckpointConfig()) == 0
     assert capsys.readouterr().out == ""
+
+
+# Pairs.
+
+
+def test_the_newest_step_that_both_have_is_resumed(session, model, value_model, capsys) -> None:
+    """The critic died before it could save step 6: the policy of that step is put aside, it would be taken for a later one's partner."""
+    for step in (2, 4, 6):
+        model.version = 10 * step
+        keeper(session, model).rescue(step, {"step": step})
+    for step in (2, 4):
+        save_critic(session, value_model, step)
+    critic = object()
+    assert keeper(session, model, critic).load() == (4, {"step": 4})
+    assert model.version == 40
+    warning = "warning: there is no critic checkpoint of step 6: the run resumes after step 4, the newest that has both"
+    assert capsys.readouterr().out.count(warning) == 1
+    folder = session.directory.checkpoints / POLICY
+    assert steps(session) == [2, 4] and (folder / "unpaired_step_000006" / "aligner.json").exists()
+    assert (folder / "latest").read_text() == "step_000004\n"
+    assert load_critic(session, value_model, CheckpointConfig()) == 4
+    assert warning not in capsys.readouterr().out  # there is no step 6 any more
+    assert keeper(session, model, critic).load() == (4, {"step": 4})
+
+
+def test_actor_and_critic_agree_before_either_has_changed_anything(tmp_path) -> None:
+    def pair(policies: list[int], critics: list[int]) -> tuple[int, int, bool]:
+        folder = tmp_path / f"{policies}{critics}"
+        for name, numbers in (("policy", policies), ("critic", critics)):
+            for number in numbers:
+                (folder / name / f"step_{number:06d}").mkdir(parents=True)
+                (folder / name / f"step_{number:06d}" / "aligner.json").write_text("")
+        found = newest_pair(folder / "policy", folder / "critic")
+        return found.policy, found.critic, bool(found.message)
+
+    assert pair([], []) == pair([], [5]) == (0, 0, False)
+    assert pair([5], [5]) == pair([5], [5, 10]) == pair([3, 5], [5]) == (5, 5, False)
+    assert pair([5, 10], [5]) == (5, 5, True)
+    assert pair([5, 10, 12], [5, 7, 11]) == (5, 5, True)
+    assert pair([10], []) == pair([10], [20]) == (10, 0, True)
+    assert pair([10], [3, 7]) == (10, 7, True)
+
+
+def test_a_start_removes_half_written_checkpoints(session, model) -> None:
+    stale = session.directory.checkpoints / POLICY / ".writing_step_000003.1234"
+    stale.mkdir(parents=True)
+    (stale / "state.json").write_text("half of it")
+    assert keeper(session, model).load() == (0, {})
+    assert not stale.exists()
+
+
+# What stays.
+
+
+class SavingCritic:
+    """A critic that writes real checkpoints, into the run's folder. Those asked for before `free` wait for it."""
+
+    def __init__(self, session: Session, model, *, free: bool = True) -> None:
+        self.session, self.model, self.free = session, model, free
+        self.asked: list[int] = []
+        self.futures: list[Future] = []
+
+    def save(self, step: int) -> Future:
+        self.asked.append(step)
+        save_critic(self.session, self.model, step)
+        future: Future = Future()
+        self.futures.append(future)
+        if self.free:
+            future.set_result("path")
+        return future
+
+
+def test_the_newest_pairs_stay(session, model, value_model) -> None:
+    run = keeper(session, model, SavingCritic(session, value_model), keep=2)
+    for step in (1, 2, 3, 4):
+        run.save(step, {}, {})
+    assert steps(session) == steps(session, CRITIC) == [3, 4]
+    assert sorted(p.name for p in (session.directory.checkpoints / CRITIC).iterdir()) == ["latest", "step_000003", "step_000004"]
+
+
+def test_the_best_checkpoints_stay(session, model) -> None:
+    """keep=1 and keep_best=2: the newest one and the two of highest accuracy; of equals the newer is better."""
+    run = keeper(session, model, keep=1, keep_best=2, best_metric="validation/accuracy")
+    best = session.directory.checkpoints / POLICY / "best"
+    seen = []
+    for step, accuracy in enumerate((0.5, 0.8, None, 0.8, 0.1, 0.7), start=1):
+        run.save(step, {}, {} if accuracy is None else {"validation/accuracy": accuracy, "validation/loss": 1.0})
+        seen.append((steps(session), best.read_text().strip()))
+    assert seen == [
+        ([1], "step_000001"),
+        ([1, 2], "step_000002"),
+        ([1, 2, 3], "step_000002"),
+        ([2, 4], "step_000004"),
+        ([2, 4, 5], "step_000004"),
+        ([2, 4, 6], "step_000004"),
+    ]
+    assert checkpoint.resolve(best).name == "step_000004"
+
+
+def test_the_lowest_value_can_be_the_best(session, model) -> None:
+    run = keeper(session, model, keep=1, best_metric="validation/loss", best_mode=BestMode.min)
+    for step, loss in enumerate((0.5, 0.2, 0.3), start=1):
+        run.save(step, {}, {"validation/loss": loss})
+    assert steps(session) == [2, 3]
+
+
+def test_a_metric_that_validation_does_not_report(session, model) -> None:
+    run = keeper(session, model, best_metric="validation/acuracy")
+    run.save(1, {}, {})
+    with pytest.raises(ConfigError, match="best_metric=validation/acuracy: validation reports validation/accuracy, validation/r"):
+        run.save(2, {}, {"validation/reward": 0.1, "validation/accuracy": 0.5})
+
+
+# In the background.
+
+
+def published(run: RunCheckpointer, session: Session) -> bool:
+    run.poll()
+    return bool(steps(session))
+
+
+def wait_until(condition, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_save_is_published_by_a_later_poll(session, model) -> None:
+    run = keeper(session, model, asynchronous=True)
+    run.save(3, {"at": 3}, {})
+    assert steps(session) == []
+    model.version += 1  # the training goes on
+    wait_until(lambda: published(run, session))
+    run.poll()
+    run.wait()
+    assert steps(session) == [3] and run.settle() == 3
+    assert keeper(session, model).load() == (3, {"at": 3}) and model.version == 0
+
+
+def test_the_next_save_and_the_end_publish_the_one_before(session, model) -> None:
+    run = keeper(session, model, asynchronous=True)
+    run.save(1, {}, {})
+    run.save(2, {}, {})
+    assert steps(session) == [1]
+    run.wait()
+    assert steps(session) == [1, 2]
+
+
+def test_the_policy_is_published_after_its_critic(session, model, value_model) -> None:
+    critic = SavingCritic(session, value_model, free=False)
+    run = keeper(session, model, critic, asynchronous=True)
+    run.save(3, {}, {})
+    for requests in (1, 2):  # the first answer says that the critic's state is copied, the second that its checkpoint is complete
+        time.sleep(0.3)
+        assert not published(run, session)
+        assert critic.asked == [3] * requests
+        critic.futures[-1].set_result("path")
+        run.poll()
+    assert steps(session) == [3]
+
+
+def test_a_critic_that_does_not_answer_is_given_up(session, model, value_model) -> None:
+    run = keeper(session, model, SavingCritic(session, value_model, free=False), asynchronous=True, write_timeout_seconds=0.2)
+    run.save(3, {}, {})
+    with pytest.raises(CheckpointError, match="the critic did not save step 3 within 0 s"):
+        run.wait()
+
+
+def test_a_critic_that_dies_does_not_cost_the_policys_part(session, model, value_model) -> None:
+    critic = SavingCritic(session, value_model, free=False)
+    run = keeper(session, model, critic, asynchronous=True)
+    run.save(3, {}, {})
+    critic.futures[0].set_exception(ServerUnreachable("the critic is gone"))
+    with pytest.raises(ServerUnreachable):
+        wait_until(lambda: published(run, session))
+    assert run.settle() == 3 and steps(session) == [3]
+
+
+def test_an_error_of_the_writer_comes_with_a_poll(session, model, monkeypatch) -> None:
+    from aligner.models import async_save
+
+    def broken(part, number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = keeper(session, model, asynchronous=True)
+    run.save(1, {}, {})
+    run.wait()
+    monkeypatch.setattr(async_save, "_write_bucket", broken)
+    run.save(2, {}, {})
+    with pytest.raises(CheckpointError, match="No space left"):
+        wait_until(lambda: (run.poll(), False)[1])
+    assert run.settle() == 1 and steps(session) == [1]
+
+
+def test_a_critic_is_asked_twice(session, value_model) -> None:
+    critic = CriticCheckpointer(session, value_model, tokenizer=session.directory.path, config=CheckpointConfig(asynchronous=True))
+    folder = session.directory.checkpoints / CRITIC
+    weight = value_model.module.score_head.weight
+    with torch.no_grad():
+        weight.fill_(1.0)
+    assert critic.save(2) == str(folder / "step_000002") and steps(session, CRITIC) == []
+    with torch.no_grad():
+        weight.fill_(2.0)
+    assert critic.save(2) == str(folder / "step_000002") and steps(session, CRITIC) == [2]
+    checkpoint.load(value_model, folder / "step_000002")
+    assert weight.unique().tolist() == [1.0]
+    critic.save(3)
+    critic.save(4)
+    assert steps(session, CRITIC) == [2, 3]
+
+
+def test_a_critic_that_saves_at_once_is_asked_once(session, value_model) -> None:
+    critic = CriticCheckpointer(session, value_model, tokenizer=session.directory.path, config=CheckpointConfig())
+    assert critic.save(2) == str(session.directory.checkpoints / CRITIC / "step_000002")
+    assert steps(session, CRITIC) == [2]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from aligner.losses.policy import Aggregation, ppo_policy_loss
+from aligner.losses.preference import DPOVariant, dpo_loss
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
 from aligner.losses.sft import sft_loss
 from aligner.losses.value import value_loss
@@ -19,9 +20,14 @@ LOSSES = {
     **{f"ppo_{a.value}": (partial(PPO, aggregation=a), PolicyBatch) for a in Aggregation},
     "value": (partial(value_loss, clip=0.2), ValueBatch),
     **{f"bt_{v.value}": (partial(bradley_terry_loss, variant=v, centre_coef=0.1), PreferenceBatch) for v in BradleyTerry},
+    **{f"dpo_{v.value}": (partial(dpo_loss, beta=0.3, variant=v, sft_coef=0.2), PreferenceBatch) for v in DPOVariant},
     "sft": (sft_loss, LabeledBatch),
 }
-TENSORS = {PolicyBatch: "old_logprobs advantages ref_logprobs rollout_logprobs", ValueBatch: "old_values returns"}
+TENSORS = {
+    PolicyBatch: "old_logprobs advantages ref_logprobs rollout_logprobs",
+    ValueBatch: "old_values returns",
+    PreferenceBatch: "ref_logprobs",
+}
 
 
 def make(kind, seed=0, empty=False):

@@ -34,7 +34,7 @@ def sizes(**changes) -> Architecture:
     ],
 )
 def test_impossible_layouts_are_named(architecture, tp, message):
-    from aligner.models.build import check_divisible
+    from aligner.models.megatron_config import check_divisible
 
     with pytest.raises(ConfigError) as caught:
         check_divisible(architecture, ParallelConfig(tp=tp))
@@ -42,7 +42,7 @@ def test_impossible_layouts_are_named(architecture, tp, message):
 
 
 def test_possible_layouts_pass():
-    from aligner.models.build import check_divisible
+    from aligner.models.megatron_config import check_divisible
 
     for tp in (1, 2, 4):  # fewer key-value heads than ranks are allowed
         check_divisible(sizes(num_attention_heads=4, num_key_value_heads=2), ParallelConfig(tp=tp))
@@ -130,7 +130,7 @@ def test_random_weights_follow_the_initializer_range():
 
 
 def test_dtype_of_the_platform():
-    from aligner.models.build import resolve_dtype
+    from aligner.models.megatron_config import resolve_dtype
 
     assert resolve_dtype(Dtype.auto) == (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
     assert resolve_dtype(Dtype.float32) == torch.float32 and resolve_dtype(Dtype.bfloat16) == torch.bfloat16

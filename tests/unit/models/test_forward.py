@@ -94,12 +94,19 @@ def test_padding_does_not_matter(make_model):
 
 
 def test_micro_batches_are_cut_to_their_longest_row():
-    from aligner.models.forward import micro_batches
+    from aligner.models.forward import cut
+    from aligner.models.placement import Splits
 
-    widths = [(part.tokens.shape, part.lengths.tolist()) for part in micro_batches(labeled(), 2, column_multiple=1)]
-    assert widths == [((2, 20), [20, 6]), ((2, 13), [13, 9]), ((1, 17), [17])]
-    assert [part.tokens.shape[1] for part in micro_batches(labeled(), 2, column_multiple=4)] == [20, 16, 20]
-    assert [part.tokens.shape[1] for part in micro_batches(labeled((5,), 5), 1, column_multiple=8)] == [8]
+    def shapes(batch: LabeledBatch, splits: Splits) -> list[tuple[int, ...]]:
+        rows = [list(range(start, min(start + 2, len(batch.lengths)))) for start in range(0, len(batch.lengths), 2)]
+        return [tuple(part.placement.tokens.shape) for part in cut(batch, rows, splits, count=0, unit=1, fixed_shape=False)]
+
+    assert shapes(labeled(), Splits()) == [(2, 20), (2, 13), (1, 17)]
+    assert shapes(labeled(), Splits(sequence_parallel_size=4)) == [(2, 20), (2, 16), (1, 20)]
+    assert shapes(labeled((5,), 5), Splits(sequence_parallel_size=8)) == [(1, 8)]
+    assert shapes(labeled(), Splits(cp_size=2)) == [(2, 10), (2, 8), (1, 10)]  # multiples of 4, half of them here
+    assert shapes(labeled(), Splits(packed=True)) == [(1, 26), (1, 22), (1, 17)]
+    assert shapes(labeled(), Splits(packed=True, cp_size=2)) == [(1, 14), (1, 14), (1, 10)]  # (20 + 8) / 2, (16 + 12) / 2, 20 / 2
 
 
 def test_rows_without_a_single_masked_token(make_model):

@@ -16,7 +16,8 @@ from aligner.models.config import Architecture
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 
 MODELS = ["llama", "llama_tied_llama3_rope", "llama_multi_head", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied"]
-TOLERANCE = 1e-4
+MODELS += ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "nemotron", "gpt2"]
+TOLERANCE = 2e-5  # of logits of order one
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +28,9 @@ def _world(topology) -> None: ...
 def our_logits(policy, tokens: torch.Tensor) -> torch.Tensor:
     """[B, S, V] in one piece, from the module's hidden states and the vocabulary rows that the log-probs use."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    hidden = policy.module.eval()(tokens, positions, None)
-    weight, start = policy.module.vocabulary_weight()
+    (chunk,) = policy.chunks
+    hidden = chunk.eval()(tokens, positions, None)
+    weight, start = chunk.vocabulary_weight()
     assert start == 0
     return (hidden @ weight.t()).transpose(0, 1)
 
@@ -56,13 +58,13 @@ def test_logits_equal_transformers_both_ways(name, hf_directory, load_policy, tm
     expected = their_logits(source, tokens)
     assert expected.std() > 0.5  # the comparison is of something
     assert (our_logits(policy, tokens) - expected).abs().max() < TOLERANCE
-    save_hf(policy.module, tmp_path / "export", writer=True)
+    save_hf(policy.chunks, tmp_path / "export", writer=True)
     assert (their_logits(tmp_path / "export", tokens) - expected).abs().max() < TOLERANCE
     assert (our_logits(load_policy(tmp_path / "export"), tokens) - expected).abs().max() < TOLERANCE
 
 
 def test_export_holds_the_very_tensors_that_were_read(hf_directory, load_policy):
-    for name in ("llama", "qwen2_tied", "qwen3"):
+    for name in MODELS:
         source = load_file(hf_directory(name) / "model.safetensors")
         exported = dict(load_policy(hf_directory(name)).export_weights())
         assert exported.keys() == source.keys()
@@ -89,7 +91,7 @@ def test_stories260k_equals_transformers(shared_data, load_policy, tmp_path):
     policy = load_policy(source, config={"make_vocab_divisible_by": 96})
     expected = their_logits(source, tokens)
     assert (our_logits(policy, tokens) - expected).abs().max() < TOLERANCE
-    save_hf(policy.module, tmp_path, writer=True)
+    save_hf(policy.chunks, tmp_path, writer=True)
     assert (their_logits(tmp_path, tokens) - expected).abs().max() < TOLERANCE
 
 
@@ -98,18 +100,18 @@ def test_stories260k_continues_as_documented(shared_data, load_policy):
     """The greedy continuation that the data's own description gives."""
     from transformers import AutoTokenizer
 
-    from aligner.rollout.config import SamplingConfig
+    from aligner.rollout.config import RolloutConfig
     from aligner.rollout.megatron import MegatronEngine
-    from aligner.types import Prompt
+    from aligner.types import Prompt, SamplingConfig
 
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "stories260k")
     text = "Once upon a time, there was a little girl named Lily."
     expected = " She loved to play outside in the park. One day, she saw a big, red ball."
     policy = load_policy(shared_data / "stories260k")
     sampling = SamplingConfig(temperature=0.0, max_response_length=40)
-    engine = MegatronEngine(policy.module, sampling, eos_id=tokenizer.eos_token_id, max_batch_size=1)
+    engine = MegatronEngine(policy.chunks, RolloutConfig(), eos_id=tokenizer.eos_token_id)
     prompt = Prompt(id=0, tokens=tuple(tokenizer(text)["input_ids"]), source="test:1")
-    (rollout,) = next(engine.generate([prompt], [0]))
+    (rollout,) = next(engine.generate([prompt], [0], sampling))
     assert tokenizer.decode(list(rollout.tokens), skip_special_tokens=True).startswith(text + expected)
 
 
@@ -118,7 +120,7 @@ def test_several_files_with_an_index(hf_directory, load_policy, tmp_path, monkey
 
     policy = load_policy(hf_directory("qwen2"))
     monkeypatch.setattr(weights, "MAX_FILE_BYTES", 10_000)
-    weights.save_hf(policy.module, tmp_path, writer=True)
+    weights.save_hf(policy.chunks, tmp_path, writer=True)
     index = json.loads((tmp_path / weights.INDEX_FILE).read_text())
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
@@ -138,9 +140,9 @@ def test_a_second_export_replaces_the_first(hf_directory, load_policy, tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr(weights, "MAX_FILE_BYTES", 10_000)
-        weights.save_hf(load_policy(hf_directory("llama")).module, tmp_path, writer=True)
+        weights.save_hf(load_policy(hf_directory("llama")).chunks, tmp_path, writer=True)
     policy = load_policy(hf_directory("qwen3_tied"))
-    weights.save_hf(policy.module, tmp_path, writer=True)
+    weights.save_hf(policy.chunks, tmp_path, writer=True)
     tokens = random_tokens(61, 20)
     assert torch.equal(our_logits(load_policy(tmp_path), tokens), our_logits(policy, tokens))
     assert [path.name for path in tmp_path.glob("*.safetensors*")] == [weights.SINGLE_FILE]
@@ -202,12 +204,12 @@ def test_score_head_of_the_wrong_width(hf_directory, topology, tmp_path):
 
     architecture = architecture_from_hf(json.loads((hf_directory("llama_multi_head") / "config.json").read_text()))
     one, three = (ScalarModel(architecture, ModelConfig(), ParallelConfig(), load=False, num_outputs=n) for n in (1, 3))
-    save_hf(one, tmp_path, writer=True)
+    save_hf([one], tmp_path, writer=True)
     with pytest.raises(CheckpointError, match="score_head.weight"):
-        load_hf(three, tmp_path)
+        load_hf([three], tmp_path)
     again = ScalarModel(architecture, ModelConfig(), ParallelConfig(), load=False)
     torch.nn.init.zeros_(again.score_head.weight)
-    load_hf(again, tmp_path)
+    load_hf([again], tmp_path)
     assert torch.equal(again.score_head.weight, one.score_head.weight)
 
 
@@ -224,10 +226,52 @@ LLAMA = {
 }
 
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+QWEN3_MOE = LLAMA | {"model_type": "qwen3_moe"} | _EXPERTS
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+NEMOTRON = LLAMA | {"model_type": "nemotron"}
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 61}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; allowed: 1"),
+        (QWEN3_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported; allowed: []"),
+        (QWEN3_MOE | {"attention_bias": True}, "attention_bias=true is not supported for model_type qwen3_moe"),
+        (QWEN3_MOE | {"use_sliding_window": True}, "use_sliding_window=true is not supported for model_type qwen3_moe"),
+        (QWEN3_MOE | {"num_experts_per_tok": 5}, "experts_per_token=5: must be from 1 to num_experts=4"),
+        (MIXTRAL | {"sliding_window": 4096}, "sliding_window=4096 is not supported for model_type mixtral"),
+        (NEMOTRON | {"hidden_act": "silu"}, "hidden_act='silu': only 'relu2' is supported for model_type nemotron"),
+        (NEMOTRON | {"mlp_bias": True}, "mlp_bias=true is not supported for model_type nemotron"),
+        (
+            NEMOTRON | {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_type='llama3' is not supported for model_type nemotron",
+        ),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported for model_type gpt2"),
+        (GPT2 | {"activation_function": "tanh"}, "activation_function='tanh' is not supported; allowed: gelu_new"),
+    ],
+)
+def test_unsupported_variants_of_other_families_are_named(config, message):
+    with pytest.raises(ConfigError) as caught:
+        architecture_from_hf(config)
+    assert message in str(caught.value)
+
+
+def test_fields_that_have_had_several_names():
+    """Qwen3's own files say `num_experts`, transformers 5 writes `num_local_experts`; a head's rotated part moved too."""
+    renamed = {key: value for key, value in QWEN3_MOE.items() if key != "num_experts"} | {"num_local_experts": 4}
+    assert architecture_from_hf(renamed) == architecture_from_hf(QWEN3_MOE)
+    assert architecture_from_hf(NEMOTRON).rotary_fraction == 0.5
+    assert architecture_from_hf(NEMOTRON | {"partial_rotary_factor": 0.25}).rotary_fraction == 0.25
+    new = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    assert architecture_from_hf(NEMOTRON | {"rope_parameters": new}) == architecture_from_hf(NEMOTRON | {"partial_rotary_factor": 0.25})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "model_type='mamba' is not supported; allowed: llama, qwen2, qwen3"),
+        ({"model_type": "mamba"}, "model_type='mamba' is not supported; allowed: llama, qwen2, qwen3, mixtral, qwen3_moe, nemotron, gpt2"),
         ({"model_type": None}, "model_type=None"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, "rope_type='linear'"),
@@ -254,6 +298,11 @@ def test_architecture_round_trip():
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_theta": 5e5},
         {"model_type": "qwen2", "tie_word_embeddings": True, "rms_norm_eps": 1e-6},
         {"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 2},
+        QWEN3_MOE,
+        QWEN3_MOE | {"norm_topk_prob": False},
+        MIXTRAL | {"num_key_value_heads": 2},
+        NEMOTRON | {"partial_rotary_factor": 0.25, "norm_eps": 1e-4},
+        GPT2 | {"n_inner": 40, "activation_function": "gelu", "tie_word_embeddings": False},
     ):
         architecture = architecture_from_hf(LLAMA | change)
         assert architecture_from_hf(json.loads(json.dumps(architecture_to_hf(architecture)))) == architecture
@@ -274,4 +323,4 @@ def test_paths_that_hold_no_model(load_policy, tmp_path):
 def test_sequence_longer_than_the_model_was_made_for(hf_directory, load_policy):
     with pytest.raises(ConfigError, match="model.seq_length=129: the model was made for at most 128"):
         load_policy(hf_directory("llama"), config={"seq_length": 129})
-    assert load_policy(hf_directory("llama"), config={"seq_length": 50}).module.max_sequence_length == 50
+    assert load_policy(hf_directory("llama"), config={"seq_length": 50}).chunks[0].max_sequence_length == 50

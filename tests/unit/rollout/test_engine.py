@@ -31,10 +31,11 @@ SEEDS = [11, 12, 13, 14, 15, 16]
 
 
 def engine_of(policy, *, max_batch_size: int = 64, eos_id: int = EOS, **sampling):
+    from aligner.rollout.config import RolloutConfig
     from aligner.rollout.megatron import MegatronEngine
 
     settings = SamplingConfig(**({"max_response_length": 24} | sampling))
-    return MegatronEngine(policy.module, settings, eos_id=eos_id, max_batch_size=max_batch_size)
+    return MegatronEngine(policy.chunks, RolloutConfig(sampling=settings, max_batch_size=max_batch_size), eos_id=eos_id)
 
 
 def generate(engine, prompts=PROMPTS, seeds=SEEDS, sampling=None) -> dict[tuple[int, int], Rollout]:
@@ -61,7 +62,22 @@ def samples(rollouts: dict) -> dict:
     return {key: (rollout.response, rollout.finish_reason) for key, rollout in rollouts.items()}
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied_llama3_rope", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "llama_tied_llama3_rope",
+        "qwen2",
+        "qwen2_tied",
+        "qwen3",
+        "qwen3_tied",
+        "mixtral",
+        "qwen3_moe",
+        "qwen3_moe_unnormalized",
+        "nemotron",
+        "gpt2",
+    ],
+)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_recomputed_ones(name, temperature, hf_directory, load_policy):
     policy = load_policy(hf_directory(name), training={"temperature": temperature, "micro_batch_size": 2})
@@ -208,9 +224,9 @@ def test_updated_weights_are_sampled_from_without_a_copy(make_model):
     engine.refit(policy.version)
     after = generate(engine)
     assert [p.data_ptr() for p in policy.module.parameters()] == addresses
-    layer, weights = policy.module.decoder.layers[1], engine.decoder.layers[1]
-    assert weights.qkv.data_ptr() == layer.self_attention.linear_qkv.weight.data_ptr()
-    assert weights.down.data_ptr() == layer.mlp.linear_fc2.weight.data_ptr()
+    layer, weights = policy.module.decoder.layers[1], engine.decoder.weights.layers[1]
+    assert weights.qkv.weight is layer.self_attention.linear_qkv.weight
+    assert weights.experts[0].down.weight is layer.mlp.linear_fc2.weight
     assert samples(before) != samples(after)
     assert {rollout.policy_version for rollout in before.values()} == {0}
     assert {rollout.policy_version for rollout in after.values()} == {1}
@@ -223,8 +239,8 @@ def test_greedy_equals_transformers_generate(name, hf_directory, load_policy):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(hf_directory(name), dtype=torch.float32)
-    engine = engine_of(load_policy(hf_directory(name)), temperature=0.0, eos_id=EOS, max_response_length=30)
-    for rollout in generate(engine).values():
+    engine = engine_of(load_policy(hf_directory(name)), eos_id=EOS)
+    for rollout in generate(engine, sampling=SamplingConfig(temperature=0.0, max_response_length=30)).values():
         prompt = torch.tensor([rollout.prompt.tokens])
         expected = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=30, eos_token_id=EOS, pad_token_id=0

@@ -1,0 +1,148 @@
+"""Core attention where Transformer Engine is absent: causal, grouped queries, packed sequences, context parallelism.
+
+Padded rows need no mask, since padding comes after every real token. Packed rows are attended one sequence at a time, so that no work is
+done between sequences. Under context parallelism each rank gathers the keys and values of its group and attends with its own two chunks of
+queries: to everything before a chunk, and causally to the chunk itself (`aligner.parallel.context` says which chunks those are).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from aligner.parallel.context import chunk_numbers, gather_sequence
+from aligner.parallel.mcore import MegatronModule, PackedSeqParams, ProcessGroupCollection, TransformerConfig
+
+
+class CoreAttention(MegatronModule):
+    """`core_attention` of Megatron-Core's self-attention over `scaled_dot_product_attention`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.cp_group = (pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])).cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]; packed: [T, heads, D] -> [T, heads * D]."""
+        if packed_seq_params is None:
+            return self._one_block(query, key, value).flatten(2)
+        bounds = [position // self.cp_group.size() for position in packed_seq_params.cu_seqlens_q.tolist()]
+        sizes = [stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+        parts = zip(*(tensor.unsqueeze(1).split(sizes) for tensor in (query, key, value)), strict=True)
+        return torch.cat([self._one_block(*part) for part in parts]).flatten(1)
+
+    def _one_block(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[S, B, heads, D] of sequences of equal length, this rank's part of each."""
+        cp = self.cp_group
+        if cp.size() == 1:
+            q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
+            return out.permute(2, 0, 1, 3)
+        keys, values = torch.cat(gather_sequence(key, cp)), torch.cat(gather_sequence(value, cp))
+        size = query.shape[0] // 2
+        outs = []
+        for number, queries in zip(chunk_numbers(cp.rank(), cp.size()), query.split(size), strict=True):
+            stop = (number + 1) * size
+            q, k, v = (t.permute(1, 2, 0, 3) for t in (queries, keys[:stop], values[:stop]))
+            outs.append(_attend_to_past(q, k, v, self.scale).permute(2, 0, 1, 3))
+        return torch.cat(outs)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        return {}
+
+
+def _attend_to_past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of a sequence's last queries: q [B, heads, L, D] at the positions of the last L of k, v [B, groups, P + L, D]."""
+    if q.shape[2] == k.shape[2]:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    if q.is_cuda:
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return _PastAttention.apply(q, k, v, scale)
+
+
+class _PastAttention(torch.autograd.Function):
+    """Exact attention in two parts, past and chunk, put together by their log-sum-exps, as in ring attention (Liu et al. 2023, 2310.01889).
+
+    The CPU kernel knows causal masks of squares only, and an explicit [L, P + L] mask of a long context would not fit in memory. The
+    queries of a group share its keys: in the past they are just more rows, in the chunk they are attended one after the other.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        batch, heads, length, dim = q.shape
+        groups, past = k.shape[1], k.shape[2] - length
+        rows = q.reshape(batch, groups, heads // groups * length, dim)
+        early, early_lse = _kernel(rows, k[:, :, :past], v[:, :, :past], 0.0, False, scale=scale)
+        early, early_lse = early.reshape(q.shape), early_lse.reshape(q.shape[:3])
+        parts = [_kernel(own, k[:, :, past:], v[:, :, past:], 0.0, True, scale=scale) for own in _members(q, groups)]
+        late, late_lse = (_interleave([part[i] for part in parts]).reshape(shape) for i, shape in ((0, q.shape), (1, q.shape[:3])))
+        lse = torch.logaddexp(early_lse, late_lse)
+        out = early * (early_lse - lse).exp()[..., None] + late * (late_lse - lse).exp()[..., None]
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        # With the whole's output and log-sum-exp, the kernel's backward pass over one part gives that part's share of the gradients.
+        q, k, v, out, lse = ctx.saved_tensors
+        batch, heads, length, dim = q.shape
+        groups, past = k.shape[1], k.shape[2] - length
+
+        def as_rows(x: Tensor) -> Tensor:
+            return x.reshape(batch, groups, heads // groups * length, *x.shape[3:])
+
+        grad_q, past_k, past_v = _kernel_backward(
+            as_rows(grad), as_rows(q), k[:, :, :past], v[:, :, :past], as_rows(out), as_rows(lse), 0.0, False, scale=ctx.scale
+        )
+        own_q, own_k, own_v = [], [], []
+        for members in zip(*(_members(x, groups) for x in (grad, q, out, lse)), strict=True):
+            grad_member, q_member, out_member, lse_member = members
+            parts = _kernel_backward(
+                grad_member, q_member, k[:, :, past:], v[:, :, past:], out_member, lse_member, 0.0, True, scale=ctx.scale
+            )
+            own_q.append(parts[0])
+            own_k.append(parts[1])
+            own_v.append(parts[2])
+        grad_q = grad_q.reshape(q.shape) + _interleave(own_q).reshape(q.shape)
+        return grad_q, torch.cat([past_k, sum(own_k)], dim=2), torch.cat([past_v, sum(own_v)], dim=2), None
+
+
+_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _members(x: Tensor, groups: int) -> list[Tensor]:
+    """The first query of every group, the second of every group, ...: each [B, groups, L, ...], from [B, heads, L, ...]."""
+    return [part.contiguous() for part in x.reshape(x.shape[0], groups, -1, *x.shape[2:]).unbind(dim=2)]
+
+
+def _interleave(members: list[Tensor]) -> Tensor:
+    """The inverse of `_members`, [B, groups, queries per group, L, ...]."""
+    return torch.stack(members, dim=2)

@@ -1,0 +1,36 @@
+"""How a run writes, checks and keeps its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from aligner.errors import ConfigError
+
+
+class BestMode(str, Enum):
+    """Which values of the best metric are better."""
+
+    max = "max"
+    min = "min"
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """Applies to the actor and the critic alike; what is kept of one is kept of the other."""
+
+    asynchronous: bool = False  # go on training while a thread writes the files; costs host memory for one copy of the saved state
+    verify: bool = True  # compare every file with its SHA-256 before a checkpoint is loaded
+    keep: int = 0  # newest checkpoints that stay; 0: all
+    best_metric: str = ""  # of validation, e.g. validation/accuracy; the best checkpoints stay and `best` names the first of them
+    best_mode: BestMode = BestMode.max
+    keep_best: int = 1  # how many stay for their best_metric
+    write_timeout_seconds: float = 1200.0  # for writing the files of one checkpoint
+
+    def __post_init__(self) -> None:
+        if self.keep < 0:
+            raise ConfigError(f"checkpoint.keep={self.keep}: must not be negative (0 keeps all)")
+        if self.keep_best < 1:
+            raise ConfigError(f"checkpoint.keep_best={self.keep_best}: must be at least 1")
+        if self.write_timeout_seconds <= 0:
+            raise ConfigError(f"checkpoint.write_timeout_seconds={self.write_timeout_seconds}: must be above 0")

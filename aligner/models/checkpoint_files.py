@@ -1,0 +1,186 @@
+"""The files of checkpoints, without what is in them: names, publication, pointers, removal. No torch, no collectives: one process acts.
+
+    <folder>/step_000030/          complete, and never changed again
+    <folder>/.writing_step_...     not complete: nobody sees it, the next start of the run removes it
+    <folder>/.removing_step_...    half removed; its partner in the other folder goes too
+    <folder>/latest, best          the name of a step's directory
+
+A directory gets its final name when every byte of it is on disk, `latest` moves after that, and what is removed loses its name first, so
+that a kill at any moment leaves complete checkpoints only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aligner.errors import CheckpointError
+
+MARKER = "aligner.json"
+MANIFEST = "manifest.json"
+FORMAT = 2
+LATEST, BEST = "latest", "best"
+WRITING, REMOVING, REPLACED = ".writing_", ".removing_", ".replaced_"
+_STEP = re.compile(r"step_(\d{6,})")
+
+
+def step_directory(checkpoints: Path, step: int) -> Path:
+    """Where the complete checkpoint of `step` is, or will be."""
+    return checkpoints / f"step_{step:06d}"
+
+
+def complete_steps(checkpoints: Path) -> dict[int, Path]:
+    """The published checkpoints of a folder by step, oldest first; empty where the folder does not exist."""
+    found = {int(match[1]): path for path in checkpoints.glob("step_*") if (match := _STEP.fullmatch(path.name)) and is_complete(path)}
+    return dict(sorted(found.items()))
+
+
+def is_complete(directory: Path) -> bool:
+    """Whether this directory is a published checkpoint."""
+    return (directory / MARKER).exists()
+
+
+def resolve(path: Path) -> Path:
+    """The checkpoint that `path` means: itself, what the pointer file `path` names, or what `latest` names in the directory `path`.
+
+    Raises CheckpointError where there is none.
+    """
+    if is_complete(path):
+        return path
+    pointer = path if path.name in (LATEST, BEST) and path.is_file() else path / LATEST
+    if pointer.exists():
+        named = pointer.parent / pointer.read_text().strip()
+        if not is_complete(named):
+            raise CheckpointError(f"{pointer} names {named.name}, which is not a complete checkpoint")
+        return named
+    raise CheckpointError(f"{path}: no checkpoint here (neither {MARKER} nor {LATEST}{'' if path.exists() else '; no such directory'})")
+
+
+def pointed_step(checkpoints: Path, pointer: str) -> int | None:
+    """The step that a pointer file names, None where there is no such file or it names no step."""
+    try:
+        match = _STEP.fullmatch((checkpoints / pointer).read_text().strip())
+    except FileNotFoundError:
+        return None
+    return int(match[1]) if match else None
+
+
+def point(checkpoints: Path, pointer: str, directory: Path) -> None:
+    """Make the pointer file name `directory`, atomically."""
+    new = checkpoints / f".{pointer}"
+    write_text(new, directory.name + "\n")
+    new.replace(checkpoints / pointer)
+    sync_directory(checkpoints)
+
+
+def write_marker(directory: Path, content: Mapping[str, Any]) -> None:
+    """Write the file that makes a checkpoint complete; it carries the digests of the manifest and of itself."""
+    manifest = hashlib.sha256((directory / MANIFEST).read_bytes()).hexdigest()
+    write_text(directory / MARKER, _sealed({"format": FORMAT, **content, "manifest": manifest}))
+
+
+def read_marker(directory: Path) -> dict[str, Any]:
+    """What the marker says. Raises CheckpointError for a damaged one, or a format that this version does not read."""
+    path = directory / MARKER
+    text = path.read_bytes().decode(errors="replace")
+    try:
+        marker = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if not isinstance(marker, dict) or marker.get("format") != FORMAT:
+        found = marker.get("format") if isinstance(marker, dict) else None
+        raise CheckpointError(f"{path}: format {found}; this version reads {FORMAT}")
+    if text != _sealed({key: value for key, value in marker.items() if key != "checksum"}):
+        raise CheckpointError(f"{path} is damaged: it does not have its own checksum")
+    return marker
+
+
+def new_writing_directory(final: Path) -> Path:
+    """A fresh directory for the checkpoint that will be `final`.
+
+    Its name is new each time: a process of a killed run that still writes cannot reach into the files of its successor.
+    """
+    writing = final.parent / f"{WRITING}{final.name}.{secrets.token_hex(4)}"
+    writing.mkdir(parents=True)
+    return writing
+
+
+def publish(writing: Path, final: Path) -> None:
+    """Give a directory that is complete its final name and move `latest`. A checkpoint of that name goes, once the new one is complete."""
+    for directory in (*(path for path in writing.iterdir() if path.is_dir()), writing):
+        sync_directory(directory)
+    replaced = final.parent / f"{REPLACED}{final.name}.{secrets.token_hex(4)}"
+    if final.exists():
+        final.rename(replaced)
+    writing.rename(final)
+    sync_directory(final.parent)
+    point(final.parent, LATEST, final)
+    discard(replaced)
+
+
+def remove_step(folders: Sequence[Path], step: int) -> None:
+    """Remove the checkpoints of one step from all folders, which lose their names first; `clean` ends what a kill interrupted."""
+    hidden = [folder / f"{REMOVING}{step_directory(folder, step).name}" for folder in folders]
+    for folder, gone in zip(folders, hidden, strict=True):
+        if (path := step_directory(folder, step)).exists():
+            discard(gone)
+            path.rename(gone)
+    for gone in reversed(hidden):  # the first one stays till the end: it says that its partners go
+        discard(gone)
+
+
+def clean(folders: Sequence[Path]) -> None:
+    """Remove from the first folder what a killed run left, and end its removals in all folders. Nobody else may be writing there."""
+    own = folders[0]
+    for pattern in (f"{WRITING}*", f"{REPLACED}*"):
+        for path in own.glob(pattern):
+            discard(path)
+    for path in own.glob(f"{REMOVING}step_*"):
+        if match := _STEP.fullmatch(path.name.removeprefix(REMOVING)):
+            remove_step(folders, int(match[1]))
+
+
+def discard(path: Path) -> None:
+    """Remove a directory that nothing refers to. What cannot be removed now (a file system in trouble) stays until the next `clean`."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def steps_to_remove(complete: Sequence[int], paired: Sequence[int], *, keep: int, protected: set[int]) -> list[int]:
+    """Of all steps that a folder has, those that go: not among the newest `keep` pairs, not protected, older than the newest pair.
+
+    `paired` are the steps that every folder has, ascending. `keep` 0 removes nothing.
+    """
+    if not keep or not paired:
+        return []
+    stay = protected | set(paired[-keep:])
+    return [step for step in complete if step not in stay and step < paired[-1]]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file and wait until it is on disk."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sealed(content: Mapping[str, Any]) -> str:
+    """The one text of this content, with its checksum: any byte that changes shows."""
+    text = json.dumps(dict(sorted(content.items())))
+    return json.dumps({**json.loads(text), "checksum": hashlib.sha256(text.encode()).hexdigest()}) + "\n"

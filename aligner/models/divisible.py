@@ -1,0 +1,92 @@
+"""Whether a model's sizes can be split as a layout asks. Arithmetic alone: imports no Megatron-Core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aligner.errors import ConfigError
+from aligner.models.config import Architecture
+from aligner.parallel.topology import ParallelConfig
+
+
+def check_divisible(architecture: Architecture, parallel: ParallelConfig) -> None:
+    """Raise ConfigError where the model has no vocabulary, or a size of it cannot be split over the ranks; it names the values that can."""
+    if architecture.vocab_size < 1:
+        raise ConfigError(f"architecture.vocab_size={architecture.vocab_size}: must be at least 1 (the tokenizer's size, usually)")
+    _check(parallel, "tp", lambda tp: _tensor_problem(architecture, tp), architecture.num_attention_heads)
+    if parallel.first_stage_layers or parallel.last_stage_layers:
+        _check_uneven_stages(architecture.num_layers, parallel)
+    else:
+        _check(parallel, "pp", lambda pp: _layer_problem(architecture, pp), architecture.num_layers)
+        _check(parallel, "vpp", lambda vpp: _chunk_problem(architecture, parallel.pp, vpp), architecture.num_layers // parallel.pp)
+    _check(parallel, "ep", lambda ep: _expert_problem(architecture, ep), max(1, architecture.num_experts))
+    if architecture.num_experts and parallel.ep == 1 and parallel.etp != parallel.tp:
+        # Megatron-Core then takes experts for ordinary parameters and leaves their gradients unreduced over the tensor-parallel ranks.
+        raise ConfigError(f"parallel.etp={parallel.etp}: without expert parallelism (ep=1) it must be parallel.tp; allowed: {parallel.tp}")
+    _check(parallel, "etp", lambda etp: _expert_tensor_problem(architecture, etp), max(1, architecture.expert_ffn_hidden_size))
+    if architecture.num_experts and parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"parallel.sequence_parallel=false: a model with experts and parallel.tp={parallel.tp} needs it "
+            "(else every tensor-parallel rank would send every token to the experts); allowed: true"
+        )
+
+
+def _check(parallel: ParallelConfig, name: str, problem: Callable[[int], str], largest: int) -> None:
+    value = getattr(parallel, name)
+    if found := problem(value):
+        allowed = ", ".join(str(n) for n in range(1, largest + 1) if not problem(n))
+        raise ConfigError(f"parallel.{name}={value}: {found}; allowed: {allowed}")
+
+
+def _tensor_problem(architecture: Architecture, tp: int) -> str:
+    """What of the model `tp` ranks cannot share; empty where they can share everything."""
+    sizes = ["num_attention_heads", "hidden_size"] + ([] if architecture.num_experts else ["ffn_hidden_size"])
+    for name in sizes:
+        if getattr(architecture, name) % tp:
+            return f"does not divide the model's {name}={getattr(architecture, name)}"
+    groups = architecture.num_key_value_heads
+    if groups % tp and tp % groups:
+        return f"must divide, or be a multiple of, the model's num_key_value_heads={groups}"
+    rows = (architecture.num_attention_heads + 2 * groups) * architecture.head_dim
+    return f"does not divide the {rows} rows of the query, key and value projections" if rows % tp else ""
+
+
+def _layer_problem(architecture: Architecture, pp: int) -> str:
+    return f"does not divide the model's num_layers={architecture.num_layers}" if architecture.num_layers % pp else ""
+
+
+def _chunk_problem(architecture: Architecture, pp: int, vpp: int) -> str:
+    layers = architecture.num_layers // pp
+    return f"does not divide the {layers} of the model's num_layers={architecture.num_layers} that each stage holds" if layers % vpp else ""
+
+
+def _expert_problem(architecture: Architecture, ep: int) -> str:
+    if not architecture.num_experts:
+        return "the model has no experts (num_experts=0)" if ep > 1 else ""
+    return f"does not divide the model's num_experts={architecture.num_experts}" if architecture.num_experts % ep else ""
+
+
+def _expert_tensor_problem(architecture: Architecture, etp: int) -> str:
+    if not architecture.num_experts:
+        return "the model has no experts (num_experts=0)" if etp > 1 else ""
+    size = architecture.expert_ffn_hidden_size
+    return f"does not divide the model's expert_ffn_hidden_size={size}" if size % etp else ""
+
+
+def _check_uneven_stages(num_layers: int, parallel: ParallelConfig) -> None:
+    first, last = parallel.first_stage_layers, parallel.last_stage_layers
+    others = parallel.pp - bool(first) - bool(last)
+
+    def fits(first: int, last: int) -> bool:
+        rest = num_layers - first - last
+        return rest == 0 if others == 0 else rest > 0 and rest % others == 0
+
+    if fits(first, last):
+        return
+    name = "first_stage_layers" if first else "last_stage_layers"
+    allowed = [n for n in range(1, num_layers + 1) if (fits(n, last) if first else fits(first, n))]
+    raise ConfigError(
+        f"parallel.{name}={getattr(parallel, name)}: with first_stage_layers={first} and last_stage_layers={last}, "
+        f"{num_layers - first - last} of the model's num_layers={num_layers} remain for {others} equal stages; "
+        f"allowed: {', '.join(map(str, allowed)) or 'none'}"
+    )

@@ -1,0 +1,101 @@
+"""GPT-2, and GPT-3 as far as its paper describes it: learned positions, LayerNorm, biases everywhere, tied embeddings.
+
+Its Hugging Face linear layers are `Conv1D`, whose weights are stored as [in, out].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aligner.errors import ConfigError
+from aligner.models.config import Activation, Architecture, Family, Normalization, PositionEmbedding
+from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, Layout, NameTable, rule
+
+NAMES = NameTable(
+    before={
+        EMBEDDING: rule("transformer.wte.weight", layout=Layout.vocabulary),
+        "embedding.position_embeddings.weight": rule("transformer.wpe.weight"),
+    },
+    layer={
+        "input_layernorm.weight": rule("ln_1.weight"),
+        "input_layernorm.bias": rule("ln_1.bias"),
+        "self_attention.linear_qkv.weight": rule("attn.c_attn.weight", layout=Layout.packed_qkv, transposed=True),
+        "self_attention.linear_qkv.bias": rule("attn.c_attn.bias", layout=Layout.packed_qkv),
+        "self_attention.linear_proj.weight": rule("attn.c_proj.weight", transposed=True),
+        "self_attention.linear_proj.bias": rule("attn.c_proj.bias"),
+        "pre_mlp_layernorm.weight": rule("ln_2.weight"),
+        "pre_mlp_layernorm.bias": rule("ln_2.bias"),
+        "mlp.linear_fc1.weight": rule("mlp.c_fc.weight", transposed=True),
+        "mlp.linear_fc1.bias": rule("mlp.c_fc.bias"),
+        "mlp.linear_fc2.weight": rule("mlp.c_proj.weight", transposed=True),
+        "mlp.linear_fc2.bias": rule("mlp.c_proj.bias"),
+    },
+    after={
+        "decoder.final_layernorm.weight": rule("transformer.ln_f.weight"),
+        "decoder.final_layernorm.bias": rule("transformer.ln_f.bias"),
+        OUTPUT_LAYER: rule("lm_head.weight", layout=Layout.vocabulary),
+    },
+    layer_prefix="transformer.h.{layer}.",
+    base_prefix="transformer.",
+    ignored=r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",  # causal masks
+)
+_ACTIVATIONS = {
+    "gelu_new": Activation.gelu_tanh,
+    "gelu_pytorch_tanh": Activation.gelu_tanh,
+    "gelu": Activation.gelu,
+    "silu": Activation.silu,
+    "relu2": Activation.squared_relu,
+}
+# What else of a GPT-2 config changes the numbers, and the only value of it that is computed here.
+_FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+
+
+def from_hf(hf: dict[str, Any]) -> Architecture:
+    """The architecture in a Hugging Face config. Raises ConfigError for variants that Megatron-Core's layers do not compute."""
+    for name, value in _FIXED.items():
+        if hf.get(name, value) != value:
+            raise ConfigError(f"config.json: {name}={hf[name]} is not supported for model_type gpt2; allowed: {value}")
+    activation = hf.get("activation_function", "gelu_new")
+    if activation not in _ACTIVATIONS:
+        raise ConfigError(f"config.json: activation_function={activation!r} is not supported; allowed: {', '.join(_ACTIVATIONS)}")
+    return Architecture(
+        family=Family.gpt2,
+        num_layers=hf["n_layer"],
+        hidden_size=hf["n_embd"],
+        num_attention_heads=hf["n_head"],
+        num_key_value_heads=hf["n_head"],
+        ffn_hidden_size=hf.get("n_inner") or 4 * hf["n_embd"],
+        vocab_size=hf["vocab_size"],
+        max_position_embeddings=hf["n_positions"],
+        norm_eps=hf.get("layer_norm_epsilon", 1e-5),
+        tied_embeddings=hf.get("tie_word_embeddings", True),
+        initializer_range=hf.get("initializer_range", 0.02),
+        gated_mlp=False,
+        activation=_ACTIVATIONS[activation],
+        normalization=Normalization.layer_norm,
+        linear_bias=True,
+        position_embedding=PositionEmbedding.learned,
+    )
+
+
+def to_hf(architecture: Architecture) -> dict[str, Any]:
+    """The Hugging Face config of an architecture."""
+    a = architecture
+    return _FIXED | {
+        "model_type": a.family.value,
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": a.num_layers,
+        "n_embd": a.hidden_size,
+        "n_head": a.num_attention_heads,
+        "n_inner": a.ffn_hidden_size,
+        "vocab_size": a.vocab_size,
+        "n_positions": a.max_position_embeddings,
+        "n_ctx": a.max_position_embeddings,
+        "layer_norm_epsilon": a.norm_eps,
+        "tie_word_embeddings": a.tied_embeddings,
+        "initializer_range": a.initializer_range,
+        "activation_function": next(name for name, activation in _ACTIVATIONS.items() if activation == a.activation),
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }

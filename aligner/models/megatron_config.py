@@ -1,0 +1,136 @@
+"""What Megatron-Core is told of a model: its `TransformerConfig`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aligner.errors import ConfigError
+from aligner.models.config import Activation, Architecture, Dtype, ModelConfig, Normalization, Recompute
+from aligner.models.divisible import check_divisible
+from aligner.parallel import mcore, platform
+from aligner.parallel.mcore import TransformerConfig
+from aligner.parallel.topology import ParallelConfig
+
+__all__ = ["check_divisible", "resolve_dtype", "transformer_config"]
+
+
+def resolve_dtype(dtype: Dtype) -> torch.dtype:
+    """The torch dtype that a config asks for."""
+    return platform.default_dtype() if dtype == Dtype.auto else {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}[dtype]
+
+
+def transformer_config(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool) -> TransformerConfig:
+    """Megatron-Core's config. `load` skips random initialisation (weights will be read); never through `perform_initialization=False`,
+    which also leaves out the tensor-parallel attributes and so corrupts gradient norms."""
+    if model.transformer_engine and not mcore.has_transformer_engine():
+        raise ConfigError("model.transformer_engine=true: the package transformer-engine is not installed, or there is no GPU")
+    skip: dict[str, Any] = {"init_method": _keep, "output_layer_init_method": _keep} if load else {}
+    dtype = resolve_dtype(model.dtype)
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_key_value_heads,
+        kv_channels=architecture.head_dim,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        gated_linear_unit=architecture.gated_mlp,
+        activation_func=_ACTIVATIONS[architecture.activation],
+        normalization="RMSNorm" if architecture.normalization == Normalization.rms_norm else "LayerNorm",
+        layernorm_zero_centered_gamma=architecture.normalization == Normalization.layer_norm_1p,
+        layernorm_epsilon=architecture.norm_eps,
+        add_bias_linear=architecture.linear_bias,
+        add_qkv_bias=architecture.qkv_bias,
+        qk_layernorm=architecture.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        init_method_std=architecture.initializer_range,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        calculate_per_token_loss=True,  # gradients of sums; divided once by the global count
+        use_cpu_initialization=not torch.cuda.is_available() or not load,
+        # Fusions that need CUDA extensions, or whose backward is in bf16 (cross-entropy), stay off.
+        gradient_accumulation_fusion=model.transformer_engine,  # weight gradients go straight into the float32 buffer
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        cross_entropy_loss_fusion=False,
+        transformer_impl="transformer_engine" if model.transformer_engine else "local",
+        fp8="hybrid" if model.fp8 else None,
+        **skip,
+        **_layout(parallel),
+        **_experts(architecture, model),
+        **_recomputation(model.recompute),
+    )
+
+
+def _layout(parallel: ParallelConfig) -> dict[str, Any]:
+    interleaved = parallel.vpp > 1
+    return {
+        "tensor_model_parallel_size": parallel.tp,
+        "sequence_parallel": parallel.sequence_parallel,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if interleaved else None,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers or None,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers or None,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "variable_seq_lengths": False,
+        # Batched exchanges under the interleaved schedule corrupt gradients silently on gloo, and so do outputs that are freed early:
+        # gloo's send reads them after it has returned.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "deallocate_pipeline_outputs": platform.backend() != "gloo",
+    }
+
+
+def _experts(architecture: Architecture, model: ModelConfig) -> dict[str, Any]:
+    if not architecture.num_experts:
+        return {}
+    return {
+        "num_moe_experts": architecture.num_experts,
+        "moe_router_topk": architecture.experts_per_token,
+        "moe_ffn_hidden_size": architecture.expert_ffn_hidden_size,
+        # A softmax over the chosen experts' logits is the softmax over all experts, divided by the chosen ones' sum.
+        "moe_router_pre_softmax": not architecture.normalize_expert_weights,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if model.router_aux_loss_coef else "none",
+        "moe_aux_loss_coeff": model.router_aux_loss_coef,
+        "moe_z_loss_coeff": model.router_z_loss_coef or None,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,  # needs Transformer Engine
+    }
+
+
+def _recomputation(recompute: Recompute) -> dict[str, Any]:
+    if recompute == Recompute.none:
+        return {}
+    if recompute == Recompute.selective:
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+_ACTIVATIONS = {
+    Activation.silu: F.silu,
+    Activation.gelu: F.gelu,
+    Activation.gelu_tanh: _gelu_tanh,
+    Activation.squared_relu: _squared_relu,
+}
+
+
+def _keep(weight: Tensor) -> Tensor:
+    return weight

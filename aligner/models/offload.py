@@ -1,0 +1,83 @@
+"""Host memory as the place where tensors wait that a phase does not need: optimizer state and gradients while responses are sampled.
+
+A tensor is moved by copying its storage to the host and shrinking the storage on the device to nothing; every view into it (parameters of
+a flat buffer) stays valid and comes back with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.parallel.mcore import ChainedOptimizer
+
+
+class HostMemory:
+    """A set of storages that are on the device together or in host memory together.
+
+    `kept` gives the tensors whose contents matter (it is asked again at every move: optimizer state appears with the first step), `scratch`
+    those that may come back with any contents (gradients, which are cleared before use).
+    """
+
+    def __init__(self, *, kept: Callable[[], Iterable[Tensor]] = tuple, scratch: Callable[[], Iterable[Tensor]] = tuple) -> None:
+        self._kept = kept
+        self._scratch = scratch
+        self._away: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
+
+    @classmethod
+    def of_training_state(cls, runners: list[Any], optimizer: Any) -> HostMemory:
+        """The optimizer's state and main weights, and the gradient buffers, of one model."""
+        return cls(kept=lambda: _optimizer_tensors(optimizer), scratch=lambda: _gradients(runners))
+
+    @property
+    def is_out(self) -> bool:
+        return bool(self._away)
+
+    def move_out(self) -> None:
+        """Copy to host memory and free the device's. Does nothing where that has been done."""
+        if self._away:
+            return
+        seen: set[int] = set()
+        for tensors, copies in ((self._kept(), True), (self._scratch(), False)):
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() in seen or not storage.nbytes():
+                    continue
+                seen.add(storage.data_ptr())
+                self._away.append((storage, storage.nbytes(), _to_host(storage) if copies else None))
+        for storage, _, _ in self._away:
+            storage.resize_(0)
+
+    def move_in(self) -> None:
+        """Allocate on the device again and copy back. Does nothing where nothing is away."""
+        for storage, size, copy in self._away:
+            storage.resize_(size)
+            if copy is not None:
+                storage.copy_(copy, non_blocking=True)
+        if self._away and torch.cuda.is_available():
+            torch.cuda.synchronize()  # the copies are freed below
+        self._away = []
+
+
+def _to_host(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    host = torch.UntypedStorage(storage.nbytes(), device="cpu")
+    host = host.pin_memory() if torch.cuda.is_available() else host
+    host.copy_(storage, non_blocking=False)
+    return host
+
+
+def _gradients(runners: list[Any]) -> list[Tensor]:
+    return [buffer.grad_data for runner in runners for buffer in (*runner.buffers, *runner.expert_parallel_buffers)]
+
+
+def _optimizer_tensors(optimizer: Any) -> list[Tensor]:
+    """Moments and float32 main weights of Megatron-Core's (chained) optimizer that are tensors of their own, not views of the model's."""
+    found: list[Tensor] = []
+    for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+        parameters = {id(p): p for group in part.optimizer.param_groups for p in group["params"]}
+        found += [p.data for p in parameters.values() if p.dtype == torch.float32 and part.config.bf16]
+        found += [value for state in part.optimizer.state.values() for value in state.values() if isinstance(value, Tensor) and value.dim()]
+    return found

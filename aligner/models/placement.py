@@ -1,0 +1,147 @@
+"""Where the tokens of a micro-batch lie in the model's input on this rank: padded side by side or packed one after the other, whole or the
+part that a context-parallel rank holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from aligner.parallel.context import local_slots
+from aligner.parallel.mcore import PackedSeqParams
+from aligner.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Splits:
+    """By how many ranks sequences are split, and how micro-batches are shaped."""
+
+    cp_rank: int = 0
+    cp_size: int = 1
+    sequence_parallel_size: int = 1  # tp, where it splits the sequence too
+    packed: bool = False
+    token_multiple: int = 1  # of the tokens on each rank: 8-bit matrix products want 16
+
+    @property
+    def row_multiple(self) -> int:
+        """What the length of every row must be a multiple of."""
+        context = 2 * self.cp_size if self.cp_size > 1 else 1
+        return context if self.packed else math.lcm(context, self._ranks * self.token_multiple)
+
+    @property
+    def total_multiple(self) -> int:
+        """What the length of the model's input must be a multiple of."""
+        return math.lcm(self.row_multiple, self._ranks * self.token_multiple)
+
+    @property
+    def _ranks(self) -> int:
+        return self.cp_size * self.sequence_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """The model's input on this rank, [rows, L] slots, and what each slot holds.
+
+    `token_of` and `next_token_of` are flat positions (row * S + t) in the micro-batch's [B, S] tensors: of the slot's own token, and of the
+    token that its hidden state predicts; -1 where there is none (padding, and the last token of a sequence).
+    """
+
+    tokens: Tensor  # int64 [rows, L]
+    positions: Tensor  # int64 [rows, L], each within its own sequence
+    token_of: Tensor  # int64 [rows, L]
+    next_token_of: Tensor  # int64 [rows, L]
+    packed: PackedSeqParams | None  # Megatron-Core's description of a packed row
+    whole_shape: tuple[int, int]  # of the input over all context-parallel ranks
+
+    @property
+    def padding(self) -> Tensor:
+        """Bool [rows, L], True where a slot holds no token."""
+        return self.token_of < 0
+
+    def to(self, device: torch.device) -> Placement:
+        """The same on `device`."""
+        tensors = {name: getattr(self, name).to(device) for name in ("tokens", "positions", "token_of", "next_token_of")}
+        packed = self.packed
+        if packed is not None:
+            starts = packed.cu_seqlens_q.to(device)
+            packed = replace(packed, cu_seqlens_q=starts, cu_seqlens_kv=starts)
+        return replace(self, packed=packed, **tensors)
+
+
+def place(batch: Batch, splits: Splits, *, shape: tuple[int, int] | None = None) -> Placement:
+    """Lay a micro-batch out. `shape` is that of the whole input where it must not depend on the batch (pipelines send fixed shapes)."""
+    rows, length = shape or input_shape(batch.lengths.tolist(), splits)
+    whole = _packed_slots(batch, splits, length) if splits.packed else _padded_slots(batch, rows, length)
+    token_of, next_token_of, positions = whole
+    packed = None
+    if splits.packed:
+        bounds = _packed_bounds(batch.lengths.tolist(), splits, length)
+        packed = _packed_params(bounds, batch.tokens.device)
+        parts = [
+            start + local_slots(stop - start, splits.cp_rank, splits.cp_size) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+        ]
+        slots = torch.cat(parts)
+    else:
+        slots = local_slots(length, splits.cp_rank, splits.cp_size)
+    if splits.cp_size > 1:
+        slots = slots.to(token_of.device)
+        token_of, next_token_of, positions = (x[:, slots] for x in (token_of, next_token_of, positions))
+    tokens = torch.where(token_of >= 0, batch.tokens.reshape(-1)[token_of.clamp(min=0)], 0)
+    return Placement(
+        tokens=tokens, positions=positions, token_of=token_of, next_token_of=next_token_of, packed=packed, whole_shape=(rows, length)
+    )
+
+
+def input_shape(lengths: list[int], splits: Splits) -> tuple[int, int]:
+    """(rows, length) of the model's input over all context-parallel ranks for sequences of these lengths."""
+    if splits.packed:
+        total = sum(_round_up(length, splits.row_multiple) for length in lengths)
+        return 1, _round_up(total, splits.total_multiple)
+    return len(lengths), _round_up(max(lengths), splits.row_multiple)
+
+
+def _padded_slots(batch: Batch, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    b, s = batch.tokens.shape
+    device = batch.tokens.device
+    t = torch.arange(length, device=device).expand(rows, length)
+    lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+    lengths[:b] = batch.lengths
+    token_of = torch.arange(rows, device=device)[:, None] * s + t
+    next_token_of = torch.where(t + 1 < lengths[:, None], token_of + 1, -1)
+    return torch.where(t < lengths[:, None], token_of, -1), next_token_of, t
+
+
+def _packed_slots(batch: Batch, splits: Splits, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    s = batch.tokens.shape[1]
+    token_of = torch.full((1, length), -1, dtype=torch.int64)
+    next_token_of, positions = token_of.clone(), torch.zeros(1, length, dtype=torch.int64)
+    lengths = batch.lengths.tolist()
+    bounds = _packed_bounds(lengths, splits, length)
+    for row, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        positions[0, start:stop] = torch.arange(stop - start)
+        if row < len(lengths):  # not the filler
+            own = torch.arange(row * s, row * s + lengths[row])
+            token_of[0, start : start + lengths[row]] = own
+            next_token_of[0, start : start + lengths[row] - 1] = own[1:]
+    device = batch.tokens.device
+    return token_of.to(device), next_token_of.to(device), positions.to(device)
+
+
+def _packed_bounds(lengths: list[int], splits: Splits, total: int) -> list[int]:
+    """Where each sequence starts, and the end; what is left of `total` is a sequence of padding."""
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + _round_up(length, splits.row_multiple))
+    return bounds if bounds[-1] == total else [*bounds, total]
+
+
+def _packed_params(bounds: list[int], device: torch.device) -> PackedSeqParams:
+    starts = torch.tensor(bounds, dtype=torch.int32, device=device)
+    longest = max(stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True))
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

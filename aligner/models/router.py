@@ -1,0 +1,85 @@
+"""The experts' router with auxiliary losses that keep their weight under this project's token counts.
+
+Gradients here are sums over micro-batches and ranks that are divided once, by the loss's own count: response tokens, pairs or sequences.
+Megatron-Core's router scales its auxiliary losses for a division by *all* tokens, and by the tokens of one rank where several share a
+sequence. Here each micro-batch's auxiliary loss is multiplied by the number of its real tokens, on whatever ranks they are, and
+`weigh_auxiliary_losses` turns the later division by the loss's count into one by the tokens of the whole batch. So the objective is
+
+    main loss per count  +  coefficient * (mean over the batch's tokens of their micro-batch's auxiliary loss),
+
+whatever the layout. (A load-balancing loss is quadratic in a micro-batch's routing, so unlike everything else it does depend on which rows
+share a micro-batch.) Load balancing: 2101.03961, equation 4; z-loss: 2202.08906, equation 5.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aligner.metrics import Mean
+from aligner.parallel.mcore import (
+    MoEAuxLossAutoScaler,
+    TopKRouter,
+    TransformerConfig,
+    get_tokens_per_expert_and_token_count,
+    switch_load_balancing_loss_func,
+)
+
+
+class Router(TopKRouter):
+    """Top-k router of one layer. `balance` adds up what it saw in training passes: load-balancing loss per token, summed over tokens."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.balance = Mean(total=0.0, count=0)
+
+    def _apply_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False) -> Tensor:
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if coefficient == 0:
+            return probs
+        own_tokens = routing_map.sum() / self.topk  # first: the reduction below happens in place
+        per_expert, _, tokens = get_tokens_per_expert_and_token_count(
+            routing_map=routing_map, reduce_group=self.tp_cp_group, topk=self.topk, with_padding_mask=with_padding_mask
+        )
+        share = switch_load_balancing_loss_func(  # of this rank's tokens; summed over the ranks of the sequence it is the whole
+            probs=scores_for_aux_loss,
+            tokens_per_expert=per_expert,
+            total_num_tokens=torch.as_tensor(tokens).clamp(min=1),  # a filler micro-batch has none
+            topk=self.topk,
+            num_experts=self.config.num_moe_experts,
+            moe_aux_loss_coeff=coefficient,
+        )
+        seen = share.detach() / coefficient * tokens
+        self.balance = Mean(total=self.balance.total + seen, count=self.balance.count + own_tokens)
+        return MoEAuxLossAutoScaler.apply(probs, share * tokens)
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        coefficient = self.config.moe_z_loss_coeff
+        if not (coefficient and self.training and torch.is_grad_enabled()):
+            return logits
+        squares = torch.logsumexp(logits.float(), dim=-1).square()
+        real = squares if padding_mask is None else squares.masked_fill(padding_mask, 0.0)
+        return MoEAuxLossAutoScaler.apply(logits, real.sum() * coefficient)
+
+
+def weigh_auxiliary_losses(config: TransformerConfig, *, aux: float, z: float, count: int, tokens: int) -> None:
+    """Set the coefficients for one optimizer step over a batch with `tokens` real tokens whose loss will be divided by `count`."""
+    scale = count / max(tokens, 1)
+    if aux:
+        config.moe_aux_loss_coeff = aux * scale
+    if z:
+        config.moe_z_loss_coeff = z * scale
+
+
+def routers(chunks: list) -> list[Router]:
+    """Every router of a model's chunks."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+
+
+def take_balance(chunks: list) -> Mean:
+    """Load-balancing loss over this rank's tokens and layers since the last call (1 is perfect balance)."""
+    found = routers(chunks)
+    total = Mean(total=sum(float(r.balance.total) for r in found), count=round(sum(float(r.balance.count) for r in found)))
+    for router in found:
+        router.balance = Mean(total=0.0, count=0)
+    return total

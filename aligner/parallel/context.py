@@ -1,0 +1,68 @@
+"""Context parallelism: which parts of a sequence a rank holds, and the two exchanges that a model needs.
+
+A sequence of S tokens is cut into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r (Megatron-Core's order): a causal query does work
+in proportion to its position, so an early and a late chunk together cost the same on every rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def chunk_numbers(cp_rank: int, cp_size: int) -> tuple[int, ...]:
+    """The chunks (of 2 cp, or the one of a rank alone) that a rank holds, in order."""
+    return (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
+
+
+def local_slots(length: int, cp_rank: int, cp_size: int) -> Tensor:
+    """int64 [length / cp]: the positions of a sequence of `length` (a multiple of 2 cp) that a rank holds, in the order it holds them."""
+    size = length // max(1, 2 * cp_size if cp_size > 1 else 1)
+    return torch.cat([torch.arange(number * size, (number + 1) * size) for number in chunk_numbers(cp_rank, cp_size)])
+
+
+def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The 2 cp chunks of a whole sequence in order, each [S / (2 cp), ...], from this rank's two [S / cp, ...].
+
+    The gradient of every rank's copy is summed back to the rank that holds the chunk. Collective.
+    """
+    gathered = _GatherRanks.apply(x, group)
+    early, late = gathered.view(group.size(), 2, x.shape[0] // 2, *x.shape[1:]).unbind(dim=1)
+    return [*early.unbind(0), *reversed(late.unbind(0))]
+
+
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of every rank's `x`, on every rank; the gradient is passed on as it is.
+
+    For tensors of which each rank fills in its own entries and which every rank then uses alike: the sum puts them together, and each
+    rank's gradient is that of its own entries.
+    """
+    return x if group.size() == 1 else _SumRanks.apply(x, group)
+
+
+class _GatherRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        own = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
+        return own, None
+
+
+class _SumRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -1,0 +1,85 @@
+"""Which rows of a global batch each data-parallel replica computes, and in which micro-batches: a pure function that all ranks agree on.
+
+By rows: contiguous shares, cut into equal slices. By tokens: rows are dealt out so that replicas have about as many tokens (the longest
+first, each to the replica with the least), and every replica's rows are put into as few micro-batches as its token budget allows. Rows that
+belong together (the two of a preference pair) are one *unit* and stay neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aligner.parallel.collectives import shard_bounds
+
+Plan = list[list[list[int]]]  # row numbers by replica and micro-batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatching:
+    """How large a micro-batch may be. `tokens` counts padding; `multiple` is what lengths are rounded up to (for splitting sequences)."""
+
+    rows: int = 1  # units per micro-batch, where `tokens` is 0
+    tokens: int = 0  # tokens per micro-batch; a single unit that is larger goes alone
+    packed: bool = False  # rows one after the other: a row costs its own length, not that of the longest beside it
+
+
+def plan(lengths: Sequence[int], config: MicroBatching, *, num_replicas: int, unit: int = 1, multiple: int = 1) -> Plan:
+    """Rows (of `lengths` tokens each) by replica and micro-batch; a replica may be left without any where there are few units.
+
+    Raises ValueError where the rows do not come in whole units.
+    """
+    if len(lengths) % unit:
+        raise ValueError(f"{len(lengths)} rows do not come in units of {unit}")
+    units = [range(start, start + unit) for start in range(0, len(lengths), unit)]
+    if not config.tokens:
+        bounds = [shard_bounds(len(units), shard=replica, num_shards=num_replicas) for replica in range(num_replicas)]
+        slices = [[units[i : min(i + config.rows, stop)] for i in range(start, stop, config.rows)] for start, stop in bounds]
+        return [[[row for one in part for row in one] for part in parts] for parts in slices]
+    rounded = [-(-length // multiple) * multiple for length in lengths]
+    sizes = [sum(rounded[row] for row in one) if config.packed else unit * max(rounded[row] for row in one) for one in units]
+    shares = _deal(sizes, num_replicas)
+    bins = [_pack(share, sizes, config.tokens) if config.packed else _pad(share, sizes, config.tokens) for share in shares]
+    ordered = [sorted(sorted(numbers) for numbers in replica) for replica in bins]
+    return [[[row for number in numbers for row in units[number]] for numbers in replica] for replica in ordered]
+
+
+def _deal(sizes: Sequence[int], num_replicas: int) -> list[list[int]]:
+    """Unit numbers by replica: the largest units first, each to the replica that has the least so far (Graham 1969)."""
+    shares: list[list[int]] = [[] for _ in range(num_replicas)]
+    loads = [0] * num_replicas
+    for number in _largest_first(range(len(sizes)), sizes):
+        least = min(range(num_replicas), key=lambda replica: (loads[replica], len(shares[replica]), replica))
+        shares[least].append(number)
+        loads[least] += sizes[number]
+    return shares
+
+
+def _pack(numbers: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """First-fit decreasing: bins whose sizes add up to at most `capacity`."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for number in _largest_first(numbers, sizes):
+        place = next((i for i, free in enumerate(room) if sizes[number] <= free), None)
+        if place is None:
+            bins.append([])
+            room.append(capacity)
+            place = len(bins) - 1
+        bins[place].append(number)
+        room[place] -= sizes[number]
+    return bins
+
+
+def _pad(numbers: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Neighbours in size share a bin, in which each costs as much as the largest."""
+    bins: list[list[int]] = []
+    for number in _largest_first(numbers, sizes):
+        if bins and (len(bins[-1]) + 1) * sizes[bins[-1][0]] <= capacity:
+            bins[-1].append(number)
+        else:
+            bins.append([number])
+    return bins
+
+
+def _largest_first(numbers: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    return sorted(numbers, key=lambda number: (-sizes[number], number))

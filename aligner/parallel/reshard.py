@@ -1,0 +1,221 @@
+"""From one split of a model's tensors to another, planned without touching a tensor: who has which part, who needs which, in what portions.
+
+A `Sharding` says which indices of a full tensor, along one dimension, each of n ranks holds, in the order in which it holds them. Fused
+matrices are no special case: a rank's part of `[gate; up]` is two intervals, a query-key-value group that two ranks share is in both parts,
+padded vocabulary rows lie beyond the tensor's end. `pieces` intersects two shardings; `plan` cuts what has to move into buckets of bounded
+size. `aligner.parallel.transfer` carries a plan out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from aligner.errors import ConfigError
+
+Interval = tuple[int, int]  # [start, stop) of indices of the full tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """What each rank holds of a full tensor along `dim`: `shards[i]` are rank i's intervals, in the order of its own indices.
+
+    Where there is one shard, every rank holds it.
+    """
+
+    dim: int
+    shards: tuple[tuple[Interval, ...], ...]
+
+    def held_by(self, index: int) -> tuple[Interval, ...]:
+        """The intervals of rank `index`."""
+        return self.shards[index if len(self.shards) > 1 else 0]
+
+    def size(self, index: int) -> int:
+        """Number of indices that rank `index` holds."""
+        return sum(stop - start for start, stop in self.held_by(index))
+
+
+def replicated(size: int) -> Sharding:
+    """Every rank holds all of the tensor: one shard."""
+    return Sharding(dim=0, shards=(((0, size),),))
+
+
+def even(size: int, num_shards: int, *, dim: int = 0, blocks: int = 1) -> Sharding:
+    """Equal parts of each of `blocks` equal blocks: 1 for an ordinary matrix, 2 for `[gate; up]`.
+
+    Raises ConfigError where the parts would not be equal.
+    """
+    block = size // blocks
+    if block * blocks != size or block % num_shards:
+        raise ConfigError(f"a dimension of {size} in {blocks} blocks cannot be split over {num_shards} tensor-parallel ranks")
+    part = block // num_shards
+    return Sharding(
+        dim=dim,
+        shards=tuple(tuple((b * block + i * part, b * block + (i + 1) * part) for b in range(blocks)) for i in range(num_shards)),
+    )
+
+
+def grouped(groups: int, queries: int, head: int, num_shards: int) -> Sharding:
+    """Fused query-key-value rows, `groups` times `[queries heads of q, k, v]` of `head` rows each: whole heads for every rank.
+
+    With more ranks than groups, the ranks of a group share out its queries and each holds its k and v. Raises ConfigError where neither of
+    the two numbers divides the other, or the queries of a group cannot be shared out.
+    """
+    width = (queries + 2) * head
+    if groups % num_shards == 0:
+        return even(groups * width, num_shards)
+    sharers = num_shards // groups
+    if num_shards % groups or queries % sharers:
+        raise ConfigError(f"{groups} key-value groups of {queries} query heads cannot be split over {num_shards} tensor-parallel ranks")
+    own = queries // sharers * head
+    shards = []
+    for index in range(num_shards):
+        start, share = index // sharers * width, index % sharers
+        shards.append(((start + share * own, start + (share + 1) * own), (start + queries * head, start + width)))
+    return Sharding(dim=0, shards=tuple(shards))
+
+
+def padded(size: int, padded_size: int, num_shards: int) -> Sharding:
+    """Equal parts of a vocabulary padded from `size` to `padded_size` rows, without the padding: the last parts may be short or empty."""
+    whole = even(padded_size, num_shards)
+    return Sharding(dim=0, shards=tuple(((min(start, size), min(stop, size)),) for ((start, stop),) in whole.shards))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """One tensor on its way from a source sharding to a target sharding; the same on every rank.
+
+    The ranks of pipeline stage `stage` hold it; of these, for an expert's tensor, the ones with expert-parallel rank `expert_rank` (None
+    for the rest of the model). `shape` is one source shard's. Both shardings are along the same dimension.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: Sharding
+    target: Sharding
+    stage: int
+    expert_rank: int | None = None
+
+    @property
+    def dim(self) -> int:
+        """The dimension along which it is cut."""
+        return self.source.dim
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the source shards must come together before the target's can be cut from them."""
+        return len(self.source.shards) > 1 and not _self_sufficient(self.source, self.target)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of one index along `dim` of a source shard."""
+        return math.prod(self.shape) // self.shape[self.dim] * self.dtype.itemsize
+
+    def target_shape(self, index: int) -> tuple[int, ...]:
+        """Shape of what target rank `index` gets."""
+        return (*self.shape[: self.dim], self.target.size(index), *self.shape[self.dim + 1 :])
+
+
+def _self_sufficient(source: Sharding, target: Sharding) -> bool:
+    """Whether every rank of the new split has, as the rank of the same number of the old one, all that it needs."""
+    if len(source.shards) != len(target.shards):
+        return False
+    return all(
+        sum(piece.length for piece in pieces(source, target, index, peers=(index,))) == target.size(index)
+        for index in range(len(target.shards))
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """`length` indices: from `start` in the source shard of rank `peer` to `target` in this rank's target shard."""
+
+    peer: int
+    start: int
+    target: int
+    length: int
+
+
+def pieces(source: Sharding, target: Sharding, index: int, *, peers: Sequence[int], window: Interval | None = None) -> list[Piece]:
+    """What target rank `index` takes from the source shards of `peers`, of the indices of each in `window` (all where None)."""
+    found = []
+    for peer in peers:
+        for position, (start, stop) in _placed(source.held_by(peer)):
+            if window is not None:  # in the shard's own indices
+                first, last = max(window[0] - position, 0), min(window[1] - position, stop - start)
+                position, start, stop = position + first, start + first, start + last
+            for place, (low, high) in _placed(target.held_by(index)):
+                begin, end = max(start, low), min(stop, high)
+                if begin < end:
+                    found.append(Piece(peer=peer, start=position + begin - start, target=place + begin - low, length=end - begin))
+    return found
+
+
+def _placed(intervals: Sequence[Interval]) -> list[tuple[int, Interval]]:
+    """Each interval with where it starts in its shard's own indices."""
+    placed, position = [], 0
+    for start, stop in intervals:
+        placed.append((position, (start, stop)))
+        position += stop - start
+    return placed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Portion:
+    """The indices `window` along `dim` of every source shard of a move."""
+
+    move: Move
+    window: Interval
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of this portion of one source shard."""
+        move = self.move
+        return (*move.shape[: move.dim], self.window[1] - self.window[0], *move.shape[move.dim + 1 :])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Portions that travel together: from one stage and one expert-parallel rank, of one dtype, all gathered or none."""
+
+    portions: tuple[Portion, ...]
+
+    @property
+    def first(self) -> Move:
+        """A move that stands for all in what a bucket's moves have in common."""
+        return self.portions[0].move
+
+    @property
+    def num_items(self) -> int:
+        """Elements of one rank's source part."""
+        return sum(math.prod(portion.shape) for portion in self.portions)
+
+
+def plan(moves: Sequence[Move], *, bucket_bytes: int) -> list[Bucket]:
+    """Cut all moves into buckets for which no rank needs more than `bucket_bytes` besides what it sends and keeps.
+
+    A rank holds its own part of a bucket and, of a gathered one, everybody's. A single index larger than that gets a bucket to itself.
+    """
+    buckets: list[Bucket] = []
+    pending: dict[tuple, list[Portion]] = {}
+    room: dict[tuple, int] = {}
+    for move in moves:
+        key = (move.stage, move.expert_rank, move.dtype, move.gathered)
+        index_bytes = move.index_bytes * (1 + len(move.source.shards) * move.gathered)
+        start, size = 0, move.shape[move.dim]
+        while start < size:
+            fits = room.get(key, 0) // index_bytes
+            if fits <= 0:
+                if pending.get(key):
+                    buckets.append(Bucket(portions=tuple(pending[key])))
+                pending[key], room[key] = [], bucket_bytes
+                fits = max(bucket_bytes // index_bytes, 1)
+            stop = min(start + fits, size)
+            pending[key].append(Portion(move=move, window=(start, stop)))
+            room[key] -= (stop - start) * index_bytes
+            start = stop
+    return buckets + [Bucket(portions=tuple(portions)) for portions in pending.values() if portions]

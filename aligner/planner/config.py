@@ -1,0 +1,54 @@
+"""What a cluster can do, as far as a plan needs to know. A module without heavy imports: the config root reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum
+
+from aligner.errors import ConfigError
+
+
+class Device(str, Enum):
+    """What the ranks compute on."""
+
+    gpu = "gpu"
+    cpu = "cpu"
+
+
+@dataclass(kw_only=True, slots=True)
+class ClusterConfig:
+    """Nodes of one kind. Only `aligner plan` reads it; the defaults are a laptop, conf/cluster/ holds machines.
+
+    Rates are of one GPU. Link rates count one direction; FLOP/s are dense (without sparsity).
+    """
+
+    device: Device = Device.cpu
+    gpus_per_node: int = 1  # ranks that share a node (and its host memory)
+    gpu_memory_gib: float = 16.0  # what the driver leaves to programs
+    host_memory_gib: float = 16.0  # of a node
+    bf16_tflops: float = 0.2
+    fp8_tflops: float = 0.0  # 0: none
+    hbm_gb_per_second: float = 40.0
+    nvlink_gb_per_second: float = 10.0  # to other GPUs of the node
+    network_gb_per_second: float = 1.0  # to other nodes
+    reserved_gib: float = 0.5  # context, libraries and their workspaces, in every process
+    communicator_gib: float = 0.0  # buffers of each communicator that a rank belongs to
+    fragmentation: float = 0.0  # part of what is allocated that the allocator loses between blocks
+    achievable_flops: float = 0.5  # part of the peak that large matrix products reach
+    achievable_bandwidth: float = 0.7  # part of the memory's and the links' rates
+    collective_microseconds: float = 50.0  # latency of a collective
+    launch_microseconds: float = 50.0  # of the kernels of one layer of a decode step, below which no layer gets
+
+    def __post_init__(self) -> None:
+        zero_allowed = ("fp8_tflops", "reserved_gib", "communicator_gib", "fragmentation", "collective_microseconds", "launch_microseconds")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "device" or (field.name in zero_allowed and value >= 0):
+                continue
+            if not value > 0:
+                raise ConfigError(f"cluster.{field.name}={value}: must be above 0")
+        for name in ("achievable_flops", "achievable_bandwidth"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"cluster.{name}={getattr(self, name)}: a part of the peak, at most 1")
+        if self.fragmentation >= 1:
+            raise ConfigError(f"cluster.fragmentation={self.fragmentation}: must be below 1")

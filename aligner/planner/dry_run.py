@@ -1,0 +1,256 @@
+"""Real Megatron-Core shards without their memory: one process plays any rank of a large world.
+
+torch's `fake` process-group backend answers every collective at once, and fake tensors (meta tensors that remember the device they stand
+for) have shapes and no storage. So the modules that a run would build are built, and their layers run forward and backward, whatever their
+size. The data-parallel size does not change a shard's shapes: worlds here are as small as the layout allows.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from aligner.errors import AlignerError
+from aligner.models.config import Architecture, PositionEmbedding, Recompute
+from aligner.parallel.topology import ParallelConfig, initialize
+from aligner.planner.buffers import Parameter
+from aligner.planner.config import Device
+from aligner.planner.workload import Component, Head
+
+
+@contextmanager
+def fake_world(parallel: ParallelConfig, *, stage: int = 0) -> Iterator[None]:
+    """The first rank of a pipeline stage in the smallest world of this layout.
+
+    Raises AlignerError where this process is already part of a world: it can have only one.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from aligner.parallel.mcore import parallel_state, tensor_parallel
+
+    if dist.is_initialized():
+        raise AlignerError("a plan needs a process of its own: this one has joined a torch.distributed world")
+    experts = parallel.ep * parallel.etp
+    replicas = experts // math.gcd(experts, parallel.tp * parallel.cp)
+    per_stage = parallel.tp * parallel.cp * replicas
+    dist.init_process_group("fake", store=FakeStore(), rank=stage * per_stage, world_size=per_stage * parallel.pp)
+    try:
+        initialize(parallel, seed=1)
+        # This tracker forks no generator state, which fake tensors do not have.
+        tensor_parallel.model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
+        with FakeTensorMode():
+            yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def build_chunks(component: Component) -> list[Any]:
+    """This (fake) rank's chunks of the component's model.
+
+    Always with the layers that need no Transformer Engine, which a planning machine may lack: they hold the same parameters.
+    """
+    from aligner.models.build import build_language_model, build_scalar_model
+
+    build = build_language_model if component.head == Head.language else build_scalar_model
+    model = replace(component.model, transformer_engine=False, fp8=False)
+    return build(component.architecture, model, component.parallel, load=True)
+
+
+def shard_parameters(component: Component, stage: int) -> list[tuple[Parameter, ...]]:
+    """The parameters of every chunk on a rank of a pipeline stage, counted on the real modules."""
+    with fake_world(component.parallel, stage=stage):
+        return [tuple(_parameter(name, p) for name, p in chunk.named_parameters()) for chunk in build_chunks(component)]
+
+
+def _parameter(name: str, parameter: Tensor) -> Parameter:
+    marks = parameter.__dict__  # Megatron-Core's attributes, which parameters of other kinds do not have at all
+    return Parameter(
+        name=name,
+        numel=parameter.numel(),
+        itemsize=parameter.element_size(),
+        is_expert=not marks.get("allreduce", True),
+        is_split=bool(marks.get("tensor_model_parallel", False)),
+        own_bucket=bool(marks.get("shared_embedding", False)),
+    )
+
+
+class LiveStorage(TorchDispatchMode):
+    """Bytes of the storages that operations make while it is active and that are still referenced, and the most there were at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, *(kwargs or {}).values()))}
+        for tensor in _tensors((result,)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given:  # else a view, or an operation in place
+                self._add(storage)
+        return result
+
+    def restart(self) -> None:
+        """Measure the peak from here on."""
+        self.peak = self.live
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        weakref.finalize(storage, self._remove, key, size)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockBytes:
+    """Activation bytes of transformer layers for one micro-batch on one rank."""
+
+    layer: int  # that each layer adds to what waits for the backward pass
+    ends: int  # what a block of layers adds once: its input and output, and the final norm's on the last stage
+    backward: int  # most that the backward pass holds on top of what waits, one layer's recomputation included
+    forward: int  # most that a pass without gradient holds
+
+
+def measure_block(component: Component, rows: int, length: int, device: Device) -> BlockBytes:
+    """Run one and two of the component's layers on fake tensors and weigh what they keep.
+
+    `length` counts the whole sequence. Layers of experts are measured as the dense layer with the same work per token; see
+    `expert_extra_bytes` for what routing adds.
+    """
+    with _block(component, 1, rows, length, device) as (block, hidden, rotary), LiveStorage() as tracker:
+        out = _forward(block, hidden, rotary)
+        one = tracker.live
+        del out
+    with _block(component, 2, rows, length, device) as (block, hidden, rotary):
+        forward = _peak_without_gradient(block, hidden, rotary)
+        with LiveStorage() as tracker:
+            out = _forward(block, hidden, rotary)
+            two = tracker.live
+            for parameter in block.parameters():
+                parameter.register_post_accumulate_grad_hook(_drop_grad)
+            tracker.restart()
+            out.backward(torch.zeros_like(out))
+            backward = max(0, tracker.peak - two)
+    return BlockBytes(layer=two - one, ends=2 * one - two, backward=backward, forward=forward)
+
+
+@contextmanager
+def _block(component: Component, num_layers: int, rows: int, length: int, device: Device) -> Iterator[tuple[Any, Tensor, Tensor | None]]:
+    """(transformer block, its input, rotary embedding) of a rank of the component with this many layers, in a fake world."""
+    p = component.parallel
+    parallel = ParallelConfig(tp=p.tp, sequence_parallel=p.sequence_parallel, cp=p.cp)
+    architecture = replace(dense_twin(component.architecture), num_layers=num_layers)
+    small = replace(component, architecture=architecture, parallel=parallel)
+    with fake_world(parallel):
+        (chunk,) = build_chunks(small)
+        if device == Device.gpu:
+            _fuse_norms(chunk.decoder)
+        hidden = torch.zeros(length // small.shards_sequences, rows, architecture.hidden_size, dtype=chunk.config.params_dtype)
+        rotary = chunk.rotary_pos_emb(length) if architecture.position_embedding == PositionEmbedding.rope else None
+        yield chunk.decoder, hidden, rotary
+
+
+def _forward(block: Any, hidden: Tensor, rotary: Tensor | None) -> Tensor:
+    """The block's output for what the stage before sent; what waits for the backward pass stays alive with it."""
+    block.train()
+    return block(hidden.clone().requires_grad_(), attention_mask=None, rotary_pos_emb=rotary)
+
+
+@torch.no_grad()
+def _peak_without_gradient(block: Any, hidden: Tensor, rotary: Tensor | None) -> int:
+    with LiveStorage() as tracker:
+        block.eval()
+        block(hidden, attention_mask=None, rotary_pos_emb=rotary)
+        return tracker.peak + hidden.numel() * hidden.element_size()
+
+
+def _drop_grad(parameter: Tensor) -> None:
+    parameter.grad = None  # as Megatron-Core does once it has been added to the main gradient
+
+
+def dense_twin(architecture: Architecture) -> Architecture:
+    """The dense architecture whose feed-forward layer does the work that each token's experts do."""
+    if not architecture.num_experts:
+        return architecture
+    size = architecture.experts_per_token * architecture.expert_ffn_hidden_size
+    return replace(
+        architecture,
+        num_experts=0,
+        experts_per_token=0,
+        expert_ffn_hidden_size=0,
+        normalize_expert_weights=True,
+        ffn_hidden_size=size,
+    )
+
+
+def expert_extra_bytes(component: Component, tokens: int) -> int:
+    """What routing keeps per layer besides the dense twin: the permuted copies of the tokens, the experts' outputs, the router's float32
+    logits and probabilities. Takes the load to be balanced."""
+    architecture = component.architecture
+    if not architecture.num_experts:
+        return 0
+    own = tokens // component.shards_sequences
+    copies = 2 * architecture.experts_per_token * architecture.hidden_size * component.dtype_bytes
+    whole = 1 if component.model.recompute != Recompute.full else 0
+    return whole * own * (copies + 2 * 4 * architecture.num_experts)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """What CUDA's fused RMSNorm and LayerNorm keep: their input, weight and one float32 per row. Shapes only."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        statistics = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, statistics)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class _NormOnGpu(torch.nn.Module):
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.weight = norm.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _FusedNorm.apply(x, self.weight)
+
+
+def _fuse_norms(module: torch.nn.Module) -> None:
+    """The CPU's norms work in float32 copies; the GPU's kernels do not."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, (torch.nn.RMSNorm, torch.nn.LayerNorm)):
+            setattr(module, name, _NormOnGpu(child))
+        else:
+            _fuse_norms(child)

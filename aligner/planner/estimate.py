@@ -1,0 +1,201 @@
+"""A component's plan: its shards built, its layers weighed, and what follows from them for memory and time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from aligner.errors import ConfigError
+from aligner.models.divisible import check_divisible
+from aligner.planner import dry_run
+from aligner.planner.buffers import Parameter, Replication, StateBytes, frozen_bytes, state_bytes
+from aligner.planner.config import ClusterConfig, Device
+from aligner.planner.memory import PhaseMemory, Sizes, host_memory, inference_micro_batches, phase_memory, train_micro_batches
+from aligner.planner.schedule import MicroBatches
+from aligner.planner.timing import PhaseTime, phase_times
+from aligner.planner.workload import GIB, Component, Phase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComponentPlan:
+    """What was counted and what is predicted of one component."""
+
+    component: Component
+    stage_parameters: tuple[int, ...]  # parameters of a rank of each stage
+    model_parameters: int  # of the whole model, vocabulary padding included
+    sizes: Sizes
+    memory: tuple[PhaseMemory, ...]
+    host: dict[str, int]  # bytes of the fullest node
+    times: tuple[PhaseTime, ...]
+    limit: int  # device memory of a rank
+
+    @property
+    def peak(self) -> PhaseMemory:
+        """The fullest moment of the fullest stage."""
+        return max(self.memory, key=lambda moment: moment.total)
+
+    def activations(self, phase: Phase, stage: int = 0) -> int:
+        """Bytes that a phase's passes hold at the fullest moment besides weights and training state: activations, workspace, logits."""
+        (moment,) = (m for m in self.memory if m.phase == phase and m.stage == stage)
+        return sum(moment.parts.get(name, 0) for name in ("activations", "backward workspace", "logits"))
+
+    @property
+    def fits(self) -> bool:
+        return self.peak.total <= self.limit
+
+    @property
+    def seconds(self) -> float:
+        """All phases one after the other."""
+        return sum(time.total for time in self.times)
+
+
+def check(component: Component) -> None:
+    """Raise ConfigError, naming the component, where the sizes do not divide or the ranks cannot be laid out so."""
+    try:
+        check_divisible(component.architecture, component.parallel)
+        component.parallel.check_world(component.num_ranks)
+        _check_engine(component)
+        _check_rows(component)
+    except ConfigError as error:
+        raise ConfigError(f"{component.name}: {error}") from error
+
+
+def _check_engine(component: Component) -> None:
+    engine, architecture = component.engine, component.architecture
+    if engine is None:
+        return
+    if component.num_ranks % engine.tp:
+        raise ConfigError(f"rollout.tp={engine.tp}: does not divide the {component.num_ranks} ranks of this component")
+    if architecture.num_attention_heads % engine.tp:
+        raise ConfigError(f"rollout.tp={engine.tp}: does not divide the model's num_attention_heads={architecture.num_attention_heads}")
+
+
+def _check_rows(component: Component) -> None:
+    work = component.work
+    if component.optimizer is not None and work.update_rows // work.unit < component.dp:
+        raise ConfigError(
+            f"mini-batches of {work.update_rows // work.unit} are smaller than the {component.dp} data-parallel replicas; use fewer ranks, "
+            f"or more of them for tp, pp or cp"
+        )
+
+
+def replication(component: Component, cluster: ClusterConfig, *, stage: int, chunk: int = 0) -> Replication:
+    """How the training state of a chunk on this stage is kept."""
+    parallel, optimizer = component.parallel, component.optimizer
+    if optimizer is None:
+        raise ValueError(f"{component.name} is frozen: it has no training state")
+    dense = component.dp * parallel.cp
+    # On GPUs the first stage reduces its gradients in buckets while the backward pass goes on; elsewhere a buffer is one bucket.
+    overlaps = cluster.device == Device.gpu and stage == 0 and chunk == 0
+    return Replication(
+        distributed=optimizer.distributed,
+        dense_shards=dense,
+        expert_shards=component.num_ranks // (parallel.pp * parallel.ep * parallel.etp),
+        bucket_elements=max(40_000_000, 1_000_000 * dense) if overlaps else None,
+        moment_bytes=4 if optimizer.precision_aware else 8,
+        main_bytes=2 if optimizer.precision_aware else 4,  # bfloat16 moments; the other half of the float32 weight
+    )
+
+
+def stage_state(component: Component, chunks: Sequence[Sequence[Parameter]], cluster: ClusterConfig, *, stage: int) -> StateBytes:
+    """Training state of the fullest rank of a stage; a frozen model's weights."""
+    total = StateBytes(weights=0, gradients=0, optimizer=0)
+    for number, chunk in enumerate(chunks):
+        if component.optimizer is None:
+            total += frozen_bytes(chunk)
+        else:
+            total += state_bytes(chunk, replication(component, cluster, stage=stage, chunk=number))
+    return total
+
+
+def stages_to_build(component: Component) -> list[int]:
+    """For every stage, the stage whose shard is like its own: those between the first and the last are alike."""
+    last = component.parallel.pp - 1
+    return [stage if stage in (0, last) else 1 for stage in range(last + 1)]
+
+
+def whole_parameters(component: Component, shards: Sequence[Sequence[Sequence[Parameter]]]) -> int:
+    """Parameters of the whole model from its stages' shards, each counted once: split ones by their ranks, the tied embedding's copy on
+    the last stage not at all."""
+    parallel, total = component.parallel, 0
+    for stage, chunks in enumerate(shards):
+        for parameter in (p for chunk in chunks for p in chunk):
+            if stage and parameter.own_bucket:
+                continue
+            tensor = parallel.etp if parameter.is_expert else parallel.tp
+            total += parameter.numel * (tensor if parameter.is_split else 1) * (parallel.ep if parameter.is_expert else 1)
+    return total
+
+
+def engine_weight_bytes(component: Component, shards: Sequence[Sequence[Sequence[Parameter]]]) -> int:
+    """Weights of one rank of the rollout engine: every split tensor over its tp ranks, the rest whole."""
+    if component.engine is None:
+        return 0
+    split = whole = 0
+    for stage, chunks in enumerate(shards):
+        for p in (p for chunk in chunks for p in chunk):
+            if stage and p.own_bucket:
+                continue
+            size = p.numel * p.itemsize * (component.parallel.ep if p.is_expert else 1)
+            tensor = component.parallel.etp if p.is_expert else component.parallel.tp
+            if p.is_split or p.is_expert:
+                split += size * (tensor if p.is_split else 1)
+            else:
+                whole += size
+    return whole + split // component.engine.tp
+
+
+class Scales:
+    """Weighs layers, and remembers what it has weighed: components and candidates of a search share most of their layers."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._known: dict[str, dry_run.BlockBytes] = {}
+
+    def block(self, component: Component, passes: MicroBatches) -> dry_run.BlockBytes:
+        """The activations of the component's layers at these micro-batches, measured."""
+        p, model = component.parallel, component.model
+        key = repr((component.architecture, p.tp, p.sequence_parallel, p.cp, model.recompute, model.dtype, passes.rows, passes.length))
+        if key not in self._known:
+            self._known[key] = dry_run.measure_block(component, passes.rows, passes.length, self.device)
+        return self._known[key]
+
+    def scaled_block(self, component: Component, passes: MicroBatches) -> dry_run.BlockBytes:
+        """As `block`, from one row's measure: activations are proportional to rows."""
+        one = self.block(component, replace(passes, rows=1))
+        layer, ends, backward, forward = (size * passes.rows for size in (one.layer, one.ends, one.backward, one.forward))
+        return dry_run.BlockBytes(layer=layer, ends=ends, backward=backward, forward=forward)
+
+
+def plan_component(component: Component, cluster: ClusterConfig, scales: Scales) -> ComponentPlan:
+    """Build one rank of every distinct stage, run its layers, and predict. Raises ConfigError where the sizes do not divide."""
+    check(component)
+    like = stages_to_build(component)
+    built = {stage: dry_run.shard_parameters(component, stage) for stage in sorted(set(like))}
+    shards = [built[stage] for stage in like]
+    states = {stage: stage_state(component, chunks, cluster, stage=stage) for stage, chunks in built.items()}
+    inference = scales.block(component, inference_micro_batches(component))
+    sizes = Sizes(
+        stages=tuple(states[stage] for stage in like),
+        train=inference if component.optimizer is None else scales.block(component, train_micro_batches(component)),
+        inference=inference,
+        engine_weights=engine_weight_bytes(component, shards),
+    )
+    counts = tuple(sum(p.numel for chunk in chunks for p in chunk) for chunks in shards)
+    return predict(component, cluster, sizes, stage_parameters=counts, model_parameters=whole_parameters(component, shards))
+
+
+def predict(
+    component: Component, cluster: ClusterConfig, sizes: Sizes, *, stage_parameters: tuple[int, ...], model_parameters: int
+) -> ComponentPlan:
+    """What follows from a component's sizes. Pure."""
+    return ComponentPlan(
+        component=component,
+        stage_parameters=stage_parameters,
+        model_parameters=model_parameters,
+        sizes=sizes,
+        memory=tuple(phase_memory(component, sizes, cluster, range(component.parallel.pp))),
+        host=host_memory(component, sizes, cluster),
+        times=tuple(phase_times(component, sizes, cluster)),
+        limit=int(cluster.gpu_memory_gib * GIB),
+    )

@@ -1,0 +1,204 @@
+"""Device and host memory of a component: what is there in every phase, by pipeline stage. Pure arithmetic on measured sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from aligner.planner.buffers import StateBytes
+from aligner.planner.config import ClusterConfig
+from aligner.planner.dry_run import BlockBytes, expert_extra_bytes
+from aligner.planner.schedule import MicroBatches, in_flight, micro_batches, stage_layers
+from aligner.planner.workload import GIB, Component, Engine, Head, Phase
+
+HOST_PROCESS_GIB = 3.0  # Python, torch and its libraries, in host memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseMemory:
+    """What a rank of a stage holds at the fullest moment of a phase, in bytes by what it is for."""
+
+    phase: Phase
+    stage: int
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """What was measured of a component: the state of each stage's ranks, the activations of its layers, the whole model's weights."""
+
+    stages: tuple[StateBytes, ...]
+    train: BlockBytes  # at the training pass's micro-batch
+    inference: BlockBytes  # at that of the passes without gradient
+    engine_weights: int  # of a rank of the rollout engine, in its own layout
+
+
+def padded_vocabulary(component: Component) -> int:
+    """Rows of the whole embedding, padding included."""
+    multiple = math.lcm(component.model.make_vocab_divisible_by, component.parallel.tp)
+    return math.ceil(component.architecture.vocab_size / multiple) * multiple
+
+
+def train_micro_batches(component: Component) -> MicroBatches:
+    """The micro-batches of one optimizer update."""
+    return micro_batches(component, component.work.update_rows)
+
+
+def inference_micro_batches(component: Component) -> MicroBatches:
+    """The micro-batches of one pass over a training step's sequences."""
+    return micro_batches(component, component.work.rows)
+
+
+def communicators(component: Component) -> int:
+    """Process groups of more than one rank that a rank belongs to and that carry tensors: tp, cp, pp, dp, dp x cp, ep, and the world."""
+    parallel, dp = component.parallel, component.dp
+    sizes = (component.num_ranks, parallel.tp, parallel.cp, parallel.pp, dp, dp * parallel.cp if parallel.cp > 1 else 1, parallel.ep)
+    return sum(size > 1 for size in sizes)
+
+
+def phase_memory(component: Component, sizes: Sizes, cluster: ClusterConfig, stages: Iterable[int]) -> list[PhaseMemory]:
+    """Every phase on these stages."""
+    return [
+        PhaseMemory(phase=phase, stage=stage, parts=_parts(component, sizes, cluster, phase, stage))
+        for stage in stages
+        for phase in component.work.phases
+    ]
+
+
+def _parts(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Phase, stage: int) -> dict[str, int]:
+    state, optimizer = sizes.stages[stage], component.optimizer
+    parts = {"weights": state.weights}
+    if optimizer is not None and (phase == Phase.train or not optimizer.offload):
+        parts |= {"gradients": state.gradients, "optimizer": state.optimizer}
+    engine = component.engine
+    if engine is not None and component.engine_holds_weights and (phase == Phase.generate or not engine.offload):
+        parts["engine weights"] = sizes.engine_weights
+    if engine is not None and phase == Phase.generate:
+        parts |= _generation(component, engine)
+    elif phase == Phase.train:
+        parts |= _training(component, sizes, stage)
+    else:
+        parts |= _inference(component, sizes, stage)
+        if phase == Phase.ref_logprobs:
+            parts["reference"] = state.weights
+    parts["lost between blocks"] = int(sum(parts.values()) * cluster.fragmentation)
+    parts["context and communicators"] = int((cluster.reserved_gib + cluster.communicator_gib * communicators(component)) * GIB)
+    return {name: size for name, size in parts.items() if size}
+
+
+def _training(component: Component, sizes: Sizes, stage: int) -> dict[str, int]:
+    parallel, passes = component.parallel, train_micro_batches(component)
+    layers = stage_layers(component.architecture.num_layers, parallel)[stage] // parallel.vpp  # of one chunk
+    held = in_flight(parallel, stage, passes.count)
+    waiting = held * (layers * layer_bytes(component, sizes.train, passes) + boundary_bytes(component, passes))
+    parts = {"activations": waiting, "backward workspace": sizes.train.backward}
+    if stage == parallel.pp - 1:
+        head = head_bytes(component, passes, training=True)
+        parts["activations"] += final_norm_bytes(component, sizes.train, passes)
+        parts["logits"] = head
+        parts["backward workspace"] = max(0, sizes.train.backward - head)  # the layers' turn comes when the head's memory is free again
+    return parts
+
+
+def layer_bytes(component: Component, block: BlockBytes, passes: MicroBatches) -> int:
+    """What one layer keeps of one micro-batch."""
+    return block.layer + expert_extra_bytes(component, passes.tokens)
+
+
+def boundary_bytes(component: Component, passes: MicroBatches) -> int:
+    """What a chunk was sent and what it sends on, for one micro-batch."""
+    return 2 * passes.tokens // component.shards_sequences * component.architecture.hidden_size * component.dtype_bytes
+
+
+def final_norm_bytes(component: Component, block: BlockBytes, passes: MicroBatches) -> int:
+    """The final norm's part of what a block of layers keeps."""
+    return max(0, block.ends - boundary_bytes(component, passes))
+
+
+def head_bytes(component: Component, passes: MicroBatches, *, training: bool) -> int:
+    """Projection onto the vocabulary, chunk by chunk of tokens (`aligner.parallel.logprobs`), at its fullest moment.
+
+    Without gradient: float32 logits and their exponentials of a chunk. Training: what the loss's backward pass holds on top of the hidden
+    states (selected ones and their gradient): the chunk's logits, their gradient in float32 and in the model's dtype, and the weight's
+    gradient in float32 with one product. A batch of one chunk keeps its logits in between.
+    """
+    architecture, work, item = component.architecture, component.work, component.dtype_bytes
+    split = component.parallel.sequence_parallel  # whole sequences are put together first
+    gathered = passes.tokens // component.parallel.cp * architecture.hidden_size * item if split else 0
+    if component.head == Head.scalar:
+        return 2 * passes.tokens // component.parallel.cp * architecture.hidden_size * 4  # the head is in float32
+    tokens = passes.rows * min(work.response_length, passes.length)
+    tokens = math.ceil(tokens / component.parallel.cp)
+    vocabulary = padded_vocabulary(component) // component.parallel.tp
+    chunk = min(component.model.logits_chunk_size, tokens)
+    selected = tokens * architecture.hidden_size * item
+    if not training:
+        return gathered + selected + chunk * vocabulary * 8
+    narrow = item if item < 4 else 0
+    weight_gradient = vocabulary * architecture.hidden_size * (4 + item)
+    return gathered + 3 * selected + chunk * vocabulary * (8 + narrow) + weight_gradient
+
+
+def _inference(component: Component, sizes: Sizes, stage: int) -> dict[str, int]:
+    passes = inference_micro_batches(component)
+    parts = {"activations": sizes.inference.forward + boundary_bytes(component, passes)}
+    if stage == component.parallel.pp - 1:
+        head = head_bytes(component, passes, training=False)
+        parts["logits"] = head
+        parts["activations"] -= min(head, sizes.inference.forward)  # the layers' memory is free again when the head computes
+    return parts
+
+
+def kv_bytes_per_token(component: Component, engine: Engine) -> int:
+    """Keys and values of one token on one rank of the engine (all layers, this rank's heads)."""
+    architecture = component.architecture
+    groups = math.ceil(architecture.num_key_value_heads / engine.tp)
+    return 2 * architecture.num_layers * groups * architecture.head_dim * component.dtype_bytes
+
+
+def decode_batch(component: Component, engine: Engine) -> int:
+    """Sequences that a replica of the engine decodes at a time."""
+    replicas = max(1, component.num_ranks // engine.tp)
+    return max(1, min(engine.max_batch_size, math.ceil(component.work.rows / replicas)))
+
+
+def _generation(component: Component, engine: Engine) -> dict[str, int]:
+    """The built-in engine: cache of a whole batch (and what its compaction copies), the prefill of all its prompts, logits in float32."""
+    architecture, work = component.architecture, component.work
+    batch = decode_batch(component, engine)
+    cache = batch * work.length * kv_bytes_per_token(component, engine)
+    prompt = max(1, work.length - work.response_length)
+    wide = 3 * feed_forward_size(component) // engine.tp
+    prefill = batch * prompt * (3 * architecture.hidden_size + wide) * component.dtype_bytes
+    logits = 3 * 4 * batch * padded_vocabulary(component)
+    parts = {"KV cache": cache + cache * 3 // 8, "prefill and sampling": prefill + logits}
+    if component.engine_holds_weights:
+        parts["refit buckets"] = 2 * engine.bucket_bytes
+    return parts
+
+
+def feed_forward_size(component: Component) -> int:
+    """Width of the feed-forward layer that one token passes."""
+    architecture = component.architecture
+    if architecture.num_experts:
+        return architecture.experts_per_token * architecture.expert_ffn_hidden_size
+    return architecture.ffn_hidden_size
+
+
+def host_memory(component: Component, sizes: Sizes, cluster: ClusterConfig) -> dict[str, int]:
+    """Host memory of the fullest node, in bytes by what it is for."""
+    ranks = min(cluster.gpus_per_node, component.num_ranks)
+    fullest = max(sizes.stages, key=lambda state: state.weights + state.optimizer)
+    parts = {"processes": int(HOST_PROCESS_GIB * GIB) * ranks}
+    if component.has_reference:
+        parts["reference"] = ranks * fullest.weights
+    if component.optimizer is not None and component.optimizer.offload:
+        parts["optimizer (between training phases)"] = ranks * fullest.optimizer
+    if component.optimizer is not None and component.saves_asynchronously:
+        parts["checkpoint being written"] = ranks * (fullest.weights // component.dp + fullest.optimizer)
+    return parts

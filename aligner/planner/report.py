@@ -1,0 +1,268 @@
+"""A plan as tables for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from aligner.planner.config import ClusterConfig
+from aligner.planner.estimate import ComponentPlan
+from aligner.planner.memory import PhaseMemory, train_micro_batches
+from aligner.planner.schedule import MicroBatches
+from aligner.planner.timing import model_flops, step_seconds
+from aligner.planner.workload import GIB, Component, Phase
+
+COLUMNS = {  # of the memory table, and the parts that each adds up
+    "weights": ("weights", "reference"),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "engine": ("engine weights", "refit buckets", "KV cache", "prefill and sampling"),
+    "activations": ("activations", "backward workspace"),
+    "logits": ("logits",),
+    "other": ("lost between blocks", "context and communicators"),
+}
+WIDTH = 140
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobPlan:
+    """Everything that was found of one job."""
+
+    name: str
+    cluster: ClusterConfig
+    components: tuple[ComponentPlan, ...]
+    alternatives: Mapping[str, Sequence[ComponentPlan]]  # by component; empty where no search was asked for
+    problems: tuple[str, ...]  # why it does not fit; empty where it does
+
+    @property
+    def step_seconds(self) -> float:
+        return step_seconds({plan.component.name: {t.phase: t.total for t in plan.times} for plan in self.components})
+
+
+def console() -> Console:
+    """A terminal at its own width, anything else at one that holds the tables."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def show(job: JobPlan, out: Console) -> None:
+    """Print the plan."""
+    cluster = job.cluster
+    ranks = sum(plan.component.num_ranks for plan in job.components)
+    out.print(
+        f"[bold]{job.name}[/]: {ranks} ranks, {cluster.gpus_per_node} to a node, {cluster.gpu_memory_gib:g} GiB each; "
+        "sequences at their longest"
+    )
+    for plan in job.components:
+        _show_component(plan, out)
+    for name, plans in job.alternatives.items():
+        _show_alternatives(name, plans, out)
+    out.print(f"\nstep of the whole job: [bold]{seconds(job.step_seconds)}[/] (times are a model; docs/planning.md says what it assumes)")
+    for problem in job.problems:
+        out.print(f"[bold red]does not fit[/] {escape(problem)}")
+    if not job.problems:
+        out.print("[bold green]fits[/]")
+
+
+def describe(component: Component) -> str:
+    """Layout and micro-batches in one line."""
+    p, model = component.parallel, component.model
+    parts = [
+        f"tp {p.tp}" + (" with sequence parallelism" if p.sequence_parallel else ""),
+        f"pp {p.pp}" + (f" x {p.vpp}" if p.vpp > 1 else ""),
+    ]
+    parts += [f"{name} {size}" for name, size in (("cp", p.cp), ("ep", p.ep), ("etp", p.etp)) if size > 1]
+    parts += [f"dp {component.dp}", model.dtype.value]
+    if component.optimizer is not None:
+        passes = train_micro_batches(component)
+        parts += [f"recompute {model.recompute.value}", f"{passes.count} micro-batches of {_shape(passes)}"]
+    return ", ".join(parts)
+
+
+def _shape(passes: MicroBatches) -> str:
+    return f"{passes.rows} x {passes.length} tokens"
+
+
+def seconds(value: float) -> str:
+    """`0.12 s`, `34 s`, `5 min 10 s`, `2 h 05 min`."""
+    if value < 10:
+        return f"{value:.2f} s"
+    if value < 120:
+        return f"{value:.0f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.1f}" if size >= GIB / 20 else "-"
+
+
+def _show_component(plan: ComponentPlan, out: Console) -> None:
+    component = plan.component
+    counts = sorted(set(plan.stage_parameters))
+    per_rank = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+    out.print(f"\n[bold]{component.name}[/] on {component.num_ranks} ranks: {describe(component)}")
+    out.print(f"{plan.model_parameters:,} parameters, {per_rank} on a rank")
+    out.print(_memory_table(plan))
+    out.print(_stage_line(plan))
+    out.print(f"host memory of a node: {gib(sum(plan.host.values()))} GiB ({_listed(plan.host, gib)})")
+    out.print(_time_table(plan))
+
+
+def _memory_table(plan: ComponentPlan) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title="GiB on the fullest stage's ranks", title_justify="left", title_style="dim")
+    for name in ("phase", "stage", *COLUMNS, "total", f"of {plan.limit / GIB:.1f}"):
+        table.add_column(name, justify="left" if name == "phase" else "right")
+    for phase in plan.component.work.phases:
+        moment = fullest(plan, phase)
+        cells = [gib(sum(moment.parts.get(part, 0) for part in parts)) for parts in COLUMNS.values()]
+        share = moment.total / plan.limit
+        style = "bold red" if share > 1 else "yellow" if share > 0.93 else "green"
+        table.add_row(phase.value, str(moment.stage), *cells, f"[bold]{gib(moment.total)}[/]", f"[{style}]{share:.0%}[/]")
+    return table
+
+
+def fullest(plan: ComponentPlan, phase: Phase) -> PhaseMemory:
+    """The stage of a phase that holds most."""
+    return max((moment for moment in plan.memory if moment.phase == phase), key=lambda moment: moment.total)
+
+
+def _stage_line(plan: ComponentPlan) -> str:
+    peaks = [max(m.total for m in plan.memory if m.stage == stage) for stage in range(plan.component.parallel.pp)]
+    return f"peak by stage: {'  '.join(gib(peak) for peak in peaks)}"
+
+
+def _time_table(plan: ComponentPlan) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title="predicted time of a training step", title_justify="left", title_style="dim")
+    table.add_column("phase")
+    table.add_column("time", justify="right")
+    table.add_column("of which")
+    for time in plan.times:
+        table.add_row(time.phase.value, seconds(time.total), _listed(time.parts, seconds))
+    return table
+
+
+def _listed(parts: Mapping[str, float], shown: Any) -> str:
+    return ", ".join(f"{name} {shown(value)}" for name, value in sorted(parts.items(), key=lambda item: -item[1]))
+
+
+def _show_alternatives(name: str, plans: Sequence[ComponentPlan], out: Console) -> None:
+    if not plans:
+        out.print(f"\n[bold]{name}[/]: no layout of these ranks fits; give it more ranks")
+        return
+    columns = ("tp", "pp", "vpp", "cp", "ep", "dp", "micro-batch", "recompute", "step", "GiB", "free GiB")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=f"{name}: fastest layouts that fit", title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for plan in plans:
+        component, p = plan.component, plan.component.parallel
+        passes = train_micro_batches(component) if component.optimizer is not None else None
+        table.add_row(
+            *(str(size) for size in (p.tp, p.pp, p.vpp, p.cp, p.ep, component.dp)),
+            _shape(passes) if passes else "-",
+            component.model.recompute.value,
+            seconds(plan.seconds),
+            gib(plan.peak.total),
+            gib(plan.limit - plan.peak.total),
+        )
+    out.print()
+    out.print(table)
+    out.print(f"the first of them: {' '.join(settings(plans[0].component))}", soft_wrap=True)
+
+
+def settings(component: Component) -> list[str]:
+    """The overrides that choose this layout."""
+    prefix = "" if component.name in ("actor", "trainer") else f"{component.name}."
+    p, model = component.parallel, component.model
+    chosen = [f"{prefix}parallel.{name}={getattr(p, name)}" for name in ("tp", "pp", "vpp", "cp", "ep")]
+    chosen.append(f"{prefix}parallel.sequence_parallel={str(p.sequence_parallel).lower()}")
+    name = "micro_batch_tokens" if model.micro_batch_tokens else "micro_batch_size"
+    return [*chosen, f"{prefix}model.{name}={getattr(model, name)}", f"{prefix}model.recompute={model.recompute.value}"]
+
+
+def problems(plan: ComponentPlan, cluster: ClusterConfig, helps: Sequence[tuple[str, int]]) -> list[str]:
+    """Why a component does not fit: phase, stage, by how much, and the settings that would lower the peak."""
+    name, found = plan.component.name, []
+    if not plan.fits:
+        peak = plan.peak
+        largest = _listed(dict(sorted(peak.parts.items(), key=lambda item: -item[1])[:3]), lambda size: f"{gib(size)} GiB")
+        found.append(
+            f"{name}: phase {peak.phase.value} on pipeline stage {peak.stage} needs {gib(peak.total)} GiB of {plan.limit / GIB:.1f}, "
+            f"{_excess(peak.total - plan.limit)} too much ({largest}). {_helps(helps, plan.limit)}"
+        )
+    host = sum(plan.host.values())
+    if host > cluster.host_memory_gib * GIB:
+        found.append(
+            f"{name}: the host memory of a node needs {gib(host)} GiB of {cluster.host_memory_gib:g}, "
+            f"{_excess(host - cluster.host_memory_gib * GIB)} too much ({_listed(plan.host, gib)})"
+        )
+    return found
+
+
+def _excess(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"
+
+
+def _helps(helps: Sequence[tuple[str, int]], limit: int) -> str:
+    fitting = [f"{setting} ({gib(peak)} GiB)" for setting, peak in helps if peak <= limit]
+    if fitting:
+        return f"One of these would do: {', '.join(fitting[:4])}"
+    if helps:
+        return f"No single setting is enough; these lower it most: {', '.join(f'{s} ({gib(p)} GiB)' for s, p in helps[:4])}"
+    return "Give it more ranks"
+
+
+def to_json(job: JobPlan) -> str:
+    """The whole plan; keys keep their names and meaning from version to version. Sizes in bytes, times in seconds."""
+    tree = {
+        "config": job.name,
+        "fits": not job.problems,
+        "problems": list(job.problems),
+        "step_seconds": job.step_seconds,
+        "cluster": asdict(job.cluster),
+        "components": {plan.component.name: _component_tree(plan) for plan in job.components},
+        "alternatives": {name: [_component_tree(plan) for plan in plans] for name, plans in job.alternatives.items()},
+    }
+    return json.dumps(tree, indent=2, default=_plain) + "\n"
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Enum):
+        return value.value
+    raise TypeError(f"{type(value).__name__} in a plan")
+
+
+def _component_tree(plan: ComponentPlan) -> dict[str, Any]:
+    component = plan.component
+    passes = train_micro_batches(component) if component.optimizer is not None else None
+    train = sum(time.total for time in plan.times if time.phase == Phase.train)
+    useful = model_flops(component, component.work.update_rows * component.work.num_updates * component.work.length, component.work.length)
+    return {
+        "ranks": component.num_ranks,
+        "dp": component.dp,
+        "parallel": asdict(component.parallel),
+        "recompute": component.model.recompute,
+        "dtype": component.model.dtype,
+        "settings": settings(component),
+        "micro_batches": asdict(passes) if passes else None,
+        "parameters": plan.model_parameters,
+        "parameters_per_rank": list(plan.stage_parameters),
+        "state_bytes": [asdict(state) for state in plan.sizes.stages],
+        "engine_weight_bytes": plan.sizes.engine_weights,
+        "layer_activation_bytes": plan.sizes.train.layer,
+        "memory": [{"phase": m.phase, "stage": m.stage, "bytes": m.total, "parts": dict(m.parts)} for m in plan.memory],
+        "peak_bytes": plan.peak.total,
+        "limit_bytes": plan.limit,
+        "fits": plan.fits,
+        "host_bytes": plan.host,
+        "seconds": {t.phase.value: {"total": t.total, "parts": dict(t.parts)} for t in plan.times},
+        "train_flops_per_second_per_rank": useful / train / component.num_ranks if train else None,
+    }

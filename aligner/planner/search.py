@@ -1,0 +1,235 @@
+"""Other layouts for the same ranks: all that divide, estimated from one built layer each, and the fastest that fit, planned in full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from aligner.errors import ConfigError
+from aligner.models.config import Recompute
+from aligner.parallel.topology import ParallelConfig
+from aligner.planner import dry_run
+from aligner.planner.buffers import Parameter, StateBytes, approximate_state_bytes, frozen_bytes
+from aligner.planner.config import ClusterConfig
+from aligner.planner.estimate import ComponentPlan, Scales, check, engine_weight_bytes, plan_component, replication
+from aligner.planner.memory import Sizes, decode_batch, inference_micro_batches, phase_memory, train_micro_batches
+from aligner.planner.schedule import stage_layers
+from aligner.planner.timing import phase_times
+from aligner.planner.workload import GIB, Component, Engine, Head, Phase
+
+MAX_VPP = 4
+MIN_CHUNK_TOKENS = 512  # of a context-parallel rank: shorter ones only add communication
+ROWS_PER_MICRO_BATCH = (1, 2, 4, 8)
+NOTICEABLE = 0.98  # of the peak: what lowers it less is no help
+VERIFIED = 4  # candidates planned in full for every one that is shown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A candidate with its estimated peak and seconds."""
+
+    component: Component
+    peak: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pieces:
+    """The parameters of a rank's embedding, of one layer, and of what stands after the last one."""
+
+    embedding: tuple[Parameter, ...]
+    layer: tuple[Parameter, ...]
+    end: tuple[Parameter, ...]
+
+
+class Estimator:
+    """Quick estimates: parameters from a model of one layer, activations from one row, both measured once for each way to split them."""
+
+    def __init__(self, cluster: ClusterConfig, scales: Scales) -> None:
+        self.cluster = cluster
+        self.scales = scales
+        self._pieces: dict[str, _Pieces] = {}
+
+    @property
+    def limit(self) -> int:
+        return int(self.cluster.gpu_memory_gib * GIB)
+
+    def estimate(self, component: Component) -> Estimate | None:
+        """None for a layout whose weights and training state alone do not fit."""
+        stages = self._states(component)
+        resident = max(state.weights + state.gradients + state.optimizer for state in stages)
+        if resident > self.limit:
+            return None
+        return self._estimate(component, stages)
+
+    def peak(self, component: Component) -> int:
+        """Estimated peak, whether it fits or not."""
+        return self._estimate(component, self._states(component)).peak
+
+    def _estimate(self, component: Component, stages: tuple[StateBytes, ...]) -> Estimate:
+        inference = self.scales.scaled_block(component, inference_micro_batches(component))
+        train = inference if component.optimizer is None else self.scales.scaled_block(component, train_micro_batches(component))
+        sizes = Sizes(stages=stages, train=train, inference=inference, engine_weights=self._engine_weights(component))
+        ends = {0, component.parallel.pp - 1}  # the first has most in flight, the last the logits
+        peak = max(moment.total for moment in phase_memory(component, sizes, self.cluster, ends))
+        seconds = sum(time.total for time in phase_times(component, sizes, self.cluster))
+        return Estimate(component=component, peak=peak, seconds=seconds)
+
+    def _states(self, component: Component) -> tuple[StateBytes, ...]:
+        pieces, layers = self._pieces_of(component), stage_layers(component.architecture.num_layers, component.parallel)
+        last = component.parallel.pp - 1
+        found = []
+        for stage, count in enumerate(layers):
+            state = _times(self._state(component, pieces.layer), count)
+            if stage == 0:
+                state += self._state(component, pieces.embedding)
+            if stage == last:
+                state += self._state(component, pieces.end)
+            if stage == last and last and component.architecture.tied_embeddings and component.head == Head.language:
+                state += self._state(component, pieces.embedding[:1])  # the output layer's copy
+            found.append(state)
+        return tuple(found)
+
+    def _state(self, component: Component, parameters: Sequence[Parameter]) -> StateBytes:
+        if component.optimizer is None:
+            return frozen_bytes(parameters)
+        return approximate_state_bytes(parameters, replication(component, self.cluster, stage=1))
+
+    def _engine_weights(self, component: Component) -> int:
+        pieces = self._pieces_of(component)
+        layers = [pieces.layer] * component.architecture.num_layers
+        return engine_weight_bytes(component, [[pieces.embedding, *layers, pieces.end]]) if component.engine is not None else 0
+
+    def _pieces_of(self, component: Component) -> _Pieces:
+        p = component.parallel
+        key = repr((component.architecture, component.head, p.tp, p.sequence_parallel, p.ep, p.etp, component.model.dtype))
+        if key not in self._pieces:
+            split = ParallelConfig(tp=p.tp, sequence_parallel=p.sequence_parallel, ep=p.ep, etp=p.etp)
+            one = replace(component, parallel=split, architecture=replace(component.architecture, num_layers=1))
+            (chunk,) = dry_run.shard_parameters(one, 0)
+            names = ("embedding.", "decoder.layers.")
+            embedding, layer = (tuple(q for q in chunk if q.name.startswith(name)) for name in names)
+            end = tuple(q for q in chunk if not q.name.startswith(names))
+            self._pieces[key] = _Pieces(embedding=embedding, layer=layer, end=end)
+        return self._pieces[key]
+
+
+def _times(state: StateBytes, count: int) -> StateBytes:
+    return StateBytes(weights=state.weights * count, gradients=state.gradients * count, optimizer=state.optimizer * count)
+
+
+def search(component: Component, cluster: ClusterConfig, scales: Scales, *, top: int) -> list[ComponentPlan]:
+    """The `top` layouts with the shortest step that fit, planned in full, fastest first; empty where none fits."""
+    estimator = Estimator(cluster, scales)
+    estimates = [found for candidate in candidates(component, cluster) if (found := estimator.estimate(candidate)) is not None]
+    fitting = sorted((found for found in estimates if found.peak <= estimator.limit), key=lambda found: found.seconds)
+    verified: list[ComponentPlan] = []
+    for found in _best_of_each_layout(fitting)[: top + VERIFIED]:
+        planned = plan_component(found.component, cluster, scales)
+        if planned.fits:
+            verified.append(planned)
+        if len(verified) == top:
+            break
+    return sorted(verified, key=lambda planned: planned.seconds)
+
+
+def _best_of_each_layout(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """The first of those that differ in micro-batch and recomputation only."""
+    best: dict[str, Estimate] = {}
+    for found in estimates:
+        best.setdefault(repr(found.component.parallel), found)
+    return list(best.values())
+
+
+def candidates(component: Component, cluster: ClusterConfig) -> Iterator[Component]:
+    """The component in every layout and with every micro-batch and recomputation that its sizes and ranks allow."""
+    for parallel in layouts(component, cluster):
+        for rows, recompute in product(ROWS_PER_MICRO_BATCH, Recompute if component.optimizer is not None else [component.model.recompute]):
+            model = component.model
+            if model.micro_batch_tokens:
+                model = replace(model, micro_batch_tokens=rows * component.work.length * component.work.unit, recompute=recompute)
+            else:
+                model = replace(model, micro_batch_size=rows, recompute=recompute)
+            candidate = replace(component, parallel=parallel, model=model, engine=_engine(component, parallel))
+            if _is_possible(candidate, rows):
+                yield candidate
+
+
+def _engine(component: Component, parallel: ParallelConfig) -> Engine | None:
+    """The engine keeps a size of its own, and follows the training layout where it had the same."""
+    engine = component.engine
+    return engine if engine is None or engine.tp != component.parallel.tp else replace(engine, tp=parallel.tp)
+
+
+def layouts(component: Component, cluster: ClusterConfig) -> Iterator[ParallelConfig]:
+    """Layouts of the component's ranks: tensor parallelism inside a node; every pipeline, context and expert size that divides."""
+    architecture, ranks = component.architecture, component.num_ranks
+    longest_cp = max(1, component.work.length // (2 * MIN_CHUNK_TOKENS))
+    for tp, cp in product(_powers(cluster.gpus_per_node), _powers(longest_cp)):
+        for pp in (n for n in range(1, architecture.num_layers + 1) if architecture.num_layers % n == 0 and ranks % (tp * cp * n) == 0):
+            for vpp in range(1, MAX_VPP + 1 if pp > 1 and component.optimizer is not None else 2):
+                for ep in _powers(max(1, architecture.num_experts)):
+                    yield ParallelConfig(tp=tp, sequence_parallel=tp > 1, pp=pp, vpp=vpp, cp=cp, ep=ep)
+
+
+def _powers(largest: int) -> list[int]:
+    return [2**n for n in range(largest.bit_length()) if 2**n <= largest]
+
+
+def _is_possible(candidate: Component, rows: int) -> bool:
+    try:
+        check(candidate)
+    except ConfigError:
+        return False
+    if candidate.optimizer is None or Phase.train not in candidate.work.phases:
+        return rows == 1 or inference_micro_batches(candidate).rows == rows
+    # A replica with fewer rows is the same as a smaller candidate.
+    return train_micro_batches(candidate).rows == rows * candidate.work.unit
+
+
+def advice(component: Component, cluster: ClusterConfig, scales: Scales) -> list[tuple[str, int]]:
+    """Single settings that lower the peak, each with the estimated peak in bytes, lowest first."""
+    estimator = Estimator(cluster, scales)
+    now = estimator.peak(component)
+    found = []
+    for setting, changed in _changes(component, cluster):
+        try:
+            check(changed)
+        except ConfigError:
+            continue
+        peak = estimator.peak(changed)
+        if peak < now * NOTICEABLE:
+            found.append((setting, peak))
+    return sorted(found, key=lambda change: change[1])
+
+
+def _changes(component: Component, cluster: ClusterConfig) -> Iterator[tuple[str, Component]]:
+    prefix = "" if component.name in ("actor", "trainer") else f"{component.name}."
+    parallel, model, optimizer, engine = component.parallel, component.model, component.optimizer, component.engine
+    for name, factors in (("tp", (2, 4, 8)), ("pp", (2, 4, 8)), ("cp", (2,)), ("ep", (2, 4, 8))):
+        for factor in factors:
+            size = getattr(parallel, name) * factor
+            if name == "tp" and size > cluster.gpus_per_node:
+                continue
+            # With tensor parallelism the planner always means sequence parallelism too.
+            sequence = parallel.sequence_parallel or name == "tp"
+            changed = replace(component, parallel=replace(parallel, **{name: size, "sequence_parallel": sequence}))
+            also = f" {prefix}parallel.sequence_parallel=true" if sequence != parallel.sequence_parallel else ""
+            yield f"{prefix}parallel.{name}={size}{also}", replace(changed, engine=_engine(component, changed.parallel))
+    for recompute in Recompute:
+        yield f"{prefix}model.recompute={recompute.value}", replace(component, model=replace(model, recompute=recompute))
+    if model.micro_batch_tokens:
+        yield (
+            f"{prefix}model.micro_batch_tokens={component.work.length}",
+            replace(component, model=replace(model, micro_batch_tokens=component.work.length)),
+        )
+    else:
+        yield f"{prefix}model.micro_batch_size=1", replace(component, model=replace(model, micro_batch_size=1))
+    if optimizer is not None:
+        for name in ("distributed", "offload"):
+            yield f"{prefix}optimizer.{name}=true", replace(component, optimizer=replace(optimizer, **{name: True}))
+    if engine is not None:
+        yield "rollout.offload=true", replace(component, engine=replace(engine, offload=True))
+        for size in sorted({max(1, decode_batch(component, engine) // share) for share in (2, 4, 8, 32)}):
+            yield f"rollout.max_batch_size={size}", replace(component, engine=replace(engine, max_batch_size=size))

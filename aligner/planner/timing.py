@@ -1,0 +1,244 @@
+"""How long a phase takes, from FLOPs, bytes and the cluster's published rates. A model, in this one pure file. It takes for granted:
+
+* Every sequence has its full length; data-parallel replicas have equal work; experts are equally loaded.
+* Matrix products run at `achievable_flops` of the peak, memory and links at `achievable_bandwidth` of theirs.
+* Tensor-, context- and expert-parallel collectives and pipeline sends wait for each other and for the computation (no overlap); of the
+  gradient's reduce-scatter and the weights' all-gather half is hidden behind it (`DATA_PARALLEL_OVERLAP`).
+* A group whose ranks fit on a node talks over NVLink, any other over the network.
+* A backward pass costs two forward passes; full recomputation adds one, selective the attention's quadratic part.
+* Decoding reads the engine's weights and the cache once per token, and no layer takes less than `launch_microseconds`. All sequences of a
+  batch run to their full length.
+* Host work, data loading, checkpoints and stragglers are not in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aligner.models.config import Recompute
+from aligner.planner.config import ClusterConfig
+from aligner.planner.memory import (
+    Sizes,
+    decode_batch,
+    feed_forward_size,
+    inference_micro_batches,
+    kv_bytes_per_token,
+    padded_vocabulary,
+    train_micro_batches,
+)
+from aligner.planner.schedule import MicroBatches, pipeline_slots, stage_layers
+from aligner.planner.workload import Component, Engine, Head, Phase
+
+DATA_PARALLEL_OVERLAP = 0.5
+GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseTime:
+    """Seconds of one phase of a training step, by cause."""
+
+    phase: Phase
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def phase_times(component: Component, sizes: Sizes, cluster: ClusterConfig) -> list[PhaseTime]:
+    """Every phase of the component's training step."""
+    found = []
+    for phase in component.work.phases:
+        if phase == Phase.train:
+            parts = _training(component, sizes, cluster)
+        elif phase == Phase.generate and component.engine is not None:
+            parts = _generation(component, component.engine, sizes, cluster)
+        else:
+            parts = _inference(component, cluster)
+        found.append(PhaseTime(phase=phase, parts=parts))
+    return found
+
+
+def step_seconds(times: Mapping[str, Mapping[Phase, float]]) -> float:
+    """A training step of the whole job, from the phases' seconds by component.
+
+    Servers score while the actor generates, and the critic trains while the actor does; whoever takes longer is waited for.
+    """
+    main = next(iter(times.values()))
+    servers = [phases for phases in times.values() if phases is not main]
+    scoring = max((sum(t for phase, t in own.items() if phase != Phase.train) for own in servers), default=0.0)
+    training = max((own.get(Phase.train, 0.0) for own in servers), default=0.0)
+    others = sum(t for phase, t in main.items() if phase not in (Phase.generate, Phase.train))
+    return max(main.get(Phase.generate, 0.0), scoring) + others + max(main.get(Phase.train, 0.0), training)
+
+
+def layer_flops(component: Component, length: int) -> tuple[float, float]:
+    """(matrix products, attention's quadratic part) of one token through one layer, forward; half of a causal square of `length`."""
+    a = component.architecture
+    attention = 2 * a.hidden_size * a.head_dim * (2 * a.num_attention_heads + 2 * a.num_key_value_heads)
+    feed_forward = 2 * a.hidden_size * feed_forward_size(component) * (3 if a.gated_mlp else 2)
+    router = 2 * a.hidden_size * a.num_experts
+    return float(attention + feed_forward + router), 2.0 * a.num_attention_heads * a.head_dim * length
+
+
+def model_flops(component: Component, tokens: int, length: int) -> float:
+    """Useful FLOPs of one training pass over `tokens` tokens (forward and backward, no recomputation): what MFU counts."""
+    linear, quadratic = layer_flops(component, length)
+    head = 2 * component.architecture.hidden_size * padded_vocabulary(component) if component.head == Head.language else 0
+    return 3.0 * tokens * ((linear + quadratic) * component.architecture.num_layers + head)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pass:
+    """Seconds of the slowest stage for one micro-batch, by cause."""
+
+    compute: float
+    logits: float
+    tensor: float
+    context: float
+    experts: float
+    sends: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.logits + self.tensor + self.context + self.experts + self.sends
+
+
+def _training(component: Component, sizes: Sizes, cluster: ClusterConfig) -> dict[str, float]:
+    passes, updates = train_micro_batches(component), component.work.num_updates
+    forward = 3.0 + (1.0 if component.model.recompute == Recompute.full else 0.0)
+    again = 1.0 if component.model.recompute == Recompute.selective else 0.0
+    one = _one_pass(component, passes, cluster, times=forward, extra_attention=again)
+    parts = _through_pipeline(component, passes, one, forward_only=False)
+    parts |= _update(component, sizes, cluster)
+    return {name: seconds * updates for name, seconds in parts.items() if seconds}
+
+
+def _inference(component: Component, cluster: ClusterConfig) -> dict[str, float]:
+    passes = inference_micro_batches(component)
+    one = _one_pass(component, passes, cluster, times=1.0, extra_attention=0.0)
+    return {name: seconds for name, seconds in _through_pipeline(component, passes, one, forward_only=True).items() if seconds}
+
+
+def _through_pipeline(component: Component, passes: MicroBatches, one: _Pass, *, forward_only: bool) -> dict[str, float]:
+    slots = pipeline_slots(component.parallel, passes.count, forward_only=forward_only)
+    return {
+        "layers": one.compute * passes.count,
+        "logits": one.logits * passes.count,
+        "tensor parallel": one.tensor * passes.count,
+        "context parallel": one.context * passes.count,
+        "expert parallel": one.experts * passes.count,
+        "pipeline sends": one.sends * passes.count,
+        "pipeline bubble": one.total * (slots - passes.count),
+    }
+
+
+def _one_pass(component: Component, passes: MicroBatches, cluster: ClusterConfig, *, times: float, extra_attention: float) -> _Pass:
+    """`times` counts forward passes (3: forward and backward)."""
+    a, p = component.architecture, component.parallel
+    layers = max(stage_layers(a.num_layers, p))
+    tokens = passes.tokens / p.cp
+    rate = peak_flops(component, cluster)
+    linear, quadratic = layer_flops(component, passes.length)
+    flops = layers * tokens * (linear * times + quadratic * (times + extra_attention)) / p.tp
+    logits = 0.0
+    if component.head == Head.language:
+        selected = passes.rows * min(component.work.response_length, passes.length) / p.cp
+        projections = 1.0 if times == 1.0 else 4.0  # the backward pass projects again
+        logits = 2 * selected * a.hidden_size * padded_vocabulary(component) / p.tp * projections / rate
+    collectives = 1.0 if times == 1.0 else times - 1.0  # a backward pass moves what one forward pass moves
+    hidden = tokens * a.hidden_size * component.dtype_bytes
+    return _Pass(
+        compute=flops / rate,
+        logits=logits,
+        tensor=collectives * layers * 2 * all_reduce(hidden, p.tp, p.tp, cluster),
+        context=collectives * layers * _exchange_context(component, passes, cluster),
+        experts=collectives * layers * _exchange_experts(component, hidden, cluster),
+        sends=min(times, 2.0) * p.vpp * _send(component, hidden, cluster) if p.pp > 1 else 0.0,
+    )
+
+
+def peak_flops(component: Component, cluster: ClusterConfig) -> float:
+    """FLOP/s that a GPU's matrix products reach."""
+    return (cluster.fp8_tflops if component.model.fp8 else cluster.bf16_tflops) * TERA * cluster.achievable_flops
+
+
+def link(span: int, cluster: ClusterConfig) -> float:
+    """Bytes per second between ranks of which the furthest two are `span` ranks apart."""
+    rate = cluster.nvlink_gb_per_second if span <= cluster.gpus_per_node else cluster.network_gb_per_second
+    return rate * GIGA * cluster.achievable_bandwidth
+
+
+def all_reduce(size: float, ranks: int, span: int, cluster: ClusterConfig) -> float:
+    """Seconds of a ring all-reduce, which is what a reduce-scatter and an all-gather of the same tensor take together."""
+    return 2 * all_gather(size, ranks, span, cluster)
+
+
+def all_gather(size: float, ranks: int, span: int, cluster: ClusterConfig) -> float:
+    """Seconds until every rank has the whole `size` bytes of which it had its share (or the reverse, a reduce-scatter)."""
+    if ranks == 1:
+        return 0.0
+    return size * (ranks - 1) / ranks / link(span, cluster) + cluster.collective_microseconds * MICRO
+
+
+def _exchange_context(component: Component, passes: MicroBatches, cluster: ClusterConfig) -> float:
+    """Keys and values of the whole sequence to every rank of the context-parallel group, in one layer."""
+    a, p = component.architecture, component.parallel
+    size = 2 * passes.tokens * math.ceil(a.num_key_value_heads / p.tp) * a.head_dim * component.dtype_bytes
+    return all_gather(size, p.cp, p.tp * p.cp, cluster)
+
+
+def _exchange_experts(component: Component, hidden: float, cluster: ClusterConfig) -> float:
+    """Tokens to their experts and back, in one layer: two all-to-alls."""
+    a, p = component.architecture, component.parallel
+    if not a.num_experts or p.ep == 1:
+        return 0.0
+    size = hidden / (p.tp if p.sequence_parallel else 1) * a.experts_per_token
+    return 2 * (size * (p.ep - 1) / p.ep / link(p.etp * p.ep, cluster) + cluster.collective_microseconds * MICRO)
+
+
+def _send(component: Component, hidden: float, cluster: ClusterConfig) -> float:
+    split = component.parallel.tp if component.parallel.sequence_parallel else 1
+    return hidden / split / link(component.num_ranks, cluster) + cluster.collective_microseconds * MICRO
+
+
+def _update(component: Component, sizes: Sizes, cluster: ClusterConfig) -> dict[str, float]:
+    """Gradients reduced, weights updated and gathered: once per optimizer update."""
+    p, ranks = component.parallel, component.dp * component.parallel.cp
+    fullest = max(sizes.stages, key=lambda state: state.gradients)
+    span = p.tp * ranks
+    exchange = all_gather(fullest.gradients, ranks, span, cluster) + all_gather(fullest.weights, ranks, span, cluster)
+    memory = 2 * fullest.optimizer + fullest.gradients + fullest.weights
+    return {
+        "data parallel": exchange * (1 - DATA_PARALLEL_OVERLAP),
+        "optimizer": memory / (cluster.hbm_gb_per_second * GIGA * cluster.achievable_bandwidth),
+    }
+
+
+def _generation(component: Component, engine: Engine, sizes: Sizes, cluster: ClusterConfig) -> dict[str, float]:
+    """Prefill at matrix-product speed, then one token at a time at memory speed."""
+    a, work = component.architecture, component.work
+    replicas = max(1, component.num_ranks // engine.tp)
+    rows = math.ceil(work.rows / replicas)
+    batch = decode_batch(component, engine)
+    waves = math.ceil(rows / batch)
+    prompt = max(1, work.length - work.response_length)
+    linear, quadratic = layer_flops(component, prompt)
+    rate = peak_flops(component, cluster)
+    prefill = a.num_layers * rows * prompt * (linear + quadratic) / engine.tp / rate
+    cached = batch * (prompt + work.response_length / 2) * kv_bytes_per_token(component, engine)
+    memory = (sizes.engine_weights + cached) / (cluster.hbm_gb_per_second * GIGA * cluster.achievable_bandwidth)
+    products = a.num_layers * batch * linear / engine.tp / rate
+    launches = a.num_layers * cluster.launch_microseconds * MICRO
+    reduce = 2 * a.num_layers * all_reduce(batch * a.hidden_size * component.dtype_bytes, engine.tp, engine.tp, cluster)
+    steps = waves * work.response_length
+    parts = {
+        "prefill": prefill,
+        "decoding": steps * max(memory, products, launches),
+        "tensor parallel": steps * reduce,
+    }
+    if component.engine_holds_weights:
+        parts["refit"] = sizes.engine_weights * 2 / link(component.num_ranks, cluster)
+    return {name: seconds for name, seconds in parts.items() if seconds}

@@ -1,0 +1,97 @@
+"""What is planned: the components of a job, each a model in a layout with the work of one training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from aligner.models.config import Architecture, Dtype, ModelConfig
+from aligner.models.optimizer import OptimizerConfig
+from aligner.parallel.topology import ParallelConfig
+
+GIB = 2**30
+
+
+class Head(str, Enum):
+    """What stands on the last hidden state."""
+
+    language = "language"
+    scalar = "scalar"
+
+
+class Phase(str, Enum):
+    """One part of a training step; the member names are those of the run's `time/*` metrics."""
+
+    generate = "generate"
+    logprobs = "logprobs"
+    ref_logprobs = "ref_logprobs"
+    values = "values"
+    scores = "scores"
+    train = "train"
+
+
+INFERENCE = (Phase.logprobs, Phase.ref_logprobs, Phase.values, Phase.scores)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """One training step of a component. Sequences are taken at their longest: the plan is of the worst batch."""
+
+    phases: tuple[Phase, ...]
+    rows: int  # sequences per training step
+    length: int  # tokens of the longest sequence
+    response_length: int  # of them, those that have log-probs
+    update_rows: int = 0  # sequences per optimizer update; 0 for a frozen model
+    num_updates: int = 0  # optimizer updates per training step
+    unit: int = 1  # rows that stay together: 2 for preference pairs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """The built-in rollout engine: replicas of `tp` ranks each, over all ranks of the component."""
+
+    tp: int
+    max_batch_size: int
+    bucket_bytes: int  # of weights on their way into its layout
+    offload: bool  # its own weights are given back while it does not generate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Component:
+    """One SPMD job of `num_ranks` ranks."""
+
+    name: str
+    head: Head
+    num_ranks: int
+    architecture: Architecture
+    model: ModelConfig  # its dtype is not `auto`
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig | None  # None: frozen
+    work: Work
+    engine: Engine | None = None
+    has_reference: bool = False  # a frozen copy of the weights in host memory, on the device for a pass
+    saves_asynchronously: bool = False  # a copy of what is saved waits in host memory
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel replicas."""
+        return self.num_ranks // self.parallel.replica_size
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one weight or activation."""
+        return 2 if self.model.dtype == Dtype.bfloat16 else 4
+
+    @property
+    def engine_holds_weights(self) -> bool:
+        """Whether sampling needs weights of its own: it cannot read training parameters that another layout split."""
+        if self.engine is None:
+            return False
+        parallel, architecture = self.parallel, self.architecture
+        same = parallel.tp == self.engine.tp and parallel.pp == 1 and architecture.num_key_value_heads % parallel.tp == 0
+        return not (same and (not architecture.num_experts or (parallel.ep == 1 and parallel.etp in (1, parallel.tp))))
+
+    @property
+    def shards_sequences(self) -> int:
+        """Into how many parts hidden states between layers are split."""
+        return self.parallel.cp * (self.parallel.tp if self.parallel.sequence_parallel else 1)

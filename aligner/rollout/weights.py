@@ -1,0 +1,156 @@
+"""The weights that a rollout engine computes with, by role: the training parameters in place, or the engine's own in another split.
+
+In place costs nothing and needs no refit. Its own ones the engine needs where the training layout leaves a rank without all layers or all
+experts (pipeline, expert parallelism), or splits them over another number of ranks. Names are global, as `models.initialise` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from aligner.models.build import LanguageModel
+from aligner.models.config import Architecture, Normalization, PositionEmbedding
+from aligner.models.families import weight_names
+from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, Layout
+from aligner.models.initialise import global_name
+from aligner.models.shards import Place, all_places, tensor_group
+from aligner.parallel.reshard import Move, Sharding, even, grouped, padded, replicated
+
+POSITIONS = "embedding.position_embeddings.weight"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Affine:
+    """Weight and bias of a linear layer or a norm; bias None where there is none."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedForward:
+    """A dense layer's, or an expert's, two matrices; `up` is `[gate; up]` where the model gates."""
+
+    up: Affine
+    down: Affine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerWeights:
+    """One layer's parameters on this rank; what the architecture lacks is None or empty. Without a router there is one expert: the MLP."""
+
+    input_norm: Affine
+    qkv: Affine
+    q_norm: Affine | None
+    k_norm: Affine | None
+    attention_out: Affine
+    mlp_norm: Affine
+    router: Tensor | None
+    experts: tuple[FeedForward, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelWeights:
+    """All layers, and the rows of the vocabulary that this rank holds; `output` may have rows of padding after the real ones."""
+
+    embedding: Tensor
+    positions: Tensor | None
+    layers: tuple[LayerWeights, ...]
+    final_norm: Affine
+    output: Tensor
+
+
+def by_role(tensors: Mapping[str, Tensor], architecture: Architecture) -> ModelWeights:
+    """The named tensors of a whole model (of one rank of a split) in the places where the decoder looks for them."""
+
+    def affine(name: str, *, bias: bool) -> Affine:
+        return Affine(weight=tensors[name + ".weight"], bias=tensors[name + ".bias"] if bias else None)
+
+    return ModelWeights(
+        embedding=tensors[EMBEDDING],
+        positions=tensors[POSITIONS] if architecture.position_embedding == PositionEmbedding.learned else None,
+        layers=tuple(_layer(f"decoder.layers.{number}.", affine, tensors, architecture) for number in range(architecture.num_layers)),
+        final_norm=affine("decoder.final_layernorm", bias=architecture.normalization != Normalization.rms_norm),
+        output=tensors[EMBEDDING if architecture.tied_embeddings else OUTPUT_LAYER],
+    )
+
+
+def _layer(prefix: str, affine: Callable[..., Affine], tensors: Mapping[str, Tensor], architecture: Architecture) -> LayerWeights:
+    norm_bias, bias = architecture.normalization != Normalization.rms_norm, architecture.linear_bias
+    experts = [f"mlp.experts.local_experts.{number}." for number in range(architecture.num_experts)]
+    return LayerWeights(
+        input_norm=affine(prefix + "input_layernorm", bias=norm_bias),
+        qkv=affine(prefix + "self_attention.linear_qkv", bias=bias or architecture.qkv_bias),
+        q_norm=affine(prefix + "self_attention.q_layernorm", bias=norm_bias) if architecture.qk_norm else None,
+        k_norm=affine(prefix + "self_attention.k_layernorm", bias=norm_bias) if architecture.qk_norm else None,
+        attention_out=affine(prefix + "self_attention.linear_proj", bias=bias),
+        mlp_norm=affine(prefix + "pre_mlp_layernorm", bias=norm_bias),
+        router=tensors[prefix + "mlp.router.weight"] if experts else None,
+        experts=tuple(
+            FeedForward(up=affine(prefix + mlp + "linear_fc1", bias=bias), down=affine(prefix + mlp + "linear_fc2", bias=bias))
+            for mlp in experts or ["mlp."]
+        ),
+    )
+
+
+def named_parameters(chunks: Sequence[LanguageModel]) -> dict[str, Tensor]:
+    """This rank's training parameters by global name. The last stage's copy of a tied embedding is left out: the first stage has it."""
+    return {
+        global_name(chunk, name): parameter
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+        if not (name == OUTPUT_LAYER and chunk.share_embeddings_and_output_weights)
+    }
+
+
+def moves(chunks: Sequence[LanguageModel], *, tp: int) -> list[Move]:
+    """How every tensor of the model gets from the training layout to `tp` tensor-parallel ranks: the same list on every rank.
+
+    Collective over each pipeline group. Raises ConfigError where the model's sizes cannot be split over `tp` ranks.
+    """
+    chunk = chunks[0]
+    found = []
+    for place in all_places(chunks):
+        source, target = _shardings(place, chunk.architecture, old_tp=tensor_group(chunk, place).size(), tp=tp)
+        found.append(
+            Move(
+                name=place.name,
+                shape=place.shape,
+                dtype=place.dtype,
+                source=source,
+                target=target,
+                stage=place.stage,
+                expert_rank=place.expert_rank,
+            )
+        )
+    return found
+
+
+def _shardings(place: Place, architecture: Architecture, *, old_tp: int, tp: int) -> tuple[Sharding, Sharding]:
+    """(training, rollout): rank by rank what is held of the full tensor."""
+    dim = place.split_dim
+    if dim is None:
+        return replicated(place.shape[0]), replicated(place.shape[0])
+    size = place.shape[dim] * old_tp
+    layout = weight_names(architecture).find(place.name).layout
+    if layout == Layout.vocabulary:
+        # The training layout's padding where it fits: then equal splits stay equal and nothing need be gathered.
+        rows = size if size % tp == 0 else -(-architecture.vocab_size // tp) * tp
+        return even(size, old_tp), padded(architecture.vocab_size, rows, tp)
+    if layout in (Layout.qkv, Layout.packed_qkv):
+        groups = architecture.num_key_value_heads
+        return even(size, old_tp), grouped(groups, architecture.num_attention_heads // groups, architecture.head_dim, tp)
+    blocks = 2 if layout == Layout.gate_up else 1
+    return even(size, old_tp, dim=dim, blocks=blocks), even(size, tp, dim=dim, blocks=blocks)
+
+
+def usable_in_place(chunk: LanguageModel, *, tp: int) -> bool:
+    """Whether every rank holds, for `tp` ranks that share the model in rollouts, all that it needs: it can read the training parameters."""
+    groups, architecture = chunk.pg_collection, chunk.architecture
+    same = groups.tp.size() == tp and groups.pp.size() == 1 and architecture.num_key_value_heads % tp == 0
+    if not architecture.num_experts:
+        return same
+    return same and groups.ep.size() == 1 and groups.expt_tp.size() == tp

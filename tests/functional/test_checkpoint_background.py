@@ -1,0 +1,42 @@
+"""PPO with both models saved in the background at every step: pairs, the newest two of them, with the same bits as a run that waits."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from resumed_runs import optimizer_and_weights, same_tensors
+from training_jobs import checkpoint_steps, launcher, ppo_settings, run_job, without_times, write_task
+
+pytestmark = [pytest.mark.pytriton, pytest.mark.timeout(900)]
+LAUNCH = launcher("ppo")
+BACKGROUND = ("loop.save_every=1", "checkpoint.asynchronous=true", "checkpoint.keep=2")
+
+
+def settings(folder: Path, max_steps: int) -> list[str]:
+    reward = ("reward.function.function=aligner.rewards.builtin:fixed_string", '+reward.function.arguments.target="7-"')
+    small = ("algorithm.rollouts_per_step=24", "algorithm.mini_batch_size=12", "critic.mini_batch_size=12")
+    sized = tuple(name.split("=")[0] for name in small)
+    return [*(setting for setting in ppo_settings(folder) if not setting.startswith(sized)), *small, *reward, f"loop.max_steps={max_steps}"]
+
+
+def test_a_run_that_saves_in_the_background(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    waiting, background = tmp_path / "waiting", tmp_path / "background"
+    run_job(LAUNCH, waiting, settings(tmp_path, 4))
+    run_job(LAUNCH, background, [*settings(tmp_path, 3), *BACKGROUND])
+    for component in ("policy", "critic"):
+        assert checkpoint_steps(background / "checkpoints" / component) == [2, 3]
+        assert not list((background / "checkpoints" / component).glob(".[wr]*"))
+    output = run_job(LAUNCH, background, [*settings(tmp_path, 4), *BACKGROUND])
+    assert "resumed after step 3" in output and "critic: resumed after step 3" in output
+    for component in ("policy", "critic"):
+        folder = background / "checkpoints" / component
+        assert checkpoint_steps(folder) == [3, 4]
+        last = optimizer_and_weights(folder / "step_000004")
+        same_tensors(last, optimizer_and_weights(waiting / "checkpoints" / component / "step_000004"))
+    assert without_times(background) == without_times(waiting)

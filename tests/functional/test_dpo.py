@@ -1,0 +1,140 @@
+"""DPO from the entry script: it learns a rule that holds for unseen pairs, and on real human preferences its numbers are transformers'."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from training_jobs import checkpoint_steps, launcher, metrics_of, run_job, script, series, tiny_settings, write_task
+
+pytestmark = pytest.mark.timeout(600)
+TRAIN = script("train_dpo.py")
+BETA = 0.1
+
+
+def write_pairs(path: Path, *, seed: int, count: int) -> None:
+    """Prompts like `3+4=`; the chosen response is of even digits, the rejected one of odd digits, of 2 to 6 each."""
+    draw = random.Random(seed)
+    records = [
+        {
+            "prompt": f"{draw.randrange(10)}+{draw.randrange(10)}=",
+            "chosen": "".join(draw.choices("02468", k=draw.randint(2, 6))),
+            "rejected": "".join(draw.choices("13579", k=draw.randint(2, 6))),
+        }
+        for _ in range(count)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture(scope="module")
+def rule(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of 20 steps on pairs that follow the rule."""
+    folder = tmp_path_factory.mktemp("dpo")
+    write_task(folder)
+    write_pairs(folder / "pairs.jsonl", seed=1, count=200)
+    write_pairs(folder / "held_out.jsonl", seed=2, count=50)
+    settings = [
+        *(setting for setting in tiny_settings(folder) if not setting.startswith(("data.", "rollout.", "optimizer.lr="))),
+        *(f"data.train={folder / 'pairs.jsonl'}", f"data.validation={folder / 'held_out.jsonl'}", "data.max_length=16"),
+        *("algorithm.batch_size=32", "optimizer.lr=3e-3", "loop.max_steps=20", "loop.validate_first=true", "loop.validate_every=10"),
+    ]
+    run_job(launcher("dpo"), folder / "run", settings)
+    return folder / "run"
+
+
+def test_it_prefers_what_it_was_shown_on_unseen_pairs(rule: Path) -> None:
+    before, *_, after = (line.values for line in metrics_of(rule) if "validation/accuracy" in line.values)
+    assert before["validation/loss"] == pytest.approx(math.log(2)) and before["validation/margin"] == 0  # the policy is the reference
+    assert after["validation/accuracy"] > 0.95
+    assert after["validation/margin"] > 0.5 and after["validation/loss"] < 0.5
+    assert after["validation/chosen_reward"] > after["validation/rejected_reward"]
+
+
+def test_the_training_metrics_are_sane(rule: Path) -> None:
+    lines = [line.values for line in metrics_of(rule) if line.step]
+    assert len(lines) == 20
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    assert lines[0]["preference/loss"] == pytest.approx(math.log(2)) and lines[0]["preference/margin"] == 0
+    assert lines[-1]["preference/accuracy"] > 0.95
+    assert checkpoint_steps(rule / "checkpoints" / "policy") == [20]
+
+
+LENGTH = 96  # of the 1,500 pairs 88 are that short for a vocabulary of 512
+
+
+@pytest.fixture(scope="module")
+def preferences(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
+    """The run directory of training the small pretrained model on human preferences; validated on the pairs that it is trained on."""
+    directory = tmp_path_factory.mktemp("preferences") / "run"
+    pairs = shared_data / "hh_harmless" / "comparisons.jsonl"
+    settings = [
+        *(f"model.path={shared_data / 'stories260k'}", f"data.train={pairs}", f"data.validation={pairs}"),
+        *(f"data.max_length={LENGTH}", "data.over_long=drop", "model.micro_batch_size=8"),
+        *("algorithm.batch_size=22", "algorithm.validation_batch_size=22", f"algorithm.beta={BETA}"),
+        *("optimizer.lr=5e-4", "optimizer.min_lr=5e-5", "optimizer.warmup_steps=2", "optimizer.weight_decay=0"),
+        *("loop.max_steps=12", "loop.validate_every=6", "logging.tensorboard=false", "logging.progress=plain"),
+    ]
+    run_job(TRAIN, directory, settings)
+    return directory
+
+
+@pytest.mark.shared
+def test_accuracy_and_margin_rise_on_human_preferences(preferences: Path) -> None:
+    accuracy, margin = ([values[name] for values in _validated(preferences)] for name in ("validation/accuracy", "validation/margin"))
+    assert accuracy[-1] > 0.8 and accuracy[-1] > accuracy[0]
+    assert margin[-1] > margin[0] > 0
+    losses = series(preferences, "preference/loss")
+    assert losses[0] == pytest.approx(math.log(2)) and sum(losses[-4:]) / 4 < 0.6
+
+
+@pytest.mark.shared
+def test_its_validation_is_what_transformers_computes(preferences: Path, shared_data: Path) -> None:
+    """beta * (log pi - log ref) of each response from the exported model and the original one, row by row, without padding."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(preferences / "export")
+    policy = AutoModelForCausalLM.from_pretrained(preferences / "export")
+    original = AutoModelForCausalLM.from_pretrained(shared_data / "stories260k")
+    margins = [
+        BETA * (_log_ratio(policy, original, *chosen) - _log_ratio(policy, original, *rejected))
+        for chosen, rejected in _short_pairs(tokenizer, shared_data / "hh_harmless" / "comparisons.jsonl")
+    ]
+    last = _validated(preferences)[-1]
+    assert len(margins) == 88
+    assert last["validation/margin"] == pytest.approx(sum(margins) / len(margins), abs=1e-4)
+    assert last["validation/accuracy"] == pytest.approx(sum(m > 0 for m in margins) / len(margins), abs=0.012)  # one pair may be a near-tie
+    assert last["validation/loss"] == pytest.approx(sum(math.log1p(math.exp(-m)) for m in margins) / len(margins), abs=1e-4)
+
+
+def _validated(directory: Path) -> list[dict[str, float]]:
+    return [line.values for line in metrics_of(directory) if "validation/accuracy" in line.values]
+
+
+def _short_pairs(tokenizer, path: Path):
+    """(tokens, number of prompt tokens) of both responses of every pair that is short enough, as `aligner.data` makes them."""
+    from aligner.data.config import OverLong, PreferenceDataConfig
+    from aligner.data.preferences import load_preferences
+    from aligner.data.tokenizer import load_tokenizer
+
+    config = PreferenceDataConfig(train=str(path), max_length=LENGTH, over_long=OverLong.drop)
+    for pair in load_preferences(str(path), config, load_tokenizer(tokenizer.name_or_path))[0]:
+        yield tuple((row.tokens, row.loss_mask.index(True)) for row in (pair.chosen, pair.rejected))
+
+
+@torch.no_grad()
+def _log_ratio(policy, reference, tokens: tuple[int, ...], num_prompt_tokens: int) -> float:
+    """log pi - log ref of the response, in float64."""
+    rows = torch.tensor([tokens])
+    logprobs = [
+        model(rows).logits[0, :-1].double().log_softmax(-1).gather(1, rows[0, 1:, None])[num_prompt_tokens - 1 :].sum().item()
+        for model in (policy, reference)
+    ]
+    return logprobs[0] - logprobs[1]

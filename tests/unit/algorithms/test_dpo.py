@@ -1,0 +1,114 @@
+"""DPO on fakes: what a step asks of its parts, validation by hand, and the config's checks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from aligner.algorithms.dpo import DPO, DPOConfig
+from aligner.algorithms.loop import Clock
+from aligner.data.preferences import PreferencePair
+from aligner.data.supervised import SupervisedExample
+from aligner.errors import ConfigError
+from aligner.losses.preference import DPOVariant
+from aligner.types import PreferenceBatch
+
+
+def row(*response: int) -> SupervisedExample:
+    """The prompt token 1 and a response."""
+    return SupervisedExample(tokens=(1, *response), loss_mask=(False, *[True] * len(response)), source="test:1")
+
+
+def pair(chosen: tuple[int, ...], rejected: tuple[int, ...]) -> PreferencePair:
+    return PreferencePair(chosen=row(*chosen), rejected=row(*rejected), margin=0.0)
+
+
+PAIRS = [pair((5,), (6, 6)), pair((7, 7), (8,)), pair((9,), (10,))]
+
+
+class TokenPolicy:
+    """The log-prob of token t is -t / 10, whatever stands before it."""
+
+    def __init__(self) -> None:
+        self.num_passes = 0
+
+    def logprobs(self, batch: PreferenceBatch) -> torch.Tensor:
+        self.num_passes += 1
+        return -batch.tokens / 10 * batch.loss_mask
+
+
+def dpo(fakes, log=None, *, policy=None, reference=None, validation=(), **config) -> DPO:
+    log = [] if log is None else log
+    return DPO(
+        DPOConfig(**({"batch_size": 2, "validation_batch_size": 2} | config)),
+        policy or fakes.FakePolicy(log),
+        reference or fakes.FakePolicy(log, level=-1.5),
+        train=PAIRS,
+        validation=validation,
+        pad_id=0,
+        seed=1,
+    )
+
+
+def test_a_step_trains_on_one_batch_with_the_references_log_probs(fakes) -> None:
+    log: list[str] = []
+    algorithm = dpo(fakes, log)
+    metrics = algorithm.step(1, Clock()).metrics
+    assert log == ["logprobs", "update"]  # the reference's, then one update: the policy itself needs no pass without gradient
+    (batch,) = algorithm.policy.trained
+    assert batch.tokens.shape[0] == 4  # two pairs
+    chosen = {example.chosen.tokens for example in PAIRS}
+    assert all(tuple(tokens[:length].tolist()) in chosen for tokens, length in zip(batch.tokens[::2], batch.lengths[::2], strict=True))
+    torch.testing.assert_close(batch.ref_logprobs, -1.5 * batch.loss_mask)
+    assert metrics["optim/steps"] == 1 and metrics["data/epoch"] == pytest.approx(2 / 3) and metrics["data/tokens_per_second"] > 0
+
+
+def test_the_data_of_a_step_depend_on_its_number_alone(fakes) -> None:
+    """So that a resumed run needs no position in the data."""
+    one, other = dpo(fakes), dpo(fakes)
+    for step in (1, 2, 3):
+        one.step(step, Clock())
+    other.step(3, Clock())
+    assert torch.equal(one.policy.trained[2].tokens, other.policy.trained[0].tokens)
+    assert one.state() == {}
+
+
+def test_the_loss_is_the_configs(fakes) -> None:
+    algorithm = dpo(fakes, loss=DPOVariant.hinge, beta=0.5, sft_coef=0.25)
+    assert algorithm.loss.keywords == {"beta": 0.5, "variant": DPOVariant.hinge, "label_smoothing": 0.0, "sft_coef": 0.25}
+
+
+def test_validation_by_hand(fakes) -> None:
+    """Reference log-probs -1.5 a token, the policy's -token / 10. l - ref: 1.0, 1.8 | 1.6, 0.7 | 0.6, 0.5: D = -0.8, 0.9, 0.1."""
+    algorithm = dpo(fakes, policy=TokenPolicy(), validation=PAIRS, beta=0.5)
+    metrics = algorithm.validate()
+    assert metrics["validation/accuracy"] == pytest.approx(2 / 3)
+    assert metrics["validation/margin"] == pytest.approx(0.5 * 0.2 / 3)
+    assert metrics["validation/loss"] == pytest.approx(sum(math.log1p(math.exp(-0.5 * d)) for d in (-0.8, 0.9, 0.1)) / 3)
+    assert dpo(fakes).validate() == {}
+
+
+def test_the_references_log_probs_of_validation_pairs_are_computed_once(fakes) -> None:
+    policy, reference = TokenPolicy(), TokenPolicy()
+    algorithm = dpo(fakes, policy=policy, reference=reference, validation=PAIRS)
+    first, second = algorithm.validate(), algorithm.validate()
+    assert first == second and first["validation/loss"] == pytest.approx(math.log(2))
+    assert (reference.num_passes, policy.num_passes) == (2, 4)  # two batches
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"batch_size": 0}, "algorithm.batch_size=0, validation_batch_size=64: must be at least 1"),
+        ({"beta": 0.0}, "algorithm.beta=0.0: must be above 0"),
+        ({"label_smoothing": 0.5}, "algorithm.label_smoothing=0.5: must be at least 0 and below 0.5"),
+        ({"label_smoothing": 0.1, "loss": DPOVariant.ipo}, "algorithm.label_smoothing=0.1: needs loss=sigmoid or robust, not ipo"),
+        ({"sft_coef": -1.0}, "algorithm.sft_coef=-1.0: must not be negative"),
+    ],
+)
+def test_bad_settings(settings: dict, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DPOConfig(**settings)
+    assert str(caught.value) == text

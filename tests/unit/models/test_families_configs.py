@@ -1,0 +1,234 @@
+"""The shipped model sizes: their published parameter counts, their Hugging Face configs, and which layouts they allow."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.config import conf_directory, from_yaml
+from aligner.errors import ConfigError
+from aligner.models.config import Activation, Architecture, ModelConfig, PositionEmbedding, Recompute
+from aligner.models.divisible import check_divisible
+from aligner.models.families import architecture_from_hf, architecture_to_hf
+from aligner.parallel.topology import ParallelConfig
+
+# What the model hubs give as the number of parameters. GPT-3: 12 H^2 + 13 H per layer (four H x H attention matrices, two H x 4H, biases,
+# two norms), vocabulary and positions times H, the final norm's 2 H. Nemotron-4's paper says 9.4B in embeddings and 331.6B elsewhere.
+PUBLISHED = {
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "qwen2_5_1_5b": 1_543_714_304,
+    "qwen2_5_7b": 7_615_616_512,
+    "qwen2_5_72b": 72_706_203_648,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_32b": 32_762_123_264,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "mixtral_8x7b": 46_702_792_704,
+    "gpt_175b": 96 * (12 * 12288**2 + 13 * 12288) + (50257 + 2048) * 12288 + 2 * 12288,
+    "nemotron_340b": 2 * 256000 * 18432 + 331_592_011_776,
+}
+
+
+def shipped(name: str) -> ModelConfig:
+    return from_yaml(ModelConfig, (conf_directory() / "model" / f"{name}.yaml").read_text())
+
+
+def count(architecture: Architecture) -> int:
+    """Parameters of the model that is really built, on the meta device."""
+    from aligner.models.build import build_language_model
+
+    with torch.device("meta"):
+        chunks = build_language_model(architecture, ModelConfig(make_vocab_divisible_by=1), ParallelConfig(), load=True)
+    return sum(p.numel() for chunk in chunks for p in chunk.parameters())
+
+
+def test_every_shipped_size_is_counted_here():
+    assert {path.stem for path in (conf_directory() / "model").glob("*.yaml")} == PUBLISHED.keys() | {"tiny", "from_path"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_count_is_the_published_one(name, topology):
+    """All layers are alike: what a second layer adds, every further one adds."""
+    architecture = shipped(name).architecture
+    one, two = (count(dataclasses.replace(architecture, num_layers=n)) for n in (1, 2))
+    assert one + (architecture.num_layers - 1) * (two - one) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_shipped_size_is_one_of_its_family(name):
+    architecture = shipped(name).architecture
+    assert architecture_from_hf(json.loads(json.dumps(architecture_to_hf(architecture)))) == architecture
+    assert shipped(name).seq_length <= architecture.max_position_embeddings
+
+
+def test_sizes_in_the_comments_are_the_tested_ones():
+    for name, total in PUBLISHED.items():
+        assert f"{total:,} parameters" in (conf_directory() / "model" / f"{name}.yaml").read_text(), name
+
+
+# Which layouts a model allows.
+
+LLAMA_70B = "llama3_70b"
+MOE = {"num_experts": 6, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "vocab_size": 61}
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "message"),
+    [
+        (LLAMA_70B, {"tp": 3}, "parallel.tp=3: does not divide the model's num_attention_heads=64; allowed: 1, 2, 4, 8, 16, 32, 64"),
+        (LLAMA_70B, {"pp": 3}, "parallel.pp=3: does not divide the model's num_layers=80; allowed: 1, 2, 4, 5, 8, 10, 16, 20, 40, 80"),
+        (
+            LLAMA_70B,
+            {"pp": 8, "vpp": 4},
+            "parallel.vpp=4: does not divide the 10 of the model's num_layers=80 that each stage holds; allowed: 1, 2, 5, 10",
+        ),
+        (
+            LLAMA_70B,
+            {"pp": 4, "first_stage_layers": 19},
+            "parallel.first_stage_layers=19: with first_stage_layers=19 and last_stage_layers=0, 61 of the model's num_layers=80 remain "
+            "for 3 equal stages; allowed: 2, 5, 8, 11, 14, 17, 20,",
+        ),
+        (LLAMA_70B, {"pp": 2, "first_stage_layers": 40, "last_stage_layers": 41}, "parallel.first_stage_layers=40: .*; allowed: 39$"),
+        (LLAMA_70B, {"ep": 2}, r"parallel.ep=2: the model has no experts \(num_experts=0\); allowed: 1$"),
+        (LLAMA_70B, {"etp": 2}, r"parallel.etp=2: the model has no experts \(num_experts=0\); allowed: 1$"),
+        ("mixtral_8x7b", {"tp": 4, "sequence_parallel": True}, r"parallel.etp=1: without expert parallelism \(ep=1\) .*; allowed: 4$"),
+        ("mixtral_8x7b", {"ep": 3}, "parallel.ep=3: does not divide the model's num_experts=8; allowed: 1, 2, 4, 8$"),
+        ("mixtral_8x7b", {"tp": 2, "etp": 2}, "parallel.sequence_parallel=false: a model with experts and parallel.tp=2 needs it"),
+    ],
+)
+def test_impossible_layouts_name_the_possible_ones(model, parallel, message):
+    with pytest.raises(ConfigError, match=message):
+        check_divisible(shipped(model).architecture, ParallelConfig(**parallel))
+
+
+def test_experts_that_cannot_be_split():
+    with pytest.raises(
+        ConfigError, match="parallel.etp=5: does not divide the model's expert_ffn_hidden_size=24; allowed: 1, 2, 3, 4, 6, 8"
+    ):
+        check_divisible(Architecture(**MOE), ParallelConfig(ep=2, etp=5))
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        (LLAMA_70B, {"tp": 8, "pp": 8, "vpp": 5}),
+        (LLAMA_70B, {"tp": 16, "pp": 4, "first_stage_layers": 19, "last_stage_layers": 19}),
+        (LLAMA_70B, {"pp": 2, "first_stage_layers": 39}),
+        ("mixtral_8x7b", {"tp": 2, "sequence_parallel": True, "ep": 8, "etp": 2}),
+        ("qwen3_235b_a22b", {"tp": 4, "sequence_parallel": True, "pp": 2, "ep": 32}),
+        ("gpt_175b", {"tp": 8, "pp": 16}),
+        ("nemotron_340b", {"tp": 8, "pp": 12}),
+    ],
+)
+def test_possible_layouts_of_large_models(model, parallel):
+    check_divisible(shipped(model).architecture, ParallelConfig(**parallel))
+
+
+# What an architecture itself must satisfy.
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rotary_fraction": 0.0}, r"architecture.rotary_fraction=0.0: must be in \(0, 1\]"),
+        ({"rotary_fraction": 1.5}, r"architecture.rotary_fraction=1.5: must be in \(0, 1\]"),
+        ({"head_dim": 8, "rotary_fraction": 0.4}, "architecture.rotary_fraction=0.4: of head_dim=8 it rotates"),
+        ({"position_embedding": PositionEmbedding.learned, "rotary_fraction": 0.5}, "rotary_fraction=0.5: position_embedding=learned"),
+        (
+            {"position_embedding": PositionEmbedding.learned, "rope_llama3_factor": 8.0},
+            "rope_llama3_factor=8.0: position_embedding=learned",
+        ),
+        ({"num_experts": -1}, "architecture.num_experts=-1: must not be negative"),
+        ({"num_experts": 4}, "architecture.experts_per_token=0: must be from 1 to num_experts=4"),
+        ({"num_experts": 4, "experts_per_token": 5}, "architecture.experts_per_token=5: must be from 1 to num_experts=4"),
+        ({"num_experts": 4, "experts_per_token": 2}, "architecture.expert_ffn_hidden_size=0: must be at least 1"),
+        ({"experts_per_token": 2}, "architecture.experts_per_token=2: needs num_experts > 0"),
+        (
+            {"num_experts": 4, "experts_per_token": 1, "expert_ffn_hidden_size": 8},
+            "architecture.normalize_expert_weights=True: with experts_per_token=1 .* allowed: False",
+        ),
+    ],
+)
+def test_architectures_that_make_no_sense(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        Architecture(**fields)
+
+
+def test_odd_heads_are_allowed_where_nothing_is_rotated():
+    assert Architecture(hidden_size=12, head_dim=3, position_embedding=PositionEmbedding.learned).head_dim == 3
+
+
+# What Megatron-Core is told.
+
+
+def settings(parallel: dict | None = None, model: dict | None = None, **architecture):
+    from aligner.models.megatron_config import transformer_config
+
+    sizes = Architecture(**({"vocab_size": 61} | architecture))
+    return transformer_config(sizes, ModelConfig(**(model or {})), ParallelConfig(**(parallel or {})), load=True)
+
+
+def test_pipeline_settings_that_gloo_needs():
+    """Batched exchanges under the interleaved schedule, and outputs freed early, give wrong gradients on gloo."""
+    plain, interleaved = settings({"pp": 2}), settings({"pp": 2, "vpp": 2})
+    assert (plain.overlap_p2p_comm, plain.batch_p2p_comm) == (False, True)
+    assert (interleaved.overlap_p2p_comm, interleaved.batch_p2p_comm) == (True, False)
+    for config in (plain, interleaved):
+        assert config.deallocate_pipeline_outputs == torch.cuda.is_available()
+        assert not config.variable_seq_lengths
+    assert plain.virtual_pipeline_model_parallel_size is None and interleaved.virtual_pipeline_model_parallel_size == 2
+    uneven = settings({"pp": 2, "last_stage_layers": 1})
+    assert (uneven.num_layers_in_first_pipeline_stage, uneven.num_layers_in_last_pipeline_stage) == (None, 1)
+
+
+def test_recomputation_settings():
+    none, selective, full = (settings(model={"recompute": r}) for r in (Recompute.none, Recompute.selective, Recompute.full))
+    assert none.recompute_granularity is None
+    assert (selective.recompute_granularity, selective.recompute_modules) == ("selective", ["core_attn"])
+    assert (full.recompute_granularity, full.recompute_method, full.recompute_num_layers) == ("full", "uniform", 1)
+
+
+def test_router_settings():
+    plain = settings(**MOE)
+    assert (plain.moe_router_load_balancing_type, plain.moe_aux_loss_coeff, plain.moe_z_loss_coeff) == ("none", 0.0, None)
+    assert not plain.moe_router_pre_softmax and plain.moe_router_dtype == "fp32" and plain.moe_token_dispatcher_type == "alltoall"
+    balanced = settings(model={"router_aux_loss_coef": 0.01, "router_z_loss_coef": 0.001}, **MOE, normalize_expert_weights=False)
+    assert (balanced.moe_router_load_balancing_type, balanced.moe_aux_loss_coeff) == ("aux_loss", 0.01)
+    assert balanced.moe_z_loss_coeff == 0.001 and balanced.moe_router_pre_softmax
+
+
+def test_activations_by_hand():
+    """At x = 2: silu 2/(1+e^-2); gelu 2 Phi(2); its tanh form x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); relu(x)^2."""
+    expected = {
+        Activation.silu: 1.7615942,
+        Activation.gelu: 1.9544997,
+        Activation.gelu_tanh: 1.9545977,
+        Activation.squared_relu: 4.0,
+    }
+    for activation, value in expected.items():
+        function = settings(activation=activation, gated_mlp=False).activation_func
+        assert function(torch.tensor([2.0])).item() == pytest.approx(value, abs=1e-6)
+        assert function(torch.tensor([-30.0])).item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_zero_centered_norm_by_hand():
+    """x = [-1, 1] has mean 0 and variance 1: with weights [0.5, -1] and biases [0.25, 2] it becomes [-1.5 + 0.25, 0 + 2]."""
+    from aligner.models.layers import ZeroCenteredLayerNorm
+
+    norm = ZeroCenteredLayerNorm(2, eps=0.0)
+    x = torch.tensor([[-1.0, 1.0]])
+    assert torch.equal(norm(x), x)  # starts as the identity on normalized input
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([0.5, -1.0]))
+        norm.bias.copy_(torch.tensor([0.25, 2.0]))
+    assert torch.allclose(norm(x), torch.tensor([[-1.25, 2.0]]))
+
+
+def test_unknown_files_are_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match="model_type='gptj' is not supported; allowed: .*nemotron, gpt2"):
+        architecture_from_hf({"model_type": "gptj"})

@@ -1,0 +1,72 @@
+"""Random weights are the same for every layout and differ where they should."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _world(topology) -> None: ...
+
+
+def build(seed: int = 5, **sizes):
+    from aligner.models.build import build_language_model
+    from aligner.models.config import Architecture, ModelConfig
+    from aligner.parallel.topology import ParallelConfig
+
+    fields = {"vocab_size": 61, "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "initializer_range": 0.1} | sizes
+    divisor = {"make_vocab_divisible_by": 8}
+    (chunk,) = build_language_model(Architecture(**fields), ModelConfig(**divisor), ParallelConfig(), load=False, seed=seed)
+    return chunk
+
+
+def test_scale_and_special_cases():
+    chunk = build(qkv_bias=True, family="qwen2", tied_embeddings=False)
+    weights = dict(chunk.named_parameters())
+    assert weights["decoder.layers.0.self_attention.linear_qkv.weight"].std().item() == pytest.approx(0.1, rel=0.05)
+    assert weights["decoder.layers.1.mlp.linear_fc2.weight"].std().item() == pytest.approx(0.1 / 2, rel=0.05)  # sqrt(2 * 2 layers)
+    assert weights["decoder.layers.1.self_attention.linear_proj.weight"].std().item() == pytest.approx(0.1 / 2, rel=0.05)
+    assert torch.equal(weights["decoder.final_layernorm.weight"], torch.ones(64))
+    assert not weights["decoder.layers.0.self_attention.linear_qkv.bias"].any()
+    embedding = weights["embedding.word_embeddings.weight"]
+    assert embedding.shape[0] == 64 and not embedding[61:].any() and embedding[:61].std().item() == pytest.approx(0.1, rel=0.05)
+    assert not torch.equal(embedding, weights["output_layer.weight"])
+
+
+def test_layers_differ_and_seeds_matter():
+    chunk, again, other = build(), build(), build(seed=6)
+    first, second = (layer.mlp.linear_fc1.weight for layer in chunk.decoder.layers)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, again.decoder.layers[0].mlp.linear_fc1.weight)
+    assert not torch.equal(first, other.decoder.layers[0].mlp.linear_fc1.weight)
+
+
+def test_a_deeper_model_starts_with_the_same_layers_up_to_their_scale():
+    """What a pipeline stage draws depends on the layer's own number, not on those before it."""
+    shallow, deep = build(), build(num_layers=3)
+    for name in ("input_layernorm", "mlp.linear_fc1"):
+        ours, theirs = (model.decoder.layers[1].get_submodule(name).weight for model in (shallow, deep))
+        assert torch.equal(ours, theirs)
+
+
+def test_names_of_norms_that_transformer_engine_fuses():
+    from aligner.models.initialise import global_name
+
+    chunk = build()
+    assert global_name(chunk, "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight") == "decoder.layers.1.input_layernorm.weight"
+    assert global_name(chunk, "decoder.layers.0.mlp.linear_fc1.layer_norm_bias") == "decoder.layers.0.pre_mlp_layernorm.bias"
+    assert global_name(chunk, "decoder.layers.0.mlp.linear_fc1.weight") == "decoder.layers.0.mlp.linear_fc1.weight"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_transformer_engine_is_refused_where_it_is_not():
+    from aligner.errors import ConfigError
+    from aligner.models.build import build_language_model
+    from aligner.models.config import Architecture, ModelConfig
+    from aligner.parallel.topology import ParallelConfig
+
+    with pytest.raises(ConfigError, match=r"model.transformer_engine=true: the package transformer-engine is not installed"):
+        build_language_model(Architecture(vocab_size=61), ModelConfig(transformer_engine=True), ParallelConfig(), load=True)
+    with pytest.raises(ConfigError, match=r"model.fp8=true: needs model.transformer_engine=true"):
+        ModelConfig(fp8=True)

@@ -1,0 +1,65 @@
+"""What sleeps in host memory leaves the device, and comes back as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aligner.losses.sft import sft_loss
+from aligner.models.optimizer import OptimizerConfig
+from aligner.types import LabeledBatch
+
+
+@pytest.fixture(autouse=True)
+def _world(topology) -> None: ...
+
+
+def batch(number: int) -> LabeledBatch:
+    tokens = torch.randint(1, 61, (4, 12), generator=torch.Generator().manual_seed(number))
+    mask = torch.arange(12).expand(4, 12) > 2
+    return LabeledBatch(tokens=tokens, lengths=torch.full((4,), 12), loss_mask=mask)
+
+
+def policy(make_model, *, offload: bool, distributed: bool, dtype: str):
+    from aligner.models.config import Dtype
+
+    optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, offload=offload, distributed=distributed)
+    return make_model("policy", optimizer=optimizer, config={"dtype": Dtype(dtype)}, training={"micro_batch_size": 2})
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sleep_frees_and_training_goes_on_bit_for_bit(make_model, distributed, dtype):
+    kept = policy(make_model, offload=False, distributed=distributed, dtype=dtype)
+    slept = policy(make_model, offload=True, distributed=distributed, dtype=dtype)
+    for step in range(3):
+        kept.train_step(batch(step), sft_loss)
+        slept.train_step(batch(step), sft_loss)
+        slept.sleep()
+        gradients = [b.grad_data.untyped_storage().nbytes() for b in slept.model.runners[0].buffers]
+        assert gradients and not any(gradients)
+        assert torch.equal(slept.logprobs(batch(9)), kept.logprobs(batch(9)))  # weights stay
+    for ours, theirs in zip(slept.module.parameters(), kept.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_moments_and_main_weights_leave(make_model):
+    from aligner.models.offload import _optimizer_tensors
+
+    model = policy(make_model, offload=True, distributed=True, dtype="bfloat16").model
+    model.sleep()
+    model.wake()
+    assert not model.host.is_out
+    awake = [t.untyped_storage().nbytes() for t in _optimizer_tensors(model.optimizer)]
+    assert all(awake)
+    model.sleep()
+    assert not any(t.untyped_storage().nbytes() for t in _optimizer_tensors(model.optimizer))
+    model.sleep()  # twice is once
+    model.wake()
+    assert [t.untyped_storage().nbytes() for t in _optimizer_tensors(model.optimizer)] == awake
+
+
+def test_without_the_option_nothing_moves(make_model):
+    model = policy(make_model, offload=False, distributed=True, dtype="float32").model
+    model.sleep()
+    assert not model.host.is_out and all(b.grad_data.untyped_storage().nbytes() for b in model.runners[0].buffers)

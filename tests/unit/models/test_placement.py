@@ -1,0 +1,81 @@
+"""Where tokens lie in the model's input, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aligner.types import TokenBatch
+
+
+@pytest.fixture(autouse=True)
+def _world(topology) -> None: ...
+
+
+def batch() -> TokenBatch:
+    return TokenBatch(tokens=torch.tensor([[11, 12, 13, 0], [21, 22, 0, 0]]), lengths=torch.tensor([3, 2]))
+
+
+def test_padded_rows():
+    from aligner.models.placement import Splits, place
+
+    placed = place(batch(), Splits())
+    assert placed.tokens.tolist() == [[11, 12, 13], [21, 22, 0]]
+    assert placed.positions.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert placed.token_of.tolist() == [[0, 1, 2], [4, 5, -1]]
+    assert placed.next_token_of.tolist() == [[1, 2, -1], [5, -1, -1]]
+    assert placed.padding.tolist() == [[False, False, False], [False, False, True]]
+    assert placed.packed is None and placed.whole_shape == (2, 3)
+
+
+def test_a_fixed_shape_adds_columns_and_rows():
+    from aligner.models.placement import Splits, place
+
+    placed = place(batch(), Splits(), shape=(3, 6))
+    assert placed.tokens.tolist() == [[11, 12, 13, 0, 0, 0], [21, 22, 0, 0, 0, 0], [0] * 6]
+    assert placed.next_token_of.tolist() == [[1, 2, -1, -1, -1, -1], [5, -1, -1, -1, -1, -1], [-1] * 6]
+
+
+def test_packed_rows():
+    from aligner.models.placement import Splits, place
+
+    placed = place(batch(), Splits(packed=True, sequence_parallel_size=4))  # 5 tokens in multiples of 4: 3 of padding
+    assert placed.tokens.tolist() == [[11, 12, 13, 21, 22, 0, 0, 0]]
+    assert placed.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert placed.token_of.tolist() == [[0, 1, 2, 4, 5, -1, -1, -1]]
+    assert placed.next_token_of.tolist() == [[1, 2, -1, 5, -1, -1, -1, -1]]
+    assert placed.packed.cu_seqlens_q.tolist() == [0, 3, 5, 8] and placed.packed.max_seqlen_q == 3
+
+
+@pytest.mark.parametrize(("rank", "slots"), [(0, [0, 3]), (1, [1, 2])])
+def test_context_parallel_ranks_hold_an_early_and_a_late_chunk(rank, slots):
+    from aligner.models.placement import Splits, place
+
+    whole = place(batch(), Splits(), shape=(2, 4))
+    part = place(batch(), Splits(cp_rank=rank, cp_size=2))
+    for name in ("tokens", "positions", "token_of", "next_token_of"):
+        assert torch.equal(getattr(part, name), getattr(whole, name)[:, slots])
+    assert part.whole_shape == (2, 4)
+
+
+def test_context_parallel_packed_rows_are_split_one_by_one():
+    from aligner.models.placement import Splits, place
+
+    splits = [Splits(cp_rank=rank, cp_size=2, packed=True) for rank in range(2)]
+    first, second = (place(batch(), split) for split in splits)  # each row becomes 4 slots
+    assert first.tokens.tolist() == [[11, 0, 21, 0]] and second.tokens.tolist() == [[12, 13, 22, 0]]
+    assert first.positions.tolist() == [[0, 3, 0, 3]] and second.positions.tolist() == [[1, 2, 1, 2]]
+    assert first.next_token_of.tolist() == [[1, -1, 5, -1]] and second.next_token_of.tolist() == [[2, -1, -1, -1]]
+    assert first.packed.cu_seqlens_q.tolist() == [0, 4, 8]  # of the whole row
+
+
+@pytest.mark.parametrize(("splits", "row", "total"), [((1, 1), 1, 1), ((1, 4), 4, 4), ((2, 1), 4, 4), ((2, 4), 8, 8), ((4, 3), 24, 24)])
+def test_multiples(splits, row, total):
+    """2 cp for the chunks, cp x tp for sequence parallelism of a rank's part; packed, the second concerns the sum only."""
+    from aligner.models.placement import Splits
+
+    padded = Splits(cp_size=splits[0], sequence_parallel_size=splits[1])
+    assert (padded.row_multiple, padded.total_multiple) == (row, total)
+    packed = Splits(cp_size=splits[0], sequence_parallel_size=splits[1], packed=True)
+    assert packed.row_multiple == (1 if splits[0] == 1 else 2 * splits[0])
+    assert packed.total_multiple == total

@@ -1,0 +1,218 @@
+"""Schedules, memory and time against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from aligner.config import compose, conf_directory
+from aligner.errors import ConfigError
+from aligner.models.config import Architecture, Dtype, ModelConfig, Recompute
+from aligner.models.optimizer import OptimizerConfig
+from aligner.parallel.topology import ParallelConfig
+from aligner.planner import memory, report, schedule, search, timing
+from aligner.planner.buffers import StateBytes
+from aligner.planner.config import ClusterConfig, Device
+from aligner.planner.dry_run import BlockBytes
+from aligner.planner.estimate import check
+from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
+from aligner.schemas import TrainSFT
+
+CLUSTER = ClusterConfig(
+    device=Device.gpu,
+    gpus_per_node=8,
+    gpu_memory_gib=80,
+    bf16_tflops=100,
+    hbm_gb_per_second=1000,
+    nvlink_gb_per_second=100,
+    network_gb_per_second=10,
+    reserved_gib=1,
+    communicator_gib=0.5,
+    achievable_flops=0.5,
+    achievable_bandwidth=0.5,
+    collective_microseconds=0,
+    launch_microseconds=0,
+)
+ARCHITECTURE = Architecture(
+    num_layers=8,
+    hidden_size=64,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    ffn_hidden_size=128,
+    vocab_size=1000,
+    max_position_embeddings=1024,
+)
+
+
+def component(**changes) -> Component:
+    parallel = changes.pop("parallel", {})
+    model = ModelConfig(dtype=Dtype.bfloat16, micro_batch_size=2, make_vocab_divisible_by=8, **changes.pop("model", {}))
+    phases = (Phase.generate, Phase.logprobs, Phase.ref_logprobs, Phase.train)
+    return Component(
+        **{
+            "name": "actor",
+            "head": Head.language,
+            "num_ranks": 16,
+            "architecture": ARCHITECTURE,
+            "model": model,
+            "parallel": ParallelConfig(**parallel),
+            "optimizer": OptimizerConfig(),
+            "work": Work(phases=phases, rows=64, length=256, response_length=128, update_rows=32, num_updates=2),
+            **changes,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("parallel", "layers"),
+    [
+        ({}, [8]),
+        ({"pp": 4}, [2, 2, 2, 2]),
+        ({"pp": 4, "first_stage_layers": 1, "last_stage_layers": 1}, [1, 3, 3, 1]),
+        ({"pp": 2, "first_stage_layers": 5}, [5, 3]),
+    ],
+)
+def test_layers_of_a_stage(parallel: dict, layers: list[int]) -> None:
+    assert schedule.stage_layers(8, ParallelConfig(**parallel)) == layers
+
+
+def test_micro_batches_in_flight() -> None:
+    plain, interleaved = ParallelConfig(pp=4), ParallelConfig(pp=4, vpp=2)
+    assert [schedule.in_flight(plain, stage, 16) for stage in range(4)] == [4, 3, 2, 1]
+    assert [schedule.in_flight(plain, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    # Warm-up of 2 (pp - stage - 1) + (vpp - 1) pp chunk passes, and one more.
+    assert [schedule.in_flight(interleaved, stage, 16) for stage in range(4)] == [11, 9, 7, 5]
+    assert schedule.in_flight(interleaved, 0, 4) == 8
+
+
+def test_micro_batches() -> None:
+    cut = schedule.micro_batches
+    assert cut(component(), 32) == schedule.MicroBatches(count=1, rows=2, length=256)  # 16 replicas of 2 rows
+    assert cut(component(parallel={"tp": 8}), 32) == schedule.MicroBatches(count=8, rows=2, length=256)
+    by_tokens = component(parallel={"tp": 8}, model={"micro_batch_tokens": 1000})  # 3 rows of 256 tokens
+    assert cut(by_tokens, 32) == schedule.MicroBatches(count=6, rows=3, length=256)
+    # Groups of pp: 6 passes become 8. Lengths: a multiple of 2 cp = 6 (258).
+    assert cut(component(parallel={"pp": 4, "vpp": 2, "tp": 2}, model={"micro_batch_tokens": 1000}), 32).count == 8
+    assert cut(component(num_ranks=3, parallel={"cp": 3}), 32).length == 258
+
+
+def test_engine_weights_of_its_own() -> None:
+    engine = Engine(tp=2, max_batch_size=8, bucket_bytes=0, offload=False)
+    assert not component(parallel={"tp": 2}, engine=engine).engine_holds_weights
+    assert component(parallel={"tp": 4}, engine=engine).engine_holds_weights
+    assert component(parallel={"tp": 2, "pp": 2}, engine=engine).engine_holds_weights
+    assert not component(parallel={"tp": 2, "cp": 2}, engine=engine).engine_holds_weights
+    assert not component().engine_holds_weights
+
+
+def test_memory_of_every_phase() -> None:
+    state = StateBytes(weights=GIB, gradients=2 * GIB, optimizer=3 * GIB)
+    block = BlockBytes(layer=1000, ends=500_000, backward=70, forward=80)
+    own = component(parallel={"tp": 4, "pp": 2}, engine=Engine(tp=4, max_batch_size=4, bucket_bytes=10, offload=True), has_reference=True)
+    sizes = memory.Sizes(stages=(state, state), train=block, inference=block, engine_weights=5 * GIB)
+    found = {(m.phase, m.stage): m.parts for m in memory.phase_memory(own, sizes, CLUSTER, (0, 1))}
+    first = found[Phase.train, 0]
+    assert (first["weights"], first["gradients"], first["optimizer"]) == (GIB, 2 * GIB, 3 * GIB)
+    # Two micro-batches in flight, each of 4 layers and an input and output of 2 x 256 x 64 bfloat16 numbers.
+    assert first["activations"] == 2 * (4 * 1000 + 2 * 512 * 64 * 2)
+    assert found[Phase.train, 1]["activations"] == (4 * 1000 + 2 * 512 * 64 * 2) + (500_000 - 2 * 512 * 64 * 2)
+    assert "engine weights" not in first and "logits" not in first and "logits" in found[Phase.train, 1]
+    # Communicators: the world, tp, pp and dp of 2.
+    assert first["context and communicators"] == 3 * GIB
+    assert found[Phase.ref_logprobs, 0]["reference"] == GIB
+    generate = found[Phase.generate, 0]
+    assert generate["engine weights"] == 5 * GIB and generate["refit buckets"] == 20
+    # 16 ranks / 4 = 4 replicas, 16 sequences each, 4 at a time; 8 layers, one head of 8 numbers, keys and values, 2 bytes; 3/8 to compact.
+    assert generate["KV cache"] == 4 * 256 * 8 * 8 * 2 * 2 * 11 // 8
+    offloading = replace(own, optimizer=OptimizerConfig(offload=True))
+    away = {(m.phase, m.stage): m.parts for m in memory.phase_memory(offloading, sizes, CLUSTER, (0,))}
+    assert "optimizer" not in away[Phase.generate, 0] and "optimizer" in away[Phase.train, 0]
+    host = memory.host_memory(offloading, sizes, CLUSTER)
+    assert host["reference"] == 8 * GIB and host["optimizer (between training phases)"] == 24 * GIB
+
+
+def test_flops_of_a_layer() -> None:
+    # q and output: 2 x 64 x 64 each, k and v: 64 x 32 each, three matrices of 64 x 128; 2 FLOPs each. Attention: 2 x 8 heads x 8 x length.
+    assert timing.layer_flops(component(), 100) == (2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128), 2 * 64 * 100)
+
+
+def test_links_and_collectives() -> None:
+    assert timing.link(8, CLUSTER) == 50e9 and timing.link(9, CLUSTER) == 5e9
+    assert timing.all_gather(100e9, 4, 4, CLUSTER) == pytest.approx(75 / 50)
+    assert timing.all_reduce(100e9, 4, 16, CLUSTER) == pytest.approx(2 * 75 / 5)
+    assert timing.all_reduce(1e9, 1, 1, CLUSTER) == 0
+
+
+def test_recomputation_and_bubble_cost_time() -> None:
+    state = StateBytes(weights=0, gradients=0, optimizer=0)
+    block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
+
+    def parts(**changes) -> dict[str, float]:
+        own = component(**changes)
+        sizes = memory.Sizes(stages=(state,) * own.parallel.pp, train=block, inference=block, engine_weights=0)
+        (train,) = (t for t in timing.phase_times(own, sizes, CLUSTER) if t.phase == Phase.train)
+        return dict(train.parts)
+
+    none, full = parts(), parts(model={"recompute": Recompute.full})
+    assert full["layers"] == pytest.approx(none["layers"] * 4 / 3)
+    # 2 updates x 1 micro-batch of 2 x 256 tokens, 3 passes, at 50 TFLOP/s.
+    linear, quadratic = timing.layer_flops(component(), 256)
+    assert none["layers"] == pytest.approx(2 * 512 * 8 * 3 * (linear + quadratic) / 50e12)
+    piped = parts(parallel={"pp": 4})  # 4 replicas, 4 micro-batches: a bubble of 3 more
+    assert piped["pipeline bubble"] == pytest.approx(3 / 4 * (piped["layers"] + piped["logits"] + piped["pipeline sends"]))
+
+
+def test_a_step_waits_for_the_slower_side() -> None:
+    actor = {Phase.generate: 10.0, Phase.logprobs: 1.0, Phase.ref_logprobs: 2.0, Phase.train: 4.0}
+    critic = {Phase.values: 12.0, Phase.train: 3.0}
+    assert timing.step_seconds({"actor": actor}) == 17
+    assert timing.step_seconds({"actor": actor, "critic": critic}) == 12 + 3 + 4
+
+
+def test_refused_sizes_name_the_component() -> None:
+    with pytest.raises(ConfigError, match="^actor: parallel.tp=3: does not divide the model's num_attention_heads=8"):
+        check(component(parallel={"tp": 3}))
+    with pytest.raises(ConfigError, match="^actor: .*does not divide the 16 ranks"):
+        check(component(parallel={"pp": 8, "tp": 4}))
+    with pytest.raises(ConfigError, match="mini-batches of 4 are smaller than the 16 data-parallel replicas"):
+        check(component(work=replace(component().work, update_rows=4)))
+    with pytest.raises(ConfigError, match="rollout.tp=3: does not divide the 16 ranks"):
+        check(component(engine=Engine(tp=3, max_batch_size=1, bucket_bytes=0, offload=False)))
+
+
+def test_candidates_divide() -> None:
+    found = list(search.candidates(component(), CLUSTER))
+    assert {c.parallel.tp for c in found} == {1, 2, 4, 8}
+    assert {c.parallel.pp for c in found} == {1, 2, 4, 8}
+    assert {c.parallel.cp for c in found} == {1}  # sequences of 256 tokens are not worth splitting
+    assert all(c.parallel.sequence_parallel == (c.parallel.tp > 1) for c in found)
+    for candidate in found:
+        check(candidate)
+
+
+@pytest.mark.parametrize("value, text", [(0.5, "0.50 s"), (34.4, "34 s"), (310, "5 min 10 s"), (7500, "2 h 05 min")])
+def test_shown_times(value: float, text: str) -> None:
+    assert report.seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"gpus_per_node": 0}, "cluster.gpus_per_node=0: must be above 0"),
+        ({"achievable_flops": 1.5}, "cluster.achievable_flops=1.5: a part of the peak, at most 1"),
+        ({"fragmentation": 1.0}, "cluster.fragmentation=1.0: must be below 1"),
+    ],
+)
+def test_bad_clusters(change: dict, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ClusterConfig(**change)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (conf_directory() / "cluster").glob("*.yaml")))
+def test_shipped_clusters(name: str) -> None:
+    cluster = compose(TrainSFT, "sft", ["data.train=x", f"+cluster={name}"]).cluster
+    assert cluster.device == (Device.cpu if name == "laptop" else Device.gpu)
+    if cluster.device == Device.gpu:
+        assert cluster.gpus_per_node == 8 and cluster.nvlink_gb_per_second > cluster.network_gb_per_second
