@@ -104,6 +104,7 @@ class GRPO:
         task, config = self.task, self.config
         prompts = [prompt for prompt in task.prompts(step) for _ in range(config.group_size)]
         seeds = sample_seeds(task.seed, step, len(prompts))
+        self.policy.sleep()  # a checkpoint may have woken it
         with clock.phase("generate"):
             collected = collect(task.engine, prompts, seeds, scorers=Scorers(reward=task.reward))
         batch = rollout_batch(collected.rollouts, task.pad_id)

@@ -108,6 +108,7 @@ class PPO:
         with clock.phase("critic_wait"):
             self._await_critic()  # values must come from the critic that finished the step before
         critic_metrics, self._critic_metrics = self._critic_metrics, {}
+        self.policy.sleep()  # a checkpoint may have woken it
         with clock.phase("generate"):
             scorers = Scorers(reward=task.reward, critic=self.critic, pad_id=task.pad_id)
             collected = collect(task.engine, prompts, seeds, scorers=scorers)

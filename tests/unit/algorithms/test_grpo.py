@@ -54,7 +54,7 @@ def test_a_step_of_one_update_makes_no_pass_for_old_logprobs(fakes, make_task) -
     task = make_task(log, batch_size=2)
     algorithm = grpo(fakes, task, log)
     metrics = algorithm.step(1, Clock()).metrics
-    assert log == ["engine wakes", "generate", "engine sleeps", "update", "policy sleeps", "refit 1"]
+    assert log == ["policy sleeps", "engine wakes", "generate", "engine sleeps", "update", "policy sleeps", "refit 1"]
     prompts, seeds = task.engine.asked[0]
     assert prompts == [0, 0, 1, 1]  # a prompt's group side by side
     assert len(set(seeds)) == 4
@@ -73,7 +73,8 @@ def test_a_step_of_two_updates_keeps_the_samplers_policy_as_the_old_one(several:
     log: list[str] = []
     algorithm = grpo(fakes, make_task(log, batch_size=2, reference=None), log, **several)
     algorithm.step(1, Clock())
-    assert log == ["engine wakes", "generate", "engine sleeps", "logprobs", "update", "update", "policy sleeps", "refit 2"]
+    sampling = ["policy sleeps", "engine wakes", "generate", "engine sleeps"]
+    assert log == [*sampling, "logprobs", "update", "update", "policy sleeps", "refit 2"]
     for batch in algorithm.policy.trained:
         torch.testing.assert_close(batch.old_logprobs, -1.0 * batch.loss_mask)
         assert batch.ref_logprobs is None

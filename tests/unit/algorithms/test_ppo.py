@@ -78,7 +78,7 @@ def test_the_order_of_a_step(fakes, make_task) -> None:
     algorithm = ppo(fakes, make_task(log), log)
     first = algorithm.step(1, Clock()).metrics
     # Values of finished responses are asked for while others are sampled; the critic trains beside the policy.
-    sampling = ["engine wakes", "generate", "values", "values", "engine sleeps"]
+    sampling = ["policy sleeps", "engine wakes", "generate", "values", "values", "engine sleeps"]
     assert log == [*sampling, "logprobs", "critic trains 1", "update", "update", "policy sleeps", "refit 2"]
     assert "critic/loss" not in first
     second = algorithm.step(2, Clock()).metrics

@@ -187,3 +187,28 @@ def test_an_object_in_a_tensors_place_is_refused(folder, model, mark):
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="which is no file beside it"):
         load(model, folder, verify=False)
+
+
+def test_getattr_gives_members_of_enums_only(tmp_path):
+    """Some interpreters pickle an enum's member as (getattr, (class, name)); the same opcodes must not reach anything else."""
+    from torch.distributed.checkpoint.planner import WriteItemType
+
+    from aligner.models import safe_pickle
+
+    class ByAttribute:
+        def __init__(self, owner, name: str) -> None:
+            self.owner, self.name = owner, name
+
+        def __reduce__(self):
+            return getattr, (self.owner, self.name)
+
+    def read(owner, name: str):
+        file = tmp_path / "pickle"
+        file.write_bytes(pickle.dumps(ByAttribute(owner, name)))
+        with file.open("rb") as opened:
+            return safe_pickle._MetadataUnpickler(opened).load()
+
+    assert read(WriteItemType, "TENSOR") is WriteItemType.TENSOR
+    for owner, name in ((WriteItemType, "__class__"), (torch.Size, "__doc__"), (torch.float32, "is_complex")):
+        with pytest.raises(pickle.UnpicklingError, match=f"refers to the attribute '{name}'"):
+            read(owner, name)
