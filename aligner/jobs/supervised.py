@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 from aligner.algorithms.dpo import DPO
 from aligner.algorithms.reward_model import RewardModelTraining
 from aligner.algorithms.sft import SFT
 from aligner.data.preferences import load_preferences
+from aligner.data.report import LoadReport
 from aligner.data.supervised import load_supervised
+from aligner.data.tokenizer import Tokenizer
 from aligner.jobs import columns
 from aligner.jobs.checkpointing import POLICY, REWARD_MODEL, RunCheckpointer
 from aligner.jobs.parts import check_length, export_at_end, load_model_files, run_loop, tokenizer_directory
-from aligner.jobs.session import session
+from aligner.jobs.session import Session, session
 from aligner.models import create
+from aligner.models.config import Architecture
 from aligner.models.policy import ReferencePolicy
+from aligner.models.trainable import Training
 from aligner.schemas import TrainDPO, TrainRewardModel, TrainSFT
+
+Example = TypeVar("Example")
 
 
 def train_sft(config: TrainSFT) -> None:
     """Supervised fine-tuning. Every rank calls it."""
     with session(config, config.run, config.parallel) as here:
-        tokenizer, architecture = load_model_files(config.model)
-        check_length(config.model, architecture, config.data.max_length)
-        train, report = load_supervised(config.data.train, config.data, tokenizer)
-        here.say(report.summary())
-        validation = load_supervised(config.data.validation, config.data, tokenizer)[0] if config.data.validation else []
-        training = create.training(config.model, config.optimizer, total_steps=config.loop.max_steps)
+        tokenizer, architecture, training = _prepare(config)
+        train, validation = _load(here, config, partial(load_supervised, config=config.data, tokenizer=tokenizer))
         policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
         algorithm = SFT(config.algorithm, policy, train=train, validation=validation, pad_id=tokenizer.pad_id, seed=config.run.seed)
         keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer_directory(config.model), config=config.checkpoint)
@@ -35,12 +41,8 @@ def train_sft(config: TrainSFT) -> None:
 def train_reward_model(config: TrainRewardModel) -> None:
     """Bradley-Terry training of a reward model. Every rank calls it."""
     with session(config, config.run, config.parallel) as here:
-        tokenizer, architecture = load_model_files(config.model)
-        check_length(config.model, architecture, config.data.max_length)
-        train, report = load_preferences(config.data.train, config.data, tokenizer)
-        here.say(report.summary())
-        validation = load_preferences(config.data.validation, config.data, tokenizer)[0] if config.data.validation else []
-        training = create.training(config.model, config.optimizer, total_steps=config.loop.max_steps)
+        tokenizer, architecture, training = _prepare(config)
+        train, validation = _load(here, config, partial(load_preferences, config=config.data, tokenizer=tokenizer))
         model = create.create_reward_model(config.model, architecture, config.parallel, here.topology, training)
         algorithm = RewardModelTraining(
             config.algorithm, model, train=train, validation=validation, pad_id=tokenizer.pad_id, seed=config.run.seed
@@ -54,12 +56,8 @@ def train_reward_model(config: TrainRewardModel) -> None:
 def train_dpo(config: TrainDPO) -> None:
     """Direct preference optimisation; the reference is the model that the run starts from. Every rank calls it."""
     with session(config, config.run, config.parallel) as here:
-        tokenizer, architecture = load_model_files(config.model)
-        check_length(config.model, architecture, config.data.max_length)
-        train, report = load_preferences(config.data.train, config.data, tokenizer)
-        here.say(report.summary())
-        validation = load_preferences(config.data.validation, config.data, tokenizer)[0] if config.data.validation else []
-        training = create.training(config.model, config.optimizer, total_steps=config.loop.max_steps)
+        tokenizer, architecture, training = _prepare(config)
+        train, validation = _load(here, config, partial(load_preferences, config=config.data, tokenizer=tokenizer))
         policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
         reference = ReferencePolicy(policy)  # before a resumed run loads its checkpoint
         algorithm = DPO(
@@ -68,3 +66,18 @@ def train_dpo(config: TrainDPO) -> None:
         keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer_directory(config.model), config=config.checkpoint)
         last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.DPO)
         export_at_end(here, config, last, policy.chunks, tokenizer_directory(config.model))
+
+
+def _prepare(config: TrainSFT | TrainRewardModel | TrainDPO) -> tuple[Tokenizer, Architecture, Training]:
+    tokenizer, architecture = load_model_files(config.model)
+    check_length(config.model, architecture, config.data.max_length)
+    return tokenizer, architecture, create.training(config.model, config.optimizer, total_steps=config.loop.max_steps)
+
+
+def _load(
+    here: Session, config: TrainSFT | TrainRewardModel | TrainDPO, load: Callable[[str], tuple[list[Example], LoadReport]]
+) -> tuple[list[Example], list[Example]]:
+    """(training examples, validation examples: none where no file is named). Bad lines are found before any model is built."""
+    train, report = load(config.data.train)
+    here.say(report.summary())
+    return train, load(config.data.validation)[0] if config.data.validation else []

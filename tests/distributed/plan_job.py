@@ -109,7 +109,9 @@ def storage_bytes(tensors) -> int:
 
 def optimizer_state(optimizer):
     """Moments, and the float32 main weights that are not the model's own."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    from aligner.parallel.mcore import ChainedOptimizer
+
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     for part in parts:
         state = part.optimizer.state
         yield from (value for values in state.values() for value in values.values() if isinstance(value, torch.Tensor) and value.dim())

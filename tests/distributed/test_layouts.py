@@ -20,7 +20,8 @@ SP = {"tp": 2, "sequence_parallel": True}
 
 DENSE = {  # name: (processes, what differs from the single process)
     "tp2": (2, {"parallel": {"tp": 2}}),
-    "tp2_sp": (2, {"parallel": SP, "distributed_optimizer": True}),
+    "tp2_sp": (2, {"parallel": SP}),
+    "tp2_sp_distributed_optimizer": (2, {"parallel": SP, "distributed_optimizer": True}),
     "pp2": (2, {"parallel": {"pp": 2}}),
     "pp2_interleaved": (2, {"parallel": {"pp": 2, "vpp": 2}}),
     "pp2_uneven": (2, {"parallel": {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 3}}),
@@ -30,7 +31,8 @@ DENSE = {  # name: (processes, what differs from the single process)
     "tp2_pp2": (4, {"parallel": {"tp": 2, "pp": 2}}),
     "tp2_cp2": (4, {"parallel": SP | {"cp": 2}}),
     "pp2_dp2": (4, {"parallel": {"pp": 2}}),
-    "tp2_pp2_dp2": (8, {"parallel": SP | {"pp": 2}, "distributed_optimizer": True}),
+    "tp2_pp2_dp2": (8, {"parallel": SP | {"pp": 2}}),
+    "tp2_pp2_dp2_distributed_optimizer": (8, {"parallel": SP | {"pp": 2}, "distributed_optimizer": True}),
     "tp2_cp2_dp2": (8, {"parallel": SP | {"cp": 2}}),
     # Micro-batches by tokens, padded or packed, and recomputation.
     "packed": (1, {"model": PACKED}),
