@@ -28,6 +28,7 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
     which also leaves out the tensor-parallel attributes and so corrupts gradient norms."""
     if model.transformer_engine and not mcore.has_transformer_engine():
         raise ConfigError("model.transformer_engine=true: the package transformer-engine is not installed, or there is no GPU")
+    _check_overlap(model, parallel)
     skip: dict[str, Any] = {"init_method": _keep, "output_layer_init_method": _keep} if load else {}
     dtype = resolve_dtype(model.dtype)
     return TransformerConfig(
@@ -69,11 +70,23 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
     )
 
 
+def _check_overlap(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError where activations cannot be exchanged while layers compute: its buffers want Transformer Engine and one shape."""
+    if not parallel.tp_comm_overlap:
+        return
+    for name in ("transformer_engine", "packing"):
+        if not getattr(model, name):
+            raise ConfigError(
+                f"parallel.tp_comm_overlap=true: needs model.{name}=true (fused layers, and packed micro-batches of one size)"
+            )
+
+
 def _layout(parallel: ParallelConfig) -> dict[str, Any]:
     interleaved = parallel.vpp > 1
     return {
         "tensor_model_parallel_size": parallel.tp,
         "sequence_parallel": parallel.sequence_parallel,
+        "tp_comm_overlap": parallel.tp_comm_overlap,
         "pipeline_model_parallel_size": parallel.pp,
         "virtual_pipeline_model_parallel_size": parallel.vpp if interleaved else None,
         "num_layers_in_first_pipeline_stage": parallel.first_stage_layers or None,

@@ -1,4 +1,5 @@
-"""Host memory as the place where tensors wait that a phase does not need: optimizer state and gradients while responses are sampled.
+"""Host memory as the place where tensors wait that a phase does not need: optimizer state, gradients and, where the rollout engine has
+weights of its own, the policy's parameters while responses are sampled.
 
 A tensor is moved by copying its storage to the host and shrinking the storage on the device to nothing; every view into it (parameters of
 a flat buffer) stays valid and comes back with it.
@@ -19,13 +20,15 @@ class HostMemory:
     """A set of storages that are on the device together or in host memory together.
 
     `kept` gives the tensors whose contents matter (it is asked again at every move: optimizer state appears with the first step), `scratch`
-    those that may come back with any contents (gradients, which are cleared before use).
+    those that may come back with any contents (gradients, which are cleared before use). Host memory is kept for the next move: pages that
+    the device can read take seconds to allocate.
     """
 
     def __init__(self, *, kept: Callable[[], Iterable[Tensor]] = tuple, scratch: Callable[[], Iterable[Tensor]] = tuple) -> None:
         self._kept = kept
         self._scratch = scratch
         self._away: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
+        self._free: dict[int, list[torch.UntypedStorage]] = {}  # host storages that wait for the next move, by size
 
     @classmethod
     def of_training_state(cls, runners: list[Any], optimizer: Any) -> HostMemory:
@@ -47,7 +50,7 @@ class HostMemory:
                 if storage.data_ptr() in seen or not storage.nbytes():
                     continue
                 seen.add(storage.data_ptr())
-                self._away.append((storage, storage.nbytes(), _to_host(storage) if copies else None))
+                self._away.append((storage, storage.nbytes(), self._to_host(storage) if copies else None))
         for storage, _, _ in self._away:
             storage.resize_(0)
 
@@ -58,15 +61,21 @@ class HostMemory:
             if copy is not None:
                 storage.copy_(copy, non_blocking=True)
         if self._away and torch.cuda.is_available():
-            torch.cuda.synchronize()  # the copies are freed below
+            torch.cuda.synchronize()  # the next move may write over the copies
+        for _, size, copy in self._away:
+            if copy is not None:
+                self._free.setdefault(size, []).append(copy)
         self._away = []
 
-
-def _to_host(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    host = torch.UntypedStorage(storage.nbytes(), device="cpu")
-    host = host.pin_memory() if torch.cuda.is_available() else host
-    host.copy_(storage, non_blocking=False)
-    return host
+    def _to_host(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        waiting = self._free.get(storage.nbytes())
+        if waiting:
+            host = waiting.pop()
+        else:
+            host = torch.UntypedStorage(storage.nbytes(), device="cpu")
+            host = host.pin_memory() if torch.cuda.is_available() else host
+        host.copy_(storage, non_blocking=False)
+        return host
 
 
 def _gradients(runners: list[Any]) -> list[Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from aligner.errors import ConfigError
 from aligner.parallel.context import local_slots
 from aligner.parallel.mcore import PackedSeqParams
 from aligner.types import Batch
@@ -23,6 +24,7 @@ class Splits:
     sequence_parallel_size: int = 1  # tp, where it splits the sequence too
     packed: bool = False
     token_multiple: int = 1  # of the tokens on each rank: 8-bit matrix products want 16
+    fixed_tokens: int = 0  # where it is not 0: every packed micro-batch is filled up to so many tokens, for buffers of one shape
 
     @property
     def row_multiple(self) -> int:
@@ -95,10 +97,18 @@ def place(batch: Batch, splits: Splits, *, shape: tuple[int, int] | None = None)
 
 
 def input_shape(lengths: list[int], splits: Splits) -> tuple[int, int]:
-    """(rows, length) of the model's input over all context-parallel ranks for sequences of these lengths."""
+    """(rows, length) of the model's input over all context-parallel ranks for sequences of these lengths.
+
+    Raises ConfigError where a micro-batch is larger than a size that is fixed.
+    """
     if splits.packed:
         total = sum(_round_up(length, splits.row_multiple) for length in lengths)
-        return 1, _round_up(total, splits.total_multiple)
+        if total > splits.fixed_tokens > 0:
+            raise ConfigError(
+                f"model.micro_batch_tokens={splits.fixed_tokens}: sequences that must share a micro-batch have {total} tokens together, "
+                "and parallel.tp_comm_overlap allows no larger one"
+            )
+        return 1, _round_up(max(total, splits.fixed_tokens), splits.total_multiple)
     return len(lengths), _round_up(max(lengths), splits.row_multiple)
 
 

@@ -21,7 +21,7 @@ from aligner.models.auxiliary import AuxiliaryLosses
 from aligner.models.build import Transformer
 from aligner.models.offload import HostMemory
 from aligner.models.optimizer import OptimizerConfig, build_optimizer, build_scheduler
-from aligner.models.placement import Splits
+from aligner.models.placement import Splits, input_shape
 from aligner.parallel import mcore, platform
 from aligner.parallel.collectives import all_ranks, broadcast_object, gather_assigned_rows, reduce_metrics
 from aligner.parallel.micro_batches import MicroBatching, Plan, plan
@@ -65,7 +65,11 @@ class TrainableModel:
             sequence_parallel_size=topology.tp_size if self.config.sequence_parallel else 1,
             packed=training.packing,
             token_multiple=FP8_TOKENS if self.config.fp8 else 1,
+            fixed_tokens=training.micro_batch_tokens if self.config.tp_comm_overlap else 0,
         )
+        if self.config.tp_comm_overlap:
+            length = input_shape([], self.splits)[1] // topology.cp_size
+            mcore.initialize_user_buffers((length, self.config.hidden_size), tp=topology.tp_size, fp8=bool(self.config.fp8))
         self.auxiliary = AuxiliaryLosses(self.chunks, aux=training.router_aux_loss_coef, z=training.router_z_loss_coef)
         self.host = HostMemory()
         if optimizer is None:

@@ -67,6 +67,17 @@ def transformer_engine_specs(*, num_experts: int | None, qk_layernorm: bool) -> 
     return get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, moe_grouped_gemm=False, qk_layernorm=qk_layernorm), TENorm
 
 
+def initialize_user_buffers(shape: tuple[int, int], *, tp: int, fp8: bool) -> None:
+    """Make the buffers through which Transformer Engine's layers exchange activations while they compute, for inputs of [tokens, hidden].
+
+    Collective, once in a process. Only where `has_transformer_engine`, which must be 2.7 or newer.
+    """
+    from transformer_engine.pytorch.module import base
+
+    mode = base.UserBufferQuantizationMode.FP8 if fp8 else base.UserBufferQuantizationMode.NONE
+    base.initialize_ub(shape=list(shape), tp_size=tp, quantization_modes=[mode], bootstrap_backend="nccl")
+
+
 if Adam is torch.optim.AdamW:
     torch_adam.repair(DistributedOptimizer)
 # Our saves write from threads, so their results stay in this process. Upstream starts a manager process for them, which imports the main
@@ -99,6 +110,7 @@ __all__ = [
     "get_num_layers_to_build",
     "get_tokens_per_expert_and_token_count",
     "has_transformer_engine",
+    "initialize_user_buffers",
     "parallel_state",
     "switch_load_balancing_loss_func",
     "tensor_parallel",

@@ -27,6 +27,7 @@ class ParallelConfig:
     cp: int = 1  # context parallel: ranks that split every sequence
     ep: int = 1  # expert parallel: ranks (of those that hold replicas) that split the experts
     etp: int = 1  # tensor parallel size inside an expert
+    tp_comm_overlap: bool = False  # exchange a layer's activations while it computes (Transformer Engine, packed micro-batches)
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
@@ -36,6 +37,8 @@ class ParallelConfig:
             raise ConfigError(
                 "parallel.sequence_parallel=true: needs parallel.tp > 1 (the sequence is split over the tensor-parallel ranks)"
             )
+        if self.tp_comm_overlap and not self.sequence_parallel:
+            raise ConfigError("parallel.tp_comm_overlap=true: needs parallel.sequence_parallel=true (what overlaps are its exchanges)")
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(f"parallel.vpp={self.vpp}: the interleaved schedule needs parallel.pp > 1")
         for name in ("first_stage_layers", "last_stage_layers"):

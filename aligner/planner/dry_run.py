@@ -64,7 +64,7 @@ def build_chunks(component: Component) -> list[Any]:
 
     build = build_language_model if component.head == Head.language else build_scalar_model
     model = replace(component.model, transformer_engine=False, fp8=False)
-    return build(component.architecture, model, component.parallel, load=True)
+    return build(component.architecture, model, replace(component.parallel, tp_comm_overlap=False), load=True)
 
 
 def shard_parameters(component: Component, stage: int) -> list[tuple[Parameter, ...]]:

@@ -12,6 +12,7 @@ from aligner.planner.dry_run import BlockBytes, expert_extra_bytes
 from aligner.planner.schedule import MicroBatches, in_flight, micro_batches, stage_layers
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase
 
+_OVERLAP_BUFFERS = 8  # of a whole micro-batch's hidden states, for what Transformer Engine exchanges around a layer's four matrix products
 HOST_PROCESS_GIB = 3.0  # Python, torch and its libraries, in host memory
 
 
@@ -80,12 +81,18 @@ def _parts(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Ph
         parts["engine weights"] = sizes.engine_weights
     if engine is not None and phase == Phase.generate:
         parts |= _generation(component, engine)
+        if component.engine_holds_weights and engine.offload:
+            parts = _fuller_moment(parts)
     elif phase == Phase.train:
         parts |= _training(component, sizes, stage)
     else:
         parts |= _inference(component, sizes, stage)
         if phase == Phase.ref_logprobs:
             parts["reference"] = state.weights
+    if component.parallel.tp_comm_overlap:
+        parts["exchange buffers"] = (
+            _OVERLAP_BUFFERS * boundary_bytes(component, train_micro_batches(component)) * component.parallel.tp // 2
+        )
     parts["lost between blocks"] = int(sum(parts.values()) * cluster.fragmentation)
     parts["context and communicators"] = int((cluster.reserved_gib + cluster.communicator_gib * communicators(component)) * GIB)
     return {name: size for name, size in parts.items() if size}
@@ -182,6 +189,14 @@ def _generation(component: Component, engine: Engine) -> dict[str, int]:
     return parts
 
 
+def _fuller_moment(parts: dict[str, int]) -> dict[str, int]:
+    """With `rollout.offload`: first the policy's weights are copied into the engine's, then they leave and sequences are sampled."""
+    copying = ("weights", "refit buckets")
+    sampling = ("KV cache", "prefill and sampling")
+    away = sampling if sum(parts[name] for name in copying) > sum(parts[name] for name in sampling) else copying
+    return {name: size for name, size in parts.items() if name not in away}
+
+
 def feed_forward_size(component: Component) -> int:
     """Width of the feed-forward layer that one token passes."""
     architecture = component.architecture
@@ -199,6 +214,8 @@ def host_memory(component: Component, sizes: Sizes, cluster: ClusterConfig) -> d
         parts["reference"] = ranks * fullest.weights
     if component.optimizer is not None and component.optimizer.offload:
         parts["optimizer (between training phases)"] = ranks * fullest.optimizer
+    if component.engine is not None and component.engine.offload and component.engine_holds_weights:
+        parts["policy weights (while sampling)"] = ranks * fullest.weights
     if component.optimizer is not None and component.saves_asynchronously:
         parts["checkpoint being written"] = ranks * (fullest.weights // component.dp + fullest.optimizer)
     return parts

@@ -53,7 +53,7 @@ class Engine:
     tp: int
     max_batch_size: int
     bucket_bytes: int  # of weights on their way into its layout
-    offload: bool  # its own weights are given back while it does not generate
+    offload: bool  # its own weights and the policy's take turns on the device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ class RolloutConfig:
     max_batch_size: int = 128  # sequences decoded at a time by one replica of the engine; their keys and values share the device
     tp: int = 0  # ranks that share the model in generation; all ranks of the actor take part, in (ranks / tp) replicas; 0: parallel.tp
     refit_bucket_mib: int = 256  # device memory for weights on their way to the engine, where its layout is not the training layout
-    offload: bool = False  # give the device memory of the engine's own weights back while the policy trains
+    offload: bool = False  # of the engine's own weights and the policy's, only those that the phase needs are on the device
 
     def __post_init__(self) -> None:
         for name, least in (("max_batch_size", 1), ("tp", 0), ("refit_bucket_mib", 1)):

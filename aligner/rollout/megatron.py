@@ -32,9 +32,12 @@ class MegatronEngine:
         self.max_batch_size = config.max_batch_size
         self.eos_id = eos_id
         self.version = 0
-        self.is_asleep = False
-        self._offload = config.offload
         self._weights = rollout_weights(chunks, tp=config.tp, bucket_bytes=config.refit_bucket_mib * MIB)
+        self._offload = self.is_asleep = config.offload  # then it is woken for every generation
+        if config.offload:
+            self._weights.swap_out()
+        else:
+            self._weights.fill()
         shards, chunk = self._weights.shards, chunks[0]
         rotates = chunk.architecture.position_embedding == PositionEmbedding.rope
         self.decoder = Decoder(
@@ -50,22 +53,27 @@ class MegatronEngine:
         )
 
     def refit(self, version: int) -> None:
-        """Sample from the policy's current weights, of optimizer step `version`; while the engine sleeps, from when it wakes."""
+        """Sample from the policy's current weights, of optimizer step `version`; while the engine sleeps, from when it wakes.
+
+        Raises EngineError where an engine that sleeps between generations is awake: the policy's weights are away.
+        """
+        if self._offload and not self.is_asleep:
+            raise EngineError("the rollout engine was asked to take new weights while it has the policy's place: sleep() it first")
         self.version = version
         if not self.is_asleep:
             self._weights.fill()
 
     def sleep(self) -> None:
-        """Give the device memory of the engine's own weights back, where `rollout.offload` asks for it."""
+        """Give the engine's own weights' memory back and return the policy's, where `rollout.offload` asks for it."""
         if self._offload:
-            self._weights.release()
+            self._weights.swap_out()
             self.is_asleep = True
 
     def wake(self) -> None:
-        """Take the policy's weights of now. Does nothing where the engine does not sleep."""
+        """Take the policy's weights of now; until `sleep` the policy cannot compute. Does nothing where the engine does not sleep."""
         if self.is_asleep:
             self.is_asleep = False
-            self._weights.fill()
+            self._weights.swap_in()
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig | None = None) -> Iterator[list[Rollout]]:
         """One response per (prompt, seed), in any order, in lists as they finish. `sampling` overrides the engine's (validation).

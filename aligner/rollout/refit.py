@@ -1,7 +1,8 @@
 """The engine's weights between training and generation: where they come from, and when they are filled and given back.
 
 `TrainingWeights` are the policy's parameters themselves. `OwnWeights` are in the rollout layout, refilled from the training shards in
-buckets, and can give their memory back between phases: what was in them is the policy's, so nothing needs to be kept.
+buckets. With `rollout.offload` only one of the two sets is on the device at a time: the engine's weights give their memory back while the
+policy trains (what was in them is the policy's, so nothing needs to be kept), the policy's wait in host memory while the engine samples.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.models.build import LanguageModel
+from aligner.models.offload import HostMemory
 from aligner.parallel import platform
 from aligner.parallel.reshard import plan
 from aligner.parallel.transfer import Lanes, block_group, refill
@@ -33,7 +35,10 @@ class TrainingWeights:
     def fill(self) -> None:
         """They are always the policy's."""
 
-    def release(self) -> None:
+    def swap_in(self) -> None:
+        """They are where they are needed."""
+
+    def swap_out(self) -> None:
         """They are not the engine's to give back."""
 
 
@@ -55,6 +60,7 @@ class OwnWeights:
             for move in whole
         }
         self._sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in self._tensors.items()}
+        self._training = HostMemory(kept=lambda: (p.data for chunk in chunks for p in chunk.parameters()))
         self.model: ModelWeights = by_role(self._tensors, architecture)
 
     def fill(self) -> None:
@@ -63,14 +69,20 @@ class OwnWeights:
             tensor.untyped_storage().resize_(self._sizes[name])
         refill(self._buckets, named_parameters(self._chunks), self._tensors, lanes=self._lanes, index=self.shards.index)
 
-    def release(self) -> None:
-        """Give the memory back; the weights must be filled before they are used again."""
+    def swap_in(self) -> None:
+        """Copy the policy's current weights; its own then wait in host memory."""
+        self.fill()
+        self._training.move_out()
+
+    def swap_out(self) -> None:
+        """Give the memory back, and the policy its weights."""
         for tensor in self._tensors.values():
             tensor.untyped_storage().resize_(0)
+        self._training.move_in()
 
 
 def rollout_weights(chunks: Sequence[LanguageModel], *, tp: int, bucket_bytes: int) -> TrainingWeights | OwnWeights:
-    """The policy's weights for `tp` ranks that share the model in generation (0: as many as in training), filled. Collective.
+    """The policy's weights for `tp` ranks that share the model in generation (0: as many as in training), not filled yet. Collective.
 
     Raises ConfigError where `tp` ranks cannot share the model.
     """
@@ -79,6 +91,4 @@ def rollout_weights(chunks: Sequence[LanguageModel], *, tp: int, bucket_bytes: i
     check_splits(chunk.architecture, tp=tp, world_size=dist.get_world_size())
     if usable_in_place(chunk, tp=tp):
         return TrainingWeights(chunk)
-    weights = OwnWeights(chunks, tp=tp, bucket_bytes=bucket_bytes)
-    weights.fill()
-    return weights
+    return OwnWeights(chunks, tp=tp, bucket_bytes=bucket_bytes)

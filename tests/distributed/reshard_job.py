@@ -63,24 +63,32 @@ def describe(engine) -> dict:
     }
 
 
-def check_sleep(engine, inputs: dict, rollouts: dict) -> None:
-    """A sleeping engine holds no weights of its own, refuses to generate, and wakes with the policy's weights."""
+def is_away(tensors) -> bool:
+    return all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+
+
+def check_sleep(engine, policy, inputs: dict, rollouts: dict) -> None:
+    """A sleeping engine holds no weights of its own, refuses to generate, and wakes with the policy's weights, which are away then."""
     from aligner.errors import EngineError
 
     own = [layer.qkv.weight for layer in engine.decoder.weights.layers]
-    engine.sleep()
-    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in own)
+    training = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
+    assert is_away(own) and not is_away(training)
     try:
         generate(engine, inputs | {"prompts": inputs["prompts"] * 8, "seeds": inputs["seeds"] * 8})
     except EngineError as error:
         assert "while it sleeps" in str(error)
     else:
         raise AssertionError("a sleeping engine generated")
-    engine.refit(engine.version)
-    assert engine.is_asleep and all(tensor.untyped_storage().nbytes() == 0 for tensor in own)
-    engine.wake()
-    engine.wake()
-    assert generate(engine, inputs) == rollouts
+    logprobs = policy.logprobs(inputs["batch"])
+    for _ in range(2):
+        assert engine.is_asleep and is_away(own)
+        engine.wake()
+        engine.wake()
+        assert is_away(training) and not is_away(own)
+        assert generate(engine, inputs) == rollouts
+        engine.sleep()
+        assert torch.equal(policy.logprobs(inputs["batch"]), logprobs)
 
 
 def run(directory: Path, topology, parallel, inputs: dict) -> dict[int, dict]:
@@ -96,7 +104,7 @@ def run(directory: Path, topology, parallel, inputs: dict) -> dict[int, dict]:
     for tp in [tp for tp, result in results.items() if not result["in_place"]][:1]:
         engine = make_engine(policy, tp, offload=True)
         engine.refit(policy.version)
-        check_sleep(engine, inputs, results[tp]["trained_rollouts"])
+        check_sleep(engine, policy, inputs, results[tp]["trained_rollouts"])
     return results
 
 

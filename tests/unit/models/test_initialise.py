@@ -70,3 +70,26 @@ def test_transformer_engine_is_refused_where_it_is_not():
         build_language_model(Architecture(vocab_size=61), ModelConfig(transformer_engine=True), ParallelConfig(), load=True)
     with pytest.raises(ConfigError, match=r"model.fp8=true: needs model.transformer_engine=true"):
         ModelConfig(fp8=True)
+
+
+def test_overlap_of_exchanges_names_what_it_needs(monkeypatch):
+    from aligner.errors import ConfigError
+    from aligner.models.config import Architecture, ModelConfig
+    from aligner.models.megatron_config import transformer_config
+    from aligner.parallel import mcore
+    from aligner.parallel.topology import ParallelConfig
+
+    with pytest.raises(ConfigError, match="parallel.tp_comm_overlap=true: needs parallel.sequence_parallel=true"):
+        ParallelConfig(tp=2, tp_comm_overlap=True)
+    parallel, architecture = ParallelConfig(tp=2, sequence_parallel=True, tp_comm_overlap=True), Architecture(vocab_size=61)
+    monkeypatch.setattr(mcore, "has_transformer_engine", lambda: True)
+    for name, model in {
+        "transformer_engine": ModelConfig(packing=True, micro_batch_tokens=64),
+        "packing": ModelConfig(transformer_engine=True, micro_batch_tokens=64),
+    }.items():
+        with pytest.raises(ConfigError, match=f"parallel.tp_comm_overlap=true: needs model.{name}=true"):
+            transformer_config(architecture, model, parallel, load=True)
+    config = transformer_config(
+        architecture, ModelConfig(transformer_engine=True, packing=True, micro_batch_tokens=64), parallel, load=True
+    )
+    assert config.tp_comm_overlap

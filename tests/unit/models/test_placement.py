@@ -47,6 +47,19 @@ def test_packed_rows():
     assert placed.packed.cu_seqlens_q.tolist() == [0, 3, 5, 8] and placed.packed.max_seqlen_q == 3
 
 
+def test_packed_rows_of_a_fixed_size():
+    from aligner.errors import ConfigError
+    from aligner.models.placement import Splits, input_shape, place
+
+    splits = Splits(packed=True, fixed_tokens=9, sequence_parallel_size=4)
+    assert input_shape([], splits) == input_shape([3, 2], splits) == (1, 12)
+    placed = place(batch(), splits)
+    assert placed.whole_shape == (1, 12) and placed.token_of.tolist() == [[0, 1, 2, 4, 5, -1, -1, -1, -1, -1, -1, -1]]
+    assert placed.packed.cu_seqlens_q.tolist() == [0, 3, 5, 12]
+    with pytest.raises(ConfigError, match="model.micro_batch_tokens=9: sequences that must share a micro-batch have 10 tokens"):
+        input_shape([6, 4], splits)
+
+
 @pytest.mark.parametrize(("rank", "slots"), [(0, [0, 3]), (1, [1, 2])])
 def test_context_parallel_ranks_hold_an_early_and_a_late_chunk(rank, slots):
     from aligner.models.placement import Splits, place

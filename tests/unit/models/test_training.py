@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -70,6 +71,20 @@ def test_a_step_is_the_same_for_every_micro_batch_size(kind, make_model):
         assert again == pytest.approx(metrics, rel=1e-5, abs=1e-6)
         for ours, expected in zip(weights, whole, strict=True):
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+
+
+def test_micro_batches_filled_up_to_one_size_give_the_same_numbers(make_model):
+    """What `parallel.tp_comm_overlap` asks for, without the Transformer Engine that it is for."""
+    packed = {"micro_batch_tokens": 45, "packing": True}
+    usual, filled = (make_model("policy", optimizer=adam(), training=packed) for _ in range(2))
+    filled.model.splits = replace(filled.model.splits, fixed_tokens=45)
+    batch = make_batch("policy")
+    assert torch.equal(filled.logprobs(batch), usual.logprobs(batch))
+    shapes = {part.placement.whole_shape for part in filled.model._micro_batches(batch, filled.model._plan(batch))}
+    assert shapes == {(1, 45)}
+    assert usual.train_step(batch, LOSSES["policy"]) == filled.train_step(batch, LOSSES["policy"])
+    for ours, expected in zip(weights_of(filled), weights_of(usual), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
 
 
 def test_the_gradient_is_that_of_the_global_mean(make_model):

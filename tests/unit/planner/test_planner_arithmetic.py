@@ -122,7 +122,16 @@ def test_memory_of_every_phase() -> None:
     assert first["context and communicators"] == 3 * GIB
     assert found[Phase.ref_logprobs, 0]["reference"] == GIB
     generate = found[Phase.generate, 0]
-    assert generate["engine weights"] == 5 * GIB and generate["refit buckets"] == 20
+    # The policy's weights take turns with the engine's: their copying, not the sampling, is the fuller moment here.
+    assert (generate["engine weights"], generate["weights"], generate["refit buckets"]) == (5 * GIB, GIB, 20)
+    assert "KV cache" not in generate
+    light = replace(sizes, stages=(replace(state, weights=100), state))
+    sampling = next(m.parts for m in memory.phase_memory(own, light, CLUSTER, (0,)) if m.phase == Phase.generate)
+    assert "weights" not in sampling and "refit buckets" not in sampling
+    assert memory.host_memory(own, sizes, CLUSTER)["policy weights (while sampling)"] == 8 * GIB
+    staying = replace(own, engine=replace(own.engine, offload=False))
+    generate = next(m.parts for m in memory.phase_memory(staying, sizes, CLUSTER, (0,)) if m.phase == Phase.generate)
+    assert generate["KV cache"] == sampling["KV cache"] and generate["refit buckets"] == 20
     # 16 ranks / 4 = 4 replicas, 16 sequences each, 4 at a time; 8 layers, one head of 8 numbers, keys and values, 2 bytes; 3/8 to compact.
     assert generate["KV cache"] == 4 * 256 * 8 * 8 * 2 * 2 * 11 // 8
     offloading = replace(own, optimizer=OptimizerConfig(offload=True))

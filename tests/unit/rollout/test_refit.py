@@ -54,6 +54,11 @@ def bytes_of(engine) -> int:
     return sum(tensor.untyped_storage().nbytes() for layer in layers for tensor in (layer.qkv.weight, layer.experts[0].up.weight))
 
 
+def weight_bytes(policy) -> int:
+    """Device memory of the policy's parameters."""
+    return sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in policy.module.parameters()}.values())
+
+
 def test_own_weights_are_a_copy_until_the_refit(make_model, own_weights):
     policy = make_model("policy", optimizer=OPTIMIZER)
     engine = engine_of(policy)
@@ -84,20 +89,28 @@ def test_own_and_shared_weights_give_the_same_samples(make_model, own_weights, m
 
 
 def test_asleep_it_holds_nothing_and_awake_the_newest_weights(make_model, own_weights):
-    policy = make_model("policy", optimizer=OPTIMIZER)
+    policy, twin = make_model("policy", optimizer=OPTIMIZER), make_model("policy", optimizer=OPTIMIZER)
     engine = engine_of(policy, offload=True)
-    size, before = bytes_of(engine), samples(engine)
-    engine.sleep()
-    assert bytes_of(engine) == 0 < size
+    assert bytes_of(engine) == 0 < weight_bytes(policy)
     with pytest.raises(EngineError, match="while it sleeps"):
         samples(engine)
+    engine.wake()
+    size, before = bytes_of(engine), samples(engine)
+    assert size > 0 and before == samples(engine_of(twin))
+    assert weight_bytes(policy) == 0  # they take turns
+    with pytest.raises(EngineError, match="sleep\\(\\) it first"):
+        engine.refit(policy.version)
+    engine.sleep()
+    assert bytes_of(engine) == 0 and weight_bytes(policy) == weight_bytes(twin)
     train(policy)
+    train(twin)
+    for ours, theirs in zip(policy.module.parameters(), twin.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
     engine.refit(policy.version)  # nothing is copied before it is needed
     assert bytes_of(engine) == 0
     engine.wake()
     assert bytes_of(engine) == size and samples(engine) != before
-    expected = engine_of(policy)
-    assert samples(engine) == samples(expected)
+    assert samples(engine) == samples(engine_of(twin))
 
 
 def test_without_offload_sleep_changes_nothing(make_model, own_weights):
@@ -111,6 +124,7 @@ def test_without_offload_sleep_changes_nothing(make_model, own_weights):
 def test_weights_in_place_are_not_given_back(make_model):
     policy = make_model("policy")
     engine = engine_of(policy, offload=True)
+    engine.wake()
     before = samples(engine)
     engine.sleep()
     assert policy.module.embedding.word_embeddings.weight.untyped_storage().nbytes() > 0

@@ -173,6 +173,10 @@ def test_the_watchdog_ends_marked_processes_when_its_parent_dies(tmp_path: Path)
     )
     parent = subprocess.Popen([sys.executable, "-c", code, watchdog.__file__, mark, str(workspace)], stdout=subprocess.PIPE, text=True)
     dog = int(parent.stdout.readline())
+    for _ in range(400):  # between fork and exec the child still has its parent's environment
+        if processes_with_variable(mark):
+            break
+        subprocess.run(["sleep", "0.05"], check=True)
     assert len(processes_with_variable(mark)) == 1
     parent.kill()
     parent.wait()
