@@ -14,8 +14,10 @@ PIP_TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2
 # One thread per process: several ranks share the machine's cores.
 RUN_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 ARGS ?=
+# A file of tests stays in one process (its fixtures are whole jobs); the files are shared out. TEST_PROCESSES=0 runs all in one.
+TEST_PROCESSES ?= logical
 
-.PHONY: help venv demo test bench lint format clean
+.PHONY: help venv demo test preflight bench lint format clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -34,7 +36,10 @@ demo: $(STAMP) ## SFT -> reward model -> PPO with two servers on this machine (a
 	@$(RUN_ENV) $(BIN)/python examples/demo/run.py $(ARGS)
 
 test: $(STAMP) ## all tests (ARGS='-k name' to choose)
-	@$(RUN_ENV) $(BIN)/python -m pytest -q $(ARGS)
+	@$(RUN_ENV) $(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=4 --dist=loadfile $(ARGS)
+
+preflight: $(STAMP) ## aligner preflight for the smoke job of slurm/ on this machine
+	@$(RUN_ENV) $(BIN)/aligner preflight ppo_smoke_cpu $(ARGS)
 
 bench: $(STAMP) ## one GRPO step against TRL, which gets an environment of its own
 	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py $(ARGS)

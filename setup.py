@@ -46,7 +46,7 @@ setup(
         "jinja2",  # chat templates
     ],
     extras_require={
-        "servers": ["nvidia-pytriton==0.7.*"],
+        "servers": ["nvidia-pytriton==0.7.*", "aiohttp>=3.14,<4"],
         "mpi": ["mpi4py"],
         # Transformer Engine compiles against the installed torch: pip install --no-build-isolation "aligner[gpu]".
         # Apex's fused kernels are optional and are not on PyPI as such; NGC images have both.
@@ -59,6 +59,7 @@ setup(
             "mpich",  # brings mpiexec for the MPI tests, without root
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "tensorboard",
         ],

@@ -1,23 +1,28 @@
-"""The `aligner` command: `plan`, `convert`, `launch`."""
+"""The `aligner` command: `plan`, `preflight`, `convert`, `launch`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from aligner.cluster import outcomes
+from aligner.cluster.exit_codes import ExitCode
 from aligner.errors import AlignerError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (2 for a mistake in what was asked, with one line that says which)."""
-    arguments = _parser().parse_args(argv)
+    arguments, message = _parser().parse_args(argv), ""
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
     except AlignerError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+        code, message = ExitCode.refused, str(error)
+    outcomes.record(os.environ, code, message)  # a command may be a step of a Slurm job
+    return int(code)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -30,6 +35,17 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--top", type=int, default=5, metavar="N", help="how many layouts of each component (default: 5)")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE")
     plan.set_defaults(run=_plan)
+    preflight = commands.add_parser(
+        "preflight",
+        help="check an allocation before the job starts; start it on every rank (srun, torchrun, mpiexec). Exit code 2: not ready",
+    )
+    preflight.add_argument("config", help="file of conf/ without .yaml, such as ppo_70b")
+    preflight.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for the scripts in examples/nlp")
+    preflight.add_argument("--only", default="", metavar="A,B", help="only these items (ranks and config always)")
+    preflight.add_argument("--engine", action="store_true", help="also build the model and its rollout engine, refit it and generate")
+    preflight.add_argument("--timeout", type=float, default=0.0, metavar="SECONDS", help="of every item, in place of each one's own")
+    preflight.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE")
+    preflight.set_defaults(run=_preflight)
     convert = commands.add_parser("convert", help="convert a model between Hugging Face and Megatron-Core checkpoints")
     source = convert.add_mutually_exclusive_group(required=True)
     source.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face directory to read")
@@ -49,6 +65,13 @@ def _parser() -> argparse.ArgumentParser:
     local.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for the scripts in examples/nlp")
     local.add_argument("--processes", type=int, default=0, metavar="N", help="ranks of the training component (default: the config's)")
     local.set_defaults(run=_launch_local)
+    slurm = where.add_parser("slurm", help="as a job of a Slurm cluster: make the batch script from the config and submit it")
+    slurm.add_argument("config", help="file of conf/ without .yaml, such as ppo_70b")
+    slurm.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for the scripts in examples/nlp")
+    slurm.add_argument("--dry-run", action="store_true", help="print the script instead of submitting it")
+    slurm.add_argument("--test-only", action="store_true", help="ask Slurm whether and when it could run (sbatch --test-only)")
+    slurm.add_argument("--output", type=Path, metavar="FILE", help="write the script to FILE instead of submitting it")
+    slurm.set_defaults(run=_launch_slurm)
     return parser
 
 
@@ -58,6 +81,18 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.top < 1:
         raise AlignerError(f"--top {arguments.top}: must be at least 1")
     return plan(arguments.config, arguments.overrides, searches=arguments.search, top=arguments.top, json_path=arguments.json)
+
+
+def _preflight(arguments: argparse.Namespace) -> int:
+    from aligner.jobs.preflight.command import Options, preflight
+
+    options = Options(
+        only=tuple(filter(None, arguments.only.split(","))),
+        with_engine=arguments.engine,
+        timeout_seconds=arguments.timeout,
+        json_path=arguments.json,
+    )
+    return preflight(arguments.config, arguments.overrides, options)
 
 
 def _convert(arguments: argparse.Namespace) -> int:
@@ -78,6 +113,13 @@ def _launch_local(arguments: argparse.Namespace) -> int:
     from aligner.jobs.local import launch_local
 
     return launch_local(arguments.recipe, arguments.overrides, num_processes=arguments.processes)
+
+
+def _launch_slurm(arguments: argparse.Namespace) -> int:
+    from aligner.jobs.slurm import LaunchOptions, launch_slurm
+
+    options = LaunchOptions(dry_run=arguments.dry_run, test_only=arguments.test_only, output=arguments.output)
+    return launch_slurm(arguments.config, arguments.overrides, options)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,15 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from aligner.cluster import outcomes
+from aligner.cluster.exit_codes import ExitCode, exit_code_of
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import SchemaKey, is_known, nearest, schema_keys
 
 T = TypeVar("T")
 
 _ENTRY, _SCHEMA = "aligner_entry", "aligner_schema"
+_SHORT = {"reward_model": "rm"}  # how the names of job files may begin instead
 _ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
@@ -69,26 +72,34 @@ def fingerprint(config: object) -> str:
     return hashlib.sha256(to_yaml(config).encode()).hexdigest()[:16]
 
 
-def entrypoint(schema: type[T], name: str) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+def entrypoint(schema: type[T], name: str) -> Callable[[Callable[[T], int | None]], Callable[..., None]]:
     """Decorator that turns `main(config)` into a program: `main()` reads sys.argv, composes `conf/<name>.yaml` and calls it.
 
     `config=<name>_70b` among the arguments chooses that file instead, which builds on `<name>`'s.
-    `--help` prints every setting with its value and meaning, `--cfg` the resolved YAML (??? for what is required and not given). An
-    AlignerError (ConfigError, DataError, ...) ends the program with one line on stderr and exit code 2 (ALIGNER_TRACEBACK=1 adds where it
-    came from); anything else is a bug and keeps its traceback and exit code 1.
+    `--help` prints every setting with its value and meaning, `--cfg` the resolved YAML (??? for what is required and not given). The
+    program ends with the exit code that `main` returns (None: 0). An AlignerError ends it with one line on stderr (ALIGNER_TRACEBACK=1 adds
+    where it came from) and the code of `aligner.cluster.exit_codes`: 2 for ConfigError and DataError, 78 for RunHalted, 1 for the others.
+    Anything else is a bug and keeps its traceback and exit code 1.
     """
 
-    def decorate(main: Callable[[T], None]) -> Callable[..., None]:
+    def decorate(main: Callable[[T], int | None]) -> Callable[..., None]:
         def run(argv: Sequence[str] | None = None) -> None:
             arguments = list(sys.argv[1:] if argv is None else argv)
             try:
                 file, arguments = choose_file(name, arguments)
-                _dispatch(main, schema, file, arguments)
+                code = _dispatch(main, schema, file, arguments)
             except AlignerError as error:
                 if os.environ.get("ALIGNER_TRACEBACK") == "1":
                     traceback.print_exc()
                 print(f"error: {error}", file=sys.stderr, flush=True)
-                raise SystemExit(2) from error
+                outcomes.record(os.environ, exit_code_of(error), str(error))
+                raise SystemExit(int(exit_code_of(error))) from error
+            except Exception as error:
+                outcomes.record(os.environ, ExitCode.failed, f"{type(error).__name__}: {error}")
+                raise
+            outcomes.record(os.environ, code)
+            if code:
+                raise SystemExit(code)
 
         return run
 
@@ -99,12 +110,19 @@ def choose_file(name: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
     """(the file of conf/ that `config=` names, else `name`; the other arguments). Raises ConfigError for a file of another kind of run."""
     chosen = [argument.removeprefix("config=") for argument in arguments if argument.startswith("config=")]
     others = [argument for argument in arguments if not argument.startswith("config=")]
-    if chosen and chosen[-1] != name and not chosen[-1].startswith(f"{name}_"):
+    if chosen and not belongs_to(chosen[-1], name):
         raise ConfigError(f"config={chosen[-1]}: this program takes {name}, or a file whose name begins with {name}_")
     return (chosen[-1] if chosen else name), others
 
 
-def _dispatch(main: Callable[[T], None], schema: type[T], name: str, arguments: list[str]) -> None:
+def belongs_to(file: str, name: str) -> bool:
+    """Whether a file of conf/ is `<name>` itself or one of its job files: `ppo_70b` of ppo, `rm_70b` of reward_model."""
+    prefixes = (f"{name}_", f"{_SHORT[name]}_") if name in _SHORT else (f"{name}_",)
+    return file == name or file.startswith(prefixes)
+
+
+def _dispatch(main: Callable[[T], int | None], schema: type[T], name: str, arguments: list[str]) -> int:
+    """Do what the arguments ask for; the exit code."""
     flags = {argument for argument in arguments if argument.startswith("-")}
     overrides = [argument for argument in arguments if argument not in flags]
     unknown = flags - {"--help", "-h", "--cfg"}
@@ -117,7 +135,8 @@ def _dispatch(main: Callable[[T], None], schema: type[T], name: str, arguments: 
         incomplete = OmegaConf.missing_keys(node)
         print(OmegaConf.to_yaml(node, resolve=True) if incomplete else to_yaml(_to_object(schema, node)), end="", flush=True)
     else:
-        main(compose(schema, name, overrides))
+        return int(main(compose(schema, name, overrides)) or 0)
+    return 0
 
 
 def _compose_node(schema: type, name: str, overrides: Sequence[str], config_dir: Path) -> DictConfig:

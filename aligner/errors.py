@@ -3,6 +3,22 @@
 A bad value raises `ConfigError`, a `ValueError` that names field, value and what is allowed; run-time failures are `AlignerError`s too.
 """
 
+from __future__ import annotations
+
+import errno
+import os
+
+_STORAGE = {
+    errno.ENOSPC: "the file system is full",
+    errno.EDQUOT: "the quota of this user or project is used up",
+    errno.EIO: "the device, or the server of a shared file system, reported an input/output error",
+    errno.ESTALE: "the file is gone on the shared file system's server (it was removed there, or the server restarted)",
+    errno.EROFS: "the file system is mounted read-only (shared file systems do this after an error)",
+    errno.EACCES: "this user may not write there",
+    errno.EFBIG: "the file would be larger than allowed (ulimit -f)",
+    errno.ETIMEDOUT: "the shared file system's server did not answer",
+}
+
 
 class AlignerError(Exception):
     """Root of the tree: catch this to catch every run-time error of the package."""
@@ -18,6 +34,24 @@ class DataError(AlignerError, ValueError):
 
 class LaunchError(AlignerError):
     """The ranks of a component could not be started or do not agree with each other."""
+
+
+class RunHalted(AlignerError):
+    """The run ended itself for good: starting again from the last checkpoint would not mend it. Says why and what to look at."""
+
+
+class RollBack(AlignerError):
+    """Training step `step` produced numbers that are not finite, and the run shall go on from its last checkpoint without that step.
+
+    `step` None: the one that is being taken.
+    """
+
+    def __init__(self, message: str, step: int | None = None) -> None:
+        super().__init__(message, step)
+        self.step = step
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class CheckpointError(AlignerError):
@@ -42,3 +76,13 @@ class ServerTimeout(ServerError):
 
 class RequestRejected(ServerError):
     """The server answered with an error: carries its message."""
+
+
+def describe_os_error(error: OSError, path: os.PathLike[str] | str) -> str:
+    """What failed, in one line: what the error number means, the file, the number's name. `path` stands in where the error names none."""
+    where = error.filename or os.fspath(path)
+    if error.errno is None:
+        return f"{where}: {error}"
+    said = os.strerror(error.errno)
+    code = errno.errorcode.get(error.errno, str(error.errno))
+    return f"{_STORAGE[error.errno]}: {where} ({code}: {said})" if error.errno in _STORAGE else f"{said}: {where} ({code})"

@@ -79,3 +79,9 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
 def values(metrics: Metrics) -> dict[str, float]:
     """The plain numbers, for a logger."""
     return {name: metric.value() for name, metric in metrics.items()}
+
+
+def without_values(metrics: Metrics) -> dict[str, Metric]:
+    """The same names with nothing in them: merged with others they change nothing; alone they are NaN, 0 and minus infinity."""
+    empty: dict[type[Metric], Metric] = {Mean: Mean(total=0.0, count=0), Sum: Sum(total=0.0), Max: Max(maximum=float("-inf"))}
+    return {name: empty[type(metric)] for name, metric in metrics.items()}

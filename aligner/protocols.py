@@ -75,7 +75,21 @@ class RolloutEngine(Protocol):
 
 
 class Critic(Protocol):
-    """The value model, wherever it lives. Calls return at once; the future's `result()` raises what went wrong."""
+    """The value model, wherever it lives. Calls return at once; the future's `result()` raises what went wrong.
+
+    Values are awaited before the next training, and training before the next values. One rank trains and saves; it has the `mark` of the
+    training that it sent last, which an actor's checkpoint keeps, and the others `follow` it.
+    """
+
+    @property
+    def mark(self) -> str:
+        """Names the last training and all before it."""
+
+    def resume(self, mark: str) -> None:
+        """Go on behind the training that `mark` names; on the rank that trains. Raises ServerError where the critic has another past."""
+
+    def follow(self, mark: str) -> None:
+        """From now on the critic of this mark is asked for values."""
 
     def values(self, batch: TokenBatch) -> Future[Tensor]:
         """Values float32 [B, S] (aligned with the token chosen in that state; padding 0)."""
@@ -83,8 +97,14 @@ class Critic(Protocol):
     def train(self, batch: ValueBatch, step: int) -> Future[dict[str, float]]:
         """Train on the rollouts of `step`; resolves to the critic's metrics."""
 
+    def begin_save(self, step: int) -> Future[None]:
+        """Begin a checkpoint for `step`; resolves when the critic may be trained on."""
+
     def save(self, step: int) -> Future[str]:
-        """Write a checkpoint for `step`; resolves to its path."""
+        """Complete the checkpoint for `step`, begun or not; resolves to its path."""
+
+    def checkpointed(self, step: int) -> None:
+        """The critic's and the policy's checkpoints of `step` are complete."""
 
     def close(self) -> None: ...
 

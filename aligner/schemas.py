@@ -15,10 +15,12 @@ from aligner.algorithms.ppo import PPOConfig
 from aligner.algorithms.reward_model import RewardModelConfig
 from aligner.algorithms.sft import SFTConfig
 from aligner.cluster.config import LocalLauncherConfig
+from aligner.cluster.slurm.config import SlurmConfig
 from aligner.data.config import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from aligner.errors import ConfigError
 from aligner.models.checkpoint_config import CheckpointConfig
 from aligner.models.config import ModelConfig
+from aligner.models.guard import GuardConfig
 from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import ClusterConfig
@@ -37,6 +39,7 @@ class RunConfig:
     export_hf: bool = True  # write the final policy as a Hugging Face model to <directory>/export
     start_timeout_seconds: float = 300.0  # until all ranks of a component have met
     collective_timeout_seconds: float = 1800.0
+    stall_timeout_seconds: float = 1200.0  # a component without any progress for so long writes its stacks and ends; 0: never
     num_threads: int = 0  # of each process; 0: OMP_NUM_THREADS, else what torch chooses
 
     def __post_init__(self) -> None:
@@ -45,6 +48,11 @@ class RunConfig:
         for name in ("start_timeout_seconds", "collective_timeout_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"run.{name}={getattr(self, name)}: must be above 0")
+        if not 0 <= self.stall_timeout_seconds < self.collective_timeout_seconds:
+            raise ConfigError(
+                f"run.stall_timeout_seconds={self.stall_timeout_seconds}: must be below "
+                f"run.collective_timeout_seconds={self.collective_timeout_seconds}, which ends ranks without naming the slow one (0: off)"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,10 +63,11 @@ class CriticConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
-    num_processes: int = 1  # of the local launcher
+    num_processes: int = 1  # ranks, however they are started
     clip: float = 0.2  # of the value around the old value; 0: off
     mini_batch_size: int = 128  # rollouts per optimizer step
     num_epochs: int = 1
+    accept_gap: bool = False  # let a critic join that was not trained on all that the policy was; else the run ends, saying what is missing
 
     def __post_init__(self) -> None:
         for name in ("num_processes", "mini_batch_size", "num_epochs"):
@@ -77,7 +86,7 @@ class RewardConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
-    num_processes: int = 1  # of the local launcher
+    num_processes: int = 1  # ranks, however they are started
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
@@ -106,10 +115,12 @@ class TrainSFT:
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     algorithm: SFTConfig = field(default_factory=SFTConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` only
-    num_processes: int = 1  # under the local launcher, and in a plan
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` and `aligner launch slurm`
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    num_processes: int = 1  # ranks, however they are started
 
     def __post_init__(self) -> None:
         check_best_metric(self.checkpoint, self.loop)
@@ -126,10 +137,12 @@ class TrainRewardModel:
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
     algorithm: RewardModelConfig = field(default_factory=RewardModelConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` only
-    num_processes: int = 1  # under the local launcher, and in a plan
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` and `aligner launch slurm`
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    num_processes: int = 1  # ranks, however they are started
 
     def __post_init__(self) -> None:
         check_best_metric(self.checkpoint, self.loop)
@@ -146,10 +159,12 @@ class TrainDPO:
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
     algorithm: DPOConfig = field(default_factory=DPOConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` only
-    num_processes: int = 1  # under the local launcher, and in a plan
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` and `aligner launch slurm`
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    num_processes: int = 1  # ranks, however they are started
 
     def __post_init__(self) -> None:
         check_best_metric(self.checkpoint, self.loop)
@@ -170,11 +185,13 @@ class TrainGRPO:
     client: ClientConfig = field(default_factory=ClientConfig)
     accuracy: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # judges validation responses; empty: no accuracy
     loop: LoopConfig = field(default_factory=LoopConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     launcher: LocalLauncherConfig = field(default_factory=LocalLauncherConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` only
-    num_processes: int = 1  # of the actor under the local launcher
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` and `aligner launch slurm`
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    num_processes: int = 1  # ranks of the actor, however they are started
 
     def __post_init__(self) -> None:
         check_best_metric(self.checkpoint, self.loop)
@@ -196,11 +213,13 @@ class TrainPPO:
     client: ClientConfig = field(default_factory=ClientConfig)
     accuracy: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # judges validation responses; empty: no accuracy
     loop: LoopConfig = field(default_factory=LoopConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     launcher: LocalLauncherConfig = field(default_factory=LocalLauncherConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` only
-    num_processes: int = 1  # of the actor under the local launcher
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` and `aligner launch slurm`
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    num_processes: int = 1  # ranks of the actor, however they are started
 
     def __post_init__(self) -> None:
         check_best_metric(self.checkpoint, self.loop)

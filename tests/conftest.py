@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from preloaded import ForkedRank, Preloaded  # noqa: E402
+import slurm_cluster  # noqa: E402
+from preloaded import ForkedProcess, Preloaded  # noqa: E402
+from preloaded import preloaded as preloaded_process  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -40,7 +42,7 @@ def _missing(mark: str) -> str | None:
     if mark == "trtllm":
         return None if find_spec("tensorrt_llm") else "tensorrt_llm is not installed"
     if mark == "slurm":
-        return None if shutil.which("srun") and shutil.which("sbatch") else "no Slurm (srun, sbatch) on PATH"
+        return slurm_cluster.missing()
     if mark == "mpi":
         return None if find_spec("mpi4py") and find_mpiexec() else "mpi4py or mpiexec is not installed"
     if mark == "pytriton":
@@ -89,7 +91,7 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return env
 
 
-def kill_groups(processes: list[subprocess.Popen[bytes] | ForkedRank]) -> None:
+def kill_groups(processes: list[subprocess.Popen[bytes] | ForkedProcess]) -> None:
     """SIGKILL each process and all that it started (each one leads a process group), and reap it."""
     for process in processes:
         try:
@@ -103,7 +105,7 @@ def _last_lines(path: Path) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-LAST_LINES:])
 
 
-def _wait(processes: list[subprocess.Popen[bytes] | ForkedRank], timeout: float) -> str | None:
+def _wait(processes: list[subprocess.Popen[bytes] | ForkedProcess], timeout: float) -> str | None:
     """Wait until all have ended well; returns what went wrong as soon as one fails or the time is over."""
     deadline = time.monotonic() + timeout
     while True:
@@ -126,7 +128,7 @@ def run_ranks(command: list[str], environments: list[dict[str, str]], timeout: f
     """
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(len(environments))]
-        processes: list[subprocess.Popen[bytes] | ForkedRank] = []
+        processes: list[subprocess.Popen[bytes] | ForkedProcess] = []
         try:
             for log, env in zip(logs, environments, strict=True):
                 if forks is not None:
@@ -146,11 +148,9 @@ def run_ranks(command: list[str], environments: list[dict[str, str]], timeout: f
 
 
 @pytest.fixture(scope="session")
-def preloaded() -> Iterator[Preloaded]:
-    """The process that forks ranks with their imports done."""
-    origin = Preloaded(child_environment())
-    yield origin
-    origin.close()
+def preloaded() -> Preloaded:
+    """The process that forks programs with their imports done."""
+    return preloaded_process()
 
 
 @pytest.fixture
@@ -207,6 +207,21 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def _slurm_cluster() -> Iterator[slurm_cluster.SlurmCluster]:
+    # Not below pytest's temporary directory: Unix sockets need a short path.
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as directory:
+        with slurm_cluster.SlurmCluster(Path(directory)) as cluster:
+            yield cluster
+
+
+@pytest.fixture
+def slurm(_slurm_cluster: slurm_cluster.SlurmCluster) -> Iterator[slurm_cluster.SlurmCluster]:
+    """A real Slurm cluster of three idle nodes (see tests/slurm_cluster.py); one for all tests, put in order after each."""
+    yield _slurm_cluster
+    _slurm_cluster.clean()
 
 
 @pytest.fixture(scope="session")

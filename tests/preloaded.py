@@ -1,39 +1,54 @@
-"""A process that has imported torch and Megatron-Core and forks the ranks of test jobs: the imports take seconds of every rank otherwise.
+"""Starts Python programs as forks of one process that has imported torch, Megatron-Core and PyTriton: that takes 5 s and more otherwise.
 
-`Preloaded` is the side of the tests. Run as a program this file is the other one: it reads one JSON request per line and answers each with
-a line. It ends, with all ranks that still run, when its input does.
+What is started looks like the program from outside: a direct child in a session of its own, with its own environment and command line in
+/proc, that dies by the signals that would kill it. Python programs of this project that *it* starts are forks as well (the ranks of a
+launcher, for example). Not for tests of imports or of what an interpreter needs to start. The other side is preloaded_server.py.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
-import traceback
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+_SERVER = Path(__file__).with_name("preloaded_server.py")
+# Room in the server's own command line and environment: forks write theirs there, where /proc shows them.
+_ROOM = 32768
+
 
 class Preloaded:
-    """Starts scripts as forks of one warm process. Not for tests of how processes start or end."""
+    """The warm process, from the side of the tests. It ends, with what it started, when this process ends."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, str(_SERVER), " " * _ROOM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=dict(environment),
+            env={**environment, "PRELOADED_ROOM": " " * _ROOM},
             text=True,
             start_new_session=True,
         )
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path, cwd: Path) -> ForkedRank:
-        """Run a script with its arguments; stdout and stderr go to `log`."""
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path, cwd: Path) -> ForkedProcess:
+        """Run `python ARGUMENTS` (a script, or -m and a module); stdout and stderr go to `log`."""
         request = {"arguments": list(arguments), "environment": dict(environment), "log": str(log), "cwd": str(cwd)}
-        return ForkedRank(self, self.ask(request))
+        return ForkedProcess(self, self.ask(request))
+
+    def run(self, arguments: Sequence[str], environment: Mapping[str, str], cwd: Path, *, timeout: float) -> tuple[int, str]:
+        """Run `python ARGUMENTS` to its end: exit code and output (stdout and stderr together). Raises subprocess.TimeoutExpired."""
+        with tempfile.NamedTemporaryFile() as log:
+            process = self.start(arguments, environment, Path(log.name), cwd)
+            try:
+                return process.wait(timeout), Path(log.name).read_text(errors="replace")
+            finally:
+                process.kill()
 
     def ask(self, request: dict) -> int | None:
         """The answer to a request."""
@@ -41,7 +56,7 @@ class Preloaded:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the process that forks test ranks has ended with {self._process.wait()}")
+            raise RuntimeError(f"the process that forks programs has ended with {self._process.wait()}")
         return json.loads(answer)
 
     def close(self) -> None:
@@ -49,71 +64,43 @@ class Preloaded:
         self._process.wait(timeout=30)
 
 
-class ForkedRank:
+@functools.cache
+def preloaded() -> Preloaded:
+    """The one of this test process; started when it is first asked for."""
+    root = str(_SERVER.parents[1])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI_", "PMIX_", "ALIGNER_"))}
+    return Preloaded({**environment, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"})
+
+
+class ForkedProcess:
     """As much of `subprocess.Popen` as is needed."""
 
     def __init__(self, origin: Preloaded, pid: int) -> None:
         self.pid = pid
+        self.returncode: int | None = None
         self._origin = origin
-        self._code: int | None = None
 
     def poll(self) -> int | None:
         """The exit code (negative for a signal), None while it runs."""
-        if self._code is None:
-            self._code = self._origin.ask({"poll": self.pid, "block": False})
-        return self._code
+        if self.returncode is None:
+            self.returncode = self._origin.ask({"poll": self.pid})
+        return self.returncode
 
-    def wait(self) -> int:
-        if self._code is None:
-            self._code = self._origin.ask({"poll": self.pid, "block": True})
-        return self._code
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.02)
+        return code
 
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
-def _serve() -> None:
-    import aligner.models.create  # noqa: F401  torch and Megatron-Core with it
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
-    running: set[int] = set()
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "poll" in request:
-            pid, status = os.waitpid(request["poll"], 0 if request["block"] else os.WNOHANG)
-            running.discard(pid)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
-        else:
-            answer = os.fork()
-            if answer == 0:
-                _become(request)
-            running.add(answer)
-        print(json.dumps(answer), flush=True)
-    for pid in running:
-        os.killpg(pid, signal.SIGKILL)
-
-
-def _become(request: dict) -> None:
-    """Turn this fork into the program that was asked for; does not return."""
-    code = 1
-    try:
-        os.setsid()
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (log, 1), (log, 2)):
-            os.dup2(source, target)
-        os.chdir(request["cwd"])
-        os.environ.clear()
-        os.environ.update(request["environment"])
-        sys.argv = request["arguments"]
-        sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
-        runpy.run_path(sys.argv[0], run_name="__main__")
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    _serve()
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)

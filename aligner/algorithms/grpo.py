@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aligner.algorithms.loop import Clock, StepResult
 from aligner.algorithms.online import OnlineTask
-from aligner.algorithms.rollouts import Scorers, collect, mini_batches, response_metrics, sample_rows, sample_seeds
+from aligner.algorithms.rollouts import collect, mini_batches, response_metrics, sample_rows, sample_seeds
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.losses.advantages import group_advantages
@@ -106,7 +106,7 @@ class GRPO:
         seeds = sample_seeds(task.seed, step, len(prompts))
         self.policy.sleep()  # a checkpoint may have woken it
         with clock.phase("generate"):
-            collected = collect(task.engine, prompts, seeds, scorers=Scorers(reward=task.reward))
+            collected = collect(task.engine, prompts, seeds, scorers=task.scorers())
         batch = rollout_batch(collected.rollouts, task.pad_id)
         old_logprobs = ref_logprobs = None
         if config.updates_per_step > 1:
@@ -115,7 +115,7 @@ class GRPO:
         if task.reference is not None:
             with clock.phase("ref_logprobs"):
                 ref_logprobs = task.reference.logprobs(batch)
-        policy_batch = self.experience(batch, collected.rewards, old_logprobs, ref_logprobs)
+        policy_batch = self.experience(batch, collected.rewards, old_logprobs, ref_logprobs, valid=collected.valid)
         with clock.phase("train"):
             parts = mini_batches(policy_batch, config.mini_batch_size, config.num_epochs, key=f"{task.seed}/{step}")
             policy_metrics = merge([self.policy.train_step(part, self.loss) for part in parts])
@@ -126,12 +126,29 @@ class GRPO:
         metrics["rollout/groups_without_signal"] = (groups == groups[:, :1]).all(dim=1).double().mean().item()
         return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
 
-    def experience(self, batch: RolloutBatch, rewards: Tensor, old_logprobs: Tensor | None, ref_logprobs: Tensor | None) -> PolicyBatch:
-        """Group advantages of one batch of rollouts, whose rows are in group order. `rewards` float32 [B]."""
+    def experience(
+        self,
+        batch: RolloutBatch,
+        rewards: Tensor,
+        old_logprobs: Tensor | None,
+        ref_logprobs: Tensor | None,
+        *,
+        valid: Tensor | None = None,
+    ) -> PolicyBatch:
+        """Group advantages of one batch of rollouts, whose rows are in group order. `rewards` float32 [B].
+
+        Rows that are not in `valid` (bool [B]; None: all are) have no reward: neither they nor a row that is then alone in its group is
+        learnt from, and the statistics of a group are those of the others.
+        """
         config, mask = self.config, batch.loss_mask
         # By position, not by prompt: a batch that straddles an epoch may hold the same prompt in two groups.
         groups = torch.arange(rewards.shape[0]) // config.group_size
-        advantages = group_advantages(rewards, groups, normalize_std=config.normalize_std)
+        counted = torch.ones_like(groups, dtype=torch.bool) if valid is None else valid
+        counted = counted & (groups[counted].bincount(minlength=len(groups)) > 1)[groups]
+        advantages = torch.zeros_like(rewards)
+        if counted.any():
+            advantages[counted] = group_advantages(rewards[counted], groups[counted], normalize_std=config.normalize_std)
+        mask = mask & counted[:, None]
         if config.mask_truncated:
             mask = mask & ~batch.truncated[:, None]
         return PolicyBatch(

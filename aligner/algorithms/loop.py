@@ -3,7 +3,8 @@
 An algorithm brings `step`, `validate` and its few bits of state; everything that depends on the step number alone (data order, seeds) is a
 pure function of it, so that resuming is going on with the next number. SIGTERM, SIGINT and SIGUSR1 end the run after the step under way,
 with a checkpoint. When a server dies, or another `AlignerError` ends a step early, the last whole step is saved before the error goes on
-(unless the failed step had changed the weights already: they are then those of no step).
+(unless the failed step had changed the weights already: they are then those of no step). A `RollBack` saves nothing: the run is to go on
+from an older checkpoint, and leaves out the step that asked for it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from aligner.errors import AlignerError, ConfigError
+from aligner.algorithms.time_budget import TimeBudget
+from aligner.errors import AlignerError, ConfigError, RollBack
 from aligner.parallel import platform
 from aligner.parallel.collectives import gather_objects
+from aligner.parallel.progress import Progress
 from aligner.types import SampleRow
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -105,29 +108,54 @@ class Reporter(Protocol):
     def note(self, text: str) -> None: ...
 
 
-class Clock:
-    """Seconds spent in the named phases of one step."""
+class LeftOut(Protocol):
+    """The training steps that this run leaves out, because their batches gave numbers that are not finite. Kept through restarts."""
 
-    def __init__(self) -> None:
+    @property
+    def steps(self) -> frozenset[int]:
+        """The same on every rank."""
+
+    def add(self, step: int, reason: str) -> None:
+        """Collective. Raises RunHalted where the run has left out as many as it may."""
+
+
+class Clock:
+    """Seconds spent in the named phases of one step; they are the rank's phases in `progress` too."""
+
+    def __init__(self, progress: Progress | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self._progress = progress or Progress()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as `time/<name>`; blocks of one name add up."""
         start = time.perf_counter()
-        yield
-        platform.synchronize()
+        with self._progress.phase(name):
+            yield
+            platform.synchronize()
         self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
 
 
-def run(algorithm: Algorithm, config: LoopConfig, *, checkpointer: Checkpointer, open_reporter: Callable[[int], Reporter]) -> int:
+def run(
+    algorithm: Algorithm,
+    config: LoopConfig,
+    *,
+    checkpointer: Checkpointer,
+    open_reporter: Callable[[int], Reporter],
+    progress: Progress | None = None,
+    left_out: LeftOut | None = None,
+    budget: TimeBudget | None = None,
+) -> int:
     """Train from the newest checkpoint (or from the start) to `config.max_steps`. Every rank calls it. Returns the last finished step.
 
-    `open_reporter(start_step)` makes the reporter once the step to start from is known.
+    `open_reporter(start_step)` makes the reporter once the step to start from is known. What is done is recorded in `progress`; the steps
+    in `left_out` are counted and not trained on. Where another step would not be saved within `budget` the run stops, as after a signal.
     """
-    finished, state = checkpointer.load()
-    if finished:
-        algorithm.load_state(state)
+    progress, budget = progress or Progress(), budget or TimeBudget()
+    with progress.phase("load checkpoint"):
+        finished, state = checkpointer.load()
+        if finished:
+            algorithm.load_state(state)
     reporter = open_reporter(finished)
     if finished:
         reporter.note(f"resumed after step {finished}")
@@ -135,26 +163,43 @@ def run(algorithm: Algorithm, config: LoopConfig, *, checkpointer: Checkpointer,
     with _stop_requests() as stop:  # until everything is saved: a second signal must not end the process while it writes
         try:
             if config.validate_first and not finished:
-                reporter.log(0, algorithm.validate())
-            while finished < config.max_steps and not _agree(stop):
+                with progress.phase("validate"):
+                    reporter.log(0, algorithm.validate())
+            reason = ""
+            while finished < config.max_steps and not (reason := _stop_reason(stop, budget)):
                 step = finished + 1
-                result = _timed_step(algorithm, step)
-                # Validation belongs to the step: an error in it leaves the step unfinished only in the log, not in the weights.
-                finished, version = step, checkpointer.version()
-                validation = _report(algorithm, config, reporter, step, result)
+                progress.at_step(step)
+                with budget.step():
+                    with progress.phase("step"):
+                        result = _timed_step(algorithm, step, progress, left_out)
+                    # Validation belongs to the step: an error in it leaves the step unfinished only in the log, not in the weights.
+                    finished, version = step, checkpointer.version()
+                    with progress.phase("validate"):
+                        validation = _report(algorithm, config, reporter, step, result)
                 checkpointer.poll()
                 if _due(step, config.save_every) or step == config.max_steps:
-                    saved = _save(algorithm, checkpointer, step, validation)
+                    with budget.save():
+                        saved = _save(algorithm, checkpointer, step, validation, progress)
             if finished < config.max_steps:
-                reporter.note(f"stopped by a signal after step {finished}" + ("; saving" if saved < finished else ""))
+                reporter.note(f"stopped {reason} after step {finished}" + ("; saving" if saved < finished else ""))
             if saved < finished:
-                _save(algorithm, checkpointer, finished, {})
-            checkpointer.wait()
+                _save(algorithm, checkpointer, finished, {}, progress)
+            with progress.phase("save checkpoint"):
+                checkpointer.wait()
         except AlignerError as error:
-            if checkpointer.settle() < finished:
+            settled = checkpointer.settle()
+            if isinstance(error, RollBack):
+                _leave_out(left_out, error.step or finished + 1, error)
+            elif settled < finished:
                 _rescue(algorithm, checkpointer, reporter, finished, error=error, whole=checkpointer.version() == version)
             raise
     return finished
+
+
+def _leave_out(left_out: LeftOut | None, step: int, error: RollBack) -> None:
+    if left_out is None:
+        raise AlignerError(f"step {step} is to be left out ({error}), and this run keeps no list of such steps") from error
+    left_out.add(step, str(error))
 
 
 def _rescue(
@@ -167,8 +212,10 @@ def _rescue(
     checkpointer.rescue(finished, algorithm.state())
 
 
-def _timed_step(algorithm: Algorithm, step: int) -> StepResult:
-    clock = Clock()
+def _timed_step(algorithm: Algorithm, step: int, progress: Progress, left_out: LeftOut | None) -> StepResult:
+    if left_out is not None and step in left_out.steps:
+        return StepResult(metrics={"optim/step_left_out": 1.0})
+    clock = Clock(progress)
     start = time.perf_counter()
     result = algorithm.step(step, clock)
     seconds = clock.seconds | {"time/step": time.perf_counter() - start}
@@ -188,9 +235,10 @@ def _report(algorithm: Algorithm, config: LoopConfig, reporter: Reporter, step: 
     return validation
 
 
-def _save(algorithm: Algorithm, checkpointer: Checkpointer, step: int, validation: Mapping[str, float]) -> int:
-    algorithm.finish()
-    checkpointer.save(step, algorithm.state(), validation)
+def _save(algorithm: Algorithm, checkpointer: Checkpointer, step: int, validation: Mapping[str, float], progress: Progress) -> int:
+    with progress.phase("save checkpoint"):
+        algorithm.finish()
+        checkpointer.save(step, algorithm.state(), validation)
     return step
 
 
@@ -210,6 +258,7 @@ def _stop_requests() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _agree(stop: list[int]) -> bool:
-    """True on every rank once any rank got a stop signal."""
-    return any(gather_objects(bool(stop)))
+def _stop_reason(stop: list[int], budget: TimeBudget) -> str:
+    """The same on every rank: why to stop, once any rank got a stop signal or sees the end of its time; else empty."""
+    own = "by a signal" if stop else "before the end of its time" if budget.is_over() else ""
+    return next(filter(None, gather_objects(own)), "")

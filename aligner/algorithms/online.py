@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from aligner.algorithms.rollouts import Scorers, collect
 from aligner.data.loader import EpochSampler
+from aligner.models.guard import GuardConfig
 from aligner.parallel.topology import Topology
-from aligner.protocols import RewardModel, RolloutEngine
+from aligner.protocols import Critic, RewardModel, RolloutEngine
 from aligner.types import MaskedBatch, Prompt
 
 
@@ -38,10 +39,24 @@ class OnlineTask:
     pad_id: int
     seed: int
     max_response_length: int
+    reward_name: str = "the reward"  # in errors
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    beat: Callable[[], None] = lambda: None  # a sign of life, while responses are sampled
 
     def prompts(self, step: int) -> list[Prompt]:
         """The prompts of a step (counted from 1)."""
         return [self.train[index] for index in self.order.indices(step - 1)]
+
+    def scorers(self, critic: Critic | None = None) -> Scorers:
+        """Who judges this run's rollouts: its reward, and `critic` where values are wanted."""
+        return Scorers(
+            reward=self.reward,
+            critic=critic,
+            pad_id=self.pad_id,
+            reward_name=self.reward_name,
+            non_finite=self.guard.reward,
+            beat=self.beat,
+        )
 
     def validate(self) -> Mapping[str, float]:
         """Mean reward, and accuracy where answers can be checked, of one greedy response per validation prompt. Collective."""
@@ -49,9 +64,8 @@ class OnlineTask:
             return {}
         metrics: dict[str, float] = {}
         seeds = list(range(len(self.validation)))
-        scorers = Scorers(reward=self.reward)
-        collected = collect(self.engine, self.validation, seeds, scorers=scorers, sampling=self.validation_sampling)
-        metrics["validation/reward"] = collected.rewards.double().mean().item()
+        collected = collect(self.engine, self.validation, seeds, scorers=self.scorers(), sampling=self.validation_sampling)
+        metrics["validation/reward"] = collected.valid_rewards.double().mean().item()
         lengths = [len(rollout.response) for rollout in collected.rollouts]
         metrics["validation/response_length"] = sum(lengths) / len(lengths)
         if self.accuracy is not None:

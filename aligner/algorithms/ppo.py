@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aligner.algorithms.loop import Clock, StepResult
 from aligner.algorithms.online import OnlineTask
-from aligner.algorithms.rollouts import ScoredRollouts, Scorers, collect, mini_batches, response_metrics, sample_rows, sample_seeds
+from aligner.algorithms.rollouts import ScoredRollouts, collect, finite_rows, mini_batches, response_metrics, sample_rows, sample_seeds
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.losses.advantages import gae, outcome_rewards, whiten
@@ -29,6 +29,7 @@ from aligner.losses.kl import KLEstimator, adapt_kl_coef, kl_estimate
 from aligner.losses.policy import ppo_policy_loss
 from aligner.losses.value import explained_variance
 from aligner.metrics import Metric, merge, values
+from aligner.models.guard import judge_reply
 from aligner.parallel.collectives import from_rank_0
 from aligner.protocols import Critic, Policy
 from aligner.types import PolicyBatch, RolloutBatch, ValueBatch
@@ -91,7 +92,9 @@ class PPO:
         self.kl_coef = config.kl_coef
         self._critic_training: Future[dict[str, float]] | None = None  # rank 0's; awaited in the next step
         self._critic_is_training = False  # the same on every rank
+        self._critic_step = 0  # whose rollouts it trains on
         self._critic_metrics: dict[str, float] = {}  # of a training that was awaited and is not reported yet
+        self._mark_before: str | None = None  # the critic's before the step under way: what that one sends is not part of the state
         self.loss = partial(
             ppo_policy_loss,
             clip_eps_low=config.clip_eps_low,
@@ -107,11 +110,11 @@ class PPO:
         prompts, seeds = task.prompts(step), sample_seeds(task.seed, step, self.config.rollouts_per_step)
         with clock.phase("critic_wait"):
             self._await_critic()  # values must come from the critic that finished the step before
+        self._mark_before = self.critic.mark
         critic_metrics, self._critic_metrics = self._critic_metrics, {}
         self.policy.sleep()  # a checkpoint may have woken it
         with clock.phase("generate"):
-            scorers = Scorers(reward=task.reward, critic=self.critic, pad_id=task.pad_id)
-            collected = collect(task.engine, prompts, seeds, scorers=scorers)
+            collected = collect(task.engine, prompts, seeds, scorers=task.scorers(self.critic))
         batch = rollout_batch(collected.rollouts, task.pad_id)
         with clock.phase("logprobs"):
             old_logprobs = self.policy.logprobs(batch)
@@ -129,6 +132,7 @@ class PPO:
             self.kl_coef = adapt_kl_coef(self.kl_coef, mean_kl, self.config.kl_target, self.config.kl_horizon, len(prompts))
         metrics = response_metrics(collected, clock.seconds["time/generate"]) | values(policy_metrics) | critic_metrics
         metrics |= {"policy/kl": mean_kl, "policy/kl_coef": used_kl_coef}
+        self._mark_before = None
         return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
 
     def experience(
@@ -141,6 +145,9 @@ class PPO:
             old_values[row, : own.shape[0]] = own
         rewards = outcome_rewards(collected.rewards, mask) - self.kl_coef * kl * mask
         advantages, returns = gae(rewards, old_values, mask, config.gamma, config.gae_lambda)
+        finite = finite_rows(returns, self.task.guard, "the returns")
+        advantages, returns = (torch.where(finite[:, None], x, 0.0) for x in (advantages, returns))
+        mask = mask & (collected.valid & finite)[:, None]
         if config.mask_truncated:
             mask = mask & ~batch.truncated[:, None]
         common = {"tokens": batch.tokens, "lengths": batch.lengths, "loss_mask": mask}
@@ -157,11 +164,15 @@ class PPO:
         self._await_critic()
 
     def state(self) -> dict[str, Any]:
-        return {"kl_coef": self.kl_coef, "critic_metrics": self._critic_metrics}
+        mark = self.critic.mark if self._mark_before is None else self._mark_before
+        return {"kl_coef": self.kl_coef, "critic_metrics": self._critic_metrics, "critic_mark": mark}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.kl_coef = state["kl_coef"]
         self._critic_metrics = dict(state["critic_metrics"])
+        mark = state["critic_mark"]
+        from_rank_0(lambda: self.critic.resume(mark))
+        self.critic.follow(mark)
         self.task.engine.refit(self.policy.version)  # the weights of the checkpoint
 
     def _update_policy(self, batch: PolicyBatch, step: int) -> dict[str, Metric]:
@@ -174,14 +185,16 @@ class PPO:
         if not batch.loss_mask.any():  # every response was cut and is masked: nothing to learn from
             return
         self._critic_training = self.critic.train(batch, step) if self.task.topology.rank == 0 else None
-        self._critic_is_training = True
+        self._critic_is_training, self._critic_step = True, step
 
     def _await_critic(self) -> None:
         if not self._critic_is_training:
             return
         self._critic_is_training = False
         training = self._critic_training
-        metrics = from_rank_0(lambda: training.result())
+        metrics, mark = from_rank_0(lambda: (training.result(), self.critic.mark))
+        self.critic.follow(mark)
+        judge_reply(self.task.guard, metrics, step=self._critic_step)
         metrics = metrics | {"explained_variance": explained_variance(metrics)}
         self._critic_metrics = {f"critic/{name.removeprefix('value/').replace('/', '_')}": value for name, value in metrics.items()}
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from aligner.errors import AlignerError, EngineError
+from aligner.errors import AlignerError, EngineError, RunHalted
+from aligner.models.guard import Guard, GuardConfig, NonFinite, NonFiniteReward
 from aligner.parallel.collectives import gather_objects, shard_bounds
 from aligner.protocols import Critic, RewardModel, RolloutEngine
 from aligner.types import (
@@ -27,26 +29,48 @@ from aligner.types import (
 )
 
 MAX_SEED = 2**62
+NUM_NAMED = 3  # rollouts that an error names
+EXCERPT_CHARACTERS = 80
 
 _Row = tuple[int, Rollout, float, Tensor | None]  # position of its prompt, rollout, reward, values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredRollouts:
-    """Rollouts in the order of their prompts; rewards float32 [B]; one tensor of values per rollout, [length], where a critic was asked."""
+    """Rollouts in the order of their prompts; one tensor of values per rollout, [length], where a critic was asked.
+
+    `rewards` float32 [B] are finite; those of rollouts that are not in `valid` (bool [B]; all, unless given) stand for none: 0.
+    """
 
     rollouts: list[Rollout]
     rewards: Tensor
     values: list[Tensor] | None
+    valid: Tensor = field(default_factory=lambda: torch.ones(0, dtype=torch.bool))
+
+    def __post_init__(self) -> None:
+        if not self.valid.numel():
+            object.__setattr__(self, "valid", torch.ones(len(self.rollouts), dtype=torch.bool))
+
+    @property
+    def valid_rewards(self) -> Tensor:
+        """The rewards that were given, float32."""
+        return self.rewards[self.valid]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scorers:
-    """Who judges finished rollouts. `critic` is None where no values are wanted."""
+    """Who judges finished rollouts. `critic` is None where no values are wanted.
+
+    `reward_name` stands for the reward in errors; `non_finite` says what happens where it is NaN or infinite. `beat` is called whenever
+    some responses are finished or scored: sampling may take long without any other sign of life.
+    """
 
     reward: RewardModel
     critic: Critic | None = None
     pad_id: int = 0
+    reward_name: str = "the reward"
+    non_finite: NonFiniteReward = NonFiniteReward.stop
+    beat: Callable[[], None] = lambda: None
 
 
 def sample_seeds(run_seed: int, step: int, count: int) -> list[int]:
@@ -63,7 +87,8 @@ def collect(
 
     `sampling` replaces the engine's own settings (validation). Each replica of the engine samples its contiguous share. Its leading rank
     sends finished rollouts to the scorers at once and awaits the answers after the last one; an error of the engine or of a scorer on any
-    replica is raised on every rank. Raises EngineError where responses are missing.
+    replica is raised on every rank. Raises EngineError where responses are missing, RunHalted where a reward is not finite and the scorers
+    say that this ends the run.
     """
     replica = engine.replica
     start, stop = shard_bounds(len(prompts), shard=replica.index, num_shards=replica.count)
@@ -75,9 +100,11 @@ def collect(
     try:
         if stop > start:
             for finished in engine.generate(prompts[start:stop], seeds[start:stop], sampling):
+                scorers.beat()
                 if replica.is_leader:
                     pending.append((finished, *_submit(finished, scorers)))
-        scored = _await(pending, index_of)
+        scored = _await(pending, index_of, scorers.beat)
+        _check_finite(scored, scorers)
     except AlignerError as failed:  # raised on every rank below: none may be left waiting for this one
         error = failed
     everything = gather_objects((scored, error))
@@ -88,20 +115,35 @@ def collect(
     rows = sorted((row for part, _ in everything for row in part), key=lambda row: row[0])
     if [row[0] for row in rows] != list(range(len(prompts))):
         raise EngineError(f"the engine gave {len(rows)} responses to {len(prompts)} prompts; one to each is needed")
+    rewards = torch.tensor([reward for _, _, reward, _ in rows], dtype=torch.float32)
     return ScoredRollouts(
         rollouts=[rollout for _, rollout, _, _ in rows],
-        rewards=torch.tensor([reward for _, _, reward, _ in rows], dtype=torch.float32),
+        rewards=torch.where(rewards.isfinite(), rewards, 0.0),
+        valid=rewards.isfinite(),
         values=None if scorers.critic is None else [values for _, _, _, values in rows],
     )
+
+
+def finite_rows(x: Tensor, guard: GuardConfig, what: str) -> Tensor:
+    """Which rows of x [B, S] are finite everywhere, bool [B]. Every rank calls it with the same tensor.
+
+    Where some are not, and the guard does not skip such updates, it raises RunHalted or RollBack as for an update.
+    """
+    finite = x.isfinite().all(dim=1)
+    if not finite.all() and guard.non_finite is not NonFinite.skip:
+        Guard(guard).refuse(f"{what} of {int((~finite).sum())} of {len(finite)} rollouts are not finite")
+    return finite
 
 
 def response_metrics(collected: ScoredRollouts, seconds: float) -> dict[str, float]:
     """What every online algorithm reports of its rollouts."""
     lengths = torch.tensor([len(rollout.response) for rollout in collected.rollouts], dtype=torch.float64)
     truncated = [rollout.finish_reason == FinishReason.length for rollout in collected.rollouts]
+    rewards = collected.valid_rewards.double()
     return {
-        "rollout/reward": collected.rewards.double().mean().item(),
-        "rollout/reward_std": collected.rewards.double().std(correction=0).item(),
+        "rollout/reward": rewards.mean().item(),
+        "rollout/reward_std": rewards.std(correction=0).item() if rewards.numel() else float("nan"),
+        "rollout/rewards_not_finite": float((~collected.valid).sum()),
         "rollout/response_length": lengths.mean().item(),
         "rollout/response_length_max": lengths.max().item(),
         "rollout/truncated_fraction": sum(truncated) / len(truncated),
@@ -148,12 +190,36 @@ def _submit(rollouts: list[Rollout], scorers: Scorers) -> tuple[Future[Tensor], 
     return reward, scorers.critic.values(TokenBatch(tokens=tokens, lengths=torch.tensor(lengths)))
 
 
-def _await(pending: list, index_of: dict[int, int]) -> list[_Row]:
+def _await(pending: list, index_of: dict[int, int], beat: Callable[[], None]) -> list[_Row]:
     rows: list[_Row] = []
     for rollouts, reward, values in pending:
         rewards = reward.result().tolist()
         states = [None] * len(rollouts) if values is None else list(values.result())
+        beat()
         for rollout, number, state in zip(rollouts, rewards, states, strict=True):
             own = None if state is None else state[: len(rollout.tokens)].clone()
             rows.append((index_of[rollout.seed], rollout, number, own))
     return rows
+
+
+def _check_finite(rows: Sequence[_Row], scorers: Scorers) -> None:
+    """Raise RunHalted naming what got a reward that is not finite, unless such rollouts are to be left out."""
+    bad = [(rollout, reward) for _, rollout, reward, _ in rows if not math.isfinite(reward)]
+    if not bad:
+        return
+    named = "; ".join(f"{reward} for prompt {_where(rollout)}, {_excerpt(rollout)}" for rollout, reward in bad[:NUM_NAMED])
+    message = f"{scorers.reward_name} gave {len(bad)} of {len(rows)} rewards that are not finite: {named}"
+    if scorers.non_finite is NonFiniteReward.stop:
+        raise RunHalted(f"{message} (guard.reward=stop; skip leaves such responses out)")
+    print(f"guard: {message}; left out", flush=True)
+
+
+def _where(rollout: Rollout) -> str:
+    """File and line of its prompt, or the prompt's id."""
+    return rollout.prompt.source or f"{rollout.prompt.id}"
+
+
+def _excerpt(rollout: Rollout) -> str:
+    text = rollout.prompt.text
+    begins = f" that begins {text[:EXCERPT_CHARACTERS]!r}" if text else ""
+    return f"a response of {len(rollout.response)} tokens to a prompt{begins}"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, LaunchError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")  # it becomes a file name
+_FIRST_PORT, _LAST_PORT, _NUM_TRIES = 15000, 32768, 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,9 +74,18 @@ def rank_environment(component: Component, rank: int, port: int, base: Mapping[s
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct TCP ports that are free now. Another program can take one before a rank binds it; that rank then says so and fails."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Distinct TCP ports that are free now, below those that Linux hands out to outgoing connections (32768 and up).
+
+    Another program can take one before a rank binds it; that rank then says so and fails. Raises LaunchError where too few are free.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(_FIRST_PORT, _LAST_PORT), _NUM_TRIES):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:  # in use
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise LaunchError(f"only {len(found)} of {count} TCP ports needed are free among {_NUM_TRIES} tried from {_FIRST_PORT} to {_LAST_PORT}")

@@ -16,6 +16,7 @@ notice, save a checkpoint and stop; then everything is ended, by SIGTERM and the
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ from aligner.cluster import processes
 from aligner.cluster.component import Component, check_components, free_ports
 from aligner.cluster.config import LocalLauncherConfig
 from aligner.cluster.console import Console
+from aligner.cluster.exit_codes import ExitCode
+from aligner.cluster.local_lease import hold
 from aligner.cluster.ranks import Guard, Rank, start_rank
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.services import ServiceWatch
@@ -34,6 +37,7 @@ from aligner.errors import LaunchError
 __all__ = ["Component", "launch"]
 
 _POLL_SECONDS = 0.1
+FINAL_FAILURES = (ExitCode.refused, ExitCode.halted)
 
 
 def launch(
@@ -47,23 +51,24 @@ def launch(
 ) -> int:
     """Run the components to their end and return the exit code: 0, or that of the process that failed first.
 
-    A process killed by signal n counts as 128 + n, a server that left with 0 too early as 1; Ctrl-C gives 130, SIGTERM 143, SIGHUP 129.
+    A process killed by signal n counts as 128 + n, a server that left with 0 too early as 1; Ctrl-C gives 130, SIGTERM 143, SIGHUP 129, or
+    75 where the main components saved a checkpoint and stopped in order.
     `environment` replaces this process's environment as the base of the ranks' one; `stream` replaces stdout.
 
     Raises:
-        LaunchError: another launcher uses the run directory; a component listed in `expect_services` did not register in time.
+        LaunchError: another launcher or a Slurm job uses the run directory; an expected service did not register in time.
         ConfigError: names that are not unique or not usable as file names, no main component, an unknown expected service.
     """
     if sys.platform != "linux":
         raise LaunchError(f"the local launcher needs Linux (/proc, parent-death signals); this is {sys.platform}")
     check_components(components, expect_services)
     config = config or LocalLauncherConfig()
-    with exclusive(run_directory), StopSignals() as signals:
+    with exclusive(run_directory), StopSignals() as signals, hold(run_directory, config.lease_seconds) as lease:
         services = ServiceWatch(run_directory, [c.name for c in components], expect_services, config.ready_timeout_seconds)
         with Console(components, run_directory, stream or sys.stdout) as console, Guard(config, console.log) as guard:
-            run = _Run(config, console, guard, signals, services)
+            run = _Run(config, console, guard, signals, services, run_directory)
             try:
-                run.start(components, run_directory, environment)
+                run.start(components, {**(os.environ if environment is None else environment), **lease})
                 return run.supervise()
             finally:
                 run.tear_down()
@@ -73,27 +78,42 @@ def launch(
 class _Run:
     """One run while it lasts."""
 
-    def __init__(self, config: LocalLauncherConfig, console: Console, guard: Guard, signals: StopSignals, services: ServiceWatch) -> None:
+    def __init__(
+        self,
+        config: LocalLauncherConfig,
+        console: Console,
+        guard: Guard,
+        signals: StopSignals,
+        services: ServiceWatch,
+        run_directory: RunDirectory,
+    ) -> None:
         self._config = config
         self._console = console
         self._guard = guard
         self._signals = signals
         self._services = services
+        self._run_directory = run_directory
+        self._restarts = 0
         self._ranks: list[Rank] = []
         self._started = time.monotonic()
         self._failed: Rank | None = None
 
-    def start(self, components: Sequence[Component], run_directory: RunDirectory, environment: Mapping[str, str] | None) -> None:
+    def start(self, components: Sequence[Component], environment: Mapping[str, str]) -> None:
         """Start every rank of every component, servers first."""
+        self._environment = environment
         ports = free_ports(len(components))
-        ordered = sorted(zip(components, ports, strict=True), key=lambda pair: pair[0].main)
-        for component, port in ordered:
-            for rank in range(component.num_processes):
-                log = run_directory.log(component.name, rank)
-                started = start_rank(component, rank, port, marker=self._guard.marker, log=log, base=environment, console=self._console)
-                self._ranks.append(started)
-            pids = ", ".join(str(r.pid) for r in self._ranks if r.component is component)
-            self._console.note(f"{component.name}: started (pid {pids}), log {run_directory.logs.name}/{component.name}.*.log")
+        for component, port in sorted(zip(components, ports, strict=True), key=lambda pair: pair[0].main):
+            self._start(component, port)
+
+    def _start(self, component: Component, port: int) -> None:
+        started = []
+        for rank in range(component.num_processes):
+            log = self._run_directory.log(component.name, rank)
+            one = start_rank(component, rank, port, marker=self._guard.marker, log=log, base=self._environment, console=self._console)
+            self._ranks.append(one)
+            started.append(one)
+        pids = ", ".join(str(rank.pid) for rank in started)
+        self._console.note(f"{component.name}: started (pid {pids}), log {self._run_directory.logs.name}/{component.name}.*.log")
 
     def supervise(self) -> int:
         """Wait for the end of the run; the exit code."""
@@ -104,8 +124,12 @@ class _Run:
             if all(rank.exit_code == 0 for rank in self._mains()):
                 self._console.note(f"{self._main_names()} finished after {time.monotonic() - self._started:.1f} s")
                 return 0
+            if any(rank.exit_code == ExitCode.stopped for rank in self._mains()):
+                return self._stopped_in_order()
             self._failed = self._first_failure()
-            if self._failed is not None:
+            if self._failed is not None and self._may_restart(self._failed):
+                self._restart(self._failed)
+            elif self._failed is not None:
                 return self._stop_on_failure(self._failed)
             for line in self._services.poll():
                 self._console.note(line)
@@ -130,8 +154,38 @@ class _Run:
         early = [rank for rank in ended if not rank.component.main]
         return next(iter(wrong + early), None)
 
+    def _may_restart(self, failed: Rank) -> bool:
+        """Whether a server that died is started again: not one that was asked for something wrong."""
+        return not failed.component.main and failed.exit_code not in FINAL_FAILURES and self._restarts < self._config.max_server_restarts
+
+    def _restart(self, failed: Rank) -> None:
+        """End what is left of a server and start all of its ranks again, with the same registration to be waited for."""
+        component, self._failed = failed.component, None
+        self._restarts += 1
+        self._console.note(f"{failed.name} {failed.ending()}; starting it again ({self._restarts} of {self._config.max_server_restarts})")
+        old = [rank for rank in self._ranks if rank.component is component]
+        sessions = {rank.pid for rank in old}
+        processes.end(lambda: processes.of_sessions(sessions), self._config.shutdown_timeout_seconds, self._pump)
+        self._pump(0.0)
+        self._ranks = [rank for rank in self._ranks if rank.component is not component]
+        for rank in old:
+            rank.reap()
+        self._services.again(component.name)
+        self._start(component, free_ports(1)[0])
+
+    def _stopped_in_order(self) -> int:
+        """A main component ended by itself before its last step, with a checkpoint."""
+        self._wait_for_mains()
+        self._failed = next((rank for rank in self._mains() if rank.exit_code not in (None, 0, ExitCode.stopped)), None)
+        if self._failed is not None:
+            return self._failed.exit_code or 1
+        self._console.note(f"{self._main_names()} stopped before the last step, with a checkpoint; the same command goes on from there")
+        return ExitCode.stopped
+
     def _stop_on_failure(self, failed: Rank) -> int:
         self._console.note(f"{failed.name} {failed.ending()} while the run was going on")
+        if not failed.component.main:
+            self._services.gone(failed.component.name, f"{failed.name} {failed.ending()}, and the launcher does not restart it")
         if any(rank.exit_code is None for rank in self._mains()):
             self._console.note(
                 f"{self._main_names()} may take {self._config.grace_seconds:g} s to save a checkpoint and stop; then all are ended"
@@ -147,6 +201,8 @@ class _Run:
         )
         processes.send([rank.pid for rank in self._mains() if rank.exit_code is None], number)
         self._wait_for_mains()
+        if all(rank.exit_code == ExitCode.stopped for rank in self._mains()):
+            return self._stopped_in_order()
         return 128 + number
 
     def _wait_for_mains(self) -> None:
@@ -186,7 +242,7 @@ class _Run:
     def report(self) -> None:
         """Say what went wrong, last of all, where it is seen."""
         for rank in self._ranks:
-            if rank is not self._failed and rank.exit_code and not rank.stopped_by_us:
+            if rank is not self._failed and rank.exit_code not in (None, 0, ExitCode.stopped) and not rank.stopped_by_us:
                 self._console.note(f"{rank.name} {rank.ending()}")
         if self._failed is None:
             return

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,12 +52,24 @@ def _carries(pid: int, marker: bytes) -> bool:
         return False
 
 
+def _living() -> dict[int, _Entry]:
+    table = {int(name): _entry(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    return {pid: entry for pid, entry in table.items() if entry is not None and entry.state not in "ZX"}
+
+
 def find(marker: str, sessions: Collection[int] = ()) -> set[int]:
     """Living processes that carry `marker`, belong to one of `sessions`, or descend from such a process (never the caller)."""
-    table = {int(name): _entry(int(name)) for name in os.listdir("/proc") if name.isdigit()}
-    living = {pid: entry for pid, entry in table.items() if entry is not None and entry.state not in "ZX"}
-    token = marker.encode()
-    found = {pid for pid, entry in living.items() if entry.session in sessions or _carries(pid, token)}
+    living, token = _living(), marker.encode()
+    return _with_descendants({pid for pid, entry in living.items() if entry.session in sessions or _carries(pid, token)}, living)
+
+
+def of_sessions(sessions: Collection[int]) -> set[int]:
+    """Living processes of these sessions, and what descends from them (never the caller)."""
+    living = _living()
+    return _with_descendants({pid for pid, entry in living.items() if entry.session in sessions}, living)
+
+
+def _with_descendants(found: set[int], living: Mapping[int, _Entry]) -> set[int]:
     added = found
     while added:
         added = {pid for pid, entry in living.items() if entry.parent in added} - found

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.errors import LaunchError
+
+POLICY, CRITIC, REWARD_MODEL = "policy", "critic", "reward_model"  # folders below `checkpoints`
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,56 @@ class RunDirectory:
         """Hugging Face format."""
         return self.path / "export"
 
+    @property
+    def identity(self) -> Path:
+        """`run.json`: the run's id, chosen when the directory was made; kept through every restart."""
+        return self.path / "run.json"
+
+    @property
+    def secret(self) -> Path:
+        """What every request to a server of this run must carry (mode 0600)."""
+        return self.path / "secret"
+
+    @property
+    def lease(self) -> Path:
+        """Touched by whoever started the run's components, for as long as it lives."""
+        return self.path / "lease.json"
+
+    @property
+    def attempts(self) -> Path:
+        """`attempts.jsonl`: one line for every start and every end of a job of this run."""
+        return self.path / "attempts.jsonl"
+
+    @property
+    def jobs(self) -> Path:
+        """`<job id>/` of every Slurm job of this run: what it ran (`spec.json`, `script.sub`) and how each rank ended (`outcomes/`)."""
+        return self.path / "jobs"
+
+    @property
+    def done(self) -> Path:
+        """`done.json` exists once the run has reached its last step and exported its result."""
+        return self.path / "done.json"
+
+    @property
+    def journal(self) -> Path:
+        """What was sent to a server that trains, until a checkpoint of both sides holds it."""
+        return self.path / "journal"
+
+    @property
+    def left_out(self) -> Path:
+        """`left_out.json`: the training steps that the run leaves out, and why."""
+        return self.path / "left_out.json"
+
+    @property
+    def health(self) -> Path:
+        """`<component>.<rank>.json`: what every rank does, and since when."""
+        return self.path / "health"
+
+    @property
+    def stacks(self) -> Path:
+        """Every rank's stack at the time of a stall."""
+        return self.path / "stacks"
+
     def log(self, component: str, rank: int) -> Path:
         """Raw stdout and stderr of one process."""
         return self.logs / f"{component}.{rank}.log"
@@ -84,6 +139,27 @@ class RunDirectory:
                 f"run directory {self.path} can be written by others (mode {status.st_mode & 0o777:o}): "
                 f"they could replace its services and checkpoints. Mend with: chmod 700 {self.path}"
             )
-        for sub in (self.tensorboard, self.logs, self.services, self.checkpoints, self.rollouts, self.export):
+        for sub in (self.tensorboard, self.logs, self.services, self.checkpoints, self.rollouts, self.export, self.journal, self.health):
             sub.mkdir(mode=0o700, exist_ok=True)
+        self._identify()
         return self
+
+    def run_id(self) -> str:
+        """The run's id, 32 hexadecimal digits. Raises LaunchError where `create` has not been called, or the file is damaged."""
+        try:
+            return str(json.loads(self.identity.read_text())["run_id"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise LaunchError(f"{self.identity}: cannot read the run's id: {error}") from error
+
+    def _identify(self) -> None:
+        """Choose the run's id where it has none. Several processes may come here at once: the first file linked stands."""
+        if self.identity.exists():
+            return
+        own = self.path / f".run.{uuid.uuid4().hex}.json"
+        own.write_text(json.dumps({"run_id": uuid.uuid4().hex, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n")
+        try:
+            os.link(own, self.identity)
+        except FileExistsError:
+            pass  # another process of the run was first
+        finally:
+            own.unlink()

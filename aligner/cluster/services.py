@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import LaunchError
@@ -18,9 +19,26 @@ class ServiceWatch:
         self._waiting = list(names)
         self._expected = frozenset(expected)
         self._timeout_seconds = timeout_seconds
-        self._started = time.monotonic()
+        self._started = dict.fromkeys(names, time.monotonic())
         for name in names:
-            run_directory.service(name).unlink(missing_ok=True)
+            self._forget(name)
+
+    def again(self, name: str) -> None:
+        """The component is being started anew: what it registered before names a dead server."""
+        self._forget(name)
+        self._started[name] = time.monotonic()
+        self._waiting = [*(other for other in self._waiting if other != name), name]
+
+    def gone(self, name: str, reason: str) -> None:
+        """Nobody will start this component again: who waits for it need not."""
+        self._gone(name).write_text(f"{reason}\n")
+
+    def _gone(self, name: str) -> Path:
+        return self._run_directory.service(name).with_suffix(".gone")
+
+    def _forget(self, name: str) -> None:
+        self._run_directory.service(name).unlink(missing_ok=True)
+        self._gone(name).unlink(missing_ok=True)
 
     def poll(self) -> list[str]:
         """A line for each component that has registered since the last call.
@@ -28,21 +46,35 @@ class ServiceWatch:
         Raises:
             LaunchError: an expected component has not registered within the time allowed.
         """
-        elapsed = time.monotonic() - self._started
-        ready = [name for name in self._waiting if self._run_directory.service(name).exists()]
+        now = time.monotonic()
+        ready = [name for name in self._waiting if is_ready(self._run_directory, name)]
         self._waiting = [name for name in self._waiting if name not in ready]
-        late = [name for name in self._waiting if name in self._expected]
-        if late and elapsed > self._timeout_seconds:
+        expected = [name for name in self._waiting if name in self._expected]
+        late = [name for name in expected if now - self._started[name] > self._timeout_seconds]
+        if late:
             missing = ", ".join(str(self._run_directory.service(name)) for name in late)
             raise LaunchError(
-                f"{' and '.join(late)} not ready: waited {elapsed:.0f} s for {missing} "
+                f"{' and '.join(late)} not ready: waited {now - self._started[late[0]]:.0f} s for {missing} "
                 f"(allowed: ready_timeout_seconds={self._timeout_seconds:g}); see its log in {self._run_directory.logs}"
             )
-        return [f"{name}: ready after {elapsed:.1f} s{self._address(name)}" for name in ready]
+        return [f"{name}: ready after {now - self._started[name]:.1f} s{self._address(name)}" for name in ready]
 
     def _address(self, name: str) -> str:
-        try:
-            record = json.loads(self._run_directory.service(name).read_text())
-        except (FileNotFoundError, json.JSONDecodeError):  # only shown, never used: the clients read it with their own checks
-            return ""
-        return f" at {record['url']}" if isinstance(record, dict) and "url" in record else ""
+        record = _record(self._run_directory, name) or {}
+        return f" at {record['url']}" if "url" in record and record["url"] else ""
+
+
+def is_ready(run_directory: RunDirectory, name: str) -> bool:
+    """Whether a component says that it is ready: it registers as soon as it starts, and says `loading` until then."""
+    record = _record(run_directory, name)
+    return record is not None and ("state" not in record or record["state"] != "loading")
+
+
+def _record(run_directory: RunDirectory, name: str) -> dict[str, object] | None:
+    try:
+        record = json.loads(run_directory.service(name).read_text())
+    except FileNotFoundError:
+        return None
+    except json.JSONDecodeError:  # only shown, never used: the clients read it with their own checks
+        return {}
+    return record if isinstance(record, dict) else {}

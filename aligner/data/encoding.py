@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from aligner.data.labelled import LabelledRecord
 from aligner.data.records import Conversation, Message
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
@@ -58,6 +59,20 @@ def encode_response(tokenizer: Tokenizer, prompt: str | Conversation, response: 
 def encode_conversation(tokenizer: Tokenizer, messages: Conversation) -> Encoded:
     """A whole conversation, every assistant turn (with its end token) in the mask; what the template puts after the last one is cut."""
     return _encode_turns(tokenizer, messages, [i for i, message in enumerate(messages) if message.role == "assistant"])
+
+
+def encode_labelled(tokenizer: Tokenizer, record: LabelledRecord, style: PromptStyle) -> Encoded:
+    """A conversation with labels as plain text; every learnt turn up to the mark of the next one is in the mask, and the end token."""
+    written, tokens, spans = "", _begin(tokenizer, [], style), []
+    for text, learnt in record.segments():
+        ids = tokenizer.continuation(written, text) if written else tokenizer.encode(text)
+        if learnt:
+            spans.append((len(tokens), len(tokens) + len(ids)))
+        tokens, written = [*tokens, *ids], written + text
+    if record.turns[-1].learnt:
+        spans.append((len(tokens), len(tokens) + 1))
+        tokens.append(tokenizer.eos_id)
+    return _masked(tokens, spans)
 
 
 def _begin(tokenizer: Tokenizer, tokens: list[int], style: PromptStyle) -> list[int]:

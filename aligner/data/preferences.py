@@ -38,9 +38,12 @@ class _Lines:
     alternating: bool = False
 
 
-def load_preferences(location: str, config: PreferenceDataConfig, tokenizer: Tokenizer) -> tuple[list[PreferencePair], LoadReport]:
+def load_preferences(
+    location: str, config: PreferenceDataConfig, tokenizer: Tokenizer, *, first: int | None = None
+) -> tuple[list[PreferencePair], LoadReport]:
     """All usable pairs at `location` (`config.train` or `config.validation`), and what was left out or cut.
 
+    `first`: only of so many records.
     Raises: DataError listing all bad lines; DataError where no pair is left.
     """
     tally = Tally(location, config.bad_lines)
@@ -59,7 +62,7 @@ def load_preferences(location: str, config: PreferenceDataConfig, tokenizer: Tok
         tally.truncated += cut > 0
         return PreferencePair(chosen=rows[0], rejected=rows[1], margin=record.margin)
 
-    pairs = tally.convert(((lines.first.source, lines) for lines in _pair_lines(read_records(location))), convert)
+    pairs = tally.convert(((lines.first.source, lines) for lines in _pair_lines(read_records(location, first))), convert)
     return pairs, tally.finish()
 
 

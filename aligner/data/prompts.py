@@ -12,9 +12,12 @@ from aligner.errors import ConfigError, DataError
 from aligner.types import Prompt
 
 
-def load_prompts(location: str, config: PromptDataConfig, tokenizer: Tokenizer) -> tuple[list[Prompt], LoadReport]:
+def load_prompts(
+    location: str, config: PromptDataConfig, tokenizer: Tokenizer, *, first: int | None = None
+) -> tuple[list[Prompt], LoadReport]:
     """All usable prompts at `location` (`config.train` or `config.validation`), tokenized, and what was left out.
 
+    `first`: only of so many records.
     `Prompt.id` is the record's index at `location`, whatever else was dropped, so it is stable across epochs and resumes.
     Raises: DataError listing all bad lines; DataError where no prompt is left.
     """
@@ -31,7 +34,7 @@ def load_prompts(location: str, config: PromptDataConfig, tokenizer: Tokenizer) 
         text = record.prompt if isinstance(record.prompt, str) else tokenizer.decode(tokens, skip_special=False)
         return Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, answer=record.answer)
 
-    prompts = tally.convert(((raw.source, raw) for raw in read_records(location)), convert)
+    prompts = tally.convert(((raw.source, raw) for raw in read_records(location, first)), convert)
     return prompts, tally.finish()
 
 

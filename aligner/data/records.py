@@ -63,7 +63,7 @@ class PreferenceRecord:
 
 def parse_prompt(raw: RawRecord, prompt_field: str = "", answer_field: str = "answer") -> PromptRecord:
     """`{prompt, answer?}`, `{messages, answer?}` or `{text, answer?}`; or the fields named."""
-    record = _object(raw)
+    record = raw_object(raw)
     name = prompt_field or _first_present(record, ("prompt", "messages", "text"), "{prompt}, {messages} or {text}")
     prompt = _text_or_messages(record, name)
     if not isinstance(prompt, str) and prompt[-1].role == "assistant":
@@ -73,26 +73,26 @@ def parse_prompt(raw: RawRecord, prompt_field: str = "", answer_field: str = "an
 
 def parse_supervised(raw: RawRecord, prompt_field: str = "", response_field: str = "") -> ResponseRecord | ConversationRecord:
     """`{messages}`, `{prompt, response}` or `{input, output}`; or the two fields named."""
-    record = _object(raw)
+    record = raw_object(raw)
     if prompt_field:
-        return ResponseRecord(prompt=_text_or_messages(record, prompt_field), response=_text(record, response_field))
+        return ResponseRecord(prompt=_text_or_messages(record, prompt_field), response=field_text(record, response_field))
     name = _first_present(record, ("messages", "prompt", "input"), "{messages}, {prompt, response} or {input, output}")
     if name == "messages":
         messages = _messages(record, name)
         if messages[-1].role != "assistant":
             raise DataError(f"field 'messages': the last message has role {messages[-1].role!r}, expected 'assistant'")
         return ConversationRecord(messages=messages)
-    return ResponseRecord(prompt=_text_or_messages(record, name), response=_text(record, "response" if name == "prompt" else "output"))
+    return ResponseRecord(prompt=_text_or_messages(record, name), response=field_text(record, "response" if name == "prompt" else "output"))
 
 
 def parse_preference(raw: RawRecord) -> PreferenceRecord:
     """`{prompt, chosen, rejected}`, `{prompt, chosen_response, rejected_response}` or HH's `{chosen, rejected}`; rewards optional."""
-    record = _object(raw)
+    record = raw_object(raw)
     chosen_name = _first_present(
         record, ("chosen", "chosen_response"), "{prompt, chosen, rejected}, {chosen, rejected} or alternating {text} lines"
     )
     rejected_name = chosen_name.replace("chosen", "rejected")
-    chosen, rejected = _text(record, chosen_name), _text(record, rejected_name, empty=True)
+    chosen, rejected = field_text(record, chosen_name), field_text(record, rejected_name, empty=True)
     if "prompt" in record:
         prompt = _text_or_messages(record, "prompt")
     else:
@@ -104,7 +104,7 @@ def parse_text_pair(good: RawRecord, bad: RawRecord | None) -> PreferenceRecord:
     """Two consecutive `{text}` lines, the better one first. Dialogues are split as HH's; other texts have an empty prompt."""
     if bad is None:
         raise DataError("is the last of an odd number of lines, expected alternating lines {text: good}, {text: bad}")
-    chosen, rejected = _text(_object(good), "text"), _text(_object(bad, f"next line {bad.line} "), "text")
+    chosen, rejected = field_text(raw_object(good), "text"), field_text(raw_object(bad, f"next line {bad.line} "), "text")
     if ASSISTANT_MARK in os.path.commonprefix([chosen, rejected]):
         return _preference(*split_dialogue(chosen, rejected), 0.0)
     return _preference("", chosen, rejected, 0.0)
@@ -121,7 +121,7 @@ def split_dialogue(chosen: str, rejected: str) -> tuple[str, str, str]:
     cut = common.rfind(ASSISTANT_MARK)
     if cut < 0:
         raise DataError(
-            f"fields 'chosen' and 'rejected' share {_shown(common)}, "
+            f"fields 'chosen' and 'rejected' share {shown(common)}, "
             f"expected a common beginning with {ASSISTANT_MARK!r} in it, or a field 'prompt'"
         )
     cut += len(ASSISTANT_MARK)
@@ -130,20 +130,22 @@ def split_dialogue(chosen: str, rejected: str) -> tuple[str, str, str]:
 
 def _preference(prompt: str | Conversation, chosen: str, rejected: str, margin: float) -> PreferenceRecord:
     if chosen == rejected:
-        raise DataError(f"chosen and rejected are both {_shown(chosen)}, expected two different responses")
+        raise DataError(f"chosen and rejected are both {shown(chosen)}, expected two different responses")
     return PreferenceRecord(prompt=prompt, chosen=chosen, rejected=rejected, margin=margin)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as it is repeated in a message, cut where it is long."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
 
-def _object(raw: RawRecord, which: str = "") -> dict[str, object]:
+def raw_object(raw: RawRecord, which: str = "") -> dict[str, object]:
+    """The record as a JSON object. Raises DataError for anything else."""
     if raw.error:
         raise DataError(which + raw.error)
     if not isinstance(raw.value, dict):
-        raise DataError(f"{which}is {_shown(raw.value)}, expected a JSON object")
+        raise DataError(f"{which}is {shown(raw.value)}, expected a JSON object")
     return raw.value
 
 
@@ -151,49 +153,50 @@ def _first_present(record: dict[str, object], names: tuple[str, ...], formats: s
     for name in names:
         if name in record:
             return name
-    raise DataError(f"has the fields {_shown(sorted(map(str, record)))}, expected {formats}")
+    raise DataError(f"has the fields {shown(sorted(map(str, record)))}, expected {formats}")
 
 
 def _value(record: dict[str, object], name: str) -> object:
     if name not in record:
-        raise DataError(f"field {name!r} is missing (there are {_shown(sorted(map(str, record)))})")
+        raise DataError(f"field {name!r} is missing (there are {shown(sorted(map(str, record)))})")
     return record[name]
 
 
-def _string(value: object, what: str, *, empty: bool = False) -> str:
+def text_of(value: object, what: str, *, empty: bool = False) -> str:
     """A string that can be tokenized; JSON can smuggle in half a surrogate pair, which is not text."""
     if not isinstance(value, str) or not (value or empty):
-        raise DataError(f"{what} is {_shown(value)}, expected a {'' if empty else 'non-empty '}string")
+        raise DataError(f"{what} is {shown(value)}, expected a {'' if empty else 'non-empty '}string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{what} is {_shown(value)}, expected text without lone surrogates") from error
+        raise DataError(f"{what} is {shown(value)}, expected text without lone surrogates") from error
     return value
 
 
-def _text(record: dict[str, object], name: str, *, empty: bool = False) -> str:
-    return _string(_value(record, name), f"field {name!r}", empty=empty)
+def field_text(record: dict[str, object], name: str, *, empty: bool = False) -> str:
+    """The text in a field. Raises DataError where it is missing or no text."""
+    return text_of(_value(record, name), f"field {name!r}", empty=empty)
 
 
 def _text_or_messages(record: dict[str, object], name: str) -> str | Conversation:
     if isinstance(_value(record, name), list):
         return _messages(record, name)
-    return _text(record, name)
+    return field_text(record, name)
 
 
 def _messages(record: dict[str, object], name: str) -> Conversation:
     turns = record[name]
     if not isinstance(turns, list) or not turns:
-        raise DataError(f"field {name!r} is {_shown(turns)}, expected a non-empty list of {{role, content}}")
+        raise DataError(f"field {name!r} is {shown(turns)}, expected a non-empty list of {{role, content}}")
     return tuple(_message(turn, f"field '{name}[{position}]'") for position, turn in enumerate(turns))
 
 
 def _message(turn: object, what: str) -> Message:
     if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
-        raise DataError(f"{what} is {_shown(turn)}, expected {{role, content}}")
+        raise DataError(f"{what} is {shown(turn)}, expected {{role, content}}")
     if turn["role"] not in ROLES:
-        raise DataError(f"{what}: role is {_shown(turn['role'])}, allowed: {', '.join(ROLES)}")
-    return Message(role=turn["role"], content=_string(turn["content"], f"{what}: content", empty=turn["role"] == "system"))
+        raise DataError(f"{what}: role is {shown(turn['role'])}, allowed: {', '.join(ROLES)}")
+    return Message(role=turn["role"], content=text_of(turn["content"], f"{what}: content", empty=turn["role"] == "system"))
 
 
 def _answer(record: dict[str, object], name: str) -> str | None:
@@ -202,7 +205,7 @@ def _answer(record: dict[str, object], name: str) -> str | None:
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
-    raise DataError(f"field {name!r} is {_shown(value)}, expected a string or a number")
+    raise DataError(f"field {name!r} is {shown(value)}, expected a string or a number")
 
 
 def _margin(record: dict[str, object]) -> float:
@@ -213,6 +216,6 @@ def _margin(record: dict[str, object]) -> float:
     for name in names:
         value = record[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise DataError(f"field {name!r} is {_shown(value)}, expected a finite number")
+            raise DataError(f"field {name!r} is {shown(value)}, expected a finite number")
         rewards.append(float(value))
     return rewards[0] - rewards[1] if rewards else 0.0

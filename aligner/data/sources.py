@@ -38,14 +38,16 @@ class _Item:
     error: str = ""
 
 
-def read_records(location: str) -> Iterator[RawRecord]:
-    """All records of a file, a directory (its files by name) or a `datasets:` name, in a fixed order.
+def read_records(location: str, first: int | None = None) -> Iterator[RawRecord]:
+    """All records, or the `first` so many, of a file, a directory (its files by name) or a `datasets:` name, in a fixed order.
 
     Raises: DataError where nothing can be read at `location`; a single bad line is yielded with its `error`.
     """
     index = 0
     for name, items in _open(location):
         for item in items:
+            if index == first:
+                return
             yield RawRecord(file=name, line=item.line, index=index, value=item.value, error=item.error)
             index += 1
 

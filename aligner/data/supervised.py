@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aligner.data.config import OverLong, SFTDataConfig
-from aligner.data.encoding import Encoded, PromptStyle, encode_conversation, encode_response, truncated
+from aligner.data.encoding import Encoded, PromptStyle, encode_conversation, encode_labelled, encode_response, truncated
+from aligner.data.labelled import is_labelled, parse_labelled
 from aligner.data.records import ConversationRecord, parse_supervised
 from aligner.data.report import LoadReport, Tally, TooLong
 from aligner.data.sources import RawRecord, read_records
@@ -22,26 +23,34 @@ class SupervisedExample:
     source: str
 
 
-def load_supervised(location: str, config: SFTDataConfig, tokenizer: Tokenizer) -> tuple[list[SupervisedExample], LoadReport]:
+def load_supervised(
+    location: str, config: SFTDataConfig, tokenizer: Tokenizer, *, first: int | None = None
+) -> tuple[list[SupervisedExample], LoadReport]:
     """All usable examples at `location` (`config.train` or `config.validation`), and what was left out or cut.
 
+    `first`: only of so many records.
     Raises: DataError listing all bad lines; DataError where no example is left.
     """
     tally = Tally(location, config.bad_lines)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> SupervisedExample:
-        record = parse_supervised(raw, config.prompt_field, config.response_field)
-        if isinstance(record, ConversationRecord):
-            encoded = encode_conversation(tokenizer, record.messages)
-        else:
-            encoded = encode_response(tokenizer, record.prompt, record.response, style)
+        encoded = _encode(raw, config, tokenizer, style)
         fitted = fit_length(encoded, config.max_length, config.over_long)
         tally.truncated += fitted is not encoded
         return SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source)
 
-    examples = tally.convert(((raw.source, raw) for raw in read_records(location)), convert)
+    examples = tally.convert(((raw.source, raw) for raw in read_records(location, first)), convert)
     return examples, tally.finish()
+
+
+def _encode(raw: RawRecord, config: SFTDataConfig, tokenizer: Tokenizer, style: PromptStyle) -> Encoded:
+    if is_labelled(raw):
+        return encode_labelled(tokenizer, parse_labelled(raw), style)
+    record = parse_supervised(raw, config.prompt_field, config.response_field)
+    if isinstance(record, ConversationRecord):
+        return encode_conversation(tokenizer, record.messages)
+    return encode_response(tokenizer, record.prompt, record.response, style)
 
 
 def fit_length(encoded: Encoded, max_length: int, over_long: OverLong) -> Encoded:

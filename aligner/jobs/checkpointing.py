@@ -14,17 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aligner.cluster.run_directory import CRITIC, POLICY
 from aligner.errors import CheckpointError, ConfigError
 from aligner.jobs.session import Session
 from aligner.models import checkpoint
 from aligner.models import checkpoint_files as files
 from aligner.models.checkpoint_config import BestMode, CheckpointConfig
+from aligner.models.checkpoint_size import shortage
 from aligner.models.trainable import TrainableModel
 from aligner.parallel.collectives import from_rank_0, gather_objects
 from aligner.protocols import Critic
+from aligner.servers.ledger import Ledger
+from aligner.servers.payloads import SaveRequest
 
-POLICY, CRITIC, REWARD_MODEL = "policy", "critic", "reward_model"
 UNPAIRED = "unpaired_"
+MENDING = "What it lacks must be in the journal, or the run ends (critic.accept_gap=true goes on without)"
 
 
 @dataclass(slots=True)
@@ -33,7 +37,7 @@ class _SaveUnderWay:
 
     step: int
     files: checkpoint.PendingSave
-    critic_began: Future[str] | None
+    critic_began: Future[None] | None
     critic_ended: Future[str] | None = None
 
 
@@ -62,6 +66,7 @@ class RunCheckpointer:
     def load(self) -> tuple[int, dict[str, Any]]:
         """Restore the newest checkpoint of this run that has its partner, if there is one, and remove what a killed run left."""
         own = self._folders[0]
+        warn_of_shortage(self._session, self._model, own, self._config)
         step, message = from_rank_0(self._find)
         if message:
             self._session.say(message)
@@ -76,28 +81,28 @@ class RunCheckpointer:
         """The critic's checkpoint of this step and this component's. With `checkpoint.asynchronous` the files are written meanwhile."""
         self._check_metric(validation)
         self.wait()
-        began: Future[str] | None = None
+        began: Future[None] | None = None
         critic = self._critic
         if critic is not None and self._config.asynchronous:
-            began = critic.save(step) if self._session.is_first else None
+            began = critic.begin_save(step) if self._session.is_first else None
         elif critic is not None:
             from_rank_0(lambda: critic.save(step).result())
         self._under_way = _SaveUnderWay(step=step, files=self._start(step, state, validation), critic_began=began)
         if not self._config.asynchronous:
-            self._publish(self._under_way)
+            self._publish_pair(self._under_way)
 
     def poll(self) -> None:
         """Publish the checkpoint under way if everybody has written it. Never waits for a file; raises what a writer raised."""
         save = self._under_way
         if save is not None and all(gather_objects(save.files.is_written)) and from_rank_0(lambda: self._critic_has_ended(save)):
-            self._publish(save)
+            self._publish_pair(save)
 
     def wait(self) -> None:
         """Publish the checkpoint under way, once everybody has written it."""
         save = self._under_way
         if save is not None:
             from_rank_0(lambda: self._wait_for_critic(save))
-            self._publish(save)
+            self._publish_pair(save)
 
     def settle(self) -> int:
         """Publish this component's part of a checkpoint under way, with or without its partner. Returns the last step on disk."""
@@ -125,6 +130,13 @@ class RunCheckpointer:
         self._published = save.step
         from_rank_0(lambda: keep(self._folders, self._config))
 
+    def _publish_pair(self, save: _SaveUnderWay) -> None:
+        """The same, where the critic's part, if there is one, is complete."""
+        self._publish(save)
+        critic = self._critic
+        if critic is not None:
+            from_rank_0(lambda: critic.checkpointed(save.step))
+
     def _find(self) -> tuple[int, str]:
         files.clean(self._folders)
         if self._critic is None:
@@ -138,7 +150,7 @@ class RunCheckpointer:
             raise ConfigError(f"checkpoint.best_metric={metric}: validation reports {', '.join(sorted(validation))}")
 
     def _critic_has_ended(self, save: _SaveUnderWay) -> bool:
-        """Without waiting. The critic answers a first request when its state is copied, a second when its checkpoint is complete."""
+        """Without waiting. The critic answers a first call when its state is copied, a second when its checkpoint is complete."""
         if self._critic is None or save.critic_began is None:
             return True
         if save.critic_ended is None:
@@ -163,32 +175,51 @@ class RunCheckpointer:
 
 
 class CriticCheckpointer:
-    """Saves of a critic, one asked for after the other. Every rank holds one and calls it alike."""
+    """Saves of a critic, one asked for after the other, each with the ledger of that moment. Every rank holds one and calls it alike."""
 
-    def __init__(self, session: Session, model: TrainableModel, *, tokenizer: Path, config: CheckpointConfig) -> None:
+    def __init__(self, session: Session, model: TrainableModel, ledger: Ledger, *, tokenizer: Path, config: CheckpointConfig) -> None:
         self._session = session
         self._model = model
+        self._ledger = ledger
         self._tokenizer = tokenizer
         self._config = config
         self._folder = session.directory.checkpoints / CRITIC
-        self._under_way: tuple[int, checkpoint.PendingSave] | None = None
+        self._under_way: tuple[int, str, checkpoint.PendingSave] | None = None
 
-    def save(self, step: int) -> str:
-        """The path of the checkpoint of `step`, which is complete on return.
+    def save(self, request: SaveRequest) -> str:
+        """The path of the checkpoint of `request.step` with the critic of the mark `request.after`: complete on return with `request.wait`.
 
-        With `checkpoint.asynchronous` the first request for a step returns when the state is copied; the second one when it is complete.
+        The same request again changes nothing. Raises `ledger.Refused` where it means another critic than the one of now.
         """
-        if self._under_way is not None and self._under_way[0] == step:
-            return self._end()
+        step, mark = request.step, request.after or self._ledger.mark
+        if self._under_way is not None and self._under_way[:2] == (step, mark):
+            return self._end() if request.wait else str(self._under_way[2].final)
+        if complete := from_rank_0(lambda: self._complete(step, mark)):
+            return complete
+        self._ledger.check_after(mark)
         self._end()
-        request = checkpoint.SaveRequest(step=step, state={}, config_yaml=self._session.config_yaml, tokenizer=self._tokenizer)
-        began = checkpoint.start_save(self._folder, self._model, request, in_background=self._config.asynchronous)
-        self._under_way = (step, began)
-        return str(began.final) if self._config.asynchronous else self._end()
+        state = {"ledger": self._ledger.state()}
+        saved = checkpoint.SaveRequest(step=step, state=state, config_yaml=self._session.config_yaml, tokenizer=self._tokenizer)
+        began = checkpoint.start_save(self._folder, self._model, saved, in_background=self._config.asynchronous)
+        self._under_way = (step, mark, began)
+        return str(began.final) if self._config.asynchronous and not request.wait else self._end()
+
+    def _complete(self, step: int, mark: str) -> str:
+        """The path of a checkpoint of this very critic that is on disk already, "" where there is none."""
+        path = files.step_directory(self._folder, step)
+        return str(path) if files.is_complete(path) and _saved_ledger(path)["mark"] == mark else ""
 
     def _end(self) -> str:
         under_way, self._under_way = self._under_way, None
-        return "" if under_way is None else str(under_way[1].publish(self._config.write_timeout_seconds))
+        return "" if under_way is None else str(under_way[2].publish(self._config.write_timeout_seconds))
+
+
+def _saved_ledger(path: Path) -> Mapping[str, Any]:
+    """The ledger in a critic's checkpoint. Raises CheckpointError where it has none."""
+    state = checkpoint.read_state(path)["loop"]
+    if "ledger" not in state:
+        raise CheckpointError(f"{path} does not say what the critic was trained on: an earlier version wrote it; begin a new run with it")
+    return state["ledger"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +234,8 @@ class Pair:
 def newest_pair(policy: Path, critic: Path) -> Pair:
     """The newest step that both folders have. Where they have none in common: the policy's newest, and the critic's newest up to it.
 
-    Both components ask this of the same files, so they agree. `loop.save_every` bounds how many steps a missing partner costs.
+    What a critic lacks then its client sends it again from the journal, or refuses to go on (`servers.history`). Both components ask this
+    of the same files, so they agree. `loop.save_every` bounds how many steps a missing partner costs.
     """
     policies, critics = list(files.complete_steps(policy)), list(files.complete_steps(critic))
     if both := sorted(set(policies) & set(critics)):
@@ -216,25 +248,38 @@ def newest_pair(policy: Path, critic: Path) -> Pair:
     older = [step for step in critics if step <= newest]
     if not older:
         message = f"warning: the policy resumes after step {newest}, there is no critic checkpoint up to it: the critic starts anew"
-        return Pair(policy=newest, message=message)
+        return Pair(policy=newest, message=f"{message}. {MENDING}")
     message = f"warning: the policy resumes after step {newest}, the newest critic checkpoint is of step {older[-1]}: it is behind"
-    return Pair(policy=newest, critic=older[-1], message=message)
+    return Pair(policy=newest, critic=older[-1], message=f"{message}. {MENDING}")
 
 
-def load_critic(session: Session, model: TrainableModel, config: CheckpointConfig) -> int:
-    """Restore the critic's checkpoint that belongs to the policy's; returns its step, 0 where the run or the critic starts anew."""
+def load_critic(session: Session, model: TrainableModel, config: CheckpointConfig, *, accept_gap: bool = False) -> Ledger:
+    """Restore the critic's checkpoint that belongs to the policy's. Returns what it was trained on; nothing, where it starts anew.
+
+    Raises CheckpointError where the checkpoint does not say that, or belongs to another run.
+    """
     folder = session.directory.checkpoints / CRITIC
 
     def find() -> Pair:
         files.clean([folder])
         return newest_pair(session.directory.checkpoints / POLICY, folder)
 
+    warn_of_shortage(session, model, folder, config)
     pair = from_rank_0(find)
     if pair.message:
         session.say(pair.message)
+    ledger = Ledger(from_rank_0(session.directory.run_id), accepts_gap=accept_gap)
     if pair.critic:
-        checkpoint.load(model, files.step_directory(folder, pair.critic), verify=config.verify)
-    return pair.critic
+        path = files.step_directory(folder, pair.critic)
+        ledger.load_state(from_rank_0(lambda: _saved_ledger(path)), checkpoint_step=pair.critic)
+        checkpoint.load(model, path, verify=config.verify)
+    return ledger
+
+
+def warn_of_shortage(session: Session, model: TrainableModel, folder: Path, config: CheckpointConfig) -> None:
+    """Say so where the file system has no room for the checkpoints that the run wants to keep. Every rank calls it."""
+    if warning := shortage(model, folder, keep=config.keep):
+        session.say(warning)
 
 
 def keep(folders: list[Path], config: CheckpointConfig) -> None:

@@ -14,47 +14,70 @@ from aligner.data.prompts import load_prompts, load_validation_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs import columns
+from aligner.jobs.announce import announced
 from aligner.jobs.checkpointing import POLICY, RunCheckpointer
+from aligner.jobs.ending import conclude
 from aligner.jobs.parts import check_rollout_length, export_at_end, load_model_files, run_loop, tokenizer_directory
 from aligner.jobs.session import Session, session
+from aligner.jobs.sources import pinned
 from aligner.models import create
 from aligner.models.divisible import check_divisible
+from aligner.models.guard import Guard
 from aligner.models.policy import MegatronPolicy, ReferencePolicy
+from aligner.parallel.progress import WAIT_FOR_SERVERS
 from aligner.protocols import RewardModel
 from aligner.rewards.local import function_reward
 from aligner.rollout.config import check_splits
 from aligner.rollout.megatron import MegatronEngine
 from aligner.schemas import TrainGRPO, TrainPPO
+from aligner.servers.access import Access
 from aligner.servers.client import CriticClient, RewardClient
 from aligner.types import Rollout
 
 
-def train_ppo_actor(config: TrainPPO) -> None:
-    """The actor of a PPO run; its critic (and reward) servers are found through the run directory. Every rank calls it."""
-    with session(config, config.run, config.parallel) as here:
+def train_ppo_actor(config: TrainPPO) -> int:
+    """The actor of a PPO run; its critic (and reward) servers are found through the run directory. Every rank calls it.
+
+    Returns the exit code, as the other jobs do: 0, or 75 where a signal or the end of its time stopped it before the last step.
+    """
+    with session(config, config.run, config.parallel, component="actor") as here, announced(here, "actor") as publication:
         task, policy, tokenizer = _build(here, config, with_reference=True, num_prompts=config.algorithm.rollouts_per_step)
-        critic = CriticClient(here.directory.services, config=config.client)
-        if here.is_first:
+        critic = CriticClient(
+            here.directory.services,
+            config=config.client,
+            access=_access(here, config),
+            run=here.directory.run_id(),
+            journal=here.directory.journal / "critic" if here.is_first else None,
+        )
+        if publication is not None:
             here.say("waiting for the critic server")
-            critic.wait_until_ready()
+            with here.progress.phase(WAIT_FOR_SERVERS):
+                critic.wait_until_ready()
+            publication.ready()
         algorithm = PPO(config.algorithm, policy, task, critic)
         keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer, config=config.checkpoint, critic=critic)
-        last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.PPO)
+        last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.PPO, guard=config.guard)
         export_at_end(here, config, last, policy.chunks, tokenizer)
+        code = conclude(here, last, config.loop.max_steps)
         critic.close()
         task.reward.close()
+    return code
 
 
-def train_grpo(config: TrainGRPO) -> None:
+def train_grpo(config: TrainGRPO) -> int:
     """GRPO: one component, with reward functions in its processes or a reward server. Every rank calls it."""
-    with session(config, config.run, config.parallel) as here:
+    with session(config, config.run, config.parallel, component="actor") as here, announced(here, "actor") as publication:
         with_reference = config.algorithm.kl_coef > 0
         task, policy, tokenizer = _build(here, config, with_reference=with_reference, num_prompts=config.algorithm.prompts_per_step)
+        if publication is not None:
+            publication.ready()
         algorithm = GRPO(config.algorithm, policy, task)
         keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer, config=config.checkpoint)
-        last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.GRPO)
+        last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.GRPO, guard=config.guard)
         export_at_end(here, config, last, policy.chunks, tokenizer)
+        code = conclude(here, last, config.loop.max_steps)
         task.reward.close()
+    return code
 
 
 def _build(
@@ -67,7 +90,8 @@ def _build(
         raise ConfigError(
             f"algorithm.mini_batch_size={config.algorithm.mini_batch_size}: smaller than the {here.topology.dp_size} data-parallel replicas"
         )
-    tokenizer, architecture = load_model_files(config.model)
+    model = pinned(here, "model", config.model) if with_reference else config.model
+    tokenizer, architecture = load_model_files(model)
     check_rollout_length(config.model, architecture, config)
     check_divisible(architecture, config.parallel)
     check_splits(architecture, tp=config.rollout.tp or config.parallel.tp, world_size=here.topology.world_size)
@@ -76,8 +100,9 @@ def _build(
     validation = load_validation_prompts(config.data, tokenizer)[0] if config.data.validation else []
     reward = _reward(here, config, tokenizer)
     updates = config.loop.max_steps * config.algorithm.updates_per_step
-    training = create.training(config.model, config.optimizer, total_steps=updates, temperature=sampling.temperature)
-    policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
+    guard = Guard(config.guard)
+    training = create.training(model, config.optimizer, total_steps=updates, temperature=sampling.temperature, guard=guard)
+    policy = create.create_policy(model, architecture, config.parallel, here.topology, training)
     engine = MegatronEngine(policy.chunks, config.rollout, eos_id=tokenizer.eos_id)
     task = OnlineTask(
         engine=engine,
@@ -93,19 +118,34 @@ def _build(
         pad_id=tokenizer.pad_id,
         seed=config.run.seed,
         max_response_length=sampling.max_response_length,
+        reward_name=_reward_name(config),
+        guard=config.guard,
+        beat=here.progress.beat,
     )
-    return task, policy, tokenizer_directory(config.model)
+    return task, policy, tokenizer_directory(model)
 
 
 def _reward(here: Session, config: TrainPPO | TrainGRPO, tokenizer: Tokenizer) -> RewardModel:
     if not config.reward.serve:
         return function_reward(config.reward.function, tokenizer.decode)
     texts = _texts(tokenizer) if config.reward.function.function else None
-    client = RewardClient(here.directory.services, config=config.client, texts=texts)
+    client = RewardClient(here.directory.services, config=config.client, access=_access(here, config), texts=texts)
     if here.is_first:
         here.say("waiting for the reward server")
-        client.wait_until_ready()
+        with here.progress.phase(WAIT_FOR_SERVERS):
+            client.wait_until_ready()
     return client
+
+
+def _reward_name(config: TrainPPO | TrainGRPO) -> str:
+    """Where rewards come from, for messages."""
+    if config.reward.function.function:
+        return f"reward function {config.reward.function.function}"
+    return f"reward model {config.reward.model.path}"
+
+
+def _access(here: Session, config: TrainPPO | TrainGRPO) -> Access:
+    return Access.for_client(here.directory.secret, config.client)
 
 
 def _texts(tokenizer: Tokenizer) -> Callable[[Rollout], tuple[str, str, str | None]]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from aligner.algorithms import loop
+from aligner.algorithms.time_budget import TimeBudget, seconds_left
 from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from aligner.errors import ConfigError
+from aligner.jobs.left_out import LeftOutSteps
 from aligner.jobs.session import Session
 from aligner.models import create
 from aligner.models.build import LanguageModel
 from aligner.models.checkpoint import copy_tokenizer
 from aligner.models.config import Architecture, ModelConfig
+from aligner.models.guard import GuardConfig
 from aligner.models.weights import save_hf
 from aligner.reporting.config import LoggingConfig
 from aligner.reporting.formats import Column
@@ -70,11 +74,20 @@ def run_loop(
     *,
     logging: LoggingConfig,
     shown: Sequence[Column],
+    guard: GuardConfig,
 ) -> int:
     """`loop.run` with the run's reporter, closed at the end whatever happens. Returns the last finished step."""
     with ExitStack() as stack:
         open_reporter = reporting(here, logging, shown, total_steps=config.max_steps)
-        return loop.run(algorithm, config, checkpointer=keeper, open_reporter=lambda start: stack.enter_context(open_reporter(start)))
+        return loop.run(
+            algorithm,
+            config,
+            checkpointer=keeper,
+            open_reporter=lambda start: stack.enter_context(open_reporter(start)),
+            progress=here.progress,
+            budget=TimeBudget(seconds_left(os.environ)),
+            left_out=LeftOutSteps(here.directory.left_out, most=guard.max_roll_backs),
+        )
 
 
 def export_at_end(

@@ -200,7 +200,7 @@ def _architecture(key: str, model: ModelConfig, length: int) -> Architecture:
     described = model.architecture.vocab_size > 0
     try:
         found = create.read_architecture(model, vocab_size=0)
-    except CheckpointError:
+    except (CheckpointError, ConfigError):  # the model may be elsewhere: on the cluster
         if not described:
             raise
         found = create.read_architecture(replace(model, path=""), vocab_size=0)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 
 from aligner.errors import ConfigError
+from aligner.jobs.announce import announced
 from aligner.jobs.checkpointing import CriticCheckpointer, load_critic
 from aligner.jobs.parts import check_rollout_length, load_model_files, tokenizer_directory
 from aligner.jobs.session import session
+from aligner.jobs.sources import pinned
 from aligner.losses.value import value_loss
 from aligner.models import create
-from aligner.models.config import ModelConfig
+from aligner.models.guard import ReportingGuard
 from aligner.rewards.load import build_reward_function
 from aligner.schemas import TrainGRPO, TrainPPO
 from aligner.servers.config import RequestLimits
@@ -22,20 +25,26 @@ from aligner.servers.server import serve
 def serve_critic(config: TrainPPO) -> None:
     """The critic of a PPO run: trains on what the actor sends, until it is told to stop. Every rank calls it."""
     critic = config.critic
-    with session(config, config.run, critic.parallel, writes_config=False) as here:
-        model_config = _or_actors(critic.model, config.model)
+    with ExitStack() as stack:
+        here = stack.enter_context(session(config, config.run, critic.parallel, component="critic", writes_config=False))
+        publication = stack.enter_context(announced(here, "critic", heartbeat_seconds=critic.server.heartbeat_seconds))
+        model_config = critic.model.or_else(config.model)
         _, architecture = load_model_files(model_config)
         check_rollout_length(model_config, architecture, config)
         _check_mini_batches(config, here.topology.dp_size)
         updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs
-        training = create.training(model_config, critic.optimizer, total_steps=config.loop.max_steps * updates)
+        training = create.training(model_config, critic.optimizer, total_steps=config.loop.max_steps * updates, guard=ReportingGuard())
         model = create.create_value_model(model_config, architecture, critic.parallel, here.topology, training)
-        resumed = load_critic(here, model.model, config.checkpoint)
-        here.say(f"critic: resumed after step {resumed}" if resumed else f"critic: starts from {model_config.path or 'random weights'}")
-        keeper = CriticCheckpointer(here, model.model, tokenizer=tokenizer_directory(model_config), config=config.checkpoint)
+        ledger = load_critic(here, model.model, config.checkpoint, accept_gap=critic.accept_gap)
+        step = ledger.checkpoint_step
+        here.say(f"critic: resumed after step {step}" if step else f"critic: starts from {model_config.path or 'random weights'}")
+        if publication is not None:
+            publication.describe_checkpoint(f"step {step}" if step else model_config.path)
+        keeper = CriticCheckpointer(here, model.model, ledger, tokenizer=tokenizer_directory(model_config), config=config.checkpoint)
         service = CriticService(
             model,
             partial(value_loss, clip=critic.clip or None),
+            ledger,
             mini_batch_size=critic.mini_batch_size,
             num_epochs=critic.num_epochs,
             save=keeper.save,
@@ -44,16 +53,27 @@ def serve_critic(config: TrainPPO) -> None:
             vocab_size=architecture.vocab_size,
             max_sequence_length=create.context_length(model_config, architecture),
         )
-        serve("critic", service.operations(), config=critic.server, limits=limits, services_dir=here.directory.services)
+        serve(
+            "critic",
+            service.operations(),
+            config=critic.server,
+            limits=limits,
+            services_dir=here.directory.services,
+            secret=here.directory.secret,
+            progress=here.progress,
+            publication=publication,
+        )
 
 
 def serve_reward_model(config: TrainPPO | TrainGRPO) -> None:
     """The reward component of a run: a frozen reward model, or a reward function. Every rank calls it."""
     reward = config.reward
-    with session(config, config.run, reward.parallel, writes_config=False) as here:
+    with ExitStack() as stack:
+        here = stack.enter_context(session(config, config.run, reward.parallel, component="reward", writes_config=False))
+        publication = stack.enter_context(announced(here, "reward", heartbeat_seconds=reward.server.heartbeat_seconds))
         reward.check_named()
         is_function = bool(reward.function.function)
-        model_config = _or_actors(reward.model, config.model) if is_function else reward.model
+        model_config = reward.model.or_else(config.model) if is_function else pinned(here, "reward.model", reward.model)
         tokenizer, architecture = load_model_files(model_config)
         check_rollout_length(model_config, architecture, config)
         if is_function:
@@ -67,12 +87,16 @@ def serve_reward_model(config: TrainPPO | TrainGRPO) -> None:
             max_sequence_length=create.context_length(model_config, architecture),
         )
         here.say(f"reward: serves {reward.function.function or model_config.path}")
-        serve("reward", service.operations(), config=reward.server, limits=limits, services_dir=here.directory.services)
-
-
-def _or_actors(own: ModelConfig, actors: ModelConfig) -> ModelConfig:
-    """A component's own model where it names one, else the actor's."""
-    return own if own.path or own.tokenizer else actors
+        serve(
+            "reward",
+            service.operations(),
+            config=reward.server,
+            limits=limits,
+            services_dir=here.directory.services,
+            secret=here.directory.secret,
+            progress=here.progress,
+            publication=publication,
+        )
 
 
 def _check_mini_batches(config: TrainPPO, dp_size: int) -> None:

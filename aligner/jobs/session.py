@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import os
+import platform as machine
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from aligner.cluster import outcomes
+from aligner.cluster.exit_codes import ExitCode
+from aligner.cluster.lease import watch_lease
 from aligner.cluster.run_directory import RunDirectory
 from aligner.config import fingerprint, to_yaml
+from aligner.errors import AlignerError, describe_os_error
 from aligner.parallel import launch, platform, topology
+from aligner.parallel.collective_marks import marked
 from aligner.parallel.collectives import from_rank_0
+from aligner.parallel.progress import Progress
 from aligner.parallel.topology import ParallelConfig, Topology
+from aligner.parallel.watch import Place, Watch, clear_last_report
 from aligner.schemas import RunConfig
+
+SERVERS = ("critic", "reward")  # components that answer the other one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +37,7 @@ class Session:
     topology: Topology
     directory: RunDirectory
     config_yaml: str
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def is_first(self) -> bool:
@@ -39,11 +51,13 @@ class Session:
 
 
 @contextmanager
-def session(config: Any, run: RunConfig, parallel: ParallelConfig, *, writes_config: bool = True) -> Iterator[Session]:
-    """Join the component's ranks and make its groups; leave them at the good end.
+def session(config: Any, run: RunConfig, parallel: ParallelConfig, *, component: str, writes_config: bool = True) -> Iterator[Session]:
+    """Join the component's ranks and make its groups; leave them at the good end. `component` is what its files are called by.
 
+    Meanwhile the rank's health is in the run directory, and a component that stands still for `run.stall_timeout_seconds` is ended.
     After an error the groups are left to the process's end: other ranks may hang in a collective, and the launcher ends them.
     """
+    watch_lease(os.environ)  # whatever hangs below: this process leaves when whoever started it is gone
     if run.num_threads:
         torch.set_num_threads(run.num_threads)
     world, _ = launch.detect_world(os.environ)
@@ -60,8 +74,45 @@ def session(config: Any, run: RunConfig, parallel: ParallelConfig, *, writes_con
     layout = topology.initialize(parallel, seed=run.seed)
     directory = RunDirectory(Path(run.directory))
     yaml = to_yaml(config)
-    from_rank_0(directory.create)
-    if layout.rank == 0 and writes_config:
-        directory.config.write_text(yaml)
-    yield Session(topology=layout, directory=directory, config_yaml=yaml)
-    launch.shutdown()
+    incarnation = from_rank_0(lambda: _open(directory, component, yaml if writes_config else ""))
+    progress = Progress()
+    place = Place(
+        component=component,
+        rank=layout.rank,
+        world_size=layout.world_size,
+        host=os.environ.get("SLURMD_NODENAME") or machine.node(),  # every step of a Slurm job inherits the batch script's HOSTNAME
+        incarnation=incarnation,
+        attempt=os.environ.get("ALIGNER_ATTEMPT", ""),
+        servers=SERVERS if component not in SERVERS else (),
+    )
+    watch = Watch(
+        progress,
+        place,
+        health=directory.health,
+        stacks=directory.stacks,
+        stall_seconds=run.stall_timeout_seconds,
+        last_words=lambda text: outcomes.record(os.environ, ExitCode.failed, " ".join(text.splitlines()[:2])),
+    )
+    watch.start()
+    try:
+        with marked(progress):
+            yield Session(topology=layout, directory=directory, config_yaml=yaml, progress=progress)
+            launch.shutdown()
+        progress.enter_phase("done")
+    except BaseException as error:
+        progress.enter_phase(f"failed ({type(error).__name__})")
+        raise
+    finally:
+        watch.stop()
+
+
+def _open(directory: RunDirectory, component: str, config_yaml: str) -> str:
+    """Make the run directory and write the configuration into it (where there is one). Returns a name for this start of the component."""
+    try:
+        directory.create()
+        clear_last_report(directory.stacks, component)
+        if config_yaml:
+            directory.config.write_text(config_yaml)
+    except OSError as error:
+        raise AlignerError(f"the run directory cannot be used: {describe_os_error(error, directory)}") from error
+    return uuid.uuid4().hex

@@ -20,7 +20,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, describe_os_error
+from aligner.models.disk_space import explain
 from aligner.models.manifest import Digest, digest
 from aligner.parallel.collectives import raise_everywhere
 from aligner.parallel.mcore import dist_checkpointing, filesystem_async
@@ -55,7 +56,7 @@ def plan(state: dict[str, Any], directory: Path) -> PlannedDirectory:
         try:
             request = dist_checkpointing.save(state, str(directory), async_sharded_save=True)
         except OSError as error:
-            raise CheckpointError(f"writing a checkpoint failed: {directory}: {error}") from error
+            raise CheckpointError(f"writing a checkpoint failed: {describe_os_error(error, directory)}") from error
     return PlannedDirectory(path=directory, request=request, results={})
 
 
@@ -93,7 +94,7 @@ class FileWriter:
                 seconds = time.monotonic() - start
                 error = TimeoutError(f"its files were not written {seconds:.0f} s after they were waited for")
         if error is not None:
-            failed = CheckpointError(f"writing a checkpoint failed: rank {dist.get_rank()}: {self._root}: {error}")
+            failed = CheckpointError(f"writing a checkpoint failed: rank {dist.get_rank()}: {explain(error, self._root)}")
             failed.__cause__ = error
             raise_everywhere(failed)
         raise_everywhere(None)
@@ -119,7 +120,7 @@ def write_metadata(part: PlannedDirectory) -> None:
             for finalize in part.request.finalize_fns:
                 finalize()
         except (TorchCheckpointException, OSError) as error:
-            raise CheckpointError(f"writing a checkpoint failed: {part.path}: {error}") from error
+            raise CheckpointError(f"writing a checkpoint failed: {explain(error, part.path)}") from error
 
 
 def _copy_to_host(part: PlannedDirectory) -> None:

@@ -30,15 +30,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
-from aligner.errors import CheckpointError
-from aligner.models import async_save, checkpoint_optimizer, manifest, safe_pickle
+from aligner.errors import CheckpointError, describe_os_error
+from aligner.models import async_save, checkpoint_optimizer, checkpoint_size, disk_space, manifest, safe_pickle
 from aligner.models import checkpoint_files as files
 from aligner.models.build import ScalarModel, Transformer
 from aligner.models.checkpoint_files import BEST, LATEST, MARKER, read_marker, resolve, step_directory
 from aligner.models.families import architecture_from_hf, architecture_to_hf
+from aligner.models.generators import generator_state, set_generator_state
 from aligner.models.trainable import TrainableModel
 from aligner.parallel.collectives import broadcast_object, gather_objects, raise_everywhere
-from aligner.parallel.mcore import dist_checkpointing, tensor_parallel
+from aligner.parallel.mcore import dist_checkpointing
 
 __all__ = [
     "BEST",
@@ -124,7 +125,7 @@ def start_save(checkpoints: Path, model: TrainableModel, request: SaveRequest, *
     """
     final = step_directory(checkpoints, request.step)
     model.wake()
-    generators = gather_objects(_generator_state())
+    generators = gather_objects(generator_state())
     made: list[Path] = []
     _on_rank_0(lambda: made.append(_start(final, model, request, generators)))
     writing = broadcast_object(made[0] if made else None)
@@ -132,6 +133,7 @@ def start_save(checkpoints: Path, model: TrainableModel, request: SaveRequest, *
     if _has_optimizer_state(model):
         shards = checkpoint_optimizer.sharded_state(model.optimizer, _sharded_state(model.chunks))
         planned.append(async_save.plan({"optimizer": shards}, writing / "optimizer"))
+    _check_room(writing, checkpoint_size.planned_bytes(planned))
     marker: dict[str, Any] = {"kind": _kind(model.chunks), "step": request.step}
     if isinstance(model.chunks[0], ScalarModel):
         marker["num_outputs"] = model.chunks[0].num_outputs
@@ -174,7 +176,7 @@ def load(model: TrainableModel, path: Path, *, verify: bool = True) -> dict[str,
     model.version = state["version"]
     saved = safe_pickle.load_data(directory / "state.pt")
     if saved["layout"] == _layout(model):  # at another layout the generators stay freshly seeded
-        _set_generator_state(saved["generators"][dist.get_rank()])
+        set_generator_state(saved["generators"][dist.get_rank()])
     return state["loop"]
 
 
@@ -216,7 +218,8 @@ def _on_rank_0(action: Callable[[], Any]) -> None:
         except CheckpointError as failed:
             error = failed
         except Exception as failed:  # of whatever kind: the other ranks wait to hear of it
-            error = CheckpointError(f"writing a checkpoint failed: {failed}")
+            what = describe_os_error(failed, "a file of the checkpoint") if isinstance(failed, OSError) else str(failed)
+            error = CheckpointError(f"writing a checkpoint failed: {what}")
             error.__cause__ = failed
     raise_everywhere(error)
 
@@ -252,6 +255,16 @@ def _start(final: Path, model: TrainableModel, request: SaveRequest, generators:
         files.discard(writing)
         raise
     return writing
+
+
+def _check_room(writing: Path, needed: int) -> None:
+    """Raise CheckpointError on every rank where what is planned does not fit, and leave nothing behind."""
+    try:
+        _on_rank_0(lambda: disk_space.check_room(writing, needed))
+    except CheckpointError:
+        if dist.get_rank() == 0:
+            files.discard(writing)
+        raise
 
 
 def _reserve(path: Path) -> None:
@@ -321,17 +334,3 @@ def _read(wanted: dict[str, Any], directory: Path) -> dict[str, Any]:
             return dist_checkpointing.load(wanted, str(directory))
     except (KeyError, OSError, dist_checkpointing.core.CheckpointingException, TorchCheckpointException) as error:
         raise CheckpointError(f"{directory}: cannot be read into the model: {error}") from error
-
-
-def _generator_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states())}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_generator_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])

@@ -198,3 +198,7 @@ class ModelConfig:
         if not (self.tokenizer or self.path):
             raise ConfigError("model.tokenizer='': name a tokenizer directory, or give model.path, which holds one")
         return self.tokenizer or self.path
+
+    def or_else(self, actors: ModelConfig) -> ModelConfig:
+        """A server's own model where its config names one, else the actor's."""
+        return self if self.path or self.tokenizer else actors

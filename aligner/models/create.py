@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from aligner.errors import CheckpointError, ConfigError
+from aligner.errors import ConfigError
 from aligner.models import checkpoint
 from aligner.models.build import Transformer, build_language_model, build_scalar_model
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.families import architecture_from_hf, architecture_to_hf
+from aligner.models.guard import Guard, GuardConfig
 from aligner.models.megatron_config import check_divisible
 from aligner.models.optimizer import OptimizerConfig
 from aligner.models.policy import MegatronPolicy
@@ -23,20 +24,21 @@ from aligner.parallel.topology import ParallelConfig, Topology
 
 
 def source_directory(config: ModelConfig) -> Path | None:
-    """Where the weights are, `latest` resolved; None for a model that starts from random weights. Raises CheckpointError."""
+    """Where the weights are, `latest` resolved; None for a model that starts from random weights.
+
+    Raises ConfigError where no model is there, CheckpointError for a checkpoint that is damaged.
+    """
     if not config.path:
         return None
     path = Path(config.path)
     if path.is_file() and path.name in (checkpoint.LATEST, checkpoint.BEST):
         return checkpoint.resolve(path)
     if not path.is_dir():
-        raise CheckpointError(f"model.path={config.path}: no such directory")
+        raise ConfigError(f"model.path={config.path}: no such directory")
     if (path / checkpoint.LATEST).exists() or (path / checkpoint.MARKER).exists():
         return checkpoint.resolve(path)
     if not (path / "config.json").exists():
-        raise CheckpointError(
-            f"model.path={config.path}: neither a Hugging Face model (config.json) nor a checkpoint ({checkpoint.MARKER})"
-        )
+        raise ConfigError(f"model.path={config.path}: neither a Hugging Face model (config.json) nor a checkpoint ({checkpoint.MARKER})")
     return path
 
 
@@ -68,8 +70,15 @@ def context_length(config: ModelConfig, architecture: Architecture) -> int:
     return config.seq_length or architecture.max_position_embeddings
 
 
-def training(config: ModelConfig, optimizer: OptimizerConfig | None, *, total_steps: int = 1, temperature: float = 1.0) -> Training:
-    """How the model of `config` is trained, or used frozen where `optimizer` is None."""
+def training(
+    config: ModelConfig,
+    optimizer: OptimizerConfig | None,
+    *,
+    total_steps: int = 1,
+    temperature: float = 1.0,
+    guard: Guard | None = None,
+) -> Training:
+    """How the model of `config` is trained, or used frozen where `optimizer` is None. Without a `guard`: the default settings' one."""
     return Training(
         optimizer=optimizer,
         total_steps=total_steps,
@@ -79,6 +88,7 @@ def training(config: ModelConfig, optimizer: OptimizerConfig | None, *, total_st
         temperature=temperature,
         router_aux_loss_coef=config.router_aux_loss_coef,
         router_z_loss_coef=config.router_z_loss_coef,
+        guard=guard or Guard(GuardConfig()),
     )
 
 

@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from aligner.errors import AlignerError, ConfigError
-from aligner.metrics import Max, Mean, Metric
+from aligner.errors import ConfigError
+from aligner.metrics import Max, Mean, Metric, Sum, without_values
 from aligner.models import forward as passes
 from aligner.models.auxiliary import AuxiliaryLosses
 from aligner.models.build import Transformer
+from aligner.models.generators import generator_state, set_generator_state
+from aligner.models.guard import SKIPPED, SKIPPED_IN_A_ROW, Guard, GuardConfig
 from aligner.models.offload import HostMemory
 from aligner.models.optimizer import OptimizerConfig, build_optimizer, build_scheduler
 from aligner.models.placement import Splits, input_shape
 from aligner.parallel import mcore, platform
-from aligner.parallel.collectives import all_ranks, broadcast_object, gather_assigned_rows, reduce_metrics
+from aligner.parallel.collectives import all_ranks, broadcast_object, gather_assigned_rows, gather_objects, reduce_metrics
 from aligner.parallel.micro_batches import MicroBatching, Plan, plan
 from aligner.parallel.topology import Topology
 from aligner.protocols import Loss
-from aligner.types import Batch, PreferenceBatch, num_rows
+from aligner.types import Batch, LossOutput, PreferenceBatch, TokenOutputs, num_rows
 
 FP8_TOKENS = 16  # 8-bit matrix products want sizes that are multiples of this
 
@@ -44,6 +46,7 @@ class Training:
     temperature: float = 1.0  # of the policy's log-probs
     router_aux_loss_coef: float = 0.0
     router_z_loss_coef: float = 0.0
+    guard: Guard = field(default_factory=lambda: Guard(GuardConfig()))  # against updates that are not finite
 
 
 class TrainableModel:
@@ -55,6 +58,7 @@ class TrainableModel:
         self.chunks = [chunk.to(platform.device()) for chunk in chunks]
         self.micro_batches = MicroBatching(rows=training.micro_batch_size, tokens=training.micro_batch_tokens, packed=training.packing)
         self.version = 0
+        self.guard = training.guard
         self.optimizer: Any = None
         self.scheduler: Any = None
         self.runners: list[Any] = list(self.chunks)
@@ -89,7 +93,7 @@ class TrainableModel:
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=optimizer.distributed,
             overlap_grad_reduce=torch.cuda.is_available(),
-            check_for_nan_in_grad=False,  # it raises on one rank and leaves the others waiting: see _require_finite_gradient
+            check_for_nan_in_grad=False,  # it raises on one rank and leaves the others waiting: see _find_non_finite
         )
         self.runners = [
             # Buckets pay where a reduction can start while earlier layers are still computed: in the first chunk there is nothing left to.
@@ -124,27 +128,41 @@ class TrainableModel:
     def train_step(self, batch: Batch, outputs: passes.Outputs, loss: Loss) -> dict[str, Metric]:
         """One optimizer step over all rows. Collective. Returns the loss's metrics over the global batch and `optim/*`.
 
-        Raises ConfigError where a data-parallel replica would get no row, AlignerError (on every rank, weights unchanged) where the
-        gradient is not finite.
+        Where a loss or the gradient is not finite, the guard decides on every rank alike: it raises RunHalted or RollBack, or the update is
+        left out: weights, optimizer, schedule and random generators are then those before the call, and no value of this batch is reported.
+        Raises ConfigError where a data-parallel replica would get no row.
         """
         if num_rows(batch) // _unit(batch) < self.topology.dp_size:
             raise ConfigError(
                 f"a training batch of {num_rows(batch) // _unit(batch)} is smaller than the {self.topology.dp_size} data-parallel replicas"
             )
         self.wake()
+        generators = generator_state()
         for runner in self.runners:
             runner.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.auxiliary.weigh(self.config, batch, loss)
         parts = self._micro_batches(batch, self._plan(batch))
-        metrics = passes.forward_backward(self.runners, parts, outputs, loss, counts=self.topology.cp_rank == 0)
-        self._require_finite_gradient()
+        totals: list[Tensor] = []
+        metrics = passes.forward_backward(self.runners, parts, outputs, _noting_totals(loss, totals), counts=self.topology.cp_rank == 0)
+        problem = self._find_non_finite(totals)
+        if problem:
+            set_generator_state(generators)
+            self.guard.refuse(problem)
+            return without_values(self._reduce(metrics) | self.auxiliary.metrics()) | self._optimizer_metrics(None)
+        self.guard.accept()
         self.scheduler.step(1)  # before the update: the first update of a warm-up must not have a learning rate of 0
         _, grad_norm, _ = self.optimizer.step()
         self.version += 1
-        reduced = self._reduce(metrics) | self.auxiliary.metrics()
-        rate = self.optimizer.param_groups[0]["lr"]
-        return reduced | {"optim/grad_norm": Mean(total=float(grad_norm), count=1), "optim/lr": Max(maximum=rate)}
+        return self._reduce(metrics) | self.auxiliary.metrics() | self._optimizer_metrics(float(grad_norm))
+
+    def _optimizer_metrics(self, grad_norm: float | None) -> dict[str, Metric]:
+        """Of an update, or of one that was left out."""
+        rate = Max(maximum=self.optimizer.param_groups[0]["lr"])
+        if grad_norm is not None:
+            return {"optim/grad_norm": Mean(total=grad_norm, count=1), "optim/lr": rate, SKIPPED: Sum(total=0)}
+        in_a_row = Max(maximum=self.guard.skipped_in_a_row)
+        return {"optim/grad_norm": Mean(total=0.0, count=0), "optim/lr": rate, SKIPPED: Sum(total=1), SKIPPED_IN_A_ROW: in_a_row}
 
     def sleep(self) -> None:
         """Between training phases: move what only training needs to host memory, where the optimizer's config asks for it."""
@@ -163,14 +181,24 @@ class TrainableModel:
         last = torch.distributed.get_global_rank(self.topology.pp_group, self.topology.pp_size - 1)
         return broadcast_object(metrics, src=last, group=self.topology.pp_group)
 
-    def _require_finite_gradient(self) -> None:
+    def _find_non_finite(self, totals: Sequence[Tensor]) -> str:
+        """What of this update is not finite; empty where all is well. The same on every rank; `totals`: this rank's losses. Collective."""
         buffers = [buffer for runner in self.runners for buffer in (*runner.buffers, *runner.expert_parallel_buffers)]
-        norms = [float(buffer.grad_data.norm()) for buffer in buffers]
-        if not all_ranks(all(map(math.isfinite, norms)), platform.device()):
-            raise AlignerError(
-                f"the gradient of optimizer step {self.version + 1} is not finite (its norm on rank {self.topology.rank}: "
-                f"{math.hypot(*norms)}); the weights are those of step {self.version}"
-            )
+        norm = math.hypot(*(float(buffer.grad_data.norm()) for buffer in buffers))
+        bad = int((~torch.stack(list(totals)).isfinite()).sum()) if totals else 0
+        if all_ranks(math.isfinite(norm) and not bad, platform.device()):
+            return ""
+        own = f"its norm on rank {self.topology.rank}: {norm}" + (f", the loss of {bad} of {len(totals)} micro-batches too" if bad else "")
+        found = gather_objects((math.isfinite(norm), bool(bad), own))
+        what = "the loss" if all(norm_is_finite for norm_is_finite, _, _ in found) else "the gradient"
+        # Gradients have been summed over replicas: a rank whose own loss is at fault comes first.
+        ordered = sorted(found, key=lambda one: not one[1])
+        told = [text for norm_is_finite, has_bad, text in ordered if has_bad or not norm_is_finite]
+        more = f" and {len(told) - 3} more ranks" if len(told) > 3 else ""
+        return (
+            f"{what} of optimizer step {self.version + 1} is not finite ({'; '.join(told[:3])}{more}); "
+            f"the weights are those of step {self.version}"
+        )
 
     def _plan(self, batch: Batch) -> Plan:
         return plan(
@@ -193,3 +221,14 @@ class TrainableModel:
 
 def _unit(batch: Batch) -> int:
     return 2 if isinstance(batch, PreferenceBatch) else 1
+
+
+def _noting_totals(loss: Loss, totals: list[Tensor]) -> Loss:
+    """`loss`, whose results are noted without waiting for them: they are looked at once, after the backward pass."""
+
+    def noting(outputs: TokenOutputs, batch: Batch) -> LossOutput:
+        result = loss(outputs, batch)
+        totals.append(result.total.detach())
+        return result
+
+    return noting

@@ -116,13 +116,7 @@ def initialize(
     resolved configuration. Raises LaunchError: a rank that never came, the store unreachable or its port taken, ranks that differ in
     world size, configuration or versions (every rank gets the message, which names the ranks), an MPI pairing that gave worlds of 1.
     """
-    environ = os.environ if environ is None else environ
-    world, rendezvous = detect_world(environ)
-    if world is None:
-        world, store = _open_mpi(environ, timeout_seconds)
-    else:
-        store = _open_store(world, rendezvous, timeout_seconds)
-    _keep_local_traffic_local(world)
+    world, store = meet(timeout_seconds=timeout_seconds, environ=environ)
     record = agreement.own_record(world.rank, world.world_size, fingerprint)
     agreement.check(store, record, timeout_seconds=timeout_seconds)
     dist.init_process_group(
@@ -133,6 +127,21 @@ def initialize(
         timeout=timedelta(seconds=collective_timeout_seconds),
     )
     return world
+
+
+def meet(*, timeout_seconds: float, environ: Mapping[str, str] | None = None) -> tuple[World, Store]:
+    """This process's world, and the store over which its ranks can talk; no process group yet. Every rank of the component calls it once.
+
+    It does not wait for all ranks. Raises LaunchError as `initialize` does, for the store alone.
+    """
+    environ = os.environ if environ is None else environ
+    world, rendezvous = detect_world(environ)
+    if world is None:
+        world, store = _open_mpi(environ, timeout_seconds)
+    else:
+        store = _open_store(world, rendezvous, timeout_seconds)
+    _keep_local_traffic_local(world)
+    return world, store
 
 
 def shutdown() -> None:
@@ -243,7 +252,7 @@ def _open_mpi(environ: Mapping[str, str], timeout_seconds: float) -> tuple[World
 
 
 def _open_store(world: World, rendezvous: Rendezvous | None, timeout_seconds: float) -> Store:
-    if rendezvous is None:
+    if rendezvous is None or world.world_size == 1:  # nobody to meet: no port that another program could take
         return HashStore()
     if world.rank == 0 and not rendezvous.hosted:
         store = _bind(rendezvous.address, rendezvous.port, timeout_seconds)

@@ -79,7 +79,7 @@ class MetricsFile:
         draft.replace(path)
         self.num_cut = len(records) - len(kept)
         self._last = kept[-1] if kept else None
-        self._file = path.open("r+b")
+        self._file = path.open("r+b", buffering=0)  # nothing may be left to a later write: it would come at another place
         self._line_start = path.stat().st_size - (len(_encode(self._last)) if self._last else 0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -87,6 +87,7 @@ class MetricsFile:
 
         Raises:
             ValueError: `step` lies before the last one, or a metric is called "step" or "time".
+            OSError: the disk is full, for example. The line of this step is then missing, and the file whole.
         """
         for name in _RESERVED:
             if name in metrics:
@@ -95,15 +96,23 @@ class MetricsFile:
         last = self._last
         if last is not None and step < last.step:
             raise ValueError(f"metrics of step {step} after those of step {last.step}; allowed: the same or a later step")
+        start = self._file.seek(0, os.SEEK_END)
         if last is not None and step == last.step:
-            values = last.values | values
-        else:
-            self._line_start = self._file.seek(0, os.SEEK_END)
-        self._last = StepMetrics(step=step, time=time.time(), values=values)
-        self._file.seek(self._line_start)
-        self._file.write(_encode(self._last))
-        self._file.truncate()
-        self._file.flush()
+            values, start = last.values | values, self._line_start
+        record = StepMetrics(step=step, time=time.time(), values=values)
+        self._put(_encode(record), start)
+        self._last, self._line_start = record, start
+
+    def _put(self, data: bytes, start: int) -> None:
+        """Let the file end with `data` from byte `start` on, or there where that fails."""
+        written = 0
+        try:
+            while written < len(data):
+                written += os.pwrite(self._file.fileno(), data[written:], start + written)
+            os.ftruncate(self._file.fileno(), start + len(data))
+        except OSError:
+            os.ftruncate(self._file.fileno(), start)
+            raise
 
     def close(self) -> None:
         self._file.close()

@@ -175,7 +175,8 @@ def open_loggers(
     """
     loggers: list[MetricLogger] = []
     if config.tensorboard:
-        loggers.append(TensorBoardLogger(tensorboard, resumed_step=resumed_step, max_cell_chars=config.max_cell_chars))
+        writer = TensorBoardLogger(tensorboard, resumed_step=resumed_step, max_cell_chars=config.max_cell_chars)
+        loggers.append(NeverFatal(writer, "TensorBoard", warn))
     if config.wandb_project:
         field = f"wandb_project={config.wandb_project!r}"
         loggers.append(NeverFatal(_started(lambda: WandbLogger(config, directory, settings), field), "W&B", warn))

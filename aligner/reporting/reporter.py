@@ -9,11 +9,12 @@ with Reporter(config, run_directory=run, columns=columns, total_steps=200, start
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from aligner.errors import describe_os_error
 from aligner.reporting.config import LoggingConfig
 from aligner.reporting.formats import Column
 from aligner.reporting.jsonl import MetricsFile
@@ -62,6 +63,7 @@ class Reporter:
         self._rollouts = run_directory.rollouts
         for directory in (run_directory.tensorboard if config.tensorboard else run_directory.path, self._rollouts):
             directory.mkdir(parents=True, exist_ok=True)
+        self._metrics_path = run_directory.metrics
         self._file = MetricsFile(run_directory.metrics, resumed_step=start_step)
         self._warnings: list[str] = []
         self._loggers = open_loggers(
@@ -92,10 +94,12 @@ class Reporter:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step (numbers; names are area/quantity; `time/<phase>` in seconds).
 
+        A file system in trouble costs the line and a warning, not the run.
+
         Raises:
             ValueError: `step` lies before the last one.
         """
-        self._file.write(step, metrics)
+        self._write(lambda: self._file.write(step, metrics), f"the metrics of step {step}", self._metrics_path)
         for logger in self._loggers:
             logger.log(step, metrics)
         self._view.step(step, metrics)
@@ -103,13 +107,13 @@ class Reporter:
 
     def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Record sample rollouts: all in a file, the first `num_table_rows` on the terminal and in the loggers."""
-        write_rows(self._rollouts, step, rows)
+        self._write(lambda: write_rows(self._rollouts, step, rows), f"the rollouts of step {step}", self._rollouts)
         shown = rows[: self._config.num_table_rows]
         if shown:
             for logger in self._loggers:
                 logger.table(step, shown)
             self._view.table(step, shown)
-            self._show_warnings()
+        self._show_warnings()
 
     def note(self, text: str) -> None:
         """A line for the person who watches."""
@@ -123,6 +127,13 @@ class Reporter:
             last_first.callback(self._show_warnings)
             for logger in self._loggers:
                 last_first.callback(logger.close)
+
+    def _write(self, action: Callable[[], object], what: str, path: Path) -> None:
+        """Do it, or say why it could not be done."""
+        try:
+            action()
+        except OSError as error:
+            self._warnings.append(f"{what} could not be written, the run goes on: {describe_os_error(error, path)}")
 
     def _show_warnings(self) -> None:
         warnings, self._warnings[:] = list(self._warnings), []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import numbers
 import queue
 import sys
@@ -27,7 +28,7 @@ EXCERPT_CHARACTERS = 120
 
 
 class RewardError(AlignerError):
-    """A reward function failed, hung or returned something that is not one finite number per response."""
+    """A reward function failed, hung or returned something that is not one number per response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,7 @@ class FunctionReward:
         """Start scoring; resolves to float32 [B] on CPU.
 
         The future raises RewardError, naming function and sample, where the function raises, takes longer than `timeout_seconds` for the
-        call, or returns anything but a list of B finite numbers.
+        call, or returns anything but a list of B numbers.
         """
         return self._executor.submit(self._score, list(rollouts))
 
@@ -145,7 +146,10 @@ class FunctionReward:
         return f"it fails for no sample alone, only for the {len(samples)} together, from {samples.describe(0)}"
 
     def _checked(self, result: object, samples: _Samples) -> list[float]:
-        """The result as B finite float32 numbers; RewardError naming the first sample whose entry is not one."""
+        """The result as B numbers; RewardError naming the first sample whose entry is none.
+
+        NaN and infinity are numbers here, whatever gave them: what they lead to is the same for every kind of reward (`guard.reward`).
+        """
         if not isinstance(result, (list, tuple)):
             raise RewardError(
                 f"reward function {self._name} returned a {type(result).__name__}, expected a list of {len(samples)} numbers; "
@@ -156,12 +160,11 @@ class FunctionReward:
                 f"reward function {self._name} returned {len(result)} numbers for {len(samples)} responses, from {samples.describe(0)}"
             )
         for i, x in enumerate(result):
-            if not isinstance(x, numbers.Real) or not abs(x) <= FLOAT32_MAX:
+            if not isinstance(x, numbers.Real):
                 raise RewardError(
-                    f"reward function {self._name} returned {x!r} ({type(x).__name__}), "
-                    f"expected a finite float32 number, for {samples.describe(i)}"
+                    f"reward function {self._name} returned {x!r} ({type(x).__name__}), expected a number, for {samples.describe(i)}"
                 )
-        return [float(x) for x in result]
+        return [_float32(x) for x in result]
 
 
 def function_reward(config: RewardFunctionConfig, decode: Callable[[Sequence[int]], str]) -> FunctionReward:
@@ -169,6 +172,11 @@ def function_reward(config: RewardFunctionConfig, decode: Callable[[Sequence[int
     if not config.function:
         raise ConfigError("function is empty; name a reward function, or use a reward model")
     return FunctionReward(build_reward_function(config), decode, config.timeout_seconds, name=config.function)
+
+
+def _float32(x: numbers.Real) -> float:
+    """x, infinite where float32 holds no such number."""
+    return (math.inf if x > 0 else -math.inf) if abs(x) > FLOAT32_MAX else float(x)
 
 
 async def _await(awaitable: Awaitable[object]) -> object:

@@ -1,12 +1,13 @@
 """Asynchronous clients of the critic and reward servers: they satisfy `aligner.protocols.Critic` and `RewardModel`.
 
 Every call returns a future at once; `result()` gives the tensors or raises ServerUnreachable, ServerTimeout or RequestRejected. Nothing is
-ever swallowed, and `train` is never sent twice.
+ever swallowed. A server that dies is waited for, and its successor asked again; what a critic is trained on is applied once all the same.
 """
 
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,65 +15,108 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from aligner.errors import RequestRejected
+from aligner.errors import RequestRejected, ServerError
 from aligner.servers import wire
+from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig
+from aligner.servers.history import CriticHistory
+from aligner.servers.journal import Journal
 from aligner.servers.lane import Lane, combine
 from aligner.servers.link import ServiceLink
-from aligner.servers.registry import Registration
+from aligner.servers.recovery import Recovery
+from aligner.servers.registry import Registration, current_attempt
 from aligner.servers.reward import padded_tokens
 from aligner.types import Rollout, TokenBatch, ValueBatch, num_rows, select_rows
 
 CLOSE_SECONDS = 5.0
+WATCH_SECONDS = 1.0
 
 Texts = Callable[[Rollout], tuple[str, str, str | None]]  # prompt, response, answer
 
 
 class CriticClient:
-    """A critic behind `services_dir`. Values are asked for in parallel; train and save requests go one after the other, in order."""
+    """A critic behind `services_dir`. Values are asked for in parallel; train and save requests go one after the other, in order.
 
-    def __init__(self, services_dir: Path, *, config: ClientConfig, name: str = "critic") -> None:
+    `run` is the run's id. The one client that trains and saves has a `journal`; the others only ask for values. Values are those of the
+    critic after all training of which the result was awaited: await values before the next training, and training before the next values.
+    """
+
+    def __init__(
+        self, services_dir: Path, *, config: ClientConfig, access: Access, run: str, journal: Path | None = None, name: str = "critic"
+    ) -> None:
+        """Raises ServerError where the journal cannot be opened."""
         self._config = config
-        self._link = ServiceLink(services_dir, name, config, pinned=True)
+        talks = journal is not None
+        self._link = ServiceLink(services_dir, name, config, access=access, attempt=current_attempt(), is_talkative=talks)
+        self._history = CriticHistory(self._link, config, run=run, journal=None if journal is None else Journal(journal))
         self._infer = Lane(f"{name}-infer", config.num_threads)
         self._train = Lane(f"{name}-train", 1)
+        self._watch = None if journal is None else Lane(f"{name}-watch", 1)
+        if self._watch is not None:
+            self._watch.submit(self._look_now_and_then)
         atexit.register(self.close)  # a thread that is inside torch while the interpreter goes away aborts the process
+
+    @property
+    def mark(self) -> str:
+        """Names the request that the critic was trained on last; part of an actor's checkpoint."""
+        return self._history.mark
+
+    def resume(self, mark: str) -> None:
+        """Go on behind `mark`, which an actor's checkpoint holds. Only the client with the journal.
+
+        Raises ServerError where the critic was trained on something else and cannot be brought there: it says which checkpoints there are,
+        and what to do.
+        """
+        self._history.resume(mark)
+
+    def follow(self, mark: str) -> None:
+        """Ask from now on for values of a critic that was trained last on `mark`."""
+        self._history.follow(mark)
 
     def wait_until_ready(self) -> Registration:
         """Block until the server is there; raises ServerUnreachable after `discovery_timeout_seconds`."""
-        return self._link.wait_until_ready()
+        return self._link.find(self._config.discovery_timeout_seconds).registration
 
     def values(self, batch: TokenBatch) -> Future[Tensor]:
         """Values float32 [B, S], asked for in pieces of `rows_per_request` rows."""
         rows, piece = num_rows(batch), self._config.rows_per_request
         parts = [select_rows(batch, start, min(start + piece, rows)) for start in range(0, rows, piece)]
-        return combine([self._infer.submit(lambda part=part: self._values(part)) for part in parts], torch.cat)
+        return combine([self._infer.submit(lambda part=part: torch.from_numpy(self._history.values(part))) for part in parts], torch.cat)
 
     def train(self, batch: ValueBatch, step: int) -> Future[dict[str, float]]:
         """Train on the whole batch in one request; resolves to the critic's metrics."""
-        return self._train.submit(lambda: self._trained(wire.TrainRequest(batch=batch, step=step)))
+        return self._train.submit(lambda: self._history.train(batch, step).metrics)
+
+    def begin_save(self, step: int) -> Future[None]:
+        """Begin a checkpoint of the critic of now; resolves when the critic may be trained on."""
+        return self._train.submit(lambda: self._history.begin_save(step))
 
     def save(self, step: int) -> Future[str]:
-        """Resolves to the checkpoint's path on the server's machine."""
-        return self._train.submit(lambda: self._saved(wire.SaveRequest(step=step)))
+        """Complete a checkpoint, begun or not; resolves to its path on the server's machine."""
+        return self._train.submit(lambda: self._history.save(step))
+
+    def checkpointed(self, step: int) -> None:
+        """Both sides' checkpoints of `step` are complete; the journal may forget what is older."""
+        self._history.checkpointed(step)
 
     def close(self) -> None:
         """End the threads; calls under way fail with ServerUnreachable. Happens at exit by itself."""
         atexit.unregister(self.close)
         self._link.close()
-        self._infer.close(CLOSE_SECONDS)
-        self._train.close(CLOSE_SECONDS)
+        for lane in (self._infer, self._train, self._watch):
+            if lane is not None:
+                lane.close(CLOSE_SECONDS)
 
-    def _values(self, batch: TokenBatch) -> Tensor:
-        arrays = self._link.call_repeatedly(wire.CRITIC_INFER, wire.encode_tokens(batch), self._config.request_timeout_seconds)
-        return torch.from_numpy(arrays["values"])
-
-    def _trained(self, request: wire.TrainRequest) -> dict[str, float]:
-        arrays = self._link.call_once(wire.CRITIC_TRAIN, wire.encode_train(request), self._config.train_timeout_seconds)
-        return wire.decode_trained(arrays).metrics
-
-    def _saved(self, request: wire.SaveRequest) -> str:
-        return wire.decode_saved(self._link.call_once(wire.CRITIC_SAVE, wire.encode_save(request), self._config.train_timeout_seconds))
+    def _look_now_and_then(self) -> None:
+        """Bring a new server to where this client is although nobody asks anything of it yet: other ranks may."""
+        while not self._link.is_closed:
+            self._link.pause(WATCH_SECONDS)
+            try:
+                self._history.recovery.look()
+            except ServerError as error:  # the next call raises it too
+                if not self._link.is_closed:
+                    print(f"error: {error}", file=sys.stderr, flush=True)
+                return
 
 
 class RewardClient:
@@ -87,6 +131,7 @@ class RewardClient:
         services_dir: Path,
         *,
         config: ClientConfig,
+        access: Access,
         name: str = "reward",
         texts: Texts | None = None,
         reduce: Callable[[Tensor], Tensor] | None = None,
@@ -94,13 +139,14 @@ class RewardClient:
         self._config = config
         self._texts = texts
         self._reduce = reduce
-        self._link = ServiceLink(services_dir, name, config, pinned=False)
+        self._link = ServiceLink(services_dir, name, config, access=access, attempt=current_attempt())
+        self._recovery = Recovery(self._link, config, lambda server, patience: self._link.probe(server))
         self._lane = Lane(f"{name}-score", config.num_threads)
         atexit.register(self.close)
 
     def wait_until_ready(self) -> Registration:
         """Block until the server is there; raises ServerUnreachable after `discovery_timeout_seconds`."""
-        return self._link.wait_until_ready()
+        return self._recovery.connect()
 
     def score(self, rollouts: Sequence[Rollout]) -> Future[Tensor]:
         """One float32 reward per rollout, [B], asked for in pieces of `rows_per_request` rows."""
@@ -122,7 +168,7 @@ class RewardClient:
             prompts, responses, answers = zip(*(self._texts(rollout) for rollout in rollouts), strict=True)
             texts = wire.RewardTexts(prompts=list(prompts), responses=list(responses), answers=list(answers))
         request = wire.RewardRequest(batch=padded_tokens([rollout.tokens for rollout in rollouts]), texts=texts)
-        arrays = self._link.call_repeatedly(wire.REWARD_MODEL, wire.encode_reward(request), self._config.request_timeout_seconds)
+        arrays = self._recovery.call(wire.REWARD_MODEL, wire.encode_reward(request), self._config.request_timeout_seconds)
         scores = torch.from_numpy(arrays["rewards"])
         if self._reduce is not None:
             return self._reduce(scores)

@@ -16,21 +16,30 @@ def _positive(owner: str, **values: float) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class ServerConfig:
-    """How one critic or reward server listens and how long it waits. Times are in seconds.
+    """How one critic or reward server listens, how long it waits and how much it takes. Times are in seconds.
 
-    The bundled Triton has known vulnerabilities and no authentication: bind it to loopback, or to an address that only the run's own
-    nodes reach.
+    What listens is the gateway, which lets in only requests with the run's secret; PyTriton itself listens on a Unix
+    socket that only this user can reach.
     """
 
-    host: str = "127.0.0.1"  # the address that is bound
+    host: str = "127.0.0.1"  # the address that is bound; 0.0.0.0: every one of this machine, for clients on other nodes
     port: int = 0  # 0 picks a free one; clients find it through the services directory
-    advertised_host: str = ""  # what clients connect to; empty: `host`, or this machine's name where `host` is 0.0.0.0
+    advertised_host: str = ""  # what clients connect to; empty: `host`, or this machine's own address where `host` is 0.0.0.0
     ready_timeout_seconds: float = 180.0  # from start to all endpoints ready
     heartbeat_seconds: float = 2.0  # the registration is touched this often
     idle_seconds: float = 1.0  # an idle server talks to its other ranks this often, far inside any process-group timeout
     control_timeout_seconds: float = 7200.0  # how far apart the ranks may finish one operation
     failure_grace_seconds: float = 5.0  # how long ranks that hang in a collective are given once another rank has failed
     shutdown_timeout_seconds: float = 2.0  # how long Triton may take to send its last answers; then its processes are killed
+    max_connections: int = 1024  # further ones are closed at once
+    max_requests: int = 256  # taken and not yet answered; further ones are told to come again (429)
+    max_request_bytes: int = 1 << 30  # of one request's body; an endpoint whose largest request is smaller allows no more than that
+    max_pending_bytes: int = 4 << 30  # of all bodies that are held at once
+    body_timeout_seconds: float = 60.0  # from a request's header to the last byte of its body
+    round_limit_seconds: float = 15.0  # an idle server that has not heard from all ranks for so long is not ready
+    operation_limit_seconds: float = 7200.0  # a server whose operation runs longer is not ready
+    tls_certificate: str = ""  # PEM file with the server's certificate chain; empty: plain HTTP
+    tls_key: str = ""  # PEM file with its key, without a password
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -45,7 +54,26 @@ class ServerConfig:
             control_timeout_seconds=self.control_timeout_seconds,
             failure_grace_seconds=self.failure_grace_seconds,
             shutdown_timeout_seconds=self.shutdown_timeout_seconds,
+            max_connections=self.max_connections,
+            max_requests=self.max_requests,
+            max_request_bytes=self.max_request_bytes,
+            body_timeout_seconds=self.body_timeout_seconds,
+            operation_limit_seconds=self.operation_limit_seconds,
         )
+        if self.round_limit_seconds < 2 * self.idle_seconds:
+            raise ConfigError(
+                f"ServerConfig.round_limit_seconds is {self.round_limit_seconds}; it must be at least twice idle_seconds "
+                f"({self.idle_seconds})"
+            )
+        if self.max_pending_bytes < self.max_request_bytes:
+            raise ConfigError(
+                f"ServerConfig.max_pending_bytes is {self.max_pending_bytes}; it must hold one request, max_request_bytes "
+                f"({self.max_request_bytes})"
+            )
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise ConfigError(
+                f"ServerConfig.tls_certificate is {self.tls_certificate!r} and tls_key is {self.tls_key!r}; give both for TLS, or none"
+            )
         if self.idle_seconds > self.control_timeout_seconds / 4:
             raise ConfigError(
                 f"ServerConfig.idle_seconds is {self.idle_seconds}; it must be at most a quarter of control_timeout_seconds "
@@ -58,28 +86,29 @@ class ClientConfig:
     """How a client finds its server and how long it waits. Times are in seconds."""
 
     discovery_timeout_seconds: float = 300.0  # until the service has registered itself as ready
-    rediscovery_timeout_seconds: float = 10.0  # until another server of frozen weights has replaced one that was lost
+    recovery_timeout_seconds: float = 600.0  # until another server has taken the place of one that was lost; then the run ends
     connect_timeout_seconds: float = 10.0  # one TCP connection, and each pause while bytes are being moved
     request_timeout_seconds: float = 600.0  # one inference request
     train_timeout_seconds: float = 7200.0  # one train or save request
     heartbeat_timeout_seconds: float = 20.0  # a registration that was not touched for so long belongs to a dead server
     num_threads: int = 4  # inference requests in flight
     rows_per_request: int = 64  # larger batches are sent in pieces of this many rows
-    num_attempts: int = 3  # of an inference request whose connection fails; training is never repeated
+    max_lost_servers: int = 5  # that one request may meet: one that kills every server is given up
     retry_delay_seconds: float = 0.5
+    tls_ca: str = ""  # PEM file with the certificate, or its authority's, of servers that speak TLS; empty: plain HTTP
 
     def __post_init__(self) -> None:
         _positive(
             "ClientConfig",
             discovery_timeout_seconds=self.discovery_timeout_seconds,
-            rediscovery_timeout_seconds=self.rediscovery_timeout_seconds,
+            recovery_timeout_seconds=self.recovery_timeout_seconds,
             connect_timeout_seconds=self.connect_timeout_seconds,
             request_timeout_seconds=self.request_timeout_seconds,
             train_timeout_seconds=self.train_timeout_seconds,
             heartbeat_timeout_seconds=self.heartbeat_timeout_seconds,
             num_threads=self.num_threads,
             rows_per_request=self.rows_per_request,
-            num_attempts=self.num_attempts,
+            max_lost_servers=self.max_lost_servers,
             retry_delay_seconds=self.retry_delay_seconds,
         )
 
@@ -91,3 +120,4 @@ class RequestLimits:
     vocab_size: int
     max_sequence_length: int
     max_rows: int = 65536
+    max_text_bytes: int = 1 << 20  # of one text, as UTF-8

@@ -11,7 +11,9 @@ from torch import Tensor
 from aligner.metrics import Metric, merge, values
 from aligner.protocols import Loss, Trainable
 from aligner.servers.intake import Operation
-from aligner.servers.wire import CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, SaveRequest, TrainReply, TrainRequest
+from aligner.servers.ledger import Ledger
+from aligner.servers.payloads import CriticStatus, SaveRequest, StatusRequest, TrainReply, TrainRequest, ValuesRequest
+from aligner.servers.wire import CRITIC_INFER, CRITIC_SAVE, CRITIC_STATUS, CRITIC_TRAIN
 from aligner.types import TokenBatch, num_rows, select_rows
 
 
@@ -26,36 +28,49 @@ class CriticService:
     """The operations of a critic. Every rank constructs one around its part of the model.
 
     A train request is split in order into mini-batches of `mini_batch_size` rows (the last may be smaller), each one optimizer step, and
-    this `num_epochs` times. `save(step)` writes a checkpoint and returns its path. `loss_metric` is the metric reported as `loss_mean`.
+    this `num_epochs` times. Each request is applied once: `ledger` knows what was. `save(request)` writes a checkpoint, the ledger with it,
+    and returns its path; it raises `ledger.Refused` where this is not the critic that the request means. `loss_metric` is the metric
+    reported as `loss_mean`.
     """
 
     def __init__(
         self,
         model: ValueModel,
         loss: Loss,
+        ledger: Ledger,
         *,
         mini_batch_size: int,
         num_epochs: int,
-        save: Callable[[int], str],
+        save: Callable[[SaveRequest], str],
         loss_metric: str = "value/loss",
     ) -> None:
         if mini_batch_size < 1 or num_epochs < 1:
             raise ValueError(f"CriticService: mini_batch_size is {mini_batch_size}, num_epochs is {num_epochs}; both must be at least 1")
         self._model = model
         self._loss = loss
+        self._ledger = ledger
         self._mini_batch_size = mini_batch_size
         self._num_epochs = num_epochs
         self._save = save
         self._loss_metric = loss_metric
 
-    def infer(self, batch: TokenBatch) -> Tensor:
-        """Values float32 [B, S], 0 in the padding."""
+    def infer(self, request: ValuesRequest) -> Tensor:
+        """Values float32 [B, S], 0 in the padding. Raises `ledger.Refused` where another critic is meant than the one of now."""
+        if request.after is not None:
+            self._ledger.check_after(request.after)
+        batch = request.batch
         positions = torch.arange(batch.tokens.shape[1])
         inside = positions[None] < batch.lengths[:, None]
         return torch.where(inside, self._model.values(batch).float().cpu(), 0.0)
 
     def train(self, request: TrainRequest) -> TrainReply:
-        """Train on one step's rollouts; the metrics are merged over all optimizer steps."""
+        """Train on one step's rollouts; the metrics are merged over all optimizer steps. A request that was applied is only answered.
+
+        Raises `ledger.Refused` where the request does not follow what was applied last.
+        """
+        recorded = self._ledger.find(request.identity)
+        if recorded is not None:
+            return recorded
         rows = num_rows(request.batch)
         parts: list[dict[str, Metric]] = []
         for _ in range(self._num_epochs):
@@ -63,11 +78,20 @@ class CriticService:
                 batch = select_rows(request.batch, start, min(start + self._mini_batch_size, rows))
                 parts.append(self._model.train_step(batch, self._loss))
         numbers = values(merge(parts))
-        return TrainReply(loss_mean=numbers[self._loss_metric], metrics=numbers)
+        reply = TrainReply(loss_mean=numbers[self._loss_metric], metrics=numbers)
+        self._ledger.record(request.identity, reply)
+        return reply
 
     def save(self, request: SaveRequest) -> str:
         """The path of the new checkpoint."""
-        return str(self._save(request.step))
+        return self._save(request)
+
+    def status(self, request: StatusRequest) -> CriticStatus:
+        """What this critic was trained on, and counts as."""
+        self._ledger.check_run(request.run)
+        if request.adopt is not None:
+            self._ledger.adopt(request.adopt)
+        return self._ledger.status()
 
     def operations(self) -> tuple[Operation, ...]:
         """For `server.serve`."""
@@ -75,4 +99,5 @@ class CriticService:
             Operation(endpoint=CRITIC_INFER, handler=self.infer),
             Operation(endpoint=CRITIC_TRAIN, handler=self.train),
             Operation(endpoint=CRITIC_SAVE, handler=self.save),
+            Operation(endpoint=CRITIC_STATUS, handler=self.status),
         )

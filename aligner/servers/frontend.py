@@ -1,19 +1,15 @@
 """PyTriton on rank 0: one Triton model per endpoint, its processes watched. The only module that imports pytriton, and only when started.
 
-gRPC and metrics listeners stay off, so a server needs one port.
+It listens on a Unix socket that only this user can reach, for the gateway; gRPC and metrics listeners stay off.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import http.client
-import json
 import logging
 import os
-import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -30,30 +26,12 @@ from aligner.errors import ServerError
 from aligner.servers import watchdog
 from aligner.servers.config import ServerConfig
 from aligner.servers.processes import processes_with_variable, start_ticks
-from aligner.servers.wire import Endpoint, TensorSpec
+from aligner.servers.tensors import TensorSpec
+from aligner.servers.wire import Endpoint
 
 MARKER = "ALIGNER_SERVER_INCARNATION"
-_MODEL_COPY = re.compile(r"/tmp/folder\w{6}(?=/\d+/model\.py)")
 
 Submit = Callable[[Endpoint, Mapping[str, np.ndarray]], "Future[dict[str, np.ndarray]]"]
-
-
-def pick_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0.
-
-    Raises:
-        ServerError: it is taken, or `host` is no address of this machine. Asked before Triton starts, because PyTriton's own readiness
-            check would talk to whoever has the port.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ServerError(
-                f"cannot listen on {host}:{port}: {error.strerror}; free port {port} or set server.port to another one (0 picks a free one)"
-            ) from error
-        return probe.getsockname()[1]
 
 
 def _bound_function(endpoint: Endpoint, submit: Submit) -> Callable:
@@ -73,13 +51,13 @@ class Frontend:
     """
 
     def __init__(self, config: ServerConfig, incarnation: str, log: Path, endpoints: Sequence[Endpoint], submit: Submit) -> None:
-        self.port = pick_port(config.host, config.port)
         self._config = config
         self._incarnation = incarnation
         self._log = log
         self._endpoints = endpoints
         self._submit = submit
-        self._workspace = Path(tempfile.mkdtemp(prefix="aligner-triton-"))
+        self._workspace = Path(tempfile.mkdtemp(prefix="aligner-triton-"))  # mode 0700
+        self.socket = self._workspace / "http"
         self._watchdog = self._start_watchdog()
         self._processes: dict[int, tuple[int, str]] = {}
         self._ready = threading.Event()
@@ -101,22 +79,15 @@ class Frontend:
             seen = seen or alive
             waited = time.monotonic() - started
             if self._error is not None:
-                raise ServerError(f"PyTriton did not start on {self._config.host}:{self.port}: {self._error}") from self._error
+                raise ServerError(f"PyTriton did not start: {self._error}") from self._error
             if seen and not alive:
-                raise ServerError(f"tritonserver for {self._config.host}:{self.port} died while starting; see {self._log}")
+                raise ServerError(f"tritonserver died while starting; see {self._log}")
             if stop_requested():
                 raise ServerError("a signal ended it while it was starting")
             if waited > self._config.ready_timeout_seconds:
-                raise ServerError(
-                    f"PyTriton on {self._config.host}:{self.port} was not ready after {waited:.0f} s (server.ready_timeout_seconds); "
-                    f"see {self._log}"
-                )
-        self._refuse_foreign_server()
+                raise ServerError(f"PyTriton was not ready after {waited:.0f} s (server.ready_timeout_seconds); see {self._log}")
+        _close_shared_memory_to_others()
         found = processes_with_variable(self._marker)
-        # Triton copies each model to a directory of its own under /tmp, and leaves it there when killed.
-        copies = {match[0] for match in map(_MODEL_COPY.search, found.values()) if match}
-        self._watchdog.stdin.write("".join(f"{copy}\n" for copy in copies).encode())
-        self._watchdog.stdin.flush()
         self._processes = {pid: (start_ticks(pid) or 0, command) for pid, command in found.items() if "resource_tracker" not in command}
 
     def failure(self) -> str | None:
@@ -182,20 +153,22 @@ class Frontend:
 
     def _make_triton(self):
         from pytriton.model_config import ModelConfig
-        from pytriton.triton import Triton, TritonConfig
+        from pytriton.triton import TritonConfig
+
+        from aligner.servers.socket_triton import SocketTriton
 
         # It warns with a traceback for every error answer; rejections and failures are printed where they are made.
         logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
         config = TritonConfig(
             id=self._incarnation,
             log_file=self._log.resolve(),
-            http_address=self._config.host,
-            http_port=self.port,
+            http_address="127.0.0.1",  # nobody listens there; PyTriton looks once, at the end, whether Triton is gone
+            http_port=1,
             allow_grpc=False,
             allow_metrics=False,
             exit_timeout_secs=max(1, int(self._config.shutdown_timeout_seconds)),
         )
-        triton = Triton(config=config, workspace=self._workspace / "workspace")
+        triton = SocketTriton(config, self._workspace / "workspace", self.socket, lambda: not self._stop.is_set())
         atexit.unregister(triton.stop)  # `stop` here ends it; after a start that failed, PyTriton's own would wait for its dead server
         for endpoint in self._endpoints:
             triton.bind(
@@ -208,14 +181,11 @@ class Frontend:
             )
         return triton
 
-    def _refuse_foreign_server(self) -> None:
-        """Raise ServerError where another server got the port between the probe and Triton's bind."""
-        connection = http.client.HTTPConnection(self._config.host, self.port, timeout=10)
-        connection.request("GET", "/v2")
-        identity = json.loads(connection.getresponse().read())["name"]
-        connection.close()
-        if identity != self._incarnation:
-            raise ServerError(f"port {self.port} on {self._config.host} is answered by another server ({identity})")
+
+def _close_shared_memory_to_others() -> None:
+    """Triton's Python backend makes the memory through which requests go readable for everybody, whatever the umask."""
+    for segment in Path("/dev/shm").glob(f"pytrtion{os.getpid()}-*"):  # PyTriton's own spelling
+        segment.chmod(0o600)
 
 
 def _tensor(spec: TensorSpec):

@@ -1,4 +1,4 @@
-"""The way of a request on rank 0: checked in PyTriton's threads, queued, taken by the main thread, answered."""
+"""The way of a request on rank 0 behind Triton: checked in PyTriton's threads, queued, taken by the main thread, answered."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class Intake:
         self._running: Ticket | None = None
 
     def submit(self, endpoint: Endpoint, arrays: Mapping[str, np.ndarray]) -> Future[Answer]:
-        """Check and queue a request; the future holds the reply's tensors, or the reason of the rejection."""
+        """Check and queue a request; the future holds the reply's tensors, or the reason of the rejection.
+
+        The form of what the gateway let through has been checked there; `Endpoint.payload` checks what its numbers mean.
+        """
         operation = self._operations[endpoint.name]
         try:
             payload = endpoint.payload(arrays, self._limits)
@@ -60,7 +63,7 @@ class Intake:
                 operation.check(payload)
         except ValueError as error:
             print(f"server: rejected {endpoint.name}: {error}", file=sys.stderr, flush=True)
-            return _failed(AnswerError(f"{endpoint.name}: {error}"))
+            return _failed(AnswerError(f"{endpoint.name}: {error}", status=400))
         ticket = Ticket(operation=operation, payload=payload)
         with self._lock:
             if self._closed is not None:
@@ -76,10 +79,13 @@ class Intake:
             self._running = None
         return self._running
 
-    def answer(self, ticket: Ticket, answer: Answer) -> None:
-        """Send the reply to a request that was taken."""
+    def answer(self, ticket: Ticket, answer: Answer | AnswerError) -> None:
+        """Send the reply to a request that was taken, or the reason of its refusal."""
         with contextlib.suppress(InvalidStateError):  # its client has gone, or the supervisor has answered for a loop that hung
-            ticket.answer.set_result(answer)
+            if isinstance(answer, AnswerError):
+                ticket.answer.set_exception(answer)
+            else:
+                ticket.answer.set_result(answer)
 
     def close(self, error: AnswerError) -> None:
         """Answer everything that waits or runs, and all that comes later, with `error`. Callable from any thread, more than once."""

@@ -13,26 +13,35 @@ import numpy as np
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 DATATYPES = {"int64": "INT64", "float32": "FP32", "bytes": "BYTES"}
-_ERROR_START, _ERROR_END = "<<aligner: ", " :aligner>>"
-_NUMPY = {"INT64": np.dtype("<i8"), "FP32": np.dtype("<f4")}
+_ERROR_START = "<<aligner: "
+NUMPY_TYPES = {"INT64": np.dtype("<i8"), "FP32": np.dtype("<f4")}
 
 
 class AnswerError(Exception):
-    """An error answer that a handler gives; its text carries marks, because Triton wraps it in tracebacks."""
+    """An error answer with its HTTP status; its text carries marks, because Triton wraps it in tracebacks."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(f"{_ERROR_START}{json.dumps(message)}{_ERROR_END}")
+    def __init__(self, message: str, status: int = 500) -> None:
+        super().__init__(f"{_ERROR_START}{json.dumps([status, message])}")
+
+
+def decode_failure(body: bytes) -> tuple[int | None, str]:
+    """What an answer other than 200 says: our status and message, or None and Triton's text."""
+    text = body.decode(errors="replace")
+    try:
+        text = str(json.loads(text)["error"])
+    except (ValueError, KeyError, TypeError):
+        return None, text[:2000]  # not Triton's own error format: show what came
+    _, _, rest = text.partition(_ERROR_START)
+    try:
+        status, message = json.JSONDecoder().raw_decode(rest)[0]
+    except (ValueError, TypeError):
+        return None, text[:2000]  # not one of ours
+    return status, message
 
 
 def decode_error(body: bytes) -> str:
-    """The message of an answer other than 200: ours where there is one, else Triton's."""
-    text = body.decode(errors="replace")
-    try:
-        text = json.loads(text)["error"]
-    except (ValueError, KeyError, TypeError):
-        return text[:2000]  # not Triton's own error format: show what came
-    _, found, rest = text.partition(_ERROR_START)
-    return json.loads(rest.partition(_ERROR_END)[0]) if found else text[:2000]
+    """The message alone."""
+    return decode_failure(body)[1]
 
 
 def _is_text(array: np.ndarray) -> bool:
@@ -47,12 +56,12 @@ def _to_bytes(array: np.ndarray) -> tuple[str, bytes]:
             parts += [len(text).to_bytes(4, "little"), text]
         return "BYTES", b"".join(parts)
     datatype = DATATYPES[array.dtype.name]
-    return datatype, np.ascontiguousarray(array, dtype=_NUMPY[datatype]).tobytes()
+    return datatype, np.ascontiguousarray(array, dtype=NUMPY_TYPES[datatype]).tobytes()
 
 
 def _from_bytes(datatype: str, shape: list[int], data: memoryview) -> np.ndarray:
     if datatype != "BYTES":
-        return np.frombuffer(data, dtype=_NUMPY[datatype]).reshape(shape).copy()
+        return np.frombuffer(data, dtype=NUMPY_TYPES[datatype]).reshape(shape).copy()
     texts, position = [], 0
     while position < len(data):
         length = int.from_bytes(data[position : position + 4], "little")

@@ -7,119 +7,159 @@ mistaken for a server that died while training. While an answer is awaited, the 
 from __future__ import annotations
 
 import http.client
+import re
 import select
 import socket
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import numpy as np
 
 from aligner.errors import RequestRejected, ServerTimeout, ServerUnreachable
+from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig
 from aligner.servers.kserve import HEADER_LENGTH, decode_error, decode_response, encode_request
-from aligner.servers.registry import POLL_SECONDS, Liveness, Registration, registration_path, wait_for_service
+from aligner.servers.registry import POLL_SECONDS, Liveness, Registration, gone_path, registration_path, wait_for_service
 from aligner.servers.wire import Endpoint
+
+BUSY, REFUSED = 429, 409
+LOST = (408, 500, 502, 503)  # the server ends, or what it stands before has; whether the operation ran is unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One incarnation of a server, and what tells whether it lives."""
+
+    registration: Registration
+    liveness: Liveness
+
+
+class RequestRefused(RequestRejected):
+    """The server refused a request because of what it was trained on, and changed nothing; `reason` is one of `ledger.Reason`."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        found = re.search(r"refused \((\w+)\)", message)
+        self.reason = found[1] if found else ""
 
 
 class ServiceLink:
-    """Thread-safe. A pinned link stays with the incarnation that it found first: a restarted critic may have other weights."""
+    """Thread-safe. Finds servers of one name, belonging to the attempt `attempt` of the run ("": to any).
 
-    def __init__(self, services_dir: Path, name: str, config: ClientConfig, *, pinned: bool) -> None:
+    One that `is_talkative` prints what it waits for: one client of many should.
+    """
+
+    def __init__(
+        self, services_dir: Path, name: str, config: ClientConfig, *, access: Access, attempt: str = "", is_talkative: bool = False
+    ) -> None:
         self._services_dir = services_dir
         self._name = name
         self._config = config
-        self._pinned = pinned
-        self._lock = threading.Lock()
-        self._found: tuple[Registration, Liveness] | None = None
+        self._access = access
+        self._attempt = attempt
+        self._is_talkative = is_talkative
         self._answered_at: float | None = None
         self._closed = threading.Event()
 
-    def wait_until_ready(self) -> Registration:
-        """The server's registration; the first call looks for it for `discovery_timeout_seconds`. Raises ServerUnreachable."""
-        return self._server()[0]
+    def find(self, timeout_seconds: float) -> Server:
+        """A server that is ready, waited for so long. Raises ServerUnreachable."""
+        registration = wait_for_service(
+            self._services_dir,
+            self._name,
+            timeout_seconds=timeout_seconds,
+            heartbeat_timeout_seconds=self._config.heartbeat_timeout_seconds,
+            attempt=self._attempt,
+            abandoned=self._closed,
+            tell=self._tell,
+        )
+        path = registration_path(self._services_dir, self._name)
+        return Server(registration, Liveness(path, registration, self._config.heartbeat_timeout_seconds))
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether a launcher says that nobody will start this server again."""
+        return gone_path(self._services_dir, self._name).exists()
 
     def close(self) -> None:
         """Calls that are under way end with ServerUnreachable within a fraction of a second."""
         self._closed.set()
 
-    def call_once(self, endpoint: Endpoint, inputs: Mapping[str, np.ndarray], timeout_seconds: float) -> dict[str, np.ndarray]:
-        """One exchange, never repeated.
+    def pause(self, seconds: float) -> None:
+        """Sleep, at most until this client is closed."""
+        self._closed.wait(seconds)
+
+    def call(self, server: Server, endpoint: Endpoint, inputs: Mapping[str, np.ndarray], timeout_seconds: float) -> dict[str, np.ndarray]:
+        """One exchange. A server that is too busy to take the request is asked again.
 
         Raises:
-            ServerUnreachable: no server, a dead one, or a broken connection; whether the operation ran is then unknown.
+            ServerUnreachable: a dead server, one that is ending, a broken connection; whether the operation ran is then unknown.
             ServerTimeout: no answer in time.
+            RequestRefused: the request does not fit to what the server was trained on.
             RequestRejected: the server's error message.
         """
-        return self._call(self._server(), endpoint, inputs, timeout_seconds)
-
-    def call_repeatedly(self, endpoint: Endpoint, inputs: Mapping[str, np.ndarray], timeout_seconds: float) -> dict[str, np.ndarray]:
-        """The same, tried `num_attempts` times where the connection fails. Only for calls without effects."""
-        for attempt in range(1, self._config.num_attempts):
-            server = self._server()
-            try:
-                return self._call(server, endpoint, inputs, timeout_seconds)
-            except ServerUnreachable:
-                if self._closed.is_set() or (self._pinned and server[1].check_now() is not None):
-                    raise
-                self._closed.wait(self._config.retry_delay_seconds * attempt)
-        return self.call_once(endpoint, inputs, timeout_seconds)
-
-    def _call(
-        self, server: tuple[Registration, Liveness], endpoint: Endpoint, inputs: Mapping[str, np.ndarray], timeout_seconds: float
-    ) -> dict[str, np.ndarray]:
-        registration, liveness = server
-        if self._closed.is_set():
-            raise ServerUnreachable(f"{endpoint.name}: not sent to {registration.describe()}: this client was closed")
+        registration, what = server.registration, endpoint.name
         request = encode_request(inputs, endpoint.output_names)
         deadline = time.monotonic() + timeout_seconds
-        try:
-            status, length, answer = self._exchange(server, endpoint, request, deadline)
-        except _Expired as error:
-            raise ServerTimeout(
-                f"{endpoint.name}: {registration.describe()} did not answer within {timeout_seconds:g} s; it may still be working on it"
-            ) from error
-        except (OSError, http.client.HTTPException) as error:
-            raise self._unreachable(registration, liveness, endpoint, error) from error
-        self._answered_at = time.time()
+        while True:
+            status, length, answer = self._answer(server, what, ("POST", f"/v2/models/{what}/infer", *request), deadline, timeout_seconds)
+            if status != BUSY:
+                break
+            if time.monotonic() + self._config.retry_delay_seconds > deadline:
+                raise ServerTimeout(f"{what}: {registration.describe()} was too busy for {timeout_seconds:g} s: {decode_error(answer)}")
+            self.pause(self._config.retry_delay_seconds)
+        if status in LOST:
+            raise ServerUnreachable(f"{what}: {registration.describe()} answered: {decode_error(answer)}. See the server's log.")
         if status != 200:
-            raise RequestRejected(f"{decode_error(answer)} ({registration.name} at {registration.url})")
+            refused = RequestRefused if status == REFUSED else RequestRejected
+            raise refused(f"{decode_error(answer)} ({registration.name} at {registration.url})")
         try:
             return decode_response(length, answer)
         except (ValueError, KeyError) as error:
-            raise RequestRejected(f"{endpoint.name}: {registration.describe()} sent an answer that cannot be read: {error}") from error
+            raise ServerUnreachable(f"{what}: {registration.describe()} sent an answer that cannot be read: {error}") from error
 
-    def _server(self) -> tuple[Registration, Liveness]:
-        with self._lock:
-            if self._found is not None and not self._pinned and self._found[1].problem() is not None:
-                self._found = None  # a restarted server of frozen weights is as good as the first
-            if self._found is None:
-                config = self._config
-                known = self._answered_at is not None
-                registration = wait_for_service(
-                    self._services_dir,
-                    self._name,
-                    timeout_seconds=config.rediscovery_timeout_seconds if known else config.discovery_timeout_seconds,
-                    heartbeat_timeout_seconds=self._config.heartbeat_timeout_seconds,
-                    abandoned=self._closed,
-                )
-                path = registration_path(self._services_dir, self._name)
-                self._found = registration, Liveness(path, registration, self._config.heartbeat_timeout_seconds)
-            return self._found
+    def probe(self, server: Server) -> None:
+        """Ask the server whether it is ready. Raises ServerUnreachable or ServerTimeout where it is not, or does not say."""
+        seconds = self._config.connect_timeout_seconds
+        request = ("GET", "/v2/health/ready", {}, b"")
+        status, _, answer = self._answer(server, "health", request, time.monotonic() + seconds, seconds)
+        if status != 200:
+            raise ServerUnreachable(f"{server.registration.describe()} is not ready: {answer[:2000].decode(errors='replace')}")
 
-    def _exchange(
-        self, server: tuple[Registration, Liveness], endpoint: Endpoint, request: tuple[dict[str, str], bytes], deadline: float
+    def _tell(self, text: str) -> None:
+        if self._is_talkative:
+            print(text, flush=True)
+
+    def _answer(
+        self, server: Server, what: str, request: tuple[str, str, dict[str, str], bytes], deadline: float, timeout_seconds: float
     ) -> tuple[int, str | None, bytes]:
         """Status, length of the JSON header, body."""
-        registration, liveness = server
-        headers, body = request
-        address = urlsplit(registration.url)
-        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=self._config.connect_timeout_seconds)
+        registration = server.registration
+        if self._closed.is_set():
+            raise ServerUnreachable(f"{what}: not sent to {registration.describe()}: this client was closed")
         try:
-            connection.request("POST", f"/v2/models/{endpoint.name}/infer", body=body, headers=headers)
-            self._await_answer(connection.sock, deadline, liveness)
+            answer = self._exchange(server, request, deadline)
+        except _Expired as error:
+            raise ServerTimeout(
+                f"{what}: {registration.describe()} did not answer within {timeout_seconds:g} s; it may still be working on it"
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(server, what, error) from error
+        self._answered_at = time.time()
+        return answer
+
+    def _exchange(self, server: Server, request: tuple[str, str, dict[str, str], bytes], deadline: float) -> tuple[int, str | None, bytes]:
+        method, path, headers, body = request
+        connection = self._access.connection(server.registration.url, self._config.connect_timeout_seconds)
+        try:
+            connection.request(method, path, body=body, headers={**headers, **self._access.headers()})
+            self._await_answer(connection.sock, deadline, server.liveness)
             response = connection.getresponse()
             return response.status, response.getheader(HEADER_LENGTH), response.read()
         finally:
@@ -138,12 +178,12 @@ class ServiceLink:
             if time.monotonic() > deadline:
                 raise _Expired
 
-    def _unreachable(self, registration: Registration, liveness: Liveness, endpoint: Endpoint, error: Exception) -> ServerUnreachable:
+    def _unreachable(self, server: Server, what: str, error: Exception) -> ServerUnreachable:
         """Says which server, where, since when, and what its registration tells."""
         since = "never answered this client" if self._answered_at is None else f"has not answered since {_clock(self._answered_at)}"
-        reason = liveness.check_now() or "its registration is alive"
+        reason = server.liveness.check_now() or "its registration is alive"
         return ServerUnreachable(
-            f"{endpoint.name}: {registration.describe()} {since}: {type(error).__name__}: {error}; {reason}. See the server's log."
+            f"{what}: {server.registration.describe()} {since}: {type(error).__name__}: {error}; {reason}. See the server's log."
         )
 
 

@@ -1,7 +1,8 @@
-"""Discovery through a directory that server and client share: one `<name>.json` per service, written atomically, touched as a heartbeat.
+"""Discovery through a directory that all components share: one `<name>.json` for each, written atomically, touched as a heartbeat.
 
-A service is dead when its registration is gone, belongs to another incarnation, has not been touched for `heartbeat_timeout_seconds`, or
-names a process of this machine that no longer exists.
+It is there from the start of the process on, so that those who wait can say for what. A service is dead when its registration is gone,
+belongs to another incarnation, has not been touched for `heartbeat_timeout_seconds`, or names a process of this machine that no longer
+exists.
 """
 
 from __future__ import annotations
@@ -11,20 +12,39 @@ import os
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from aligner.errors import ServerError, ServerUnreachable
 from aligner.servers.processes import node_identity, start_ticks
 
+ATTEMPT = "ALIGNER_ATTEMPT"
 POLL_SECONDS = 0.25
+STALE_HEARTBEATS = 5  # a registration that another machine's process has not touched for so many heartbeats is stale
+
+
+class ServiceState(str, Enum):
+    """How far a component is."""
+
+    loading = "loading"
+    ready = "ready"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registration:
-    """Who serves `name`, where, since when (`started_at`: Unix time). `incarnation` is new for every start of a server."""
+    """Which component `name` is, where, since when (`started_at`: Unix time), and how far it is.
+
+    `incarnation` is new for every start of its process, `attempt` for every start of the whole run ("" where nobody counts them). The actor
+    registers too; it has no `url`.
+    """
 
     name: str
+    role: str
+    state: ServiceState
     url: str
     host: str
     port: int
@@ -32,15 +52,17 @@ class Registration:
     process_start_ticks: int
     node: str
     incarnation: str
+    attempt: str
     started_at: float
     num_ranks: int
+    layout: str
     checkpoint: str
-    ready: bool
 
     def describe(self) -> str:
         """For error messages."""
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started_at))
-        return f"{self.name} at {self.url} (pid {self.pid} on {self.host}, started {started}, incarnation {self.incarnation[:8]})"
+        place = f" at {self.url}" if self.url else ""
+        return f"{self.name}{place} (pid {self.pid} on {self.host}, started {started}, incarnation {self.incarnation[:8]})"
 
 
 def registration_path(services_dir: Path, name: str) -> Path:
@@ -48,21 +70,34 @@ def registration_path(services_dir: Path, name: str) -> Path:
     return services_dir / f"{name}.json"
 
 
-def make_registration(*, name: str, incarnation: str, connect_host: str, port: int, num_ranks: int, checkpoint: str) -> Registration:
-    """The registration of this process, to be published once it answers."""
+def gone_path(services_dir: Path, name: str) -> Path:
+    """A text file by which a launcher says that nobody will start `name` again, and why: then it is not waited for."""
+    return services_dir / f"{name}.gone"
+
+
+def current_attempt() -> str:
+    """Which start of the run this process belongs to, as its launcher says; "" where it says nothing."""
+    return os.environ.get(ATTEMPT, "")
+
+
+def make_registration(*, name: str, role: str, num_ranks: int, layout: str = "", checkpoint: str = "") -> Registration:
+    """The registration of this process while it loads; `Publication.ready` adds the address."""
     return Registration(
         name=name,
-        url=f"http://{connect_host}:{port}",
+        role=role,
+        state=ServiceState.loading,
+        url="",
         host=socket.gethostname(),
-        port=port,
+        port=0,
         pid=os.getpid(),
         process_start_ticks=start_ticks(os.getpid()) or 0,
         node=node_identity(),
-        incarnation=incarnation,
+        incarnation=uuid.uuid4().hex,
+        attempt=current_attempt(),
         started_at=time.time(),
         num_ranks=num_ranks,
+        layout=layout,
         checkpoint=checkpoint,
-        ready=True,
     )
 
 
@@ -73,10 +108,11 @@ def read_registration(path: Path) -> tuple[Registration, int] | None:
     """
     try:
         with path.open() as file:
-            return Registration(**json.load(file)), os.fstat(file.fileno()).st_mtime_ns
+            fields = json.load(file)
+            return Registration(**{**fields, "state": ServiceState(fields["state"])}), os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
-    except (TypeError, json.JSONDecodeError) as error:
+    except (TypeError, KeyError, ValueError) as error:
         raise ServerError(f"{path} is not a registration of this version: {error}; remove it") from error
 
 
@@ -132,31 +168,81 @@ class Liveness:
         return None
 
 
-def refuse_second_server(services_dir: Path, name: str, heartbeat_seconds: float) -> None:
-    """Raise ServerError where a live process of this machine, or a fresh heartbeat of another one, holds the name."""
-    path = registration_path(services_dir, name)
+def claim(services_dir: Path, mine: Registration, heartbeat_seconds: float) -> str:
+    """Make sure that nobody else holds the name of this registration; says what is replaced, "" where there is nothing.
+
+    What an earlier attempt left is replaced, alive or not: it ends itself when it sees that. So is what belongs to a process that is gone;
+    where that cannot be seen, because it ran on another machine, the heartbeat is watched for a while.
+
+    Raises:
+        ServerError: a process of the same attempt is alive and holds the name.
+    """
+    path = registration_path(services_dir, mine.name)
     found = read_registration(path)
-    if found is None or process_is_dead(found[0]):
-        return
+    if found is None:
+        return ""
     other, heartbeat_ns = found
+    if mine.attempt and other.attempt != mine.attempt:
+        return f"{other.describe()} belongs to attempt {other.attempt or '(none)'} and is replaced: this is attempt {mine.attempt}"
+    if process_is_dead(other):
+        return f"{other.describe()} is dead and is replaced"
     age = time.time() - heartbeat_ns / 1e9
-    if other.node == node_identity() or age < 5 * heartbeat_seconds:
-        raise ServerError(f"{other.describe()} already serves under that name (heartbeat {age:.0f} s ago, {path}); stop it first")
+    patience = STALE_HEARTBEATS * heartbeat_seconds if age < STALE_HEARTBEATS * heartbeat_seconds else 2 * heartbeat_seconds
+    if other.node == node_identity() or _beats(path, heartbeat_ns, patience):
+        raise ServerError(f"{other.describe()} already serves under that name ({path}); stop it first")
+    return f"{other.describe()} has not been heard of for {age + patience:.0f} s and is replaced"
+
+
+def _beats(path: Path, heartbeat_ns: int, seconds: float) -> bool:
+    """Whether the heartbeat of a registration changes within that time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(min(POLL_SECONDS, seconds / 4))
+        found = read_registration(path)
+        if found is None or found[1] != heartbeat_ns:
+            return found is not None
+    return False
 
 
 class Publication:
-    """A published registration, kept alive by a thread of its own until `withdraw`."""
+    """A published registration, kept alive by a thread of its own until `withdraw` (or the end of its `with` block)."""
 
     def __init__(self, services_dir: Path, registration: Registration, heartbeat_seconds: float) -> None:
+        self.registration = registration
         self._path = registration_path(services_dir, registration.name)
-        self._registration = registration
         self._heartbeat_seconds = heartbeat_seconds
         self._stop = threading.Event()
         self._failure: str | None = None
-        refuse_second_server(services_dir, registration.name, heartbeat_seconds)
+        services_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replaced = claim(services_dir, registration, heartbeat_seconds)
+        if replaced:
+            print(f"registry: {replaced}", flush=True)
+        gone_path(services_dir, registration.name).unlink(missing_ok=True)
         self._write(registration)
         self._thread = threading.Thread(target=self._beat, name=f"heartbeat-{registration.name}", daemon=True)
         self._thread.start()
+
+    def __enter__(self) -> Publication:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.withdraw()
+
+    def ready(self, url: str = "") -> Registration:
+        """The component has loaded, and answers at `url` where it is a server. Returns the new registration.
+
+        Raises ServerError where the name was taken by another process meanwhile.
+        """
+        if self._failure is not None:
+            raise ServerError(self._failure)
+        self.registration = replace(self.registration, state=ServiceState.ready, url=url, port=urlsplit(url).port or 0)
+        self._write(self.registration)
+        return self.registration
+
+    def describe_checkpoint(self, checkpoint: str) -> None:
+        """Say which checkpoint was loaded."""
+        self.registration = replace(self.registration, checkpoint=checkpoint)
+        self._write(self.registration)
 
     def failure(self) -> str | None:
         """Why the registration is no longer ours or no longer writable; None while all is well."""
@@ -167,7 +253,7 @@ class Publication:
         self._stop.set()
         self._thread.join(timeout=self._heartbeat_seconds + 5.0)
         found = read_registration(self._path)
-        if found is not None and found[0].incarnation == self._registration.incarnation:
+        if found is not None and found[0].incarnation == self.registration.incarnation:
             self._path.unlink(missing_ok=True)
 
     def _write(self, registration: Registration) -> None:
@@ -179,7 +265,7 @@ class Publication:
         while not self._stop.wait(self._heartbeat_seconds):
             try:
                 found = read_registration(self._path)
-                if found is None or found[0].incarnation != self._registration.incarnation:
+                if found is None or found[0].incarnation != self.registration.incarnation:
                     self._failure = f"registration {self._path} was removed or taken by another server"
                     return
                 os.utime(self._path)
@@ -188,18 +274,27 @@ class Publication:
                 return
 
 
+def _tell_nobody(text: str) -> None:
+    """For those who wait in silence."""
+
+
 def wait_for_service(
     services_dir: Path,
     name: str,
     *,
     timeout_seconds: float,
     heartbeat_timeout_seconds: float = 20.0,
+    attempt: str = "",
     abandoned: threading.Event | None = None,
+    tell: Callable[[str], None] = _tell_nobody,
 ) -> Registration:
-    """Wait until `name` is registered, ready and alive; another thread may set `abandoned` to end the wait.
+    """Wait until `name` is registered, ready, alive and of this attempt ("": of any); another thread may set `abandoned` to end the wait.
+
+    `tell` gets a line when there is something new about what is waited for.
 
     Raises:
-        ServerUnreachable: says what was waited for, where, how long, and what was found instead (nothing, one that loads, a dead one).
+        ServerUnreachable: says what was waited for, where, how long, and what was found instead (nothing, one that loads, a dead one, one
+            of an earlier attempt). At once, where a launcher says that nobody will start it (again).
     """
     abandoned = abandoned or threading.Event()
     path = registration_path(services_dir, name)
@@ -208,8 +303,9 @@ def wait_for_service(
     liveness: Liveness | None = None
     watched: Registration | None = None
     state = "no server has registered there"
+    told: object = None
     while True:
-        found = read_registration(path)
+        found, news = read_registration(path), None
         if found is None:
             watched, state = None, "no server has registered there"
         else:
@@ -221,13 +317,33 @@ def wait_for_service(
             # An old heartbeat by this clock may be a fresh one by the server's: then it changes while we look.
             beating = age < heartbeat_timeout_seconds or heartbeat_ns != first_heartbeat_ns
             problem = liveness.problem() or (None if beating else f"its last heartbeat was {age:.0f} s ago")
-            if problem is None and registration.ready:
+            if attempt and registration.attempt != attempt:
+                problem = f"it belongs to attempt {registration.attempt or '(none)'}, this is attempt {attempt}"
+            if problem is None and registration.state == ServiceState.ready:
                 return registration
-            state = f"stale: {registration.describe()}: {problem}" if problem else f"{registration.describe()} is alive but not ready"
+            state = f"stale: {registration.describe()}: {problem}" if problem else _loading(registration)
+            news = (registration.incarnation, problem is None)
+        if news != told:
+            told = news
+            tell(f"waiting for {name}: {state}")
         waited = time.monotonic() - started
+        if reason := _gone(services_dir, name):
+            raise ServerUnreachable(f"{name}: nobody will start it again: {reason}")
         if waited >= timeout_seconds or abandoned.is_set():
             raise ServerUnreachable(
                 f"{name}: waited {waited:.0f} s (since {since}) for a ready server to appear as {path}; last seen: {state}. "
                 f"Is the {name} server running with the same run directory? See its log."
             )
         abandoned.wait(min(POLL_SECONDS, timeout_seconds - waited))
+
+
+def _loading(registration: Registration) -> str:
+    since = time.strftime("%H:%M:%S", time.localtime(registration.started_at))
+    return f"{registration.name} is loading on {registration.host} since {since} (pid {registration.pid})"
+
+
+def _gone(services_dir: Path, name: str) -> str:
+    try:
+        return gone_path(services_dir, name).read_text().strip()
+    except FileNotFoundError:
+        return ""

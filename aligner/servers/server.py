@@ -1,8 +1,9 @@
 """The serving loop of all ranks of a component.
 
-Requests arrive in PyTriton's threads on rank 0, are checked there and queued. The main thread of rank 0 takes them one at a time and
-broadcasts each; every rank runs the same handler (which may use the model's collectives); rank 0 answers. While nothing arrives, a no-op
-goes round, so that no process group times out, a dead rank is noticed, and any rank's SIGTERM stops the server.
+Requests arrive at the gateway on rank 0, which checks who sends them and their form, and come through Triton to PyTriton's threads, which
+check what they say and queue them. The main thread of rank 0 takes them one at a time and broadcasts each; every rank runs the same handler
+(which may use the model's collectives); rank 0 answers. While nothing arrives, a no-op goes round, so that no process group times out, a
+dead rank is noticed, and any rank's SIGTERM stops the server.
 
 A bad request is rejected and the server goes on. A handler that raises, on any rank, ends the server with an exception on every rank:
 its weights may no longer agree. The client is told which rank failed and why.
@@ -11,23 +12,28 @@ its weights may no longer agree. The client is told which rank failed and why.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
-import socket
 import sys
 import time
 import traceback
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.errors import ServerError
+from aligner.parallel.progress import IDLE, Progress
+from aligner.servers.access import Access
+from aligner.servers.address import advertised_host
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.control import Command, ControlGroup, Report
 from aligner.servers.frontend import Frontend
+from aligner.servers.gateway import Gateway
+from aligner.servers.health import Health, Pulse
 from aligner.servers.intake import Answer, Intake, Operation
 from aligner.servers.kserve import AnswerError
-from aligner.servers.registry import Publication, make_registration, refuse_second_server
+from aligner.servers.ledger import Refused
+from aligner.servers.registry import Publication, make_registration
 from aligner.servers.supervisor import Supervisor
 
 DRAIN_SECONDS = 1.0  # an error answer needs a moment to leave through Triton
@@ -41,9 +47,14 @@ def serve(
     config: ServerConfig,
     limits: RequestLimits,
     services_dir: Path,
-    checkpoint: str = "",
+    secret: Path,
+    publication: Publication | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Serve until a signal or a failure. Every rank calls it, from its main thread; `name` is what clients look for in `services_dir`.
+
+    `publication` is rank 0's registration of a component that said early that it was loading; without it one is made now. Only requests
+    with the secret of the file `secret` are let in; it is made where there is none. `progress` records what this rank does.
 
     Returns after SIGTERM or SIGINT on any rank, when the running operation is finished and answered.
 
@@ -57,8 +68,11 @@ def serve(
         config=config,
         limits=limits,
         services_dir=services_dir,
-        checkpoint=checkpoint,
+        secret=secret,
+        publication=publication,
+        progress=progress or Progress(),
     )
+    service.progress.enter_phase(IDLE)
     control = ControlGroup(config.control_timeout_seconds)
     stop = _StopSignal()
     with stop.installed():
@@ -81,7 +95,9 @@ class _Service:
     config: ServerConfig
     limits: RequestLimits
     services_dir: Path
-    checkpoint: str
+    secret: Path
+    publication: Publication | None
+    progress: Progress
 
 
 class _StopSignal:
@@ -107,79 +123,90 @@ class _OperationFailed(ServerError):
     """A handler raised, and every rank knows."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Open:
+    """What rank 0 runs beside its loop."""
+
+    gateway: Gateway
+    frontend: Frontend
+    publication: Publication
+    health: Health
+
+
 def _lead(service: _Service, control: ControlGroup, stop: _StopSignal) -> None:
-    """Rank 0: front end, registration and loop; all taken down again whatever happens, and the other ranks told."""
+    """Rank 0: gateway, front end, registration and loop; all taken down again whatever happens, and the other ranks told."""
     intake = Intake(service.operations, service.limits)
     with contextlib.ExitStack() as cleanup:
         try:
-            frontend, publication = _open(service, control, intake, stop, cleanup)
+            parts = _open(service, control, intake, stop, cleanup)
         except Exception as error:
             control.broadcast(Command(failure=f"rank 0: {error}"))
             raise
         supervisor = Supervisor(
             # A signal to the whole process group ends Triton too: then its death is part of the stop.
-            [lambda: None if stop.requested else frontend.failure(), publication.failure, control.announced_failure],
+            [
+                lambda: None if stop.requested else parts.frontend.failure(),
+                parts.gateway.failure,
+                parts.publication.failure,
+                control.announced_failure,
+            ],
             grace_seconds=service.config.failure_grace_seconds,
-            last_words=lambda message: _give_up(intake, publication, message),
+            last_words=lambda message: _give_up(intake, parts.publication, message),
         )
         cleanup.callback(supervisor.close)
+        parts.health.watch(lambda: "it was stopped by a signal" if stop.requested else supervisor.failure())
         try:
-            _lead_loop(service, control, intake, supervisor, stop)
+            _lead_loop(service, control, intake, supervisor, stop, parts.health.pulse)
         except _OperationFailed as error:
-            intake.close(AnswerError(str(error)))
+            intake.close(AnswerError(str(error), status=503))
             raise
         except Exception as error:
             cause = control.announced_failure() or str(error)  # a rank that failed and left explains a broken connection
             supervisor.report(cause)  # from here on the time is limited, should the broadcast hang
-            intake.close(AnswerError(cause))
+            intake.close(AnswerError(cause, status=503))
             with contextlib.suppress(RuntimeError):  # a rank that cannot be reached sees the closed connection
                 control.broadcast(Command(failure=f"rank 0: {cause}"))
             raise ServerError(f"{service.name}: {cause}") from error
-        intake.close(AnswerError(f"server {service.name} was stopped by a signal"))
+        intake.close(AnswerError(f"server {service.name} was stopped by a signal", status=503))
 
 
 def _give_up(intake: Intake, publication: Publication, message: str) -> None:
     """What the supervisor still does on rank 0 before it ends the process."""
-    intake.close(AnswerError(message))
+    intake.close(AnswerError(message, status=503))
     time.sleep(DRAIN_SECONDS)
     publication.withdraw()
 
 
-def _open(
-    service: _Service, control: ControlGroup, intake: Intake, stop: _StopSignal, cleanup: contextlib.ExitStack
-) -> tuple[Frontend, Publication]:
-    """Start Triton and publish the service. At the end answers leave first, then the registration goes."""
+def _open(service: _Service, control: ControlGroup, intake: Intake, stop: _StopSignal, cleanup: contextlib.ExitStack) -> _Open:
+    """Start gateway and Triton, and publish the service. At the end answers leave first, then the registration goes."""
     config = service.config
-    service.services_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    refuse_second_server(service.services_dir, service.name, config.heartbeat_seconds)
-    incarnation = uuid.uuid4().hex
+    publication = service.publication
+    if publication is None:
+        registration = make_registration(name=service.name, role=service.name, num_ranks=control.size)
+        publication = Publication(service.services_dir, registration, config.heartbeat_seconds)
+    cleanup.callback(publication.withdraw)
+    incarnation = publication.registration.incarnation
     endpoints = [operation.endpoint for operation in service.operations.values()]
-    log = service.services_dir / f"{service.name}.triton.log"
-    frontend = Frontend(config, incarnation, log, endpoints, intake.submit)
+    access = Access.for_server(service.secret, config)
+    health = Health(service.name, incarnation, publication.registration.attempt, control.size, config=config)
+    gateway = Gateway(config, access, endpoints, service.limits, health)
+    cleanup.callback(gateway.stop)
+    gateway.start()
+    frontend = Frontend(config, incarnation, service.services_dir / f"{service.name}.triton.log", endpoints, intake.submit)
     cleanup.callback(frontend.stop)
     frontend.start(lambda: stop.requested)
-    registration = make_registration(
-        name=service.name,
-        incarnation=incarnation,
-        connect_host=_connect_host(config),
-        port=frontend.port,
-        num_ranks=control.size,
-        checkpoint=service.checkpoint,
-    )
-    publication = Publication(service.services_dir, registration, config.heartbeat_seconds)
-    cleanup.callback(publication.withdraw)
-    cleanup.callback(frontend.stop)  # before the withdrawal: clients that still wait would take it for a death
+    gateway.connect(frontend.socket)
+    health.pulse.begin(None)
+    control.broadcast(Command())  # a first round, so that a server that says it is ready is
+    _take_part(service, control, Command(), stop)
+    health.pulse.round_done()
+    url = f"{access.scheme}://{advertised_host(config, os.environ)}:{gateway.port}"
+    registration = publication.ready(url)
     print(f"server: {registration.describe()} is ready, {control.size} rank(s)", flush=True)
-    return frontend, publication
+    return _Open(gateway=gateway, frontend=frontend, publication=publication, health=health)
 
 
-def _connect_host(config: ServerConfig) -> str:
-    if config.advertised_host:
-        return config.advertised_host
-    return socket.gethostname() if config.host == "0.0.0.0" else config.host
-
-
-def _lead_loop(service: _Service, control: ControlGroup, intake: Intake, supervisor: Supervisor, stop: _StopSignal) -> None:
+def _lead_loop(service: _Service, control: ControlGroup, intake: Intake, supervisor: Supervisor, stop: _StopSignal, pulse: Pulse) -> None:
     """One command after the other until a stop command."""
     while True:
         ticket = None if stop.requested else intake.take(service.config.idle_seconds)
@@ -189,8 +216,10 @@ def _lead_loop(service: _Service, control: ControlGroup, intake: Intake, supervi
             command = Command(stop=stop.requested)
         else:
             command = Command(operation=ticket.operation.endpoint.name, payload=ticket.payload)
+        pulse.begin(command.operation)
         control.broadcast(command)
         answer = _take_part(service, control, command, stop)
+        pulse.round_done()
         if ticket is not None and answer is not None:
             intake.answer(ticket, answer)
         if command.stop:
@@ -214,13 +243,14 @@ def _follow(service: _Service, control: ControlGroup, stop: _StopSignal) -> None
                 return
 
 
-def _take_part(service: _Service, control: ControlGroup, command: Command, stop: _StopSignal) -> Answer | None:
-    """Run a command together with all ranks and agree on how it went; the encoded answer on rank 0.
+def _take_part(service: _Service, control: ControlGroup, command: Command, stop: _StopSignal) -> Answer | AnswerError | None:
+    """Run a command together with all ranks and agree on how it went; the encoded answer, or a refusal, on rank 0.
 
     Raises:
         _OperationFailed: on every rank, where the handler raised on any of them.
     """
-    answer, error = (None, None) if command.operation is None else _run(service.operations[command.operation], command, control)
+    with service.progress.phase(command.operation or IDLE):
+        answer, error = (None, None) if command.operation is None else _run(service.operations[command.operation], command, control)
     reports = control.gather(Report(error=error, stop_requested=stop.requested))
     for report in reports:
         if report.error is not None:
@@ -229,11 +259,13 @@ def _take_part(service: _Service, control: ControlGroup, command: Command, stop:
     return answer
 
 
-def _run(operation: Operation, command: Command, control: ControlGroup) -> tuple[Answer | None, str | None]:
-    """The answer (on rank 0), or what went wrong on this rank."""
+def _run(operation: Operation, command: Command, control: ControlGroup) -> tuple[Answer | AnswerError | None, str | None]:
+    """The answer (on rank 0), or what went wrong on this rank. A refusal is an answer."""
     try:
         result = operation.handler(command.payload)
         return (operation.endpoint.encode(command.payload, result) if control.rank == 0 else None), None
+    except Refused as refusal:  # every rank has refused, before anything was changed
+        return AnswerError(str(refusal), status=409), None
     except Exception as error:  # whatever it is, every rank must hear of it
         traceback.print_exc(file=sys.stderr)
         message = f"operation {command.operation} failed on rank {control.rank}: {type(error).__name__}: {error}"

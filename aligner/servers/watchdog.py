@@ -1,8 +1,7 @@
 """Removes what a server leaves behind, however it ends. Run as a script in a session of its own; standard library only.
 
 Its standard input is a pipe that only the server holds. When the server closes it or dies, SIGKILL included, every process that carries the
-server's environment marker is killed, and its shared memory, its workspace and the directories named on the pipe, one a line, are removed.
-`kill -9` of a PyTriton process otherwise leaves
+server's environment marker is killed, and its shared memory and its workspace are removed. `kill -9` of a PyTriton process otherwise leaves
 tritonserver, a Python stub for each endpoint and its shared memory behind.
 """
 
@@ -24,18 +23,11 @@ TRACKER_SECONDS = 3.0  # multiprocessing's resource trackers unlink shared memor
 KILL_SECONDS = 10.0
 
 
-def wait_for_end_of(parent: int) -> list[Path]:
-    """Return when standard input ends or the parent is another one (somebody else may have inherited the pipe); the directories named."""
-    received = b""
-    while True:
-        if select.select([sys.stdin], [], [], 0.5)[0]:
-            data = os.read(sys.stdin.fileno(), 4096)
-            if not data:
-                break
-            received += data
-        elif os.getppid() != parent:
-            break
-    return [Path(line) for line in received.decode().splitlines()]
+def wait_for_end_of(parent: int) -> None:
+    """Return when standard input ends or the parent is another one (somebody else may have inherited the pipe)."""
+    while os.getppid() == parent:
+        if select.select([sys.stdin], [], [], 0.5)[0] and not os.read(sys.stdin.fileno(), 4096):
+            return
 
 
 def kill_marked(assignment: str) -> None:
@@ -60,10 +52,9 @@ def main() -> None:
     parent, assignment, workspace = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # those are for the server; its end is what counts here
-    directories = wait_for_end_of(parent)
+    wait_for_end_of(parent)
     kill_marked(assignment)
-    for directory in [workspace, *directories]:
-        shutil.rmtree(directory, ignore_errors=True)
+    shutil.rmtree(workspace, ignore_errors=True)
     for segment in Path("/dev/shm").glob(f"pytrtion{parent}-*"):  # PyTriton's own spelling
         segment.unlink(missing_ok=True)
 

@@ -7,75 +7,29 @@ request. Sizes and masks are integers or exact zeros and ones; nothing here is r
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from aligner.servers.config import RequestLimits
+from aligner.servers.identity import TrainIdentity, check_mark, digest_of
+from aligner.servers.payloads import (
+    CriticStatus,
+    Payload,
+    Result,
+    RewardRequest,
+    RewardTexts,
+    SaveRequest,
+    StatusRequest,
+    TrainReply,
+    TrainRequest,
+    ValuesRequest,
+)
+from aligner.servers.tensors import Arrays, TensorSpec, check_tensors
 from aligner.types import TokenBatch, ValueBatch
-
-Arrays = Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSpec:
-    """One named tensor: dtype is "int64", "float32" or "bytes" (UTF-8 text)."""
-
-    name: str
-    dtype: str
-    shape: tuple[str | int, ...]
-    optional: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RewardTexts:
-    """Texts to score, one entry per row; an answer of None (on the wire: empty) means that the prompt has no reference answer."""
-
-    prompts: list[str]
-    responses: list[str]
-    answers: list[str | None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RewardRequest:
-    """Rows to score, as tokens or as texts or as both."""
-
-    batch: TokenBatch | None = None
-    texts: RewardTexts | None = None
-
-    def __post_init__(self) -> None:
-        if self.batch is None and self.texts is None:
-            raise ValueError("reward_model: send `tokens` with `sequence_lengths`, or `sentences`, or `prompts` with `responses`")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainRequest:
-    """Train on the rollouts of `step`."""
-
-    batch: ValueBatch
-    step: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainReply:
-    """`loss_mean` over the masked tokens of the whole request, and every metric by name."""
-
-    loss_mean: float
-    metrics: dict[str, float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SaveRequest:
-    """Write a checkpoint for `step`."""
-
-    step: int
-
-
-Payload = TokenBatch | TrainRequest | SaveRequest | RewardRequest
-Result = Tensor | TrainReply | str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,42 +56,6 @@ class Endpoint:
         return self.decode(arrays, limits)
 
 
-def check_tensors(specs: tuple[TensorSpec, ...], arrays: Arrays, limits: RequestLimits) -> None:
-    """Raise ValueError unless `arrays` has the stated tensors with the stated dtypes, agreeing shapes, allowed sizes and finite numbers."""
-    largest = {"B": limits.max_rows, "S": limits.max_sequence_length}
-    sizes: dict[str, tuple[int, str]] = {}
-    names = [spec.name for spec in specs]
-    for name in arrays:
-        if name not in names:
-            raise ValueError(f"{name}: no such tensor; allowed are {', '.join(names)}")
-    for spec in specs:
-        if spec.name not in arrays:
-            if spec.optional:
-                continue
-            raise ValueError(f"{spec.name}: missing; expected {spec.dtype} {_shape_text(spec.shape)}")
-        array = arrays[spec.name]
-        kind = "bytes" if array.dtype.kind in "OS" else array.dtype.name
-        if kind != spec.dtype or array.ndim != len(spec.shape):
-            raise ValueError(f"{spec.name}: got {kind} {list(array.shape)}, expected {spec.dtype} {_shape_text(spec.shape)}")
-        for expected, size in zip(spec.shape, array.shape, strict=True):
-            if isinstance(expected, int):
-                if size != expected:
-                    raise ValueError(f"{spec.name}: got shape {list(array.shape)}, expected {_shape_text(spec.shape)}")
-                continue
-            if not 1 <= size <= largest[expected]:
-                raise ValueError(f"{spec.name}: got shape {list(array.shape)}; {expected} may be 1 to {largest[expected]}")
-            known, owner = sizes.setdefault(expected, (size, spec.name))
-            if known != size:
-                raise ValueError(f"{spec.name}: got shape {list(array.shape)}, but {owner} has {expected} = {known}")
-        if kind == "float32" and not np.isfinite(array).all():
-            bad = int((~np.isfinite(array)).sum())
-            raise ValueError(f"{spec.name}: {bad} of {array.size} values are NaN or infinite; all must be finite")
-
-
-def _shape_text(shape: tuple[str | int, ...]) -> str:
-    return "[" + ", ".join(str(size) for size in shape) + "]"
-
-
 # ---- requests ------------------------------------------------------------------------------------------------------------------------
 
 
@@ -158,20 +76,34 @@ def decode_tokens(arrays: Arrays, limits: RequestLimits) -> TokenBatch:
     return TokenBatch(tokens=torch.from_numpy(tokens.copy()), lengths=torch.from_numpy(lengths.copy()))
 
 
-def encode_train(request: TrainRequest) -> dict[str, np.ndarray]:
-    """A value batch: the loss mask travels as float32 zeros and ones."""
-    batch = request.batch
+def encode_value_batch(batch: ValueBatch) -> dict[str, np.ndarray]:
+    """The tensors of a value batch, of which its digest is made: the loss mask travels as float32 zeros and ones."""
     return {
         **encode_tokens(TokenBatch(tokens=batch.tokens, lengths=batch.lengths)),
         "returns": batch.returns.cpu().numpy(),
         "prev_values": batch.old_values.cpu().numpy(),
         "mask": batch.loss_mask.cpu().numpy().astype(np.float32),
-        "step": np.array([request.step], dtype=np.int64),
     }
 
 
+def encode_identity(identity: TrainIdentity) -> dict[str, np.ndarray]:
+    """step and part int64 [1]; run, digest and previous bytes [1]."""
+    return {
+        "step": np.array([identity.step], dtype=np.int64),
+        "part": np.array([identity.part], dtype=np.int64),
+        "run": _text(identity.run),
+        "digest": _text(identity.digest),
+        "previous": _text(identity.previous),
+    }
+
+
+def encode_train(arrays: Arrays, identity: TrainIdentity) -> dict[str, np.ndarray]:
+    """The tensors of a value batch with its identity."""
+    return {**arrays, **encode_identity(identity)}
+
+
 def decode_train(arrays: Arrays, limits: RequestLimits) -> TrainRequest:
-    """Also checks that the mask is 0 or 1, 0 at position 0 and in the padding, and 1 somewhere."""
+    """Also checks that the mask is 0 or 1, 0 at position 0 and in the padding, and 1 somewhere, and that the tensors have their digest."""
     tokens = decode_tokens(arrays, limits)
     mask = arrays["mask"]
     if not np.isin(mask, (0.0, 1.0)).all():
@@ -191,15 +123,67 @@ def decode_train(arrays: Arrays, limits: RequestLimits) -> TrainRequest:
         old_values=torch.from_numpy(arrays["prev_values"].copy()),
         returns=torch.from_numpy(arrays["returns"].copy()),
     )
-    return TrainRequest(batch=batch, step=_step(arrays))
+    return TrainRequest(batch=batch, identity=_identity(arrays))
+
+
+def _identity(arrays: Arrays) -> TrainIdentity:
+    identity = TrainIdentity(
+        run=_one_text("run", arrays),
+        step=_step(arrays),
+        part=int(arrays["part"][0]),
+        digest=_one_text("digest", arrays),
+        previous=_one_text("previous", arrays),
+    )
+    found = digest_of({name: arrays[name] for name in VALUE_BATCH})
+    if found != identity.digest:
+        raise ValueError(f"digest: {identity.digest}, but that of the tensors is {found}")
+    return identity
+
+
+def encode_values_request(request: ValuesRequest) -> dict[str, np.ndarray]:
+    return encode_tokens(request.batch) | _encode_mark("after", request.after)
+
+
+def decode_values_request(arrays: Arrays, limits: RequestLimits) -> ValuesRequest:
+    return ValuesRequest(batch=decode_tokens(arrays, limits), after=_mark("after", arrays))
 
 
 def encode_save(request: SaveRequest) -> dict[str, np.ndarray]:
-    return {"step": np.array([request.step], dtype=np.int64)}
+    numbers = {"step": np.array([request.step], dtype=np.int64), "wait": np.array([int(request.wait)], dtype=np.int64)}
+    return numbers | _encode_mark("after", request.after)
 
 
 def decode_save(arrays: Arrays, limits: RequestLimits) -> SaveRequest:
-    return SaveRequest(step=_step(arrays))
+    wait = int(arrays["wait"][0]) if "wait" in arrays else 1
+    if wait not in (0, 1):
+        raise ValueError(f"wait: {wait}; allowed are 0 and 1")
+    return SaveRequest(step=_step(arrays), after=_mark("after", arrays), wait=bool(wait))
+
+
+def encode_status_request(request: StatusRequest) -> dict[str, np.ndarray]:
+    return {"run": _text(request.run)} | _encode_mark("adopt", request.adopt)
+
+
+def decode_status_request(arrays: Arrays, limits: RequestLimits) -> StatusRequest:
+    return StatusRequest(run=_one_text("run", arrays), adopt=_mark("adopt", arrays))
+
+
+def _encode_mark(name: str, mark: str | None) -> dict[str, np.ndarray]:
+    return {} if mark is None else {name: _text(mark)}
+
+
+def _mark(name: str, arrays: Arrays) -> str | None:
+    return check_mark(name, _one_text(name, arrays)) if name in arrays else None
+
+
+def _text(text: str) -> np.ndarray:
+    array = np.empty(1, dtype=object)
+    array[0] = text.encode("utf-8")
+    return array
+
+
+def _one_text(name: str, arrays: Arrays) -> str:
+    return _texts(name, arrays)[0]
 
 
 def _step(arrays: Arrays) -> int:
@@ -256,43 +240,48 @@ def decode_reward(arrays: Arrays, limits: RequestLimits) -> RewardRequest:
 # ---- replies -------------------------------------------------------------------------------------------------------------------------
 
 
-def num_rows(request: Payload) -> int:
-    """How many rows a token or reward request has."""
-    if isinstance(request, RewardRequest):
-        return len(request.texts.responses) if request.batch is None else request.batch.tokens.shape[0]
-    return request.tokens.shape[0]
+def num_rows(request: RewardRequest) -> int:
+    """How many rows a reward request has."""
+    return len(request.texts.responses) if request.batch is None else request.batch.tokens.shape[0]
+
+
+def _shaped(name: str, tensor: Tensor, rows: int) -> np.ndarray:
+    """A result as float32 [rows, *]; raises ValueError for another shape."""
+    if tensor.dim() != 2 or tensor.shape[0] != rows:
+        raise ValueError(f"{name}: the handler returned shape {list(tensor.shape)} for {rows} rows")
+    return tensor.detach().to(device="cpu", dtype=torch.float32).numpy()
 
 
 def _checked(name: str, tensor: Tensor, rows: int) -> np.ndarray:
-    """A result as float32 [rows, *]; raises ValueError for another shape or for a number that is not finite."""
-    if tensor.dim() != 2 or tensor.shape[0] != rows:
-        raise ValueError(f"{name}: the handler returned shape {list(tensor.shape)} for {rows} rows")
-    array = tensor.detach().to(device="cpu", dtype=torch.float32).numpy()
+    """As `_shaped`; raises ValueError for a number that is not finite too."""
+    array = _shaped(name, tensor, rows)
     if not np.isfinite(array).all():
         raise ValueError(f"{name}: {int((~np.isfinite(array)).sum())} of {array.size} results are NaN or infinite")
     return array
 
 
-def encode_values(request: TokenBatch, values: Tensor) -> dict[str, np.ndarray]:
-    if values.shape != request.tokens.shape:
-        raise ValueError(f"values: the handler returned shape {list(values.shape)} for tokens {list(request.tokens.shape)}")
-    return {"values": _checked("values", values, request.tokens.shape[0])}
+def encode_values(request: ValuesRequest, values: Tensor) -> dict[str, np.ndarray]:
+    tokens = request.batch.tokens
+    if values.shape != tokens.shape:
+        raise ValueError(f"values: the handler returned shape {list(values.shape)} for tokens {list(tokens.shape)}")
+    return {"values": _checked("values", values, tokens.shape[0])}
 
 
 def encode_scores(request: RewardRequest, scores: Tensor) -> dict[str, np.ndarray]:
-    return {"rewards": _checked("rewards", scores, num_rows(request))}
+    """A score that is not finite travels: the client knows whose it is, and what it leads to (`guard.reward`)."""
+    return {"rewards": _shaped("rewards", scores, num_rows(request))}
 
 
 def encode_trained(request: TrainRequest, reply: TrainReply) -> dict[str, np.ndarray]:
-    metrics = np.empty(1, dtype=object)
-    metrics[0] = json.dumps(reply.metrics).encode()
-    return {"loss_mean": np.array([reply.loss_mean], dtype=np.float32), "metrics": metrics}
+    return {"loss_mean": np.array([reply.loss_mean], dtype=np.float32), "metrics": _text(json.dumps(reply.metrics))}
 
 
 def encode_saved(request: SaveRequest, path: str) -> dict[str, np.ndarray]:
-    answer = np.empty(1, dtype=object)
-    answer[0] = path.encode()
-    return {"path": answer}
+    return {"path": _text(path)}
+
+
+def encode_status(request: StatusRequest, status: CriticStatus) -> dict[str, np.ndarray]:
+    return {"status": _text(json.dumps(asdict(status)))}
 
 
 def decode_trained(arrays: Arrays) -> TrainReply:
@@ -303,32 +292,53 @@ def decode_saved(arrays: Arrays) -> str:
     return arrays["path"][0].decode()
 
 
+def decode_status(arrays: Arrays) -> CriticStatus:
+    return CriticStatus(**json.loads(arrays["status"][0]))
+
+
 _TOKENS = (
     TensorSpec(name="tokens", dtype="int64", shape=("B", "S")),
     TensorSpec(name="sequence_lengths", dtype="int64", shape=("B", 1)),
 )
 _STEP = TensorSpec(name="step", dtype="int64", shape=(1,))
+_AFTER = TensorSpec(name="after", dtype="bytes", shape=(1,), optional=True)
+_RUN = TensorSpec(name="run", dtype="bytes", shape=(1,))
+_VALUE_BATCH = (*_TOKENS, *(TensorSpec(name=name, dtype="float32", shape=("B", "S")) for name in ("returns", "prev_values", "mask")))
+VALUE_BATCH = tuple(spec.name for spec in _VALUE_BATCH)
 
 CRITIC_INFER = Endpoint(
     name="critic_infer",
-    inputs=_TOKENS,
+    inputs=(*_TOKENS, _AFTER),
     outputs=(TensorSpec(name="values", dtype="float32", shape=("B", "S")),),
-    decode=decode_tokens,
+    decode=decode_values_request,
     encode=encode_values,
 )
 CRITIC_TRAIN = Endpoint(
     name="critic_train",
-    inputs=(*_TOKENS, *(TensorSpec(name=name, dtype="float32", shape=("B", "S")) for name in ("returns", "prev_values", "mask")), _STEP),
+    inputs=(
+        *_VALUE_BATCH,
+        _STEP,
+        TensorSpec(name="part", dtype="int64", shape=(1,)),
+        _RUN,
+        *(TensorSpec(name=name, dtype="bytes", shape=(1,)) for name in ("digest", "previous")),
+    ),
     outputs=(TensorSpec(name="loss_mean", dtype="float32", shape=(1,)), TensorSpec(name="metrics", dtype="bytes", shape=(1,))),
     decode=decode_train,
     encode=encode_trained,
 )
 CRITIC_SAVE = Endpoint(
     name="critic_save",
-    inputs=(_STEP,),
+    inputs=(_STEP, _AFTER, TensorSpec(name="wait", dtype="int64", shape=(1,), optional=True)),
     outputs=(TensorSpec(name="path", dtype="bytes", shape=(1,)),),
     decode=decode_save,
     encode=encode_saved,
+)
+CRITIC_STATUS = Endpoint(
+    name="critic_status",
+    inputs=(_RUN, TensorSpec(name="adopt", dtype="bytes", shape=(1,), optional=True)),
+    outputs=(TensorSpec(name="status", dtype="bytes", shape=(1,)),),
+    decode=decode_status_request,
+    encode=encode_status,
 )
 REWARD_MODEL = Endpoint(
     name="reward_model",

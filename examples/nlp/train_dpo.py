@@ -5,10 +5,10 @@ from aligner.schemas import TrainDPO
 
 
 @entrypoint(TrainDPO, "dpo")
-def main(config: TrainDPO) -> None:
+def main(config: TrainDPO) -> int:
     from aligner.jobs.supervised import train_dpo  # after the settings are known to be good: this imports Megatron-Core
 
-    train_dpo(config)
+    return train_dpo(config)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from aligner.schemas import TrainGRPO
 
 
 @entrypoint(TrainGRPO, "grpo")
-def main(config: TrainGRPO) -> None:
+def main(config: TrainGRPO) -> int:
     from aligner.jobs.online import train_grpo  # after the settings are known to be good: this imports Megatron-Core
 
-    train_grpo(config)
+    return train_grpo(config)
 
 
 if __name__ == "__main__":

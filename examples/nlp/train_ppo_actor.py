@@ -5,10 +5,10 @@ from aligner.schemas import TrainPPO
 
 
 @entrypoint(TrainPPO, "ppo")
-def main(config: TrainPPO) -> None:
+def main(config: TrainPPO) -> int:
     from aligner.jobs.online import train_ppo_actor  # after the settings are known to be good: this imports Megatron-Core
 
-    train_ppo_actor(config)
+    return train_ppo_actor(config)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from aligner.schemas import TrainRewardModel
 
 
 @entrypoint(TrainRewardModel, "reward_model")
-def main(config: TrainRewardModel) -> None:
+def main(config: TrainRewardModel) -> int:
     from aligner.jobs.supervised import train_reward_model  # after the settings are known to be good: this imports Megatron-Core
 
-    train_reward_model(config)
+    return train_reward_model(config)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from aligner.schemas import TrainSFT
 
 
 @entrypoint(TrainSFT, "sft")
-def main(config: TrainSFT) -> None:
+def main(config: TrainSFT) -> int:
     from aligner.jobs.supervised import train_sft  # after the settings are known to be good: this imports Megatron-Core
 
-    train_sft(config)
+    return train_sft(config)
 
 
 if __name__ == "__main__":

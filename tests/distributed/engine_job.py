@@ -93,6 +93,7 @@ def data_parallel(directory: Path, topology, parallel, inputs: dict, output: Pat
     from aligner.errors import AlignerError, CheckpointError, ConfigError
     from aligner.losses.sft import sft_loss
     from aligner.models import checkpoint
+    from aligner.models.guard import Guard, GuardConfig, NonFinite
     from aligner.types import LossOutput, select_rows
 
     policy = load(directory, topology, parallel, divisor=8)
@@ -105,7 +106,9 @@ def data_parallel(directory: Path, topology, parallel, inputs: dict, output: Pat
         return LossOutput(total=outputs.logprobs.sum() * bad, count=part.loss_mask.sum(), metrics={})
 
     result["nan"] = raised(AlignerError, lambda: policy.train_step(inputs["batch"], broken))
-    assert torch.equal(policy.logprobs(inputs["batch"]), result["logprobs"])
+    policy.model.guard = Guard(GuardConfig(non_finite=NonFinite.skip))
+    result["skipped"] = policy.train_step(inputs["batch"], broken)["optim/skipped"].value()  # on one replica; both leave it out
+    assert policy.version == 0 and torch.equal(policy.logprobs(inputs["batch"]), result["logprobs"])
     request = checkpoint.SaveRequest(step=1, state={"thing": object()})  # only rank 0 writes it
     result["unwritable"] = raised(CheckpointError, lambda: checkpoint.save(output / "checkpoints", policy.model, request))
     if topology.rank == 0:

@@ -118,10 +118,11 @@ def critic_metrics(loss: float) -> dict[str, float]:
 
 
 class FakeCritic:
-    """The value of a state is its token / 10. `training` is what `train` answers with, one after the other."""
+    """The value of a state is its token / 10. `training` is what `train` answers with, one after the other. Its mark is the last step."""
 
     def __init__(self, log: list[str], training: Sequence[Future] = ()) -> None:
         self.log = log
+        self.mark = "start"
         self.training = list(training)
         self.trained: list[tuple[int, ValueBatch]] = []
 
@@ -132,7 +133,21 @@ class FakeCritic:
     def train(self, batch: ValueBatch, step: int) -> Future[dict[str, float]]:
         self.log.append(f"critic trains {step}")
         self.trained.append((step, batch))
+        self.mark = f"after {step}"
         return self.training.pop(0) if self.training else done(critic_metrics(float(step)))
+
+    def resume(self, mark: str) -> None:
+        self.log.append(f"critic resumes {mark}")
+
+    def follow(self, mark: str) -> None:
+        self.mark = mark
+
+    def begin_save(self, step: int) -> Future[None]:
+        self.log.append(f"critic begins to save {step}")
+        return done(None)
+
+    def checkpointed(self, step: int) -> None:
+        self.log.append(f"critic has {step}")
 
     def save(self, step: int) -> Future[str]:
         self.log.append(f"critic saves {step}")

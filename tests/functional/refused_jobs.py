@@ -1,6 +1,6 @@
 """Runs entry scripts that are to be refused, one after another in one process (importing Megatron-Core takes seconds).
 
-Argument: a JSON file with a list of [script, [settings]]. Prints one JSON line each: {"code": exit code, "stderr": text, "stdout": text}.
+Arguments: a JSON file with a list of [script, [settings]]; where to write a list of {"code": exit code, "stderr": text, "stdout": text}.
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ def run(script: str, settings: list[str]) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    for name, arguments in json.loads(Path(sys.argv[1]).read_text()):
-        print(json.dumps(run(name, arguments)), flush=True)
+    jobs, results = (Path(argument) for argument in sys.argv[1:])
+    results.write_text(json.dumps([run(name, arguments) for name, arguments in json.loads(jobs.read_text())]))

@@ -6,11 +6,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from preloaded import ForkedProcess, preloaded
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,11 +36,10 @@ class ToyServer:
             for rank in range(num_ranks)
         ]
 
-    def _start(self, kind: str, rank: int, variables: dict[str, str], port: int) -> subprocess.Popen:
-        command = [sys.executable, str(Path(__file__).parent / "toy_server.py"), kind, str(self.services_dir), "--port", str(port)]
+    def _start(self, kind: str, rank: int, variables: dict[str, str], port: int) -> ForkedProcess:
+        command = [str(Path(__file__).parent / "toy_server.py"), kind, str(self.services_dir), "--port", str(port)]
         environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        with self._logs[rank].open("w") as log:
-            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        return preloaded().start(command, environment, self._logs[rank], Path.cwd())
 
     def log(self, rank: int = 0) -> str:
         return self._logs[rank].read_text()

@@ -12,7 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from training_jobs import ROOT, SAYS_77, grpo_settings, launcher, ppo_settings, script, write_task
+from preloaded import preloaded
+from training_jobs import ROOT, SAYS_77, Job, grpo_settings, launcher, ppo_settings, script, write_task
 
 pytestmark = pytest.mark.timeout(300)
 GRPO, CRITIC, REWARD, SFT = "train_grpo.py", "serve_critic.py", "serve_reward_model.py", "train_sft.py"
@@ -70,10 +71,10 @@ def refusals(task: Path) -> dict[str, dict[str, object]]:
         given = [setting for setting in given if not setting.startswith("~")]
         jobs.append([name, [*base, *given, f"run.directory={task / f'run{index}'}"]])
     (task / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, str(Path(__file__).parent / "refused_jobs.py"), str(task / "jobs.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment(), cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(REFUSED, map(json.loads, done.stdout.splitlines()), strict=True))
+    command = [str(Path(__file__).parent / "refused_jobs.py"), str(task / "jobs.json"), str(task / "results.json")]
+    code, output = preloaded().run(command, environment(), ROOT, timeout=250)
+    assert code == 0, output[-3000:]
+    return dict(zip(REFUSED, json.loads((task / "results.json").read_text()), strict=True))
 
 
 def environment() -> dict[str, str]:
@@ -110,7 +111,7 @@ def test_three_way_tensor_parallelism_of_two_ranks(task: Path) -> None:
 def test_heads_that_cannot_be_split_end_every_rank(task: Path) -> None:
     sizes = ("num_attention_heads=3", "num_key_value_heads=3", "hidden_size=48")
     odd = [f"model.architecture.{size}" for size in sizes]
-    done = start(launcher("grpo"), *good(task, GRPO), *odd, "parallel.tp=2", "num_processes=2", f"run.directory={task / 'heads'}")
-    assert done.returncode == 2
-    assert "error: parallel.tp=2: does not divide the model's num_attention_heads=3" in done.stdout
-    assert "FAILED: component actor" in done.stdout
+    with Job(launcher("grpo"), task / "heads", [*good(task, GRPO), *odd, "parallel.tp=2", "num_processes=2"]) as job:
+        output = job.finish(2)
+    assert "error: parallel.tp=2: does not divide the model's num_attention_heads=3" in output
+    assert "FAILED: component actor" in output

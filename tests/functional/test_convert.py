@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from preloaded import preloaded
 
 from aligner.cli import main
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "stories260k"
 
 
-def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
+def convert(*arguments: object) -> None:
     """In a process of its own: a conversion makes a torch.distributed world."""
-    command = [sys.executable, "-m", "aligner.cli", "convert", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+    code, output = preloaded().run(["-m", "aligner.cli", "convert", *map(str, arguments)], os.environ, Path.cwd(), timeout=200)
+    assert code == 0, output
 
 
 def random_model(folder: Path) -> Path:
@@ -42,11 +42,9 @@ def logits(folder: Path) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["random", pytest.param("stories260k", marks=pytest.mark.shared)])
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     source = random_model(tmp_path / "source") if name == "random" else SHARED
-    there = convert("--from-hf", source, "--to-megatron", tmp_path / "megatron")
-    assert there.returncode == 0, there.stderr
+    convert("--from-hf", source, "--to-megatron", tmp_path / "megatron")
     assert (tmp_path / "megatron" / "step_000000" / "aligner.json").exists()
-    back = convert("--from-megatron", tmp_path / "megatron", "--to-hf", tmp_path / "back")
-    assert back.returncode == 0, back.stderr
+    convert("--from-megatron", tmp_path / "megatron", "--to-hf", tmp_path / "back")
     assert torch.equal(logits(tmp_path / "back"), logits(source))
     assert (tmp_path / "back" / "tokenizer.json").exists() == (source / "tokenizer.json").exists()
 
@@ -66,8 +64,8 @@ def test_bfloat16_stays(tmp_path: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(random_model(tmp_path / "source")).bfloat16()
     model.save_pretrained(tmp_path / "half")
-    assert convert("--from-hf", tmp_path / "half", "--to-megatron", tmp_path / "megatron").returncode == 0
-    assert convert("--from-megatron", tmp_path / "megatron", "--to-hf", tmp_path / "back").returncode == 0
+    convert("--from-hf", tmp_path / "half", "--to-megatron", tmp_path / "megatron")
+    convert("--from-megatron", tmp_path / "megatron", "--to-hf", tmp_path / "back")
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
     assert back.dtype == torch.bfloat16
     for ours, theirs in zip(back.parameters(), model.parameters(), strict=True):

@@ -302,3 +302,43 @@ raise SystemExit(launch(components, run_directory=RunDirectory(Path(sys.argv[1])
     assert b"terminal True" in seen
     assert b"noise" not in seen
     assert (tmp_path / "run" / "logs" / "other.0.log").read_text() == "noise\n"
+
+
+def test_a_server_that_dies_is_started_again_where_that_is_wanted(tmp_path: Path) -> None:
+    """Its first start leaves a grandchild and dies; the actor sees the second one, with another port and the same attempt."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    show = "print(os.environ['ALIGNER_ATTEMPT'], os.environ['MASTER_PORT'], flush=True)"
+    critic = (
+        f"import os, subprocess, sys, time\n{show}\n"
+        f"if os.path.exists({str(first)!r}): open({str(second)!r}, 'w').close(); time.sleep(600)\n"
+        f"child = subprocess.Popen([sys.executable, '-S', '-c', {_SLEEP!r}])\n"
+        f"open({str(first)!r}, 'w').write(f'{{child.pid}}\\n'); raise SystemExit(7)"
+    )
+    actor = f"import os, time\nwhile not os.path.exists({str(second)!r}): time.sleep(0.05)"
+    config = LocalLauncherConfig(grace_seconds=1.0, shutdown_timeout_seconds=1.0, max_server_restarts=1)
+    code, output, run = _run(tmp_path, _python("critic", critic), _python("actor", actor, main=True), config=config)
+    assert code == 0
+    assert "critic ended with exit code 7; starting it again (1 of 1)" in output
+    assert "FAILED" not in output
+    starts = [line.split() for line in run.log("critic", 0).read_text().splitlines()]
+    assert [attempt for attempt, _ in starts] == [f"local-{os.getpid()}.0"] * 2 and starts[0][1] != starts[1][1]
+    assert not _alive(_pid(first))
+
+
+def test_a_server_that_was_refused_is_not_started_again(tmp_path: Path) -> None:
+    config = LocalLauncherConfig(grace_seconds=0.1, shutdown_timeout_seconds=1.0, max_server_restarts=3)
+    code, output, _ = _run(tmp_path, _python("critic", "raise SystemExit(2)"), _python("actor", _SLEEP, main=True), config=config)
+    assert code == 2
+    assert "starting it again" not in output
+
+
+def test_a_main_component_that_stops_in_order_is_no_failure(tmp_path: Path) -> None:
+    leases = "import json, os; print(json.load(open(os.environ['ALIGNER_LEASE']))['attempt'])\n"
+    code, output, run = _run(
+        tmp_path, _python("critic", _SLEEP), _python("actor", leases + "raise SystemExit(75)", num_processes=2, main=True)
+    )
+    assert code == 75
+    assert "actor stopped before the last step, with a checkpoint; the same command goes on from there" in output
+    assert "FAILED" not in output
+    assert run.log("actor", 1).read_text() == f"local-{os.getpid()}.0\n"
+    assert not run.lease.exists()

@@ -61,12 +61,13 @@ def test_a_signal_saves_and_kill_9_loses_only_the_unsaved_steps(task: Path, unin
     with Job(TRAIN, run, [*settings(task), slow]) as job:
         job.reached(2)
         job.process.send_signal(signal.SIGTERM)
-        output = job.finish()
+        output = job.finish(75)  # stopped before the last step: go on
     last = steps_of(run)[-1]
     assert 2 <= last < 6
     assert f"stopped by a signal after step {last}; saving" in output
     assert checkpoint_steps(run / "checkpoints" / "policy") == [last]
     assert not (run / "export" / "model.safetensors").exists()  # it was not at its end
+    assert not (run / "done.json").exists()
 
     with Job(TRAIN, run, [*settings(task), slow]) as job:
         job.reached(last + 1)

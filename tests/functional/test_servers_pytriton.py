@@ -15,11 +15,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from server_processes import ROOT, ToyServer, eventually, toy_server
+from toy_server import RUN
 
 from aligner.errors import RequestRejected, ServerUnreachable
+from aligner.servers import wire
+from aligner.servers.access import Access
 from aligner.servers.client import CriticClient, RewardClient
 from aligner.servers.config import ClientConfig
 from aligner.servers.frontend import MARKER
+from aligner.servers.link import RequestRefused, ServiceLink
 from aligner.servers.processes import processes_with_variable
 from aligner.types import FinishReason, Prompt, Rollout, TokenBatch, ValueBatch
 
@@ -28,7 +32,9 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("pytriton") is None, reason="nvidia-pytriton is not installed"),
 ]
 
-CONFIG = ClientConfig(discovery_timeout_seconds=60, request_timeout_seconds=60, train_timeout_seconds=60, rows_per_request=2)
+CONFIG = ClientConfig(
+    discovery_timeout_seconds=60, recovery_timeout_seconds=2, request_timeout_seconds=60, train_timeout_seconds=60, rows_per_request=2
+)
 
 
 def token_batch(*rows: list[int]) -> TokenBatch:
@@ -36,9 +42,13 @@ def token_batch(*rows: list[int]) -> TokenBatch:
     return TokenBatch(tokens=torch.tensor(rows), lengths=torch.tensor([len(row) for row in rows]))
 
 
+def run_access(tmp_path: Path) -> Access:
+    return Access.for_client(tmp_path / "secret", CONFIG)
+
+
 @pytest.fixture
 def critic_client(tmp_path: Path) -> Iterator[CriticClient]:
-    client = CriticClient(tmp_path / "services", config=CONFIG)
+    client = CriticClient(tmp_path / "services", config=CONFIG, access=run_access(tmp_path), run=RUN, journal=tmp_path / "journal")
     yield client
     client.close()
 
@@ -46,6 +56,20 @@ def critic_client(tmp_path: Path) -> Iterator[CriticClient]:
 def processes_of(server: ToyServer, incarnation: str) -> dict[int, str]:
     """Triton, its stubs and their helpers."""
     return processes_with_variable(f"{MARKER}={incarnation}")
+
+
+def refuse_the_past(tmp_path: Path, mark: str) -> None:
+    """Every rank refuses alike what is meant for another critic than the one of now, and none ends of it."""
+    link = ServiceLink(tmp_path / "services", "critic", CONFIG, access=run_access(tmp_path))
+    server = link.find(10)
+    for after, allowed in (("start", False), (mark, True)):
+        inputs = wire.encode_values_request(wire.ValuesRequest(batch=token_batch([1]), after=after))
+        if allowed:
+            assert link.call(server, wire.CRITIC_INFER, inputs, 60)["values"].tolist() == [[4]]
+            continue
+        with pytest.raises(RequestRefused, match=r"refused \(ahead\): this critic is ahead: trained last on step 7 part 0") as refused:
+            link.call(server, wire.CRITIC_INFER, inputs, 60)
+        assert refused.value.reason == "ahead"
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -67,6 +91,7 @@ def test_infer_train_and_save_until_a_signal(num_ranks: int, tmp_path: Path, cri
         assert metrics.result() == pytest.approx({"value/loss": 619 / 3, "optim/steps": 2})
         assert path.result() == str(tmp_path / "services" / "step-7")
         assert critic_client.values(token_batch([1])).result().tolist() == [[4]]  # two steps, each added 1 to the weight
+        refuse_the_past(tmp_path, critic_client.mark)
 
         with pytest.raises(RequestRejected, match=r"critic_infer: tokens: ids from 1 to 100; allowed are 0 to 99"):
             critic_client.values(token_batch([1, 100])).result()
@@ -84,7 +109,9 @@ def test_infer_train_and_save_until_a_signal(num_ranks: int, tmp_path: Path, cri
         assert server.exit_codes() == [0] * num_ranks
     assert processes_of(server, registration.incarnation) == {}
     assert not (tmp_path / "services" / "critic.json").exists()
-    with pytest.raises(ServerUnreachable, match=rf"critic at {registration.url} \(pid {registration.pid} .* has not answered since"):
+    with pytest.raises(
+        ServerUnreachable, match=rf"critic at {registration.url} \(pid {registration.pid} .*(has not answered since|was lost)"
+    ):
         critic_client.values(token_batch([1])).result()
 
 
@@ -101,7 +128,7 @@ def test_a_failing_handler_reaches_the_client_and_ends_every_rank(
     with toy_server("values", tmp_path / "services", num_ranks=num_ranks) as server:
         incarnation = critic_client.wait_until_ready().incarnation
         expected = rf"operation critic_infer failed on rank {num_ranks - 1}: ArithmeticError: token {token} cannot be valued"
-        with pytest.raises(RequestRejected, match=expected):
+        with pytest.raises(ServerUnreachable, match=rf"{expected}.*Waited for another server \(2 s, .* none has taken its place"):
             critic_client.values(token_batch([1, token])).result()
         assert all(code != 0 for code in server.exit_codes())
     assert eventually(lambda: processes_of(server, incarnation) == {}, 10)
@@ -112,8 +139,8 @@ def test_killing_the_server_fails_the_pending_call_and_leaves_nothing(tmp_path: 
         registration = critic_client.wait_until_ready()
         triton = processes_of(server, registration.incarnation)
         copies = [Path(word).parents[1] for command in triton.values() for word in command.split() if word.endswith("/1/model.py")]
-        assert [copy.exists() for copy in copies] == [True]
-        assert len([command for command in triton.values() if "triton_python_backend_stub" in command]) == 1
+        assert [copy.exists() for copy in copies] == [True, True]
+        assert len([command for command in triton.values() if "triton_python_backend_stub" in command]) == 2
         pending = critic_client.values(token_batch([1, 88]))  # sleeps for a minute
         with pytest.raises(TimeoutError):
             pending.result(timeout=1)
@@ -122,13 +149,13 @@ def test_killing_the_server_fails_the_pending_call_and_leaves_nothing(tmp_path: 
             pending.result(timeout=20)
         assert server.exit_codes() == [-signal.SIGKILL]
     assert eventually(lambda: processes_of(server, registration.incarnation) == {}, 10)
-    assert eventually(lambda: not copies[0].exists(), 10)
+    assert eventually(lambda: not any(copy.exists() for copy in copies), 10)
     assert eventually(lambda: not list(Path("/dev/shm").glob(f"pytrtion{registration.pid}-*")), 10)
 
 
 def test_the_death_of_tritonserver_ends_the_server(tmp_path: Path) -> None:
     with toy_server("reward", tmp_path / "services") as server:
-        client = RewardClient(tmp_path / "services", config=CONFIG)
+        client = RewardClient(tmp_path / "services", config=CONFIG, access=run_access(tmp_path))
         incarnation = client.wait_until_ready().incarnation
         client.close()
         check_death_of(server, incarnation, "tritonserver --id")
@@ -174,7 +201,7 @@ def rollout_texts(rollout: Rollout) -> tuple[str, str, str | None]:
 
 def test_a_reward_function_a_taken_port_and_a_dead_stub(tmp_path: Path) -> None:
     with toy_server("reward", tmp_path / "services") as server:
-        client = RewardClient(tmp_path / "services", config=CONFIG, texts=rollout_texts)
+        client = RewardClient(tmp_path / "services", config=CONFIG, access=run_access(tmp_path), texts=rollout_texts)
         registration = client.wait_until_ready()
         # The answer itself is worth 1, anything else 0.1 a letter; no answer (None) is not the empty answer.
         rewards = client.score([rollout("AB", "AB"), rollout("ABC", "AB"), rollout("A", None)]).result()
@@ -184,7 +211,7 @@ def test_a_reward_function_a_taken_port_and_a_dead_stub(tmp_path: Path) -> None:
             client.score([rollout("A", None), rollout("zz", None)]).result()
         client.close()
 
-        without_texts = RewardClient(tmp_path / "services", config=CONFIG)
+        without_texts = RewardClient(tmp_path / "services", config=CONFIG, access=run_access(tmp_path))
         with pytest.raises(RequestRejected, match="reward_model: responses: missing; this reward function scores texts"):
             without_texts.score([rollout("A", None)]).result()
         without_texts.close()

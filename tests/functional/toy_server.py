@@ -1,8 +1,8 @@
 """A critic or reward server around a model small enough to compute by hand, for test_servers_*.py. Also runs as several gloo ranks.
 
-"values" is a critic with its `critic_infer` only, which starts sooner. The critic's value of a token is `weight * token`; one train step
-adds 1 to the weight. Special tokens make it misbehave: 66: the last rank raises; 77: the last rank raises while the others wait for it in a
-collective; 88: sleep for 60 s.
+"values" is a critic with `critic_infer` and `critic_status` only, which starts sooner. The critic's value of a token is `weight * token`;
+one train step adds 1 to the weight. Special tokens make it misbehave: 66: the last rank raises; 77: the last rank raises while the others
+wait for it in a collective; 88: sleep for 60 s.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from aligner.metrics import Mean, Metric, Sum
 from aligner.protocols import Loss
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.critic import CriticService
+from aligner.servers.ledger import Ledger
 from aligner.servers.reward import FunctionRewardService
 from aligner.servers.server import serve
 from aligner.types import LossOutput, TokenBatch, TokenOutputs, ValueBatch
+
+RUN = "toy"
 
 
 class ToyCritic:
@@ -83,16 +86,22 @@ def main() -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     if options.kind != "reward":
         service = CriticService(
-            ToyCritic(), squared_error, mini_batch_size=2, num_epochs=1, save=lambda step: str(options.services_dir / f"step-{step}")
+            ToyCritic(),
+            squared_error,
+            Ledger(RUN),
+            mini_batch_size=2,
+            num_epochs=1,
+            save=lambda request: str(options.services_dir / f"step-{request.step}"),
         )
     else:
         service = FunctionRewardService(letters)
     serve(
         "reward" if options.kind == "reward" else "critic",
-        service.operations()[:1] if options.kind == "values" else service.operations(),
+        [service.operations()[0], service.operations()[3]] if options.kind == "values" else service.operations(),
         config=ServerConfig(port=options.port, failure_grace_seconds=2.0, idle_seconds=0.5, heartbeat_seconds=0.5),
         limits=RequestLimits(vocab_size=100, max_sequence_length=16),
         services_dir=options.services_dir,
+        secret=options.services_dir.parent / "secret",
     )
     if dist.is_initialized():
         dist.destroy_process_group()

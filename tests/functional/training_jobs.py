@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import json
 import os
@@ -14,6 +13,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from preloaded import preloaded
+
 from aligner.errors import DataError
 from aligner.reporting.jsonl import StepMetrics, read_metrics
 from aligner.servers.processes import processes_with_variable
@@ -22,8 +23,6 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "nlp"
 MARK = "ALIGNER_TEST_RUN"
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 SAYS_77 = ("reward.function.function=aligner.rewards.builtin:fixed_string", '+reward.function.arguments.target="7-"')
 
 
@@ -82,11 +81,6 @@ def grpo_settings(folder: Path) -> list[str]:
     return [*tiny_settings(folder), *sizes, "algorithm.kl_coef=0.001"]
 
 
-def _end_with_parent() -> None:
-    """In the child: SIGTERM when the test process is killed, so that nothing outlives a test that could not clean up."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 class Job:
     """One process (and all that it starts) in a run directory; its output goes to a file. `end` leaves nothing behind."""
 
@@ -98,15 +92,8 @@ class Job:
         environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
         name, value = self._mark.split("=")
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", name: value}
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*command, *settings, f"run.directory={directory}"],
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_end_with_parent,
-            )
+        # python -u: forks of the preloaded process, which has the imports done, write line by line
+        self.process = preloaded().start([*command[2:], *settings, f"run.directory={directory}"], environment, self._log, Path.cwd())
 
     def __enter__(self) -> Job:
         return self
@@ -126,10 +113,10 @@ class Job:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still runs after {timeout_seconds:g} s:\n{self.output()[-3000:]}") from None
 
-    def finish(self) -> str:
-        """Wait for a good end; the output."""
+    def finish(self, expected: int = 0) -> str:
+        """Wait for the end, with this exit code; the output."""
         code = self.wait()
-        assert code == 0, f"exit code {code}:\n{self.output()[-5000:]}"
+        assert code == expected, f"exit code {code}:\n{self.output()[-5000:]}"
         return self.output()
 
     def reached(self, step: int, timeout_seconds: float = 240.0) -> None:

@@ -17,6 +17,7 @@ SCHEMAS = {
     "train_sft": TrainSFT,
     "train_reward_model": TrainRewardModel,
     "train_dpo": TrainDPO,
+    "train_steerlm": TrainSFT,
     "train_grpo": TrainGRPO,
     "train_ppo_actor": TrainPPO,
     "serve_critic": TrainPPO,
@@ -109,7 +110,9 @@ def test_a_refused_launch(capsys) -> None:
     assert cli.main(["launch", "local", "ppo", "data.train=x", "++algorithm.group_sise=4"]) == 2
     assert capsys.readouterr().err.startswith("error: unknown setting algorithm.group_sise in")
     assert cli.main(["launch", "local", "nothing"]) == 2
-    assert capsys.readouterr().err == "error: config 'nothing': its name must begin with one of sft, reward_model, dpo, grpo, ppo\n"
+    assert (
+        capsys.readouterr().err == "error: config 'nothing': its name must begin with one of sft, reward_model, dpo, steerlm, grpo, ppo\n"
+    )
 
 
 def test_conf_is_beside_the_package() -> None:
@@ -125,3 +128,10 @@ def test_a_job_file_is_chosen_by_name(monkeypatch, capsys):
     assert "runs/grpo_70b" in capsys.readouterr().out
     assert start(actor, "config=sft_70b", monkeypatch=monkeypatch) == 2
     assert "config=sft_70b: this program takes ppo, or a file whose name begins with ppo_" in capsys.readouterr().err
+
+
+def test_a_refused_slurm_launch(capsys) -> None:
+    assert cli.main(["launch", "slurm", "dpo_70b"]) == 2
+    assert capsys.readouterr().err.startswith("error: data.train is required")
+    assert cli.main(["launch", "slurm", "dpo_70b", "data.train=x", "num_processes=12", "parallel.tp=4", "parallel.pp=1"]) == 2
+    assert "they must fill nodes" in capsys.readouterr().err

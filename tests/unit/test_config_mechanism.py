@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from aligner.cluster import outcomes
 from aligner.config import compose, entrypoint, fingerprint, from_yaml, to_yaml
-from aligner.errors import ConfigError, DataError
+from aligner.errors import CheckpointError, ConfigError, DataError, RunHalted, ServerTimeout
 from aligner.schema import nearest, schema_keys
 
 
@@ -234,6 +235,48 @@ def test_program_reports_an_error_in_one_line(capsys, monkeypatch, conf):
         assert caught.value.code == 2
         stderr = capsys.readouterr().err
         assert stderr.startswith("error: ") and stderr.endswith(text) and stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("x"), 2),
+        (DataError("x"), 2),
+        (RunHalted("x"), 78),
+        (CheckpointError("x"), 1),
+        (ServerTimeout("x"), 1),
+        (OSError("x"), 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+def test_exit_code_and_recorded_outcome_of_an_error(error, code, monkeypatch, conf, tmp_path, capsys):
+    monkeypatch.setattr("aligner.config.conf_directory", lambda: conf)
+    monkeypatch.setenv("ALIGNER_OUTCOMES", str(tmp_path / "outcomes"))
+    monkeypatch.setenv("RANK", "3")
+
+    @entrypoint(Root, "train")
+    def main(config):
+        raise error
+
+    with pytest.raises(OSError if isinstance(error, OSError) else SystemExit) as caught:
+        main([])
+    assert isinstance(error, OSError) or caught.value.code == code
+    (outcome,) = outcomes.read(tmp_path / "outcomes")
+    assert (outcome.rank, outcome.code) == (3, code) and outcome.message.endswith("x")
+
+
+@pytest.mark.parametrize("returned", [None, 0, 75])
+def test_exit_code_that_a_program_returns(returned, monkeypatch, conf, tmp_path):
+    monkeypatch.setattr("aligner.config.conf_directory", lambda: conf)
+    monkeypatch.setenv("ALIGNER_OUTCOMES", str(tmp_path / "outcomes"))
+    main = entrypoint(Root, "train")(lambda config: returned)
+    if returned:
+        with pytest.raises(SystemExit) as caught:
+            main([])
+        assert caught.value.code == returned
+    else:
+        main([])
+    assert [outcome.code for outcome in outcomes.read(tmp_path / "outcomes")] == [returned or 0]
 
 
 def test_program_help_and_cfg(capsys, monkeypatch, conf):

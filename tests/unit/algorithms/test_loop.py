@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from aligner.algorithms.loop import Clock, LoopConfig, StepResult, run
+from aligner.algorithms.time_budget import TimeBudget
 from aligner.errors import AlignerError, CheckpointError, ConfigError, ServerUnreachable
 from aligner.types import FinishReason, SampleRow
 
@@ -219,6 +220,15 @@ def test_a_second_signal_does_not_end_the_process_while_it_saves() -> None:
     recorder.on_save = lambda: os.kill(os.getpid(), signal.SIGUSR1)  # by default it would end this process
     assert recorder.run(max_steps=9) == 2
     assert recorder.events[-1] == "save 2 2"
+
+
+def test_a_run_that_has_no_time_for_another_step_saves_and_stops() -> None:
+    recorder = Recorder()
+    budget = TimeBudget(lambda: 0.0 if 2 in recorder.logged else 1e9)
+    config = LoopConfig(max_steps=9)
+    assert run(recorder, config, checkpointer=recorder, open_reporter=lambda start: recorder, budget=budget) == 2
+    assert recorder.events[-4:] == ["step 2", "log 2", "finish", "save 2 2"]
+    assert recorder.notes == ["stopped before the end of its time after step 2; saving"]
 
 
 def test_a_dead_server_saves_the_last_whole_step() -> None:

@@ -159,7 +159,7 @@ def test_the_adaptive_coefficient_is_part_of_the_state(fakes, make_task) -> None
     """KL 0.5 against a target of 0.1: the error is clipped at 0.2, 4 rollouts of a horizon of 10: 0.1 * (1 + 0.2 * 0.4) = 0.108."""
     algorithm = ppo(fakes, make_task([]), kl_target=0.1, kl_horizon=10)
     assert algorithm.step(1, Clock()).metrics["policy/kl_coef"] == 0.1
-    assert algorithm.state() == {"kl_coef": pytest.approx(0.108), "critic_metrics": {}}
+    assert algorithm.state() == {"kl_coef": pytest.approx(0.108), "critic_metrics": {}, "critic_mark": "after 1"}
     resumed = ppo(fakes, make_task([]), kl_target=0.1, kl_horizon=10)
     resumed.load_state(algorithm.state())
     assert resumed.step(2, Clock()).metrics["policy/kl_coef"] == pytest.approx(0.108)
@@ -176,6 +176,25 @@ def test_the_critics_metrics_survive_a_checkpoint(fakes, make_task) -> None:
         assert run.step(2, Clock()).metrics["critic/loss"] == 1.0
         run.finish()
         assert run.state()["critic_metrics"]["critic/loss"] == 2.0  # each is said once
+
+
+def test_the_state_names_the_training_that_it_goes_with(fakes, make_task) -> None:
+    """Also where a step breaks off after it has sent its training: the step before it is saved then, and its critic is the one before."""
+    log: list[str] = []
+    algorithm = ppo(fakes, make_task(log), log)
+    algorithm.step(1, Clock())
+    assert algorithm.state()["critic_mark"] == "after 1"
+
+    def broken(part, loss):
+        raise ServerUnreachable("in the policy's update")
+
+    algorithm.policy.train_step = broken
+    with pytest.raises(ServerUnreachable):
+        algorithm.step(2, Clock())
+    assert algorithm.critic.mark == "after 2" and algorithm.state()["critic_mark"] == "after 1"
+    resumed = ppo(fakes, make_task(log), log)
+    resumed.load_state(algorithm.state())
+    assert log[-2] == "critic resumes after 1" and resumed.critic.mark == "after 1"
 
 
 def test_validation_is_greedy_and_judges_accuracy(fakes, make_task) -> None:

@@ -164,6 +164,7 @@ def test_response_metrics_and_samples(fakes, prompts) -> None:
     assert response_metrics(collected, 2.0) == {
         "rollout/reward": 2.5,
         "rollout/reward_std": 1.5,
+        "rollout/rewards_not_finite": 0.0,
         "rollout/response_length": 2.0,
         "rollout/response_length_max": 3.0,
         "rollout/truncated_fraction": 0.5,

@@ -17,6 +17,9 @@ from aligner.models import checkpoint
 from aligner.models.checkpoint_config import BestMode, CheckpointConfig
 from aligner.models.checkpoint_files import complete_steps
 from aligner.models.optimizer import OptimizerConfig
+from aligner.servers.identity import TrainIdentity
+from aligner.servers.ledger import Ledger, Refused
+from aligner.servers.payloads import SaveRequest, TrainReply
 
 
 @pytest.fixture
@@ -43,8 +46,18 @@ def steps(session: Session, name: str = POLICY) -> list[int]:
     return list(complete_steps(session.directory.checkpoints / name))
 
 
+def trained(session: Session, *steps: int) -> Ledger:
+    """The ledger of a critic that was trained on these steps."""
+    ledger = Ledger(session.directory.run_id())
+    for step in steps:
+        identity = TrainIdentity(run=ledger.run, step=step, part=0, digest="ab" * 32, previous=ledger.mark)
+        ledger.record(identity, TrainReply(loss_mean=0.5, metrics={"value/loss": 0.5}))
+    return ledger
+
+
 def save_critic(session: Session, model, step: int) -> None:
-    checkpoint.save(session.directory.checkpoints / CRITIC, model, checkpoint.SaveRequest(step=step, state={}))
+    state = {"ledger": trained(session, step).state()}
+    checkpoint.save(session.directory.checkpoints / CRITIC, model, checkpoint.SaveRequest(step=step, state=state))
 
 
 def test_a_new_run_has_nothing_to_load(session, model) -> None:
@@ -55,7 +68,7 @@ def test_save_and_load(session, model, fakes) -> None:
     log: list[str] = []
     model.version = 12
     keeper(session, model, fakes.FakeCritic(log)).save(3, {"kl_coef": 0.25}, {})
-    assert log == ["critic saves 3"]
+    assert log == ["critic saves 3", "critic has 3"]
     folder = session.directory.checkpoints / POLICY / "step_000003"
     assert (folder / "config.yaml").read_text() == "run: {}\n"
     model.version = 0
@@ -82,25 +95,25 @@ def test_the_critic_takes_the_step_of_the_policy(session, model, value_model) ->
         with torch.no_grad():
             weight.fill_(step)
         save_critic(session, value_model, step)
-    assert load_critic(session, value_model, CheckpointConfig()) == 4
+    assert load_critic(session, value_model, CheckpointConfig()).checkpoint_step == 4
     assert weight.unique().tolist() == [4]
 
 
 def test_a_critic_that_is_behind_is_said(session, model, value_model, capsys) -> None:
     keeper(session, model).rescue(5, {})
     save_critic(session, value_model, 3)
-    assert load_critic(session, value_model, CheckpointConfig()) == 3
+    assert load_critic(session, value_model, CheckpointConfig()).checkpoint_step == 3
     assert "the policy resumes after step 5, the newest critic checkpoint is of step 3: it is behind" in capsys.readouterr().out
 
 
 def test_a_critic_that_died_before_its_first_checkpoint_starts_anew(session, model, value_model, capsys) -> None:
     keeper(session, model).rescue(5, {})
-    assert load_critic(session, value_model, CheckpointConfig()) == 0
+    assert load_critic(session, value_model, CheckpointConfig()).checkpoint_step == 0
     assert "the policy resumes after step 5, there is no critic checkpoint up to it: the critic starts anew" in capsys.readouterr().out
 
 
 def test_a_new_run_has_a_new_critic(session, value_model, capsys) -> None:
-    assert load_critic(session, value_model, CheckpointConfig()) == 0
+    assert load_critic(session, value_model, CheckpointConfig()).checkpoint_step == 0
     assert capsys.readouterr().out == ""
 
 
@@ -122,7 +135,7 @@ def test_the_newest_step_that_both_have_is_resumed(session, model, value_model, 
     folder = session.directory.checkpoints / POLICY
     assert steps(session) == [2, 4] and (folder / "unpaired_step_000006" / "aligner.json").exists()
     assert (folder / "latest").read_text() == "step_000004\n"
-    assert load_critic(session, value_model, CheckpointConfig()) == 4
+    assert load_critic(session, value_model, CheckpointConfig()).checkpoint_step == 4
     assert warning not in capsys.readouterr().out  # there is no step 6 any more
     assert keeper(session, model, critic).load() == (4, {"step": 4})
 
@@ -162,7 +175,14 @@ class SavingCritic:
     def __init__(self, session: Session, model, *, free: bool = True) -> None:
         self.session, self.model, self.free = session, model, free
         self.asked: list[int] = []
+        self.complete: list[int] = []
         self.futures: list[Future] = []
+
+    def begin_save(self, step: int) -> Future:
+        return self.save(step)
+
+    def checkpointed(self, step: int) -> None:
+        self.complete.append(step)
 
     def save(self, step: int) -> Future:
         self.asked.append(step)
@@ -259,9 +279,10 @@ def test_the_policy_is_published_after_its_critic(session, model, value_model) -
         time.sleep(0.3)
         assert not published(run, session)
         assert critic.asked == [3] * requests
+        assert critic.complete == []
         critic.futures[-1].set_result("path")
         run.poll()
-    assert steps(session) == [3]
+    assert steps(session) == critic.complete == [3]
 
 
 def test_a_critic_that_does_not_answer_is_given_up(session, model, value_model) -> None:
@@ -297,24 +318,57 @@ def test_an_error_of_the_writer_comes_with_a_poll(session, model, monkeypatch) -
     assert run.settle() == 1 and steps(session) == [1]
 
 
-def test_a_critic_is_asked_twice(session, value_model) -> None:
-    critic = CriticCheckpointer(session, value_model, tokenizer=session.directory.path, config=CheckpointConfig(asynchronous=True))
+def critic_keeper(session, value_model, ledger: Ledger, **config) -> CriticCheckpointer:
+    return CriticCheckpointer(session, value_model, ledger, tokenizer=session.directory.path, config=CheckpointConfig(**config))
+
+
+def test_a_critic_begins_a_checkpoint_and_completes_it(session, value_model) -> None:
+    ledger = trained(session, 1, 2)
+    critic = critic_keeper(session, value_model, ledger, asynchronous=True)
     folder = session.directory.checkpoints / CRITIC
     weight = value_model.module.score_head.weight
     with torch.no_grad():
         weight.fill_(1.0)
-    assert critic.save(2) == str(folder / "step_000002") and steps(session, CRITIC) == []
+    begin, complete = (SaveRequest(step=2, after=ledger.mark, wait=wait) for wait in (False, True))
+    for _ in range(2):  # said twice, begun once
+        assert critic.save(begin) == str(folder / "step_000002") and steps(session, CRITIC) == []
     with torch.no_grad():
         weight.fill_(2.0)
-    assert critic.save(2) == str(folder / "step_000002") and steps(session, CRITIC) == [2]
+    assert critic.save(complete) == str(folder / "step_000002") and steps(session, CRITIC) == [2]
     checkpoint.load(value_model, folder / "step_000002")
     assert weight.unique().tolist() == [1.0]
-    critic.save(3)
-    critic.save(4)
+    critic.save(SaveRequest(step=3, wait=False))
+    critic.save(SaveRequest(step=4, wait=False))
     assert steps(session, CRITIC) == [2, 3]
 
 
-def test_a_critic_that_saves_at_once_is_asked_once(session, value_model) -> None:
-    critic = CriticCheckpointer(session, value_model, tokenizer=session.directory.path, config=CheckpointConfig())
-    assert critic.save(2) == str(session.directory.checkpoints / CRITIC / "step_000002")
-    assert steps(session, CRITIC) == [2]
+def test_the_same_checkpoint_again_changes_nothing(session, value_model) -> None:
+    """A client that lost its answer asks again, also a critic that has come back from that very checkpoint."""
+    ledger = trained(session, 1, 2)
+    request = SaveRequest(step=2, after=ledger.mark)
+    path = critic_keeper(session, value_model, ledger).save(request)
+    marker = (Path(path) / "aligner.json").stat()
+    keeper(session, value_model).rescue(2, {})
+    restarted = load_critic(session, value_model, CheckpointConfig())
+    assert (restarted.mark, restarted.count, restarted.checkpoint_step) == (ledger.mark, 2, 2)
+    for again in (critic_keeper(session, value_model, ledger), critic_keeper(session, value_model, restarted)):
+        assert again.save(request) == path
+    assert (Path(path) / "aligner.json").stat() == marker
+
+
+def test_a_checkpoint_of_another_moment_is_refused(session, value_model) -> None:
+    then, now = trained(session, 1), trained(session, 1, 2)
+    with pytest.raises(Refused, match=r"refused \(ahead\): .*trained last on step 2 part 0 .*step 1 part 0"):
+        critic_keeper(session, value_model, now).save(SaveRequest(step=1, after=then.mark))
+    with pytest.raises(Refused, match=r"refused \(behind\)"):
+        critic_keeper(session, value_model, then).save(SaveRequest(step=2, after=now.mark))
+    assert steps(session, CRITIC) == []
+
+
+def test_a_critics_checkpoint_without_a_ledger_or_of_another_run(session, value_model) -> None:
+    keeper(session, value_model).rescue(3, {})
+    other = Ledger("another").state()
+    for state, message in (({}, "does not say what the critic was trained on"), ({"ledger": other}, "belongs to run another")):
+        checkpoint.save(session.directory.checkpoints / CRITIC, value_model, checkpoint.SaveRequest(step=3, state=state))
+        with pytest.raises(CheckpointError, match=message):
+            load_critic(session, value_model, CheckpointConfig())

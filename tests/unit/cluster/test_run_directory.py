@@ -11,10 +11,14 @@ from aligner.errors import LaunchError
 def test_create_makes_private_directories_and_keeps_what_is_there(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "runs" / "one").create()
     assert (tmp_path / "runs" / "one").stat().st_mode & 0o777 == 0o700
-    assert sorted(p.name for p in run.path.iterdir()) == ["checkpoints", "export", "logs", "rollouts", "services", "tensorboard"]
+    folders = ["checkpoints", "export", "health", "journal", "logs", "rollouts", "services", "tensorboard"]
+    assert sorted(p.name for p in run.path.iterdir() if p.is_dir()) == folders
+    assert [p.name for p in run.path.iterdir() if p.is_file()] == ["run.json"]
+    identity = run.run_id()
     (run.checkpoints / "kept").write_text("x")
     run.create()
     assert (run.checkpoints / "kept").read_text() == "x"
+    assert run.run_id() == identity
 
 
 def test_names() -> None:

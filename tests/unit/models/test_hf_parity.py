@@ -314,9 +314,9 @@ def test_architecture_round_trip():
 
 
 def test_paths_that_hold_no_model(load_policy, tmp_path):
-    with pytest.raises(CheckpointError, match="model.path=.*no such directory"):
+    with pytest.raises(ConfigError, match="model.path=.*no such directory"):
         load_policy(tmp_path / "absent")
-    with pytest.raises(CheckpointError, match="neither a Hugging Face model"):
+    with pytest.raises(ConfigError, match="neither a Hugging Face model"):
         load_policy(tmp_path)
 
 

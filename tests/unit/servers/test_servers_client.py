@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -18,57 +19,78 @@ import numpy as np
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
+
+from fake_critic import Disk, FakeServer, updated, value_batch
+
 from aligner.errors import RequestRejected, ServerTimeout, ServerUnreachable
+from aligner.servers.access import Access
 from aligner.servers.client import CriticClient, RewardClient
 from aligner.servers.config import ClientConfig
 from aligner.servers.kserve import HEADER_LENGTH, AnswerError
 from aligner.servers.lane import Lane, combine
+from aligner.servers.ledger import Refused
 from aligner.servers.registry import Publication, make_registration, registration_path
-from aligner.types import FinishReason, Prompt, Rollout, TokenBatch, ValueBatch
+from aligner.types import FinishReason, Prompt, Rollout, TokenBatch
 
+ACCESS = Access("0" * 64)
 CONFIG = ClientConfig(
-    discovery_timeout_seconds=0.1, rediscovery_timeout_seconds=0.1, rows_per_request=2, num_attempts=3, retry_delay_seconds=0.01
+    discovery_timeout_seconds=0.2, recovery_timeout_seconds=0.2, rows_per_request=2, max_lost_servers=3, retry_delay_seconds=0.01
 )
+PATIENT = replace(CONFIG, discovery_timeout_seconds=20, recovery_timeout_seconds=20)
+Arrays = dict[str, np.ndarray]
+BREAK_OFF = 0
 
 
-class FakeTriton:
-    """Registered as `name`; `behave` gets the endpoint and the input arrays of each request, in order of arrival in `requests`."""
+class FakeHTTP:
+    """Registered as `name`; `behave` gets the endpoint and the input arrays of each request, in order of arrival in `requests`.
 
-    def __init__(self, services_dir: Path, name: str) -> None:
-        self.requests: list[tuple[str, dict[str, np.ndarray]]] = []
-        self.behave: Callable[[str, dict[str, np.ndarray]], dict[str, np.ndarray] | int] = lambda endpoint, arrays: 500
+    It returns the answer's arrays, an HTTP status, or 0 to break off the connection.
+    """
+
+    def __init__(self, services_dir: Path, name: str, behave: Callable[[str, Arrays], Arrays | int]) -> None:
+        self.requests: list[tuple[str, Arrays]] = []
+        self.behave = behave
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._send(200, "", b"{}")
+
             def do_POST(self) -> None:
                 endpoint = self.path.split("/")[3]
                 arrays = read_arrays(self.headers[HEADER_LENGTH], self.rfile.read(int(self.headers["Content-Length"])))
                 fake.requests.append((endpoint, arrays))
-                answer = fake.behave(endpoint, arrays)
+                try:
+                    answer = fake.behave(endpoint, arrays)
+                except Refused as refused:
+                    self._send(409, "", json.dumps({"error": str(AnswerError(str(refused)))}).encode())
+                    return
                 if isinstance(answer, dict):
                     header, body = write_arrays(answer)
-                    self.send_response(200)
-                    self.send_header(HEADER_LENGTH, str(len(header)))
+                    self._send(200, str(len(header)), header + body)
                 elif answer:
-                    header, body = b"", json.dumps({"error": f"Traceback\n{AnswerError('operation failed on rank 1: x')}\n at:"}).encode()
-                    self.send_response(answer)
+                    text = json.dumps({"error": f"Traceback\n{AnswerError('operation failed on rank 1: x')}\n at:"})
+                    self._send(answer, "", text.encode())
                 else:
                     self.connection.shutdown(socket.SHUT_RDWR)
-                    return
-                self.send_header("Content-Length", str(len(header) + len(body)))
-                self.end_headers()
-                with contextlib.suppress(BrokenPipeError):  # a client that has given up
-                    self.wfile.write(header + body)
+
+            def _send(self, status: int, header_length: str, body: bytes) -> None:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a client that has given up
+                    self.send_response(status)
+                    if header_length:
+                        self.send_header(HEADER_LENGTH, header_length)
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
 
             def log_message(self, *arguments: object) -> None:
                 """Quiet."""
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        port = self.http.server_address[1]
-        registration = make_registration(name=name, incarnation="f" * 8, connect_host="127.0.0.1", port=port, num_ranks=1, checkpoint="")
-        self.registration = registration
-        self.publication = Publication(services_dir, registration, heartbeat_seconds=60)
+        self.publication = Publication(services_dir, make_registration(name=name, role=name, num_ranks=1), heartbeat_seconds=60)
+        self.registration = self.publication.ready(f"http://127.0.0.1:{self.http.server_address[1]}")
 
     def close(self) -> None:
         self.http.shutdown()
@@ -76,18 +98,28 @@ class FakeTriton:
         self.publication.withdraw()
 
 
-def read_arrays(length: str, body: bytes) -> dict[str, np.ndarray]:
+def read_arrays(length: str, body: bytes) -> Arrays:
     header, position, arrays = json.loads(body[: int(length)]), int(length), {}
     for tensor in header["inputs"]:
-        size = tensor["parameters"]["binary_data_size"]
-        dtype = {"INT64": "<i8", "FP32": "<f4", "BYTES": "u1"}[tensor["datatype"]]
-        array = np.frombuffer(body[position : position + size], dtype=dtype)
-        arrays[tensor["name"]] = array if dtype == "u1" else array.reshape(tensor["shape"])
-        position += size
+        data = body[position : position + tensor["parameters"]["binary_data_size"]]
+        position += len(data)
+        if tensor["datatype"] == "BYTES":
+            array = np.empty(tensor["shape"], dtype=object)
+            array.reshape(-1)[:] = list(texts(data))
+        else:
+            array = np.frombuffer(data, dtype={"INT64": "<i8", "FP32": "<f4"}[tensor["datatype"]]).reshape(tensor["shape"])
+        arrays[tensor["name"]] = array
     return arrays
 
 
-def write_arrays(arrays: dict[str, np.ndarray]) -> tuple[bytes, bytes]:
+def texts(data: bytes) -> Iterator[bytes]:
+    while data:
+        size = int.from_bytes(data[:4], "little")
+        yield data[4 : 4 + size]
+        data = data[4 + size :]
+
+
+def write_arrays(arrays: Arrays) -> tuple[bytes, bytes]:
     outputs, blobs = [], []
     for name, array in arrays.items():
         blob = b"".join(len(text).to_bytes(4, "little") + text for text in array) if array.dtype == object else array.tobytes()
@@ -97,132 +129,197 @@ def write_arrays(arrays: dict[str, np.ndarray]) -> tuple[bytes, bytes]:
     return json.dumps({"outputs": outputs}).encode(), b"".join(blobs)
 
 
+class FakeCriticHTTP(FakeHTTP):
+    """A critic whose model is one integer. `trouble` comes first: it returns what `behave` may return, or None for the critic's answer."""
+
+    def __init__(self, services_dir: Path, disk: Disk | None = None) -> None:
+        self.critic = FakeServer(disk or Disk())
+        self.trouble: Callable[[str, Arrays], Arrays | int | None] = lambda endpoint, arrays: None
+        super().__init__(services_dir, "critic", self._answer)
+
+    def _answer(self, endpoint: str, arrays: Arrays) -> Arrays | int:
+        answer = self.trouble(endpoint, arrays)
+        return self.critic.handle(endpoint, arrays) if answer is None else answer
+
+    def asked(self, *without: str) -> list[str]:
+        return [endpoint for endpoint, _ in self.requests if endpoint not in without]
+
+
 @pytest.fixture
-def critic(tmp_path: Path) -> Iterator[FakeTriton]:
-    server = FakeTriton(tmp_path, "critic")
+def critic(tmp_path: Path) -> Iterator[FakeCriticHTTP]:
+    server = FakeCriticHTTP(tmp_path)
     yield server
     server.close()
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[CriticClient]:
-    made = CriticClient(tmp_path, config=CONFIG)
-    yield made
-    made.close()
+def make_client(tmp_path: Path) -> Iterator[Callable[..., CriticClient]]:
+    made: list[CriticClient] = []
+
+    def make(config: ClientConfig = CONFIG, journal: str | None = "journal") -> CriticClient:
+        folder = None if journal is None else tmp_path / journal
+        made.append(CriticClient(tmp_path, config=config, access=ACCESS, run="run", journal=folder))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
 
 
-def doubled(endpoint: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {"values": arrays["tokens"].astype(np.float32) * 2}
+def doubled(endpoint: str, arrays: Arrays) -> Arrays | None:
+    return {"values": arrays["tokens"].astype(np.float32) * 2} if endpoint == "critic_infer" else None
 
 
 def tokens(rows: int) -> TokenBatch:
     return TokenBatch(tokens=torch.arange(rows * 2).reshape(rows, 2), lengths=torch.full((rows,), 2))
 
 
-def value_batch() -> ValueBatch:
-    zeros = torch.zeros(1, 2)
-    return ValueBatch(
-        tokens=torch.ones(1, 2, dtype=torch.int64),
-        lengths=torch.tensor([2]),
-        loss_mask=torch.tensor([[False, True]]),
-        old_values=zeros,
-        returns=zeros,
-    )
+def in_order(*answers: Arrays | int | None, endpoint: str = "critic_train") -> Callable[[str, Arrays], Arrays | int | None]:
+    """One of the answers for each request to the endpoint, then None."""
+    left = list(answers)
+    return lambda name, arrays: left.pop(0) if name == endpoint and left else None
 
 
-def test_values_come_back_in_order_from_pieces(critic: FakeTriton, client: CriticClient) -> None:
-    critic.behave = doubled
-    assert torch.equal(client.values(tokens(5)).result(10), torch.arange(10.0).reshape(5, 2) * 2)
-    assert sorted(arrays["tokens"].shape[0] for _, arrays in critic.requests) == [1, 2, 2]
+def test_values_come_back_in_order_from_pieces(critic: FakeCriticHTTP, make_client) -> None:
+    critic.trouble = doubled
+    assert torch.equal(make_client().values(tokens(5)).result(10), torch.arange(10.0).reshape(5, 2) * 2)
+    asked = [arrays for endpoint, arrays in critic.requests if endpoint == "critic_infer"]
+    assert sorted(arrays["tokens"].shape[0] for arrays in asked) == [1, 2, 2]
+    assert all(arrays["after"].tolist() == [b"start"] for arrays in asked)
 
 
-def test_train_and_save_go_one_after_the_other(critic: FakeTriton, client: CriticClient) -> None:
+def test_train_and_save_go_one_after_the_other(critic: FakeCriticHTTP, make_client) -> None:
     running: list[str] = []
 
-    def behave(endpoint: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def behave(endpoint: str, arrays: Arrays) -> None:
         assert not running
         running.append(endpoint)
-        threading.Event().wait(0.02)
+        time.sleep(0.02)
         running.pop()
-        text = np.array([b'{"value/loss": 0.25}' if endpoint == "critic_train" else b"/checkpoints/step-2"], dtype=object)
-        return {"loss_mean": np.array([0.25], np.float32), "metrics": text} if endpoint == "critic_train" else {"path": text}
 
-    critic.behave = behave
-    futures = [client.train(value_batch(), 1), client.train(value_batch(), 2), client.save(2)]
-    assert [future.result(10) for future in futures] == [{"value/loss": 0.25}, {"value/loss": 0.25}, "/checkpoints/step-2"]
-    assert [(endpoint, int(arrays["step"][0])) for endpoint, arrays in critic.requests] == [
-        ("critic_train", 1),
-        ("critic_train", 2),
-        ("critic_save", 2),
-    ]
-
-
-def test_a_broken_connection_repeats_values_but_never_training(critic: FakeTriton, client: CriticClient) -> None:
-    critic.behave = lambda endpoint, arrays: doubled(endpoint, arrays) if len(critic.requests) == 3 else 0
-    assert client.values(tokens(1)).result(10).tolist() == [[0.0, 2.0]]
-    assert len(critic.requests) == 3
-    critic.requests.clear()
-    with pytest.raises(ServerUnreachable, match=r"critic_train: critic at http://127.0.0.1:\d+ .*RemoteDisconnected"):
-        client.train(value_batch(), 1).result(10)
-    assert len(critic.requests) == 1
+    critic.trouble = behave
+    client = make_client()
+    futures = [client.train(value_batch(2), 1), client.train(value_batch(3), 2), client.save(2)]
+    first = updated(1, value_batch(2))
+    assert futures[0].result(10)["value/loss"] == first
+    assert futures[1].result(10)["value/loss"] == updated(first, value_batch(3))
+    assert futures[2].result(10) == "step 2"
+    sent = [(endpoint, int(arrays["step"][0])) for endpoint, arrays in critic.requests if "step" in arrays]
+    assert sent == [("critic_train", 1), ("critic_train", 2), ("critic_save", 2)]
 
 
-def test_repetition_ends(critic: FakeTriton, client: CriticClient) -> None:
-    critic.behave = lambda endpoint, arrays: 0
-    with pytest.raises(ServerUnreachable, match="never answered this client.*its registration is alive"):
-        client.values(tokens(1)).result(10)
-    assert len(critic.requests) == 3
+def test_a_broken_connection_repeats_values_and_training(critic: FakeCriticHTTP, make_client) -> None:
+    client = make_client(PATIENT)
+    critic.trouble = in_order(BREAK_OFF, BREAK_OFF, endpoint="critic_infer")
+    assert client.values(tokens(1)).result(10).tolist() == [[1.0, 1.0]]
+
+    def breaks_after_training(endpoint: str, arrays: Arrays) -> int:
+        critic.trouble = lambda endpoint, arrays: None
+        critic.critic.handle(endpoint, arrays)
+        return BREAK_OFF
+
+    critic.trouble = breaks_after_training
+    assert client.train(value_batch(5), 1).result(10)["value/loss"] == updated(1, value_batch(5))
+    assert critic.asked("critic_infer", "critic_status") == ["critic_train"] * 2 and critic.critic.ledger.count == 1
 
 
-def test_an_error_answer_is_not_repeated(critic: FakeTriton, client: CriticClient) -> None:
-    critic.behave = lambda endpoint, arrays: 500
+def test_repetition_ends(critic: FakeCriticHTTP, make_client) -> None:
+    critic.trouble = lambda endpoint, arrays: BREAK_OFF if endpoint == "critic_infer" else None
+    with pytest.raises(
+        ServerUnreachable, match=r"critic_infer: critic at http://127.0.0.1:\d+ .*RemoteDisconnected.*registration is alive"
+    ):
+        make_client().values(tokens(1)).result(10)
+    assert critic.asked("critic_status") == ["critic_infer"] * 4  # max_lost_servers=3
+
+
+def test_a_critic_that_does_not_even_tell_its_status(critic: FakeCriticHTTP, make_client) -> None:
+    critic.trouble = lambda endpoint, arrays: BREAK_OFF
+    with pytest.raises(ServerUnreachable, match="critic_status: critic at .* never answered this client.*its registration is alive"):
+        make_client().values(tokens(1)).result(10)
+
+
+def test_an_error_answer_is_not_repeated(critic: FakeCriticHTTP, make_client) -> None:
+    critic.trouble = in_order(400, endpoint="critic_infer")
     with pytest.raises(RequestRejected, match=r"^operation failed on rank 1: x \(critic at http"):
-        client.values(tokens(1)).result(10)
-    assert len(critic.requests) == 1
+        make_client().values(tokens(1)).result(10)
+    assert critic.asked("critic_status") == ["critic_infer"]
 
 
-def test_a_silent_server_times_out(critic: FakeTriton, tmp_path: Path) -> None:
+def test_a_server_that_is_busy_or_ends_is_asked_again(critic: FakeCriticHTTP, make_client) -> None:
+    critic.trouble = in_order(429, 429, 503)
+    assert make_client(PATIENT).train(value_batch(5), 1).result(10)["value/loss"] == updated(1, value_batch(5))
+    # Twice busy, once ending; from the journal, and again for its answer.
+    assert critic.asked("critic_status") == ["critic_train"] * 5 and critic.critic.ledger.count == 1
+
+
+def test_a_silent_server_times_out(critic: FakeCriticHTTP, make_client) -> None:
     release = threading.Event()
-    critic.behave = lambda endpoint, arrays: release.wait(20) and doubled(endpoint, arrays)
-    impatient = CriticClient(tmp_path, config=replace(CONFIG, request_timeout_seconds=0.3))
-    with pytest.raises(ServerTimeout, match=r"critic_infer: critic at .* did not answer within 0.3 s; it may still be working on it"):
+    critic.trouble = lambda endpoint, arrays: release.wait(20) and None if endpoint == "critic_infer" else None
+    impatient = make_client(replace(CONFIG, request_timeout_seconds=0.1, max_lost_servers=1))
+    with pytest.raises(ServerTimeout, match=r"critic_infer: critic at .* did not answer within 0.1 s; it may still be working on it"):
         impatient.values(tokens(1)).result(10)
     release.set()
-    impatient.close()
-    assert len(critic.requests) == 1
+    assert critic.asked("critic_status") == ["critic_infer"] * 2
 
 
-def test_closing_ends_pending_calls(critic: FakeTriton, client: CriticClient) -> None:
+def test_closing_ends_pending_calls(critic: FakeCriticHTTP, make_client) -> None:
     release = threading.Event()
-    critic.behave = lambda endpoint, arrays: release.wait(20) and doubled(endpoint, arrays)
+    critic.trouble = lambda endpoint, arrays: release.wait(20) and None
+    client = make_client()
     pending = client.values(tokens(1))
     while not critic.requests:
-        threading.Event().wait(0.01)
+        time.sleep(0.01)
     client.close()
     with pytest.raises(ServerUnreachable, match="this client was closed"):
         pending.result(10)
     release.set()
 
 
-def test_a_replaced_critic_is_refused(critic: FakeTriton, client: CriticClient, tmp_path: Path) -> None:
-    critic.behave = doubled
-    client.values(tokens(1)).result(10)
-    path = registration_path(tmp_path, "critic")
-    path.write_text(path.read_text().replace("f" * 8, "e" * 8))
-    critic.behave = lambda endpoint, arrays: 0
-    with pytest.raises(ServerUnreachable, match="it was replaced by critic at .*, whose weights may be others"):
-        client.values(tokens(1)).result(10)
+def test_a_critic_that_is_replaced_is_brought_to_where_the_client_is(critic: FakeCriticHTTP, make_client, tmp_path: Path) -> None:
+    """Although nobody asks anything of it: another rank may be about to."""
+    client = make_client(PATIENT)
+    weight = 1
+    for step in (1, 2):
+        weight = updated(weight, value_batch(step))
+        assert client.train(value_batch(step), step).result(10)["value/loss"] == weight
+    critic.close()
+    successor = FakeCriticHTTP(tmp_path)
+    deadline = time.monotonic() + 20
+    while successor.critic.model.weight != weight and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert successor.asked() == ["critic_status", "critic_train", "critic_train"]
+    other = make_client(PATIENT, journal=None)
+    other.follow(client.mark)
+    assert other.values(tokens(1)).result(10).tolist() == [[weight, weight]]
+    successor.close()
 
 
-def test_no_server_says_where_it_looked(client: CriticClient, tmp_path: Path) -> None:
+def test_the_actors_place_is_kept_for_the_next_one(critic: FakeCriticHTTP, make_client) -> None:
+    """`mark` into a checkpoint, `resume` out of it."""
+    first = make_client(PATIENT)
+    first.train(value_batch(5), 1).result(10)
+    mark = first.mark
+    first.close()
+    second = make_client(PATIENT)
+    second.resume(mark)
+    expected = updated(updated(1, value_batch(5)), value_batch(6))
+    assert second.train(value_batch(6), 2).result(10)["value/loss"] == expected
+
+
+def test_a_client_of_another_attempt_is_not_served(critic: FakeCriticHTTP, make_client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALIGNER_ATTEMPT", "77.1")
+    with pytest.raises(ServerUnreachable, match=r"stale: critic at .* belongs to attempt \(none\), this is attempt 77.1"):
+        make_client().values(tokens(1)).result(10)
+
+
+def test_no_server_says_where_it_looked(make_client, tmp_path: Path) -> None:
     with pytest.raises(ServerUnreachable, match=rf"critic: waited 0 s .*{tmp_path}/critic.json; last seen: no server has registered there"):
-        client.values(tokens(1)).result(10)
+        make_client().values(tokens(1)).result(10)
 
 
-def test_rewards(tmp_path: Path) -> None:
-    server = FakeTriton(tmp_path, "reward")
-    server.behave = lambda endpoint, arrays: {"rewards": arrays["sequence_lengths"].astype(np.float32)}
-    rollouts = [
+def rollouts() -> list[Rollout]:
+    """Of one prompt token and 1, 3 and 2 response tokens."""
+    return [
         Rollout(
             prompt=Prompt(id=0, tokens=(5,), source="x:1"),
             response=(6,) * count,
@@ -233,16 +330,24 @@ def test_rewards(tmp_path: Path) -> None:
         )
         for count in (1, 3, 2)
     ]
-    client = RewardClient(tmp_path, config=CONFIG)
-    assert client.score(rollouts).result(10).tolist() == [2.0, 4.0, 3.0]  # prompt and response tokens
+
+
+def lengths(endpoint: str, arrays: Arrays) -> Arrays:
+    return {"rewards": arrays["sequence_lengths"].astype(np.float32)}
+
+
+def test_rewards(tmp_path: Path) -> None:
+    server = FakeHTTP(tmp_path, "reward", lengths)
+    client = RewardClient(tmp_path, config=CONFIG, access=ACCESS)
+    assert client.score(rollouts()).result(10).tolist() == [2.0, 4.0, 3.0]  # prompt and response tokens
     by_rows = {arrays["tokens"].shape[0]: arrays["tokens"].tolist() for _, arrays in server.requests}
     assert by_rows == {2: [[5, 6, 0, 0], [5, 6, 6, 6]], 1: [[5, 6, 6]]}
 
     server.behave = lambda endpoint, arrays: {"rewards": np.repeat(arrays["sequence_lengths"], 2, axis=1).astype(np.float32)}
     with pytest.raises(RequestRejected, match="2 attributes per row"):
-        client.score(rollouts).result(10)
-    summing = RewardClient(tmp_path, config=CONFIG, reduce=lambda scores: scores.sum(dim=1))
-    assert summing.score(rollouts).result(10).tolist() == [4.0, 8.0, 6.0]
+        client.score(rollouts()).result(10)
+    summing = RewardClient(tmp_path, config=CONFIG, access=ACCESS, reduce=lambda scores: scores.sum(dim=1))
+    assert summing.score(rollouts()).result(10).tolist() == [4.0, 8.0, 6.0]
     with pytest.raises(ValueError, match="no rollouts"):
         client.score([])
     client.close()
@@ -250,12 +355,25 @@ def test_rewards(tmp_path: Path) -> None:
     server.close()
 
 
+def test_a_reward_server_that_is_replaced(tmp_path: Path) -> None:
+    server = FakeHTTP(tmp_path, "reward", lengths)
+    client = RewardClient(tmp_path, config=PATIENT, access=ACCESS)
+    client.score(rollouts()).result(10)
+    server.close()
+    pending = client.score(rollouts())
+    successor = FakeHTTP(tmp_path, "reward", lengths)
+    assert pending.result(20).tolist() == [2.0, 4.0, 3.0]
+    client.close()
+    successor.close()
+    assert not registration_path(tmp_path, "reward").exists()
+
+
 def test_an_unclosed_client_does_not_keep_its_process(tmp_path: Path) -> None:
     """It waits for a server that never comes, for 1,000 s, while the main thread ends."""
     code = (
         "import sys, torch; from pathlib import Path; from aligner.servers.client import CriticClient;"
-        "from aligner.servers.config import ClientConfig; from aligner.types import TokenBatch;"
-        "c = CriticClient(Path(sys.argv[1]), config=ClientConfig(discovery_timeout_seconds=1000));"
+        "from aligner.servers.access import Access; from aligner.servers.config import ClientConfig; from aligner.types import TokenBatch;"
+        "c = CriticClient(Path(sys.argv[1]), config=ClientConfig(discovery_timeout_seconds=1000), access=Access('0' * 64), run='x');"
         "c.values(TokenBatch(tokens=torch.ones(1, 1, dtype=torch.int64), lengths=torch.ones(1, dtype=torch.int64)))"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, check=False).returncode == 0

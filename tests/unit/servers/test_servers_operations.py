@@ -13,11 +13,14 @@ import torch
 
 from aligner.errors import ConfigError, ServerError
 from aligner.metrics import Mean, Metric, Sum
-from aligner.servers import frontend, watchdog, wire
+from aligner.servers import watchdog, wire
+from aligner.servers.address import listen
 from aligner.servers.config import ClientConfig, RequestLimits, ServerConfig
 from aligner.servers.critic import CriticService
+from aligner.servers.identity import TrainIdentity, digest_of
 from aligner.servers.intake import Intake, Operation
 from aligner.servers.kserve import AnswerError
+from aligner.servers.ledger import Ledger, Refused
 from aligner.servers.processes import processes_with_variable
 from aligner.servers.reward import FunctionRewardService, RewardService
 from aligner.servers.supervisor import Supervisor
@@ -48,26 +51,62 @@ def value_batch(rows: int) -> ValueBatch:
     return ValueBatch(tokens=tokens, lengths=torch.full((rows,), 2), loss_mask=mask, old_values=zeros, returns=zeros)
 
 
+def train_request(batch: ValueBatch, step: int = 1) -> wire.TrainRequest:
+    digest = digest_of(wire.encode_value_batch(batch))
+    return wire.TrainRequest(batch=batch, identity=TrainIdentity(run="r1", step=step, part=0, digest=digest, previous="start"))
+
+
+def critic_service(model: RecordingCritic, mini_batch_size: int, num_epochs: int) -> CriticService:
+    def save(request: wire.SaveRequest) -> str:
+        return f"step {request.step}"
+
+    return CriticService(
+        model, lambda outputs, batch: None, Ledger("r1"), mini_batch_size=mini_batch_size, num_epochs=num_epochs, save=save
+    )
+
+
 def test_training_takes_mini_batches_in_order_each_epoch() -> None:
     model = RecordingCritic()
-    service = CriticService(model, loss=lambda outputs, batch: None, mini_batch_size=2, num_epochs=2, save=str)
-    reply = service.train(wire.TrainRequest(batch=value_batch(5), step=1))
+    service = critic_service(model, 2, 2)
+    reply = service.train(train_request(value_batch(5)))
     assert model.steps == [[0, 1], [2, 3], [4]] * 2
     # The mean over rows, not over mini-batches: twice (0 + 1 + 2 + 3 + 4) / 10 rows = 2; a mean of means would be (0.5 + 2.5 + 4) / 3.
     assert reply.loss_mean == 2.0
     assert reply.metrics == {"value/loss": 2.0, "optim/steps": 6.0}
-    assert service.save(wire.SaveRequest(step=3)) == "3"
+    assert service.save(wire.SaveRequest(step=3)) == "step 3"
+
+
+def test_a_request_that_comes_again_is_answered_and_not_applied() -> None:
+    model = RecordingCritic()
+    service = critic_service(model, 2, 1)
+    replies = [service.train(train_request(value_batch(2))) for _ in range(3)]
+    assert model.steps == [[0, 1]] and replies[0] == replies[1] == replies[2]
+    with pytest.raises(Refused, match=r"refused \(conflict\)"):
+        service.train(train_request(value_batch(3)))
+    with pytest.raises(Refused, match=r"refused \(gap\)"):
+        service.train(train_request(value_batch(3), step=2))
+    assert model.steps == [[0, 1]]
+    status = service.status(wire.StatusRequest(run="r1"))
+    assert (status.count, status.mark[:4]) == (1, "1.0.")
+    for other in (lambda: service.status(wire.StatusRequest(run="r2")), lambda: service.infer(values_request(after="start"))):
+        with pytest.raises(Refused, match=r"refused \((foreign|ahead)\)"):
+            other()
+    assert service.infer(values_request(after=status.mark)).tolist() == [[5.0]]
+
+
+def values_request(after: str | None = None) -> wire.ValuesRequest:
+    return wire.ValuesRequest(batch=TokenBatch(tokens=torch.tensor([[5]]), lengths=torch.tensor([1])), after=after)
 
 
 def test_values_are_zero_in_the_padding() -> None:
-    service = CriticService(RecordingCritic(), loss=lambda outputs, batch: None, mini_batch_size=1, num_epochs=1, save=str)
+    service = critic_service(RecordingCritic(), 1, 1)
     batch = TokenBatch(tokens=torch.tensor([[5, 6, 7], [8, 9, 9]]), lengths=torch.tensor([3, 1]))
-    assert service.infer(batch).tolist() == [[5.0, 6.0, 7.0], [8.0, 0.0, 0.0]]
+    assert service.infer(wire.ValuesRequest(batch=batch)).tolist() == [[5.0, 6.0, 7.0], [8.0, 0.0, 0.0]]
 
 
 def test_impossible_mini_batches_are_refused() -> None:
     with pytest.raises(ValueError, match="mini_batch_size is 0, num_epochs is 1; both must be at least 1"):
-        CriticService(RecordingCritic(), loss=lambda outputs, batch: None, mini_batch_size=0, num_epochs=1, save=str)
+        critic_service(RecordingCritic(), 0, 1)
 
 
 class LengthScores:
@@ -153,23 +192,22 @@ def test_a_taken_port_is_named_before_anything_starts() -> None:
         with pytest.raises(
             ServerError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; free port {port} or set server.port"
         ):
-            frontend.pick_port("127.0.0.1", port)
-    assert frontend.pick_port("127.0.0.1", 0) > 0
+            listen("127.0.0.1", port)
+    with listen("127.0.0.1", 0) as free:
+        assert free.getsockname()[1] > 0
 
 
 def test_the_watchdog_ends_marked_processes_when_its_parent_dies(tmp_path: Path) -> None:
     """A parent that starts a watchdog and a marked child, and is killed."""
     workspace = tmp_path / "workspace"
-    copy = tmp_path / "workspace-copy"
     workspace.mkdir()
-    copy.mkdir()
     mark = f"ALIGNER_TEST_WATCHDOG={os.getpid()}"
     code = (
         "import os, subprocess, sys, time; name, value = sys.argv[2].split('=');"
         "dog = [sys.executable, '-S', '-E', sys.argv[1], str(os.getpid()), *sys.argv[2:]];"
         "w = subprocess.Popen(dog, stdin=subprocess.PIPE);"
         "c = subprocess.Popen(['sleep', '100'], env={**os.environ, name: value}, start_new_session=True);"
-        "w.stdin.write((sys.argv[3] + '-copy\\n').encode()); w.stdin.flush(); print(w.pid, flush=True); time.sleep(100)"
+        "print(w.pid, flush=True); time.sleep(100)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, watchdog.__file__, mark, str(workspace)], stdout=subprocess.PIPE, text=True)
     dog = int(parent.stdout.readline())
@@ -177,7 +215,7 @@ def test_the_watchdog_ends_marked_processes_when_its_parent_dies(tmp_path: Path)
         if processes_with_variable(mark):
             break
         subprocess.run(["sleep", "0.05"], check=True)
-    assert len(processes_with_variable(mark)) == 1
+    assert list(processes_with_variable(mark).values()) == ["sleep 100 "]
     parent.kill()
     parent.wait()
     poll = Path(f"/proc/{dog}/stat")
@@ -186,7 +224,7 @@ def test_the_watchdog_ends_marked_processes_when_its_parent_dies(tmp_path: Path)
             break
         subprocess.run(["sleep", "0.05"], check=True)
     assert processes_with_variable(mark) == {}
-    assert not workspace.exists() and not copy.exists()
+    assert not workspace.exists()
 
 
 def test_the_supervisor_remembers_the_first_failure() -> None:

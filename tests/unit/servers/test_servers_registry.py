@@ -14,6 +14,8 @@ from aligner.servers.processes import processes_with_variable, start_ticks
 from aligner.servers.registry import (
     Liveness,
     Publication,
+    ServiceState,
+    gone_path,
     make_registration,
     process_is_dead,
     read_registration,
@@ -22,8 +24,10 @@ from aligner.servers.registry import (
 )
 
 
-def registration(name: str = "critic", incarnation: str = "aaaaaaaa11"):
-    return make_registration(name=name, incarnation=incarnation, connect_host="127.0.0.1", port=5556, num_ranks=2, checkpoint="step-3")
+def registration(name: str = "critic", incarnation: str = "aaaaaaaa11", **fields):
+    made = make_registration(name=name, role="critic", num_ranks=2, layout="tp2", checkpoint="step-3")
+    known = {"state": ServiceState.ready, "url": "http://127.0.0.1:5556", "port": 5556}
+    return replace(made, **({"incarnation": incarnation} | known | fields))
 
 
 def test_a_published_service_is_found_and_withdrawn(tmp_path: Path) -> None:
@@ -32,6 +36,7 @@ def test_a_published_service_is_found_and_withdrawn(tmp_path: Path) -> None:
     found = wait_for_service(tmp_path, "critic", timeout_seconds=5)
     assert found == mine
     assert (found.url, found.pid, found.checkpoint, found.num_ranks) == ("http://127.0.0.1:5556", os.getpid(), "step-3", 2)
+    assert (found.role, found.layout, found.attempt, found.state) == ("critic", "tp2", "", ServiceState.ready)
     assert publication.failure() is None
     assert [path.name for path in tmp_path.iterdir()] == ["critic.json"]  # no temporary file is left
     publication.withdraw()
@@ -115,6 +120,63 @@ def test_liveness_tells_what_is_wrong(tmp_path: Path) -> None:
     path.unlink()
     assert Liveness(path, mine, 60).problem() == f"it withdrew its registration {path}"
     publication.withdraw()
+
+
+def test_a_component_says_early_that_it_loads(tmp_path: Path) -> None:
+    with Publication(tmp_path, make_registration(name="critic", role="critic", num_ranks=2), heartbeat_seconds=60) as publication:
+        with pytest.raises(ServerUnreachable, match=rf"last seen: critic is loading on .* since \d\d:\d\d:\d\d \(pid {os.getpid()}\)"):
+            wait_for_service(tmp_path, "critic", timeout_seconds=0.05)
+        told: list[str] = []
+        timer = threading.Timer(0.3, publication.ready, args=("https://node:6999",))
+        timer.start()
+        assert wait_for_service(tmp_path, "critic", timeout_seconds=30, tell=told.append).port == 6999
+        assert len(told) == 1 and told[0].startswith("waiting for critic: critic is loading on ")
+        timer.join()
+        ready = publication.ready("https://node:7000")
+        assert (ready.port, ready.incarnation) == (7000, publication.registration.incarnation)
+        assert wait_for_service(tmp_path, "critic", timeout_seconds=5) == ready
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_nobody_will_start_again_is_not_waited_for(tmp_path: Path) -> None:
+    gone_path(tmp_path, "critic").write_text("critic was killed by SIGKILL, and the launcher does not restart it\n")
+    with pytest.raises(ServerUnreachable, match="critic: nobody will start it again: critic was killed by SIGKILL, and"):
+        wait_for_service(tmp_path, "critic", timeout_seconds=1000)
+    publication = Publication(tmp_path, registration(), heartbeat_seconds=60)  # somebody did
+    assert wait_for_service(tmp_path, "critic", timeout_seconds=5).incarnation == "aaaaaaaa11"
+    publication.withdraw()
+
+
+def test_an_earlier_attempt_is_no_server_of_this_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Alive or not: a client passes it over, and a server takes its place; the old one notices."""
+    old = Publication(tmp_path, registration(attempt="41.0"), heartbeat_seconds=0.02)
+    with pytest.raises(ServerUnreachable, match=r"stale: critic at .* it belongs to attempt 41.0, this is attempt 42.1"):
+        wait_for_service(tmp_path, "critic", timeout_seconds=0.05, attempt="42.1")
+    assert wait_for_service(tmp_path, "critic", timeout_seconds=5).attempt == "41.0"  # where nobody counts attempts
+    new = Publication(tmp_path, registration(incarnation="bbbbbbbb22", attempt="42.1"), heartbeat_seconds=60)
+    assert (
+        "registry: critic at" in (told := capsys.readouterr().out)
+        and "belongs to attempt 41.0 and is replaced: this is attempt 42.1" in told
+    )
+    assert wait_for_service(tmp_path, "critic", timeout_seconds=5, attempt="42.1").incarnation == "bbbbbbbb22"
+    wait_until(lambda: old.failure() is not None)
+    with pytest.raises(ServerError, match="was removed or taken by another server"):
+        old.ready("http://late:1")
+    old.withdraw()
+    assert registration_path(tmp_path, "critic").exists()
+    new.withdraw()
+
+
+def test_a_successor_on_another_machine_watches_the_heartbeat(tmp_path: Path) -> None:
+    """Its predecessor's process cannot be seen: a heart that beats is respected, one that has stopped just now is watched and replaced."""
+    first = Publication(tmp_path, registration(node="elsewhere"), heartbeat_seconds=0.02)
+    with pytest.raises(ServerError, match="already serves under that name"):
+        Publication(tmp_path, registration(incarnation="bbbbbbbb22"), heartbeat_seconds=0.1)
+    first._stop.set()  # it dies
+    first._thread.join()
+    second = Publication(tmp_path, registration(incarnation="bbbbbbbb22"), heartbeat_seconds=0.1)
+    assert read_registration(registration_path(tmp_path, "critic"))[0].incarnation == "bbbbbbbb22"
+    second.withdraw()
 
 
 def test_one_name_is_served_once(tmp_path: Path) -> None:

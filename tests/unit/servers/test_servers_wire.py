@@ -6,6 +6,7 @@ import torch
 
 from aligner.servers import wire
 from aligner.servers.config import RequestLimits
+from aligner.servers.identity import TrainIdentity, digest_of
 from aligner.servers.kserve import HEADER_LENGTH, AnswerError, decode_error, decode_response, encode_request
 from aligner.types import TokenBatch, ValueBatch
 
@@ -24,13 +25,16 @@ def value_batch() -> ValueBatch:
 
 
 def train_arrays() -> dict[str, np.ndarray]:
-    return wire.encode_train(wire.TrainRequest(batch=value_batch(), step=4))
+    arrays = wire.encode_value_batch(value_batch())
+    return wire.encode_train(arrays, TrainIdentity(run="r1", step=4, part=0, digest=digest_of(arrays), previous="start"))
 
 
 def test_train_request_round_trip() -> None:
-    request = wire.CRITIC_TRAIN.payload(train_arrays(), LIMITS)
+    arrays = train_arrays()
+    request = wire.CRITIC_TRAIN.payload(arrays, LIMITS)
     expected = value_batch()
-    assert request.step == 4
+    digest = arrays["digest"][0].decode()
+    assert request.identity == TrainIdentity(run="r1", step=4, part=0, digest=digest, previous="start")
     for name in ("tokens", "lengths", "loss_mask", "old_values", "returns"):
         found, wanted = getattr(request.batch, name), getattr(expected, name)
         assert found.dtype == wanted.dtype and torch.equal(found, wanted), name
@@ -45,9 +49,16 @@ def test_the_wire_has_the_published_names_and_dtypes() -> None:
         "prev_values": ("float32", ("B", "S")),
         "mask": ("float32", ("B", "S")),
         "step": ("int64", (1,)),
+        "part": ("int64", (1,)),
+        "run": ("bytes", (1,)),
+        "digest": ("bytes", (1,)),
+        "previous": ("bytes", (1,)),
     }
-    for endpoint in (wire.CRITIC_TRAIN, wire.CRITIC_INFER, wire.CRITIC_SAVE):
-        assert not any(spec.optional for spec in endpoint.inputs)
+    optional = [
+        {spec.name for spec in endpoint.inputs if spec.optional}
+        for endpoint in (wire.CRITIC_TRAIN, wire.CRITIC_INFER, wire.CRITIC_SAVE, wire.CRITIC_STATUS)
+    ]
+    assert optional == [set(), {"after"}, {"after", "wait"}, {"adopt"}]
     assert wire.CRITIC_INFER.output_names == ("values",)
     assert wire.REWARD_MODEL.output_names == ("rewards",)
 
@@ -77,6 +88,16 @@ def test_the_wire_has_the_published_names_and_dtypes() -> None:
         ),
         ("mask", np.zeros((2, 3), np.float32), r"mask: 0 everywhere; at least one token must be trained on"),
         ("step", np.array([-1]), r"step: -1; it must be 0 or more"),
+        ("part", np.array([-1]), r"part: -1; it must be 0 or more"),
+        ("returns", np.ones((2, 3), np.float32), r"digest: [0-9a-f]{64}, but that of the tensors is [0-9a-f]{64}"),
+        ("digest", np.array([b"0123"], dtype=object), r"digest: '0123'; it must be the 64 hexadecimal digits of a SHA-256"),
+        (
+            "previous",
+            np.array([b"before"], dtype=object),
+            r"previous: 'before'; allowed are 'start' and <step>.<part>.<64 hexadecimal digits>",
+        ),
+        ("previous", np.array([f"4.0.{'0' * 64}".encode()], dtype=object), r"previous: step 4 part 0 .*; it must be before step 4 part 0"),
+        ("run", np.array([b"../run"], dtype=object), r"run: '../run'; allowed are up to 64 letters"),
         ("extra", np.zeros(1, np.float32), r"extra: no such tensor; allowed are tokens, sequence_lengths"),
     ],
 )
@@ -126,6 +147,25 @@ def test_a_bad_reward_request_is_named(arrays: dict[str, np.ndarray], message: s
         wire.REWARD_MODEL.payload(arrays, LIMITS)
 
 
+def test_what_else_is_asked_of_a_critic() -> None:
+    batch, mark = TokenBatch(tokens=torch.tensor([[1, 2]]), lengths=torch.tensor([2])), f"3.1.{'ab' * 32}"
+    for after in (None, "start", mark):
+        found = wire.CRITIC_INFER.payload(wire.encode_values_request(wire.ValuesRequest(batch=batch, after=after)), LIMITS)
+        assert found.after == after and torch.equal(found.batch.tokens, batch.tokens)
+        for wait in (True, False):
+            request = wire.SaveRequest(step=3, after=after, wait=wait)
+            assert wire.CRITIC_SAVE.payload(wire.encode_save(request), LIMITS) == request
+    assert wire.CRITIC_SAVE.payload({"step": np.array([3])}, LIMITS) == wire.SaveRequest(step=3, after=None, wait=True)
+    with pytest.raises(ValueError, match="after: '3'; allowed are 'start'"):
+        wire.CRITIC_SAVE.payload({"step": np.array([3]), "after": np.array([b"3"], dtype=object)}, LIMITS)
+    with pytest.raises(ValueError, match="wait: 2; allowed are 0 and 1"):
+        wire.CRITIC_SAVE.payload({"step": np.array([3]), "wait": np.array([2])}, LIMITS)
+    for asked in (wire.StatusRequest(run="r1"), wire.StatusRequest(run="r1", adopt=mark)):
+        assert wire.CRITIC_STATUS.payload(wire.encode_status_request(asked), LIMITS) == asked
+    status = wire.CriticStatus(run="r1", mark=mark, count=7, checkpoint_step=2, accepts_gap=False)
+    assert wire.decode_status(wire.encode_status(asked, status)) == status
+
+
 def test_replies_round_trip() -> None:
     request = wire.CRITIC_TRAIN.payload(train_arrays(), LIMITS)
     reply = wire.TrainReply(loss_mean=0.5, metrics={"value/loss": 0.5, "optim/grad_norm": 2.0})
@@ -134,14 +174,15 @@ def test_replies_round_trip() -> None:
 
 
 def test_a_result_of_another_shape_or_with_nan_is_refused() -> None:
-    request = TokenBatch(tokens=torch.ones(2, 3, dtype=torch.int64), lengths=torch.tensor([3, 3]))
+    batch = TokenBatch(tokens=torch.ones(2, 3, dtype=torch.int64), lengths=torch.tensor([3, 3]))
+    request = wire.ValuesRequest(batch=batch)
     assert wire.encode_values(request, torch.ones(2, 3, dtype=torch.bfloat16))["values"].dtype == np.float32
     with pytest.raises(ValueError, match=r"values: the handler returned shape \[2, 2\] for tokens \[2, 3\]"):
         wire.encode_values(request, torch.ones(2, 2))
     with pytest.raises(ValueError, match="values: 1 of 6 results are NaN or infinite"):
         wire.encode_values(request, torch.tensor([[1.0, 2.0, 3.0], [float("nan"), 1.0, 1.0]]))
     with pytest.raises(ValueError, match=r"rewards: the handler returned shape \[2\] for 2 rows"):
-        wire.encode_scores(wire.RewardRequest(batch=request), torch.ones(2))
+        wire.encode_scores(wire.RewardRequest(batch=batch), torch.ones(2))
 
 
 def test_kserve_bytes() -> None:

@@ -1,0 +1,41 @@
+# syntax=docker/dockerfile:1
+# Everything for GPU clusters: actor, critic and reward servers, conductor. What it holds, how to build and import it: docs/containers.md
+#
+# NVIDIA's TensorRT-LLM release image stands on its PyTorch image (25.12: CUDA 13.1, Python 3.12) and brings what must fit the driver and each
+# other: torch, TensorRT-LLM, Transformer Engine, Apex, NCCL, Open MPI and an mpi4py that was built against it. Those stay as they are.
+ARG BASE=nvcr.io/nvidia/tensorrt-llm/release:1.2.1
+FROM ${BASE}
+
+# Pyxis, enroot and Apptainer run as whoever submits; with Docker say --user. hadolint: the base image's user is root too.
+# hadolint ignore=DL3002
+USER 0
+SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+
+# What is there binds what follows: pip fails rather than replaces it. Free are the packages that only Triton's client uses, and our own.
+COPY docker/image.py /opt/aligner/docker/image.py
+RUN python3 /opt/aligner/docker/image.py constraints grpcio gevent greenlet geventhttpclient hydra-core omegaconf > /opt/constraints.txt
+RUN pip install --constraint /opt/constraints.txt \
+        "hydra-core==1.3.8" \
+        "nvidia-pytriton==0.7.0" \
+        "omegaconf==2.3.1" \
+        "py-spy==0.4.3" \
+        "tritonclient[grpc,http]==2.73.0"
+# Without dependencies: it asks for torch, which is there under a pre-release's number.
+RUN pip install --no-deps "megatron-core==0.16.1"
+
+WORKDIR /opt/aligner
+COPY setup.py pyproject.toml README.md LICENSE ./
+COPY aligner aligner
+COPY conf conf
+COPY examples examples
+RUN pip install --no-deps --no-build-isolation --editable .
+
+# The build ends here where something that has to be there is not, or two versions do not fit.
+RUN python3 docker/image.py check torch tensorrt_llm transformer_engine apex mpi4py tensorboard nvidia-pytriton \
+    && python3 docker/image.py needs "nvidia-pytriton" "tritonclient[grpc,http]" "megatron-core" "hydra-core"
+
+# One process per GPU; NumPy's and torch's own threads only get in each other's way.
+ENV OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+WORKDIR /workspace
+CMD ["aligner", "--help"]

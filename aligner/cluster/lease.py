@@ -1,0 +1,210 @@
+"""The lease of a run: a file that whoever started the run's components touches for as long as it lives. Standard library only.
+
+The conductor in a Slurm batch script and the local launcher hold it (`Lease`); every rank watches it (`watch_lease`) and leaves when it
+goes stale, is withdrawn, or belongs to another start of the run. So nothing of a run outlives what could end it, wherever it runs: this is
+the last net, below Slurm's own. One run directory has one holder at a time (`claim`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from aligner.errors import LaunchError
+
+VARIABLE = "ALIGNER_LEASE"
+ATTEMPT_VARIABLE = "ALIGNER_ATTEMPT"
+_BEATS_PER_VALIDITY = 10
+_POLLS_PER_VALIDITY = 10
+_SETTLE_SECONDS = 0.5
+_EXIT_CODE = 1
+
+
+class RunHeld(LaunchError):
+    """Another job, or a local launcher, holds the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseRecord:
+    """Who holds a run. `job` is a Slurm job id, or "local-<pid>"; watchers leave `valid_seconds` after the last sign of life."""
+
+    job: str
+    attempt: str
+    host: str
+    pid: int
+    valid_seconds: float
+
+    def describe(self) -> str:
+        """For messages."""
+        what = "the local launcher" if self.job.startswith("local-") else f"Slurm job {self.job}"
+        return f"{what} (pid {self.pid} on {self.host}, attempt {self.attempt})"
+
+
+def read_lease(path: Path) -> tuple[LeaseRecord, int] | None:
+    """The lease and its last sign of life (mtime, ns); None where there is none. Raises LaunchError for a file of another kind.
+
+    Opens the file although `stat` would do: network file systems refresh attributes when a file is opened.
+    """
+    try:
+        with path.open() as file:
+            return LeaseRecord(**json.load(file)), os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
+    except (TypeError, ValueError) as error:
+        raise LaunchError(f"{path} is not a lease of this version: {error}; if no job of this run lives, remove it") from error
+
+
+def claim(
+    path: Path, record: LeaseRecord, *, is_over: Callable[[LeaseRecord], bool | None], settle_seconds: float = _SETTLE_SECONDS
+) -> Lease:
+    """Take the run for `record`. `is_over` says whether another holder has ended for certain (None: it cannot tell, its signs of life do).
+
+    Raises RunHeld where another holder lives: at once where `is_over` or a new sign of life says so, and never later than the other's
+    `valid_seconds`. Of two claims of one moment the later file stands: each looks again after `settle_seconds`.
+    """
+    found = read_lease(path)
+    if found is not None and found[0].job != record.job and _lives(path, *found, is_over):
+        raise RunHeld(f"the run in {path.parent} is held by {found[0].describe()}, which still lives: one job at a time")
+    _write(path, record)
+    time.sleep(settle_seconds)
+    now = read_lease(path)
+    if now is None or now[0] != record:
+        holder = now[0].describe() if now else "someone who has left again"
+        raise RunHeld(f"the run in {path.parent} was taken at the same moment by {holder}: one job at a time")
+    return Lease(path, record)
+
+
+def _lives(path: Path, other: LeaseRecord, seen_ns: int, is_over: Callable[[LeaseRecord], bool | None]) -> bool:
+    """Whether the other holder lives: what is known of its job, else whether it touches its lease within its validity."""
+    over = is_over(other)
+    if over is not None:
+        return not over
+    deadline = time.monotonic() + other.valid_seconds
+    while time.monotonic() < deadline:
+        found = read_lease(path)
+        if found is None:
+            return False
+        if found[0] != other or found[1] != seen_ns:
+            return True
+        time.sleep(other.valid_seconds / _POLLS_PER_VALIDITY / 2)
+    return False
+
+
+def _write(path: Path, record: LeaseRecord) -> None:
+    temporary = path.with_name(f".{path.name}.{record.job}.{record.pid}")
+    temporary.write_text(json.dumps(asdict(record)) + "\n")
+    os.replace(temporary, path)
+
+
+class Lease:
+    """A held lease, touched by a thread of its own until `release`."""
+
+    def __init__(self, path: Path, record: LeaseRecord) -> None:
+        self.record = record
+        self._path = path
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._lost = ""
+        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._thread.start()
+
+    def lost(self) -> str:
+        """Why the run is no longer ours; empty while it is."""
+        return self._lost
+
+    def renew(self, attempt: str) -> None:
+        """Hold it for the next start of the components: what is left of the one before leaves."""
+        with self._lock:
+            self.record = replace(self.record, attempt=attempt)
+            _write(self._path, self.record)
+
+    def release(self) -> None:
+        """Withdraw it, unless somebody else has taken it. Callable more than once."""
+        self._stop.set()
+        self._thread.join(timeout=self.record.valid_seconds)
+        found = read_lease(self._path)
+        if found is not None and found[0].job == self.record.job:
+            self._path.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        failing_since: float | None = None
+        while not self._stop.wait(self.record.valid_seconds / _BEATS_PER_VALIDITY):
+            try:
+                with self._lock:
+                    found = read_lease(self._path)
+                    if found is not None and found[0].job != self.record.job:
+                        self._lost = f"the lease {self._path} was taken by {found[0].describe()}"
+                        return
+                    if found is None:
+                        self._lost = f"the lease {self._path} was removed"
+                        return
+                    os.utime(self._path)
+                failing_since = None
+            except (OSError, LaunchError) as error:  # a shared file system may fail for a moment
+                failing_since = failing_since or time.monotonic()
+                if time.monotonic() - failing_since > self.record.valid_seconds:
+                    self._lost = f"the lease {self._path} cannot be kept: {error}"
+                    return
+
+
+class _Watch:
+    """One process's view of a lease; ages are measured with this machine's own clock, from change to change."""
+
+    def __init__(self, path: Path, attempt: str) -> None:
+        self._path = path
+        self._attempt = attempt
+        self._seen_ns = 0
+        self._changed_at = time.monotonic()
+        self._missing = 0
+        self.valid_seconds = 60.0
+
+    def problem(self) -> str:
+        """Why this process has to leave; empty while it may stay."""
+        now = time.monotonic()
+        try:
+            found = read_lease(self._path)
+        except (OSError, LaunchError) as error:
+            return self._silence(now, f"cannot be read ({error})")
+        if found is None:
+            self._missing += 1
+            # Once may be a hiccup of a network file system between two names of one file.
+            return f"the lease {self._path} was withdrawn" if self._missing > 2 else ""
+        self._missing = 0
+        record, seen_ns = found
+        if self._attempt and record.attempt != self._attempt:
+            return f"the lease {self._path} belongs to attempt {record.attempt} now, this is a process of attempt {self._attempt}"
+        self.valid_seconds = record.valid_seconds
+        if seen_ns != self._seen_ns:
+            self._seen_ns, self._changed_at = seen_ns, now
+        return self._silence(now, f"of {record.describe()} was not touched")
+
+    def _silence(self, now: float, what: str) -> str:
+        silent = now - self._changed_at
+        return f"the lease {self._path} {what} for {silent:.0f} s" if silent > self.valid_seconds else ""
+
+    def poll_seconds(self) -> float:
+        return self.valid_seconds / _POLLS_PER_VALIDITY
+
+
+def watch_lease(environ: Mapping[str, str]) -> None:
+    """End this process (exit code 1, with a line on stderr) when the lease that ALIGNER_LEASE names is gone; nothing where it is not set.
+
+    Call it once, early. A thread does the looking, so a rank that hangs in a collective leaves too.
+    """
+    if not environ.get(VARIABLE):
+        return
+    watch = _Watch(Path(environ[VARIABLE]), environ.get(ATTEMPT_VARIABLE, ""))
+
+    def look() -> None:
+        while not (problem := watch.problem()):
+            time.sleep(watch.poll_seconds())
+        print(f"error: {problem}: whoever started this process has ended, so it leaves too", file=sys.stderr, flush=True)
+        os._exit(_EXIT_CODE)
+
+    threading.Thread(target=look, name="lease-watch", daemon=True).start()

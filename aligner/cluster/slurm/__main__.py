@@ -1,0 +1,116 @@
+"""The body of every batch script in slurm/: `python3 -m aligner.cluster.slurm --script "$0" --config ppo_70b -- [key=value ...]`.
+
+Runs on the batch host with Python 3.10 or newer and nothing else. What the run consists of it learns from a first step, which composes the
+config where the run's software is (container or virtual environment).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from aligner.cluster import outcomes
+from aligner.cluster.exit_codes import ExitCode, exit_code_of
+from aligner.cluster.lease import RunHeld
+from aligner.cluster.run_directory import RunDirectory
+from aligner.cluster.slurm.allocation import Allocation, allocation, step_environment
+from aligner.cluster.slurm.client import SlurmClient
+from aligner.cluster.slurm.commands import Runtime, runtime, wrapped
+from aligner.cluster.slurm.conductor import Surroundings, conduct
+from aligner.cluster.slurm.requests import StopRequests
+from aligner.cluster.slurm.spec import JobSpec, read_spec
+from aligner.errors import AlignerError, ConfigError, LaunchError
+
+SPEC_LINE = "ALIGNER_SPEC="
+_SPEC_SECONDS = 600.0  # a cold container image, and Python's imports on a busy shared file system
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The job's exit code."""
+    parser = argparse.ArgumentParser(prog="python3 -m aligner.cluster.slurm", description="Run a job of this run, in its batch script.")
+    parser.add_argument("--script", type=Path, required=True, help="the batch script itself, for the jobs that follow")
+    parser.add_argument("--config", required=True, help="file of conf/ without .yaml")
+    parser.add_argument("--set", dest="fixed", action="append", default=[], metavar="key=value", help="a setting of the script itself")
+    parser.add_argument("overrides", nargs="*", help="settings, as for the scripts in examples/nlp")
+    arguments = parser.parse_args(argv)
+    requests = StopRequests()
+    requests.install()
+    try:
+        return int(_run(arguments, requests))
+    except AlignerError as error:
+        code = ExitCode.refused if isinstance(error, RunHeld) else exit_code_of(error)
+        _say(f"error: {error} (exit code {int(code)})")
+        return int(code)
+
+
+def _run(arguments: argparse.Namespace, requests: StopRequests) -> int:
+    here = allocation(os.environ)
+    where = runtime(os.environ, home=Path(__file__).resolve().parents[3], directory=here.submit_directory)
+    overrides = [*arguments.fixed, *arguments.overrides]
+    _say(f"job {here.job} on {here.node}: {shlex.join([arguments.config, *overrides])}")
+    spec = read_spec(_compose(here, where, arguments.config, overrides))
+    script = _keep_script(spec, here, arguments.script)
+    around = Surroundings(
+        allocation=here,
+        runtime=where,
+        client=SlurmClient(spec.slurm.command_timeout_seconds),
+        requests=requests,
+        script=script,
+        arguments=tuple(arguments.overrides),
+        environ=os.environ,
+        say=_say,
+    )
+    return conduct(spec, around)
+
+
+def _compose(here: Allocation, where: Runtime, config: str, overrides: Sequence[str]) -> Path:
+    """Have the job's spec written where the software is; its path. Raises LaunchError with what that step said."""
+    program = ["-m", "aligner.jobs.slurm", here.job, config, *overrides]
+    options, command = wrapped(where, program, has_gpus=False)
+    group = here.het_group(0)
+    step = ["srun", *([f"--het-group={group}"] if group is not None else []), "--job-name=compose", "--nodes=1", "--ntasks=1"]
+    environment = {name: value for name, value in step_environment(os.environ, where.home).items() if name != outcomes.VARIABLE}
+    try:
+        done = subprocess.run(
+            [*step, "--input=none", f"--chdir={where.directory}", *options, *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=_SPEC_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"the step that composes the config did not end within {_SPEC_SECONDS:g} s") from error
+    except OSError as error:
+        raise LaunchError(f"cannot run srun: {error}") from error
+    paths = [line.removeprefix(SPEC_LINE) for line in done.stdout.splitlines() if line.startswith(SPEC_LINE)]
+    if done.returncode == ExitCode.refused:
+        raise ConfigError("the settings were refused; see the line above")
+    if done.returncode or not paths:
+        raise LaunchError(f"the config could not be composed (srun's exit code {done.returncode}); see the lines above")
+    return Path(paths[-1])
+
+
+def _keep_script(spec: JobSpec, here: Allocation, script: Path) -> Path:
+    """A copy of the batch script in the run directory: Slurm's own is gone when the job is."""
+    kept = RunDirectory(Path(spec.run_directory)).jobs / here.job / "script.sub"
+    try:
+        shutil.copyfile(script, kept)
+    except OSError as error:
+        raise LaunchError(f"cannot copy the batch script {script} to {kept}: {error}") from error
+    return kept
+
+
+def _say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

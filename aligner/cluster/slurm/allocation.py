@@ -1,0 +1,80 @@
+"""The job that this process runs in, as Slurm's variables describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from aligner.cluster.slurm.spec import JobSpec
+from aligner.errors import ConfigError
+
+# Set for the components' processes of one job; the next job must not inherit them.
+OWN_VARIABLES = ("ALIGNER_ATTEMPT", "ALIGNER_LEASE", "ALIGNER_OUTCOMES", "ALIGNER_END_TIME", "ALIGNER_COMPONENT")
+CONTINUES = "ALIGNER_CONTINUES"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allocation:
+    """`jobs[k]` and `num_nodes[k]` belong to component k; in a job of one component there is one of each."""
+
+    job: str
+    jobs: tuple[str, ...]
+    num_nodes: tuple[int, ...]
+    name: str
+    node: str
+    submit_directory: Path
+    continues: str  # the job that submitted this one; empty: a person did
+
+    @property
+    def is_heterogeneous(self) -> bool:
+        return len(self.jobs) > 1
+
+    def het_group(self, index: int) -> int | None:
+        """What srun wants for component `index`."""
+        return index if self.is_heterogeneous else None
+
+    def check(self, spec: JobSpec) -> None:
+        """Raise ConfigError where the job is not what its config asks for: a script that was rendered for other settings."""
+        wanted = [component.num_nodes for component in spec.components]
+        if list(self.num_nodes) != wanted:
+            parts = ", ".join(f"{one.name} {one.num_nodes}" for one in spec.components)
+            raise ConfigError(
+                f"this job has {' + '.join(map(str, self.num_nodes))} nodes, its config wants {' + '.join(map(str, wanted))} ({parts}): "
+                "the script was made for other settings; `aligner launch slurm CONFIG ...` makes one that fits"
+            )
+
+
+def allocation(environ: Mapping[str, str]) -> Allocation:
+    """Raises ConfigError outside a batch script."""
+    if "SLURM_JOB_ID" not in environ or "SLURM_SUBMIT_DIR" not in environ:
+        raise ConfigError("this is the body of a batch script: submit it with sbatch")
+    size = int(environ.get("SLURM_HET_SIZE", "1"))
+    groups = [f"_HET_GROUP_{index}" for index in range(size)] if size > 1 else [""]
+    return Allocation(
+        job=environ["SLURM_JOB_ID"],
+        jobs=tuple(environ[f"SLURM_JOB_ID{group}"] for group in groups),
+        num_nodes=tuple(int(environ[f"SLURM_JOB_NUM_NODES{group}"]) for group in groups),
+        name=environ.get("SLURM_JOB_NAME", "aligner"),
+        node=environ.get("SLURMD_NODENAME", ""),  # HOSTNAME is the submitting host's
+        submit_directory=Path(environ["SLURM_SUBMIT_DIR"]),
+        continues=environ.get(CONTINUES, ""),
+    )
+
+
+def step_environment(environ: Mapping[str, str], home: Path) -> dict[str, str]:
+    """What every step inherits: the checkout first on Python's path, and nothing that names another host."""
+    kept = {name: value for name, value in environ.items() if name != "HOSTNAME" and name not in OWN_VARIABLES}
+    path = [str(home), *filter(None, environ.get("PYTHONPATH", "").split(":"))]
+    kept["PYTHONPATH"] = ":".join(dict.fromkeys(path))
+    kept.setdefault("PYTHONUNBUFFERED", "1")
+    kept.setdefault("OMP_NUM_THREADS", "1")
+    return kept
+
+
+def submission_environment(environ: Mapping[str, str], job: str) -> dict[str, str]:
+    """What a following job inherits: this one's environment without what Slurm and the conductor set for this one."""
+    kept = {
+        name: value for name, value in environ.items() if name == "SLURM_CONF" or not name.startswith("SLURM") and name not in OWN_VARIABLES
+    }
+    return {**kept, CONTINUES: job}

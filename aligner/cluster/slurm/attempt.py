@@ -1,0 +1,226 @@
+"""One start of all components in the job's allocation, until the one that trains has ended, and why it ended.
+
+The first component trains; a step of it that ends, ends the attempt. A server that ends before it is started again in its allocation while
+the actor waits (its registration is removed, so that clients look for the new one), as often as the settings allow.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from aligner.cluster.exit_codes import ExitCode
+from aligner.cluster.lease import Lease
+from aligner.cluster.services import is_ready
+from aligner.cluster.slurm.client import JobRecord
+from aligner.cluster.slurm.config import OnFailure
+from aligner.cluster.slurm.history import History, done_step
+from aligner.cluster.slurm.requests import StopRequests
+from aligner.cluster.slurm.spec import ComponentSpec, JobSpec
+from aligner.cluster.slurm.steps import Place, Step
+from aligner.errors import LaunchError
+
+POLL_SECONDS = 0.25
+_SHOWN_LINES = 20
+
+
+class Ending(str, Enum):
+    """How an attempt came to its end."""
+
+    done = "done"
+    refused = "refused"
+    halted = "halted"
+    stopped = "stopped"
+    crashed = "crashed"
+    terminated = "terminated"  # Slurm is ending the job
+    lost = "lost"  # the run belongs to somebody else now
+
+
+_ENDINGS = {ExitCode.refused: Ending.refused, ExitCode.halted: Ending.halted, ExitCode.stopped: Ending.stopped}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """An attempt's end, and why, for a person."""
+
+    ending: Ending
+    reason: str
+
+
+class Attempt:
+    """`number` counts the starts of all components in this job; `restarts` the servers that were started again in it."""
+
+    def __init__(self, spec: JobSpec, place: Place, lease: Lease, history: History, requests: StopRequests, *, number: int) -> None:
+        self._spec = spec
+        self._slurm = spec.slurm
+        self._place = place
+        self._lease = lease
+        self._history = history
+        self._requests = requests
+        self._number = number
+        self._steps: dict[str, Step] = {}
+        self._starts: dict[str, int] = {}
+        self._restart_at: dict[str, float] = {}
+        self._stop_deadline: float | None = None
+        self._doomed: tuple[float, str] | None = None  # when the actor's grace ends, and what it cannot go on without
+        self.restarts = 0
+
+    def run(self, variables: Mapping[str, str], *, restarts: int) -> Verdict:
+        """Start the components, servers first, and watch them; everything has ended (or Slurm ends it) when this returns.
+
+        `restarts` of servers happened before.
+        """
+        self._variables = dict(variables)
+        self.restarts = restarts
+        for component in self._spec.components:
+            self._place.run.service(component.name).unlink(missing_ok=True)
+        try:
+            for component in (*self._servers(), self._spec.components[0]):
+                self._start(component)
+            verdict = self._watch()
+        except LaunchError as error:
+            verdict = Verdict(ending=Ending.crashed, reason=str(error))
+        if verdict.ending is Ending.terminated:  # Slurm has told every task so, and this process has few seconds left
+            for step in self._steps.values():
+                step.send(signal.SIGTERM)
+            return verdict
+        self._place.stop(list(self._steps.values()), time.sleep, gently=verdict.ending is not Ending.lost)
+        self._place.sweep(self._steps)
+        return verdict
+
+    def _servers(self) -> tuple[ComponentSpec, ...]:
+        return self._spec.components[1:]
+
+    @property
+    def _actor(self) -> Step:
+        return self._steps[self._spec.components[0].name]
+
+    def _start(self, component: ComponentSpec) -> None:
+        index = self._spec.components.index(component)
+        start = self._starts[component.name] = self._starts.get(component.name, -1) + 1
+        key = f"{self._number}/{component.name}.{start}"
+        self._steps[component.name] = self._place.start(component, index=index, key=key, variables=self._variables)
+
+    def _watch(self) -> Verdict:
+        while True:
+            time.sleep(POLL_SECONDS)
+            if self._requests.terminate:
+                return Verdict(ending=Ending.terminated, reason="Slurm is ending the job")
+            if lost := self._lease.lost():
+                return Verdict(ending=Ending.lost, reason=lost)
+            if self._actor.has_ended():
+                return self._actor_ended()
+            verdict = self._stop_in_order() if self._requests.stop else None
+            verdict = verdict or self._watch_servers() or self._watch_for_the_end()
+            if verdict is not None:
+                return verdict
+
+    def _actor_ended(self) -> Verdict:
+        actor = self._actor
+        if done_step(self._place.run) >= self._spec.max_steps:
+            return Verdict(ending=Ending.done, reason=f"step {self._spec.max_steps} is reached")
+        outcome = actor.outcome()
+        ending = _ENDINGS.get(ExitCode(outcome.code), Ending.crashed) if outcome and outcome.code in set(ExitCode) else Ending.crashed
+        if ending is Ending.crashed and self._requests.stop:
+            return Verdict(ending=Ending.stopped, reason=f"it had to stop; {actor.describe_end()}")
+        if ending is Ending.stopped:
+            return Verdict(ending=ending, reason="stopped in order, with a checkpoint")
+        self._show(actor, outcome.rank if outcome else 0)
+        reason = self._doomed[1] + "; " if self._doomed else ""
+        return Verdict(ending=ending, reason=reason + actor.describe_end())
+
+    def _stop_in_order(self) -> Verdict | None:
+        """Tell the actor once; give it up when its time is over."""
+        now = time.time()
+        if self._stop_deadline is None:
+            self._stop_deadline = self._time_to_stop(now)
+            self._actor.send(signal.SIGUSR1)
+            seconds = self._stop_deadline - now
+            self._say(f"SIGUSR1: {self._actor.name} may take {seconds:.0f} s to finish its step and save")
+            self._history.add("stop_requested", seconds=round(seconds))
+        if now < self._stop_deadline:
+            return None
+        self._place.stop([self._actor], time.sleep, gently=False)
+        return Verdict(ending=Ending.stopped, reason="its step took too long and was given up: the newest checkpoint stands")
+
+    def _time_to_stop(self, now: float) -> float:
+        """Until when the actor may take: what was asked of Slurm, or less where the job's time ends earlier (preemption)."""
+        deadline = now + self._slurm.signal_seconds_before_end - self._slurm.abandon_seconds
+        try:
+            ends = [record.end_time for record in self._place.client.show(self._place.allocation.job)]
+        except LaunchError as error:
+            self._say(f"warning: cannot ask when the job ends: {error}")
+            return deadline
+        return min([deadline, *(end - self._slurm.abandon_seconds for end in ends if end is not None)])
+
+    def _watch_servers(self) -> Verdict | None:
+        """Restart what has ended; a verdict where starting again would not help."""
+        for component in self._servers():
+            name, step = component.name, self._steps[component.name]
+            if name in self._restart_at:
+                if time.monotonic() >= self._restart_at[name]:
+                    del self._restart_at[name]
+                    self._start(component)
+                continue
+            if self._doomed is None and (step.has_ended() or self._is_late(step)):
+                verdict = self._server_died(step)
+                if verdict is not None:
+                    return verdict
+        return None
+
+    def _is_late(self, step: Step) -> bool:
+        """Whether a server has not registered itself in time. It is ended then."""
+        step.is_ready = step.is_ready or is_ready(self._place.run, step.name)
+        if step.is_ready:
+            return False
+        if step.age_seconds() <= self._slurm.ready_timeout_seconds:
+            return False
+        self._say(f"{step.name} has not registered itself within slurm.ready_timeout_seconds={self._slurm.ready_timeout_seconds:g}")
+        self._place.stop([step], time.sleep, gently=False)
+        return True
+
+    def _server_died(self, step: Step) -> Verdict | None:
+        outcome = step.outcome()
+        self._place.sweep([step.name])
+        self._show(step, outcome.rank if outcome else 0)
+        if outcome is not None and outcome.code in (ExitCode.refused, ExitCode.halted):
+            return Verdict(ending=_ENDINGS[ExitCode(outcome.code)], reason=step.describe_end())
+        allowed = self._slurm.on_server_failure is OnFailure.restart and self.restarts < self._slurm.max_server_restarts
+        self._history.add("server_died", component=step.name, reason=step.describe_end(), restarted=allowed)
+        if allowed:
+            self.restarts += 1
+            self._place.run.service(step.name).unlink(missing_ok=True)
+            self._restart_at[step.name] = time.monotonic() + self._slurm.restart_delay_seconds
+            self._say(f"{step.describe_end()}; starting it again ({self.restarts} of {self._slurm.max_server_restarts})")
+            return None
+        self._say(f"{step.describe_end()}; {self._actor.name} may take {self._slurm.grace_seconds:g} s to notice and stop")
+        self._doomed = (time.monotonic() + self._slurm.grace_seconds, step.describe_end())
+        return None
+
+    def _watch_for_the_end(self) -> Verdict | None:
+        """What limits the actor's own end: a server that is lost for good, ranks that do not leave after the last step."""
+        if self._doomed is not None and time.monotonic() > self._doomed[0]:
+            return Verdict(ending=Ending.crashed, reason=self._doomed[1])
+        done = self._place.run.done
+        if done.exists() and done_step(self._place.run) >= self._spec.max_steps:
+            if time.time() - done.stat().st_mtime > self._slurm.spread_seconds:
+                return Verdict(ending=Ending.done, reason=f"step {self._spec.max_steps} is reached; not every rank had left")
+        return None
+
+    def _show(self, step: Step, rank: int) -> None:
+        """The last lines of the rank that explains a step's end."""
+        lines = self._place.last_lines(step.component, rank, _SHOWN_LINES)
+        self._say(f"{step.describe_end()}. Its last lines ({self._place.run.log(step.name, rank)}):" if lines else step.describe_end())
+        for line in lines:
+            self._say(f"  | {line}")
+
+    def _say(self, text: str) -> None:
+        self._place.say(text)
+
+
+def end_time(components: Sequence[JobRecord]) -> float | None:
+    """When the first of the job's components reaches its time limit (Unix time); None: never."""
+    return min((record.end_time for record in components if record.end_time is not None), default=None)

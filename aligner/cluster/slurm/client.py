@@ -1,0 +1,120 @@
+"""Slurm's own commands, each with a deadline."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from aligner.errors import LaunchError
+
+# States in which nothing of a job runs any more.
+OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
+_UNKNOWN_JOB = "Invalid job id"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRecord:
+    """One component of a job as the controller knows it; `options` give a following job the same place in the queue."""
+
+    state: str
+    reason: str
+    end_time: float | None  # Unix time; None: unlimited, or not started
+    options: tuple[str, ...]
+
+
+class SlurmClient:
+    """Commands to the controller. Each raises LaunchError where it fails or takes longer than `timeout_seconds`."""
+
+    def __init__(self, timeout_seconds: float, environ: Mapping[str, str] | None = None) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._environ = dict(os.environ if environ is None else environ)
+
+    def run(self, *command: str, cwd: Path | None = None, environ: Mapping[str, str] | None = None) -> str:
+        """stdout of a command."""
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=self._timeout_seconds,
+                cwd=cwd,
+                env=self._environ if environ is None else dict(environ),
+                stdin=subprocess.DEVNULL,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise LaunchError(f"{command[0]} did not answer within {self._timeout_seconds:g} s ({' '.join(command)})") from error
+        except OSError as error:
+            raise LaunchError(f"cannot run {command[0]}: {error}") from error
+        if done.returncode:
+            said = " ".join((done.stderr or done.stdout).split())
+            raise LaunchError(f"{' '.join(command)} failed with exit code {done.returncode}: {said}")
+        return done.stdout
+
+    def show(self, job: str) -> list[JobRecord]:
+        """The components of a job, its leader first; empty where the controller no longer knows it."""
+        try:
+            text = self.run("scontrol", "show", "job", "-o", job)
+        except LaunchError as error:
+            if _UNKNOWN_JOB in str(error):
+                return []
+            raise
+        return [_record(line) for line in text.splitlines() if line.startswith("JobId=")]
+
+    def is_over(self, job: str) -> bool:
+        """Whether every component of a job has ended; one that the controller has forgotten has."""
+        return all(record.state in OVER for record in self.show(job))
+
+    def submit(self, options: Sequence[str], script: Path, arguments: Sequence[str], *, cwd: Path, environ: Mapping[str, str]) -> str:
+        """The id of the new job."""
+        answer = self.run("sbatch", "--parsable", *options, str(script), *arguments, cwd=cwd, environ=environ)
+        job = answer.strip().splitlines()[-1].partition(";")[0] if answer.strip() else ""
+        if not job.isdigit():
+            raise LaunchError(f"sbatch answered {answer.strip()!r} instead of a job id")
+        return job
+
+    def cancel(self, job: str) -> None:
+        """End a job, running or not; one that has ended already is no error."""
+        self.run("scancel", "--quiet", job)
+
+    def steps(self, jobs: Sequence[str]) -> dict[str, str]:
+        """Step id -> name, of the running steps of these components."""
+        found = {}
+        for line in self.run("squeue", "--noheader", "--steps", "--format=%i|%j").splitlines():
+            step, _, name = line.strip().partition("|")
+            if step.partition(".")[0] in jobs:
+                found[step] = name
+        return found
+
+    def signal_steps(self, steps: Sequence[str], signal_name: str) -> None:
+        """Send a signal to every task of these steps."""
+        if steps:
+            self.run("scancel", "--quiet", f"--signal={signal_name}", *steps)
+
+
+def _record(line: str) -> JobRecord:
+    # Values may hold blanks (Command=...); those that are wanted here hold none.
+    fields = dict(part.split("=", 1) for part in line.split() if "=" in part)
+    wanted = {"--partition": "Partition", "--account": "Account", "--qos": "QOS", "--reservation": "Reservation", "--time": "TimeLimit"}
+    known = {option: fields.get(key, "") for option, key in wanted.items()}
+    options = [f"{option}={value}" for option, value in known.items() if value not in ("", "(null)", "N/A", "Partition_Limit")]
+    folder, _, file = fields.get("StdOut", "").rpartition("/")
+    if fields["JobId"] in file:  # the following job's output goes beside it, under its own number
+        options.append(f"--output={folder}/{file.replace(fields['JobId'], '%j')}")
+    return JobRecord(
+        state=fields.get("JobState", ""),
+        reason=fields.get("Reason", ""),
+        end_time=_unix_time(fields.get("EndTime", "")),
+        options=tuple(options),
+    )
+
+
+def _unix_time(text: str) -> float | None:
+    """Slurm prints local time without a zone: that of this host, which talks to it."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:  # Unknown, None
+        return None

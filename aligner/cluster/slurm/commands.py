@@ -1,0 +1,112 @@
+"""The `srun` command of a step, in a container or in a virtual environment.
+
+One variable chooses: ALIGNER_CONTAINER is `pyxis:IMAGE` (srun's own containers, by Pyxis and enroot), `apptainer:IMAGE.sif`, or empty for
+the virtual environment in ALIGNER_VENV, else the one that was active at submission, else `.venv` of the checkout. ALIGNER_MOUNTS adds
+directories that the containers see (`/data,/models:/models:ro`); the checkout, the submission's and the run's directory they always do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from aligner.cluster.slurm.config import SlurmConfig
+from aligner.cluster.slurm.spec import ComponentSpec
+from aligner.errors import ConfigError
+
+
+class ContainerKind(str, Enum):
+    """Who makes the containers."""
+
+    none = "none"
+    pyxis = "pyxis"
+    apptainer = "apptainer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runtime:
+    """What the components' processes run in. `home` is the checkout, `directory` where they start: relative paths are the submitter's."""
+
+    kind: ContainerKind
+    image: str
+    python: str
+    mounts: tuple[str, ...]
+    home: Path
+    directory: Path
+
+    def with_mount(self, path: Path) -> Runtime:
+        """The same, with one more directory that the containers see."""
+        return replace(self, mounts=tuple(dict.fromkeys((*self.mounts, f"{path}:{path}"))))
+
+
+def runtime(environ: Mapping[str, str], *, home: Path, directory: Path) -> Runtime:
+    """What the variables ask for. Raises ConfigError for a container of an unknown kind and for an environment without Python."""
+    chosen, extra = environ.get("ALIGNER_CONTAINER", ""), environ.get("ALIGNER_MOUNTS", "")
+    places = dict.fromkeys((str(home), str(directory), *filter(None, extra.split(","))))
+    mounts = tuple(place if ":" in place else f"{place}:{place}" for place in places)
+    if chosen:
+        kind, _, image = chosen.partition(":")
+        if kind not in (ContainerKind.pyxis.value, ContainerKind.apptainer.value) or not image:
+            allowed = "pyxis:IMAGE, apptainer:IMAGE.sif, or empty for a virtual environment"
+            raise ConfigError(f"ALIGNER_CONTAINER={chosen!r}; allowed: {allowed}")
+        python = "python3"
+    else:
+        kind, image, python = ContainerKind.none.value, "", _python(environ, home)
+    return Runtime(kind=ContainerKind(kind), image=image, python=python, mounts=mounts, home=home, directory=directory)
+
+
+def _python(environ: Mapping[str, str], home: Path) -> str:
+    """The interpreter of the virtual environment that is named, active, or in the checkout; else the one on PATH."""
+    own = str(home / ".venv") if (home / ".venv").is_dir() else ""
+    folder = environ.get("ALIGNER_VENV") or environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX") or own
+    if not folder:
+        return "python3"
+    python = str(Path(folder).absolute() / "bin" / "python")
+    if not os.access(python, os.X_OK):
+        raise ConfigError(f"ALIGNER_VENV={folder}: there is no {python}; name an environment that every node sees, or ALIGNER_CONTAINER")
+    return python
+
+
+def wrapped(where: Runtime, program: Sequence[str], *, has_gpus: bool) -> tuple[list[str], list[str]]:
+    """(options of srun, command of each task) that run the Python interpreter with these arguments."""
+    command = [where.python, "-u", *program]
+    if where.kind is ContainerKind.pyxis:
+        options = [
+            f"--container-image={where.image}",
+            f"--container-mounts={','.join(where.mounts)}",
+            f"--container-workdir={where.directory}",
+        ]
+        return [*options, "--container-env=PYTHONPATH"], command  # the image's own would come first
+    if where.kind is ContainerKind.apptainer:
+        binds = [part for mount in where.mounts for part in ("--bind", mount)]
+        return [], ["apptainer", "exec", *(["--nv"] if has_gpus else []), *binds, "--pwd", str(where.directory), where.image, *command]
+    return [], command
+
+
+def srun_command(
+    component: ComponentSpec, slurm: SlurmConfig, where: Runtime, *, het_group: int | None, log: str, name: str = ""
+) -> list[str]:
+    """The step that runs a component on its part of the job; `log` may hold srun's %t, `het_group` is None in a job of one component."""
+    options, command = wrapped(where, component.program, has_gpus=component.gpus_per_node > 0)
+    return [
+        "srun",
+        *([f"--het-group={het_group}"] if het_group is not None else []),
+        f"--job-name={name or component.name}",
+        f"--nodes={component.num_nodes}",
+        f"--ntasks={component.num_ranks}",
+        f"--ntasks-per-node={component.ranks_per_node}",
+        *([f"--gpus-per-node={component.gpus_per_node}"] if component.gpus_per_node else []),
+        *([f"--cpus-per-task={slurm.cpus_per_rank}"] if slurm.cpus_per_rank else []),  # srun no longer takes it from the job
+        *([f"--mpi={slurm.mpi}"] if slurm.mpi else []),
+        "--kill-on-bad-exit=1",
+        f"--wait={slurm.spread_seconds}",
+        "--input=none",
+        f"--output={log}",
+        "--open-mode=append",
+        f"--chdir={where.directory}",
+        *options,
+        *command,
+    ]

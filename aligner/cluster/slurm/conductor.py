@@ -1,0 +1,224 @@
+"""What runs in the batch script: it starts the components, watches them, and sees to it that the run goes on, or that it does not.
+
+done       0    cancels the follow-up
+refused    2    a mistake in what was asked: cancels the follow-up
+stopped   75    before the end of its time: submits the successor, cancels the follow-up
+halted    78    numbers went bad, or no progress: cancels the follow-up
+crashed    1    all components again in the same allocation; where that is not wanted the follow-up goes on
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from aligner.cluster import lease as leases
+from aligner.cluster.exit_codes import ExitCode
+from aligner.cluster.lease import Lease, LeaseRecord
+from aligner.cluster.run_directory import RunDirectory
+from aligner.cluster.slurm.allocation import Allocation
+from aligner.cluster.slurm.attempt import POLL_SECONDS, Attempt, Ending, Verdict, end_time
+from aligner.cluster.slurm.client import OVER, JobRecord, SlurmClient
+from aligner.cluster.slurm.commands import Runtime
+from aligner.cluster.slurm.config import OnFailure
+from aligner.cluster.slurm.following import FollowingJobs
+from aligner.cluster.slurm.history import ENDED, STARTED, SUBMITTED, History, done_step, newest_step
+from aligner.cluster.slurm.preflight import run_preflight
+from aligner.cluster.slurm.requests import StopRequests
+from aligner.cluster.slurm.spec import JobSpec
+from aligner.cluster.slurm.steps import Place
+from aligner.errors import LaunchError
+
+_CODES = {
+    Ending.done: ExitCode.done,
+    Ending.refused: ExitCode.refused,
+    Ending.halted: ExitCode.halted,
+    Ending.stopped: ExitCode.stopped,
+    Ending.crashed: ExitCode.failed,
+    Ending.terminated: ExitCode.failed,
+    Ending.lost: ExitCode.refused,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """What the conductor finds: the job, where its processes run, the script and its arguments, Slurm's commands."""
+
+    allocation: Allocation
+    runtime: Runtime
+    client: SlurmClient
+    requests: StopRequests
+    script: Path
+    arguments: tuple[str, ...]
+    environ: Mapping[str, str]
+    say: Callable[[str], None]
+
+
+def conduct(spec: JobSpec, around: Surroundings) -> int:
+    """Run a job of this run to its end; the exit code. Raises LaunchError where another job holds the run."""
+    run = RunDirectory(Path(spec.run_directory)).create()
+    around.allocation.check(spec)
+    if (step := done_step(run)) >= spec.max_steps:
+        around.say(f"the run in {run.path} is done (step {step}, {run.done.name}): nothing to do")
+        return ExitCode.done
+    job = around.allocation.job
+    record = LeaseRecord(job=job, attempt=f"{job}.0", host=around.allocation.node, pid=os.getpid(), valid_seconds=spec.slurm.lease_seconds)
+    lease = leases.claim(run.lease, record, is_over=lambda other: _is_over(around, other))
+    try:
+        return _Conductor(spec, around, run, lease).run()
+    finally:
+        lease.release()
+
+
+def _is_over(around: Surroundings, other: LeaseRecord) -> bool | None:
+    """Whether the job that held the run has ended; None where Slurm does not say, or it was no job."""
+    try:
+        return around.client.is_over(other.job) if other.job.isdigit() else None
+    except LaunchError as error:
+        around.say(f"warning: cannot ask whether job {other.job} still runs: {error}")
+        return None
+
+
+class _Conductor:
+    def __init__(self, spec: JobSpec, around: Surroundings, run: RunDirectory, lease: Lease) -> None:
+        self._spec = spec
+        self._around = around
+        self._run = run
+        self._lease = lease
+        self._say = around.say
+        self._history = History(run.attempts, around.allocation.job)
+        self._components = self._ask_for_components(around.allocation.job)
+        self._restarts = 0
+        self._place = Place(
+            run=run,
+            allocation=around.allocation,
+            runtime=around.runtime.with_mount(run.path),
+            slurm=spec.slurm,
+            client=around.client,
+            environ=around.environ,
+            say=around.say,
+        )
+        self._following = FollowingJobs(
+            around.allocation,
+            around.client,
+            self._history,
+            script=around.script,
+            arguments=around.arguments,
+            components=self._components,
+            environ=around.environ,
+            say=around.say,
+        )
+
+    def run(self) -> int:
+        allocation, step = self._around.allocation, self._newest()
+        self._history.add(SUBMITTED, continues=allocation.continues, step=step)
+        where = f"goes on after step {step}" if step else "starts"
+        self._say(f"run {self._run.run_id()[:8]} in {self._run.path} {where}; logs in {self._run.logs}")
+        if self._was_cancelled():
+            reason = f"job {allocation.continues} was cancelled: a person does not want the run to go on. Submit it again to go on"
+            return self._end(Verdict(ending=Ending.refused, reason=reason))
+        if self._has_halted():
+            return self._end(Verdict(ending=Ending.halted, reason=self._no_progress()))
+        if self._spec.slurm.follow_up:
+            self._following.queue_follow_up()
+        number = 0
+        while True:
+            self._history.add(STARTED, attempt=self._attempt_id(number), step=self._newest())
+            verdict = self._first_look(number) or self._attempt(number)
+            again = self._judge(verdict)
+            if again is not None:
+                return self._end(again)
+            number += 1
+            self._wait(self._spec.slurm.restart_delay_seconds)
+
+    def _first_look(self, number: int) -> Verdict | None:
+        if number or self._around.requests.any:
+            return None
+        return run_preflight(self._spec, self._place, self._around.requests, self._variables(number))
+
+    def _newest(self) -> int:
+        return newest_step(self._run, self._spec.checkpoints)
+
+    def _attempt_id(self, number: int) -> str:
+        return f"{self._around.allocation.job}.{number}"
+
+    def _variables(self, number: int) -> dict[str, str]:
+        """What the processes of an attempt are told."""
+        end = end_time(self._components)
+        variables = {leases.ATTEMPT_VARIABLE: self._attempt_id(number), leases.VARIABLE: str(self._run.lease)}
+        return variables if end is None else {**variables, "ALIGNER_END_TIME": f"{end - self._spec.slurm.abandon_seconds:.0f}"}
+
+    def _attempt(self, number: int) -> Verdict:
+        if self._around.requests.terminate:
+            return Verdict(ending=Ending.terminated, reason="Slurm is ending the job")
+        if self._around.requests.stop:
+            return Verdict(ending=Ending.stopped, reason="it had to stop before the components were started")
+        if number:
+            self._lease.renew(self._attempt_id(number))
+        attempt = Attempt(self._spec, self._place, self._lease, self._history, self._around.requests, number=number)
+        self._say(f"attempt {self._attempt_id(number)}: starting {', '.join(one.name for one in self._spec.components)}")
+        verdict = attempt.run(self._variables(number), restarts=self._restarts)
+        self._restarts = attempt.restarts
+        return verdict
+
+    def _judge(self, verdict: Verdict) -> Verdict | None:
+        """None where all components start again in this allocation; else what the job ends with."""
+        self._history.add("attempt_ended", ending=verdict.ending.value, reason=verdict.reason, step=self._newest())
+        if verdict.ending not in (Ending.crashed, Ending.stopped):
+            return verdict
+        if self._has_halted():
+            return Verdict(ending=Ending.halted, reason=f"{self._no_progress()}; the last one: {verdict.reason}")
+        if verdict.ending is Ending.stopped or self._spec.slurm.on_actor_failure is OnFailure.end or not self._is_intact():
+            return verdict
+        self._say(f"attempt over: {verdict.reason}. All components start again in this allocation")
+        return None
+
+    def _was_cancelled(self) -> bool:
+        """Whether the job that queued this one was ended by scancel. Slurm says by what a job was ended only after its end."""
+        job = self._around.allocation.continues
+        if not job or self._history.ending_of(job) not in ("", Ending.terminated.value):
+            return False
+        return any(component.state.startswith("CANCELLED") for component in self._ask_for_components(job))
+
+    def _has_halted(self) -> bool:
+        return self._history.starts_after(self._newest()) > self._spec.slurm.max_restarts_without_progress
+
+    def _no_progress(self) -> str:
+        starts = self._history.starts_after(self._newest())
+        return (
+            f"{starts} starts in a row brought no checkpoint newer than step {self._newest()} "
+            f"(slurm.max_restarts_without_progress={self._spec.slurm.max_restarts_without_progress})"
+        )
+
+    def _is_intact(self) -> bool:
+        """Whether the allocation can be started in again: not where Slurm is ending the job, of which a signal may still be on its way."""
+        if self._around.requests.any:
+            return False
+        return not any(component.state in (*OVER, "COMPLETING") for component in self._ask_for_components(self._around.allocation.job))
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._around.requests.any:
+            time.sleep(POLL_SECONDS)
+
+    def _ask_for_components(self, job: str) -> Sequence[JobRecord]:
+        try:
+            return self._around.client.show(job)
+        except LaunchError as error:
+            self._around.say(f"warning: cannot ask Slurm about job {job}: {error}")
+            return []
+
+    def _end(self, verdict: Verdict) -> int:
+        """Arrange for what comes after this job, and leave."""
+        code = _CODES[verdict.ending]
+        if verdict.ending is Ending.stopped and self._spec.slurm.successor:
+            self._following.submit_successor()
+        elif verdict.ending not in (Ending.crashed, Ending.terminated):
+            self._following.cancel_follow_up(verdict.ending.value)
+        follow_up = self._following.follow_up
+        self._history.add(ENDED, ending=verdict.ending.value, exit_code=int(code), reason=verdict.reason, follow_up=follow_up)
+        self._say(f"{verdict.ending.value}: {verdict.reason} (exit code {int(code)}{f'; job {follow_up} is next' if follow_up else ''})")
+        return code

@@ -1,0 +1,73 @@
+"""`attempts.jsonl`: what became of every start of a run, and whether starting again still helps."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from aligner.cluster.run_directory import RunDirectory
+from aligner.models import checkpoint_files
+
+SUBMITTED, STARTED, ENDED = "job_started", "attempt_started", "job_ended"
+
+
+class History:
+    """Appends lines; each is one JSON object with `time`, `event`, `job` and what belongs to the event."""
+
+    def __init__(self, path: Path, job: str) -> None:
+        self._path = path
+        self._job = job
+
+    def add(self, event: str, **details: Any) -> None:
+        """One line, on disk when this returns. Raises OSError on a full disk."""
+        line = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event, "job": self._job, **details})
+        with self._path.open("a") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self) -> list[dict[str, Any]]:
+        """All lines, oldest first; a last one that a crash cut off is left out."""
+        lines = []
+        for line in self._path.read_text().splitlines() if self._path.exists() else []:
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                continue
+        return lines
+
+    def ending_of(self, job: str) -> str:
+        """How a job of this run said that it ended; empty where it could not say anything."""
+        lines = [line for line in self.read() if line["job"] == job and line["event"] == ENDED]
+        return str(lines[-1]["ending"]) if lines else ""
+
+    def starts_after(self, step: int) -> int:
+        """How many of the newest attempts started after this same step, since a person last submitted the run."""
+        count = 0
+        for line in reversed(self.read()):
+            if line["event"] == STARTED and line["step"] != step:
+                break
+            count += line["event"] == STARTED
+            if line["event"] == SUBMITTED and not line["continues"]:
+                break
+        return count
+
+
+def newest_step(run: RunDirectory, folders: Sequence[str]) -> int:
+    """The newest step whose checkpoint is complete in all of the folders; 0: none is. A run goes on after it."""
+    steps = [set(checkpoint_files.complete_steps(run.checkpoints / folder)) for folder in folders]
+    return max(set.intersection(*steps), default=0) if steps else 0
+
+
+def done_step(run: RunDirectory) -> int:
+    """The step that `done.json` says the run has reached; 0 where there is none."""
+    try:
+        return int(json.loads(run.done.read_text())["step"])
+    except FileNotFoundError:
+        return 0
+    except (ValueError, KeyError, TypeError):  # damaged: the run will write it again when it comes there
+        return 0

@@ -1,0 +1,58 @@
+"""The batch script of a job: `#SBATCH` lines from the job's spec, and a body that is the same for every job."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from aligner.cluster.slurm.spec import ComponentSpec, JobSpec
+
+_BODY = """
+# Where the components run: pyxis:IMAGE or apptainer:IMAGE.sif; empty: the virtual environment ALIGNER_VENV, the active one, or .venv.
+export ALIGNER_CONTAINER="${ALIGNER_CONTAINER:-}" ALIGNER_VENV="${ALIGNER_VENV:-}"
+# Directories that a container sees besides this one and the run's, such as /data,/models. ALIGNER_PREFLIGHT=0: no preflight.
+export ALIGNER_MOUNTS="${ALIGNER_MOUNTS:-}" ALIGNER_PREFLIGHT="${ALIGNER_PREFLIGHT:-1}"
+
+home="${ALIGNER_HOME:-$SLURM_SUBMIT_DIR}" # the checkout, on a file system that every node sees
+export PYTHONPATH="$home${PYTHONPATH:+:$PYTHONPATH}"
+# The conductor needs Python 3.10 or newer on the first node, and no packages.
+"""
+
+
+def render(config: str, spec: JobSpec, *, title: str, overrides: Sequence[str] = (), path: str = "") -> str:
+    """The script of `conf/<config>.yaml` with `overrides`. `title` says what it is, `path` where it is kept (empty: nowhere)."""
+    made = f"aligner launch slurm {shlex.join([config, *overrides])}" + (f" --output {path}" if path else "")
+    lines = ["#!/bin/bash", f"# {title}", f"# Made by `{made}`: the numbers are those of conf/{config}.yaml."]
+    if path:
+        lines += ["#", f"#     sbatch {path} [key=value ...]", "#"]
+        lines += ["# from the checkout. The same line again goes on from the newest checkpoint. What happens on failures: docs/slurm.md"]
+    slurm = spec.slurm
+    lines += [
+        f"#SBATCH --job-name={spec.name}",
+        *([f"#SBATCH --time={slurm.time_limit}"] if slurm.time_limit else []),
+        f"#SBATCH --signal=B:USR1@{slurm.signal_seconds_before_end}",
+        f"#SBATCH --output={slurm.output}",
+        "#SBATCH --no-requeue",
+    ]
+    for index, component in enumerate(spec.components):
+        lines += ["#SBATCH hetjob"] if index else []
+        lines += _component_lines(component, spec)
+    settings = "".join(f" --set {shlex.quote(override)}" for override in overrides)
+    command = f'exec "${{ALIGNER_PYTHON:-python3}}" -m aligner.cluster.slurm --script "$0" --config {config}{settings} -- "$@"'
+    return "\n".join(lines) + "\n" + _BODY + command + "\n"
+
+
+def _component_lines(component: ComponentSpec, spec: JobSpec) -> list[str]:
+    slurm = spec.slurm
+    ranks = "rank" if component.num_ranks == 1 else "ranks"
+    size = [f"--nodes={component.num_nodes}", f"--ntasks-per-node={component.ranks_per_node}"]
+    size += [f"--gpus-per-node={component.gpus_per_node}"] if component.gpus_per_node else []
+    size += [f"--cpus-per-task={slurm.cpus_per_rank}"] if slurm.cpus_per_rank else []
+    size += ["--exclusive"] if slurm.exclusive else []
+    where = {"--partition": slurm.partition, "--account": slurm.account, "--qos": slurm.qos, "--constraint": slurm.constraint}
+    given = [f"{option}={value}" for option, value in where.items() if value]
+    return [
+        f"# {component.name}: {component.num_ranks} {ranks}",
+        f"#SBATCH {' '.join(size)}",
+        *(f"#SBATCH {option}" for option in (*given, *slurm.options)),
+    ]

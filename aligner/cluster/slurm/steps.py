@@ -1,0 +1,151 @@
+"""The steps of a job: one `srun` for each start of a component, watched and ended together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from aligner.cluster import outcomes
+from aligner.cluster.output import plain
+from aligner.cluster.run_directory import RunDirectory
+from aligner.cluster.slurm.allocation import Allocation, step_environment
+from aligner.cluster.slurm.client import SlurmClient
+from aligner.cluster.slurm.commands import Runtime, srun_command
+from aligner.cluster.slurm.config import SlurmConfig
+from aligner.cluster.slurm.spec import ComponentSpec
+from aligner.errors import LaunchError
+
+_POLL_SECONDS = 0.1
+_FORCE_SECONDS = 15.0  # from srun's own forced end to the kernel's
+_READ_BYTES = 16384
+
+
+class Step:
+    """One start of a component. `srun`'s exit code says little; `outcome` is what the ranks themselves said."""
+
+    def __init__(self, component: ComponentSpec, process: subprocess.Popen[bytes], outcomes_directory: Path) -> None:
+        self.component = component
+        self.name = component.name
+        self.started_at = time.monotonic()
+        self.is_ready = False
+        self._process = process
+        self._outcomes = outcomes_directory
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def outcome(self) -> outcomes.Outcome | None:
+        """What explains its end; None where every rank was killed."""
+        return outcomes.decisive(outcomes.read(self._outcomes))
+
+    def describe_end(self) -> str:
+        """For a person."""
+        outcome, code = self.outcome(), self._process.poll()
+        if outcome is None:
+            return f"{self.name} was killed, or its node was lost (srun's exit code {code})"
+        message = f": {outcome.message}" if outcome.message else ""
+        return f"{self.name}: rank {outcome.rank} ended with exit code {outcome.code}{message}"
+
+    def send(self, number: int) -> None:
+        """A signal to srun, which passes SIGUSR1 on to every task and ends the step at once on SIGTERM."""
+        if not self.has_ended():
+            self._process.send_signal(number)
+
+    def age_seconds(self) -> float:
+        return time.monotonic() - self.started_at
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """What every step of a job has in common."""
+
+    run: RunDirectory
+    allocation: Allocation
+    runtime: Runtime
+    slurm: SlurmConfig
+    client: SlurmClient
+    environ: Mapping[str, str]
+    say: Callable[[str], None]
+
+    def start(self, component: ComponentSpec, *, index: int, key: str, variables: Mapping[str, str]) -> Step:
+        """Start a component on part `index` of the job; its ranks write to `<run>/logs`. `key` is new for every start."""
+        outcomes_directory = self.run.jobs / self.allocation.job / "outcomes" / key
+        command = srun_command(
+            component,
+            self.slurm,
+            self.runtime,
+            het_group=self.allocation.het_group(index),
+            log=f"{self.run.logs}/{component.name}.%t.log",
+        )
+        environment = {
+            **step_environment(self.environ, self.runtime.home),
+            **variables,
+            "ALIGNER_COMPONENT": component.name,
+            outcomes.VARIABLE: str(outcomes_directory),
+        }
+        try:
+            # A group of its own: a signal to the batch script's group must not end srun before the conductor has decided anything.
+            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        except OSError as error:
+            raise LaunchError(f"cannot start srun for {component.name}: {error}") from error
+        return Step(component, process, outcomes_directory)
+
+    def stop(self, steps: Sequence[Step], pause: Callable[[float], None], *, gently: bool = True) -> None:
+        """End these steps and wait for it: SIGTERM to every task, SIGKILL after `shutdown_timeout_seconds` (at once unless `gently`)."""
+        running = [step for step in steps if not step.has_ended()]
+        if running and gently:
+            self._signal_tasks(running, "TERM")
+            running = _wait(running, self.slurm.shutdown_timeout_seconds, pause)
+        if running:
+            self.say(f"killing {', '.join(step.name for step in running)}")
+            for step in running:
+                step.send(signal.SIGTERM)  # srun: "forcing job termination"
+            running = _wait(running, _FORCE_SECONDS, pause)
+        if running:
+            self._signal_tasks(running, "KILL")
+            for step in running:
+                step.send(signal.SIGKILL)
+            running = _wait(running, _FORCE_SECONDS, pause)
+        if running:
+            self.say(f"srun of {', '.join(step.name for step in running)} does not end; the end of the job will end it")
+
+    def sweep(self, names: Collection[str]) -> None:
+        """Kill steps of these names whose srun has ended: where srun itself was killed its tasks run on."""
+        try:
+            left = [step for step, name in self.client.steps(self.allocation.jobs).items() if name in names]
+            if left:
+                self.say(f"killing steps {', '.join(left)}, which have lost their srun")
+                self.client.signal_steps(left, "KILL")
+        except LaunchError as error:
+            self.say(f"warning: cannot end steps that have lost their srun: {error}")
+
+    def _signal_tasks(self, steps: Sequence[Step], name: str) -> None:
+        """To the tasks themselves, through the controller: srun would kill them. Where the controller does not answer, time decides."""
+        names = {step.name for step in steps}
+        try:
+            self.client.signal_steps([step for step, its in self.client.steps(self.allocation.jobs).items() if its in names], name)
+        except LaunchError as error:
+            self.say(f"warning: cannot send SIG{name} to {', '.join(sorted(names))}: {error}")
+
+    def last_lines(self, component: ComponentSpec, rank: int, count: int) -> list[str]:
+        """The end of a rank's log, without colours."""
+        path = self.run.log(component.name, rank)
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _READ_BYTES))
+                return [plain(line) for line in file.read().decode(errors="replace").splitlines()[-count:]]
+        except FileNotFoundError:
+            return []
+
+
+def _wait(steps: Sequence[Step], seconds: float, pause: Callable[[float], None]) -> list[Step]:
+    """Until these have ended or the time is over; those that have not."""
+    deadline = time.monotonic() + seconds
+    while (running := [step for step in steps if not step.has_ended()]) and time.monotonic() < deadline:
+        pause(_POLL_SECONDS)
+    return running

@@ -1,0 +1,88 @@
+"""Conversations whose turns may carry a label, in NeMo-Aligner's chat format: SteerLM's attribute-conditioned fine-tuning (2310.05344).
+
+    {system, conversations: [{from: User, value}, {from: Assistant, value, label: "quality:4,toxicity:0"}], mask: User, type: VALUE_TO_TEXT}
+
+is written as the text on which that family of models was trained,
+
+    <extra_id_0>System\\n{system}\\n<extra_id_1>User\\n{value}\\n<extra_id_1>Assistant\\n<extra_id_2>{label}\\n{value}\\n<extra_id_1>
+
+`mask` names the speaker whose turns are not learnt. A label is given, not learnt: the model learns the text that has these attributes, up
+to and with the mark of the next turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aligner.data.records import field_text, raw_object, shown, text_of
+from aligner.data.sources import RawRecord
+from aligner.errors import DataError
+
+SYSTEM_START, TURN_START, LABEL_START = "<extra_id_0>", "<extra_id_1>", "<extra_id_2>"
+VALUE_TO_TEXT = "VALUE_TO_TEXT"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What one speaker says; `label` is empty where nothing is asked of the text."""
+
+    speaker: str
+    text: str
+    label: str
+    learnt: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelledRecord:
+    """A conversation at least one turn of which is to be learnt."""
+
+    system: str
+    turns: tuple[Turn, ...]
+
+    def segments(self) -> list[tuple[str, bool]]:
+        """The text in pieces, each with whether it is learnt."""
+        pieces: list[tuple[str, bool]] = [(f"{SYSTEM_START}System\n{self.system}\n{TURN_START}", False)]
+        for turn in self.turns:
+            label = f"{LABEL_START}{turn.label}\n" if turn.label else ""
+            pieces += [(f"{turn.speaker}\n{label}", False), (f"{turn.text}\n{TURN_START}", turn.learnt)]
+        return pieces
+
+
+def is_labelled(raw: RawRecord) -> bool:
+    """Whether a record is of this format."""
+    return isinstance(raw.value, dict) and "conversations" in raw.value
+
+
+def parse_labelled(raw: RawRecord) -> LabelledRecord:
+    """`{system?, conversations: [{from, value, label?}], mask?, type?}`; without a `type` labels are left out."""
+    record = raw_object(raw)
+    kind = record.get("type")
+    if kind not in (None, VALUE_TO_TEXT):
+        raise DataError(
+            f"field 'type' is {shown(kind)}, allowed: {VALUE_TO_TEXT!r} or none (to predict labels, train a reward model on them)"
+        )
+    mask = field_text(record, "mask") if "mask" in record else "User"
+    turns = record["conversations"]
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"field 'conversations' is {shown(turns)}, expected a non-empty list of {{from, value, label}}")
+    parsed = tuple(_turn(turn, f"field 'conversations[{i}]'", mask, with_label=kind is not None) for i, turn in enumerate(turns))
+    if not any(turn.learnt for turn in parsed):
+        raise DataError(f"field 'mask' is {shown(mask)}, which leaves no turn to learn, expected one of several speakers")
+    return LabelledRecord(system=field_text(record, "system", empty=True) if "system" in record else "", turns=parsed)
+
+
+def _turn(turn: object, what: str, mask: str, *, with_label: bool) -> Turn:
+    if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
+        raise DataError(f"{what} is {shown(turn)}, expected {{from, value, label}}")
+    speaker = text_of(turn["from"], f"{what}: from")
+    learnt = speaker != mask
+    label = turn.get("label") if with_label else None
+    if label is not None:
+        label = text_of(label, f"{what}: label")
+        if "\n" in label:
+            raise DataError(f"{what}: label is {shown(label)}, expected one line such as 'quality:4,toxicity:0'")
+    text = text_of(turn["value"], f"{what}: value")
+    for name, value in (("from", speaker), ("value", text), ("label", label or "")):
+        if TURN_START in value or SYSTEM_START in value or LABEL_START in value:
+            raise DataError(f"{what}: {name} is {shown(value)}, which holds a mark of the format, expected plain text")
+    return Turn(speaker=speaker, text=text, label=label or "", learnt=learnt)

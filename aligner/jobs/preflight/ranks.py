@@ -1,0 +1,131 @@
+"""Who came: all ranks once, with the sizes and the config that the job wants."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aligner.config import compose, fingerprint
+from aligner.errors import ConfigError, LaunchError
+from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
+from aligner.jobs.programs import RECIPES, Job, recipe_of
+from aligner.schemas import TrainGRPO, TrainPPO
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A rank and where it is."""
+
+    rank: int
+    node: str
+    world_size: int
+    started_by: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Composed:
+    """The config as one rank composed it."""
+
+    fingerprint: str
+
+
+def _meet(context: Context) -> Place:
+    here = context.allocation
+    own = {"node": here.node, "world_size": here.size}
+    if here.store.add(f"preflight/claims/{here.rank}", 1) > 1:
+        raise LaunchError(f"two processes call themselves rank {here.rank} (one is on {here.node}): the launcher's variables are wrong")
+    places = here.exchange("place", own, what="a sign of life")
+    if len(places) != here.size:
+        raise LaunchError(f"rank {here.rank} on {here.node} was told of {here.size} ranks, rank 0 of {len(places)}")
+    here.nodes = tuple(place["node"] for place in places)
+    return Place(rank=here.rank, node=here.node, world_size=here.size, started_by=here.world.source.value)
+
+
+def _judge_ranks(context: Context, seen: Mapping[int, Place]) -> Finding:
+    here = context.allocation
+    if strays := [rank for rank, place in seen.items() if place.world_size != here.size]:
+        text = (
+            f"{who(here, strays)} {'was' if len(strays) == 1 else 'were'} told of {seen[strays[0]].world_size} ranks, rank 0 of {here.size}"
+        )
+        return Finding(level=Level.fatal, found=text, advice="start all ranks with one srun, torchrun or mpiexec")
+    per_node = Counter(here.nodes)
+    sizes = sorted(set(per_node.values()))
+    found = f"{here.size} {'rank' if here.size == 1 else 'ranks'} on {len(per_node)} {'node' if len(per_node) == 1 else 'nodes'}"
+    figures = {"ranks": float(here.size), "nodes": float(len(per_node))}
+    if len(sizes) > 1:
+        uneven = ", ".join(f"{node}: {count}" for node, count in sorted(per_node.items(), key=lambda pair: pair[1])[:6])
+        text = f"{found}, unevenly spread ({uneven})"
+        advice = "give every node the same number of ranks: --ntasks-per-node"
+        return Finding(level=Level.warning, found=text, advice=advice, figures=figures)
+    return Finding(level=Level.ok, found=f"{found}, started by {seen[0].started_by}", figures=figures)
+
+
+def _compose(context: Context) -> Composed:
+    schema, _ = RECIPES[recipe_of(context.name)]
+    job = compose(schema, context.name, context.overrides)
+    if isinstance(job, (TrainPPO, TrainGRPO)):
+        job.reward.check_named()
+    context.job = job
+    return Composed(fingerprint=fingerprint(job))
+
+
+def _judge_config(context: Context, seen: Mapping[int, Composed]) -> Finding:
+    here = context.allocation
+    if others := [rank for rank, one in seen.items() if one.fingerprint != seen[0].fingerprint]:
+        text = f"{who(here, others)}: another config than rank 0 ({seen[others[0]].fingerprint} and not {seen[0].fingerprint})"
+        return Finding(level=Level.fatal, found=text, advice="same checkout, arguments and environment variables on every node")
+    return _judge_sizes(here.size, context.config, seen[0].fingerprint)
+
+
+def wanted_ranks(config: Job) -> dict[str, int]:
+    """The ranks of every component that the run starts, the training one first."""
+    wanted = {"actor" if isinstance(config, (TrainPPO, TrainGRPO)) else "trainer": config.num_processes}
+    if isinstance(config, TrainPPO):
+        wanted["critic"] = config.critic.num_processes
+    if isinstance(config, (TrainPPO, TrainGRPO)) and config.reward.serve:
+        wanted["reward"] = config.reward.num_processes
+    return wanted
+
+
+def _judge_sizes(size: int, config: Job, mark: str) -> Finding:
+    """Whether as many ranks came as a component of the config has, or all of them, and whether the layouts divide."""
+    wanted = wanted_ranks(config)
+    layouts = {name: config.parallel for name in ("actor", "trainer") if name in wanted}
+    if isinstance(config, TrainPPO):
+        layouts["critic"] = config.critic.parallel
+    if isinstance(config, (TrainPPO, TrainGRPO)):
+        layouts["reward"] = config.reward.parallel
+    for name, count in wanted.items():
+        try:
+            layouts[name].check_world(count)
+        except ConfigError as error:
+            advice = f"mend {name}'s parallel sizes, or its num_processes"
+            return Finding(level=Level.fatal, found=f"{name}: {error}", advice=advice)
+    listed = ", ".join(f"{name} {count}" for name, count in wanted.items())
+    figures = {f"wanted_{name}": float(count) for name, count in wanted.items()}
+    if size in (*wanted.values(), sum(wanted.values())):
+        return Finding(level=Level.ok, found=f"{mark} on every rank; it wants {listed}", figures=figures)
+    text = f"it wants {listed}; {size} came"
+    advice = "start the preflight on the nodes of a component, or of all; or set num_processes to what the job will have"
+    return Finding(level=Level.warning, found=text, advice=advice, figures=figures)
+
+
+RANKS = Item(
+    name="ranks",
+    where=Where.every_rank,
+    kind=Place,
+    observe=_meet,
+    judge=_judge_ranks,
+    timeout_seconds=300.0,
+    advice="look at those nodes (sinfo, the job's log), or leave them out: --exclude",
+)
+CONFIG = Item(
+    name="config",
+    where=Where.every_rank,
+    kind=Composed,
+    observe=_compose,
+    judge=_judge_config,
+    timeout_seconds=120.0,
+    needs=("ranks",),
+)

@@ -1,0 +1,168 @@
+"""The beginnings of the data sets, read as the job would read them, and the reward function on a few of them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aligner.data.preferences import load_preferences
+from aligner.data.prompts import load_prompts
+from aligner.data.report import LoadReport
+from aligner.data.supervised import load_supervised
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import DataError
+from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
+from aligner.jobs.preflight.models import used_models
+from aligner.jobs.preflight.tokenizers import tokenizer_of
+from aligner.jobs.programs import Job
+from aligner.schemas import TrainGRPO, TrainPPO, TrainSFT
+
+NUM_RECORDS = 200  # an even number: some formats have pairs of lines
+MANY_LEFT_OUT = 0.5  # part of the sample
+NUM_SCORED = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """What one node made of the data sets' beginnings."""
+
+    summaries: list[str] = field(default_factory=list)
+    digest: str = ""
+    left_out: float = 0.0  # largest part of a data set's sample that is not used
+    num_bad: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Rewards for the sample's own answers and for empty responses; no rewards where the run has no such function."""
+
+    function: str = ""
+    answers: list[float] = field(default_factory=list)
+    empty: list[float] = field(default_factory=list)
+    num_with_answer: int = 0
+    accuracy: str = ""
+
+
+def load_sample(config: Job, location: str, tokenizer: Tokenizer) -> tuple[Sequence[Any], LoadReport]:
+    """The usable ones of the first records, and the report. Raises DataError listing the bad lines."""
+    if isinstance(config, (TrainPPO, TrainGRPO)):
+        return load_prompts(location, config.data, tokenizer, first=NUM_RECORDS)
+    if isinstance(config, TrainSFT):
+        return load_supervised(location, config.data, tokenizer, first=NUM_RECORDS)
+    return load_preferences(location, config.data, tokenizer, first=NUM_RECORDS)
+
+
+def _observe_data(context: Context) -> Sample:
+    config = context.config
+    tokenizer = tokenizer_of(used_models(config)[0])
+    summaries, content, left_out, num_bad = [], hashlib.sha256(), 0.0, 0
+    for location in filter(None, (config.data.train, config.data.validation)):
+        examples, report = load_sample(config, location, tokenizer)
+        content.update(repr(examples).encode())
+        used = report.num_kept / max(1, report.num_records)
+        left_out, num_bad = max(left_out, 1 - used), num_bad + report.num_bad
+        summaries.append(report.summary())
+    return Sample(summaries=summaries, digest=content.hexdigest()[:16], left_out=left_out, num_bad=num_bad)
+
+
+def judge_data(context: Context, seen: Mapping[int, Sample]) -> Finding:
+    """Bad lines have been raised already, unless they are to be skipped."""
+    first = seen[0]
+    if others := [rank for rank, sample in seen.items() if sample.digest != first.digest]:
+        text = f"{who(context.allocation, others)}: other records under the same name than on {context.allocation.node_of(0)}"
+        return Finding(level=Level.fatal, found=text, advice="put data on a file system that all nodes share")
+    found = "\n".join(first.summaries) + f"\n(of the first {NUM_RECORDS} records)"
+    if first.num_bad:
+        return Finding(
+            level=Level.warning, found=found, advice="data.bad_lines=skip leaves them out; mend them if they are not meant to be"
+        )
+    if first.left_out > MANY_LEFT_OUT:
+        advice = "raise data.max_prompt_length or data.max_length, or use other data"
+        return Finding(level=Level.warning, found=f"{found}: {first.left_out:.0%} are left out", advice=advice)
+    return Finding(level=Level.ok, found=found)
+
+
+def _observe_reward(context: Context) -> Scores:
+    from aligner.rewards.local import function_reward
+
+    config = context.config
+    if not isinstance(config, (TrainPPO, TrainGRPO)):
+        return Scores()
+    functions = {name: one for name, one in (("reward", config.reward.function), ("accuracy", config.accuracy)) if one.function}
+    if not functions:
+        return Scores()
+    tokenizer = tokenizer_of(used_models(config)[0])
+    prompts = load_sample(config, config.data.train, tokenizer)[0][:NUM_SCORED]
+    scores: dict[str, list[list[float]]] = {}
+    for name, function in functions.items():
+        reward = function_reward(function, tokenizer.decode)
+        try:
+            scores[name] = [
+                _score(reward, prompts, [tokenizer.encode(prompt.answer or "") for prompt in prompts], tokenizer),
+                _score(reward, prompts, [[]] * len(prompts), tokenizer),
+            ]
+        finally:
+            reward.close()
+    answers, empty = scores.get("reward", [[], []])
+    return Scores(
+        function=config.reward.function.function,
+        answers=answers,
+        empty=empty,
+        num_with_answer=sum(prompt.answer is not None for prompt in prompts),
+        accuracy=config.accuracy.function,
+    )
+
+
+def _score(reward: Any, prompts: Sequence[Any], responses: Sequence[list[int]], tokenizer: Tokenizer) -> list[float]:
+    """Rewards of responses (the end token where one is empty). Raises RewardError, or DataError for one that is not finite."""
+    from aligner.types import FinishReason, Rollout
+
+    rollouts = []
+    for prompt, tokens in zip(prompts, responses, strict=True):
+        response = tuple(tokens) or (tokenizer.eos_id,)
+        logprobs, reason = (0.0,) * len(response), FinishReason.stop
+        rollouts.append(Rollout(prompt=prompt, response=response, logprobs=logprobs, finish_reason=reason, policy_version=0, seed=0))
+    scores = reward.score(rollouts).result().tolist()
+    if bad := [(prompt, score) for prompt, score in zip(prompts, scores, strict=True) if not math.isfinite(score)]:
+        raise DataError(f"the reward function returned {bad[0][1]} for an answer to {bad[0][0].source}; expected a finite number")
+    return scores
+
+
+def judge_reward(context: Context, seen: Mapping[int, Scores]) -> Finding:
+    """A warning where an empty response is worth as much as the answers."""
+    first = seen[0]
+    if not first.function and not first.accuracy:
+        text = (
+            "no reward function: a reward model scores" if isinstance(context.config, (TrainPPO, TrainGRPO)) else "this run has no rewards"
+        )
+        return Finding(level=Level.ok, found=text)
+    accuracy = f"; {first.accuracy} judges validation" if first.accuracy else ""
+    if not first.function:
+        return Finding(level=Level.ok, found=f"a reward model scores{accuracy}")
+    empty = sum(first.empty) / len(first.empty)
+    if not first.num_with_answer:
+        return Finding(level=Level.ok, found=f"{first.function}: {empty:.3g} for an empty response (the prompts have no answers){accuracy}")
+    answers = sum(first.answers) / len(first.answers)
+    found = f"{first.function}: mean {answers:.3g} for the answers themselves, {empty:.3g} for empty ones{accuracy}"
+    if answers > empty:
+        return Finding(level=Level.ok, found=found)
+    advice = "fine where the reward is about form; else look at data.answer_field and at the function"
+    return Finding(level=Level.warning, found=found, advice=advice)
+
+
+DATA = Item(
+    name="data",
+    where=Where.every_node,
+    kind=Sample,
+    observe=_observe_data,
+    judge=judge_data,
+    timeout_seconds=300.0,
+    needs=("tokenizer",),
+    advice="mend the data, or what data.* says of them",
+)
+REWARD = Item(
+    name="reward", where=Where.every_node, kind=Scores, observe=_observe_reward, judge=judge_reward, timeout_seconds=180.0, needs=("data",)
+)

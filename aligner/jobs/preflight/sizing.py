@@ -1,0 +1,178 @@
+"""The plan against the memory that is really there, and the checkpoints against the free space."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aligner.errors import ConfigError
+from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where
+from aligner.jobs.preflight.models import used_models
+from aligner.jobs.preflight.tokenizers import tokenizer_of
+from aligner.jobs.programs import Job
+from aligner.models.config import Dtype
+from aligner.planner.config import Device
+
+GIB = 2**30
+TIGHT = 0.92  # part of the memory above which a plan is called tight
+ADAM_BYTES = 12  # of a parameter in a checkpoint: the float32 weight and two moments
+_LAUNCHER = re.compile(r"(SLURM|PMI|PMIX|OMPI|TORCHELASTIC)_|(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """What `aligner plan` says of the job on these machines; sizes in bytes."""
+
+    problems: list[str] = field(default_factory=list)
+    peak: dict[str, int] = field(default_factory=dict)  # component -> fullest moment of a rank
+    limit: int = 0
+    checkpoint: dict[str, int] = field(default_factory=dict)  # component that trains -> one checkpoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """Free bytes where the run directory is."""
+
+    free: int
+    total: int
+
+
+def _observe_plan(context: Context) -> Planned:
+    overrides = [*real_cluster(context), *real_vocabularies(context.config)]
+    return run_plan(context, overrides, timeout_seconds=max(1.0, context.allocation.deadline - time.monotonic() - 2.0))
+
+
+def real_cluster(context: Context) -> list[str]:
+    """Overrides that put the memory found here in place of the cluster file's."""
+    figures = context.findings["devices"].figures if "devices" in context.findings else {}
+    if "host_gib" not in figures:
+        return []
+    here = context.allocation
+    per_node = max(here.nodes.count(node) for node in set(here.nodes))
+    device = Device.gpu if "gpu_gib" in figures else Device.cpu
+    memory = figures["gpu_gib"] if device is Device.gpu else figures["host_gib"] / per_node
+    cluster = {"device": device.value, "gpus_per_node": per_node, "host_memory_gib": figures["host_gib"], "gpu_memory_gib": memory}
+    return [f"cluster.{name}={value}" for name, value in cluster.items()]
+
+
+def real_vocabularies(config: Job) -> list[str]:
+    """Overrides for models without weights, which take the size of their vocabulary from the tokenizer; a plan reads no tokenizer."""
+    found = []
+    for model in used_models(config):
+        is_own = model.key == "model" or model.config is not config.model
+        if is_own and not model.config.path and not model.config.architecture.vocab_size:
+            found.append(f"{model.key}.architecture.vocab_size={tokenizer_of(model).vocab_size}")
+    return found
+
+
+def run_plan(context: Context, overrides: Sequence[str], *, timeout_seconds: float) -> Planned:
+    """Plan in a process of its own, which can have the fake world that planning needs. Raises ConfigError with what it said."""
+    environment = {name: value for name, value in os.environ.items() if not _LAUNCHER.match(name)}
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "plan.json"
+        command = [sys.executable, "-m", "aligner.cli", "plan", context.name, *context.overrides, *overrides, "--json", str(result)]
+        try:
+            # Without a GPU: planning computes nothing, and must not take memory from the ranks.
+            done = subprocess.run(
+                command, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=timeout_seconds
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(f"aligner plan did not finish within {timeout_seconds:.0f} s") from error
+        if not result.exists():
+            said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+            raise ConfigError(f"aligner plan ended with {done.returncode}: {said[-1] if said else 'nothing was printed'}")
+        return read_plan(json.loads(result.read_text()), context.config)
+
+
+def read_plan(tree: Mapping[str, Any], config: Job) -> Planned:
+    """What the preflight needs of a plan's JSON. Pure."""
+    components: Mapping[str, Mapping[str, Any]] = tree["components"]
+    trained = {name: one for name, one in components.items() if one["micro_batches"] is not None}
+    return Planned(
+        problems=list(tree["problems"]),
+        peak={name: one["peak_bytes"] for name, one in components.items()},
+        limit=next(iter(components.values()))["limit_bytes"],
+        checkpoint={name: one["parameters"] * (_weight_bytes(one["dtype"]) + ADAM_BYTES) for name, one in trained.items()},
+    )
+
+
+def _weight_bytes(dtype: str) -> int:
+    return 2 if dtype == Dtype.bfloat16.value else 4
+
+
+def judge_plan(context: Context, seen: Mapping[int, Planned]) -> Finding:
+    """Fatal where a component does not fit what is here."""
+    plan = seen[0]
+    figures = {f"{name}_peak_bytes": float(size) for name, size in plan.peak.items()}
+    figures |= {"limit_bytes": float(plan.limit), "checkpoint_bytes": float(sum(plan.checkpoint.values()))}
+    found = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.peak.items()) + f" of {plan.limit / GIB:.1f} GiB a rank"
+    if plan.problems:
+        advice = "aligner plan says more, --search finds layouts that fit"
+        return Finding(level=Level.fatal, found="\n".join(plan.problems), advice=advice, figures=figures)
+    wanted = context.config.cluster
+    notes = []
+    if max(plan.peak.values()) > TIGHT * plan.limit:
+        notes.append("this is tight: the plan is within 20 % of what was measured")
+    if "gpu_gib" in (devices := context.findings["devices"].figures if "devices" in context.findings else {}):
+        if wanted.device != Device.gpu or devices["gpu_gib"] < 0.95 * wanted.gpu_memory_gib:
+            notes.append(
+                f"cluster={wanted.device.value} with {wanted.gpu_memory_gib:g} GiB was configured, {devices['gpu_gib']:.1f} GiB are here"
+            )
+    if notes:
+        return Finding(level=Level.warning, found=found, advice="; ".join(notes), figures=figures)
+    return Finding(level=Level.ok, found=found, figures=figures)
+
+
+def _observe_space(context: Context) -> Space:
+    path = Path(context.config.run.directory).expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    found = os.statvfs(path)
+    return Space(free=found.f_bavail * found.f_frsize, total=found.f_blocks * found.f_frsize)
+
+
+def judge_space(context: Context, seen: Mapping[int, Space]) -> Finding:
+    """Fatal below two checkpoints: the newest and the one that replaces it. Warning below all that the run will keep."""
+    space, config = seen[0], context.config
+    one = context.findings["plan"].figures["checkpoint_bytes"] if "plan" in context.findings else 0.0
+    saves = max(1, config.loop.max_steps // config.loop.save_every) if config.loop.save_every else 1
+    kept = min(saves, config.checkpoint.keep + 1) if config.checkpoint.keep else saves
+    needed, everything = one * min(2, saves), one * max(kept, min(2, saves))
+    figures = {"free_bytes": float(space.free), "checkpoint_bytes": one, "needed_bytes": needed, "all_bytes": everything}
+    found = f"{space.free / GIB:.1f} GiB free; a checkpoint is {one / GIB:.2f} GiB, {kept} of them {everything / GIB:.1f} GiB"
+    if space.free < needed:
+        advice = f"free {(needed - space.free) / GIB:.1f} GiB, or give another run.directory (a quota may leave you even less)"
+        return Finding(level=Level.fatal, found=found, advice=advice, figures=figures)
+    if space.free < everything:
+        advice = "set checkpoint.keep, save less often (loop.save_every), or free some"
+        return Finding(level=Level.warning, found=found, advice=advice, figures=figures)
+    return Finding(level=Level.ok, found=found, figures=figures)
+
+
+PLAN = Item(
+    name="plan",
+    where=Where.first_rank,
+    kind=Planned,
+    observe=_observe_plan,
+    judge=judge_plan,
+    timeout_seconds=300.0,
+    needs=("devices", "tokenizer"),
+)
+SPACE = Item(
+    name="space",
+    where=Where.first_rank,
+    kind=Space,
+    observe=_observe_space,
+    judge=judge_space,
+    timeout_seconds=30.0,
+    needs=("filesystem", "plan"),
+)

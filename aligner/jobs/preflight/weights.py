@@ -1,0 +1,173 @@
+"""Are the models' files whole? Only headers, indexes and sizes are read, not the weights."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aligner.errors import CheckpointError
+from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where
+from aligner.jobs.preflight.models import UsedModel, used_models
+from aligner.jobs.programs import Job
+from aligner.models.checkpoint_files import MARKER, read_marker, resolve
+from aligner.models.config import Architecture
+
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+_MOST_HEADER_BYTES = 100 << 20  # what the format itself allows
+_HEAD = "score_head."
+_LM_HEAD = "lm_head.weight"
+_OUTPUT_LAYER = "output_layer.weight"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Readable:
+    """What one node read of the models' files: component -> a few words; notes are warnings."""
+
+    described: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def _observe(context: Context) -> Readable:
+    described, notes = {}, []
+    for model in used_models(context.config):
+        described[model.component], found = check_model(model)
+        notes += found
+    for name, folder in resumed_from(context.config).items():
+        described[f"resumes {name}"] = check_checkpoint(folder)[0]
+    return Readable(described=described, notes=notes)
+
+
+def check_model(model: UsedModel) -> tuple[str, list[str]]:
+    """(a few words, warnings) on the files of `model.path`. Raises CheckpointError naming file and fault."""
+    from aligner.models.create import read_architecture, source_directory  # Megatron-Core comes with it
+
+    source = source_directory(model.config)
+    if source is None:
+        if model.needs_head:
+            raise CheckpointError(f"{model.key}.path='': a frozen reward model needs weights")
+        return "random weights", [f"{model.component} starts from random weights ({model.key}.path is empty)"]
+    if (source / MARKER).exists():
+        words, kind = check_checkpoint(source)
+        if model.needs_head and kind != "scalar":
+            raise CheckpointError(f"{model.key}.path={model.config.path}: a {kind} model's checkpoint; a reward model has a scalar head")
+        if not model.is_scalar and kind != "language":
+            raise CheckpointError(f"{model.key}.path={model.config.path}: a {kind} model's checkpoint; a language model is needed")
+        return words, []
+    tensors, num_bytes = check_safetensors(source)
+    check_names(source, read_architecture(model.config, vocab_size=0), set(tensors), is_scalar=model.is_scalar)
+    if model.needs_head and not any(name.startswith(_HEAD) for name in tensors):
+        raise CheckpointError(f"{model.key}.path={model.config.path}: has no {_HEAD}*: its scores would be those of a random head")
+    return f"{source}: {len(tensors)} tensors, {num_bytes / 2**30:.1f} GiB", []
+
+
+def resumed_from(config: Job) -> dict[str, Path]:
+    """The newest checkpoints of the run directory, from which this run would go on: name of the model -> directory."""
+    folder = Path(config.run.directory).expanduser() / "checkpoints"
+    return {path.parent.name: resolve(path.parent) for path in sorted(folder.glob("*/latest"))}
+
+
+def check_checkpoint(directory: Path) -> tuple[str, str]:
+    """(a few words, kind) of a checkpoint of this project: its marker, its manifest, and that every file has its size."""
+    from aligner.models import manifest
+
+    marker = read_marker(directory)
+    entries = manifest.read(directory)
+    for name, entry in entries.items():
+        path = directory / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing")
+        if path.stat().st_size != entry.size:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, its manifest says {entry.size}")
+    total = sum(entry.size for entry in entries.values())
+    return f"{directory}: step {marker['step']}, {len(entries)} files, {total / 2**30:.1f} GiB", str(marker["kind"])
+
+
+def check_safetensors(directory: Path) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Names with shapes, and the bytes, of all safetensors files of a directory. Raises CheckpointError for a file that is missing, cut
+    short or not what the index says."""
+    if (directory / INDEX_FILE).exists():
+        try:
+            index: dict[str, str] = json.loads((directory / INDEX_FILE).read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{directory / INDEX_FILE} is damaged: {error}") from error
+    elif (directory / SINGLE_FILE).exists():
+        index = {}
+    else:
+        raise CheckpointError(f"{directory}: no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read")
+    shapes: dict[str, tuple[int, ...]] = {}
+    total = 0
+    for file in sorted(set(index.values())) or [SINGLE_FILE]:
+        header, size = read_header(directory / file)
+        total += size
+        for name, entry in header.items():
+            shapes[name] = tuple(entry["shape"])
+        if missing := [name for name, where in index.items() if where == file and name not in header]:
+            raise CheckpointError(f"{directory / file}: has no {missing[0]}, which {INDEX_FILE} says it has ({len(missing)} such)")
+    return shapes, total
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """(entries by tensor, bytes of the file). The file must be exactly as long as its header says."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 2 <= length <= min(size - 8, _MOST_HEADER_BYTES):
+                raise CheckpointError(f"{path} ({size} bytes) does not begin like a safetensors file: cut short, or a Git LFS pointer?")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: its header cannot be read: {error}") from error
+    if 8 + length + end != size:
+        raise CheckpointError(f"{path} has {size} bytes, its header says {8 + length + end}: cut short, or still being copied")
+    return header, size
+
+
+def check_names(directory: Path, architecture: Architecture, names: set[str], *, is_scalar: bool) -> None:
+    """Raise CheckpointError where a tensor that the model needs is in no file."""
+    from aligner.models.families import weight_names
+
+    table = weight_names(architecture)
+    headless = not any(name.startswith(table.base_prefix) for name in names)
+    present = {name if not headless or name.startswith((_LM_HEAD, _HEAD)) else table.base_prefix + name for name in names}
+    missing = [name for name in _needed(architecture, is_scalar) if name not in present]
+    if missing:
+        raise CheckpointError(f"{directory}: no tensor named {missing[0]}, and {len(missing) - 1} more are missing")
+
+
+def _needed(architecture: Architecture, is_scalar: bool) -> Iterator[str]:
+    from aligner.models.families import weight_names
+
+    table = weight_names(architecture)
+    for name in table.names(architecture):
+        if not (is_scalar and name == _OUTPUT_LAYER):
+            yield from table.find(name).hf_names
+
+
+def judge(context: Context, seen: Mapping[int, Readable]) -> Finding:
+    """What cannot be read has been raised already."""
+    first = seen[0]
+    found = "\n".join(f"{component}: {words}" for component, words in first.described.items())
+    if first.notes:
+        return Finding(level=Level.warning, found=found, advice="; ".join(first.notes) + ": right only for a trial")
+    return Finding(level=Level.ok, found=found)
+
+
+WEIGHTS = Item(
+    name="weights",
+    where=Where.every_node,
+    kind=Readable,
+    observe=_observe,
+    judge=judge,
+    timeout_seconds=180.0,
+    needs=("tokenizer",),
+    advice="copy or convert that model again, or name another path",
+)

@@ -1,0 +1,152 @@
+"""Runs under Slurm: from a config to the job's spec, its batch script, and `sbatch`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from aligner.cluster.exit_codes import ExitCode
+from aligner.cluster.run_directory import CRITIC, POLICY, REWARD_MODEL, RunDirectory
+from aligner.cluster.slurm.script import render
+from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, to_json
+from aligner.config import compose, conf_directory
+from aligner.errors import AlignerError, ConfigError, LaunchError
+from aligner.jobs.programs import RECIPES, SCRIPTS, Job, Program, programs, recipe_of
+from aligner.planner.config import ClusterConfig, Device
+from aligner.schemas import TrainGRPO, TrainPPO, TrainRewardModel
+
+SPEC_LINE = "ALIGNER_SPEC="
+_LOOPBACK = "127.0.0.1"
+_SUBMIT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchOptions:
+    """What `aligner launch slurm` does with the script instead of submitting it."""
+
+    dry_run: bool = False  # print it
+    test_only: bool = False  # ask Slurm whether and when it could run
+    output: Path | None = None  # keep it in this file
+
+
+def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) -> int:
+    """Render the batch script of `conf/<name>.yaml` with `overrides` and submit it; the exit code.
+
+    Raises:
+        ConfigError: a setting is wrong, or one that a run needs is missing and the run is to be submitted.
+        LaunchError: sbatch refused the job.
+    """
+    is_kept = options.dry_run or options.output is not None
+    config = _compose(name, overrides, may_be_incomplete=is_kept or options.test_only)
+    spec = job_spec(name, config, overrides)
+    path = str(options.output) if options.output is not None else ""
+    text = render(name, spec, title=title_of(name), overrides=overrides, path=path)
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(text)
+        print(f"written to {options.output}; submit it with: sbatch {options.output} [key=value ...]", flush=True)
+    if options.dry_run:
+        print(text, end="", flush=True)
+    return 0 if is_kept else _submit(name, text, test_only=options.test_only)
+
+
+def title_of(name: str) -> str:
+    """The first line of a file of conf/, which says what it is for."""
+    first = (conf_directory() / f"{name}.yaml").read_text().partition("\n")[0]
+    return first.removeprefix("#").strip()
+
+
+def job_spec(name: str, config: Job, overrides: Sequence[str]) -> JobSpec:
+    """What the conductor runs for this config. Raises ConfigError where ranks do not fill nodes, or layouts do not fit ranks."""
+    overrides = [*overrides, *_reachable(config)]
+    found = programs(name, config, overrides)
+    preflight = ("-m", "aligner.cli", "preflight", name, *overrides) if config.slurm.preflight else ()
+    return JobSpec(
+        name=name,
+        run_directory=str(RunDirectory(Path(config.run.directory)).path),
+        max_steps=config.loop.max_steps,
+        checkpoints=_checkpoints(config),
+        components=tuple(_component(program, config.cluster) for program in found),
+        preflight=preflight,
+        slurm=config.slurm,
+    )
+
+
+def _compose(name: str, overrides: Sequence[str], *, may_be_incomplete: bool) -> Job:
+    """The config; a script that is only rendered gets the data's path when it is submitted."""
+    schema, _ = RECIPES[recipe_of(name)]
+    config = compose(schema, name, ["data.train=given-later", *overrides] if may_be_incomplete else overrides)
+    if isinstance(config, (TrainPPO, TrainGRPO)) and not may_be_incomplete:
+        config.reward.check_named()
+    return config
+
+
+def _reachable(config: Job) -> list[str]:
+    """Settings that let the other nodes reach the servers, where the user has not said how: their gateways may listen everywhere."""
+    if not isinstance(config, (TrainPPO, TrainGRPO)):
+        return []
+    servers = {"critic": config.critic.server} if isinstance(config, TrainPPO) else {}
+    servers |= {"reward": config.reward.server} if config.reward.serve else {}
+    return [f"{name}.server.host=0.0.0.0" for name, server in servers.items() if server.host == _LOOPBACK]
+
+
+def _checkpoints(config: Job) -> tuple[str, ...]:
+    if isinstance(config, TrainPPO):
+        return (POLICY, CRITIC)
+    return (REWARD_MODEL,) if isinstance(config, TrainRewardModel) else (POLICY,)
+
+
+def _component(program: Program, cluster: ClusterConfig) -> ComponentSpec:
+    ranks_per_node = min(cluster.gpus_per_node, program.num_ranks)
+    if program.num_ranks % ranks_per_node:
+        raise ConfigError(
+            f"{program.component} has {program.num_ranks} ranks: they must fill nodes of cluster.gpus_per_node={cluster.gpus_per_node}"
+        )
+    return ComponentSpec(
+        name=program.component,
+        program=(str(program.script), *program.arguments),
+        num_nodes=program.num_ranks // ranks_per_node,
+        ranks_per_node=ranks_per_node,
+        gpus_per_node=ranks_per_node if cluster.device is Device.gpu else 0,
+    )
+
+
+def _submit(name: str, text: str, *, test_only: bool) -> int:
+    """Hand the script to sbatch, from here: paths in the settings are relative to this directory."""
+    if shutil.which("sbatch") is None:
+        raise LaunchError("there is no sbatch on PATH: submit from a login node of the cluster, or look at the script with --dry-run")
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / f"{name}.sub"
+        script.write_text(text)
+        try:
+            done = subprocess.run(
+                ["sbatch", *(["--test-only"] if test_only else []), str(script)],
+                env={**os.environ, "ALIGNER_HOME": str(SCRIPTS.parent.parent)},
+                timeout=_SUBMIT_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise LaunchError(f"sbatch did not answer within {_SUBMIT_SECONDS:g} s") from error
+    return ExitCode.done if done.returncode == 0 else ExitCode.refused
+
+
+def write_spec(job: str, name: str, overrides: Sequence[str]) -> Path:
+    """Compose the config inside a job and write its spec to `<run>/jobs/<job>/spec.json`. Raises ConfigError as `launch_slurm` does."""
+    config = _compose(name, overrides, may_be_incomplete=False)
+    folder = RunDirectory(Path(config.run.directory)).create().jobs / job
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "spec.json").write_text(to_json(job_spec(name, config, overrides)))
+    return folder / "spec.json"
+
+
+if __name__ == "__main__":  # the conductor's first step: JOB CONFIG [key=value ...]
+    try:
+        print(f"{SPEC_LINE}{write_spec(sys.argv[1], sys.argv[2], sys.argv[3:])}", flush=True)
+    except AlignerError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(ExitCode.refused)

@@ -1,0 +1,98 @@
+"""What happens where a loss, a gradient or a reward is not finite.
+
+A bad update never reaches the weights. `stop` ends the run after its last whole step; `skip` leaves the update out; `roll_back` ends every
+component, and whoever starts the run again finds it going on from the last checkpoint of all of them, without the training step whose batch
+it was. A critic behind a server leaves its update out whatever the setting is, and says so in its reply: the actor decides for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from aligner.errors import ConfigError, RollBack, RunHalted
+
+SKIPPED = "optim/skipped"
+SKIPPED_IN_A_ROW = "optim/skipped_in_a_row"
+
+
+class NonFinite(str, Enum):
+    """What a loss or a gradient that is not finite leads to."""
+
+    stop = "stop"
+    skip = "skip"
+    roll_back = "roll_back"
+
+
+class NonFiniteReward(str, Enum):
+    """What a reward that is not finite leads to."""
+
+    stop = "stop"
+    skip = "skip"
+
+
+@dataclass(kw_only=True, slots=True)
+class GuardConfig:
+    """NaN and infinity in losses, gradients and rewards: see `docs/running.md`."""
+
+    non_finite: NonFinite = NonFinite.stop  # in a loss or gradient: end the run, leave the update out, or restart without the step
+    max_skips: int = 3  # updates left out one after the other; one more ends the run
+    max_roll_backs: int = 3  # in the whole run; one more ends it
+    reward: NonFiniteReward = NonFiniteReward.stop  # skip: such a response gets no weight
+
+    def __post_init__(self) -> None:
+        for name in ("max_skips", "max_roll_backs"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"guard.{name}={getattr(self, name)}: must not be negative")
+
+
+class Guard:
+    """The guard of one model's updates on one rank; every rank's decides the same."""
+
+    def __init__(self, config: GuardConfig) -> None:
+        self._config = config
+        self.skipped_in_a_row = 0
+
+    def accept(self) -> None:
+        """An update was made."""
+        self.skipped_in_a_row = 0
+
+    def refuse(self, what: str) -> None:
+        """An update was not made. Returns where the run goes on without it. Raises RunHalted, or RollBack for the step under way."""
+        if self._config.non_finite is NonFinite.roll_back:
+            raise RollBack(what)
+        if self._config.non_finite is NonFinite.stop:
+            raise RunHalted(f"{what} (guard.non_finite=stop)")
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > self._config.max_skips:
+            raise RunHalted(f"{what}: {self.skipped_in_a_row} updates in a row (guard.max_skips={self._config.max_skips})")
+
+
+class ReportingGuard(Guard):
+    """The guard of a model behind a server: it leaves updates out, counts them, and leaves the decision to its client (`judge_reply`)."""
+
+    def __init__(self) -> None:
+        super().__init__(GuardConfig())
+
+    def refuse(self, what: str) -> None:
+        self.skipped_in_a_row += 1
+        print(f"guard: {what}; the update is left out and reported", flush=True)
+
+
+def judge_reply(config: GuardConfig, metrics: Mapping[str, float], *, step: int) -> None:
+    """Decide over updates that a served critic left out of training step `step`, by the metrics of its reply.
+
+    Raises RunHalted or RollBack, as a `Guard` would. Every rank calls it with the same metrics.
+    """
+    skipped = int(metrics[SKIPPED]) if SKIPPED in metrics else 0
+    if not skipped:
+        return
+    what = f"the critic left out {skipped} updates of step {step}: their losses or gradients were not finite (see the critic's log)"
+    if config.non_finite is NonFinite.roll_back:
+        raise RollBack(what, step)
+    if config.non_finite is NonFinite.stop:
+        raise RunHalted(f"{what} (guard.non_finite=stop)")
+    in_a_row = int(metrics[SKIPPED_IN_A_ROW])
+    if in_a_row > config.max_skips:
+        raise RunHalted(f"{what}: {in_a_row} in a row (guard.max_skips={config.max_skips})")

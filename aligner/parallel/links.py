@@ -1,0 +1,135 @@
+"""How fast ranks talk: all-reduce time and rate within every node, between pairs of nodes, and over all ranks.
+
+Pairs of nodes are those whose numbers differ in one bit (i and i XOR 1, 2, 4, ...), all pairs of a round at the same time: every node is
+measured against log2(N) others, and a slow node is the one all of whose links are slow. On GPUs every local rank pairs with its counterpart
+(each GPU has its own way to the network), else only the first ranks of the nodes do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store
+
+from aligner.errors import LaunchError
+from aligner.parallel import platform
+from aligner.parallel.launch import World
+
+_LATENCY_REPEATS, _RATE_REPEATS = 20, 5
+_RATE_BYTES = {"nccl": 128 << 20, "gloo": 2 << 20}
+
+
+class Span(str, Enum):
+    """What lies between the ranks of a measurement."""
+
+    within_node = "within a node"
+    between_nodes = "between nodes"
+    all_ranks = "all ranks"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """One measurement. `rate` is the bus bandwidth in bytes per second: what each rank's link carried in one direction."""
+
+    span: Span
+    name: str  # node, or pair of nodes with the local rank
+    nodes: tuple[str, ...]
+    ranks: int
+    latency_seconds: float
+    rate: float
+
+
+def start_group(world: World, store: Store, *, timeout_seconds: float) -> None:
+    """The default process group over the ranks that met at `store`. Every rank calls it."""
+    platform.select_device(world.local_rank)
+    dist.init_process_group(
+        platform.backend(),
+        store=PrefixStore("preflight_group", store.clone()),  # a connection of its own: its waits are long
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+
+
+def measure(nodes: Sequence[str]) -> list[Link]:
+    """The measurements for which this rank speaks (the first of each group's). Every rank calls it; `nodes` is every rank's.
+
+    Raises LaunchError where a sum comes back wrong.
+    """
+    rank = dist.get_rank()
+    found: list[Link] = []
+    members = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+    if len(members) > 1:
+        found += _measure_among(members, Span.within_node, nodes[rank], (nodes[rank],))
+    for matches in rounds(nodes, every_rank=platform.backend() == "nccl"):
+        _all_reduce(torch.ones(1, device=platform.device()), dist.group.WORLD)  # all pairs of a round start together
+        for pair, lane in matches:
+            if rank in pair:
+                ends = tuple(nodes[end] for end in pair)
+                name = " - ".join(ends) + (f", local rank {lane}" if platform.backend() == "nccl" else "")
+                found += _measure_among(list(pair), Span.between_nodes, name, ends)
+    if dist.get_world_size() > 1:
+        found += _measure(dist.group.WORLD, Span.all_ranks, f"{dist.get_world_size()} ranks", tuple(dict.fromkeys(nodes)))
+    return found
+
+
+def rounds(nodes: Sequence[str], *, every_rank: bool) -> list[list[tuple[tuple[int, int], int]]]:
+    """The pairs of ranks that are measured, with their local rank, round by round; no rank is twice in a round. Pure."""
+    by_node: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        by_node.setdefault(node, []).append(rank)
+    ranks = list(by_node.values())
+    lanes = min(map(len, ranks)) if every_rank else 1
+    found, distance = [], 1
+    while distance < len(ranks):
+        matches = [(first, first ^ distance) for first in range(len(ranks)) if first < first ^ distance < len(ranks)]
+        found.append([((ranks[first][lane], ranks[second][lane]), lane) for first, second in matches for lane in range(lanes)])
+        distance *= 2
+    return found
+
+
+def _measure_among(ranks: list[int], span: Span, name: str, nodes: tuple[str, ...]) -> list[Link]:
+    """In a group of their own, which only they make, and which goes again: torch derives a group's name from its ranks and from the number
+    of groups that a process has, so one that stays would keep those from meeting that have another number."""
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    try:
+        return _measure(group, span, name, nodes)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _measure(group: ProcessGroup, span: Span, name: str, nodes: tuple[str, ...]) -> list[Link]:
+    """All members call it; the first one gets the link."""
+    size, device = group.size(), platform.device()
+    small = torch.ones(1, device=device)
+    num_bytes = _RATE_BYTES[platform.backend()]
+    large = torch.ones(num_bytes // 4, device=device)
+    _all_reduce(large, group)  # connections are made
+    if float(large[-1]) != size or float(large[0]) != size:
+        raise LaunchError(
+            f"{name}: the sum of {size} ones came back as {float(large[0])} and {float(large[-1])}: data is damaged on the way"
+        )
+    latency = min(_timed(small, group) for _ in range(_LATENCY_REPEATS))
+    seconds = min(_timed(large, group) for _ in range(_RATE_REPEATS))
+    if group.rank() != 0:
+        return []
+    rate = num_bytes / seconds * 2 * (size - 1) / size
+    return [Link(span=span, name=name, nodes=nodes, ranks=size, latency_seconds=latency, rate=rate)]
+
+
+def _timed(tensor: torch.Tensor, group: ProcessGroup) -> float:
+    platform.synchronize()
+    started = time.perf_counter()
+    _all_reduce(tensor, group)
+    return time.perf_counter() - started
+
+
+def _all_reduce(tensor: torch.Tensor, group: ProcessGroup | None) -> None:
+    dist.all_reduce(tensor, group=group)
+    platform.synchronize()

@@ -1,0 +1,158 @@
+"""What one rank does, recorded as it goes: phase, step, the collective it is in and the last one it left.
+
+The process's one recorder is made by `aligner.jobs.session` and handed to the loop and the server. `aligner.parallel.collective_marks`
+marks the collectives, `aligner.parallel.watch` writes the record to the run directory and notices when it stands still.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+IDLE = "idle"  # the phase of a server that waits for a request
+WAIT_FOR_SERVERS = "wait for servers"
+# Phases in which a rank waits for a server, outside any collective, with the client's own deadline: that is no stall.
+AWAITING = frozenset({WAIT_FOR_SERVERS, "critic_wait"})
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """A process group: `key` is its name on every rank, `label` says what it is for, `members` are global ranks."""
+
+    key: str
+    label: str
+    members: tuple[int, ...]
+
+
+@dataclass(slots=True)  # not frozen: one is made for every collective, and freezing would double the cost
+class Collective:
+    """One call of `torch.distributed`. `sequence` counts the group's collectives, from 1 and alike on its members; 0 for point-to-point.
+
+    `number` counts this rank's calls. `peers` are the global ranks of the other ends, for point-to-point. `since` is in seconds
+    since 1970.
+    """
+
+    name: str
+    number: int
+    group: GroupInfo
+    sequence: int
+    peers: tuple[int, ...]
+    since: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """A rank's record at one moment; times in seconds since 1970, `still_seconds` without any progress."""
+
+    phase: str
+    phase_since: float
+    step: int
+    last_progress: float
+    still_seconds: float
+    inside: Collective | None
+    last_left: Collective | None
+    counts: dict[str, int]  # collectives entered, by group
+
+
+class Progress:
+    """The recorder. Entering or leaving a phase or a collective, and `beat`, are progress. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self.inside: Collective | None = None
+        self._phase, self._phase_since, self._step = "start", time.time(), 0
+        self._last_left: Collective | None = None
+        self._last_async: Collective | None = None
+        self._number = 0
+        self._counts: dict[str, int] = {}
+        self._still_since = time.monotonic()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The block is phase `name`; the phase around it goes on afterwards."""
+        before = self._phase
+        self.enter_phase(name)
+        try:
+            yield
+        finally:
+            self.enter_phase(before)
+
+    def enter_phase(self, name: str) -> None:
+        """From now on this is phase `name`."""
+        self._phase, self._phase_since = name, time.time()
+        self.beat()
+
+    def at_step(self, step: int) -> None:
+        """Training step `step` (or a server's running number of operations) begins."""
+        self._step = step
+        self.beat()
+
+    def beat(self) -> None:
+        """Something has been done."""
+        self._still_since = time.monotonic()
+
+    def enter(self, name: str, group: GroupInfo, peers: tuple[int, ...] = ()) -> None:
+        """A collective, or a point-to-point operation where there are `peers`, is called."""
+        self._number += 1
+        sequence = 0
+        if not peers:
+            sequence = self._counts[group.key] = self._counts.get(group.key, 0) + 1
+        self.inside = Collective(name, self._number, group, sequence, peers, time.time())
+        self._still_since = time.monotonic()
+
+    def leave(self, *, is_async: bool) -> None:
+        """It has returned; with `is_async` it may be waited for later."""
+        self._last_left, self.inside = self.inside, None
+        if is_async:
+            self._last_async = self._last_left
+        self._still_since = time.monotonic()
+
+    def enter_wait(self) -> None:
+        """The end of an asynchronous operation is waited for: taken to be the newest one, which the others have to precede."""
+        self.inside = self._last_async
+        self._still_since = time.monotonic()
+
+    def leave_wait(self) -> None:
+        """It has ended."""
+        self.inside = None
+        self._still_since = time.monotonic()
+
+    @property
+    def still_seconds(self) -> float:
+        """For how long nothing has been done."""
+        return time.monotonic() - self._still_since
+
+    def snapshot(self) -> Snapshot:
+        """The record of this moment. Callable from another thread."""
+        still = self.still_seconds
+        return Snapshot(
+            phase=self._phase,
+            phase_since=self._phase_since,
+            step=self._step,
+            last_progress=time.time() - still,
+            still_seconds=still,
+            inside=self.inside,
+            last_left=self._last_left,
+            counts=dict(self._counts),
+        )
+
+
+def to_json(snapshot: Snapshot) -> dict[str, Any]:
+    """For a health file."""
+    return asdict(snapshot)
+
+
+def from_json(record: dict[str, Any]) -> Snapshot:
+    """What `to_json` gave, after a way through JSON."""
+    collectives = {name: _collective(record[name]) for name in ("inside", "last_left")}
+    return Snapshot(**{**record, **collectives})
+
+
+def _collective(record: dict[str, Any] | None) -> Collective | None:
+    if record is None:
+        return None
+    group = record["group"]
+    info = GroupInfo(group["key"], group["label"], tuple(group["members"]))
+    return Collective(**{**record, "group": info, "peers": tuple(record["peers"])})

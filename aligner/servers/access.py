@@ -1,0 +1,144 @@
+"""Who may talk to a run's servers: the run's secret, and TLS where it is configured.
+
+The secret lies in a file of the run directory that only its owner can read. It travels in the `Authorization` header and is never written
+anywhere else: not to arguments, environment, logs or configurations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import http.client
+import os
+import re
+import secrets
+import ssl
+import stat
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from aligner.errors import ConfigError, ServerUnreachable
+from aligner.servers.config import ClientConfig, ServerConfig
+
+SECRET_BYTES = 32
+_SECRET = re.compile(rf"[0-9a-f]{{{2 * SECRET_BYTES}}}")
+_SCHEME = "Bearer "
+
+
+def run_secret(path: Path) -> str:
+    """The secret in the file `path`, 64 hexadecimal digits; whoever comes first chooses it, and everybody gets the same.
+
+    Raises:
+        ConfigError: the file is damaged, is not an ordinary file of this user, or others have any right to it.
+    """
+    if not os.path.lexists(path):
+        _create(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the run's secret: {error.strerror}") from error
+    with open(descriptor) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+            raise ConfigError(
+                f"{path}: the run's secret must be an ordinary file of user {os.getuid()}; it belongs to user {status.st_uid}"
+            )
+        if status.st_mode & 0o077:
+            raise ConfigError(
+                f"{path}: mode {status.st_mode & 0o777:o} lets others at the run's secret; allowed is 600. "
+                "End the run, remove the file (the next start chooses a new secret), and look who has read it"
+            )
+        secret = file.read(4 * SECRET_BYTES).strip()
+    if not _SECRET.fullmatch(secret):
+        raise ConfigError(f"{path}: not a secret of {2 * SECRET_BYTES} hexadecimal digits; end the run and remove the file")
+    return secret
+
+
+def _create(path: Path) -> None:
+    """Write a new secret beside `path` and link it there: nobody ever sees half a file, and the first of several processes wins."""
+    own = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(secrets.token_hex(SECRET_BYTES) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):  # another process of the run was first
+            os.link(own, path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot write the run's secret: {error.strerror}") from error
+    finally:
+        own.unlink(missing_ok=True)
+
+
+class Access:
+    """One side's credentials. Its representation does not show the secret."""
+
+    def __init__(self, secret: str, tls: ssl.SSLContext | None = None) -> None:
+        self._expected = (_SCHEME + secret).encode()
+        self.tls = tls
+
+    @classmethod
+    def for_server(cls, secret: Path, config: ServerConfig) -> Access:
+        """For a server of the run whose secret is the file `secret`. Raises ConfigError for a secret or certificate that cannot be used."""
+        tls = None
+        if config.tls_certificate:
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            tls.minimum_version = ssl.TLSVersion.TLSv1_2
+            # A session ticket would make a waiting client's socket readable before there is an answer.
+            tls.num_tickets = 0
+            try:
+                tls.load_cert_chain(config.tls_certificate, config.tls_key, password=_no_password)
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    f"server.tls_certificate={config.tls_certificate}, server.tls_key={config.tls_key}: cannot be used: {error}"
+                ) from error
+        return cls(run_secret(secret), tls)
+
+    @classmethod
+    def for_client(cls, secret: Path, config: ClientConfig) -> Access:
+        """For a client. Raises ConfigError for a secret or certificate that cannot be used."""
+        tls = None
+        if config.tls_ca:
+            try:
+                tls = ssl.create_default_context(cafile=config.tls_ca)
+            except OSError as error:
+                raise ConfigError(f"client.tls_ca={config.tls_ca}: no certificates can be read there: {error}") from error
+            tls.minimum_version = ssl.TLSVersion.TLSv1_2
+        return cls(run_secret(secret), tls)
+
+    @property
+    def scheme(self) -> str:
+        """What a server's URL begins with."""
+        return "http" if self.tls is None else "https"
+
+    def headers(self) -> dict[str, str]:
+        """What every request carries."""
+        return {"Authorization": self._expected.decode()}
+
+    def admits(self, authorization: str | None) -> bool:
+        """Whether a request's Authorization header holds the secret; takes as long for a near miss as for any other."""
+        given = (authorization or "").encode(errors="surrogateescape")
+        return hmac.compare_digest(given, self._expected)
+
+    def connection(self, url: str, timeout_seconds: float) -> http.client.HTTPConnection:
+        """An unopened connection to a server.
+
+        Raises:
+            ServerUnreachable: the server speaks TLS and this client has no `client.tls_ca`, or the other way round: then nothing is sent,
+                because the secret would cross the network in the clear.
+        """
+        address = urlsplit(url)
+        if address.scheme != self.scheme:
+            wanted = (
+                "set client.tls_ca" if address.scheme == "https" else "set the server's tls_certificate and tls_key, or no client.tls_ca"
+            )
+            raise ServerUnreachable(f"{url}: this client is set up for {self.scheme}; {wanted}")
+        if self.tls is None:
+            return http.client.HTTPConnection(address.hostname, address.port, timeout=timeout_seconds)
+        return http.client.HTTPSConnection(address.hostname, address.port, timeout=timeout_seconds, context=self.tls)
+
+
+def _no_password() -> str:
+    """OpenSSL would ask at the terminal otherwise."""
+    raise ValueError("the key is protected by a password, and nobody is there to type it")

@@ -1,0 +1,357 @@
+"""What listens on the network: lets in the run's own requests, checks their form, and passes them on to Triton.
+
+It speaks the KServe v2 protocol (JSON and Triton's binary tensors), and of that only health, metadata and inference. It runs in a thread of
+rank 0's process with an event loop of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from aligner import __version__
+from aligner.errors import ServerError
+from aligner.servers.access import Access
+from aligner.servers.address import BACKLOG, listen
+from aligner.servers.config import RequestLimits, ServerConfig
+from aligner.servers.health import Health
+from aligner.servers.inbound import Inbound, body_limit, outbound, read_request
+from aligner.servers.kserve import DATATYPES, HEADER_LENGTH, decode_failure
+from aligner.servers.tensors import TensorSpec
+from aligner.servers.wire import Endpoint
+
+START_SECONDS = 30.0
+CONNECT_SECONDS = 10.0
+IDLE_CONNECTION_SECONDS = 60.0  # without a complete request header
+LINGER_SECONDS = 2.0  # a refused request's body is read and thrown away for so long, so that its sender gets to see the answer
+TLS_HANDSHAKE_SECONDS = 10.0
+RETRY_SECONDS = 1
+LARGE_BYTES = 256 * 1024  # larger bodies are taken apart in another thread, and sent on without a copy
+SEND_BYTES = 1 << 20
+LOG_SECONDS = 10.0  # refusals without the secret are reported once in so long
+
+SERVER = "aligner"
+
+Route = Callable[[web.BaseRequest], Awaitable[web.Response]]
+
+
+class Refusal(Exception):
+    """An error answer: its HTTP status, its message, and headers to go with it."""
+
+    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers or {}
+
+
+class Gateway:
+    """The HTTP server of one critic or reward server. It answers as soon as it is started; requests are taken once `connect` was called."""
+
+    def __init__(self, config: ServerConfig, access: Access, endpoints: Sequence[Endpoint], limits: RequestLimits, health: Health) -> None:
+        """Raises ServerError where the configured address or port cannot be had."""
+        self._config = config
+        self._access = access
+        self._limits = limits
+        self._health = health
+        self._routes = self._make_routes(endpoints)
+        self._upstream: aiohttp.ClientSession | None = None
+        self._waiting = 0
+        self._pending_bytes = 0
+        self._sent: dict[object, float] = {}  # when each request that is not answered went to Triton
+        self._refused, self._reported_at = 0, float("-inf")
+        self._listener = listen(config.host, config.port)
+        self.port: int = self._listener.getsockname()[1]
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._started = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
+
+    def start(self) -> None:
+        """Return when it answers. Raises ServerError where it cannot."""
+        self._thread.start()
+        if not self._started.wait(START_SECONDS) or self._error is not None:
+            raise ServerError(f"the gateway on port {self.port} did not start: {self._error or f'waited {START_SECONDS:.0f} s'}")
+
+    def connect(self, path: Path) -> None:
+        """Take requests from now on, for the Triton that listens on the Unix socket `path`."""
+        asyncio.run_coroutine_threadsafe(self._open_upstream(path), self._loop).result(timeout=START_SECONDS)
+
+    def failure(self) -> str | None:
+        """Why it answers no more; None while it does. Called from the supervisor's thread."""
+        return None if self._thread.is_alive() else f"the gateway ended: {self._error}"
+
+    def stop(self) -> None:
+        """Send the answers that are ready, then close everything. Callable more than once."""
+        if self._started.is_set() and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(timeout=self._config.shutdown_timeout_seconds + 5.0)
+        self._listener.close()
+
+    # ---- the event loop's thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._error = error
+            traceback.print_exc(file=sys.stderr)
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        logger = logging.getLogger("aligner.gateway")
+        logger.setLevel(logging.CRITICAL)  # what is wrong with a request is told to its sender; what is wrong here is printed here
+        server = web.Server(
+            self._handle,
+            access_log=None,
+            logger=logger,
+            keepalive_timeout=IDLE_CONNECTION_SECONDS,
+            lingering_time=LINGER_SECONDS,
+            auto_decompress=False,
+        )
+        tls = {} if self._access.tls is None else {"ssl": self._access.tls, "ssl_handshake_timeout": TLS_HANDSHAKE_SECONDS}
+        listening = await self._loop.create_server(self._protocol(server), sock=self._listener, backlog=BACKLOG, **tls)
+        self._started.set()
+        await self._stopping.wait()
+        listening.close()
+        await server.shutdown(self._config.shutdown_timeout_seconds)
+        if self._upstream is not None:
+            await self._upstream.close()
+
+    async def _open_upstream(self, path: Path) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)  # what may run for how long is the client's to say
+        self._upstream = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path), limit=0), timeout=timeout, auto_decompress=False)
+
+    def _protocol(self, server: web.Server) -> Callable[[], asyncio.Protocol]:
+        """One for each connection, as long as there are not too many."""
+
+        def protocol() -> asyncio.Protocol:
+            return _Closing() if len(server.connections) >= self._config.max_connections else server()
+
+        return protocol
+
+    async def _handle(self, request: web.BaseRequest) -> web.Response:
+        """Every request comes here."""
+        try:
+            return await self._routed(request)
+        except Refusal as refusal:
+            return _json({"error": str(refusal)}, refusal.status, refusal.headers)
+        except ConnectionError:
+            raise  # the client has gone: nobody is there to be answered
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+            return _json({"error": "internal error; see the server's log"}, 500)
+
+    async def _routed(self, request: web.BaseRequest) -> web.Response:
+        path = request.raw_path.partition("?")[0]  # as sent: nothing is decoded or resolved on the way to a route
+        if path == "/v2/health/live" and request.method == "GET":
+            return _json({"live": True})
+        if not self._access.admits(request.headers.get("Authorization")):
+            self._report_refusal(request)
+            message = "the run's secret is missing or wrong: send `Authorization: Bearer <secret>`"
+            raise Refusal(401, message, {"WWW-Authenticate": "Bearer"})
+        if path not in self._routes:
+            raise Refusal(404, f"{path[:100]!r} is not served; there are {', '.join(self._routes)}")
+        method, route = self._routes[path]
+        if request.method != method:
+            raise Refusal(405, f"{path}: {method} only", {"Allow": method})
+        return await route(request)
+
+    def _make_routes(self, endpoints: Sequence[Endpoint]) -> dict[str, tuple[str, Route]]:
+        identity = {"name": f"aligner {self._health.name}", "version": __version__, "extensions": ["binary_tensor_data"]}
+        routes: dict[str, tuple[str, Route]] = {
+            "/v2": ("GET", _constant(identity)),
+            "/v2/health/live": ("GET", _constant({"live": True})),
+            "/v2/health/ready": ("GET", self._ready),
+        }
+        for endpoint in endpoints:
+            path = f"/v2/models/{endpoint.name}"
+            routes[path] = ("GET", _constant(_metadata(endpoint)))
+            routes[f"{path}/ready"] = ("GET", self._ready)
+            routes[f"{path}/infer"] = (
+                "POST",
+                self._inference(endpoint, min(body_limit(endpoint, self._limits), self._config.max_request_bytes)),
+            )
+        return routes
+
+    async def _ready(self, request: web.BaseRequest) -> web.Response:
+        now = time.monotonic()
+        report = self._health.report(self._waiting, now - next(iter(self._sent.values()), now))  # the first is the oldest
+        return _json(report, 200 if report["ready"] else 503)
+
+    def _inference(self, endpoint: Endpoint, largest: int) -> Route:
+        async def infer(request: web.BaseRequest) -> web.Response:
+            with self._admitted(_content_length(request, largest)) as size:
+                body = await self._body(request, size)
+                header_length = request.headers.get(HEADER_LENGTH)
+                try:
+                    if size < LARGE_BYTES:
+                        inbound = read_request(endpoint, self._limits, header_length, body)
+                    else:
+                        inbound = await asyncio.to_thread(read_request, endpoint, self._limits, header_length, body)
+                except ValueError as error:
+                    raise Refusal(400, f"{endpoint.name}: {error}") from error
+                return await self._forwarded(endpoint, inbound)
+
+        return infer
+
+    @contextlib.contextmanager
+    def _admitted(self, size: int) -> Iterator[int]:
+        """A place for one request of `size` bytes. Raises Refusal where there is none."""
+        failure = self._health.failure()
+        if self._upstream is None or failure is not None:
+            raise Refusal(503, failure or "it is starting", {"Retry-After": str(RETRY_SECONDS)})
+        if self._waiting >= self._config.max_requests or self._pending_bytes + size > self._config.max_pending_bytes:
+            raise Refusal(
+                429,
+                f"{self._waiting} requests with {self._pending_bytes} bytes are waiting (server.max_requests={self._config.max_requests}, "
+                f"server.max_pending_bytes={self._config.max_pending_bytes}); come again",
+                {"Retry-After": str(RETRY_SECONDS)},
+            )
+        self._waiting += 1
+        self._pending_bytes += size
+        try:
+            yield size
+        finally:
+            self._waiting -= 1
+            self._pending_bytes -= size
+
+    async def _body(self, request: web.BaseRequest, size: int) -> bytearray:
+        """All of the body, in time."""
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        body = bytearray()
+        try:
+            await asyncio.wait_for(_receive(request, body), self._config.body_timeout_seconds)
+        except asyncio.TimeoutError as error:
+            limit = self._config.body_timeout_seconds
+            raise Refusal(408, f"{len(body)} of {size} bytes came in {limit:g} s (server.body_timeout_seconds)") from error
+        except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
+            raise ConnectionResetError("the body broke off") from error
+        return body
+
+    async def _forwarded(self, endpoint: Endpoint, inbound: Inbound) -> web.Response:
+        """Triton's answer."""
+        header, tensors = outbound(inbound)
+        size = len(header) + sum(tensor.nbytes for tensor in tensors)
+        body_out = b"".join([header, *tensors]) if size < LARGE_BYTES else _pieces(header, tensors)
+        headers = {
+            "Content-Type": "application/octet-stream",
+            "Content-Length": str(size),
+            "Accept-Encoding": "identity",  # Triton compresses otherwise, which is ten times slower
+            HEADER_LENGTH: str(len(header)),
+        }
+        url = f"http://triton/v2/models/{endpoint.name}/infer"
+        place = object()
+        self._sent[place] = time.monotonic()
+        try:
+            async with self._upstream.post(url, data=body_out, headers=headers) as response:
+                status, body, answered = response.status, await response.read(), response.headers
+        except (aiohttp.ClientError, OSError) as error:
+            print(f"gateway: {endpoint.name}: Triton broke off: {error}", file=sys.stderr, flush=True)
+            raise Refusal(502, f"{endpoint.name}: Triton broke off; whether the operation ran is unknown") from error
+        finally:
+            del self._sent[place]
+        if status != 200:
+            raise self._failure_answer(endpoint, body)
+        kept = {name: answered[name] for name in (HEADER_LENGTH, "Content-Type") if name in answered}
+        return web.Response(body=body, headers={"Server": SERVER, **kept})
+
+    def _failure_answer(self, endpoint: Endpoint, body: bytes) -> Refusal:
+        """Ours is passed on; Triton's own text may hold tracebacks and goes to the log."""
+        status, message = decode_failure(body)
+        if status is None:
+            print(f"gateway: {endpoint.name}: Triton answered: {message}", file=sys.stderr, flush=True)
+            return Refusal(502, f"{endpoint.name}: Triton could not answer; see the server's log")
+        return Refusal(status, message)
+
+    def _report_refusal(self, request: web.BaseRequest) -> None:
+        self._refused += 1
+        if time.monotonic() - self._reported_at >= LOG_SECONDS:
+            print(
+                f"gateway: {self._refused} request(s) without the run's secret refused, the last from {request.remote}",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._refused, self._reported_at = 0, time.monotonic()
+
+
+class _Closing(asyncio.Protocol):
+    """For a connection too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.abort()
+
+
+def _content_length(request: web.BaseRequest, largest: int) -> int:
+    """The stated length of a body that may be read. Raises Refusal otherwise."""
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise Refusal(415, f"Content-Encoding {encoding[:40]!r}: send the body as it is")
+    size = request.content_length
+    if size is None:
+        raise Refusal(411, "send the body with a Content-Length")
+    if size > largest:
+        raise Refusal(
+            413, f"the body has {size} bytes; at most {largest} are allowed here (server.max_request_bytes and the model's limits)"
+        )
+    return size
+
+
+async def _receive(request: web.BaseRequest, into: bytearray) -> None:
+    async for chunk in request.content.iter_any():
+        into += chunk
+
+
+async def _pieces(header: bytes, tensors: Sequence[memoryview]) -> AsyncIterator[bytes | memoryview]:
+    yield header
+    for tensor in tensors:
+        for start in range(0, tensor.nbytes, SEND_BYTES):
+            yield tensor[start : start + SEND_BYTES]
+
+
+def _json(document: dict[str, object], status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    named = {"Server": SERVER, **(headers or {})}
+    return web.Response(body=json.dumps(document).encode(), status=status, headers=named, content_type="application/json")
+
+
+def _constant(document: dict[str, object]) -> Route:
+    async def answer(request: web.BaseRequest) -> web.Response:
+        return _json(document)
+
+    return answer
+
+
+def _metadata(endpoint: Endpoint) -> dict[str, object]:
+    """KServe's description of a model; sizes that a request chooses are -1."""
+
+    def described(specs: Sequence[TensorSpec]) -> list[dict[str, object]]:
+        return [
+            {
+                "name": spec.name,
+                "datatype": DATATYPES[spec.dtype],
+                "shape": [size if isinstance(size, int) else -1 for size in spec.shape],
+            }
+            for spec in specs
+        ]
+
+    return {
+        "name": endpoint.name,
+        "versions": ["1"],
+        "platform": "pytriton",
+        "inputs": described(endpoint.inputs),
+        "outputs": described(endpoint.outputs),
+    }

@@ -1,0 +1,102 @@
+"""What a server may say about itself: whether its loop goes round all ranks, and what it does now."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from aligner.servers.config import ServerConfig
+
+
+class Pulse:
+    """When all ranks last finished a round together, and the operation that runs. Written by rank 0's main thread, read by others."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._round_at: float | None = None
+        self._operation_ended_at: float | None = None
+        self._operation: tuple[str, float] | None = None
+
+    def begin(self, operation: str | None) -> None:
+        """All ranks start on `operation`, or on the no-op."""
+        with self._lock:
+            self._operation = None if operation is None else (operation, self._clock())
+
+    def round_done(self) -> None:
+        """Every rank has reported."""
+        with self._lock:
+            if self._operation is not None or self._round_at is None:
+                self._operation_ended_at = self._clock()
+            self._round_at, self._operation = self._clock(), None
+
+    def read(self) -> tuple[float | None, float, tuple[str, float] | None]:
+        """Seconds since the last round (None before the first), since the last operation ended, and the running one with its seconds."""
+        with self._lock:
+            now = self._clock()
+            age = None if self._round_at is None else now - self._round_at
+            idle = 0.0 if self._operation_ended_at is None else now - self._operation_ended_at
+            running = None if self._operation is None else (self._operation[0], now - self._operation[1])
+            return age, idle, running
+
+
+class Health:
+    """The health of one server, whose loop reports to `pulse`."""
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: str,
+        attempt: str,
+        num_ranks: int,
+        *,
+        config: ServerConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.pulse = Pulse(clock)
+        self._identity = {"service": name, "incarnation": incarnation, "attempt": attempt, "num_ranks": num_ranks}
+        self._config = config
+        self._failure: Callable[[], str | None] | None = None
+
+    def watch(self, failure: Callable[[], str | None]) -> None:
+        """From now on `failure` tells what has gone wrong for good."""
+        self._failure = failure
+
+    def failure(self) -> str | None:
+        """Why this server takes no requests any more; None while it does."""
+        return None if self._failure is None else self._failure()
+
+    def report(self, waiting: int, oldest_seconds: float) -> dict[str, object]:
+        """The JSON document of `/v2/health/ready`; the server is ready where its `reason` is None.
+
+        `waiting` requests are not answered; the oldest of them was given to Triton so long ago.
+        """
+        age, idle, running = self.pulse.read()
+        since = None if running is None else time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() - running[1]))
+        return {
+            "ready": (reason := self._reason(age, min(idle, oldest_seconds), running)) is None,
+            "reason": reason,
+            **self._identity,
+            "last_round_seconds_ago": None if age is None else round(age, 3),
+            "requests_waiting": waiting,
+            "operation": None if running is None else {"name": running[0], "since": since, "seconds": round(running[1], 3)},
+        }
+
+    def _reason(self, age: float | None, stuck: float, running: tuple[str, float] | None) -> str | None:
+        failure = self.failure()
+        if failure is not None:
+            return failure
+        if running is not None:
+            name, seconds = running
+            limit = self._config.operation_limit_seconds
+            return None if seconds <= limit else f"{name} has run for {seconds:.0f} s (server.operation_limit_seconds={limit:g})"
+        if age is None:
+            return "it is starting"
+        limit = self._config.round_limit_seconds
+        if age > limit:
+            return f"not all ranks have answered for {age:.0f} s (server.round_limit_seconds={limit:g})"
+        if stuck > limit:
+            return f"for {stuck:.0f} s no request has come out of Triton, though some wait (server.round_limit_seconds={limit:g})"
+        return None

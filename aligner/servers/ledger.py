@@ -1,0 +1,147 @@
+"""What a critic has been trained on in this run: every request once, in order. Pure bookkeeping; every rank holds one and decides alike.
+
+    the request names                       the ledger
+    what was applied lately                 gives the recorded reply, and nothing is done
+    its own mark as the one before          lets it be applied
+    another request at the same place       refuses it: conflict
+    a place before the last one applied     refuses it: past
+    another mark as the one before          refuses it: gap
+    another run                             refuses it: foreign
+
+The ledger is saved inside the critic's checkpoint, so that weights and ledger are always those of one moment.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from aligner.errors import CheckpointError, ServerError
+from aligner.servers.identity import START, TrainIdentity, describe, position
+from aligner.servers.payloads import CriticStatus, TrainReply
+
+NUM_RECORDS = 8  # replies that are kept: a client repeats the last request only
+
+
+class Reason(str, Enum):
+    """Why a request was refused."""
+
+    foreign = "foreign"
+    conflict = "conflict"
+    past = "past"
+    gap = "gap"
+    behind = "behind"
+    ahead = "ahead"
+
+
+class Refused(ServerError):
+    """A request that does not fit to what was applied. Nothing has been changed, and every rank refuses alike."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(f"refused ({reason.value}): {message}")
+        self.reason = reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Record:
+    identity: TrainIdentity
+    mark: str
+    reply: TrainReply
+
+
+class Ledger:
+    """Begins at the critic's checkpoint of `checkpoint_step` (0: its first weights).
+
+    With `accepts_gap` a client may make it `adopt` a mark: the critic joins a policy whose history it does not share.
+    """
+
+    def __init__(self, run: str, *, accepts_gap: bool = False) -> None:
+        self.run = run
+        self.mark = START
+        self.count = 0
+        self.checkpoint_step = 0
+        self.accepts_gap = accepts_gap
+        self._records: deque[_Record] = deque(maxlen=NUM_RECORDS)
+
+    def find(self, identity: TrainIdentity) -> TrainReply | None:
+        """The recorded reply where this very request was applied already; None where it is to be applied now.
+
+        Raises:
+            Refused: it names both requests, or both runs.
+        """
+        asked = f"step {identity.step} part {identity.part}"
+        self.check_run(identity.run)
+        for record in self._records:
+            if record.mark == identity.mark:
+                return record.reply
+            if (record.identity.step, record.identity.part) == (identity.step, identity.part):
+                raise Refused(
+                    Reason.conflict,
+                    f"{asked} was applied with other tensors or after another request: {describe(record.mark)} after "
+                    f"{describe(record.identity.previous)}; asked for now is {describe(identity.mark)} after {describe(identity.previous)}",
+                )
+        if (identity.step, identity.part) <= position(self.mark):
+            raise Refused(Reason.past, f"{describe(identity.mark)} comes before what was applied last, {describe(self.mark)}")
+        if identity.previous != self.mark:
+            raise Refused(
+                Reason.gap, f"{asked} follows {describe(identity.previous)}, but this critic was trained last on {describe(self.mark)}"
+            )
+        return None
+
+    def record(self, identity: TrainIdentity, reply: TrainReply) -> None:
+        """The request that `find` let through has been applied."""
+        self.mark = identity.mark
+        self.count += 1
+        self.accepts_gap = False  # its history has begun
+        self._records.append(_Record(identity=identity, mark=identity.mark, reply=reply))
+
+    def adopt(self, mark: str) -> None:
+        """Count as trained last on `mark`, whatever was. Raises Refused unless this critic accepts a gap."""
+        if not self.accepts_gap:
+            raise Refused(Reason.gap, f"this critic accepts no gap (critic.accept_gap), and was trained last on {describe(self.mark)}")
+        self.mark, self.accepts_gap = mark, False
+        self._records.clear()
+
+    def check_run(self, run: str) -> None:
+        """Raise Refused unless the client belongs to this critic's run."""
+        if run != self.run:
+            raise Refused(Reason.foreign, f"this critic belongs to run {self.run}, the request to run {run}")
+
+    def check_after(self, mark: str) -> None:
+        """Raise Refused unless `mark` is what was applied last."""
+        if mark == self.mark:
+            return
+        here, asked = position(self.mark), position(mark)
+        both = f"trained last on {describe(self.mark)}; asked for is the one trained last on {describe(mark)}"
+        if asked == here:
+            raise Refused(Reason.conflict, f"this critic has another past: {both}")
+        reason = Reason.behind if here < asked else Reason.ahead
+        raise Refused(reason, f"this critic is {reason.value}: {both}")
+
+    def status(self) -> CriticStatus:
+        """For `critic_status`."""
+        return CriticStatus(
+            run=self.run, mark=self.mark, count=self.count, checkpoint_step=self.checkpoint_step, accepts_gap=self.accepts_gap
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps; JSON-able."""
+        records = [{"identity": asdict(record.identity), "reply": asdict(record.reply)} for record in self._records]
+        return {"run": self.run, "mark": self.mark, "count": self.count, "records": records}
+
+    def load_state(self, state: Mapping[str, Any], *, checkpoint_step: int) -> None:
+        """Continue from a checkpoint of this run. Raises CheckpointError where it is another run's, or does not fit together."""
+        if state["run"] != self.run:
+            raise CheckpointError(
+                f"the critic's checkpoint of step {checkpoint_step} belongs to run {state['run']}, this is run {self.run}: it is another "
+                "run's; to begin with its weights, name it in critic.model.path"
+            )
+        pairs = [(TrainIdentity(**record["identity"]), TrainReply(**record["reply"])) for record in state["records"]]
+        records = [_Record(identity=identity, mark=identity.mark, reply=reply) for identity, reply in pairs]
+        if records and records[-1].mark != state["mark"]:
+            raise CheckpointError(f"the critic's checkpoint of step {checkpoint_step}: its ledger does not end with {state['mark']}")
+        self.mark, self.count, self.checkpoint_step = state["mark"], state["count"], checkpoint_step
+        self._records = deque(records, maxlen=NUM_RECORDS)

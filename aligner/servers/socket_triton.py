@@ -1,0 +1,72 @@
+"""PyTriton's Triton on a Unix socket instead of a TCP port. Imports pytriton: only for `frontend`, and only when a server starts.
+
+Every user of a machine can reach its loopback ports, and nobody else must reach the bundled Triton: a malformed request kills it, and the
+token of its administration API stands in its command line. A socket in a directory of mode 0700 is for its owner alone. Triton's HTTP
+library takes `unix:<path>` for an address; PyTriton's own HTTP client does not, so the models are loaded from files, as Triton starts, and
+the two waits in which that client is used are ours.
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy
+
+from aligner.errors import ServerError
+
+POLL_SECONDS = 0.05
+ANSWER_SECONDS = 10.0
+MAX_PATH_BYTES = 100  # the kernel's limit is 107
+
+
+class SocketTriton(Triton):
+    """`still_wanted` is asked while it waits for Triton to start; `Triton.run` raises ServerError once it says no."""
+
+    def __init__(self, config: TritonConfig, workspace: Path, path: Path, still_wanted: Callable[[], bool]) -> None:
+        if len(str(path).encode()) > MAX_PATH_BYTES:
+            raise ServerError(f"{path}: too long for a socket's path (at most {MAX_PATH_BYTES} bytes); set TMPDIR to a shorter one")
+        policy = TritonLifecyclePolicy(launch_triton_on_startup=False, local_model_store=True)
+        super().__init__(config=config, workspace=workspace, triton_lifecycle_policy=policy)
+        self._triton_server_config["http_address"] = f"unix:{path}"
+        self._path = path
+        self._still_wanted = still_wanted
+
+    def _wait_for_server(self) -> None:
+        self._wait_for("/v2/health/ready")
+
+    def _wait_for_models(self) -> None:
+        for model in self._model_manager.models:
+            self._wait_for(f"/v2/models/{model.model_name}/ready")
+
+    def _wait_for(self, target: str) -> None:
+        while not answers(self._path, target):
+            if not self._still_wanted():
+                raise ServerError(f"Triton was not waited for any longer; {target} had not answered")
+            time.sleep(POLL_SECONDS)
+
+
+class _SocketConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=ANSWER_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+def answers(path: Path, target: str) -> bool:
+    """Whether a GET of `target` through the socket is answered with 200; False too where nobody listens yet."""
+    connection = _SocketConnection(path)
+    try:
+        connection.request("GET", target)
+        return connection.getresponse().status == 200
+    except (FileNotFoundError, ConnectionError, TimeoutError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,284 @@
+"""Latency and throughput of inference through the gateway against the same requests straight to Triton, and a soak.
+
+    python benchmarks/servers.py [--rows 16] [--length 512] [--seconds 5] [--clients 1 8 32]
+    python benchmarks/servers.py --soak 600            # 32 clients; resident memory before and after
+
+The server is a real one whose model costs nothing (a token's value is the token), so that what is timed is the way of a request. Straight
+to Triton means through Triton's own socket, past authentication and validation. Clients are processes with a connection of their own for
+each request, as `ServiceLink` has. Compare the ratios, not seconds of two machines; where
+other work runs, compare CPU. Linux only (/proc).
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from aligner.servers.access import Access
+from aligner.servers.config import ClientConfig, RequestLimits, ServerConfig
+from aligner.servers.frontend import MARKER
+from aligner.servers.intake import Operation
+from aligner.servers.kserve import encode_request
+from aligner.servers.processes import processes_with_variable
+from aligner.servers.registry import Registration, wait_for_service
+from aligner.servers.server import serve
+from aligner.servers.wire import CRITIC_INFER
+
+TARGET = f"/v2/models/{CRITIC_INFER.name}/infer"
+START_SECONDS = 180.0
+WARM_UP_SECONDS = 1.0
+SOAK_WARM_UP_SECONDS = 10.0  # buffers grow to the size of the requests first
+MAX_PROCESSES = 4  # clients beyond share processes as threads
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One way with so many clients: requests a second, and milliseconds."""
+
+    way: str
+    clients: int
+    requests_per_second: float
+    p50_ms: float
+    p99_ms: float
+    cpu_ms: float  # of all of the server's processes, for one request; other work on the machine hardly changes it
+    errors: int
+
+
+class Unix(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=120)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def serve_nothing(run: Path) -> None:
+    """The server's process."""
+    operation = Operation(endpoint=CRITIC_INFER, handler=lambda request: request.batch.tokens.float())
+    limits = RequestLimits(vocab_size=32_000, max_sequence_length=8192)
+    serve("critic", [operation], config=ServerConfig(), limits=limits, services_dir=run / "services", secret=run / "secret")
+
+
+def one_request(address: str, request: tuple[dict[str, str], bytes]) -> None:
+    """Raises where the answer is not 200."""
+    if address.startswith("unix:"):
+        connection: http.client.HTTPConnection = Unix(address.removeprefix("unix:"))
+    else:
+        connection = http.client.HTTPConnection(urlsplit(address).hostname, urlsplit(address).port, timeout=120)
+    try:
+        connection.request("POST", TARGET, body=request[1], headers=request[0])
+        answer = connection.getresponse()
+        content = answer.read()
+        if answer.status != 200:
+            raise RuntimeError(f"{answer.status}: {content[:500]!r}")
+    finally:
+        connection.close()
+
+
+def client_process(
+    address: str, request: tuple[dict[str, str], bytes], threads: int, begin: float, end: float, results: multiprocessing.Queue
+) -> None:
+    """`threads` clients that ask as fast as they are answered; sends (latencies between `begin` and `end`, errors, all requests)."""
+    latencies: list[float] = []
+    errors: list[str] = []
+    asked: list[None] = []
+
+    def ask() -> None:
+        while (started := time.monotonic()) < end:
+            asked.append(None)
+            try:
+                one_request(address, request)
+            except (OSError, http.client.HTTPException, RuntimeError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+                continue
+            if started >= begin:
+                latencies.append(time.monotonic() - started)
+
+    workers = [threading.Thread(target=ask) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    results.put((latencies, errors, len(asked)))
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """What the processes have used so far."""
+    fields = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
+    return sum(int(field[11]) + int(field[12]) for field in fields) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Load:
+    """The request, and the server's processes by name."""
+
+    request: tuple[dict[str, str], bytes]
+    pids: dict[str, int]
+
+    def put(self, way: str, address: str, clients: int, seconds: float, warm_up: float) -> Figures:
+        """Put `clients` to work for `seconds` after the warm-up."""
+        context = multiprocessing.get_context("fork")
+        results = context.Queue()
+        shares = [clients // MAX_PROCESSES + (index < clients % MAX_PROCESSES) for index in range(MAX_PROCESSES)]
+        used = cpu_seconds(self.pids.values())
+        begin = time.monotonic() + warm_up
+        end = begin + seconds
+        workers = [
+            context.Process(target=client_process, args=(address, self.request, share, begin, end, results), daemon=True)
+            for share in shares
+            if share
+        ]
+        for worker in workers:
+            worker.start()
+        answers = [results.get(timeout=warm_up + seconds + 300) for _ in workers]
+        for worker in workers:
+            worker.join(timeout=60)
+        latencies = sorted(latency for found, _, _ in answers for latency in found)
+        errors = [error for _, found, _ in answers for error in found]
+        for error in errors[:3]:
+            print(f"{way}: {error}", file=sys.stderr)
+        return Figures(
+            way=way,
+            clients=clients,
+            requests_per_second=len(latencies) / seconds,
+            p50_ms=1000 * statistics.median(latencies),
+            p99_ms=1000 * latencies[min(len(latencies) - 1, int(0.99 * len(latencies)))],
+            cpu_ms=1000 * (cpu_seconds(self.pids.values()) - used) / max(1, sum(asked for _, _, asked in answers)),
+            errors=len(errors),
+        )
+
+
+def compare(options: argparse.Namespace, load: Load, gateway: str, triton: str) -> list[dict]:
+    """A row for each number of clients: both ways, in turn, and their ratios."""
+    rows = []
+    times = f"{'p50 ms':>8} {'p99 ms':>8} {'CPU ms':>8}"
+    print(f"{'clients':>7} {'gateway req/s':>14} {times} {'Triton req/s':>13} {times}  gateway / Triton")
+    for clients in options.clients:
+        rounds = [
+            (
+                load.put("gateway", gateway, clients, options.seconds, WARM_UP_SECONDS),
+                load.put("triton", triton, clients, options.seconds, WARM_UP_SECONDS),
+            )
+            for _ in range(options.rounds)
+        ]
+        through, straight = (sorted((pair[side] for pair in rounds), key=lambda f: f.p50_ms)[len(rounds) // 2] for side in (0, 1))
+        ratios = {
+            "requests_per_second": through.requests_per_second / straight.requests_per_second,
+            "p50": through.p50_ms / straight.p50_ms,
+            "p99": through.p99_ms / straight.p99_ms,
+            "cpu": through.cpu_ms / straight.cpu_ms,
+        }
+        print(
+            f"{clients:>7} {through.requests_per_second:>14.1f} {through.p50_ms:>8.1f} {through.p99_ms:>8.1f} {through.cpu_ms:>8.1f} "
+            f"{straight.requests_per_second:>13.1f} {straight.p50_ms:>8.1f} {straight.p99_ms:>8.1f} {straight.cpu_ms:>8.1f}  "
+            f"req/s {ratios['requests_per_second']:.2f}x, p50 {ratios['p50']:.2f}x, p99 {ratios['p99']:.2f}x, CPU {ratios['cpu']:.2f}x",
+            flush=True,
+        )
+        rows.append({"clients": clients, "gateway": asdict(through), "triton": asdict(straight), "ratios": ratios})
+    return rows
+
+
+def resident(pids: dict[str, int]) -> dict[str, dict[str, float]]:
+    """MiB of resident memory, threads and open files of each process."""
+    found = {}
+    for name, pid in pids.items():
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        found[name] = {
+            "mib": round(int(status["VmRSS"].split()[0]) / 1024, 1),
+            "threads": int(status["Threads"]),
+            "files": len(os.listdir(f"/proc/{pid}/fd")),
+        }
+    return found
+
+
+def soak(options: argparse.Namespace, load: Load, gateway: str) -> dict:
+    """32 clients through the gateway; what each process holds after a warm-up, and at the end."""
+    clients = max(options.clients)
+    load.put("gateway", gateway, clients, 1.0, SOAK_WARM_UP_SECONDS)
+    before = resident(load.pids)
+    figures = load.put("gateway", gateway, clients, options.soak, 0.0)
+    time.sleep(2.0)
+    after = resident(load.pids)
+    print(f"soak: {clients} clients, {options.soak:g} s, {figures.requests_per_second:.1f} req/s, {figures.errors} errors")
+    for name in load.pids:
+        print(f"  {name}: {before[name]} -> {after[name]}")
+    return {"seconds": options.soak, "figures": asdict(figures), "before": before, "after": after}
+
+
+def started_server(run: Path) -> tuple[subprocess.Popen, Registration]:
+    """The server's process, once it is ready."""
+    with (run / "server.log").open("w") as log:
+        server = subprocess.Popen([sys.executable, __file__, "--serve", str(run)], stdout=log, stderr=subprocess.STDOUT)
+    try:
+        return server, wait_for_service(run / "services", "critic", timeout_seconds=START_SECONDS)
+    except Exception:
+        server.kill()
+        print((run / "server.log").read_text(), file=sys.stderr)
+        raise
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--soak", type=float, default=0.0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve_nothing(options.serve)
+        return 0
+    tokens = np.arange(options.rows * options.length).reshape(options.rows, options.length) % 32_000
+    lengths = np.full((options.rows, 1), options.length)
+    headers, body = encode_request({"tokens": tokens, "sequence_lengths": lengths}, CRITIC_INFER.output_names)
+    with tempfile.TemporaryDirectory() as folder:
+        server, registration = started_server(Path(folder))
+        try:
+            access = Access.for_client(Path(folder) / "secret", ClientConfig())
+            processes = processes_with_variable(f"{MARKER}={registration.incarnation}")
+            triton = next(pid for pid, command in processes.items() if "tritonserver --id" in command)
+            stub = next(pid for pid, command in processes.items() if "triton_python_backend_stub" in command)
+            address = next(word for word in processes[triton].split() if word.startswith("unix:"))
+            pids = {"gateway": server.pid, "tritonserver": triton, "stub": stub}
+            load = Load(request=({**headers, **access.headers()}, body), pids=pids)
+            report: dict = {"rows": options.rows, "length": options.length, "body_bytes": len(body), "cpus": os.cpu_count()}
+            if options.soak:
+                report["soak"] = soak(options, load, registration.url)
+            else:
+                report["compared"] = compare(options, load, registration.url, address)
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(timeout=60)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    failed = report["soak"]["figures"]["errors"] if options.soak else sum(row["gateway"]["errors"] for row in report["compared"])
+    return 1 if failed or server.returncode else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

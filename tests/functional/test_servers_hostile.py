@@ -1,0 +1,139 @@
+"""A real PyTriton server and what comes over its network: ordinary Triton clients with the secret, and everything else."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "servers"))
+
+from malformed import Case, malformed, send
+from server_processes import ToyServer, toy_server
+from toy_server import RUN
+
+from aligner.servers import wire
+from aligner.servers.access import Access
+from aligner.servers.config import ClientConfig
+from aligner.servers.frontend import MARKER
+from aligner.servers.identity import START
+from aligner.servers.kserve import decode_response, encode_request
+from aligner.servers.payloads import StatusRequest
+from aligner.servers.processes import processes_with_variable
+from aligner.servers.registry import Registration, wait_for_service
+
+pytestmark = [
+    pytest.mark.pytriton,
+    pytest.mark.skipif(importlib.util.find_spec("pytriton") is None, reason="nvidia-pytriton is not installed"),
+]
+
+
+class Caller:
+    """Requests by hand."""
+
+    def __init__(self, registration: Registration, secret: Path) -> None:
+        self.registration = registration
+        self.access = Access.for_client(secret, ClientConfig())
+
+    def get(self, path: str) -> tuple[int, dict]:
+        connection = self.access.connection(self.registration.url, 30)
+        connection.request("GET", path, headers=self.access.headers())
+        answer = connection.getresponse()
+        status, document = answer.status, json.loads(answer.read())
+        connection.close()
+        return status, document
+
+    def infer(self, endpoint: wire.Endpoint, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        connection = self.access.connection(self.registration.url, 30)
+        headers, body = encode_request(arrays, endpoint.output_names)
+        connection.request("POST", f"/v2/models/{endpoint.name}/infer", body=body, headers={**headers, **self.access.headers()})
+        answer = connection.getresponse()
+        content = answer.read()
+        assert answer.status == 200, content
+        connection.close()
+        return decode_response(answer.getheader("Inference-Header-Content-Length"), content)
+
+    def state(self) -> tuple[str, int, list[list[float]]]:
+        """The mark of what the critic was trained on, how often, and the values of three tokens."""
+        asked = self.infer(wire.CRITIC_STATUS, wire.encode_status_request(StatusRequest(run=RUN)))
+        status = wire.decode_status(asked)
+        values = self.infer(wire.CRITIC_INFER, {"tokens": np.array([[1, 2, 3]]), "sequence_lengths": np.array([[3]])})["values"]
+        return status.mark, status.count, values.tolist()
+
+
+def test_a_server_among_strangers(tmp_path: Path) -> None:
+    with toy_server("critic", tmp_path / "services") as server:
+        registration = wait_for_service(tmp_path / "services", "critic", timeout_seconds=180)
+        caller = Caller(registration, tmp_path / "secret")
+        processes = processes_with_variable(f"{MARKER}={registration.incarnation}")
+        check_reach(server, processes)
+        check_stock_client(registration, caller)
+
+        before = caller.state()
+        assert before == (START, 0, [[2.0, 4.0, 6.0]])
+        secret = (tmp_path / "secret").read_text().strip()
+        wrong = [(case.label, answer) for case, answer in sent(registration.port, secret) if answer[0] not in case.status]
+        assert not wrong, f"{len(wrong)} of 100, such as {wrong[:5]}"
+        assert caller.state() == before
+        status, report = caller.get("/v2/health/ready")
+        assert (status, report["ready"], report["incarnation"], report["requests_waiting"]) == (200, True, registration.incarnation, 0)
+        assert processes_with_variable(f"{MARKER}={registration.incarnation}").keys() == processes.keys()  # nothing died and came again
+
+        log = server.log()
+        assert secret not in log and "Traceback" not in log
+        commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in (registration.pid, *processes)]
+        environments = [Path(f"/proc/{pid}/environ").read_text(errors="replace") for pid in (registration.pid, *processes)]
+        assert not [text for text in commands + environments if secret in text]
+        server.ranks[0].terminate()
+        assert server.exit_codes() == [0]
+
+
+def sent(port: int, secret: str) -> list[tuple[Case, tuple[int, bytes]]]:
+    """What became of a sample of the malformed requests; all of them are tried without Triton in test_servers_fuzz.py."""
+    cases = malformed(seed=7, count=100, secret=secret, endpoints=("critic_infer", "critic_train"))
+    return [(case, send(port, case, timeout_seconds=30)) for case in cases]
+
+
+def check_reach(server: ToyServer, processes: dict[int, str]) -> None:
+    """Triton can be reached through a socket and memory of this user only; the gateway is on the one port."""
+    inet = [connection for pid in processes for connection in psutil.Process(pid).net_connections("inet")]
+    assert [connection for connection in inet if connection.status == psutil.CONN_LISTEN] == []
+    pid = server.ranks[0].pid
+    segments = list(Path("/dev/shm").glob(f"pytrtion{pid}-*"))
+    assert segments and {stat.S_IMODE(segment.stat().st_mode) for segment in segments} == {0o600}
+    socket = next(word for command in processes.values() for word in command.split() if word.startswith("unix:"))
+    folder = Path(socket.removeprefix("unix:")).parent
+    assert (stat.S_IMODE(folder.stat().st_mode), folder.stat().st_uid) == (0o700, os.getuid())
+
+
+def check_stock_client(registration: Registration, caller: Caller) -> None:
+    """tritonclient, with the header added."""
+    import tritonclient.http as triton
+    from tritonclient.utils import InferenceServerException
+
+    client = triton.InferenceServerClient(f"127.0.0.1:{registration.port}", network_timeout=30)
+    assert client.is_server_live()
+    assert client.is_server_ready(headers=caller.access.headers())
+    assert client.is_model_ready("critic_infer", headers=caller.access.headers())
+    for binary in (True, False):
+        inputs = []
+        for name, array in (("tokens", np.array([[5, 6]])), ("sequence_lengths", np.array([[2]]))):
+            inputs.append(triton.InferInput(name, list(array.shape), "INT64"))
+            inputs[-1].set_data_from_numpy(array, binary_data=binary)
+        outputs = [triton.InferRequestedOutput("values", binary_data=binary)]
+        answer = client.infer("critic_infer", inputs, outputs=outputs, request_id="41", headers=caller.access.headers())
+        assert answer.as_numpy("values").tolist() == [[10.0, 12.0]]
+        assert answer.get_response()["id"] == "41"
+    with pytest.raises(InferenceServerException, match="the run's secret is missing or wrong"):
+        client.infer("critic_infer", inputs)
+    with pytest.raises(InferenceServerException, match="'/v2/repository/index' is not served"):
+        client.get_model_repository_index(headers=caller.access.headers())
+    client.close()

@@ -1,0 +1,184 @@
+"""The test cluster itself: jobs of several components, environment, MPI, nodes that die, and that nothing outlives the tests."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster, children, missing
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+ROOT = Path(__file__).parents[2]
+HETEROGENEOUS = """#!/bin/bash
+#SBATCH --job-name=three --no-requeue --time=5
+#SBATCH --nodes=1 --ntasks=1 --gres=gpu:2
+#SBATCH hetjob
+#SBATCH --nodes=1 --ntasks=2 --gres=gpu:8
+#SBATCH hetjob
+#SBATCH --nodes=1 --ntasks=1
+"""
+
+
+def started(job, *command: str):
+    """A condition: a process of the job with this command runs."""
+    return lambda: any(process.command == command for process in job.processes())
+
+
+def test_three_components_see_their_own_nodes_and_gpus(slurm: SlurmCluster, tmp_path: Path) -> None:
+    where = "$SLURMD_NODENAME $(hostname) $SLURM_PROCID/$SLURM_NTASKS"
+    show = f'echo "$SLURM_JOB_ID {where} ${{CUDA_VISIBLE_DEVICES:-none}} $SLURM_JOB_NODELIST_HET_GROUP_2"'
+    body = "".join(f"srun --label --het-group={group} bash -c '{show}' | sort\n" for group in range(3))
+    job = slurm.submit(HETEROGENEOUS + f"{body}sleep 1; exit 0\n", directory=tmp_path)
+    job.wait("COMPLETED", timeout_seconds=60)
+    number = job.number
+    eight = ",".join(map(str, range(8)))
+    names = ("n1", "n2", "n3") if slurm.settings.isolated else (os.uname().nodename,) * 3
+    assert job.output.splitlines() == [
+        f"0: {number} n1 {names[0]} 0/1 0,1 n3",
+        f"0: {number} n2 {names[1]} 0/2 {eight} n3",
+        f"1: {number} n2 {names[1]} 1/2 {eight} n3",
+        f"0: {number} n3 {names[2]} 0/1 none n3",
+    ]
+    assert job.states == ["COMPLETED"] * 3
+    assert job.orphans() == []
+
+
+def test_a_failure_shows_the_queue_and_the_logs(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = slurm.submit("#!/bin/bash\necho what went wrong; exit 3\n", directory=tmp_path)
+    with pytest.raises(AssertionError, match=r"(?s)ended as \['FAILED'\].*NODELIST.*exit_code='3:0'.*what went wrong.*slurmctld.log"):
+        job.wait("COMPLETED", timeout_seconds=30)
+    blocked = slurm.submit("#!/bin/bash\n", options=(f"--dependency=afterok:{job.number}",), directory=tmp_path)
+    with pytest.raises(AssertionError, match=r"(?s)waited 0.3 s for job .* to be COMPLETED; it is \['PENDING'\].*NeverSatisfied"):
+        blocked.wait("COMPLETED", timeout_seconds=0.3)
+
+
+PLACE = """
+import os
+from aligner.errors import LaunchError
+from aligner.parallel import mpi
+try:
+    place = mpi.join(os.environ)
+    heard = mpi.broadcast_text(mpi.reachable_address(place) if place.rank == 0 else "", timeout_seconds=30)
+    print(f"rank {place.rank}/{place.world_size}, here {place.local_rank}/{place.local_world_size}, rank 0 is at {heard}", flush=True)
+    mpi.finalize()
+except LaunchError as error:
+    print(f"LaunchError: {error}", flush=True)
+"""
+
+
+@pytest.mark.mpi
+def test_mpi_over_two_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """mpi4py with MPICH under pmi2 and with OpenMPI (where it is installed) under pmix; the wrong pairing is noticed."""
+    (tmp_path / "place.py").write_text(PLACE)
+    task = f"{sys.executable} {tmp_path}/place.py"
+    openmpi = ctypes.util.find_library("mpi")
+    script = [
+        "#!/bin/bash",
+        f"srun --mpi=pmi2 {task} > pmi2",
+        f"srun --mpi=none {task} > none",
+        f"MPI4PY_MPIABI=openmpi MPI4PY_LIBMPI={openmpi} srun --mpi=pmix {task} > pmix" if openmpi else "",
+    ]
+    options = ("--nodes=2", "--ntasks=2", "--time=5")
+    job = slurm.submit("\n".join(script) + "\n", options=options, directory=tmp_path, environment={"PYTHONPATH": str(ROOT)})
+    job.wait("COMPLETED", timeout_seconds=120)
+    # Two ranks without a network of their own share the host, as MPI sees it.
+    here = ("0/1", "0/1") if slurm.settings.isolated else ("0/2", "1/2")
+    met = [f"rank {rank}/2, here {here[rank]}, rank 0 is at {slurm.settings.address('n1')}" for rank in range(2)]
+    for plugin in ("pmi2", "pmix") if openmpi else ("pmi2",):
+        assert sorted((tmp_path / plugin).read_text().splitlines()) == met
+    refused = (tmp_path / "none").read_text().splitlines()
+    assert len(refused) == 2 and all("=2, but MPI gave this process a world of size 1" in line for line in refused)
+
+
+def test_a_killed_node_ends_all_components_and_the_follow_up_runs(slurm: SlurmCluster, tmp_path: Path) -> None:
+    script = HETEROGENEOUS + "for g in 0 1 2; do srun --het-group=$g sleep 1000 & done; wait\n"
+    job = slurm.submit(script, directory=tmp_path)
+    follow_up = slurm.submit(
+        "#!/bin/bash\necho going on\n", options=(f"--dependency=afternotok:{job.number}", "--job-name=three"), directory=tmp_path
+    )
+    job.until(lambda: sum(process.program == "sleep" for process in job.processes()) == 4, "four tasks", 30)
+    assert {process.node for process in job.processes() if process.program == "sleep"} == {"n1", "n2", "n3"}
+    assert follow_up.state == "PENDING"
+    slurm.kill_node("n2")
+    job.wait("NODE_FAIL", timeout_seconds=90)
+    assert job.follow(timeout_seconds=10).number == follow_up.number
+    follow_up.wait("COMPLETED", timeout_seconds=60)
+    assert follow_up.output == "going on\n"
+    assert job.orphans() == []
+    slurm.start_node("n2")
+    again = slurm.submit("#!/bin/bash\necho $SLURMD_NODENAME\n", options=("--nodelist=n2",), directory=tmp_path)
+    assert again.wait("COMPLETED", timeout_seconds=30).output == "n2\n"
+
+
+def test_signals_and_what_a_job_leaves_behind(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """USR1 reaches the batch script alone; a task that left its session survives its step, and is found."""
+    script = "#!/bin/bash\ntrap 'echo saving; exit 0' USR1\nsrun bash -c '(setsid sleep 2000 >&- 2>&- <&- &)'\nsleep 1000 & wait $!\n"
+    job = slurm.submit(script, options=("--time=5",), directory=tmp_path)
+    job.until(started(job, "sleep", "1000"), "sleep 1000", 30)
+    job.signal(signal.SIGUSR1)
+    job.wait("COMPLETED", timeout_seconds=30)
+    assert job.output == "saving\n"
+    left = job.orphans(patience_seconds=1)
+    assert ("sleep", "2000") in [process.command for process in left]
+
+
+def test_partitioned_node(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Slurm takes it for dead; it comes back."""
+    if not slurm.settings.isolated:
+        pytest.skip("slurm: nodes without a network of their own cannot be cut off")
+    slurm.partition_node("n3")
+    job = slurm.submit("#!/bin/bash\ntimeout 1 bash -c 'echo > /dev/tcp/n3/26818' && echo reached\n", directory=tmp_path)
+    assert job.wait("FAILED", timeout_seconds=30).output.count("reached") == 0
+    slurm.heal_node("n3")
+
+
+def test_only_for_test_phantom_nodes_judge_big_jobs(slurm: SlurmCluster, tmp_path: Path) -> None:
+    script = tmp_path / "big.sh"
+    sizes = ("--nodes=48 --ntasks-per-node=8 --gpus-per-node=8", "hetjob", "--nodes=16 --gpus-per-node=8")
+    script.write_text("#!/bin/bash\n" + "".join(f"#SBATCH {size}\n" for size in sizes))
+    assert "to start at" in slurm.accepts(script)
+    script.write_text("#!/bin/bash\n#SBATCH --nodes=65 --gpus-per-node=8\n")
+    with pytest.raises(AssertionError, match="Node count specification invalid|More processors|configuration is not available"):
+        slurm.accepts(script)
+
+
+def test_nothing_outlives_a_killed_test_process(tmp_path: Path) -> None:
+    """SIGKILL to the process that holds the cluster, while a task runs that has left its session."""
+    code = f"""
+import sys, tempfile, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from slurm_cluster import SlurmCluster
+directory = Path(tempfile.mkdtemp(dir={str(tmp_path)!r}, prefix="c")) if len({str(tmp_path)!r}) < 50 else Path(tempfile.mkdtemp(dir="/tmp"))
+cluster = SlurmCluster(directory).start()
+job = cluster.submit("#!/bin/bash\\nsrun setsid sleep 3000 & sleep 3000\\n", directory=directory)
+job.until(lambda: sum(p.program == "sleep" for p in job.processes()) == 2, "two tasks", 30)
+print("up", flush=True)
+time.sleep(600)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert holder.stdout.readline() == "up\n"
+    below = [pid for child in children(holder.pid) for pid in _tree(child)]
+    names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in below]
+    assert names.count("slurmd") == 3 and names.count("sleep") == 2 and "slurmctld" in names and "munged" in names
+    holder.kill()
+    holder.wait()
+    deadline = time.monotonic() + 30
+    while left := [pid for pid in below if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def _tree(pid: int) -> list[int]:
+    return [pid, *(below for child in children(pid) for below in _tree(child))]
+
+
+def test_why_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert missing() == "needs root on Linux"

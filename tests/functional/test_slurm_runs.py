@@ -1,0 +1,201 @@
+"""PPO on a real Slurm cluster of three nodes: it learns, and signals, time limits, lost nodes and kill -9 change no bit of its result."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from slurm_cluster import Job, SlurmCluster
+from slurm_job import kill
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from resumed_runs import optimizer_and_weights, same_tensors, weights
+from slurm_runs import ENVIRONMENT, KINDS, SMOKE, SlurmRun, run_settings
+from training_jobs import ROOT, launcher, run_job, series, steps_of, without_times, write_task
+
+pytestmark = [pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(1800)]
+NUM_STEPS = 90
+NUM_KILLS = 30
+# From one end of a component to the next step: three starts on a busy machine of two cores.
+PATIENCE_SECONDS = 240.0
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "slurm").glob("*.sub")))
+def test_a_cluster_of_the_right_size_takes_every_script(slurm: SlurmCluster, script: str) -> None:
+    assert "to start at" in slurm.accepts(ROOT / "slurm" / script, cwd=ROOT)
+
+
+def test_smoke(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """`sbatch slurm/smoke_cpu.sub` from the checkout, preflight included."""
+    run = tmp_path / "run"
+    options = (f"--output={tmp_path}/%x-%j.out",)
+    place = {"directory": tmp_path, "cwd": ROOT, "logs": run / "logs"}
+    job = slurm.submit(SMOKE, f"run.directory={run}", options=options, environment=ENVIRONMENT, **place)
+    job.until(lambda: len(steps_of(run)) > 2, "step 3", 2 * PATIENCE_SECONDS)
+    ranks = [process for process in job.processes() if process.program != "srun" and "ALIGNER_COMPONENT" in process.variables]
+    nodes = {process.variables["ALIGNER_COMPONENT"]: process.node for process in ranks}
+    assert {nodes[name] for name in ("actor", "critic", "reward")} == set(slurm.nodes)
+    job.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
+    assert job.states == ["COMPLETED"] * 3
+    rewards = series(run, "rollout/reward")
+    assert len(rewards) == 30
+    assert sum(rewards[:3]) / 3 < 0.2 and sum(rewards[-5:]) / 5 > 0.4  # chance gives 2 %
+    assert [one.state for one in job.successors()] in ([], ["CANCELLED"])  # the follow-up for crashes
+    assert job.orphans() == []
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("slurm_runs")
+    write_task(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(task: Path) -> Path:
+    """The same run as processes of this machine."""
+    run = SlurmRun(None, task, "undisturbed", run_settings(task, NUM_STEPS))
+    run_job(launcher("ppo_smoke_cpu"), run.directory, [*run.settings, f"loop.save_every={NUM_STEPS}"])
+    return run.directory
+
+
+def same_result(run: SlurmRun, undisturbed: Path) -> None:
+    """Weights and moments of policy and critic, the export, and every metric of every step."""
+    for component in ("policy", "critic"):
+        last = f"checkpoints/{component}/step_{NUM_STEPS:06d}"
+        same_tensors(optimizer_and_weights(run.directory / last), optimizer_and_weights(undisturbed / last))
+    assert weights(run.directory) == weights(undisturbed)
+    assert steps_of(run.directory) == list(range(1, NUM_STEPS + 1))
+    assert without_times(run.directory) == without_times(undisturbed)
+
+
+def progress(run: SlurmRun, job: Job, *, beyond: int) -> None:
+    """Until a step after this one is done."""
+    job.until(lambda: run.step() > beyond, f"a step after {beyond}", PATIENCE_SECONDS)
+
+
+def test_signals_time_limits_and_lost_nodes(slurm: SlurmCluster, task: Path, undisturbed: Path) -> None:
+    """One run, four jobs: told to stop, out of time, a node lost, and to the end. Each but the first was submitted by the one before."""
+    run = SlurmRun(slurm, task, "disturbed", run_settings(task, NUM_STEPS))
+    run.set_pace(0.5)
+    told = run.submit()
+    progress(run, told, beyond=2)
+    told.signal(signal.SIGUSR1)
+    told.wait("FAILED", timeout_seconds=PATIENCE_SECONDS)  # exit code 75: go on
+    assert {component.exit_code for component in told.components()} == {"75:0"}
+    stopped = run.saved()
+    assert run.step() == stopped >= 3
+    assert told.orphans() == []
+
+    limited = told.next_of_run(timeout_seconds=30)
+    progress(run, limited, beyond=stopped)
+    run.set_pace(3.0)
+    limited.end_in_two_minutes()  # Slurm warns 60 s before that, or a little earlier
+    limited.wait("FAILED", timeout_seconds=PATIENCE_SECONDS)
+    assert {component.exit_code for component in limited.components()} == {"75:0"}
+    assert run.saved() == run.step() > stopped
+    assert limited.orphans() == []
+
+    lost = limited.next_of_run(timeout_seconds=30)
+    run.set_pace(0.5)
+    progress(run, lost, beyond=run.step())
+    node = lost.components()[1].nodes
+    slurm.kill_node(node)
+    lost.wait("NODE_FAIL", "FAILED", timeout_seconds=PATIENCE_SECONDS)
+    assert lost.orphans() == []
+    slurm.start_node(node)
+
+    run.set_pace(0.0)
+    last = lost.next_of_run(timeout_seconds=60)
+    last.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
+    assert last.orphans() == []
+    same_result(run, undisturbed)
+
+
+def test_kill_9_at_random(slurm: SlurmCluster, task: Path, undisturbed: Path) -> None:
+    """Thirty kills of any process of any component. Half of them hit a run that has gone on since, the others one under repair."""
+    draw = random.Random(5)
+    run = SlurmRun(slurm, task, "killed", run_settings(task, NUM_STEPS))
+    run.set_pace(0.3)
+    job = run.submit()
+    kinds = [*KINDS * (NUM_KILLS // len(KINDS)), *draw.sample(KINDS, NUM_KILLS % len(KINDS))]
+    draw.shuffle(kinds)
+    killed: Counter[str] = Counter()
+    for number, kind in enumerate(kinds):
+        if number % 2 == 0:
+            job = _progress_in_any_job(run, job, beyond=run.step())
+        else:
+            time.sleep(draw.uniform(0.0, 4.0))
+        assert run.step() < NUM_STEPS, f"the run was done after {number} kills"
+        job = _kill_one(run, job, kind, draw)
+        killed[kind] += 1
+    assert sum(killed.values()) == NUM_KILLS and set(killed) == set(KINDS)
+    run.set_pace(0.0)
+    job = _progress_in_any_job(run, job, beyond=NUM_STEPS - 1)
+    job = _newest(job)
+    job.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
+    assert job.orphans() == []
+    same_result(run, undisturbed)
+
+
+def _newest(job: Job) -> Job:
+    """The last job of the run that was not cancelled before its start."""
+    later = [one for one in job.successors() if one.state not in ("PENDING", "CANCELLED")]
+    return later[-1] if later else job
+
+
+def _progress_in_any_job(run: SlurmRun, job: Job, *, beyond: int) -> Job:
+    """Until a step after this one is done, by this job or one that follows; that job."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while run.step() <= beyond:
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {PATIENCE_SECONDS:g} s for a step after {beyond}\n{job.report()}")
+        if job.ended and (newest := _newest(job)) is not job:
+            assert job.orphans() == []
+            job = newest
+        time.sleep(0.2)
+    return job
+
+
+def _kill_one(run: SlurmRun, job: Job, kind: str, draw: random.Random) -> Job:
+    """SIGKILL to a random process of this kind, once there is one."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        candidates = sorted(run.processes()[kind], key=lambda process: process.pid)
+        if candidates and kill(draw.choice(candidates)):
+            return job
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {PATIENCE_SECONDS:g} s for a process of kind {kind}\n{job.report()}")
+        if job.ended:
+            job = _newest(job)
+        time.sleep(0.05)
+
+
+def test_a_stalled_rank_is_named(slurm: SlurmCluster, task: Path) -> None:
+    """SIGSTOP to one of two ranks of the actor: the job ends, says who it was, and leaves the other's stack."""
+    settings = [
+        *run_settings(task, NUM_STEPS),
+        "num_processes=2",
+        "cluster.gpus_per_node=2",
+        "run.stall_timeout_seconds=60",
+        "slurm.on_actor_failure=end",
+    ]
+    run = SlurmRun(slurm, task, "stalled", [*settings, "slurm.follow_up=false", "slurm.shutdown_timeout_seconds=5"])
+    run.set_pace(0.3)
+    job = run.submit("--ntasks=2", "--ntasks-per-node=2")
+    progress(run, job, beyond=1)
+    ranks = [process for process in run.processes()["actor"] if process.variables.get("SLURM_PROCID") == "1"]
+    assert len(ranks) == 1 and kill(ranks[0], signal.SIGSTOP)
+    job.wait("FAILED", timeout_seconds=PATIENCE_SECONDS)
+    report = (run.directory / "stacks" / "actor.report.txt").read_text()
+    assert "rank 1" in report and "is in state T (stopped)" in report
+    assert list((run.directory / "stacks").glob("actor.0.*.txt"))
+    assert json.loads((run.directory / "attempts.jsonl").read_text().splitlines()[-1])["exit_code"] == 1
+    assert job.orphans() == []

@@ -1,0 +1,180 @@
+"""What a test cluster consists of, and the files that Slurm reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+NETWORK = "10.77.0"  # inside the cluster's own network namespace: nobody else sees it
+HEAD = "head"
+# Socket addresses hold 108 bytes; Slurm and PMIx append up to 50 to the directories that they are given.
+_LONGEST_PATH = 64
+
+_CONF = """\
+ClusterName=test
+SlurmctldHost={head}({head_address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={directory}/munge.sock,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool/%n
+# PMIx keeps its directories of a step here: they must differ between nodes that share /tmp
+TmpFS={directory}/tmp/%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd-%n.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd-%n.log
+SlurmctldPort={port}
+SlurmdPort={slurmd_port}
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+DefMemPerCPU=10
+SchedulerType=sched/backfill
+# only the backfill scheduler starts heterogeneous jobs; its default interval is 30 s
+SchedulerParameters=bf_interval=1,bf_hetjob_immediate,bf_max_time=60,sched_min_interval=100000
+# quick detection of failures; the defaults are minutes
+SlurmdTimeout=10
+SlurmctldTimeout=30
+MessageTimeout=10
+BatchStartTimeout=20
+KillWait=3
+UnkillableStepTimeout=30
+InactiveLimit=0
+WaitTime=0
+ReturnToService=2
+MinJobAge=86400
+SlurmdParameters=config_overrides
+GresTypes=gpu
+{nodes}
+PartitionName=batch Nodes=n[1-{num_nodes}] Default=YES MaxTime=INFINITE State=UP
+"""
+
+# Never started: they only let `sbatch --test-only` judge a job for a cluster of that size.
+_PHANTOMS = """\
+SuspendProgram=/bin/true
+ResumeProgram=/bin/true
+SuspendTime=-1
+ResumeTimeout=60000
+NodeName=p[1-{count}] CPUs=128 Sockets=2 CoresPerSocket=64 ThreadsPerCore=1 RealMemory=2000000 Gres=gpu:8 State=CLOUD
+PartitionName=phantom Nodes=p[1-{count}] MaxTime=INFINITE State=UP
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterSettings:
+    """`isolated`: every node is a set of namespaces with its own address and hostname, and so is the whole cluster.
+
+    Without it (where namespaces are forbidden) all slurmd share this machine's address, on ports of their own. CPUs and memory are what
+    Slurm is told, not what is there.
+    """
+
+    directory: Path
+    isolated: bool
+    num_nodes: int = 3
+    num_gpus: int = 8
+    num_cpus: int = 16
+    memory_mb: int = 64000
+    num_phantoms: int = 64
+
+    def __post_init__(self) -> None:
+        if len(str(self.directory)) > _LONGEST_PATH:
+            raise ValueError(f"directory is {self.directory}; allowed: at most {_LONGEST_PATH} characters (Unix sockets lie in it)")
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(f"n{number}" for number in range(1, self.num_nodes + 1))
+
+    @property
+    def conf(self) -> Path:
+        return self.directory / "slurm.conf"
+
+    @property
+    def hosts(self) -> Path:
+        """The nodes' /etc/hosts."""
+        return self.directory / "hosts"
+
+    @property
+    def name_services(self) -> Path:
+        """The nodes' /etc/nsswitch.conf."""
+        return self.directory / "nsswitch.conf"
+
+    @property
+    def devices(self) -> list[Path]:
+        """What stands for GPUs."""
+        return [self.directory / f"gpu{number}" for number in range(self.num_gpus)]
+
+    def address(self, node: str) -> str:
+        """The IPv4 address of a node or of the head."""
+        if not self.isolated:
+            return "127.0.0.1"
+        return f"{NETWORK}.{254 if node == HEAD else self.nodes.index(node) + 1}"
+
+    def save(self) -> None:
+        """For the keeper, a process of its own."""
+        (self.directory / "settings.json").write_text(json.dumps(asdict(self), default=str))
+
+
+def load_settings(directory: Path) -> ClusterSettings:
+    """What `save` wrote."""
+    fields = json.loads((directory / "settings.json").read_text())
+    return ClusterSettings(**fields | {"directory": Path(fields["directory"])})
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def write_files(settings: ClusterSettings) -> None:
+    """slurm.conf and what it refers to."""
+    directory = settings.directory
+    for name in ("state", "spool", "tmp", *(f"{kind}/{node}" for kind in ("spool", "tmp") for node in settings.nodes)):
+        (directory / name).mkdir()
+    key = directory / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o600)
+    names = "".join(f"{settings.address(node)} {node}\n" for node in (HEAD, *settings.nodes))
+    settings.hosts.write_text(f"127.0.0.1 localhost\n{names}")
+    # A node has no name server: every reverse look-up (the TCPStore of torch makes one for each client) would take 10 s.
+    settings.name_services.write_text("passwd: files\ngroup: files\nhosts: files\n")
+    settings.conf.write_text(_conf(settings))
+    devices = f"{directory}/gpu[0-{settings.num_gpus - 1}]"
+    gres = f"NodeName=n[1-{settings.num_nodes}] Name=gpu File={devices}\n" if settings.num_gpus else ""
+    (directory / "gres.conf").write_text(f"AutoDetect=off\n{gres}")
+
+
+def _conf(settings: ClusterSettings) -> str:
+    ports = [26817, 26818] if settings.isolated else _free_ports(2 + settings.num_nodes)
+    gres = f" Gres=gpu:{settings.num_gpus}" if settings.num_gpus else ""
+    lines = []
+    for number, node in enumerate(settings.nodes):
+        place = "" if settings.isolated else f" NodeHostname={socket.gethostname()} Port={ports[2 + number]}"
+        sizes = f"CPUs={settings.num_cpus} RealMemory={settings.memory_mb}{gres}"
+        lines.append(f"NodeName={node} NodeAddr={settings.address(node)}{place} {sizes} State=UNKNOWN")
+    text = _CONF.format(
+        head=HEAD if settings.isolated else socket.gethostname(),
+        head_address=settings.address(HEAD),
+        directory=settings.directory,
+        port=ports[0],
+        slurmd_port=ports[1],
+        nodes="\n".join(lines),
+        num_nodes=settings.num_nodes,
+    )
+    return text + (_PHANTOMS.format(count=settings.num_phantoms) if settings.num_phantoms else "")

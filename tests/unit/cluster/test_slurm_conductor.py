@@ -1,0 +1,293 @@
+"""What the conductor decides, against fake Slurm commands: every test runs whole jobs in this process (see conftest.py)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from aligner.cluster import lease as leases
+from aligner.cluster.lease import LeaseRecord, RunHeld
+from aligner.cluster.slurm.allocation import allocation
+from aligner.cluster.slurm.config import OnFailure
+from aligner.cluster.slurm.history import done_step, newest_step
+from aligner.errors import ConfigError
+
+RUNNING = "JobId=42 JobName=demo JobState=RUNNING Account=lab QOS=(null) Partition=gpu TimeLimit=01:00:00 EndTime=2099-01-01T00:00:00"
+
+
+def test_a_run_that_is_done_cancels_its_follow_up_and_is_not_started_again(world) -> None:
+    world.behaves(actor="finishes 10; says 0")
+    assert world.conduct() == 0
+    assert world.starts() == ["actor.1", "critic.1", "reward.1"]
+    assert world.events() == ["job_started", "follow_up_queued", "attempt_started", "attempt_ended", "follow_up_cancelled", "job_ended"]
+    assert world.cancelled() == ["100"]
+    assert world.living_steps() == []
+    assert not world.run.lease.exists()
+    (sbatch,) = world.lines("sbatch")
+    # The job that waits for a crash: same partition, account and time, same script and arguments, nothing of this job in its environment.
+    assert "continues=42 attempt= job= " in sbatch and f"in={world.environ['SLURM_SUBMIT_DIR']} " in sbatch
+    assert "--dependency=afternotok:42 --kill-on-invalid-dep=yes --job-name=demo --partition=gpu --account=lab --time=01:00:00" in sbatch
+    assert sbatch.endswith("script.sub a=1 b=two words")
+
+    assert world.conduct() == 0
+    assert "is done (step 10, done.json): nothing to do" in world.text()
+    assert len(world.starts()) == 3 and len(world.lines("sbatch")) == 1
+
+
+def test_every_step_is_told_what_it_belongs_to(world) -> None:
+    world.behaves(actor="finishes 10")
+    world.conduct()
+    actor, critic, _ = sorted(world.lines("srun"))
+    assert "critic.1 attempt=42.0 end=" in critic and "--het-group=1 --job-name=critic --nodes=1 --ntasks=1 --ntasks-per-node=1" in critic
+    assert "--het-group=0" in actor and f"--output={world.run.logs}/actor.%t.log" in actor and "--kill-on-bad-exit=1" in actor
+    assert f"apptainer exec --bind {world.environ['SLURM_SUBMIT_DIR']}" in actor and f"--bind {world.run.path}:{world.run.path}" in actor
+    assert actor.endswith("x.sif python3 -u actor.py a=1")
+    end = int(critic.split("end=")[1].split()[0])
+    assert end == time.mktime((2099, 1, 1, 0, 0, 0, 0, 0, -1)) - world.slurm.abandon_seconds
+
+
+def test_a_dead_server_is_started_again_alone(world) -> None:
+    world.behaves(
+        critic_1="register; sleep 0.2; exit 137",
+        actor="while [ $(cat $FAKE_SLURM/critic.count) -lt 2 ]; do sleep 0.02; done; finishes 10",
+    )
+    assert world.conduct() == 0
+    assert world.starts() == ["actor.1", "critic.1", "critic.2", "reward.1"]
+    assert [line for line in world.lines("srun") if "attempt=42.0" not in line] == []
+    died = next(line for line in world.history() if line["event"] == "server_died")
+    assert died["component"] == "critic" and died["restarted"] and "critic was killed" in died["reason"]
+
+
+def test_a_server_whose_srun_was_killed_is_ended_before_it_starts_again(world) -> None:
+    """Its tasks run on without srun; they would hold the server's name."""
+    runs_on = 'register; sh -c "echo 43.\\$\\$\\|critic >$FAKE_SLURM/steps/\\$\\$; exec sleep 60" & sleep 0.3; kill -9 $$'
+    world.behaves(critic_1=runs_on, actor="while [ $(cat $FAKE_SLURM/critic.count) -lt 2 ]; do sleep 0.02; done; finishes 10")
+    assert world.conduct() == 0
+    assert "which have lost their srun" in world.text() and world.living_steps() == []
+
+
+def test_a_server_that_leaves_with_zero_or_never_registers_is_dead_too(world) -> None:
+    world.slurm = replace(world.slurm, ready_timeout_seconds=0.3)
+    waits = "while [ $(cat $FAKE_SLURM/reward.count) -lt 3 ]; do sleep 0.02; done; finishes 10"
+    world.behaves(reward_1="register; says 0; exit 0", reward_2="lasts", actor=waits)
+    assert world.conduct() == 0
+    assert [start for start in world.starts() if start.startswith("reward")] == ["reward.1", "reward.2", "reward.3"]
+    assert "has not registered itself within slurm.ready_timeout_seconds=0.3" in world.text()
+
+
+def test_a_server_that_dies_too_often_ends_the_attempt_after_a_grace(world) -> None:
+    world.slurm = replace(world.slurm, max_server_restarts=1, on_actor_failure=OnFailure.end)
+    world.behaves(critic="register; sleep 0.05; says 1 boom; exit 1", actor="lasts")
+    assert world.conduct() == 1
+    assert [start for start in world.starts() if start.startswith("critic")] == ["critic.1", "critic.2"]
+    assert "crashed: critic: rank 0 ended with exit code 1: boom (exit code 1; job 100 is next)" in world.text()
+    assert world.cancelled() == [] and world.living_steps() == []
+
+
+def test_a_server_that_was_asked_for_something_wrong_ends_the_job_for_good(world) -> None:
+    world.behaves(critic="says 2 'critic.clip=-1'; exit 2", actor="lasts")
+    assert world.conduct() == 2
+    assert "refused: critic: rank 0 ended with exit code 2: critic.clip=-1 (exit code 2)" in world.text()
+    assert world.cancelled() == ["100"]
+
+
+@pytest.mark.parametrize(("code", "ending"), [(2, "refused"), (78, "halted")])
+def test_codes_of_the_actor_that_end_a_run_for_good(code: int, ending: str, world) -> None:
+    world.behaves(actor=f"says {code} 'look at this'; exit 137")  # srun's own code says nothing
+    assert world.conduct() == code
+    assert f"{ending}: actor: rank 0 ended with exit code {code}: look at this" in world.text()
+    assert world.cancelled() == ["100"] and world.starts() == ["actor.1", "critic.1", "reward.1"]
+
+
+def test_a_dead_actor_starts_everything_again_in_the_same_allocation(world) -> None:
+    world.behaves(actor_1="reaches 4; says 1 'nan'; exit 1", actor_2="finishes 10; exit 0")
+    assert world.conduct() == 0
+    assert world.starts() == ["actor.1", "actor.2", "critic.1", "critic.2", "reward.1", "reward.2"]
+    assert ["attempt=42.1" in line for line in sorted(world.lines("srun"))] == [False, True] * 3
+    assert [line["step"] for line in world.history() if line["event"] == "attempt_started"] == [0, 4]
+
+
+def test_srun_that_says_all_is_well_after_a_lost_node_is_not_believed(world) -> None:
+    world.slurm = replace(world.slurm, on_actor_failure=OnFailure.end)
+    world.behaves(actor="exit 0")
+    assert world.conduct() == 1
+    assert "actor was killed, or its node was lost (srun's exit code 0)" in world.text()
+    assert world.cancelled() == []  # the follow-up goes on
+
+
+def test_no_restart_where_slurm_is_ending_the_job(world) -> None:
+    world.behaves(actor="exit 1", job=RUNNING.replace("RUNNING", "NODE_FAIL"))
+    assert world.conduct() == 1
+    assert world.starts() == ["actor.1", "critic.1", "reward.1"]
+    assert world.cancelled() == []
+
+
+def test_starts_without_progress_halt_the_run(world) -> None:
+    world.slurm = replace(world.slurm, max_restarts_without_progress=2)
+    world.behaves(actor_1="reaches 3; exit 1", actor="exit 1")  # progress, then three starts after step 3
+    assert world.conduct() == 78
+    assert [start for start in world.starts() if start.startswith("actor")] == ["actor.1", "actor.2", "actor.3", "actor.4"]
+    assert "halted: 3 starts in a row brought no checkpoint newer than step 3 (slurm.max_restarts_without_progress=2)" in world.text()
+    assert world.cancelled() == ["100"]
+
+    # A job that was queued all the same does not start anything; a person who submits it again gets a fresh count.
+    assert world.conduct(ALIGNER_CONTINUES="42") == 78
+    assert len(world.starts()) == 12 and len(world.lines("sbatch")) == 1
+    world.behaves(actor="finishes 10")
+    assert world.conduct() == 0
+
+
+def test_starts_are_counted_across_jobs(world) -> None:
+    world.slurm = replace(world.slurm, max_restarts_without_progress=1, on_actor_failure=OnFailure.end)
+    world.behaves(actor="exit 1")
+    assert world.conduct() == 1
+    assert world.conduct(ALIGNER_CONTINUES="41") == 78
+
+
+def test_sigusr1_stops_in_order_and_submits_the_successor(world) -> None:
+    world.behaves(actor="trap 'reaches 5; says 75; exit 75' USR1; lasts")
+    world.once_it_lasts(lambda: setattr(world.requests, "stop", True))
+    assert world.conduct() == 75
+    follow_up, successor = world.lines("sbatch")
+    assert "afternotok:42" in follow_up and "--dependency=afterany:42" in successor and "continues=42" in successor
+    assert successor.endswith("script.sub a=1 b=two words")
+    assert world.cancelled() == ["100"]
+    assert "job 101 goes on after this one" in world.text()
+    assert world.events()[-4:] == ["attempt_ended", "successor_submitted", "follow_up_cancelled", "job_ended"]
+
+
+def test_a_step_that_takes_too_long_is_given_up(world) -> None:
+    world.slurm = replace(world.slurm, signal_seconds_before_end=10, abandon_seconds=9.7)
+    world.behaves(actor="trap '' USR1; lasts")
+    world.once_it_lasts(lambda: setattr(world.requests, "stop", True))
+    assert world.conduct() == 75
+    assert "stopped: its step took too long and was given up: the newest checkpoint stands" in world.text()
+    assert "afterany:42" in world.lines("sbatch")[1] and world.living_steps() == []
+
+
+def test_the_end_of_the_jobs_time_shortens_what_the_actor_may_take(world) -> None:
+    now = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 5))
+    world.slurm = replace(world.slurm, signal_seconds_before_end=600, abandon_seconds=4.0)
+    world.behaves(actor="trap '' USR1; lasts", job=RUNNING.replace("2099-01-01T00:00:00", now))
+    world.once_it_lasts(lambda: setattr(world.requests, "stop", True))
+    assert world.conduct() == 75
+    (asked,) = [line["seconds"] for line in world.history() if line["event"] == "stop_requested"]
+    assert asked <= 1
+
+
+def test_a_run_that_stops_by_itself_before_the_end_of_its_time_goes_on_too(world) -> None:
+    world.behaves(actor="reaches 7; says 75; exit 75")
+    assert world.conduct() == 75
+    assert "afterany:42" in world.lines("sbatch")[1]
+
+
+def test_without_a_successor_a_stopped_run_stays_stopped(world) -> None:
+    world.slurm = replace(world.slurm, successor=False)
+    world.behaves(actor="reaches 7; says 75; exit 75")
+    assert world.conduct() == 75
+    assert len(world.lines("sbatch")) == 1 and world.cancelled() == ["100"]
+
+
+def test_the_follow_up_goes_on_where_the_successor_cannot_be_submitted(world) -> None:
+    world.behaves(actor=": >$FAKE_SLURM/sbatch.broken; reaches 7; says 75; exit 75")
+    assert world.conduct() == 75
+    assert "job 100 goes on instead" in world.text() and world.cancelled() == []
+
+
+def test_a_run_starts_where_no_follow_up_can_be_queued(world) -> None:
+    (world.folder / "sbatch.broken").touch()
+    world.behaves(actor="finishes 10")
+    assert world.conduct() == 0
+    assert "no job is queued for the case of a crash" in world.text()
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [("CANCELLED", 2), ("CANCELLED by 1000", 2), ("PREEMPTED", 0), ("TIMEOUT", 0), ("NODE_FAIL", 0), ("FAILED", 0)]
+)
+def test_sigterm_ends_the_job_and_only_a_person_ends_the_run(state: str, code: int, world) -> None:
+    """Until a job has ended Slurm does not say by what: so the job that follows looks, and does not go on after scancel."""
+    world.behaves(actor="lasts")
+    world.once_it_lasts(lambda: setattr(world.requests, "terminate", True))
+    assert world.conduct() == 1
+    assert world.cancelled() == [] and world.living_steps() == []
+    assert world.history()[-1]["ending"] == "terminated" and world.history()[-1]["follow_up"] == "100"
+
+    world.requests.terminate = False
+    world.behaves(actor="finishes 10", job=RUNNING.replace("RUNNING", state))
+    world.environ["SLURM_JOB_ID"] = "100"
+    assert world.conduct(ALIGNER_CONTINUES="42") == code
+    assert ("refused: job 42 was cancelled" in world.text()) == (code == 2)
+
+
+def test_a_killed_job_that_was_cancelled_does_not_go_on_either(world) -> None:
+    world.behaves(job=RUNNING.replace("RUNNING", "CANCELLED"))
+    world.environ["SLURM_JOB_ID"] = "100"
+    assert world.conduct(ALIGNER_CONTINUES="42") == 2
+    assert world.starts() == [] and world.lines("sbatch") == []
+
+
+def test_one_job_at_a_time(world) -> None:
+    world.behaves(actor="finishes 10")
+    other = LeaseRecord(job="7", attempt="7.0", host="n9", pid=1, valid_seconds=30.0)
+    leases._write(world.run.lease, other)
+    (world.folder / "job.7").write_text(RUNNING.replace("42", "7") + "\n")
+    with pytest.raises(RunHeld, match=r"is held by Slurm job 7 \(pid 1 on n9, attempt 7.0\), which still lives"):
+        world.conduct()
+    assert world.starts() == [] and world.lines("sbatch") == [] and not world.run.attempts.exists()
+    (world.folder / "job.7").write_text(RUNNING.replace("42", "7").replace("RUNNING", "NODE_FAIL") + "\n")
+    assert world.conduct() == 0  # it has ended without giving its lease back
+
+
+def test_a_lost_lease_ends_the_attempt(world) -> None:
+    world.slurm = replace(world.slurm, lease_seconds=0.5)
+    world.behaves(actor="lasts")
+    world.once_it_lasts(lambda: leases._write(world.run.lease, LeaseRecord(job="7", attempt="7.0", host="n9", pid=1, valid_seconds=30.0)))
+    assert world.conduct() == 2
+    assert "was taken by Slurm job 7" in world.text() and world.living_steps() == []
+    assert world.run.lease.exists()  # it is the other's
+
+
+@pytest.mark.parametrize(
+    ("preflight", "code", "text", "starts"),
+    [
+        ("says 0", 0, "preflight on 1 nodes", 4),
+        ("says 2; exit 2", 2, "the preflight found what the job cannot run with", 1),
+    ],
+)
+def test_preflight_comes_first(preflight: str, code: int, text: str, starts: int, world) -> None:
+    world.preflight = ("-m", "aligner.cli", "preflight", "demo")
+    world.behaves(preflight=preflight, actor="finishes 10")
+    assert world.conduct() == code
+    assert text in world.text() and len(world.starts()) == starts and world.lines("srun")[0].startswith("preflight.1 ")
+    assert world.cancelled() == ["100"]
+
+
+def test_preflight_can_be_left_out(world) -> None:
+    world.preflight = ("-m", "aligner.cli", "preflight", "demo")
+    world.behaves(actor="finishes 10")
+    assert world.conduct(ALIGNER_PREFLIGHT="0") == 0
+    assert "preflight.1" not in world.starts()
+
+
+def test_a_job_of_another_shape_is_refused(world) -> None:
+    with pytest.raises(ConfigError, match=r"this job has 1 \+ 4 \+ 1 nodes, its config wants 1 \+ 1 \+ 1 \(actor 1, critic 1, reward 1\)"):
+        world.conduct(SLURM_JOB_NUM_NODES_HET_GROUP_1="4")
+
+
+def test_outside_a_batch_script() -> None:
+    with pytest.raises(ConfigError, match="submit it with sbatch"):
+        allocation({})
+
+
+def test_newest_step_is_of_complete_pairs(world) -> None:
+    for folder, step, whole in (("policy", 2, True), ("critic", 2, True), ("policy", 4, True), ("critic", 4, False)):
+        directory = world.run.checkpoints / folder / f"step_{step:06d}"
+        directory.mkdir(parents=True)
+        if whole:
+            (directory / "aligner.json").touch()
+    assert newest_step(world.run, ("policy", "critic")) == 2
+    assert newest_step(world.run, ("policy",)) == 4
+    world.run.done.write_text("{half")
+    assert done_step(world.run) == 0

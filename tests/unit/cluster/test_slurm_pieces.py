@@ -1,0 +1,241 @@
+"""Parts of a Slurm job that need no job: settings, spec, commands, what Slurm's commands print, outcomes, the checked-in scripts."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from aligner.cluster import outcomes
+from aligner.cluster.outcomes import Outcome
+from aligner.cluster.slurm.allocation import allocation, step_environment, submission_environment
+from aligner.cluster.slurm.client import SlurmClient
+from aligner.cluster.slurm.commands import runtime, srun_command
+from aligner.cluster.slurm.config import OnFailure, SlurmConfig
+from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, from_json, to_json
+from aligner.config import compose
+from aligner.errors import ConfigError, LaunchError
+from aligner.jobs.programs import RECIPES, recipe_of
+from aligner.jobs.slurm import LaunchOptions, job_spec, launch_slurm
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS = sorted((ROOT / "slurm").glob("*.sub"))
+ACTOR = ComponentSpec(name="actor", program=("train.py", "a=1"), num_nodes=2, ranks_per_node=8, gpus_per_node=8)
+
+
+@cache  # a composition takes a second
+def spec(name: str, *overrides: str) -> JobSpec:
+    overrides = ("data.train=x", *overrides)
+    return job_spec(name, compose(RECIPES[recipe_of(name)][0], name, overrides), overrides)
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ({"time_limit": "a day"}, "slurm.time_limit=a day: must be minutes, hh:mm:ss or days-hh:mm:ss"),
+        ({"abandon_seconds": 600.0}, "slurm.abandon_seconds=600: must be below signal_seconds_before_end=600"),
+        ({"max_server_restarts": -1}, "slurm.max_server_restarts=-1: must not be negative"),
+        ({"lease_seconds": 0.0}, "slurm.lease_seconds=0.0: must be above 0"),
+        ({"options": ["mem=0"]}, "slurm.options has 'mem=0'; allowed: sbatch options such as --mem=0"),
+        ({"signal_seconds_before_end": 70000}, "sbatch takes at most 65535"),
+    ],
+)
+def test_settings_are_checked(setting, text) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        SlurmConfig(**setting)
+
+
+@pytest.mark.parametrize("limit", ["", "90", "12:30", "24:00:00", "7-0", "2-12:00", "2-12:00:00"])
+def test_time_limits(limit: str) -> None:
+    assert SlurmConfig(time_limit=limit).time_limit == limit
+
+
+def test_the_spec_survives_json() -> None:
+    made = spec("dpo_70b", "slurm.on_actor_failure=end", "slurm.options=['--mem=0']")
+    assert made.slurm.on_actor_failure is OnFailure.end
+    assert from_json(to_json(made)) == made
+    with pytest.raises(LaunchError, match="another version"):
+        from_json(to_json(made).replace('"format": 1', '"format": 0'))
+    with pytest.raises(LaunchError, match="cannot be read"):
+        from_json("{}")
+
+
+def test_the_components_of_a_job() -> None:
+    actor, critic, reward = spec("ppo_70b").components
+    assert (actor.num_nodes, actor.ranks_per_node, actor.gpus_per_node) == (16, 8, 8) and reward.num_nodes == 8
+    assert actor.program[0].endswith("examples/nlp/train_ppo_actor.py") and critic.program[0].endswith("serve_critic.py")
+    assert actor.program[1:] == critic.program[1:] == ("config=ppo_70b", "data.train=x", *_EVERYWHERE)
+    assert reward.program[1:] == ("recipe=ppo", "config=ppo_70b", "data.train=x", *_EVERYWHERE)
+    assert spec("ppo_70b").checkpoints == ("policy", "critic") and spec("rm_70b").checkpoints == ("reward_model",)
+    assert [one.name for one in spec("grpo_70b").components] == ["actor"] and [one.name for one in spec("rm_70b").components] == [
+        "reward_model"
+    ]
+    assert "critic.server.host=0.0.0.0" not in spec("ppo_70b", "critic.server.host=10.0.0.7").components[0].program
+
+
+_EVERYWHERE = ("critic.server.host=0.0.0.0", "reward.server.host=0.0.0.0")
+
+
+def test_ranks_must_fill_their_nodes() -> None:
+    with pytest.raises(ConfigError, match="dpo has 12 ranks: they must fill nodes of cluster.gpus_per_node=8"):
+        spec("dpo_70b", "num_processes=12", "parallel.tp=4", "parallel.pp=1")
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "command"),
+    [
+        ({}, [], ["python3", "-u", "train.py", "a=1"]),
+        (
+            {"ALIGNER_CONTAINER": "pyxis:nvcr.io#nvidia/pytorch:25.01-py3", "ALIGNER_MOUNTS": "/data,/m:/models:ro"},
+            [
+                "--container-image=nvcr.io#nvidia/pytorch:25.01-py3",
+                "--container-mounts=/home/me/aligner:/home/me/aligner,/work/dir:/work/dir,/data:/data,/m:/models:ro",
+                "--container-workdir=/work/dir",
+                "--container-env=PYTHONPATH",
+            ],
+            ["python3", "-u", "train.py", "a=1"],
+        ),
+        (
+            {"ALIGNER_CONTAINER": "apptainer:/images/aligner.sif"},
+            [],
+            ["apptainer", "exec", "--nv", "--bind", "/home/me/aligner:/home/me/aligner", "--bind", "/work/dir:/work/dir"]
+            + ["--pwd", "/work/dir", "/images/aligner.sif", "python3", "-u", "train.py", "a=1"],
+        ),
+    ],
+    ids=["environment", "pyxis", "apptainer"],
+)
+def test_srun_of_a_component(variables, options, command) -> None:
+    where = runtime(variables, home=Path("/home/me/aligner"), directory=Path("/work/dir"))
+    made = srun_command(ACTOR, SlurmConfig(mpi="pmix", cpus_per_rank=14), where, het_group=1, log="/run/actor.%t.log")
+    assert made == [
+        *("srun", "--het-group=1", "--job-name=actor", "--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--gpus-per-node=8"),
+        *("--cpus-per-task=14", "--mpi=pmix", "--kill-on-bad-exit=1", "--wait=600", "--input=none", "--output=/run/actor.%t.log"),
+        *("--open-mode=append", "--chdir=/work/dir", *options, *command),
+    ]
+
+
+def test_which_environment_is_used(tmp_path: Path) -> None:
+    for name in ("named", "active"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / "bin" / "python").write_text("")
+        (tmp_path / name / "bin" / "python").chmod(0o755)
+    named, active = {"ALIGNER_VENV": str(tmp_path / "named")}, {"VIRTUAL_ENV": str(tmp_path / "active")}
+    assert runtime({**named, **active}, home=tmp_path, directory=tmp_path).python == str(tmp_path / "named" / "bin" / "python")
+    assert runtime(active, home=tmp_path, directory=tmp_path).python == str(tmp_path / "active" / "bin" / "python")
+    (tmp_path / "active").rename(tmp_path / ".venv")
+    assert runtime({}, home=tmp_path, directory=tmp_path).python == str(tmp_path / ".venv" / "bin" / "python")
+    with pytest.raises(ConfigError, match="there is no .*/gone/bin/python; name an environment that every node sees"):
+        runtime({"ALIGNER_VENV": str(tmp_path / "gone")}, home=tmp_path, directory=tmp_path)
+    with pytest.raises(ConfigError, match="ALIGNER_CONTAINER='docker:x'; allowed: pyxis:IMAGE, apptainer:IMAGE.sif, or empty"):
+        runtime({"ALIGNER_CONTAINER": "docker:x"}, home=tmp_path, directory=tmp_path)
+
+
+def test_environments_of_steps_and_of_following_jobs() -> None:
+    batch = {
+        "HOSTNAME": "n1",
+        "SLURM_JOB_ID": "7",
+        "SLURM_CONF": "/etc/slurm.conf",
+        "ALIGNER_ATTEMPT": "6.0",
+        "ALIGNER_CONTAINER": "x",
+        "A": "b",
+    }
+    assert step_environment({**batch, "PYTHONPATH": "/me:/more"}, Path("/me")) == {
+        **{"SLURM_JOB_ID": "7", "SLURM_CONF": "/etc/slurm.conf", "ALIGNER_CONTAINER": "x", "A": "b"},
+        **{"PYTHONPATH": "/me:/more", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+    }
+    assert submission_environment(batch, "7") == {
+        **{"HOSTNAME": "n1", "SLURM_CONF": "/etc/slurm.conf", "ALIGNER_CONTAINER": "x", "A": "b", "ALIGNER_CONTINUES": "7"}
+    }
+
+
+def test_a_job_of_one_component() -> None:
+    found = allocation({"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": "/d", "SLURM_JOB_NUM_NODES": "8", "SLURMD_NODENAME": "n3"})
+    assert (found.jobs, found.num_nodes, found.het_group(0), found.continues) == (("7",), (8,), None, "")
+
+
+def command(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_what_slurms_commands_print(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    client = SlurmClient(20.0)
+    line = (
+        "JobId=23 HetJobId=23 JobName=demo Account=(null) QOS=normal JobState=RUNNING Reason=None TimeLimit=00:10:00 "
+        "EndTime=2026-11-21T16:19:03 Partition=batch Command=/a b c=d StdOut=/r/demo-23.out"
+    )
+    command(tmp_path, "scontrol", f"echo '{line}'\necho '{line.replace('=RUNNING', '=FAILED').replace('JobId=23 ', 'JobId=24 ')}'")
+    leader, other = client.show("23")
+    assert leader.options == ("--partition=batch", "--qos=normal", "--time=00:10:00", "--output=/r/demo-%j.out")
+    assert leader.end_time == time.mktime((2026, 11, 21, 16, 19, 3, 0, 0, -1))
+    assert (leader.state, other.state, client.is_over("23")) == ("RUNNING", "FAILED", False)
+    command(tmp_path, "scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert client.show("23") == [] and client.is_over("23")
+    command(tmp_path, "scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(LaunchError, match="failed with exit code 1: Unable to contact slurm controller"):
+        client.is_over("23")
+    command(tmp_path, "scontrol", "sleep 20")
+    with pytest.raises(LaunchError, match=r"scontrol did not answer within 0.1 s \(scontrol show job -o 23\)"):
+        SlurmClient(0.1).show("23")
+    command(tmp_path, "squeue", "printf '23.batch|batch\\n23.0|actor\\n24.1|critic\\n99.1|other\\n'")
+    assert client.steps(("23", "24")) == {"23.batch": "batch", "23.0": "actor", "24.1": "critic"}
+    command(tmp_path, "sbatch", "echo '31;cluster'")
+    assert client.submit([], Path("x.sub"), [], cwd=tmp_path, environ={"PATH": f"{tmp_path}:/bin:/usr/bin"}) == "31"
+
+
+def test_what_ranks_say_of_their_end(tmp_path: Path) -> None:
+    outcomes.record({}, 1, "nobody asked")
+    for rank, code, message in ((0, 1, "connection closed"), (3, 2, "bad setting"), (1, 75, "")):
+        outcomes.record({"ALIGNER_OUTCOMES": str(tmp_path), "SLURM_PROCID": str(rank)}, code, message)
+    (tmp_path / "2.json").write_text("{half")
+    found = outcomes.read(tmp_path)
+    assert [(outcome.rank, outcome.code) for outcome in found] == [(0, 1), (1, 75), (3, 2)]
+    assert outcomes.decisive(found).message == "bad setting"
+    assert outcomes.decisive([Outcome(rank=0, code=1, time=2.0), Outcome(rank=1, code=1, time=1.0)]).rank == 1
+    assert outcomes.decisive([Outcome(rank=0, code=75), Outcome(rank=1, code=3)]).code == 3  # a crash spoils an orderly stop
+    assert outcomes.decisive([]) is None
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_the_checked_in_scripts_are_what_their_configs_say(script: Path, tmp_path: Path, monkeypatch) -> None:
+    """Made anew by the command that the script names: change the config, then make the script again with that command."""
+    text = script.read_text()
+    made = shlex.split(re.search(r"# Made by `aligner launch slurm (.*)`", text)[1])
+    assert made[-2:] == ["--output", f"slurm/{script.name}"]
+    monkeypatch.chdir(tmp_path)
+    launch_slurm(made[0], made[1:-2], LaunchOptions(output=Path("slurm") / script.name))
+    assert (tmp_path / "slurm" / script.name).read_text() == text
+
+
+def test_the_conductor_needs_nothing_but_python() -> None:
+    """It runs on the batch host, outside the container: -S leaves out everything that was installed."""
+    code = "import aligner.cluster.slurm.__main__, sys; sys.exit(any(name in sys.modules for name in ('torch', 'hydra', 'numpy')))"
+    done = subprocess.run([sys.executable, "-S", "-c", code], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_job_has_its_script() -> None:
+    names = {"ppo_70b", "grpo_70b", "sft_70b", "rm_70b", "dpo_70b", "steerlm_70b", "ppo_175b", "ppo_long_context", "smoke_cpu"}
+    assert {script.stem for script in SCRIPTS} == names
+
+
+def test_a_script_of_other_settings_carries_them(capsys) -> None:
+    settings = ["cluster.gpus_per_node=4", "slurm.account=lab", "run.directory=runs/a b", "slurm.options=['--mem=0']"]
+    assert launch_slurm("dpo_70b", settings, LaunchOptions(dry_run=True)) == 0
+    text = capsys.readouterr().out
+    assert "#SBATCH --nodes=16 --ntasks-per-node=4 --gpus-per-node=4 --exclusive\n#SBATCH --account=lab\n#SBATCH --mem=0\n" in text
+    assert "--config dpo_70b --set cluster.gpus_per_node=4 --set slurm.account=lab --set 'run.directory=runs/a b'" in text
+    assert text.endswith(' -- "$@"\n')
+
+
+def test_a_job_that_is_submitted_must_be_complete() -> None:
+    with pytest.raises(ConfigError, match="data.train is required"):
+        launch_slurm("dpo_70b", [], LaunchOptions())

@@ -1,0 +1,120 @@
+"""Updates that are not finite: left out without a trace, or the end of the run, as the guard's settings say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from aligner.errors import ConfigError, RollBack, RunHalted
+from aligner.losses.sft import sft_loss
+from aligner.metrics import Max, Mean, Sum, merge, values, without_values
+from aligner.models.generators import generator_state
+from aligner.models.guard import SKIPPED, SKIPPED_IN_A_ROW, Guard, GuardConfig, NonFinite, ReportingGuard, judge_reply
+from aligner.models.optimizer import OptimizerConfig
+from aligner.types import LabeledBatch, LossOutput
+
+
+@pytest.fixture(autouse=True)
+def _world(topology) -> None: ...
+
+
+def make_batch(number: int) -> LabeledBatch:
+    tokens = torch.randint(1, 61, (4, 12), generator=torch.Generator().manual_seed(number))
+    return LabeledBatch(tokens=tokens, lengths=torch.full((4,), 12), loss_mask=torch.arange(12).expand(4, 12) > 3)
+
+
+def bad_gradient(outputs, part) -> LossOutput:
+    good = sft_loss(outputs, part)
+    torch.rand(3)  # a pass may draw numbers, as dropout does
+    return LossOutput(total=good.total * math.nan, count=good.count, metrics=good.metrics | {"sft/largest": Max(maximum=math.inf)})
+
+
+def bad_loss_only(outputs, part) -> LossOutput:
+    good = sft_loss(outputs, part)
+    return LossOutput(total=good.total + math.inf, count=good.count, metrics=good.metrics)
+
+
+@pytest.fixture
+def guarded(make_model) -> Callable:
+    def make(guard: Guard):
+        optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2)
+        return make_model("policy", optimizer=optimizer, training={"guard": guard, "micro_batch_size": 2, "total_steps": 10})
+
+    return make
+
+
+def everything(policy) -> list[torch.Tensor]:
+    """Weights, optimizer state, and where the random generators are."""
+    model = policy.model
+    states = [value for part in model.optimizer.chained_optimizers for state in part.optimizer.state.values() for value in state.values()]
+    tensors = [p.detach() for p in model.module.parameters()] + [value for value in states if isinstance(value, torch.Tensor)]
+    return [tensor.clone() for tensor in tensors] + [generator_state()["torch"]]
+
+
+@pytest.mark.parametrize("bad", [bad_gradient, bad_loss_only])
+def test_a_skipped_update_leaves_no_trace(guarded, bad):
+    policy, undisturbed = (guarded(Guard(GuardConfig(non_finite=NonFinite.skip))) for _ in range(2))
+    for model in (policy, undisturbed):
+        model.train_step(make_batch(0), sft_loss)
+    before, schedule = everything(policy), policy.model.scheduler.state_dict()
+    metrics = policy.train_step(make_batch(1), bad)
+    assert policy.version == 1 and policy.model.scheduler.state_dict() == schedule
+    assert len(before) > 20 and all(torch.equal(a, b) for a, b in zip(everything(policy), before, strict=True))
+    assert metrics[SKIPPED] == Sum(total=1) and metrics[SKIPPED_IN_A_ROW] == Max(maximum=1)
+    assert metrics["sft/loss"] == Mean(total=0.0, count=0)  # what was measured on the batch is not reported
+    for model in (policy, undisturbed):
+        metrics = model.train_step(make_batch(2), sft_loss)
+    assert metrics[SKIPPED] == Sum(total=0) and policy.model.guard.skipped_in_a_row == 0
+    ours, theirs = everything(policy)[:-1], everything(undisturbed)[:-1]
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_too_many_in_a_row_end_the_run(guarded):
+    policy = guarded(Guard(GuardConfig(non_finite=NonFinite.skip, max_skips=1)))
+    policy.train_step(make_batch(0), bad_gradient)
+    policy.train_step(make_batch(0), sft_loss)  # breaks the row
+    policy.train_step(make_batch(0), bad_gradient)
+    with pytest.raises(RunHalted, match=r"the gradient of optimizer step 2 is not finite .*: 2 updates in a row \(guard.max_skips=1\)"):
+        policy.train_step(make_batch(0), bad_gradient)
+
+
+@pytest.mark.parametrize(("policy", "error"), [(NonFinite.stop, RunHalted), (NonFinite.roll_back, RollBack)])
+def test_the_end_of_the_run_says_what_was_not_finite(guarded, policy, error):
+    model = guarded(Guard(GuardConfig(non_finite=policy)))
+    before = everything(model)
+    with pytest.raises(error, match=r"the gradient .*its norm on rank 0: nan, the loss of 2 of 2 micro-batches too.*the weights are those"):
+        model.train_step(make_batch(0), bad_gradient)
+    with pytest.raises(error, match="^the loss of optimizer step 1 is not finite"):
+        model.train_step(make_batch(0), bad_loss_only)
+    assert model.version == 0 and all(torch.equal(a, b) for a, b in zip(everything(model), before, strict=True))
+
+
+def test_a_served_model_leaves_the_decision_to_its_client(guarded, capsys):
+    model = guarded(ReportingGuard())
+    parts = [model.train_step(make_batch(number), loss) for number, loss in enumerate((bad_gradient, bad_gradient, sft_loss))]
+    reply = values(merge(parts))
+    assert (reply[SKIPPED], reply[SKIPPED_IN_A_ROW]) == (2, 2) and math.isfinite(reply["sft/loss"])
+    assert "guard: the gradient of optimizer step 1 is not finite" in capsys.readouterr().out
+    judge_reply(GuardConfig(non_finite=NonFinite.skip, max_skips=2), reply, step=7)
+    with pytest.raises(RunHalted, match=r"2 updates of step 7: .*: 2 in a row \(guard.max_skips=1\)"):
+        judge_reply(GuardConfig(non_finite=NonFinite.skip, max_skips=1), reply, step=7)
+    with pytest.raises(RunHalted, match="the critic left out 2 updates of step 7"):
+        judge_reply(GuardConfig(), reply, step=7)
+    with pytest.raises(RollBack) as raised:
+        judge_reply(GuardConfig(non_finite=NonFinite.roll_back), reply, step=7)
+    assert raised.value.step == 7
+    judge_reply(GuardConfig(), {SKIPPED: 0.0}, step=7)
+
+
+def test_metrics_without_values_change_nothing_that_they_are_merged_with():
+    known = {"a/mean": Mean(total=3.0, count=2), "a/sum": Sum(total=4.0), "a/max": Max(maximum=-5.0)}
+    bad = {"a/mean": Mean(total=math.nan, count=2), "a/sum": Sum(total=math.inf), "a/max": Max(maximum=math.nan)}
+    assert merge([without_values(bad), known]) == known
+
+
+def test_settings():
+    with pytest.raises(ConfigError, match="guard.max_skips=-1"):
+        GuardConfig(max_skips=-1)

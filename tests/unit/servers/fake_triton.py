@@ -1,0 +1,149 @@
+"""What is behind the gateway, without Triton: a Unix socket whose requests go to a real Intake, and a thread that answers its tickets.
+
+Errors come back the way Triton gives them: status 500 with our text somewhere inside a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import socketserver
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from aligner.servers import wire
+from aligner.servers.config import RequestLimits
+from aligner.servers.intake import Intake, Operation
+from aligner.servers.kserve import DATATYPES, HEADER_LENGTH
+
+LIMITS = RequestLimits(vocab_size=100, max_sequence_length=8, max_rows=16, max_text_bytes=200)
+ENDPOINTS = (wire.CRITIC_INFER, wire.CRITIC_TRAIN, wire.CRITIC_SAVE, wire.REWARD_MODEL)
+
+
+def nothing(payload: object) -> None:
+    """Handlers run in a server's loop, which is not here."""
+
+
+class _Listener(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+class FakeTriton:
+    """`received`: (endpoint, arrays) of every request that the gateway let through. `interrupt` replaces the answer to the next ones."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.intake = Intake({endpoint.name: Operation(endpoint=endpoint, handler=nothing) for endpoint in ENDPOINTS}, LIMITS)
+        self.received: list[tuple[str, dict[str, np.ndarray]]] = []
+        self.answered: list[str] = []
+        self.interrupt: Callable[[BaseHTTPRequestHandler], bool] = lambda handler: False
+        self._ended = threading.Event()
+        self._http = _Listener(str(path), self._handler())
+        self._threads = [
+            threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True),
+            threading.Thread(target=self._answer, daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._http.shutdown()
+        self._http.server_close()
+
+    def _answer(self) -> None:
+        """Values are the tokens doubled; rewards the lengths of the responses in bytes."""
+        while not self._ended.is_set():
+            ticket = self.intake.take(0.02)
+            if ticket is None:
+                continue
+            endpoint, payload = ticket.operation.endpoint, ticket.payload
+            self.answered.append(endpoint.name)
+            if endpoint is wire.CRITIC_INFER:
+                answer = endpoint.encode(payload, payload.batch.tokens * 2.0)
+            elif endpoint is wire.REWARD_MODEL:
+                answer = endpoint.encode(payload, torch.tensor([[float(len(text.encode()))] for text in payload.texts.responses]))
+            else:
+                answer = endpoint.encode(payload, "/x") if endpoint is wire.CRITIC_SAVE else {}
+            self.intake.answer(ticket, answer)
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def address_string(self) -> str:
+                return "unix"
+
+            def log_message(self, *arguments: object) -> None:
+                """Quiet."""
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                header, arrays = read_binary(self.headers[HEADER_LENGTH], body)
+                endpoint = next(endpoint for endpoint in ENDPOINTS if self.path == f"/v2/models/{endpoint.name}/infer")
+                fake.received.append((endpoint.name, arrays))
+                if fake.interrupt(self):
+                    return
+                try:
+                    answer = fake.intake.submit(endpoint, arrays).result(30)
+                    status, length, content = 200, *write_answer(answer, header["outputs"])
+                except Exception as error:
+                    text = f"Traceback (most recent call last):\n  File x\nAnswerError: {error}\n\nAt:\n  model.py(1): execute"
+                    status, length, content = 500, None, json.dumps({"error": text}).encode()
+                self.send_response(status)
+                if length is not None:
+                    self.send_header(HEADER_LENGTH, str(length))
+                self.send_header("Content-Type", "application/octet-stream")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+        return Handler
+
+
+def read_binary(length: str, body: bytes) -> tuple[dict, dict[str, np.ndarray]]:
+    """Stricter than Triton: anything that is not exactly described raises."""
+    position = int(length)
+    header, arrays = json.loads(body[:position]), {}
+    for tensor in header["inputs"]:
+        size = tensor["parameters"]["binary_data_size"]
+        data = body[position : position + size]
+        assert len(data) == size
+        if tensor["datatype"] == "BYTES":
+            texts, rest = [], data
+            while rest:
+                count = int.from_bytes(rest[:4], "little")
+                texts, rest = [*texts, rest[4 : 4 + count]], rest[4 + count :]
+            array = np.empty(len(texts), dtype=object)
+            array[:] = texts
+        else:
+            array = np.frombuffer(data, dtype={"INT64": "<i8", "FP32": "<f4"}[tensor["datatype"]])
+        arrays[tensor["name"]] = array.reshape(tensor["shape"])
+        position += size
+    assert position == len(body)
+    return header, arrays
+
+
+def write_answer(arrays: dict[str, np.ndarray], outputs: list[dict]) -> tuple[int | None, bytes]:
+    """Length of the JSON header (None: all is JSON), and the body."""
+    described, blobs = [], []
+    for output in outputs:
+        array = arrays[output["name"]]
+        entry = {"name": output["name"], "shape": list(array.shape)}
+        if array.dtype == object:
+            entry["datatype"], entry["data"] = "BYTES", [text.decode() for text in array.reshape(-1)]
+        elif output["parameters"]["binary_data"]:
+            entry["datatype"], entry["parameters"] = DATATYPES[array.dtype.name], {"binary_data_size": array.nbytes}
+            blobs.append(array.tobytes())
+        else:
+            entry["datatype"], entry["data"] = DATATYPES[array.dtype.name], array.reshape(-1).tolist()
+        described.append(entry)
+    header = json.dumps({"outputs": described}).encode()
+    return (len(header) if blobs else None), header + b"".join(blobs)

@@ -1,0 +1,347 @@
+"""A critic that is killed at any moment is trained on every request once, in order. Its model is one integer (fakes/fake_critic.py)."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
+
+from fake_critic import PRIME, Disk, FakeLink, FakeServer, token_batch, updated, value_batch
+
+from aligner.errors import RequestRejected, ServerError, ServerUnreachable
+from aligner.servers.config import ClientConfig
+from aligner.servers.history import CriticHistory
+from aligner.servers.identity import START
+from aligner.servers.journal import Journal
+
+CONFIG = ClientConfig(recovery_timeout_seconds=60, discovery_timeout_seconds=60, max_lost_servers=10**6)  # but time does not pass
+NUM_STEPS = 7
+
+
+def weights(num_steps: int) -> list[int]:
+    """The weight after each step of an undisturbed run; first the initial one."""
+    found = [1]
+    for step in range(1, num_steps + 1):
+        found.append(updated(found[-1], value_batch(step, 2 * step)))
+    return found
+
+
+EXPECTED = weights(NUM_STEPS)
+
+
+def history(link: FakeLink, folder: Path | None, config: ClientConfig = CONFIG) -> CriticHistory:
+    return CriticHistory(link, config, run="run", journal=None if folder is None else Journal(folder))
+
+
+def train(critic: CriticHistory, step: int) -> float:
+    return critic.train(value_batch(step, 2 * step), step).metrics["value/loss"]
+
+
+def dies_at(*moments: tuple[str, str]) -> Callable[[str, str], str]:
+    """Each (moment, endpoint) once."""
+    left = list(moments)
+
+    def fate(moment: str, endpoint: str) -> str:
+        if (moment, endpoint) in left:
+            left.remove((moment, endpoint))
+            return "die"
+        return ""
+
+    return fate
+
+
+def test_without_trouble(tmp_path: Path) -> None:
+    disk = Disk()
+    link = FakeLink(lambda: FakeServer(disk))
+    critic = history(link, tmp_path)
+    assert critic.values(token_batch(5)).tolist() == [[1.0]]
+    assert [train(critic, step) for step in (1, 2, 3)] == EXPECTED[1:4]
+    assert critic.values(token_batch(5)).tolist() == [[EXPECTED[3]]]
+    assert critic.save(3) == "step 3" and disk.critics[3][0] == EXPECTED[3]
+    # No request is sent more often than needed; the first one asks who is there.
+    assert link.requests == ["critic_status", "critic_infer", *["critic_train"] * 3, "critic_infer", "critic_save"]
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_death_before_and_after_a_training_is_applied(moment: str, tmp_path: Path) -> None:
+    """The successor knows nothing: it is sent all of the history, the request in flight with it."""
+    link = FakeLink(lambda: FakeServer(Disk()))
+    critic = history(link, tmp_path)
+    train(critic, 1)
+    link.fate = dies_at((moment, "critic_train"))
+    assert train(critic, 2) == EXPECTED[2]
+    assert link.num_deaths == 1 and link.server.ledger.count == 2
+    assert link.requests[-5:] == ["critic_train", "critic_status", "critic_train", "critic_train", "critic_train"]  # 2; 1, 2, and 2 again
+    assert critic.values(token_batch(5)).tolist() == [[EXPECTED[2]]]
+
+
+def test_an_answer_that_was_lost_is_given_again(tmp_path: Path) -> None:
+    """The server lives; only the connection broke after it had trained."""
+    server = FakeServer(Disk())
+    link = FakeLink(lambda: server, dies_at(("after", "critic_train")))
+    critic = history(link, tmp_path)
+    assert train(critic, 1) == EXPECTED[1]
+    assert server.ledger.count == 1 and server.model.weight == EXPECTED[1]
+
+
+def test_a_timeout_is_asked_again(tmp_path: Path) -> None:
+    server, silent = FakeServer(Disk()), ["after"]
+    link = FakeLink(lambda: server, lambda moment, name: "silence" if name == "critic_train" and silent and moment == silent.pop() else "")
+    assert train(history(link, tmp_path), 1) == EXPECTED[1]
+    assert server.ledger.count == 1
+
+
+def test_the_successor_begins_at_an_older_checkpoint(tmp_path: Path) -> None:
+    disk = Disk()
+    link = FakeLink(lambda: FakeServer(disk))
+    critic = history(link, tmp_path)
+    for step in (1, 2):
+        train(critic, step)
+    critic.save(2)
+    disk.policies.add(2)
+    critic.checkpointed(2)
+    for step in (3, 4):
+        train(critic, step)
+    link.fate = dies_at(("before", "critic_infer"))
+    assert critic.values(token_batch(5)).tolist() == [[EXPECTED[4]]]
+    assert link.requests[-4:] == ["critic_status", "critic_train", "critic_train", "critic_infer"]  # 3 and 4
+    assert (link.server.ledger.checkpoint_step, link.server.ledger.count) == (2, 4)
+
+
+def test_death_in_the_middle_of_a_save(tmp_path: Path) -> None:
+    """The step's critic comes back through the journal, and what is saved is what would have been."""
+    disk = Disk()
+    link = FakeLink(lambda: FakeServer(disk), dies_at(("saving", "critic_save"), ("after", "critic_save")))
+    critic = history(link, tmp_path)
+    for step in (1, 2):
+        train(critic, step)
+    assert critic.save(2) == "step 2"
+    assert link.num_deaths == 2
+    weight, ledger = disk.critics[2]
+    assert (weight, ledger["mark"], ledger["count"]) == (EXPECTED[2], critic.mark, 2)
+
+
+def test_a_save_that_was_begun_is_begun_again_where_the_successor_passes_it(tmp_path: Path) -> None:
+    """Begun after step 1, trained on, lost after step 2, completed: the checkpoint is that of step 1 all the same."""
+    disk = Disk()
+    link = FakeLink(lambda: FakeServer(disk))
+    critic = history(link, tmp_path)
+    train(critic, 1)
+    critic.begin_save(1)
+    train(critic, 2)
+    link.fate = dies_at(("before", "critic_save"))
+    assert critic.save(1) == "step 1"
+    assert disk.critics[1][0] == EXPECTED[1] and link.server.model.weight == EXPECTED[2]
+
+
+def test_a_client_without_a_journal_waits_for_the_one_with_it(tmp_path: Path) -> None:
+    link = FakeLink(lambda: FakeServer(Disk()))
+    critic, other = history(link, tmp_path), history(link, None)
+    train(critic, 1)
+    other.follow(critic.mark)
+    assert other.values(token_batch(5)).tolist() == [[EXPECTED[1]]]
+    link.fate = dies_at(("before", "critic_infer"))
+    link.pause = lambda seconds: critic.values(token_batch(5))  # while it waits, the first rank comes by
+    assert other.values(token_batch(5)).tolist() == [[EXPECTED[1]]]
+    with pytest.raises(ServerError, match="this client has no journal"):
+        other.train(value_batch(1), 2)
+
+
+def test_nobody_takes_the_place(tmp_path: Path) -> None:
+    link = FakeLink(lambda: FakeServer(Disk()))
+    critic = history(link, tmp_path, ClientConfig(recovery_timeout_seconds=0.05))
+    train(critic, 1)
+    link.restart = lambda: None
+    link.fate = dies_at(("before", "critic_train"))
+    expected = r"critic_train: the connection broke Waited for another server \(0.05 s, client.recovery_timeout_seconds\): none has taken"
+    with pytest.raises(ServerUnreachable, match=expected):
+        train(critic, 2)
+    with pytest.raises(ServerUnreachable, match=expected):  # at once, without waiting anew
+        critic.values(token_batch(5))
+
+
+def test_a_request_that_kills_every_server_is_given_up(tmp_path: Path) -> None:
+    config = ClientConfig(recovery_timeout_seconds=60, max_lost_servers=2, retry_delay_seconds=0.01)
+    link = FakeLink(lambda: FakeServer(Disk()), lambda moment, name: "die" if (moment, name) == ("before", "critic_train") else "")
+    with pytest.raises(ServerUnreachable, match="critic_train: the connection broke"):
+        train(history(link, tmp_path, config), 1)
+    assert link.num_deaths <= 6
+
+
+def test_a_bad_request_leaves_no_trace(tmp_path: Path) -> None:
+    link = FakeLink(lambda: FakeServer(Disk()))
+    critic = history(link, tmp_path)
+    train(critic, 1)
+    with pytest.raises(RequestRejected, match="tokens: ids from 0 to 1000; allowed are 0 to 999"):
+        critic.train(value_batch(1000), 2)
+    assert [entry.step for entry in Journal(tmp_path).entries] == [1]
+    assert train(critic, 2) == EXPECTED[2]
+
+
+# Resuming.
+
+
+def resumed(link: FakeLink, folder: Path, mark: str) -> CriticHistory:
+    critic = history(link, folder)
+    critic.resume(mark)
+    return critic
+
+
+def test_an_actor_and_a_critic_that_both_come_back(tmp_path: Path) -> None:
+    """The journal's later entries belong to a past that is over; the steps come again, with the same numbers."""
+    disk = Disk()
+    link = FakeLink(lambda: FakeServer(disk))
+    first = history(link, tmp_path)
+    train(first, 1)
+    first.save(1)
+    disk.policies.add(1)
+    mark = first.mark
+    train(first, 2)
+    link.server = FakeServer(disk)
+    second = resumed(link, tmp_path, mark)
+    assert Journal(tmp_path).entries == Journal(tmp_path).between(START, mark)
+    assert [train(second, step) for step in (2, 3)] == EXPECTED[2:4]
+
+
+def test_an_older_actor_meets_a_critic_that_has_gone_on(tmp_path: Path) -> None:
+    link = FakeLink(lambda: FakeServer(Disk()))
+    critic = history(link, tmp_path)
+    marks = [critic.mark]
+    for step in (1, 2):
+        train(critic, step)
+        marks.append(critic.mark)
+    with pytest.raises(
+        ServerError, match=r"trained last on step 2 part 0 .* actor's critic was trained last on step 1 .*Restart the critic"
+    ):
+        resumed(link, tmp_path, marks[1])
+    # One that begins anew is told the same before it has done anything.
+    with pytest.raises(ServerError, match=r"trained last on nothing of this run: the critic is ahead"):
+        history(link, tmp_path).values(token_batch(5))
+    assert link.server.ledger.count == 2
+    # Another run's actor is turned away with both names.
+    stranger = CriticHistory(link, CONFIG, run="other", journal=None)
+    with pytest.raises(RequestRejected, match="refused .foreign.: this critic belongs to run run, the request to run other"):
+        stranger.values(token_batch(5))
+
+
+def test_a_critic_that_starts_anew_gets_the_whole_history_or_none(tmp_path: Path) -> None:
+    """The policy has come to step 3 without a checkpoint of the critic. With its journal that is no loss; without, somebody must decide."""
+    link = FakeLink(lambda: FakeServer(Disk()))
+    first = history(link, tmp_path)
+    for step in (1, 2, 3):
+        train(first, step)
+    mark = first.mark
+    link.server = FakeServer(Disk())
+    second = resumed(link, tmp_path, mark)
+    assert second.values(token_batch(5)).tolist() == [[EXPECTED[3]]] and link.server.ledger.count == 3
+
+    next(tmp_path.glob("00000002.*")).unlink()
+    link.server = FakeServer(Disk())
+    with pytest.raises(ServerError, match=r"began at its first weights .*step 3 part 0 .*the journal holds .*critic.accept_gap=true"):
+        resumed(link, tmp_path, mark)
+
+
+def test_a_gap_that_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    link = FakeLink(lambda: FakeServer(Disk()))
+    first = history(link, tmp_path / "lost")
+    for step in (1, 2, 3):
+        train(first, step)
+    link.server = FakeServer(Disk(), accept_gap=True)
+    second = resumed(link, tmp_path / "new", first.mark)
+    told = capsys.readouterr().out
+    assert "warning: critic.accept_gap: critic at" in told and "trained last on nothing of this run, while" in told
+    other = history(link, None)
+    other.follow(first.mark)
+    assert other.values(token_batch(5)).tolist() == [[1.0]]
+    assert second.values(token_batch(5)).tolist() == [[1.0]]
+    joined = updated(1, value_batch(4, 8))
+    assert train(second, 4) == joined
+    # From here on nothing is lost any more.
+    link.fate = dies_at(("before", "critic_train"))
+    link.restart = lambda: FakeServer(Disk(), accept_gap=True)
+    assert train(second, 5) == updated(updated(1, value_batch(4, 8)), value_batch(5, 10))
+
+
+# Any moment.
+
+
+def act(link: FakeLink, disk: Disk, folder: Path, rng: random.Random) -> int:
+    """One run of an actor with checkpoints, in the way of PPO and RunCheckpointer; the actor too may be killed. The final weight."""
+    marks = {0: START}
+    background = rng.random() < 0.5
+    every = rng.choice((1, 2, 3))
+    while True:
+        start = disk.newest_pair()
+        critic = resumed(link, folder, marks[start]) if start else history(link, folder)
+        killed_at = rng.choice((0, 0, *range(start + 1, NUM_STEPS + 1)))
+        begun = 0
+        for step in range(start + 1, NUM_STEPS + 1):
+            assert critic.values(token_batch(5)).tolist() == [[EXPECTED[step - 1]]]
+            if step == killed_at:
+                break
+            assert train(critic, step) == EXPECTED[step]
+            marks[step] = critic.mark
+            if begun:
+                complete(critic, disk, begun)
+                begun = 0
+            if step % every == 0 and background:
+                critic.begin_save(step)
+                begun = step
+            elif step % every == 0:
+                complete(critic, disk, step)
+            if rng.random() < 0.1:
+                link.server = FakeServer(disk)  # while nobody asks anything of it
+        else:
+            critic.save(NUM_STEPS + 1)
+            return disk.critics[NUM_STEPS + 1][0]
+        link.server = FakeServer(disk)  # the launcher starts all of them again
+
+
+def complete(critic: CriticHistory, disk: Disk, step: int) -> None:
+    critic.save(step)
+    assert disk.critics[step][0] == EXPECTED[step]
+    disk.policies.add(step)
+    critic.checkpointed(step)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_random_deaths(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 schedules each: at every request the server may die before it, in it or after it, answer late, or get it twice."""
+    monkeypatch.setattr("aligner.servers.journal.os.fsync", lambda descriptor: None)  # the machine stays up in this test
+    monkeypatch.setattr("builtins.print", lambda *words, **options: None)
+    num_deaths = 0
+    for seed in range(50):
+        rng = random.Random(f"{block}/{seed}")
+        rate = rng.choice((0.01, 0.03, 0.08))
+        disk = Disk()
+
+        def fate(moment: str, name: str, rng: random.Random = rng, rate: float = rate) -> str:
+            if rng.random() >= rate:
+                return ""
+            return "twice" if moment == "twice" else rng.choice(("die", "die", "silence"))
+
+        link = FakeLink(lambda disk=disk: FakeServer(disk), fate)
+        assert act(link, disk, tmp_path / str(seed), rng) == EXPECTED[-1]
+        num_deaths += link.num_deaths
+    assert num_deaths > 80
+
+
+def test_the_integer_would_show_it() -> None:
+    """Left out, doubled or exchanged, each update gives another end; so does one at a wrong place of the run."""
+    batches = [value_batch(step, 2 * step) for step in range(1, NUM_STEPS + 1)]
+
+    def end(order: list) -> int:
+        weight = 1
+        for batch in order:
+            weight = updated(weight, batch)
+        return weight
+
+    wrong = [batches[:i] + batches[i + 1 :] for i in range(NUM_STEPS)] + [batches[: i + 1] + batches[i:] for i in range(NUM_STEPS)]
+    wrong += [batches[:i] + [batches[i + 1], batches[i]] + batches[i + 2 :] for i in range(NUM_STEPS - 1)]
+    assert end(batches) == EXPECTED[-1] < PRIME
+    assert all(end(order) != EXPECTED[-1] for order in wrong)

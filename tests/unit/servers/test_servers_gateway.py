@@ -1,0 +1,266 @@
+"""The gateway in this process, before a stand-in for Triton: protocol, limits, refusals and health."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_triton import ENDPOINTS, LIMITS, FakeTriton
+
+from aligner.servers import wire
+from aligner.servers.access import Access
+from aligner.servers.config import RequestLimits, ServerConfig
+from aligner.servers.gateway import Gateway
+from aligner.servers.health import Health
+from aligner.servers.inbound import body_limit
+from aligner.servers.kserve import HEADER_LENGTH, decode_response, encode_request
+
+ACCESS = Access("5e" * 32)
+INFER = "/v2/models/critic_infer/infer"
+TOKENS = {"tokens": np.array([[1, 2, 3]]), "sequence_lengths": np.array([[3]])}
+
+
+@dataclass
+class Served:
+    gateway: Gateway
+    fake: FakeTriton
+    health: Health
+
+    def ask(
+        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None, secret: bool = True
+    ) -> tuple[int, dict[str, str], bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.gateway.port, timeout=20)
+        try:
+            connection.request(method, path, body=body, headers={**(headers or {}), **(ACCESS.headers() if secret else {})})
+            answer = connection.getresponse()
+            return answer.status, dict(answer.headers), answer.read()
+        finally:
+            connection.close()
+
+    def infer(self, arrays: dict[str, np.ndarray] = TOKENS) -> tuple[int, dict[str, str], bytes]:
+        headers, body = encode_request(arrays, ("values",))
+        return self.ask("POST", INFER, body, headers)
+
+
+@contextmanager
+def serving(folder: Path, **settings: float) -> Iterator[Served]:
+    config = ServerConfig(**settings)
+    health = Health("critic", "1234", "77.0", 2, config=config)
+    gateway = Gateway(config, ACCESS, ENDPOINTS, LIMITS, health)
+    fake = FakeTriton(folder / "http")
+    gateway.start()
+    gateway.connect(fake.path)
+    try:
+        yield Served(gateway, fake, health)
+    finally:
+        gateway.stop()
+        fake.close()
+
+
+def test_binary_and_json_mean_the_same(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        status, headers, body = served.infer()
+        assert status == 200
+        assert decode_response(headers[HEADER_LENGTH], body)["values"].tolist() == [[2.0, 4.0, 6.0]]
+        inputs = [
+            {"name": "sequence_lengths", "datatype": "INT64", "shape": [1, 1], "data": [3]},
+            {"name": "tokens", "datatype": "INT64", "shape": [1, 3], "data": [[1, 2, 3]]},
+        ]
+        status, headers, body = served.ask("POST", INFER, json.dumps({"id": "9", "inputs": inputs}).encode())
+        assert status == 200 and HEADER_LENGTH not in headers
+        assert json.loads(body)["outputs"] == [{"name": "values", "shape": [1, 3], "datatype": "FP32", "data": [2.0, 4.0, 6.0]}]
+        (_, first), (_, second) = served.fake.received
+        assert {name: array.tolist() for name, array in first.items()} == {name: array.tolist() for name, array in second.items()}
+
+        texts = [
+            {"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [text]} for name, text in (("prompts", "?"), ("responses", "hé"))
+        ]
+        wanted = {"inputs": texts, "parameters": {"binary_data_output": True}}
+        status, headers, body = served.ask("POST", "/v2/models/reward_model/infer", json.dumps(wanted).encode())
+        assert decode_response(headers[HEADER_LENGTH], body)["rewards"].tolist() == [[3.0]]
+
+
+def test_everything_but_liveness_needs_the_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(tmp_path) as served:
+        assert served.ask("GET", "/v2/health/live", secret=False)[0] == 200
+        for path in ("/v2", "/v2/health/ready", "/v2/models/critic_save", "/v2/models/critic_infer/ready", "/nowhere"):
+            assert served.ask("GET", path, secret=False)[0] == 401
+        status, headers, body = served.ask("POST", INFER, secret=False)
+        assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
+        assert "the run's secret is missing or wrong" in json.loads(body)["error"]
+        assert served.fake.received == []
+        assert [served.ask("GET", path)[0] for path in ("/v2", "/v2/models/critic_save", "/nowhere")] == [200, 200, 404]
+    assert capsys.readouterr().err.count("without the run's secret refused") == 1  # not a line for each
+
+
+def test_metadata_names_every_tensor(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        described = json.loads(served.ask("GET", "/v2/models/critic_infer")[2])
+        assert described["inputs"][:2] == [
+            {"name": "tokens", "datatype": "INT64", "shape": [-1, -1]},
+            {"name": "sequence_lengths", "datatype": "INT64", "shape": [-1, 1]},
+        ]
+        assert described["outputs"] == [{"name": "values", "datatype": "FP32", "shape": [-1, -1]}]
+
+
+def test_saving_takes_no_path() -> None:
+    assert not [spec.name for spec in wire.CRITIC_SAVE.inputs if "path" in spec.name or "dir" in spec.name]
+
+
+def test_a_full_queue_asks_to_come_again(tmp_path: Path) -> None:
+    release = threading.Event()
+    with serving(tmp_path, max_requests=2) as served:
+        served.fake.interrupt = lambda handler: not release.wait(20)
+        callers = [threading.Thread(target=served.infer) for _ in range(2)]
+        for caller in callers:
+            caller.start()
+        while len(served.fake.received) < 2:
+            time.sleep(0.01)
+        assert json.loads(served.ask("GET", "/v2/health/ready")[2])["requests_waiting"] == 2
+        status, headers, body = served.infer()
+        assert (status, headers["Retry-After"]) == (429, "1")
+        assert "2 requests with" in json.loads(body)["error"] and "server.max_requests=2" in json.loads(body)["error"]
+        release.set()
+        for caller in callers:
+            caller.join()
+        assert served.infer()[0] == 200
+
+
+def test_bodies_have_a_size_and_a_time(tmp_path: Path) -> None:
+    with serving(tmp_path, max_request_bytes=1000, body_timeout_seconds=0.3) as served:
+        status, _, body = served.infer({**TOKENS, "after": np.array([b"x" * 900], dtype=object)})
+        assert status == 413 and "at most 1000 are allowed" in json.loads(body)["error"]
+        head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 400\r\nAuthorization: {ACCESS.headers()['Authorization']}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", served.gateway.port), timeout=20) as slow:
+            slow.sendall(head.encode() + b"{")
+            answer = slow.recv(10000)
+        assert b" 408 " in answer and b"1 of 400 bytes came in 0.3 s" in answer
+        with socket.create_connection(("127.0.0.1", served.gateway.port), timeout=20) as polite:
+            polite.sendall(head.encode()[:-2] + b"Expect: 100-continue\r\n\r\n")
+            assert polite.recv(10000).startswith(b"HTTP/1.1 100 Continue\r\n\r\n")
+        with socket.create_connection(("127.0.0.1", served.gateway.port), timeout=20) as leaving:
+            leaving.sendall(head.encode())
+        assert served.infer()[0] == 200  # the places of both are free again
+        assert served.fake.answered == ["critic_infer"]
+
+
+def test_connections_are_limited(tmp_path: Path) -> None:
+    with serving(tmp_path, max_connections=3) as served:
+        held = [socket.create_connection(("127.0.0.1", served.gateway.port), timeout=20) for _ in range(3)]
+        for connection in held:
+            connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in connection.recv(1000)
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            served.ask("GET", "/v2/health/live")
+        held.pop().close()
+        deadline = time.monotonic() + 20
+        while len(held) == 2 and time.monotonic() < deadline:
+            try:
+                assert served.ask("GET", "/v2/health/live")[0] == 200
+                break
+            except (ConnectionError, http.client.HTTPException):
+                time.sleep(0.02)
+        for connection in held:
+            connection.close()
+
+
+def fails_with(text: str):
+    def interrupt(handler: BaseHTTPRequestHandler) -> bool:
+        body = json.dumps({"error": text}).encode()
+        handler.send_response(500)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+        return True
+
+    return interrupt
+
+
+def breaks_off(handler: BaseHTTPRequestHandler) -> bool:
+    handler.connection.shutdown(socket.SHUT_RDWR)
+    return True
+
+
+def test_tritons_own_words_stay_inside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(tmp_path) as served:
+        served.fake.interrupt = fails_with("Traceback (most recent call last): secret/path.py")
+        status, _, body = served.infer()
+        assert (status, json.loads(body)["error"]) == (502, "critic_infer: Triton could not answer; see the server's log")
+        assert "secret/path.py" in capsys.readouterr().err
+        served.fake.interrupt = breaks_off
+        status, _, body = served.infer()
+        assert (status, json.loads(body)["error"]) == (502, "critic_infer: Triton broke off; whether the operation ran is unknown")
+        served.fake.interrupt = lambda handler: False
+        status, _, body = served.infer({**TOKENS, "tokens": np.array([[1, 2, 100]])})
+        assert (status, json.loads(body)["error"]) == (400, "critic_infer: tokens: ids from 1 to 100; allowed are 0 to 99")
+
+
+def test_health_tells_the_truth() -> None:
+    now = [1000.0]
+    config = ServerConfig(round_limit_seconds=15, operation_limit_seconds=600)
+    health = Health("critic", "1234", "77.0", 2, config=config, clock=lambda: now[0])
+    assert (health.report(0, 0)["ready"], health.report(0, 0)["reason"]) == (False, "it is starting")
+    health.pulse.round_done()
+    now[0] += 15
+    assert health.report(3, 1.0) == {
+        "ready": True,
+        "reason": None,
+        "service": "critic",
+        "incarnation": "1234",
+        "attempt": "77.0",
+        "num_ranks": 2,
+        "last_round_seconds_ago": 15.0,
+        "requests_waiting": 3,
+        "operation": None,
+    }
+    health.pulse.begin(None)  # a no-op that some rank does not answer
+    now[0] += 1
+    assert health.report(0, 0)["reason"] == "not all ranks have answered for 16 s (server.round_limit_seconds=15)"
+    health.pulse.begin("critic_train")
+    now[0] += 600
+    report = health.report(0, 0)
+    assert report["ready"] and (report["operation"]["name"], report["operation"]["seconds"]) == ("critic_train", 600.0)
+    now[0] += 1
+    assert health.report(0, 0)["reason"] == "critic_train has run for 601 s (server.operation_limit_seconds=600)"
+    health.pulse.round_done()
+    now[0] += 10
+    health.pulse.round_done()
+    now[0] += 10  # 20 s without an operation
+    assert health.report(1, 14.0)["ready"]  # it came late
+    assert health.report(1, 30.0)["reason"] == (
+        "for 20 s no request has come out of Triton, though some wait (server.round_limit_seconds=15)"
+    )
+    health.watch(lambda: "process 5 of Triton died")
+    assert health.report(0, 0)["reason"] == "process 5 of Triton died"
+
+
+def test_health_is_the_status_of_the_answer(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        status, _, body = served.ask("GET", "/v2/health/ready")
+        assert (status, json.loads(body)["reason"]) == (503, "it is starting")
+        served.health.pulse.round_done()
+        assert [served.ask("GET", path)[0] for path in ("/v2/health/ready", "/v2/models/critic_infer/ready")] == [200, 200]
+        served.health.watch(lambda: "process 5 of Triton died")
+        assert [served.ask("GET", path)[0] for path in ("/v2/health/ready", "/v2/models/critic_infer/ready")] == [503, 503]
+        status, _, body = served.infer()
+        assert (status, json.loads(body)["error"]) == (503, "process 5 of Triton died")
+
+
+def test_the_largest_request_follows_from_the_limits() -> None:
+    limits = RequestLimits(vocab_size=9, max_sequence_length=4096, max_rows=65536)
+    rows, positions = 65536, 4096
+    assert body_limit(wire.CRITIC_INFER, limits) == 65536 + rows * positions * 8 + rows * 8 + (4 + 2**20)
