@@ -88,6 +88,9 @@ class Recovery:
                 if lost > self._config.max_lost_servers:
                     raise
                 self.recover(server, error)
+                if self._server.registration.incarnation == server.registration.incarnation:
+                    # It says that it is well, and may not know better yet: Triton dies moments before its server notices.
+                    self._link.pause(self._config.retry_delay_seconds * 2 ** (lost - 1))
 
     def recover(self, lost: Server, error: ServerError) -> None:
         """Put a server in the place of `lost`, unless another thread has done so."""

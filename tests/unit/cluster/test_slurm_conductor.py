@@ -250,18 +250,24 @@ def test_a_lost_lease_ends_the_attempt(world) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preflight", "code", "text", "starts"),
+    ("actors", "critics", "code", "text", "starts"),
     [
-        ("says 0", 0, "preflight on 1 nodes", 4),
-        ("says 2; exit 2", 2, "the preflight found what the job cannot run with", 1),
+        ("says 0", "says 0", 0, "preflight on 3 nodes", 6),
+        ("says 2; exit 2", "says 0", 2, "preflight found what the job cannot run with", 3),
+        ("says 0", "says 2 'port 5556 is taken'; exit 2", 2, "port 5556 is taken", 3),
+        ("exit 1", "says 2; exit 2", 2, "preflight-critic found what the job cannot run with", 3),
     ],
 )
-def test_preflight_comes_first(preflight: str, code: int, text: str, starts: int, world) -> None:
+def test_preflight_comes_first(actors: str, critics: str, code: int, text: str, starts: int, world) -> None:
+    """On every component's nodes; what is refused anywhere is refused."""
     world.preflight = ("-m", "aligner.cli", "preflight", "demo")
-    world.behaves(preflight=preflight, actor="finishes 10")
+    world.behaves(**{"preflight": actors, "preflight-critic": critics, "preflight-reward": "says 0"}, actor="finishes 10")
     assert world.conduct() == code
-    assert text in world.text() and len(world.starts()) == starts and world.lines("srun")[0].startswith("preflight.1 ")
-    assert world.cancelled() == ["100"]
+    first = sorted(line.split()[0] for line in world.lines("srun")[:3])
+    assert text in world.text() and first == ["preflight-critic.1", "preflight-reward.1", "preflight.1"]
+    others = [line for line in world.lines("srun") if "--only" in line]
+    assert len(others) == 2 and all("--only versions,devices,clock,network,filesystem,ports" in line for line in others)
+    assert len(world.starts()) == starts and world.cancelled() == ["100"]
 
 
 def test_preflight_can_be_left_out(world) -> None:

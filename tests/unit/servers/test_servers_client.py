@@ -30,6 +30,7 @@ from aligner.servers.config import ClientConfig
 from aligner.servers.kserve import HEADER_LENGTH, AnswerError
 from aligner.servers.lane import Lane, combine
 from aligner.servers.ledger import Refused
+from aligner.servers.link import ServiceLink
 from aligner.servers.registry import Publication, make_registration, registration_path
 from aligner.types import FinishReason, Prompt, Rollout, TokenBatch
 
@@ -223,13 +224,18 @@ def test_a_broken_connection_repeats_values_and_training(critic: FakeCriticHTTP,
     assert critic.asked("critic_infer", "critic_status") == ["critic_train"] * 2 and critic.critic.ledger.count == 1
 
 
-def test_repetition_ends(critic: FakeCriticHTTP, make_client) -> None:
+def test_repetition_ends(critic: FakeCriticHTTP, make_client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that says that it is well and fails again is given more time each time: it may not know yet that its Triton died."""
     critic.trouble = lambda endpoint, arrays: BREAK_OFF if endpoint == "critic_infer" else None
+    pauses: list[float] = []
+    pause = ServiceLink.pause
+    monkeypatch.setattr(ServiceLink, "pause", lambda link, seconds: (pauses.append(seconds), pause(link, seconds))[1])
     with pytest.raises(
         ServerUnreachable, match=r"critic_infer: critic at http://127.0.0.1:\d+ .*RemoteDisconnected.*registration is alive"
     ):
         make_client().values(tokens(1)).result(10)
     assert critic.asked("critic_status") == ["critic_infer"] * 4  # max_lost_servers=3
+    assert [seconds for seconds in pauses if seconds < 0.5] == [0.01, 0.02, 0.04]  # the others are of the thread that only looks
 
 
 def test_a_critic_that_does_not_even_tell_its_status(critic: FakeCriticHTTP, make_client) -> None:
