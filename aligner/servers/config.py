@@ -38,6 +38,7 @@ class ServerConfig:
     body_timeout_seconds: float = 60.0  # from a request's header to the last byte of its body
     round_limit_seconds: float = 15.0  # an idle server that has not heard from all ranks for so long is not ready
     operation_limit_seconds: float = 7200.0  # a server whose operation runs longer is not ready
+    stuck_limit_seconds: float = 120.0  # a server ends when for so long requests went into Triton and none came out
     tls_certificate: str = ""  # PEM file with the server's certificate chain; empty: plain HTTP
     tls_key: str = ""  # PEM file with its key, without a password
 
@@ -60,6 +61,11 @@ class ServerConfig:
             body_timeout_seconds=self.body_timeout_seconds,
             operation_limit_seconds=self.operation_limit_seconds,
         )
+        if self.stuck_limit_seconds < self.round_limit_seconds:
+            raise ConfigError(
+                f"ServerConfig.stuck_limit_seconds is {self.stuck_limit_seconds}; it must be at least round_limit_seconds "
+                f"({self.round_limit_seconds})"
+            )
         if self.round_limit_seconds < 2 * self.idle_seconds:
             raise ConfigError(
                 f"ServerConfig.round_limit_seconds is {self.round_limit_seconds}; it must be at least twice idle_seconds "

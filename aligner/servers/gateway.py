@@ -89,8 +89,10 @@ class Gateway:
         asyncio.run_coroutine_threadsafe(self._open_upstream(path), self._loop).result(timeout=START_SECONDS)
 
     def failure(self) -> str | None:
-        """Why it answers no more; None while it does. Called from the supervisor's thread."""
-        return None if self._thread.is_alive() else f"the gateway ended: {self._error}"
+        """Why it answers no more, or Triton does not; None while they do. Called from the supervisor's thread."""
+        if not self._thread.is_alive():
+            return f"the gateway ended: {self._error}"
+        return self._health.stuck(self._oldest_seconds())
 
     def stop(self) -> None:
         """Send the answers that are ready, then close everything. Callable more than once."""
@@ -188,9 +190,13 @@ class Gateway:
         return routes
 
     async def _ready(self, request: web.BaseRequest) -> web.Response:
-        now = time.monotonic()
-        report = self._health.report(self._waiting, now - next(iter(self._sent.values()), now))  # the first is the oldest
+        report = self._health.report(self._waiting, self._oldest_seconds())
         return _json(report, 200 if report["ready"] else 503)
+
+    def _oldest_seconds(self) -> float:
+        """How long ago the oldest request that is not answered went to Triton; 0 where none waits."""
+        sent = list(self._sent.values())  # at once: another thread may be adding to it
+        return time.monotonic() - sent[0] if sent else 0.0
 
     def _inference(self, endpoint: Endpoint, largest: int) -> Route:
         async def infer(request: web.BaseRequest) -> web.Response:

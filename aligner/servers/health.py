@@ -84,6 +84,14 @@ class Health:
             "operation": None if running is None else {"name": running[0], "since": since, "seconds": round(running[1], 3)},
         }
 
+    def stuck(self, oldest_seconds: float) -> str | None:
+        """Why the server has to end although nothing of it has died: Triton or its stub is stopped. `oldest_seconds` as for `report`."""
+        _, idle, running = self.pulse.read()
+        seconds, limit = min(idle, oldest_seconds), self._config.stuck_limit_seconds
+        if running is not None or seconds <= limit:
+            return None
+        return f"for {seconds:.0f} s no request has come out of Triton, though some wait (server.stuck_limit_seconds={limit:g})"
+
     def _reason(self, age: float | None, stuck: float, running: tuple[str, float] | None) -> str | None:
         failure = self.failure()
         if failure is not None:

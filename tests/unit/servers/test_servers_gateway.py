@@ -244,6 +244,12 @@ def test_health_tells_the_truth() -> None:
     assert health.report(1, 30.0)["reason"] == (
         "for 20 s no request has come out of Triton, though some wait (server.round_limit_seconds=15)"
     )
+    assert health.stuck(30.0) is None  # yet
+    now[0] += 101
+    assert health.stuck(119.0) is None
+    assert health.stuck(130.0) == "for 121 s no request has come out of Triton, though some wait (server.stuck_limit_seconds=120)"
+    health.pulse.begin("critic_train")  # it came out
+    assert health.stuck(130.0) is None
     health.watch(lambda: "process 5 of Triton died")
     assert health.report(0, 0)["reason"] == "process 5 of Triton died"
 
