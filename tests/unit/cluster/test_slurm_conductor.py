@@ -51,7 +51,7 @@ def test_every_step_is_told_what_it_belongs_to(world) -> None:
 def test_a_dead_server_is_started_again_alone(world) -> None:
     world.behaves(
         critic_1="register; sleep 0.2; exit 137",
-        actor="while [ $(cat $FAKE_SLURM/critic.count) -lt 2 ]; do sleep 0.02; done; finishes 10",
+        actor="awaits critic 2; finishes 10",
     )
     assert world.conduct() == 0
     assert world.starts() == ["actor.1", "critic.1", "critic.2", "reward.1"]
@@ -63,14 +63,14 @@ def test_a_dead_server_is_started_again_alone(world) -> None:
 def test_a_server_whose_srun_was_killed_is_ended_before_it_starts_again(world) -> None:
     """Its tasks run on without srun; they would hold the server's name."""
     runs_on = 'register; sh -c "echo 43.\\$\\$\\|critic >$FAKE_SLURM/steps/\\$\\$; exec sleep 60" & sleep 0.3; kill -9 $$'
-    world.behaves(critic_1=runs_on, actor="while [ $(cat $FAKE_SLURM/critic.count) -lt 2 ]; do sleep 0.02; done; finishes 10")
+    world.behaves(critic_1=runs_on, actor="awaits critic 2; finishes 10")
     assert world.conduct() == 0
     assert "which have lost their srun" in world.text() and world.living_steps() == []
 
 
 def test_a_server_that_leaves_with_zero_or_never_registers_is_dead_too(world) -> None:
     world.slurm = replace(world.slurm, ready_timeout_seconds=0.3)
-    waits = "while [ $(cat $FAKE_SLURM/reward.count) -lt 3 ]; do sleep 0.02; done; finishes 10"
+    waits = "awaits reward 3; finishes 10"
     world.behaves(reward_1="register; says 0; exit 0", reward_2="lasts", actor=waits)
     assert world.conduct() == 0
     assert [start for start in world.starts() if start.startswith("reward")] == ["reward.1", "reward.2", "reward.3"]
