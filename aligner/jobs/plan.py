@@ -200,8 +200,8 @@ def _architecture(key: str, model: ModelConfig, length: int) -> Architecture:
     described = model.architecture.vocab_size > 0
     try:
         found = create.read_architecture(model, vocab_size=0)
-    except (CheckpointError, ConfigError):  # the model may be elsewhere: on the cluster
-        if not described:
+    except (CheckpointError, ConfigError):
+        if not described or Path(model.path).is_dir():  # else the model may be elsewhere: on the cluster
             raise
         found = create.read_architecture(replace(model, path=""), vocab_size=0)
     if found.vocab_size < 1:

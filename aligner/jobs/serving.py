@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -9,15 +10,18 @@ from aligner.errors import ConfigError
 from aligner.jobs.announce import announced
 from aligner.jobs.checkpointing import CriticCheckpointer, load_critic
 from aligner.jobs.parts import check_rollout_length, load_model_files, tokenizer_directory
-from aligner.jobs.session import session
+from aligner.jobs.session import Session, session
 from aligner.jobs.sources import pinned
 from aligner.losses.value import value_loss
 from aligner.models import create
+from aligner.models.config import Architecture, ModelConfig
 from aligner.models.guard import ReportingGuard
 from aligner.rewards.load import build_reward_function
 from aligner.schemas import TrainGRPO, TrainPPO
-from aligner.servers.config import RequestLimits
+from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.critic import CriticService
+from aligner.servers.intake import Operation
+from aligner.servers.registry import Publication
 from aligner.servers.reward import FunctionRewardService, RewardService
 from aligner.servers.server import serve
 
@@ -49,20 +53,8 @@ def serve_critic(config: TrainPPO) -> None:
             num_epochs=critic.num_epochs,
             save=keeper.save,
         )
-        limits = RequestLimits(
-            vocab_size=architecture.vocab_size,
-            max_sequence_length=create.context_length(model_config, architecture),
-        )
-        serve(
-            "critic",
-            service.operations(),
-            config=critic.server,
-            limits=limits,
-            services_dir=here.directory.services,
-            secret=here.directory.secret,
-            progress=here.progress,
-            publication=publication,
-        )
+        limits = _limits(model_config, architecture)
+        _serve(here, "critic", service.operations(), config=critic.server, limits=limits, publication=publication)
 
 
 def serve_reward_model(config: TrainPPO | TrainGRPO) -> None:
@@ -82,21 +74,35 @@ def serve_reward_model(config: TrainPPO | TrainGRPO) -> None:
             training = create.training(model_config, None)
             model = create.create_reward_model(model_config, architecture, reward.parallel, here.topology, training)
             service = RewardService(model, encode=tokenizer.encode)
-        limits = RequestLimits(
-            vocab_size=architecture.vocab_size,
-            max_sequence_length=create.context_length(model_config, architecture),
-        )
         here.say(f"reward: serves {reward.function.function or model_config.path}")
-        serve(
-            "reward",
-            service.operations(),
-            config=reward.server,
-            limits=limits,
-            services_dir=here.directory.services,
-            secret=here.directory.secret,
-            progress=here.progress,
-            publication=publication,
-        )
+        limits = _limits(model_config, architecture)
+        _serve(here, "reward", service.operations(), config=reward.server, limits=limits, publication=publication)
+
+
+def _limits(model: ModelConfig, architecture: Architecture) -> RequestLimits:
+    return RequestLimits(vocab_size=architecture.vocab_size, max_sequence_length=create.context_length(model, architecture))
+
+
+def _serve(
+    here: Session,
+    name: str,
+    operations: Sequence[Operation],
+    *,
+    config: ServerConfig,
+    limits: RequestLimits,
+    publication: Publication | None,
+) -> None:
+    """Serve in the run's directory, with its secret."""
+    serve(
+        name,
+        operations,
+        config=config,
+        limits=limits,
+        services_dir=here.directory.services,
+        secret=here.directory.secret,
+        progress=here.progress,
+        publication=publication,
+    )
 
 
 def _check_mini_batches(config: TrainPPO, dp_size: int) -> None:

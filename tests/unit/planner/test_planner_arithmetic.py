@@ -134,6 +134,9 @@ def test_memory_of_every_phase() -> None:
     assert generate["KV cache"] == sampling["KV cache"] and generate["refit buckets"] == 20
     # 16 ranks / 4 = 4 replicas, 16 sequences each, 4 at a time; 8 layers, one head of 8 numbers, keys and values, 2 bytes; 3/8 to compact.
     assert generate["KV cache"] == 4 * 256 * 8 * 8 * 2 * 2 * 11 // 8
+    overlapping = replace(own, parallel=replace(own.parallel, sequence_parallel=True, tp_comm_overlap=True))
+    train = next(m.parts for m in memory.phase_memory(overlapping, sizes, CLUSTER, (0,)) if m.phase == Phase.train)
+    assert train["exchange buffers"] == 8 * 512 * 64 * 2  # the hidden states of 512 tokens of 64 bfloat16 numbers, eight times
     offloading = replace(own, optimizer=OptimizerConfig(offload=True))
     away = {(m.phase, m.stage): m.parts for m in memory.phase_memory(offloading, sizes, CLUSTER, (0,))}
     assert "optimizer" not in away[Phase.generate, 0] and "optimizer" in away[Phase.train, 0]
