@@ -35,15 +35,13 @@ def directory(topology, tmp_path_factory) -> Path:
     from aligner.parallel.topology import ParallelConfig
 
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 48}
-    architecture = Architecture(
-        family=Family.qwen2, vocab_size=VOCAB, max_position_embeddings=64, qkv_bias=True, initializer_range=0.25, **sizes
-    )
+    architecture = Architecture(family=Family.qwen2, vocab_size=VOCAB, max_position_embeddings=64, qkv_bias=True, **sizes)
     module = LanguageModel(architecture, ModelConfig(), ParallelConfig(), load=False)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if "bias" in name or "norm" in name:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+        for name, parameter in module.named_parameters():  # all of them: what a fresh model holds depends on the tests that ran before
+            around, spread = (parameter, 0.3) if "bias" in name or "norm" in name else (0.0, 0.25)
+            parameter.copy_(around + spread * torch.randn(parameter.shape, generator=generator))
     path = tmp_path_factory.mktemp("model")
     save_hf([module], path, writer=True)
     return path
