@@ -25,6 +25,13 @@ class FinishReason(str, Enum):
     length = "length"  # the response was cut at the allowed length
 
 
+class LogprobKind(str, Enum):
+    """What an engine's log-probs are of: the whole vocabulary, before top-k, top-p and penalties, in both cases."""
+
+    sampled = "sampled"  # at the sampling temperature
+    raw = "raw"  # at temperature 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
     """One prompt: `id` is its position in the data set (stable across epochs and resumes), `source` is `file:line`."""
@@ -38,7 +45,8 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """One sampled response. `logprobs` are the sampler's, at the sampling temperature, over the whole vocabulary."""
+    """One sampled response. `logprobs` are the sampler's over the whole vocabulary: at the sampling temperature, unless `logprob_kind`
+    says otherwise."""
 
     prompt: Prompt
     response: tuple[int, ...]
@@ -46,6 +54,7 @@ class Rollout:
     finish_reason: FinishReason
     policy_version: int
     seed: int
+    logprob_kind: LogprobKind = LogprobKind.sampled
 
     def __post_init__(self) -> None:
         if len(self.response) != len(self.logprobs):
