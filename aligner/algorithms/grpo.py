@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from aligner.algorithms.loop import Clock, StepResult
+from aligner.algorithms.objective import ObjectiveConfig
 from aligner.algorithms.online import OnlineTask
 from aligner.algorithms.rollouts import collect, mini_batches, response_metrics, sample_rows, sample_seeds
 from aligner.data.collate import rollout_batch
@@ -26,14 +26,13 @@ from aligner.errors import ConfigError
 from aligner.losses.advantages import group_advantages
 from aligner.losses.aggregation import Aggregation
 from aligner.losses.kl import KLEstimator
-from aligner.losses.policy import ppo_policy_loss
 from aligner.metrics import merge, values
 from aligner.protocols import Policy
 from aligner.types import PolicyBatch, RolloutBatch
 
 
 @dataclass(kw_only=True, slots=True)
-class GRPOConfig:
+class GRPOConfig(ObjectiveConfig):
     """Settings of GRPO."""
 
     prompts_per_step: int = 64
@@ -43,14 +42,11 @@ class GRPOConfig:
     normalize_std: bool = True
     kl_coef: float = 0.001  # of the KL to the reference, in the loss; 0: no reference policy at all
     kl_estimator: KLEstimator = KLEstimator.k3
-    clip_eps_low: float = 0.2
-    clip_eps_high: float = 0.2
-    dual_clip: float = 0.0  # 0: off
-    entropy_coef: float = 0.0
     aggregation: Aggregation = Aggregation.sequence_mean
     mask_truncated: bool = False  # leave responses that were cut at the length limit out of the loss
 
     def __post_init__(self) -> None:
+        ObjectiveConfig.__post_init__(self)
         for name in ("prompts_per_step", "mini_batch_size", "num_epochs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
@@ -60,15 +56,8 @@ class GRPOConfig:
             raise ConfigError(
                 f"algorithm.mini_batch_size={self.mini_batch_size}: must divide prompts_per_step * group_size = {self.rollouts_per_step}"
             )
-        for name in ("kl_coef", "entropy_coef"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must not be negative")
-        if not (0 < self.clip_eps_low < 1 and self.clip_eps_high > 0):
-            raise ConfigError(
-                f"algorithm.clip_eps_low={self.clip_eps_low}, clip_eps_high={self.clip_eps_high}: need 0 < low < 1 and high > 0"
-            )
-        if self.dual_clip and self.dual_clip <= 1:
-            raise ConfigError(f"algorithm.dual_clip={self.dual_clip}: must be above 1, or 0 for off")
+        if self.kl_coef < 0:
+            raise ConfigError(f"algorithm.kl_coef={self.kl_coef}: must not be negative")
 
     @property
     def rollouts_per_step(self) -> int:
@@ -88,17 +77,7 @@ class GRPO:
         self.config = config
         self.policy = policy
         self.task = task
-        self.loss = partial(
-            ppo_policy_loss,
-            clip_eps_low=config.clip_eps_low,
-            clip_eps_high=config.clip_eps_high,
-            dual_clip=config.dual_clip or None,
-            entropy_coef=config.entropy_coef,
-            kl_coef=config.kl_coef,
-            kl_estimator=config.kl_estimator,
-            aggregation=config.aggregation,
-            aggregation_constant=float(task.max_response_length),
-        )
+        self.loss = config.loss(max_response_length=task.max_response_length, kl_coef=config.kl_coef, kl_estimator=config.kl_estimator)
 
     def step(self, step: int, clock: Clock) -> StepResult:
         task, config = self.task, self.config

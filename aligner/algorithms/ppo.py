@@ -12,21 +12,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from aligner.algorithms.loop import Clock, StepResult
+from aligner.algorithms.objective import ObjectiveConfig
 from aligner.algorithms.online import OnlineTask
 from aligner.algorithms.rollouts import ScoredRollouts, collect, finite_rows, mini_batches, response_metrics, sample_rows, sample_seeds
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.losses.advantages import gae, outcome_rewards, whiten
-from aligner.losses.aggregation import Aggregation
 from aligner.losses.kl import KLEstimator, adapt_kl_coef, kl_estimate
-from aligner.losses.policy import ppo_policy_loss
 from aligner.losses.value import explained_variance
 from aligner.metrics import Metric, merge, values
 from aligner.models.guard import judge_reply
@@ -36,7 +34,7 @@ from aligner.types import PolicyBatch, RolloutBatch, ValueBatch
 
 
 @dataclass(kw_only=True, slots=True)
-class PPOConfig:
+class PPOConfig(ObjectiveConfig):
     """Defaults are NeMo-Aligner's where it has the setting."""
 
     rollouts_per_step: int = 512  # one per prompt
@@ -48,32 +46,22 @@ class PPOConfig:
     kl_horizon: int = 10000  # rollouts over which the adaptive coefficient moves
     gamma: float = 1.0
     gae_lambda: float = 0.95
-    clip_eps_low: float = 0.2
-    clip_eps_high: float = 0.2
-    dual_clip: float = 0.0  # 0: off
-    entropy_coef: float = 0.0
-    aggregation: Aggregation = Aggregation.token_mean
     mask_truncated: bool = False  # leave responses that were cut at the length limit out of the losses
     critic_warmup_steps: int = 0  # first steps, in which only the critic trains
 
     def __post_init__(self) -> None:
+        ObjectiveConfig.__post_init__(self)
         for name in ("rollouts_per_step", "mini_batch_size", "num_epochs", "kl_horizon"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
         if self.rollouts_per_step % self.mini_batch_size:
             raise ConfigError(f"algorithm.mini_batch_size={self.mini_batch_size}: must divide rollouts_per_step={self.rollouts_per_step}")
-        for name in ("kl_coef", "kl_target", "entropy_coef", "critic_warmup_steps"):
+        for name in ("kl_coef", "kl_target", "critic_warmup_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must not be negative")
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be between 0 and 1")
-        if not (0 < self.clip_eps_low < 1 and self.clip_eps_high > 0):
-            raise ConfigError(
-                f"algorithm.clip_eps_low={self.clip_eps_low}, clip_eps_high={self.clip_eps_high}: need 0 < low < 1 and high > 0"
-            )
-        if self.dual_clip and self.dual_clip <= 1:
-            raise ConfigError(f"algorithm.dual_clip={self.dual_clip}: must be above 1, or 0 for off")
 
     @property
     def updates_per_step(self) -> int:
@@ -95,15 +83,7 @@ class PPO:
         self._critic_step = 0  # whose rollouts it trains on
         self._critic_metrics: dict[str, float] = {}  # of a training that was awaited and is not reported yet
         self._mark_before: str | None = None  # the critic's before the step under way: what that one sends is not part of the state
-        self.loss = partial(
-            ppo_policy_loss,
-            clip_eps_low=config.clip_eps_low,
-            clip_eps_high=config.clip_eps_high,
-            dual_clip=config.dual_clip or None,
-            entropy_coef=config.entropy_coef,
-            aggregation=config.aggregation,
-            aggregation_constant=float(task.max_response_length),
-        )
+        self.loss = config.loss(max_response_length=task.max_response_length)
 
     def step(self, step: int, clock: Clock) -> StepResult:
         task = self.task

@@ -28,6 +28,7 @@ class Spec:
     model: dict = field(default_factory=dict)  # fields of ModelConfig
     distributed_optimizer: bool = False
     experts: bool = False  # a mixture of experts instead of a dense model
+    num_layers: int = 2
     kinds: tuple[str, ...] = KINDS
 
 
@@ -39,6 +40,8 @@ def make_batch(kind: str):
     lengths = torch.tensor([24, 9, 17, 12, 20, 7, 24, 15])
     positions = torch.arange(WIDTH)
     mask = (positions >= 4) & (positions < lengths[:, None])
+    for row, other in ((1, 0), (3, 2), (5, 0), (6, 0), (7, 2)):  # the same prompts, of four tokens
+        tokens[row, :4] = tokens[other, :4]
     tokens = torch.where(positions < lengths[:, None], tokens, 0)
     floats = [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2)]
     common = {"tokens": tokens, "lengths": lengths, "loss_mask": mask}
@@ -52,10 +55,10 @@ def make_batch(kind: str):
     return LabeledBatch(**common)
 
 
-def make_architecture(kind: str, experts: bool):
+def make_architecture(kind: str, experts: bool, num_layers: int):
     from aligner.models.config import Architecture, Family
 
-    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 48}
+    sizes = {"num_layers": num_layers, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 48}
     # Weights of this size give attention and router something to distinguish, and so gradients that are not rounding.
     sizes |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "tied_embeddings": kind != "sft", "initializer_range": 0.1}
     if experts:
@@ -65,7 +68,7 @@ def make_architecture(kind: str, experts: bool):
 
 def make_model(kind: str, spec: Spec, topology, optimizer):
     from aligner.losses.aggregation import Aggregation
-    from aligner.losses.policy import ppo_policy_loss
+    from aligner.losses.policy import policy_loss
     from aligner.losses.preference import dpo_loss
     from aligner.losses.reward import BradleyTerry, bradley_terry_loss
     from aligner.losses.sft import sft_loss
@@ -82,9 +85,9 @@ def make_model(kind: str, spec: Spec, topology, optimizer):
     create = {"value": create_value_model, "reward": create_reward_model}.get(kind, create_policy)
     temperature = 0.8 if kind == "ppo" else 1.0
     how = training(config, optimizer, total_steps=10, temperature=temperature)
-    model = create(config, make_architecture(kind, spec.experts), parallel, topology, how)
+    model = create(config, make_architecture(kind, spec.experts, spec.num_layers), parallel, topology, how)
     losses = {
-        "ppo": partial(ppo_policy_loss, clip_eps_low=0.2, clip_eps_high=0.2, entropy_coef=0.01, aggregation=Aggregation.token_mean),
+        "ppo": partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.2, entropy_coef=0.01, aggregation=Aggregation.token_mean),
         "dpo": partial(dpo_loss, beta=0.1),
         "value": partial(value_loss, clip=0.2),
         "reward": partial(bradley_terry_loss, variant=BradleyTerry.standard),

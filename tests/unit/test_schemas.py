@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import yaml
@@ -59,11 +60,13 @@ def test_job_files_compose_and_round_trip(name: str) -> None:
 
 @pytest.mark.parametrize("name", GROUP_FILES)
 def test_group_files_compose(name: str) -> None:
-    """A file of a group belongs to the recipe that its name ends with (experiment/demo_ppo), else to all that have such a section, which is
-    the same in all of them: one is enough."""
+    """A file of a group belongs to the recipe that its name ends with (experiment/demo_ppo), else to recipes with a section that has its
+    settings; the section is the same in all of them: one is enough."""
     group, stem = name.split("/")
+    settings = (yaml.safe_load((CONF / f"{name}.yaml").read_text()) or {}).keys() - {"defaults"}
+    sections = {recipe: get_type_hints(schema).get(group) for recipe, schema in SCHEMAS.items()}
     named = [recipe for recipe in SCHEMAS if stem == recipe or stem.endswith(f"_{recipe}")]
-    recipes = named or [recipe for recipe, schema in SCHEMAS.items() if group in {field.name for field in fields(schema)}]
+    recipes = named or [recipe for recipe, kind in sections.items() if kind and settings <= {field.name for field in fields(kind)}]
     assert recipes, f"conf/{name}.yaml belongs to no recipe"
     for recipe in recipes[:1]:
         chosen = yaml.safe_load((CONF / f"{recipe}.yaml").read_text())["defaults"]

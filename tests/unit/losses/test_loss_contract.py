@@ -6,18 +6,26 @@ from functools import partial
 import pytest
 import torch
 
-from aligner.losses.policy import Aggregation, ppo_policy_loss
+from aligner.losses.correction import Correction, CorrectionConfig
+from aligner.losses.policy import Aggregation, policy_loss
 from aligner.losses.preference import DPOVariant, dpo_loss
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
 from aligner.losses.sft import sft_loss
+from aligner.losses.surrogates import Objective
 from aligner.losses.value import value_loss
 from aligner.metrics import merge, values
 from aligner.types import LabeledBatch, PolicyBatch, PreferenceBatch, TokenOutputs, ValueBatch, select_rows
 
 B, S = 6, 7
-PPO = partial(ppo_policy_loss, clip_eps_low=0.2, clip_eps_high=0.3, aggregation_constant=5, dual_clip=3.0, entropy_coef=0.1, kl_coef=0.2)
+PPO = partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.3, aggregation_constant=5, dual_clip=3.0, entropy_coef=0.1, kl_coef=0.2)
+BAND = CorrectionConfig(kind=Correction.band)
 LOSSES = {
     **{f"ppo_{a.value}": (partial(PPO, aggregation=a), PolicyBatch) for a in Aggregation},
+    **{
+        o.value: (partial(PPO, aggregation=Aggregation.sequence_mean, objective=o, correction=BAND), PolicyBatch)
+        for o in Objective
+        if o is not Objective.ppo
+    },
     "value": (partial(value_loss, clip=0.2), ValueBatch),
     **{f"bt_{v.value}": (partial(bradley_terry_loss, variant=v, centre_coef=0.1), PreferenceBatch) for v in BradleyTerry},
     **{f"dpo_{v.value}": (partial(dpo_loss, beta=0.3, variant=v, sft_coef=0.2), PreferenceBatch) for v in DPOVariant},

@@ -5,7 +5,7 @@ import torch
 from torch import tensor
 
 from aligner.losses.kl import KLEstimator
-from aligner.losses.policy import Aggregation, ppo_policy_loss
+from aligner.losses.policy import Aggregation, policy_loss
 from aligner.types import PolicyBatch, TokenOutputs
 
 # Two responses of 2 and 3 tokens behind a prompt token, padded to 5; ratios and advantages of the five response tokens:
@@ -41,7 +41,7 @@ def outputs(**optional):
 
 
 def loss(outs=None, made_of=None, aggregation=Aggregation.token_mean, **options):
-    return ppo_policy_loss(outs or outputs(), made_of or batch(), aggregation=aggregation, **CLIP | options)
+    return policy_loss(outs or outputs(), made_of or batch(), aggregation=aggregation, **CLIP | options)
 
 
 def number(metric):
@@ -139,7 +139,7 @@ def test_against_a_loop_over_tokens(aggregation):
     made = PolicyBatch(
         tokens=torch.zeros(6, 8, dtype=torch.int64), lengths=lengths, loss_mask=mask, old_logprobs=old, advantages=adv, ref_logprobs=ref
     )
-    result = ppo_policy_loss(
+    result = policy_loss(
         TokenOutputs(logprobs=new, entropy=entropy),
         made,
         aggregation=aggregation,

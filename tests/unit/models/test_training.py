@@ -11,7 +11,7 @@ import torch
 
 from aligner.errors import AlignerError
 from aligner.losses.aggregation import Aggregation
-from aligner.losses.policy import ppo_policy_loss
+from aligner.losses.policy import policy_loss
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
 from aligner.losses.sft import sft_loss
 from aligner.losses.value import value_loss
@@ -21,7 +21,7 @@ from aligner.types import LabeledBatch, LossOutput, PolicyBatch, PreferenceBatch
 
 ROWS, WIDTH, VOCAB = 8, 20, 61
 LOSSES = {
-    "policy": partial(ppo_policy_loss, clip_eps_low=0.2, clip_eps_high=0.2, entropy_coef=0.01, aggregation=Aggregation.token_mean),
+    "policy": partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.2, entropy_coef=0.01, aggregation=Aggregation.token_mean),
     "value": partial(value_loss, clip=0.2),
     "reward": partial(bradley_terry_loss, variant=BradleyTerry.standard),
 }
