@@ -35,6 +35,11 @@ RUN pip install --no-deps --no-build-isolation --editable .
 RUN python3 docker/image.py check torch tensorrt_llm transformer_engine apex mpi4py tensorboard nvidia-pytriton \
     && python3 docker/image.py needs "nvidia-pytriton" "tritonclient[grpc,http]" "megatron-core" "hydra-core"
 
+# Whether the TensorRT-LLM engine's contract holds for these sources: read, not imported, for that needs a GPU. It does not end the build: the
+# built-in engine needs none of it.
+RUN python3 -m aligner.rollout.tensorrt_llm_diff \
+    || echo "rollout.engine=tensorrt_llm will not work as it is: docs/tensorrt_llm.md says what to do about the differences above"
+
 # One process per GPU; NumPy's and torch's own threads only get in each other's way.
 ENV OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKDIR /workspace

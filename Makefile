@@ -17,10 +17,10 @@ ARGS ?=
 # A file of tests stays in one process (its fixtures are whole jobs); the files are shared out. TEST_PROCESSES=0 runs all in one.
 TEST_PROCESSES ?= logical
 
-.PHONY: help venv demo test preflight bench lint format clean
+.PHONY: help venv demo test preflight bench bench-full lint format clean
 
 help: ## what there is to make
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 venv: $(STAMP) ## create .venv with everything the other targets need
 
@@ -41,8 +41,16 @@ test: $(STAMP) ## all tests (ARGS='-k name' to choose)
 preflight: $(STAMP) ## aligner preflight for the smoke job of slurm/ on this machine
 	@$(RUN_ENV) $(BIN)/aligner preflight ppo_smoke_cpu $(ARGS)
 
-bench: $(STAMP) ## one GRPO step against TRL, which gets an environment of its own
+bench: $(STAMP) ## rollouts, refits and a GRPO step against TRL, short (ARGS are for the last)
+	@$(RUN_ENV) $(BIN)/python benchmarks/rollout.py --repeats 2
+	@$(RUN_ENV) $(BIN)/python benchmarks/refit.py --repeats 3
 	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py $(ARGS)
+
+bench-full: $(STAMP) ## the same on all sizes and batches and against all competitors; makes .venv-vllm (an hour or more)
+	@$(RUN_ENV) $(BIN)/python benchmarks/rollout.py --sizes small large --batches 1 8 32 64 --rounds 2 \
+		--against 'ours (torch)' dynamic static continuous vllm --make-vllm
+	@$(RUN_ENV) $(BIN)/python benchmarks/refit.py
+	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py --large $(ARGS)
 
 lint: $(STAMP) ## ruff and the level order
 	@$(BIN)/ruff check .
@@ -54,5 +62,5 @@ format: $(STAMP) ## reformat and apply ruff's safe fixes
 	@$(BIN)/ruff format .
 
 clean: ## remove .venv, caches and build outputs (not run directories)
-	rm -rf $(VENV) .venv-trl build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-trl .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -29,6 +29,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["aligner", "aligner.*"]),
+    package_data={
+        "aligner.rollout": ["contracts/*.json"],
+        "aligner.rollout.native": ["*.c", "*.h"],  # compiled where they run
+    },
     cmdclass={"build_py": BuildWithConf},
     install_requires=[
         "torch>=2.6",  # megatron-core's own bound; GPU images bring theirs, so there is no upper one

@@ -2,7 +2,7 @@
 
 Global view: the methods of `Policy` take and return the *whole* batch on every rank. Which rows a data-parallel replica computes, and how
 results come back together, is the implementation's business, so an algorithm never sees a layout. All methods of `Policy` and
-`RolloutEngine` are collective: every rank of the component calls them, in the same order (`generate` is each replica's own).
+`RolloutEngine` are collective: every rank of the component calls them, in the same order.
 """
 
 from __future__ import annotations
@@ -59,19 +59,26 @@ class RolloutEngine(Protocol):
     replica: Replica
 
     def refit(self, version: int) -> None:
-        """Make the policy's current weights (optimizer step `version`) the ones that are sampled from, from `wake` on where it sleeps."""
+        """Make the policy's current weights (optimizer step `version`) the ones that are sampled from, from `wake` on where it sleeps.
+
+        Raises EngineError on every rank where it fails on any; then nothing is generated until another refit succeeds.
+        """
 
     def sleep(self) -> None:
         """Give back device memory until `wake`, where the configuration asks for it. For the time between two generations."""
 
     def wake(self) -> None:
-        """Be ready to generate, with the policy's weights of now; does nothing where the engine is awake."""
+        """Be ready to generate, with the policy's weights of now; does nothing where the engine is awake. Raises as `refit` does."""
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig | None = None) -> Iterator[list[Rollout]]:
-        """One response per (prompt, seed); *local* to a replica, whose ranks all call it; yields finished ones as they end, in any order.
+        """One response per (prompt, seed), each sampled by one replica: yields what this rank's replica finishes, as it ends, in any order.
 
-        `sampling` replaces the engine's own settings for this call (validation decodes greedily, say).
+        Every rank passes the whole lists and consumes its iterator; no rank waits for another replica here. `sampling` replaces the
+        engine's own settings for this call (validation decodes greedily, say).
         """
+
+    def shutdown(self) -> None:
+        """End the engine for good; may be called twice. Each rank ends its own part."""
 
 
 class Critic(Protocol):

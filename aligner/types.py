@@ -7,6 +7,8 @@ log pi(tokens[b, t] | tokens[b, :t]); `values[b, t]` is the value of the state i
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TypeVar
@@ -66,25 +68,56 @@ class Rollout:
         return self.prompt.tokens + self.response
 
 
+_TINY, _HUGE = sys.float_info.min, sys.float_info.max
+_SAMPLING_RANGES = {
+    "temperature": (0, _HUGE, "finite and not negative (0 is greedy)"),
+    "top_k": (0, math.inf, "not negative (0 is off)"),
+    "top_p": (_TINY, 1, "above 0 and at most 1 (1 is off)"),
+    "min_p": (0, 1, "from 0 to 1 (0 is off)"),
+    "min_response_length": (0, math.inf, "not negative (0 is off)"),
+    "max_response_length": (1, math.inf, "at least 1"),
+    "repetition_penalty": (_TINY, _HUGE, "finite and above 0 (1 is off)"),
+    "presence_penalty": (-2, 2, "from -2 to 2 (0 is off)"),
+    "frequency_penalty": (-2, 2, "from -2 to 2 (0 is off)"),
+}
+
+
 @dataclass(kw_only=True, slots=True)
 class SamplingConfig:
-    """How the next token is drawn. The log-probs of a rollout are at `temperature` over the whole vocabulary, before top-k and top-p."""
+    """How the next token is drawn. The log-probs of a rollout are at `temperature`, over the whole vocabulary, before all else here."""
 
     temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0  # 1: off
+    top_k: int = 0  # keep the k likeliest tokens; 0: off
+    top_p: float = 1.0  # of these, the smallest set of likeliest tokens with this share of the probability; 1: off
+    min_p: float = 0.0  # of these, the tokens at least this times as likely as the likeliest; 0: off
+    min_response_length: int = 0  # tokens before which no stop token or stop string ends a response
     max_response_length: int = 256  # tokens, the end-of-sequence token included
     stop_token_ids: list[int] = field(default_factory=list)  # besides the tokenizer's end-of-sequence token
+    stop_strings: list[str] = field(default_factory=list)  # in the response's text; the token that completes one is kept and is the last
+    repetition_penalty: float = 1.0  # divides (negative: multiplies) the logits of tokens in the prompt or the response; 1: off
+    presence_penalty: float = 0.0  # taken from the logits of tokens in the response; 0: off
+    frequency_penalty: float = 0.0  # taken from the logits of tokens in the response as often as they occur there; 0: off
+    raw_logprobs: bool = False  # log-probs at temperature 1 too
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ConfigError(f"sampling.temperature={self.temperature}: must not be negative (0 is greedy)")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"sampling.top_p={self.top_p}: must be above 0 and at most 1")
-        if self.top_k < 0:
-            raise ConfigError(f"sampling.top_k={self.top_k}: must not be negative (0 is off)")
-        if self.max_response_length < 1:
-            raise ConfigError(f"sampling.max_response_length={self.max_response_length}: must be at least 1")
+        for name, (least, most, allowed) in _SAMPLING_RANGES.items():
+            value = getattr(self, name)
+            if not least <= value <= most:  # so too where it is not a number
+                raise ConfigError(f"sampling.{name}={value}: must be {allowed}")
+        if self.min_response_length > self.max_response_length:
+            raise ConfigError(
+                f"sampling.min_response_length={self.min_response_length}: must be at most max_response_length={self.max_response_length}"
+            )
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ConfigError(f"sampling.stop_token_ids={self.stop_token_ids}: must not be negative")
+        if "" in self.stop_strings:
+            raise ConfigError(f"sampling.stop_strings={self.stop_strings}: must not be empty strings")
+
+    def reshaping(self) -> list[str]:
+        """The settings, as `name=value`, by which tokens are drawn from another distribution than that of their log-probs."""
+        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_response_length": 0, "repetition_penalty": 1.0}
+        off |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+        return [f"{name}={getattr(self, name)}" for name, value in off.items() if getattr(self, name) != value]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

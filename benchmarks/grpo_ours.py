@@ -3,14 +3,16 @@
     <python of this project's environment> benchmarks/grpo_ours.py SPEC.json RESULT.json
 
 SPEC.json and RESULT.json have the fields of `trl_grpo_reference.py`. The parts are the ones that a `train_grpo.py` job is made of: session,
-policy, reference, engine, reward function, algorithm; nothing is special to the benchmark but the clock and the token-id prompts. No stop
-token exists here, so every response has exactly `max_new_tokens` tokens, as on TRL's side.
+policy, reference, engine, reward function, algorithm; nothing is special to the benchmark but the clock and the token-id prompts. Unless
+`varied`, no stop token exists here, so every response has exactly `max_new_tokens` tokens, as on TRL's side. Rows are packed into
+micro-batches of as many tokens as TRL's have with padding, and share their prompts; TRL has neither for GRPO.
 """
 
 from __future__ import annotations
 
 import json
 import resource
+import statistics
 import sys
 import tempfile
 import time
@@ -19,8 +21,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from random_model import EOS
 from trl_grpo_reference import Clock as PhaseClock
-from trl_grpo_reference import Spec, fixed_batch, median_seconds, read_spec
+from trl_grpo_reference import Spec, fixed_batch, median_seconds, per_1000_tokens, read_spec
 
 from aligner.algorithms.grpo import GRPO, GRPOConfig
 from aligner.algorithms.loop import Clock
@@ -74,9 +77,12 @@ def even_tokens(prompts: list[str], responses: list[str], answers: list[str | No
 def make_config(spec: Spec, folder: str) -> TrainGRPO:
     """The settings that TRL's side has, in this project's names."""
     rows = len(spec.prompts) * spec.group_size
+    longest = max(map(len, spec.prompts)) + spec.max_new_tokens
+    tokens = (spec.micro_batch_size or rows) * longest
+    model = ModelConfig(path=spec.model, packing=True, share_prompts=True, micro_batch_tokens=tokens)
     return TrainGRPO(
         run=RunConfig(directory=folder, seed=spec.seed, num_threads=spec.threads),
-        model=ModelConfig(path=spec.model, micro_batch_size=spec.micro_batch_size or rows),
+        model=model,
         optimizer=OptimizerConfig(
             lr=spec.learning_rate,
             min_lr=spec.learning_rate,
@@ -100,19 +106,21 @@ def make_algorithm(config: TrainGRPO, spec: Spec, topology) -> GRPO:
     from aligner.models.policy import ReferencePolicy
     from aligner.models.trainable import Training
     from aligner.rewards.local import FunctionReward
-    from aligner.rollout.megatron import MegatronEngine
+    from aligner.rollout.create import create_engine
 
     sampling = config.rollout.sampling
     architecture = create.read_architecture(config.model, vocab_size=0)
     training = Training(
         optimizer=config.optimizer,
         total_steps=spec.warmup_steps + spec.steps,
-        micro_batch_size=config.model.micro_batch_size,
+        micro_batch_tokens=config.model.micro_batch_tokens,
+        packing=config.model.packing,
+        share_prompts=config.model.share_prompts,
         temperature=sampling.temperature,
     )
     policy = create.create_policy(config.model, architecture, ParallelConfig(), topology, training)
     task = OnlineTask(
-        engine=MegatronEngine(policy.chunks, config.rollout, eos_id=-1),
+        engine=create_engine(policy, config.rollout, eos_id=EOS if spec.varied else -1),
         reference=CountedReference(ReferencePolicy(policy)) if config.algorithm.kl_coef else None,
         reward=FunctionReward(even_tokens, text_of, 60.0),
         topology=topology,
@@ -167,23 +175,23 @@ def run(spec: Spec, folder: str) -> dict:
 
     clock = PhaseClock()
     config = make_config(spec, folder)
-    with session(config, config.run, config.parallel) as here:
+    with session(config, config.run, config.parallel, component="actor") as here:
         algorithm = make_algorithm(config, spec, here.topology)
         check = check_numbers(algorithm, spec)
-        tokens = 0.0
         for step in range(1, spec.warmup_steps + spec.steps + 1):
             with clock.phase("total"):
                 result = algorithm.step(step, CPUClock(clock))
+            clock.current["tokens"] = round(result.metrics["rollout/response_length"] * config.algorithm.rollouts_per_step)
             clock.end_step()
-            tokens = result.metrics["rollout/response_length"] * config.algorithm.rollouts_per_step
         algorithm.task.reward.close()
     reference = algorithm.task.reference
+    steps = clock.steps[spec.warmup_steps :]
     return {
         "versions": {"megatron-core": version, "torch": torch.__version__, "python": sys.version.split()[0]},
         "check": check,
         "num_logprob_passes": 0 if reference is None else reference.num_passes // len(clock.steps),
-        "generated_tokens_per_step": round(tokens),
-        "steps": clock.steps[spec.warmup_steps :],
+        "generated_tokens_per_step": statistics.mean(step["tokens"] for step in steps),
+        "steps": [per_1000_tokens(step) for step in steps] if spec.varied else steps,
     }
 
 

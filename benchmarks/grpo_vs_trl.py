@@ -23,11 +23,15 @@ from random_model import SIZES, random_prompts, write_model
 from sides import HERE, Mismatch, check_close, run_side
 from trl_environment import EnvironmentFailed, trl_python
 
+MEAN_SHARE = 3  # varied responses have a mean of about a third of the allowed length
 PHASES = ("generation", "logprobs", "train", "other", "total")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--lengths", choices=("fixed", "varied"), nargs="+", default=["fixed", "varied"], help="of responses (default: both)"
+    )
     parser.add_argument("--large", action="store_true", help="also the 40M-parameter model (several minutes a round)")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (default 3)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a run (default 4), after one that warms up")
@@ -48,7 +52,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def check_same_work(ours: dict, trl: dict) -> None:
     """Raise Mismatch where tokens, passes, loss or gradient differ."""
-    for name in ("generated_tokens_per_step", "num_logprob_passes"):
+    # Where the model ends responses the two sides draw different ones: then seconds are by the token.
+    for name in ("num_logprob_passes",) if ours["spec"]["varied"] else ("generated_tokens_per_step", "num_logprob_passes"):
         if ours[name] != trl[name]:
             raise Mismatch(f"{name}: ours {ours[name]}, TRL {trl[name]}")
     for name in ("loss", "grad_norm"):
@@ -75,11 +80,12 @@ def table(name: str, ours: list[dict], trl: list[dict]) -> list[str]:
     return [*lines, f"  {'peak, MiB':<12}" + "".join(f"{peak:>20.0f}" for peak in peaks)]
 
 
-def compare(size_name: str, chosen: argparse.Namespace, trl: Path | None, folder: Path) -> dict:
+def compare(size_name: str, lengths: str, chosen: argparse.Namespace, trl: Path | None, folder: Path) -> dict:
     """Run the rounds on one model; prints its table and returns everything measured."""
-    size = SIZES[size_name]
-    model, spec_file, result_file = folder / size_name, folder / "spec.json", folder / "result.json"
-    parameters = write_model(size, model, positions=chosen.prompt_length + chosen.response_length, seed=0)
+    size, varied = SIZES[size_name], lengths == "varied"
+    model, spec_file, result_file = folder / f"{size_name}_{lengths}", folder / "spec.json", folder / "result.json"
+    mean_length = chosen.response_length // MEAN_SHARE if varied else 0
+    parameters = write_model(size, model, positions=chosen.prompt_length + chosen.response_length, seed=0, mean_length=mean_length)
     spec = {
         "model": str(model),
         "prompts": random_prompts(size, count=chosen.prompts, length=chosen.prompt_length, seed=1),
@@ -88,9 +94,11 @@ def compare(size_name: str, chosen: argparse.Namespace, trl: Path | None, folder
         "steps": chosen.steps,
         "micro_batch_size": chosen.micro_batch_size,
         "threads": chosen.threads,
+        "varied": varied,
     }
     spec_file.write_text(json.dumps(spec))
     sides: dict[str, list[dict]] = {"ours": [], "trl": []}
+    unit = "for 1,000 response tokens" if varied else "a step"
     for number in range(1, chosen.rounds + 1):
         sides["ours"].append(run_side(Path(sys.executable), "grpo_ours.py", spec_file, result_file, threads=chosen.threads))
         if trl is not None:
@@ -98,16 +106,21 @@ def compare(size_name: str, chosen: argparse.Namespace, trl: Path | None, folder
             check_same_work(sides["ours"][-1], sides["trl"][-1])
             a, b = (sides[side][-1]["median"]["total"]["cpu_seconds"] for side in ("ours", "trl"))
             print(
-                f"{size_name}, round {number} of {chosen.rounds}: CPU seconds a step, ours {a:.2f}, TRL {b:.2f}, {b / a:.2f}x", flush=True
+                f"{size_name}, {lengths}, round {number} of {chosen.rounds}: CPU seconds {unit}, ours {a:.2f}, TRL {b:.2f}, {b / a:.2f}x",
+                flush=True,
             )
     rows = chosen.prompts * chosen.group_size
+    responses = f"{'up to ' if varied else ''}{chosen.response_length}"
     title = (
-        f"\n{size_name}: {parameters / 1e6:.2f}M parameters, {chosen.prompts} prompts x {chosen.group_size} responses = {rows} sequences "
-        f"of {chosen.prompt_length} + {chosen.response_length} tokens,\n  {chosen.threads} thread(s), "
-        f"micro-batches of {chosen.micro_batch_size or rows}"
+        f"\n{size_name}, {lengths} lengths: {parameters / 1e6:.2f}M parameters, {chosen.prompts} prompts x {chosen.group_size} responses = "
+        f"{rows} sequences of {chosen.prompt_length} + {responses} tokens,\n  {chosen.threads} thread(s), micro-batches of "
+        f"{chosen.micro_batch_size or rows}; seconds {unit}"
     )
+    if varied:
+        means = [statistics.mean(r["generated_tokens_per_step"] for r in side) / rows for side in sides.values() if side]
+        title += "; mean length " + " and ".join(f"{mean:.0f}" for mean in means)
     print("\n".join(table(title, sides["ours"], sides["trl"])), flush=True)
-    return {"model": size_name, "parameters": parameters, "rounds": sides}
+    return {"model": size_name, "lengths": lengths, "parameters": parameters, "rounds": sides}
 
 
 def main() -> int:
@@ -116,7 +129,8 @@ def main() -> int:
     try:
         trl = None if chosen.ours_only else chosen.trl_python or trl_python(HERE.parent / ".venv-trl")
         with tempfile.TemporaryDirectory() as folder:
-            measured = [compare(name, chosen, trl, Path(folder)) for name in (("small", "large") if chosen.large else ("small",))]
+            names = ("small", "large") if chosen.large else ("small",)
+            measured = [compare(name, lengths, chosen, trl, Path(folder)) for name in names for lengths in chosen.lengths]
     except (EnvironmentFailed, Mismatch, RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -125,7 +139,8 @@ def main() -> int:
     path.write_text(json.dumps(measured, indent=2) + "\n")
     if trl is not None:
         ratios = {
-            entry["model"]: middle(entry["rounds"]["trl"], "total", "cpu_seconds") / middle(entry["rounds"]["ours"], "total", "cpu_seconds")
+            f"{entry['model']} {entry['lengths']}": middle(entry["rounds"]["trl"], "total", "cpu_seconds")
+            / middle(entry["rounds"]["ours"], "total", "cpu_seconds")
             for entry in measured
         }
         print("\nend to end, CPU time, TRL / ours: " + ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items()))

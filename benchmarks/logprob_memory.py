@@ -72,7 +72,7 @@ def ours(model: str, tokens: list[list[int]], chunk: int) -> tuple[list[float], 
     with tempfile.TemporaryDirectory() as folder:
         settings = ModelConfig(path=model, micro_batch_size=len(tokens), logits_chunk_size=chunk)
         config = TrainSFT(run=RunConfig(directory=folder, num_threads=1), model=settings)
-        with session(config, config.run, config.parallel) as here:
+        with session(config, config.run, config.parallel, component="trainer") as here:
             architecture = create.read_architecture(settings, vocab_size=0)
             policy = create.create_policy(settings, architecture, config.parallel, here.topology, create.training(settings, None))
             return measured(lambda: policy.logprobs(batch)[:, 1:])

@@ -1,4 +1,4 @@
-"""Random-weight Llama models in Hugging Face format, and random prompts: the inputs of the comparison, a pure function of size and seed."""
+"""Random Llama models in Hugging Face format, and random prompts: the inputs of the comparisons, pure functions of size and seed."""
 
 from __future__ import annotations
 
@@ -41,8 +41,45 @@ SIZES = {
 }
 
 
-def write_model(size: Size, directory: Path, *, positions: int, seed: int) -> int:
-    """Save a Llama of this size with fp32 random weights; returns its number of parameters. Imports torch and transformers."""
+GPU_SIZES = {  # the layouts of Qwen2.5's models of these sizes, without biases
+    "0.5b": Size(
+        num_layers=24,
+        hidden_size=896,
+        ffn_hidden_size=4864,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tied_embeddings=True,
+    ),
+    "1.5b": Size(
+        num_layers=28,
+        hidden_size=1536,
+        ffn_hidden_size=8960,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tied_embeddings=True,
+    ),
+    "7b": Size(
+        num_layers=28,
+        hidden_size=3584,
+        ffn_hidden_size=18944,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
+        tied_embeddings=False,
+    ),
+}
+
+EOS = 1
+
+
+def write_model(size: Size, directory: Path, *, positions: int, seed: int, mean_length: int = 0, dtype: str = "float32") -> int:
+    """Save a Llama of this size with random weights; returns its number of parameters. Imports torch and transformers.
+
+    With a `mean_length` the end-of-sequence token has a probability of about its inverse after every token: responses have geometric
+    lengths by themselves, whoever samples them. Without, it is as rare as any other token.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -58,12 +95,30 @@ def write_model(size: Size, directory: Path, *, positions: int, seed: int) -> in
             tie_word_embeddings=size.tied_embeddings,
             max_position_embeddings=positions,
             bos_token_id=0,
-            eos_token_id=1,
+            eos_token_id=EOS,
             pad_token_id=0,
         )
     )
-    model.save_pretrained(directory)
+    if mean_length:
+        _end_after(model, mean_length)
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
     return model.num_parameters()
+
+
+def _end_after(model, mean_length: int) -> None:
+    """A first entry that all embeddings share makes one direction of the last hidden state nearly constant; the end's output row is given
+    as much of it as its probability needs."""
+    import torch
+
+    tokens = torch.randint(2, model.config.vocab_size, (8, 64), generator=torch.Generator().manual_seed(0))
+    low, high = 0.0, 20.0
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 0.2
+        row = model.get_output_embeddings().weight[EOS]
+        for _ in range(20):
+            row[0] = (low + high) / 2
+            mean = float(model(tokens).logits.softmax(dim=-1)[..., EOS].mean())
+            low, high = (low, float(row[0])) if mean * mean_length > 1 else (float(row[0]), high)
 
 
 def random_prompts(size: Size, *, count: int, length: int, seed: int) -> list[list[int]]:

@@ -77,7 +77,7 @@ def run(spec: Spec, folder: str) -> dict:
     clock = PhaseClock()
     config = make_config(spec, folder)
     losses, grad_norms = [], []
-    with session(config, config.run, config.parallel) as here:
+    with session(config, config.run, config.parallel, component="trainer") as here:
         algorithm = make_algorithm(config, spec, here.topology)
         for step in range(1, spec.warmup_steps + spec.steps + 1):
             with clock.phase("total"):

@@ -16,14 +16,20 @@ class Mismatch(RuntimeError):
     """The two sides did not do the same work: a comparison of their times would mean nothing."""
 
 
-def run_side(python: Path, script: str, spec: Path, result: Path, *, threads: int) -> dict:
+def run_side(
+    python: Path, script: str, spec: Path, result: Path, *, threads: int, device: str = "cpu", preload: Path | None = None
+) -> dict:
     """Run one side in a process of its own; its result. Raises RuntimeError with its last lines where it fails.
 
-    TRL's side does not see this project's packages, which its environment cannot import.
+    Scripts `*_reference.py` do not see this project's packages, which another environment cannot import. On the CPU GPUs are hidden.
+    `preload` is a library that the side wants loaded first.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # both sides compute on the CPU, also where there is a GPU
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE)] if script.startswith("trl_") else [str(HERE.parent), str(HERE)])
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE)] if script.endswith("_reference.py") else [str(HERE.parent), str(HERE)])
+    if preload is not None:
+        environment["LD_PRELOAD"] = str(preload)
     command = [str(python), str(HERE / script), str(spec), str(result)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=CHILD_TIMEOUT_SECONDS, check=False)
     if done.returncode:

@@ -4,10 +4,11 @@
 
 It imports nothing of this project, because TRL's dependencies do not fit beside PyTriton's. SPEC.json holds the fields of `Spec`.
 
-Both sides must do the same work: every response has exactly `max_new_tokens` tokens (`min_new_tokens` forbids the end-of-sequence token),
-gradient checkpointing and mixed precision are off, and there is one optimizer step per rollout batch. With `beta` > 0 a reference pass is
-included. On this setting TRL leaves out the pass for the old log-probs (they equal the policy's own); `num_logprob_passes` in the result
-says how many passes without gradient a step really made.
+Both sides must do the same work: every response has exactly `max_new_tokens` tokens (`min_new_tokens` forbids the end-of-sequence token)
+unless `varied` lets the model end them (then steps are compared by the token, and `tokens` of a step says how many there were); gradient
+checkpointing and mixed precision are off, and there is one optimizer step per rollout batch. With `beta` > 0 a reference pass is included.
+On this setting TRL leaves out the pass for the old log-probs (they equal the policy's own); `num_logprob_passes` in the result says how
+many passes without gradient a step made.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Spec:
     temperature: float = 1.0
     beta: float = 0.04
     learning_rate: float = 1e-6
+    varied: bool = False  # responses end where the model ends them, at the latest after max_new_tokens
 
     def __post_init__(self) -> None:
         rows = len(self.prompts) * self.group_size
@@ -54,8 +56,8 @@ class Spec:
 class Clock:
     """Wall and CPU seconds (all threads of this process) by phase, of the step that is running and of the finished ones."""
 
-    current: dict[str, list[float]] = field(default_factory=dict)
-    steps: list[dict[str, list[float]]] = field(default_factory=list)
+    current: dict[str, list[float] | int] = field(default_factory=dict)
+    steps: list[dict[str, list[float] | int]] = field(default_factory=list)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -112,7 +114,7 @@ def trainer_settings(spec: Spec, folder: str):
         gradient_accumulation_steps=rows // micro,
         num_generations=spec.group_size,
         max_completion_length=spec.max_new_tokens,
-        generation_kwargs={"min_new_tokens": spec.max_new_tokens},
+        generation_kwargs={} if spec.varied else {"min_new_tokens": spec.max_new_tokens},
         temperature=spec.temperature,
         top_k=0,
         beta=spec.beta,
@@ -154,7 +156,8 @@ def make_trainer(spec: Spec, clock: Clock, folder: str):
             with clock.phase("generation"):
                 output = super()._generate(prompts)
             lengths = {len(tokens) for tokens in output[1]}
-            if lengths != {spec.max_new_tokens}:
+            clock.current["tokens"] = clock.current.get("tokens", 0) + sum(len(tokens) for tokens in output[1])
+            if not spec.varied and lengths != {spec.max_new_tokens}:
                 raise RuntimeError(f"TRL made responses of {sorted(lengths)} tokens, the comparison needs {spec.max_new_tokens}")
             return output
 
@@ -216,6 +219,14 @@ def check_numbers(trainer, spec: Spec) -> dict[str, float]:
     return {"loss": loss.item(), "grad_norm": norm}
 
 
+def per_1000_tokens(step: dict) -> dict:
+    """The step's phases as seconds for 1,000 response tokens."""
+    return {
+        name: value if name == "tokens" else [value[0] * 1000 / step["tokens"], value[1] * 1000 / step["tokens"], value[2]]
+        for name, value in step.items()
+    }
+
+
 def median_seconds(pairs: list) -> dict[str, float]:
     """Medians of [wall seconds, CPU seconds, ...] entries."""
     return {"wall_seconds": statistics.median(p[0] for p in pairs), "cpu_seconds": statistics.median(p[1] for p in pairs)}
@@ -259,9 +270,9 @@ def main() -> None:
         "spec": {**asdict(spec), "prompts": [len(prompt) for prompt in spec.prompts]},
         "versions": {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__},
         "check": check,
-        "median": summarize(measured),
+        "median": summarize([per_1000_tokens(step) for step in measured] if spec.varied else measured),
         "num_logprob_passes": measured[0].get("logprobs", [0, 0, 0])[2],
-        "generated_tokens_per_step": len(spec.prompts) * spec.group_size * spec.max_new_tokens,
+        "generated_tokens_per_step": statistics.mean(step["tokens"] for step in measured),
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "steps": measured,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -10,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -186,11 +188,11 @@ def run_distributed(request: pytest.FixtureRequest) -> Callable[..., list[str]]:
 
 
 @pytest.fixture
-def run_ranks_in() -> Callable[..., list[str]]:
+def run_ranks_in(preloaded: Preloaded) -> Callable[..., list[str]]:
     """`run_ranks_in(environments, script_and_args, timeout=120)`: a rank per set of variables; outputs as from `run_distributed`."""
 
     def run(environments: list[dict[str, str]], script: list[str], timeout: float = 120.0) -> list[str]:
-        return run_ranks([sys.executable, *script], [child_environment(extra) for extra in environments], timeout)
+        return run_ranks(script, [child_environment(extra) for extra in environments], timeout, preloaded)
 
     return run
 
@@ -231,5 +233,30 @@ def topology():
     from aligner.parallel.topology import ParallelConfig, initialize
 
     launch.initialize("gloo", timeout_seconds=30, fingerprint="tests", environ={"ALIGNER_LAUNCH": "single"})
-    yield initialize(ParallelConfig(), seed=1)
+    made = initialize(ParallelConfig(), seed=1)
+    forget_imports()
+    yield made
     launch.shutdown()
+
+
+def forget_imports() -> None:
+    """Leave what torch and Megatron-Core are made of, a million objects that stay, out of every later garbage collection: Megatron-Core
+    collects at every save, which takes longer than the save of a small model."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def logprob_gap() -> Callable[..., Any]:
+    """`logprob_gap(policy, rollouts)`: how far each sampled token's log-prob, float32 [tokens], is from the policy's own one. The one
+    measure for all engines; the policy has the temperature of the sampling. Every rank of the policy calls it, with the same rollouts."""
+
+    def gap(policy: Any, rollouts: Sequence[Any]) -> Any:
+        from aligner.data.collate import rollout_batch
+
+        batch = rollout_batch(list(rollouts), 0)
+        found = policy.logprobs(batch) - batch.rollout_logprobs
+        assert int(batch.loss_mask.sum()) == sum(len(rollout.response) for rollout in rollouts) > 0
+        return found[batch.loss_mask].abs()
+
+    return gap

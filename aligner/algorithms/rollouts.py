@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from aligner.errors import AlignerError, EngineError, RunHalted
 from aligner.models.guard import Guard, GuardConfig, NonFinite, NonFiniteReward
-from aligner.parallel.collectives import gather_objects, shard_bounds
+from aligner.parallel.collectives import gather_objects
 from aligner.protocols import Critic, RewardModel, RolloutEngine
 from aligner.types import (
     FinishReason,
@@ -33,6 +34,15 @@ NUM_NAMED = 3  # rollouts that an error names
 EXCERPT_CHARACTERS = 80
 
 _Row = tuple[int, Rollout, float, Tensor | None]  # position of its prompt, rollout, reward, values
+_Pending = tuple[list[Rollout], Future[Tensor], Future[Tensor] | None]  # what was sent to the scorers, their answers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one replica of the engine did of a batch: response tokens, and seconds until it had nothing left to sample."""
+
+    tokens: int
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +56,7 @@ class ScoredRollouts:
     rewards: Tensor
     values: list[Tensor] | None
     valid: Tensor = field(default_factory=lambda: torch.ones(0, dtype=torch.bool))
+    shares: tuple[Share, ...] = ()  # of the engine's replicas
 
     def __post_init__(self) -> None:
         if not self.valid.numel():
@@ -85,34 +96,30 @@ def collect(
 ) -> ScoredRollouts:
     """Sample one response per (prompt, seed) and score it. Collective; every rank gets the whole result.
 
-    `sampling` replaces the engine's own settings (validation). Each replica of the engine samples its contiguous share. Its leading rank
-    sends finished rollouts to the scorers at once and awaits the answers after the last one; an error of the engine or of a scorer on any
-    replica is raised on every rank. Raises EngineError where responses are missing, RunHalted where a reward is not finite and the scorers
-    say that this ends the run.
+    `sampling` replaces the engine's own settings (validation). The engine's replicas share the prompts. The leading rank of each sends
+    what has ended to the scorers at once and awaits the answers after the last one; an error of the engine or of a scorer on any replica
+    is raised on every rank. Raises EngineError where responses are missing, RunHalted where a reward is not finite and the scorers say
+    that this ends the run.
     """
-    replica = engine.replica
-    start, stop = shard_bounds(len(prompts), shard=replica.index, num_shards=replica.count)
     index_of = {seed: index for index, seed in enumerate(seeds)}
-    pending: list[tuple[list[Rollout], Future[Tensor], Future[Tensor] | None]] = []
-    scored: list[_Row] = []
-    error: AlignerError | None = None
     engine.wake()
-    try:
-        if stop > start:
-            for finished in engine.generate(prompts[start:stop], seeds[start:stop], sampling):
-                scorers.beat()
-                if replica.is_leader:
-                    pending.append((finished, *_submit(finished, scorers)))
-        scored = _await(pending, index_of, scorers.beat)
-        _check_finite(scored, scorers)
-    except AlignerError as failed:  # raised on every rank below: none may be left waiting for this one
-        error = failed
-    everything = gather_objects((scored, error))
+    part = _sample(engine, prompts, seeds, scorers, sampling)
+    error, scored = part.error, []
+    if error is None:
+        try:
+            scored = _await(part.pending, index_of, scorers.beat)
+            _check_finite(scored, scorers)
+        except AlignerError as failed:  # raised on every rank below: none may be left waiting for this one
+            error = failed
+    share = (
+        Share(tokens=sum(len(rollout.response) for _, rollout, _, _ in scored), seconds=part.seconds) if engine.replica.is_leader else None
+    )
+    everything = gather_objects((scored, error, share))
     engine.sleep()  # every replica has finished
-    for _, failed in everything:
+    for _, failed, _ in everything:
         if failed is not None:
             raise failed
-    rows = sorted((row for part, _ in everything for row in part), key=lambda row: row[0])
+    rows = sorted((row for part, _, _ in everything for row in part), key=lambda row: row[0])
     if [row[0] for row in rows] != list(range(len(prompts))):
         raise EngineError(f"the engine gave {len(rows)} responses to {len(prompts)} prompts; one to each is needed")
     rewards = torch.tensor([reward for _, _, reward, _ in rows], dtype=torch.float32)
@@ -121,6 +128,7 @@ def collect(
         rewards=torch.where(rewards.isfinite(), rewards, 0.0),
         valid=rewards.isfinite(),
         values=None if scorers.critic is None else [values for _, _, _, values in rows],
+        shares=tuple(share for _, _, share in everything if share is not None),
     )
 
 
@@ -136,7 +144,7 @@ def finite_rows(x: Tensor, guard: GuardConfig, what: str) -> Tensor:
 
 
 def response_metrics(collected: ScoredRollouts, seconds: float) -> dict[str, float]:
-    """What every online algorithm reports of its rollouts."""
+    """What every online algorithm reports of its rollouts. An imbalance is the most that a replica of the engine did over the mean."""
     lengths = torch.tensor([len(rollout.response) for rollout in collected.rollouts], dtype=torch.float64)
     truncated = [rollout.finish_reason == FinishReason.length for rollout in collected.rollouts]
     rewards = collected.valid_rewards.double()
@@ -148,6 +156,8 @@ def response_metrics(collected: ScoredRollouts, seconds: float) -> dict[str, flo
         "rollout/response_length_max": lengths.max().item(),
         "rollout/truncated_fraction": sum(truncated) / len(truncated),
         "rollout/tokens_per_second": lengths.sum().item() / max(seconds, 1e-9),
+        "rollout/tokens_imbalance": _imbalance([share.tokens for share in collected.shares]),
+        "rollout/seconds_imbalance": _imbalance([share.seconds for share in collected.shares]),
     }
 
 
@@ -179,6 +189,40 @@ def mini_batches(batch: PolicyBatch, size: int, num_epochs: int, *, key: str) ->
     return [part for part in parts if part.loss_mask.any()]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sampled:
+    """One rank's part of a batch: what its replica's leader sent to the scorers, or what went wrong."""
+
+    pending: list[_Pending]
+    error: AlignerError | None
+    seconds: float
+
+
+def _sample(
+    engine: RolloutEngine, prompts: Sequence[Prompt], seeds: Sequence[int], scorers: Scorers, sampling: SamplingConfig | None
+) -> _Sampled:
+    """Consume what this replica samples to its end, also where a scorer refuses: the replica's other ranks are in it too."""
+    pending: list[_Pending] = []
+    error: AlignerError | None = None
+    started = time.monotonic()
+    try:
+        for finished in engine.generate(prompts, seeds, sampling):
+            scorers.beat()
+            if engine.replica.is_leader and error is None:
+                try:
+                    pending.append((finished, *_submit(finished, scorers)))
+                except AlignerError as failed:  # raised on every rank by `collect`
+                    error = failed
+    except AlignerError as failed:
+        error = failed
+    return _Sampled(pending=pending, error=error, seconds=time.monotonic() - started)
+
+
+def _imbalance(work: Sequence[float]) -> float:
+    """The most that a replica did, as a multiple of the mean: 1 where all did the same."""
+    return max(work) * len(work) / sum(work) if work and sum(work) else 1.0
+
+
 def _submit(rollouts: list[Rollout], scorers: Scorers) -> tuple[Future[Tensor], Future[Tensor] | None]:
     reward = scorers.reward.score(rollouts)
     if scorers.critic is None:
@@ -190,7 +234,7 @@ def _submit(rollouts: list[Rollout], scorers: Scorers) -> tuple[Future[Tensor], 
     return reward, scorers.critic.values(TokenBatch(tokens=tokens, lengths=torch.tensor(lengths)))
 
 
-def _await(pending: list, index_of: dict[int, int], beat: Callable[[], None]) -> list[_Row]:
+def _await(pending: Sequence[_Pending], index_of: dict[int, int], beat: Callable[[], None]) -> list[_Row]:
     rows: list[_Row] = []
     for rollouts, reward, values in pending:
         rewards = reward.result().tolist()

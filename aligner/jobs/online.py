@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from aligner.algorithms.grpo import GRPO
@@ -28,7 +29,7 @@ from aligner.parallel.progress import WAIT_FOR_SERVERS
 from aligner.protocols import RewardModel
 from aligner.rewards.local import function_reward
 from aligner.rollout.config import check_splits
-from aligner.rollout.megatron import MegatronEngine
+from aligner.rollout.create import create_engine
 from aligner.schemas import TrainGRPO, TrainPPO
 from aligner.servers.access import Access
 from aligner.servers.client import CriticClient, RewardClient
@@ -59,6 +60,7 @@ def train_ppo_actor(config: TrainPPO) -> int:
         last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.PPO, guard=config.guard)
         export_at_end(here, config, last, policy.chunks, tokenizer)
         code = conclude(here, last, config.loop.max_steps)
+        task.engine.shutdown()
         critic.close()
         task.reward.close()
     return code
@@ -76,6 +78,7 @@ def train_grpo(config: TrainGRPO) -> int:
         last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.GRPO, guard=config.guard)
         export_at_end(here, config, last, policy.chunks, tokenizer)
         code = conclude(here, last, config.loop.max_steps)
+        task.engine.shutdown()
         task.reward.close()
     return code
 
@@ -85,6 +88,8 @@ def _build(
 ) -> tuple[OnlineTask, MegatronPolicy, Path]:
     """Data first (bad lines are found in seconds), then models, then the engine on the policy's own weights."""
     sampling = config.rollout.sampling
+    if reshaping := sampling.reshaping():
+        here.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/sampling.md)")
     config.reward.check_named()
     if config.algorithm.mini_batch_size < here.topology.dp_size:
         raise ConfigError(
@@ -103,7 +108,7 @@ def _build(
     guard = Guard(config.guard)
     training = create.training(model, config.optimizer, total_steps=updates, temperature=sampling.temperature, guard=guard)
     policy = create.create_policy(model, architecture, config.parallel, here.topology, training)
-    engine = MegatronEngine(policy.chunks, config.rollout, eos_id=tokenizer.eos_id)
+    engine = create_engine(policy, config.rollout, eos_id=tokenizer.eos_id, decode=partial(tokenizer.decode, skip_special=False))
     task = OnlineTask(
         engine=engine,
         reference=ReferencePolicy(policy) if with_reference else None,

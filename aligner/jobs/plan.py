@@ -104,6 +104,8 @@ def _actor(config: TrainPPO | TrainGRPO) -> Component:
             max_batch_size=config.rollout.max_batch_size,
             bucket_bytes=config.rollout.refit_bucket_mib * MIB,
             offload=config.rollout.offload,
+            kv_cache_tokens=config.rollout.kv_cache_tokens,
+            prefill_chunk_tokens=config.rollout.prefill_chunk_tokens,
         ),
         has_reference=has_reference,
         saves_asynchronously=config.checkpoint.asynchronous,

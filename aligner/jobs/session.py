@@ -25,7 +25,8 @@ from aligner.parallel.collectives import from_rank_0
 from aligner.parallel.progress import Progress
 from aligner.parallel.topology import ParallelConfig, Topology
 from aligner.parallel.watch import Place, Watch, clear_last_report
-from aligner.schemas import RunConfig
+from aligner.rollout.config import EngineKind
+from aligner.schemas import RunConfig, TrainGRPO, TrainPPO
 
 SERVERS = ("critic", "reward")  # components that answer the other one
 
@@ -50,6 +51,12 @@ class Session:
             print(text, flush=True)
 
 
+def see_own_gpus(config: Any, local_rank: int) -> None:
+    """Hide the GPUs of other replicas from a rank with an engine that would take the first it sees; before anything uses a GPU."""
+    if isinstance(config, TrainPPO | TrainGRPO) and config.rollout.engine is not EngineKind.megatron:
+        platform.see_block(local_rank, config.rollout.tp or config.parallel.tp)
+
+
 @contextmanager
 def session(config: Any, run: RunConfig, parallel: ParallelConfig, *, component: str, writes_config: bool = True) -> Iterator[Session]:
     """Join the component's ranks and make its groups; leave them at the good end. `component` is what its files are called by.
@@ -63,6 +70,7 @@ def session(config: Any, run: RunConfig, parallel: ParallelConfig, *, component:
     world, _ = launch.detect_world(os.environ)
     if world is not None:
         parallel.check_world(world.world_size)  # before anything starts
+        see_own_gpus(config, world.local_rank)
         platform.select_device(world.local_rank)
     world = launch.initialize(
         platform.backend(),

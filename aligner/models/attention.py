@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from aligner.models.shared_attention import shared_attention
+from aligner.models.shared_prompts import SegmentedPackedSeqParams
 from aligner.parallel.context import chunk_numbers, gather_sequence
 from aligner.parallel.mcore import MegatronModule, PackedSeqParams, ProcessGroupCollection, TransformerConfig
 
@@ -50,6 +52,8 @@ class CoreAttention(MegatronModule):
         """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]; packed: [T, heads, D] -> [T, heads * D]."""
         if packed_seq_params is None:
             return self._one_block(query, key, value).flatten(2)
+        if isinstance(packed_seq_params, SegmentedPackedSeqParams):
+            return shared_attention(query, key, value, packed_seq_params.segments, self.scale).flatten(1)
         bounds = [position // self.cp_group.size() for position in packed_seq_params.cu_seqlens_q.tolist()]
         sizes = [stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
         parts = zip(*(tensor.unsqueeze(1).split(sizes) for tensor in (query, key, value)), strict=True)
@@ -59,24 +63,25 @@ class CoreAttention(MegatronModule):
         """[S, B, heads, D] of sequences of equal length, this rank's part of each."""
         cp = self.cp_group
         if cp.size() == 1:
-            q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
-            return out.permute(2, 0, 1, 3)
+            return self._attend(*(t.permute(1, 2, 0, 3) for t in (query, key, value))).permute(2, 0, 1, 3)
         keys, values = torch.cat(gather_sequence(key, cp)), torch.cat(gather_sequence(value, cp))
         size = query.shape[0] // 2
         outs = []
         for number, queries in zip(chunk_numbers(cp.rank(), cp.size()), query.split(size), strict=True):
             stop = (number + 1) * size
             q, k, v = (t.permute(1, 2, 0, 3) for t in (queries, keys[:stop], values[:stop]))
-            outs.append(_attend_to_past(q, k, v, self.scale).permute(2, 0, 1, 3))
+            outs.append(self._attend(q, k, v).permute(2, 0, 1, 3))
         return torch.cat(outs)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of a sequence's last queries: q [B, heads, L, D] at the positions of the last L of k, v [B, groups, T, D]."""
+        return _attend_to_past(q, k, v, self.scale)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         return {}
 
 
 def _attend_to_past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of a sequence's last queries: q [B, heads, L, D] at the positions of the last L of k, v [B, groups, P + L, D]."""
     if q.shape[2] == k.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     if q.is_cuda:

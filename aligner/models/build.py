@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.models.batch_invariant import INVARIANT
 from aligner.models.config import Architecture, ModelConfig, PositionEmbedding
 from aligner.models.initialise import initialise
-from aligner.models.layers import block_spec
+from aligner.models.layers import ORDINARY, block_spec
 from aligner.models.megatron_config import transformer_config
+from aligner.models.shared_prompts import SegmentedPackedSeqParams
 from aligner.parallel.mcore import (
     GPTModel,
     LanguageModule,
+    PackedSeqParams,
     TransformerConfig,
     ensure_metadata_has_dp_cp_group,
     gather_from_sequence_parallel_region,
@@ -76,11 +79,17 @@ class Transformer(GPTModel):
         config = config or transformer_config(architecture, model, parallel, load=load)
         self.architecture = architecture
         self.logits_chunk_size = model.logits_chunk_size
+        self.batch_invariant = model.batch_invariant
         positions = architecture.max_position_embeddings
         learned = architecture.position_embedding == PositionEmbedding.learned
         super().__init__(
             config,
-            block_spec(config, vp_stage=stage.vp_stage),
+            block_spec(
+                config,
+                vp_stage=stage.vp_stage,
+                share_prompts=model.share_prompts,
+                modules=INVARIANT if model.batch_invariant else ORDINARY,
+            ),
             vocab_size=padded_vocab_size(architecture.vocab_size, divisor=model.make_vocab_divisible_by, tp=parallel.tp),
             max_sequence_length=positions if learned else model.seq_length or positions,
             pre_process=stage.pre_process,
@@ -96,6 +105,12 @@ class Transformer(GPTModel):
         if learned and stage.pre_process:
             positions = self.embedding.position_embeddings.weight  # Megatron-Core makes it in torch's default precision
             positions.data = positions.data.to(config.params_dtype)  # not Module.to: the planner's fake tensors cannot be swapped
+
+    def _preprocess(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **options: Any) -> tuple:
+        embedded, rotary, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **options)
+        if rotary is not None and isinstance(packed_seq_params, SegmentedPackedSeqParams):
+            rotary = rotary[packed_seq_params.positions]  # slot by slot: a row goes on behind its prompt, not at 0
+        return (embedded, rotary, *rest)
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states

@@ -169,8 +169,10 @@ class ModelConfig:
     micro_batch_size: int = 4  # rows per forward pass
     micro_batch_tokens: int = 0  # 0: micro_batch_size rows; else as many rows of like length as fit in this number of tokens
     packing: bool = False  # rows of a micro-batch one after the other instead of padded side by side; needs micro_batch_tokens
+    share_prompts: bool = False  # packed rows that begin with the same prompt compute it once; needs packing
     recompute: Recompute = Recompute.none
     transformer_engine: bool = False  # NVIDIA's fused layers and attention (GPU; needs transformer-engine)
+    batch_invariant: bool = False  # a token's log-prob has the same bits in rollouts and training, whatever is computed with it: slow
     fp8: bool = False  # matrix products in 8 bits, e4m3 forward and e5m2 backward; needs transformer_engine
     logits_chunk_size: int = 1024  # tokens whose logits exist at a time
     make_vocab_divisible_by: int = 128
@@ -189,8 +191,17 @@ class ModelConfig:
                 raise ConfigError(f"model.{name}={getattr(self, name)}: must not be negative (0 is off)")
         if self.fp8 and not self.transformer_engine:
             raise ConfigError("model.fp8=true: needs model.transformer_engine=true")
+        if self.batch_invariant and self.transformer_engine:
+            raise ConfigError("model.batch_invariant=true: needs model.transformer_engine=false: its sums depend on the batch")
         if self.packing and not self.micro_batch_tokens:
             raise ConfigError("model.packing=true: needs model.micro_batch_tokens, the tokens that one packed row may hold")
+        if self.share_prompts and not self.packing:
+            raise ConfigError("model.share_prompts=true: needs model.packing=true")
+        if self.share_prompts and (self.router_aux_loss_coef or self.router_z_loss_coef):
+            raise ConfigError(
+                "model.share_prompts=true: the routers' auxiliary losses are means over tokens, of which there would be fewer; "
+                "allowed with router_aux_loss_coef=0 and router_z_loss_coef=0"
+            )
 
     @property
     def tokenizer_path(self) -> str:

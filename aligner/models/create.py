@@ -20,6 +20,8 @@ from aligner.models.reward import MegatronRewardModel
 from aligner.models.trainable import TrainableModel, Training
 from aligner.models.value import MegatronValueModel
 from aligner.models.weights import load_hf
+from aligner.parallel import platform
+from aligner.parallel.exact import check_arithmetic
 from aligner.parallel.topology import ParallelConfig, Topology
 
 
@@ -85,6 +87,7 @@ def training(
         micro_batch_size=config.micro_batch_size,
         micro_batch_tokens=config.micro_batch_tokens,
         packing=config.packing,
+        share_prompts=config.share_prompts,
         temperature=temperature,
         router_aux_loss_coef=config.router_aux_loss_coef,
         router_z_loss_coef=config.router_z_loss_coef,
@@ -97,6 +100,8 @@ def create_policy(
 ) -> MegatronPolicy:
     """A language model with its weights; frozen where `training.optimizer` is None. Every rank calls it."""
     check_divisible(architecture, parallel)
+    if config.batch_invariant:
+        check_arithmetic(platform.device())
     chunks = build_language_model(architecture, config, parallel, load=bool(config.path), seed=topology.seed)
     return MegatronPolicy(_ready(chunks, config, topology, training), temperature=training.temperature)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aligner.metrics import Metric, merge
-from aligner.models.placement import Placement, Splits, input_shape, place
+from aligner.models.placement import Placement, Splits, input_lengths, input_shape, place
 from aligner.parallel import platform
 from aligner.parallel.mcore import DistributedDataParallel, get_forward_backward_func
 from aligner.protocols import Loss
@@ -42,7 +42,7 @@ def cut(batch: Batch, rows: Sequence[Sequence[int]], splits: Splits, *, count: i
     everything = [*parts, *fillers]
     shape = None
     if fixed_shape and everything:
-        shapes = [input_shape(part.lengths.tolist(), splits) for part in everything]
+        shapes = [input_shape(input_lengths(part, splits), splits) for part in everything]
         shape = (max(shape[0] for shape in shapes), max(shape[1] for shape in shapes))
     device = platform.device()
     return [

@@ -12,7 +12,8 @@ from torch import Tensor
 from aligner.models.build import LanguageModel, ScalarModel
 from aligner.models.placement import Placement
 from aligner.parallel.context import sum_over_ranks
-from aligner.parallel.logprobs import linear_logprobs
+from aligner.parallel.exact import EXACT
+from aligner.parallel.logprobs import FAST, linear_logprobs
 from aligner.parallel.mcore import copy_to_tensor_model_parallel_region
 from aligner.types import TokenOutputs
 
@@ -44,6 +45,7 @@ def token_outputs(
         group=module.pg_collection.tp,
         temperature=temperature,
         chunk_size=module.logits_chunk_size,
+        arithmetic=EXACT if module.batch_invariant else FAST,
     )
     return TokenOutputs(logprobs=_scatter(module, logprobs, places, mask.shape), entropy=_scatter(module, entropy, places, mask.shape))
 

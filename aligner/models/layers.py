@@ -4,6 +4,7 @@ a norm that works with sequence parallelism, the core attention of `attention.py
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,27 +14,14 @@ from torch import Tensor
 from aligner.models.attention import CoreAttention
 from aligner.models.router import Router
 from aligner.parallel.mcore import (
+    ColumnParallelLinear,
+    RowParallelLinear,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
     get_num_layers_to_build,
     transformer_engine_specs,
 )
-
-
-class Norm:
-    """RMSNorm or LayerNorm whose weights say whether their gradients must be summed over the tensor-parallel ranks."""
-
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
-        kind = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
-        if config.layernorm_zero_centered_gamma:
-            kind = ZeroCenteredLayerNorm
-        # None is torch's default device: the CPU, or the meta device while a plan is made.
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
 
 
 class ZeroCenteredLayerNorm(torch.nn.LayerNorm):
@@ -47,19 +35,55 @@ class ZeroCenteredLayerNorm(torch.nn.LayerNorm):
         return F.layer_norm(input, self.normalized_shape, self.weight + 1.0, self.bias, self.eps)
 
 
-def block_spec(config: TransformerConfig, *, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+class Norm:
+    """RMSNorm or LayerNorm whose weights say whether their gradients must be summed over the tensor-parallel ranks."""
+
+    rms_norm: type[torch.nn.Module] = torch.nn.RMSNorm
+    layer_norm: type[torch.nn.Module] = torch.nn.LayerNorm
+    layer_norm_1p: type[torch.nn.Module] = ZeroCenteredLayerNorm
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
+        kind = {"RMSNorm": cls.rms_norm, "LayerNorm": cls.layer_norm}[config.normalization]
+        if config.layernorm_zero_centered_gamma:
+            kind = cls.layer_norm_1p
+        # None is torch's default device: the CPU, or the meta device while a plan is made.
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerModules:
+    """What the local specification's layers are made of."""
+
+    norm: type[Norm] = Norm
+    core_attention: type[CoreAttention] = CoreAttention
+    column_linear: type[ColumnParallelLinear] = ColumnParallelLinear
+    row_linear: type[RowParallelLinear] = RowParallelLinear
+
+
+ORDINARY = LayerModules()
+
+
+def block_spec(
+    config: TransformerConfig, *, vp_stage: int | None = None, share_prompts: bool = False, modules: LayerModules = ORDINARY
+) -> TransformerBlockSubmodules:
     """The layer specification with our router, for every layer of this rank's chunk `vp_stage`: Transformer Engine's modules where the
-    config asks for them, else Megatron-Core's local ones with our norm and core attention."""
+    config asks for them, else Megatron-Core's local ones with our `modules`, whose core attention alone knows shared prompts."""
     if config.transformer_impl == "transformer_engine":
         layer, norm = transformer_engine_specs(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+        if share_prompts:
+            layer.submodules.self_attention.submodules.core_attention = CoreAttention
     else:
-        layer, norm = _local_layer(config), Norm
+        layer, norm = _local_layer(config, modules), modules.norm
     if config.num_moe_experts:
         layer.submodules.mlp.submodules.router = Router
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=norm)
 
 
-def _local_layer(config: TransformerConfig) -> Any:
+def _local_layer(config: TransformerConfig, modules: LayerModules) -> Any:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -67,10 +91,13 @@ def _local_layer(config: TransformerConfig) -> Any:
         normalization=config.normalization,
     )
     layer = copy.deepcopy(spec)
-    layer.submodules.input_layernorm = Norm
-    layer.submodules.pre_mlp_layernorm = Norm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = modules.norm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = CoreAttention
+    attention.core_attention = modules.core_attention
+    attention.linear_qkv, attention.linear_proj = modules.column_linear, modules.row_linear
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = Norm
+        attention.q_layernorm = attention.k_layernorm = modules.norm
+    if not config.num_moe_experts:
+        mlp = layer.submodules.mlp.submodules
+        mlp.linear_fc1, mlp.linear_fc2 = modules.column_linear, modules.row_linear
     return layer

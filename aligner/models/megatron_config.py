@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.errors import ConfigError
+from aligner.models import batch_invariant
 from aligner.models.config import Activation, Architecture, Dtype, ModelConfig, Normalization, Recompute
 from aligner.models.divisible import check_divisible
 from aligner.parallel import mcore, platform
@@ -29,6 +30,11 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
     if model.transformer_engine and not mcore.has_transformer_engine():
         raise ConfigError("model.transformer_engine=true: the package transformer-engine is not installed, or there is no GPU")
     _check_overlap(model, parallel)
+    batch_invariant.check_batch_invariant(architecture, model)
+    if model.share_prompts and parallel.cp > 1:
+        raise ConfigError(
+            f"model.share_prompts=true: sequences that are split over parallel.cp={parallel.cp} ranks cannot share prompts; allowed: cp=1"
+        )
     skip: dict[str, Any] = {"init_method": _keep, "output_layer_init_method": _keep} if load else {}
     dtype = resolve_dtype(model.dtype)
     return TransformerConfig(
@@ -39,7 +45,7 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         kv_channels=architecture.head_dim,
         ffn_hidden_size=architecture.ffn_hidden_size,
         gated_linear_unit=architecture.gated_mlp,
-        activation_func=_ACTIVATIONS[architecture.activation],
+        activation_func=(batch_invariant.ACTIVATIONS if model.batch_invariant else _ACTIVATIONS)[architecture.activation],
         normalization="RMSNorm" if architecture.normalization == Normalization.rms_norm else "LayerNorm",
         layernorm_zero_centered_gamma=architecture.normalization == Normalization.layer_norm_1p,
         layernorm_epsilon=architecture.norm_eps,

@@ -4,12 +4,14 @@ part that a context-parallel rank holds."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
+from aligner.models.shared_prompts import Segment, SegmentedPackedSeqParams, packed_params, segments_of
 from aligner.parallel.context import local_slots
 from aligner.parallel.mcore import PackedSeqParams
 from aligner.types import Batch
@@ -24,6 +26,8 @@ class Splits:
     sequence_parallel_size: int = 1  # tp, where it splits the sequence too
     packed: bool = False
     token_multiple: int = 1  # of the tokens on each rank: 8-bit matrix products want 16
+    segmented: bool = False  # packed rows are described to our own core attention, which takes them all in one call
+    share_prompts: bool = False  # packed rows with the same prompt have it once: see `aligner.models.shared_prompts`
     fixed_tokens: int = 0  # where it is not 0: every packed micro-batch is filled up to so many tokens, for buffers of one shape
 
     @property
@@ -69,18 +73,24 @@ class Placement:
         if packed is not None:
             starts = packed.cu_seqlens_q.to(device)
             packed = replace(packed, cu_seqlens_q=starts, cu_seqlens_kv=starts)
+            if isinstance(packed, SegmentedPackedSeqParams):
+                packed = replace(packed, positions=tensors["positions"].flatten())
         return replace(self, packed=packed, **tensors)
 
 
 def place(batch: Batch, splits: Splits, *, shape: tuple[int, int] | None = None) -> Placement:
     """Lay a micro-batch out. `shape` is that of the whole input where it must not depend on the batch (pipelines send fixed shapes)."""
-    rows, length = shape or input_shape(batch.lengths.tolist(), splits)
-    whole = _packed_slots(batch, splits, length) if splits.packed else _padded_slots(batch, rows, length)
+    segments = segments_of(batch, share=splits.share_prompts) if splits.packed else []
+    rows, length = shape or input_shape(input_lengths(batch, splits), splits)
+    whole = _packed_slots(batch, segments, splits, length) if splits.packed else _padded_slots(batch, rows, length)
     token_of, next_token_of, positions = whole
     packed = None
     if splits.packed:
-        bounds = _packed_bounds(batch.lengths.tolist(), splits, length)
-        packed = _packed_params(bounds, batch.tokens.device)
+        bounds = _packed_bounds([segment.size for segment in segments], splits, length)
+        if splits.segmented or splits.share_prompts:
+            packed = packed_params(segments, positions, length)
+        else:
+            packed = _packed_params(bounds, batch.tokens.device)
         parts = [
             start + local_slots(stop - start, splits.cp_rank, splits.cp_size) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
         ]
@@ -96,8 +106,15 @@ def place(batch: Batch, splits: Splits, *, shape: tuple[int, int] | None = None)
     )
 
 
+def input_lengths(batch: Batch, splits: Splits) -> list[int]:
+    """Lengths of what lies one beside (or after) the other in the model's input: rows, or parts of them where prompts are shared."""
+    if not splits.share_prompts:
+        return batch.lengths.tolist()
+    return [segment.size for segment in segments_of(batch, share=True)]
+
+
 def input_shape(lengths: list[int], splits: Splits) -> tuple[int, int]:
-    """(rows, length) of the model's input over all context-parallel ranks for sequences of these lengths.
+    """(rows, length) of the model's input over all context-parallel ranks for `input_lengths`.
 
     Raises ConfigError where a micro-batch is larger than a size that is fixed.
     """
@@ -123,18 +140,22 @@ def _padded_slots(batch: Batch, rows: int, length: int) -> tuple[Tensor, Tensor,
     return torch.where(t < lengths[:, None], token_of, -1), next_token_of, t
 
 
-def _packed_slots(batch: Batch, splits: Splits, length: int) -> tuple[Tensor, Tensor, Tensor]:
+def _packed_slots(batch: Batch, segments: Sequence[Segment], splits: Splits, length: int) -> tuple[Tensor, Tensor, Tensor]:
     s = batch.tokens.shape[1]
     token_of = torch.full((1, length), -1, dtype=torch.int64)
     next_token_of, positions = token_of.clone(), torch.zeros(1, length, dtype=torch.int64)
     lengths = batch.lengths.tolist()
-    bounds = _packed_bounds(lengths, splits, length)
-    for row, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        positions[0, start:stop] = torch.arange(stop - start)
-        if row < len(lengths):  # not the filler
-            own = torch.arange(row * s, row * s + lengths[row])
-            token_of[0, start : start + lengths[row]] = own
-            next_token_of[0, start : start + lengths[row] - 1] = own[1:]
+    bounds = _packed_bounds([segment.size for segment in segments], splits, length)
+    for number, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        if number == len(segments):  # the filler
+            positions[0, start:stop] = torch.arange(stop - start)
+            continue
+        own = segments[number]
+        positions[0, start:stop] = torch.arange(own.start, own.start + stop - start)
+        tokens = torch.arange(own.row * s + own.start, own.row * s + own.stop)
+        token_of[0, start : start + own.size] = tokens
+        followed = own.size if own.stop < lengths[own.row] else own.size - 1  # what a shared prompt's last token predicts, no loss looks at
+        next_token_of[0, start : start + followed] = tokens[:followed] + 1
     device = batch.tokens.device
     return token_of.to(device), next_token_of.to(device), positions.to(device)
 

@@ -24,12 +24,13 @@ from aligner.models.guard import SKIPPED, SKIPPED_IN_A_ROW, Guard, GuardConfig
 from aligner.models.offload import HostMemory
 from aligner.models.optimizer import OptimizerConfig, build_optimizer, build_scheduler
 from aligner.models.placement import Splits, input_shape
+from aligner.models.shared_prompts import families
 from aligner.parallel import mcore, platform
 from aligner.parallel.collectives import all_ranks, broadcast_object, gather_assigned_rows, gather_objects, reduce_metrics
-from aligner.parallel.micro_batches import MicroBatching, Plan, plan
+from aligner.parallel.micro_batches import MicroBatching, Plan, plan, plan_families
 from aligner.parallel.topology import Topology
 from aligner.protocols import Loss
-from aligner.types import Batch, LossOutput, PreferenceBatch, TokenOutputs, num_rows
+from aligner.types import Batch, LossOutput, PreferenceBatch, TokenBatch, TokenOutputs, num_rows
 
 FP8_TOKENS = 16  # 8-bit matrix products want sizes that are multiples of this
 
@@ -43,6 +44,7 @@ class Training:
     micro_batch_size: int = 1  # rows per forward pass; like the two below it changes memory and speed, never the numbers
     micro_batch_tokens: int = 0  # where it is not 0: tokens per forward pass
     packing: bool = False
+    share_prompts: bool = False
     temperature: float = 1.0  # of the policy's log-probs
     router_aux_loss_coef: float = 0.0
     router_z_loss_coef: float = 0.0
@@ -68,6 +70,8 @@ class TrainableModel:
             cp_size=topology.cp_size,
             sequence_parallel_size=topology.tp_size if self.config.sequence_parallel else 1,
             packed=training.packing,
+            segmented=self.config.transformer_impl == "local" and topology.cp_size == 1,
+            share_prompts=training.share_prompts,
             token_multiple=FP8_TOKENS if self.config.fp8 else 1,
             fixed_tokens=training.micro_batch_tokens if self.config.tp_comm_overlap else 0,
         )
@@ -201,10 +205,15 @@ class TrainableModel:
         )
 
     def _plan(self, batch: Batch) -> Plan:
+        replicas = self.topology.dp_size
+        if self.splits.share_prompts and not isinstance(batch, TokenBatch):
+            # Families small enough that replicas can have about equal shares of them.
+            capacity = min(self.micro_batches.tokens, -(-int(batch.lengths.sum()) // (2 * replicas)) if replicas > 1 else math.inf)
+            return plan_families(families(batch, unit=_unit(batch), capacity=int(capacity)), self.micro_batches, num_replicas=replicas)
         return plan(
             batch.lengths.tolist(),
             self.micro_batches,
-            num_replicas=self.topology.dp_size,
+            num_replicas=replicas,
             unit=_unit(batch),
             multiple=self.splits.row_multiple,
         )

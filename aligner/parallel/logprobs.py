@@ -10,6 +10,9 @@ d log pi(y) / dz_j = 1[j = y] - p_j,  dH / dz_j = -p_j (log p_j + H).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,6 +20,27 @@ from torch import Tensor
 from aligner.errors import ConfigError
 
 ROWS_AT_A_TIME = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arithmetic:
+    """How the forward pass multiplies and adds: `aligner.parallel.exact` has one whose results do not depend on the batch."""
+
+    project: Callable[[Tensor, Tensor], Tensor]  # hidden [N, H], weight [V, H] -> [N, V]
+    add_up: Callable[[Tensor], Tensor]  # [N, V] numbers from 0 to 1 -> [N]
+
+
+def log_normalizer(peak: Tensor, total: Tensor) -> Tensor:
+    """Log-sum-exp float32 [N] of rows with maximum `peak` and `total` = sum of exp(row - maximum). The sampler's and the trainer's."""
+    return (peak + total.log()).float()
+
+
+def row_sums(weights: Tensor) -> Tensor:
+    """[N] sums of [N, V]."""
+    return weights.sum(dim=-1)
+
+
+FAST = Arithmetic(project=lambda hidden, weight: hidden @ weight.t(), add_up=row_sums)
 
 
 def linear_logprobs(
@@ -28,6 +52,7 @@ def linear_logprobs(
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
     chunk_size: int = 1024,
+    arithmetic: Arithmetic = FAST,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of each position's target token.
 
@@ -45,7 +70,7 @@ def linear_logprobs(
     """
     if temperature <= 0:
         raise ConfigError(f"temperature={temperature}: log-probabilities need a positive temperature")
-    return _LinearLogprobs.apply(hidden, weight, targets, vocab_start, group, temperature, chunk_size)
+    return _LinearLogprobs.apply(hidden, weight, targets, vocab_start, group, temperature, chunk_size, arithmetic)
 
 
 def _reduce(x: Tensor, op: dist.ReduceOp, group: dist.ProcessGroup | None) -> Tensor:
@@ -56,19 +81,20 @@ def _reduce(x: Tensor, op: dist.ReduceOp, group: dist.ProcessGroup | None) -> Te
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, vocab_start, group, temperature, chunk_size):
+    def forward(ctx, hidden, weight, targets, vocab_start, group, temperature, chunk_size, arithmetic):
         logprobs, entropy, logsumexp = (hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3))
         kept: Tensor | None = None  # a batch of one chunk keeps its logits, so that its backward pass need not project again
         for start in range(0, hidden.shape[0], chunk_size):
             rows = slice(start, start + chunk_size)
-            z = _scaled_logits(hidden[rows], weight, temperature)
+            z = _scaled(arithmetic.project(hidden[rows], weight), temperature)
             peak = _reduce(_row_maxima(z), dist.ReduceOp.MAX, group)
             p = (z - peak[:, None]).exp_()
             local, owned = _local_targets(targets[rows], vocab_start, weight.shape[0])
             target_z = torch.where(owned, z.gather(1, local[:, None])[:, 0], 0.0) if z.shape[1] else torch.zeros_like(peak)
-            sums = _reduce(torch.stack([p.sum(-1), _row_dots(p, z), target_z]), dist.ReduceOp.SUM, group)
-            logsumexp[rows] = peak + sums[0].log()
-            logprobs[rows] = sums[2] - logsumexp[rows]
+            total = arithmetic.add_up(p)
+            sums = _reduce(torch.stack([total, _row_dots(p, z).to(total.dtype), target_z.to(total.dtype)]), dist.ReduceOp.SUM, group)
+            logsumexp[rows] = log_normalizer(peak, sums[0])
+            logprobs[rows] = sums[2].float() - logsumexp[rows]
             entropy[rows] = logsumexp[rows] - sums[1] / sums[0]
             kept = z if hidden.shape[0] <= chunk_size else None
             del z, p  # before the next chunk's are made
@@ -84,7 +110,7 @@ class _LinearLogprobs(torch.autograd.Function):
         wants_entropy = bool(grad_entropy.any())
         for start in range(0, hidden.shape[0], ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
-            z = kept if kept is not None else _scaled_logits(hidden[rows], weight, ctx.temperature)
+            z = kept if kept is not None else _scaled(hidden[rows] @ weight.t(), ctx.temperature)
             scale = grad_logprobs[rows] / ctx.temperature
             grad = z - logsumexp[rows, None]  # in place from here on: a new [chunk, V] tensor costs as much as the arithmetic on it
             if wants_entropy:
@@ -98,11 +124,11 @@ class _LinearLogprobs(torch.autograd.Function):
             grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
             grad_weight += grad.t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    z = (hidden @ weight.t()).float()
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    z = logits.float()
     return z if temperature == 1.0 else z / temperature
 
 

@@ -39,6 +39,7 @@ with warnings.catch_warnings():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.tensor_parallel.mappings import (
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
@@ -86,6 +87,7 @@ filesystem_async._results_queue = queue.Queue()
 
 __all__ = [
     "ChainedOptimizer",
+    "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
@@ -96,6 +98,7 @@ __all__ = [
     "OptimizerParamScheduler",
     "PackedSeqParams",
     "ProcessGroupCollection",
+    "RowParallelLinear",
     "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",

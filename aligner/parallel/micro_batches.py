@@ -24,6 +24,22 @@ class MicroBatching:
     packed: bool = False  # rows one after the other: a row costs its own length, not that of the longest beside it
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """Rows that stay neighbours because they share tokens, and how many tokens they are together."""
+
+    rows: tuple[int, ...]
+    size: int
+
+
+def plan_families(families: Sequence[Family], config: MicroBatching, *, num_replicas: int) -> Plan:
+    """As `plan` by tokens and packed, with families for units."""
+    sizes = [family.size for family in families]
+    bins = [_pack(share, sizes, config.tokens) for share in _deal(sizes, num_replicas)]
+    ordered = [sorted(sorted(numbers) for numbers in replica) for replica in bins]
+    return [[[row for number in numbers for row in families[number].rows] for numbers in replica] for replica in ordered]
+
+
 def plan(lengths: Sequence[int], config: MicroBatching, *, num_replicas: int, unit: int = 1, multiple: int = 1) -> Plan:
     """Rows (of `lengths` tokens each) by replica and micro-batch; a replica may be left without any where there are few units.
 
@@ -37,9 +53,11 @@ def plan(lengths: Sequence[int], config: MicroBatching, *, num_replicas: int, un
         slices = [[units[i : min(i + config.rows, stop)] for i in range(start, stop, config.rows)] for start, stop in bounds]
         return [[[row for one in part for row in one] for part in parts] for parts in slices]
     rounded = [-(-length // multiple) * multiple for length in lengths]
-    sizes = [sum(rounded[row] for row in one) if config.packed else unit * max(rounded[row] for row in one) for one in units]
-    shares = _deal(sizes, num_replicas)
-    bins = [_pack(share, sizes, config.tokens) if config.packed else _pad(share, sizes, config.tokens) for share in shares]
+    if config.packed:
+        families = [Family(rows=tuple(one), size=sum(rounded[row] for row in one)) for one in units]
+        return plan_families(families, config, num_replicas=num_replicas)
+    sizes = [unit * max(rounded[row] for row in one) for one in units]
+    bins = [_pad(share, sizes, config.tokens) for share in _deal(sizes, num_replicas)]
     ordered = [sorted(sorted(numbers) for numbers in replica) for replica in bins]
     return [[[row for number in numbers for row in units[number]] for numbers in replica] for replica in ordered]
 

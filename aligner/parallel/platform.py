@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
 import torch
+
+from aligner.errors import ConfigError
 
 
 def backend() -> str:
@@ -19,6 +24,25 @@ def select_device(local_rank: int) -> None:
     """Make the GPU with this rank's number on its node the current device. Does nothing on a CPU machine."""
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
+
+
+def see_block(local_rank: int, size: int) -> None:
+    """Let this process see only the GPUs of its block of `size` consecutive ranks on the node; before anything has used one.
+
+    For a wrapped engine that takes the GPU with its own rank's number. Does nothing where that is so already, or on a CPU machine.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    everything = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
+    if torch.cuda.is_available() and len(everything) > size:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(block_of(everything, local_rank, size))
+
+
+def block_of(devices: Sequence[str], local_rank: int, size: int) -> list[str]:
+    """The devices of a rank's block. Raises ConfigError where the node has too few."""
+    first = local_rank // size * size
+    if first + size > len(devices):
+        raise ConfigError(f"local rank {local_rank}, in a block of {size}, has no GPUs among {','.join(devices)} (CUDA_VISIBLE_DEVICES)")
+    return list(devices[first : first + size])
 
 
 def default_dtype() -> torch.dtype:

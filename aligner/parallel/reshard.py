@@ -33,6 +33,11 @@ class Sharding:
         """The intervals of rank `index`."""
         return self.shards[index if len(self.shards) > 1 else 0]
 
+    @property
+    def extent(self) -> int:
+        """Number of indices of the full tensor, padding left out where the shards leave it out."""
+        return max(stop for held in self.shards for _, stop in held)
+
     def size(self, index: int) -> int:
         """Number of indices that rank `index` holds."""
         return sum(stop - start for start, stop in self.held_by(index))
@@ -193,6 +198,11 @@ class Bucket:
     def num_items(self) -> int:
         """Elements of one rank's source part."""
         return sum(math.prod(portion.shape) for portion in self.portions)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one rank's source part."""
+        return self.num_items * self.first.dtype.itemsize
 
 
 def plan(moves: Sequence[Move], *, bucket_bytes: int) -> list[Bucket]:

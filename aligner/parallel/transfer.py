@@ -2,13 +2,15 @@
 
 Every rank calls these, with the same plan. A bucket is broadcast over the pipeline group from the stage that holds it (every rank's own
 tensor-parallel part), then, for an expert, over the expert-parallel group; where the number of tensor-parallel ranks changes, the parts are
-gathered over the old tensor-parallel group. So a rank holds at any time the weights it trains, the weights it needs and one bucket.
+gathered over the old tensor-parallel group. What a rank needs of its own parts alone is copied without a bucket. So a rank holds at any
+time the weights it trains, the weights it needs and one bucket; on a GPU two, one of which travels while the other is cut.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.parallel import platform
-from aligner.parallel.reshard import Bucket, pieces
+from aligner.parallel.reshard import Bucket, Piece, Portion, pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,64 +31,181 @@ class Lanes:
     expert_tp: dist.ProcessGroup
 
 
-def block_group(size: int) -> dist.ProcessGroup | None:
+def block_group(size: int, *, backend: str | None = None) -> dist.ProcessGroup | None:
     """The group of this rank's block of `size` consecutive ranks, made for every block at once; None for blocks of one. Collective."""
     own = None
     for start in range(0, dist.get_world_size() if size > 1 else 0, size):
         ranks = list(range(start, start + size))
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, backend=backend)
         if dist.get_rank() in ranks:
             own = group
     return own
 
 
-def refill(buckets: Sequence[Bucket], sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], *, lanes: Lanes, index: int) -> None:
-    """Fill `targets` (this rank's part, as rank `index` of the new split, of every tensor) from `sources` (its tensors of the old split).
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """A portion of a bucket: where it lies in each rank's flat part, and what this rank takes of it."""
 
-    Collective over the world; both mappings are by the moves' names.
+    portion: Portion
+    start: int
+    stop: int
+    taken: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Transfer:
+    """What this rank does for one bucket."""
+
+    bucket: Bucket
+    steps: tuple[_Step, ...]
+    is_here: bool  # every rank has all it needs of the bucket: nothing travels
+
+
+class Refill:
+    """A resharding plan made ready for one rank, to be run again and again.
+
+    `index` is this rank's number in the new split. Each run writes `bytes_per_run` into its tensors.
     """
-    for bucket in buckets:
-        parts = _bring(bucket, sources, lanes)
-        offset = 0
-        for portion in bucket.portions:
-            move, size = portion.move, math.prod(portion.shape)
-            target = targets[move.name]
-            for piece in pieces(move.source, move.target, index, peers=list(parts), window=portion.window):
-                part = parts[piece.peer][offset : offset + size].view(portion.shape)
-                taken = part.narrow(move.dim, piece.start - portion.window[0], piece.length)
-                target.narrow(move.dim, piece.target, piece.length).copy_(taken)
-            offset += size
+
+    def __init__(self, buckets: Sequence[Bucket], *, lanes: Lanes, index: int) -> None:
+        self._lanes = lanes
+        self._transfers = [_prepare(bucket, lanes, index) for bucket in buckets]
+        steps = [step for transfer in self._transfers for step in transfer.steps]
+        self.bytes_per_run = sum(step.portion.move.index_bytes * piece.length for step in steps for piece in step.taken)
+
+    @torch.no_grad()
+    def run(self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+        """Fill `targets` (this rank's part of every tensor in the new split) from `sources` (its tensors of the old split).
+
+        Collective over the world; both mappings are by the moves' names. Returns when the device has been told, not when it is done.
+        """
+        for transfer in self._transfers:
+            if transfer.is_here:
+                _cut(transfer, targets, lambda step: dict.fromkeys((piece.peer for piece in step.taken), _window(step, sources)))
+        travelling = [transfer for transfer in self._transfers if not transfer.is_here]
+        stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        depth = 2 if torch.cuda.is_available() else 1  # buckets that are on their way or wait to be cut
+        slots = [_Slot(travelling, self._lanes, stream) for _ in range(min(depth, len(travelling)))]
+        waiting: deque[tuple[_Transfer, _Slot]] = deque()
+        for number, transfer in enumerate(travelling):
+            slot = slots[number % len(slots)]
+            slot.bring(transfer, sources)
+            waiting.append((transfer, slot))
+            if len(waiting) == len(slots):
+                _cut_arrived(*waiting.popleft(), targets)
+        while waiting:
+            _cut_arrived(*waiting.popleft(), targets)
 
 
-def _bring(bucket: Bucket, sources: Mapping[str, Tensor], lanes: Lanes) -> dict[int, Tensor]:
-    """The bucket's source parts, flat, by tensor-parallel rank of the old layout: all of them where it is gathered, else this rank's."""
-    first = bucket.first
-    flat = torch.empty(bucket.num_items, dtype=first.dtype, device=platform.device())
-    is_expert = first.expert_rank is not None
-    if not is_expert or lanes.ep.rank() == first.expert_rank:
-        if lanes.pp.rank() == first.stage:
-            _pack(bucket, sources, flat)
-        _broadcast(flat, first.stage, lanes.pp)
-    if is_expert:
-        _broadcast(flat, first.expert_rank, lanes.ep)
+def _prepare(bucket: Bucket, lanes: Lanes, index: int) -> _Transfer:
+    is_expert, gathered = bucket.first.expert_rank is not None, bucket.first.gathered
     group = lanes.expert_tp if is_expert else lanes.tp
-    if not first.gathered:
-        return {group.rank(): flat}  # all that this rank needs
-    parts = flat.new_empty(group.size() * flat.numel())
-    dist.all_gather_into_tensor(parts, flat, group=group)
-    return dict(enumerate(parts.view(group.size(), -1)))
-
-
-def _pack(bucket: Bucket, sources: Mapping[str, Tensor], flat: Tensor) -> None:
-    offset = 0
+    peers = range(group.size()) if gathered else (group.rank(),)
+    steps, offset = [], 0
     for portion in bucket.portions:
-        start, stop = portion.window
-        size = math.prod(portion.shape)
-        own = sources[portion.move.name].detach().narrow(portion.move.dim, start, stop - start)
-        flat[offset : offset + size].view(portion.shape).copy_(own)
-        offset += size
+        move, stop = portion.move, offset + math.prod(portion.shape)
+        taken = tuple(pieces(move.source, move.target, index, peers=peers, window=portion.window))
+        steps.append(_Step(portion=portion, start=offset, stop=stop, taken=taken))
+        offset = stop
+    is_here = lanes.pp.size() == 1 and not (is_expert and lanes.ep.size() > 1) and not gathered
+    return _Transfer(bucket=bucket, steps=tuple(steps), is_here=is_here)
+
+
+class _Slot:
+    """Memory for one bucket. On a GPU it is filled in `stream`, while another one is cut in the current stream."""
+
+    def __init__(self, transfers: Sequence[_Transfer], lanes: Lanes, stream: torch.cuda.Stream | None) -> None:
+        self._lanes = lanes
+        self._stream = stream
+        own = max(transfer.bucket.num_bytes for transfer in transfers)
+        everyones = max((self._num_peers(t.bucket) * t.bucket.num_bytes for t in transfers if t.bucket.first.gathered), default=0)
+        self._own = torch.empty(own, dtype=torch.uint8, device=platform.device())
+        self._everyones = torch.empty(everyones, dtype=torch.uint8, device=platform.device())
+        self._parts: dict[int, Tensor] = {}
+        self._event: torch.cuda.Event | None = None
+
+    def bring(self, transfer: _Transfer, sources: Mapping[str, Tensor]) -> None:
+        """Start to get a bucket, when what was in this slot has been cut."""
+        if self._stream is None:
+            self._parts = self._bring(transfer, sources)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._parts = self._bring(transfer, sources)
+            self._event = self._stream.record_event()
+
+    def arrived(self) -> Mapping[int, Tensor]:
+        """The bucket's flat source parts by tensor-parallel rank of the old layout: all where it is gathered, else this rank's."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        return self._parts
+
+    def _num_peers(self, bucket: Bucket) -> int:
+        return (self._lanes.tp if bucket.first.expert_rank is None else self._lanes.expert_tp).size()
+
+    def _bring(self, transfer: _Transfer, sources: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        bucket, lanes = transfer.bucket, self._lanes
+        first = bucket.first
+        flat = self._own[: bucket.num_bytes].view(first.dtype)
+        is_expert = first.expert_rank is not None
+        if not is_expert or lanes.ep.rank() == first.expert_rank:
+            if lanes.pp.rank() == first.stage:
+                _copy([(flat[step.start : step.stop].view(step.portion.shape), _window(step, sources)) for step in transfer.steps])
+            _broadcast(flat, first.stage, lanes.pp)
+        if is_expert:
+            _broadcast(flat, first.expert_rank, lanes.ep)
+        group = lanes.expert_tp if is_expert else lanes.tp
+        if not first.gathered:
+            return {group.rank(): flat}
+        parts = self._everyones[: group.size() * bucket.num_bytes].view(first.dtype)
+        dist.all_gather_into_tensor(parts, flat, group=group)
+        return dict(enumerate(parts.view(group.size(), -1)))
+
+
+def _cut_arrived(transfer: _Transfer, slot: _Slot, targets: Mapping[str, Tensor]) -> None:
+    parts = slot.arrived()
+    _cut(transfer, targets, lambda step: {peer: part[step.start : step.stop].view(step.portion.shape) for peer, part in parts.items()})
+
+
+def _window(step: _Step, sources: Mapping[str, Tensor]) -> Tensor:
+    """The portion of this rank's own source part."""
+    start, stop = step.portion.window
+    return sources[step.portion.move.name].detach().narrow(step.portion.move.dim, start, stop - start)
+
+
+def _cut(transfer: _Transfer, targets: Mapping[str, Tensor], parts_of: Callable[[_Step], Mapping[int, Tensor]]) -> None:
+    """Copy what this rank takes of a bucket to where it belongs; `parts_of` gives a portion's source parts by peer."""
+    copies = []
+    for step in transfer.steps:
+        dim, begin, parts = step.portion.move.dim, step.portion.window[0], parts_of(step)
+        for piece in step.taken:
+            part = parts[piece.peer].narrow(dim, piece.start - begin, piece.length)
+            copies.append((targets[step.portion.move.name].narrow(dim, piece.target, piece.length), part))
+    _copy(copies)
+
+
+def _copy(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy each second tensor to the first: the contiguous ones, which most are, in one launch."""
+    dense = [pair for pair in copies if pair[0].is_contiguous() and pair[1].is_contiguous()]
+    if dense:
+        torch._foreach_copy_([target for target, _ in dense], [source for _, source in dense])
+    for target, source in copies:
+        if not (target.is_contiguous() and source.is_contiguous()):
+            target.copy_(source)
 
 
 def _broadcast(flat: Tensor, source: int, group: dist.ProcessGroup) -> None:
     if group.size() > 1:
         dist.broadcast(flat, group=group, group_src=source)
+
+
+def sum_over_holders(rows: Tensor, is_expert: Tensor, lanes: Lanes) -> Tensor:
+    """Sum rows [N, ...], one for each tensor, over the ranks that hold parts of it; `is_expert` bool [N]. Zero where a rank holds none."""
+    experts, others = rows[is_expert], rows[~is_expert]
+    for part, groups in ((others, (lanes.tp, lanes.pp)), (experts, (lanes.expert_tp, lanes.ep, lanes.pp))):
+        for group in groups:
+            if group.size() > 1 and part.numel():
+                dist.all_reduce(part, group=group)
+    total = torch.empty_like(rows)
+    total[is_expert], total[~is_expert] = experts, others
+    return total

@@ -58,12 +58,13 @@ def fake_world(parallel: ParallelConfig, *, stage: int = 0) -> Iterator[None]:
 def build_chunks(component: Component) -> list[Any]:
     """This (fake) rank's chunks of the component's model.
 
-    Always with the layers that need no Transformer Engine, which a planning machine may lack: they hold the same parameters.
+    Always with the layers that need no Transformer Engine, which a planning machine may lack: they hold the same parameters. So do the
+    ordinary ones instead of the batch-invariant mode's, whose float64 copies are not counted.
     """
     from aligner.models.build import build_language_model, build_scalar_model
 
     build = build_language_model if component.head == Head.language else build_scalar_model
-    model = replace(component.model, transformer_engine=False, fp8=False)
+    model = replace(component.model, transformer_engine=False, fp8=False, batch_invariant=False)
     return build(component.architecture, model, replace(component.parallel, tp_comm_overlap=False), load=True)
 
 

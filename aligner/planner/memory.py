@@ -13,6 +13,7 @@ from aligner.planner.schedule import MicroBatches, in_flight, micro_batches, sta
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase
 
 _OVERLAP_BUFFERS = 8  # of a whole micro-batch's hidden states, for what Transformer Engine exchanges around a layer's four matrix products
+_CACHE_STEP = 64  # tokens; the engine's cache has room for a multiple of so many for each sequence
 HOST_PROCESS_GIB = 3.0  # Python, torch and its libraries, in host memory
 
 
@@ -174,19 +175,36 @@ def decode_batch(component: Component, engine: Engine) -> int:
     return max(1, min(engine.max_batch_size, math.ceil(component.work.rows / replicas)))
 
 
+def cache_tokens(component: Component, engine: Engine) -> int:
+    """Tokens that the paged cache of a replica has room for."""
+    rounded = (component.work.length // _CACHE_STEP + 1) * _CACHE_STEP
+    return engine.kv_cache_tokens or decode_batch(component, engine) * rounded
+
+
 def _generation(component: Component, engine: Engine) -> dict[str, int]:
-    """The built-in engine: cache of a whole batch (and what its compaction copies), the prefill of all its prompts, logits in float32."""
-    architecture, work = component.architecture, component.work
-    batch = decode_batch(component, engine)
-    cache = batch * work.length * kv_bytes_per_token(component, engine)
-    prompt = max(1, work.length - work.response_length)
-    wide = 3 * feed_forward_size(component) // engine.tp
-    prefill = batch * prompt * (3 * architecture.hidden_size + wide) * component.dtype_bytes
+    """The built-in engine: its paged cache, one layer of a chunk of prompts or of a decode step, logits in float32."""
+    architecture, batch = component.architecture, decode_batch(component, engine)
+    token = kv_bytes_per_token(component, engine)
+    cache = cache_tokens(component, engine) * token
+    # A decode step may copy a layer's pages; so does a chunk that goes on in a prompt, for that prompt alone.
+    step = max(prefill_bytes(component, engine), cache // architecture.num_layers)
     logits = 3 * 4 * batch * padded_vocabulary(component)
-    parts = {"KV cache": cache + cache * 3 // 8, "prefill and sampling": prefill + logits}
+    parts = {"KV cache": cache, "prefill and sampling": step + logits}
     if component.engine_holds_weights:
         parts["refit buckets"] = 2 * engine.bucket_bytes
     return parts
+
+
+def prefill_bytes(component: Component, engine: Engine) -> int:
+    """One layer's pass over a chunk of prompts: hidden states, the feed-forward layer, and, where prompts are longer than a chunk, the keys
+    and values before it and a mask over them (as truth values and as numbers)."""
+    architecture, work, item = component.architecture, component.work, component.dtype_bytes
+    prompt = max(1, work.length - work.response_length)
+    chunk = min(engine.prefill_chunk_tokens, decode_batch(component, engine) * prompt)
+    size = chunk * (3 * architecture.hidden_size + 3 * feed_forward_size(component) // engine.tp) * item
+    if prompt > chunk:
+        size += prompt * kv_bytes_per_token(component, engine) // architecture.num_layers + chunk * prompt * (1 + item)
+    return size
 
 
 def _fuller_moment(parts: dict[str, int]) -> dict[str, int]:

@@ -54,6 +54,8 @@ class Engine:
     max_batch_size: int
     bucket_bytes: int  # of weights on their way into its layout
     offload: bool  # its own weights and the policy's take turns on the device
+    kv_cache_tokens: int = 0  # in a replica's cache; 0: as many as its sequences need
+    prefill_chunk_tokens: int = 2048  # prompt tokens computed in one pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,24 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture
+from aligner.rollout.tensorrt_llm_config import TensorRTLLMConfig
+from aligner.rollout.vllm_config import VLLMConfig
 from aligner.types import SamplingConfig
+
+
+class EngineKind(str, Enum):
+    """Which engine samples."""
+
+    megatron = "megatron"  # the built-in one, on the policy's own weights
+    tensorrt_llm = "tensorrt_llm"  # NVIDIA's, in the training processes
+    vllm = "vllm"  # in the training processes
+
+
+class VerifyRefit(str, Enum):
+    """What a refit proves besides that every weight came, whole and finite."""
+
+    none = "none"
+    checksum = "checksum"  # that every weight that arrived is bit for bit, and in its place, what training holds
+
+
+class Kernels(str, Enum):
+    """What the built-in engine computes with."""
+
+    auto = "auto"  # on CPU in float32 C kernels that are compiled at first use, on GPU the attention kernels that are installed
+    torch = "torch"  # plain torch
 
 
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     """The rollout engine of the actor."""
 
+    engine: EngineKind = EngineKind.megatron
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_batch_size: int = 128  # sequences decoded at a time by one replica of the engine; their keys and values share the device
+    kv_cache_tokens: int = 0  # tokens in the cache of one replica; 0: as many as max_batch_size of the longest sequences may have
+    prefill_chunk_tokens: int = 2048  # prompt tokens computed in one pass
     tp: int = 0  # ranks that share the model in generation; all ranks of the actor take part, in (ranks / tp) replicas; 0: parallel.tp
+    share_work: bool = True  # replicas take prompts from a queue as they have room; false: fixed shares, so that a run repeats to the bit
     refit_bucket_mib: int = 256  # device memory for weights on their way to the engine, where its layout is not the training layout
+    verify_refit: VerifyRefit = VerifyRefit.none  # checksum costs another pass over the weights on both sides
+    kernels: Kernels = Kernels.auto  # of the built-in engine; auto falls back on torch where its kernels cannot be had
+    cuda_graphs: bool = True  # of the built-in engine on GPU: replay a decode step instead of launching its kernels one by one
     offload: bool = False  # of the engine's own weights and the policy's, only those that the phase needs are on the device
+    tensorrt_llm: TensorRTLLMConfig = field(default_factory=TensorRTLLMConfig)
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
 
     def __post_init__(self) -> None:
-        for name, least in (("max_batch_size", 1), ("tp", 0), ("refit_bucket_mib", 1)):
+        for name, least in (("max_batch_size", 1), ("kv_cache_tokens", 0), ("prefill_chunk_tokens", 1), ("tp", 0), ("refit_bucket_mib", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"rollout.{name}={getattr(self, name)}: must be at least {least}")
         if self.sampling.temperature == 0:

@@ -3,13 +3,14 @@
 A decode step through the training modules takes several times as long on small batches, nearly all of it in Python; the tests hold this
 pass equal to the modules' forward. It computes with `ModelWeights`, which may be the training parameters themselves.
 
-Sequences are aligned on the right: all rows write the same cache slot in a step, and rows with shorter prompts hide their first slots.
+A decode step runs, with `kernels=auto`: on CPU in float32 on compiled kernels (`aligner.rollout.native`); on GPU with FlashAttention over
+the pages where it is installed; else in plain torch. On GPU it is a CUDA graph for dense models.
 Tensor parallelism: each rank holds its heads, its share of the MLP (of every expert) and of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +19,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models.config import Architecture, Normalization
+from aligner.parallel.logprobs import row_sums
+from aligner.rollout.attention import (
+    DecodeBatch,
+    DecodePlan,
+    GatheredAttention,
+    PagedAttention,
+    PagedKV,
+    PrefillChunk,
+    PrefillPlan,
+    plan_decode,
+    plan_prefill,
+    prefill_attention,
+)
+from aligner.rollout.config import Kernels
 from aligner.rollout.feed_forward import ACTIVATIONS, expand, mix, route
-from aligner.rollout.weights import Affine, FeedForward, LayerWeights, ModelWeights
+from aligner.rollout.flash import flash_attention
+from aligner.rollout.graphs import CudaCapture, DecodeGraphs
+from aligner.rollout.native import library as native
+from aligner.rollout.native.step import NativeDecode, Outside
+from aligner.rollout.sampling import FusedDraw
+from aligner.rollout.weights import Affine, FeedForward, LayerWeights, ModelWeights, tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,35 +51,29 @@ class Shards:
     group: dist.ProcessGroup | None = None
 
 
-class KVCache:
-    """Keys and values of every layer, [layers, B, groups, T, D] each, and which slots of a row hold its tokens."""
-
-    def __init__(self, shape: tuple[int, int, int, int, int], *, dtype: torch.dtype, device: torch.device, padding: Tensor) -> None:
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
-        self.padding = padding  # int64 [B]: number of hidden slots at the start of each row
-        self.visible = self._visible()
-
-    def _visible(self) -> Tensor | None:
-        if not int(self.padding.max()):
-            return None
-        return torch.arange(self.keys.shape[3], device=self.padding.device) >= self.padding[:, None]
-
-    def select(self, rows: Tensor) -> None:
-        """Keep (or repeat) these rows only."""
-        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
-        self.padding = self.padding[rows]
-        self.visible = self._visible()
+PAGE_SIZE = 16  # tokens, where no kernel wants another
 
 
 class Decoder:
     """A language model's forward pass over a KV cache. Collective over the group of `shards`.
 
-    `frequencies` are the rotary embedding's, one for each pair of rotated dimensions; None where positions are learned.
+    `frequencies` are the rotary embedding's, one for each pair of rotated dimensions; None where positions are learned. `page_size` 0 is
+    the kernels' own.
     """
 
+    add_up = staticmethod(row_sums)  # the sampler's sum over the vocabulary
+
     def __init__(
-        self, weights: ModelWeights, architecture: Architecture, shards: Shards, *, max_sequence_length: int, frequencies: Tensor | None
+        self,
+        weights: ModelWeights,
+        architecture: Architecture,
+        shards: Shards,
+        *,
+        max_sequence_length: int,
+        frequencies: Tensor | None,
+        page_size: int = 0,
+        kernels: Kernels = Kernels.auto,
+        cuda_graphs: bool = True,
     ) -> None:
         self.weights = weights
         self.architecture = architecture
@@ -71,36 +85,99 @@ class Decoder:
         self.norm = _norm(architecture)
         self.activation = ACTIVATIONS[architecture.activation]
         self.rotary = None if frequencies is None else self._rotary_tables(frequencies)
+        flash = flash_attention(weights.embedding, self.head_dim) if kernels == Kernels.auto else None
+        self.attention: PagedAttention = flash or GatheredAttention(page_size or PAGE_SIZE)
+        self.page_size = self.attention.page_size
+        self._native = self._native_decode() if kernels == Kernels.auto else None
+        # A mixture's tokens are counted on the host, where a graph cannot follow.
+        self._graphs = self._decode_graphs() if cuda_graphs and weights.embedding.is_cuda and not architecture.num_experts else None
+        self._addresses: tuple[int, ...] = ()
 
-    def new_cache(self, padding: Tensor, num_slots: int) -> KVCache:
-        """An empty cache for rows whose prompts are padded on the left by `padding` [B] slots."""
+    @property
+    def page_bytes(self) -> int:
+        """Device memory of one page of the cache: keys and values of all layers, this rank's share."""
         weight = self.weights.embedding
-        shape = (len(self.weights.layers), padding.shape[0], self.groups, num_slots, self.head_dim)
-        return KVCache(shape, dtype=weight.dtype, device=weight.device, padding=padding)
+        return 2 * len(self.weights.layers) * self.page_size * self.groups * self.head_dim * weight.element_size()
 
-    def step(self, tokens: Tensor, start: int, cache: KVCache) -> Tensor:
-        """Logits float32 [B, V] after the last of `tokens` [B, S], which fill the cache's slots from `start`."""
-        end = start + tokens.shape[1]
-        slots = torch.arange(start, end, device=tokens.device)
-        # Hidden slots, and rows that have ended but not been dropped yet, may lie outside the context.
-        positions = (slots - cache.padding[:, None]).clamp_(min=0, max=self.max_sequence_length - 1)
-        x = self._embed(tokens, positions)
-        rotary = None if self.rotary is None else tuple(table[positions][:, :, None, None] for table in self.rotary)
-        mask = self._mask(cache, slots, end)
-        for layer, keys, values in zip(self.weights.layers, cache.keys, cache.values, strict=True):
-            x = x + self._attention(layer, x, rotary, mask, (keys, values, start, end))
+    def new_cache(self, num_pages: int) -> PagedKV:
+        """An empty cache of `num_pages` pages, and the scratch page."""
+        weight = self.weights.embedding
+        shape = (len(self.weights.layers), num_pages + 1, self.page_size, self.groups, self.head_dim)
+        keys, values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        return PagedKV(keys=keys, values=values)
+
+    @property
+    def fused_draw(self) -> FusedDraw | None:
+        """The sampler's kernel, where the decode steps have theirs."""
+        return None if self._native is None else self._native.draw
+
+    @torch.no_grad()
+    def prefill(self, chunks: Sequence[PrefillChunk], cache: PagedKV) -> Tensor:
+        """Put the chunks' tokens into the cache; logits float32 [chunks that want logits, V], after the last token of each of these."""
+        if self._graphs is not None:  # weights move between generations, not in them
+            self._addresses = tuple(tensor.data_ptr() for tensor in tensors(self.weights))
+        plan = plan_prefill(chunks, cache.page_size, self.weights.embedding.device)
+        x = self._forward(plan.tokens, plan, cache)
+        return self._logits(self.norm(x[plan.wanted], self.weights.final_norm))
+
+    @torch.no_grad()
+    def decode(self, batch: DecodeBatch, cache: PagedKV) -> Tensor:
+        """Put one more token of each sequence into the cache; logits float32 [B, V] after it, good until the next call."""
+        if self._native is not None:
+            return self._gather(self._native(batch, cache, self.architecture.vocab_size))
+        if self._graphs is not None:
+            return self._graphs(batch, cache, self._addresses)
+        return self._step(batch, cache)
+
+    def _step(self, batch: DecodeBatch, cache: PagedKV) -> Tensor:
+        x = self._forward(batch.tokens, plan_decode(batch, cache.page_size), cache)
+        return self._logits(self.norm(x, self.weights.final_norm))
+
+    def _decode_graphs(self) -> DecodeGraphs:
+        return DecodeGraphs(self._step, CudaCapture(), max_pages=-(-self.max_sequence_length // self.page_size))
+
+    def _native_decode(self) -> NativeDecode | None:
+        """Decode steps on the compiled kernels, where the weights are such as they take and the kernels can be had."""
+        library = native.load() if native.fits(self.weights) else None
+        if library is None:
+            return None
+        model = native.model_of(self.architecture, groups=self.groups, queries=self.queries, page_size=self.page_size, rotary=self.rotary)
+        outside = Outside(embed=self._embed, reduce=self._sum, experts=self._experts)
+        return NativeDecode(library, self.weights, model, outside, max_sequence_length=self.max_sequence_length)
+
+    def _forward(self, tokens: Tensor, plan: PrefillPlan | DecodePlan, cache: PagedKV) -> Tensor:
+        """Flat tokens [N] through all layers: [N, H]."""
+        x = self._embed(tokens, plan.positions)
+        rotary = None if self.rotary is None else tuple(table[plan.positions][:, None, None] for table in self.rotary)
+        for number, layer in enumerate(self.weights.layers):
+            x = x + self._attend(layer, number, self._mixed(layer, x, rotary), plan, cache)
             x = x + self._feed_forward(layer, x)
-        return self._logits(self.norm(x[:, -1], self.weights.final_norm))
+        return x
 
-    def _mask(self, cache: KVCache, slots: Tensor, end: int) -> Tensor | None:
-        """Bool [B or 1, 1, S, end], True where a query may look; None where everything before it is visible."""
-        if slots.shape[0] == 1:
-            return None if cache.visible is None else cache.visible[:, None, None, :end]
-        causal = slots[:, None] >= torch.arange(end, device=slots.device)
-        if cache.visible is None:
-            return causal[None, None]
-        own = slots[:, None] == torch.arange(end, device=slots.device)  # a hidden query still sees itself: no row may be all masked
-        return ((causal & cache.visible[:, None, :end]) | own)[:, None]
+    def _mixed(self, layer: LayerWeights, x: Tensor, rotary: tuple | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, groups, queries per group, D], keys and values [N, groups, D], rotated."""
+        mixed = F.linear(self.norm(x, layer.input_norm), layer.qkv.weight, layer.qkv.bias)
+        mixed = mixed.view(x.shape[0], self.groups, self.queries + 2, self.head_dim)
+        q_and_k = mixed[..., : self.queries + 1, :]
+        if layer.q_norm is not None:
+            q = self.norm(q_and_k[..., : self.queries, :], layer.q_norm)
+            k = self.norm(q_and_k[..., self.queries :, :], layer.k_norm)
+            q_and_k = torch.cat([q, k], dim=-2)
+        if rotary is not None:
+            q_and_k = _rotate(q_and_k, *rotary)
+        return q_and_k[..., : self.queries, :], q_and_k[..., self.queries, :], mixed[..., self.queries + 1, :]
+
+    def _attend(
+        self, layer: LayerWeights, number: int, mixed: tuple[Tensor, Tensor, Tensor], plan: PrefillPlan | DecodePlan, cache: PagedKV
+    ) -> Tensor:
+        queries, keys, values = mixed
+        for slot, own in zip(cache.slots(number), (keys, values), strict=True):
+            slot.index_copy_(0, plan.slots, own)
+        if isinstance(plan, PrefillPlan):
+            out = prefill_attention(mixed, cache, number, plan, self.attention)
+        else:
+            out = self.attention.decode(queries, cache, number, plan)
+        return self._project(out.reshape(queries.shape[0], -1), layer.attention_out)
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         weight = self.weights.embedding
@@ -113,34 +190,14 @@ class Decoder:
             x = self._sum(torch.where(owned[..., None], F.embedding(torch.where(owned, local, 0), weight), 0.0))
         return x if self.weights.positions is None else x + F.embedding(positions, self.weights.positions)
 
-    def _attention(self, layer: LayerWeights, x: Tensor, rotary: tuple | None, mask: Tensor | None, cache: tuple) -> Tensor:
-        keys, values, start, end = cache
-        batch, length, _ = x.shape
-        mixed = F.linear(self.norm(x, layer.input_norm), layer.qkv.weight, layer.qkv.bias)
-        mixed = mixed.view(batch, length, self.groups, self.queries + 2, self.head_dim)
-        q_and_k = mixed[..., : self.queries + 1, :]
-        if layer.q_norm is not None:
-            q = self.norm(q_and_k[..., : self.queries, :], layer.q_norm)
-            k = self.norm(q_and_k[..., self.queries :, :], layer.k_norm)
-            q_and_k = torch.cat([q, k], dim=-2)
-        if rotary is not None:
-            q_and_k = _rotate(q_and_k, *rotary)
-        keys[:, :, start:end] = q_and_k[..., self.queries, :].transpose(1, 2)
-        values[:, :, start:end] = mixed[..., self.queries + 1, :].transpose(1, 2)
-        k, v, q = keys[:, :, :end], values[:, :, :end], q_and_k[..., : self.queries, :]
-        if length == 1:  # the queries of a group attend to the same keys: they are the "sequence", and no key is repeated
-            out = F.scaled_dot_product_attention(q[:, 0], k, v, attn_mask=mask).reshape(batch, 1, -1)
-        else:
-            q = q.permute(0, 2, 3, 1, 4).reshape(batch, -1, length, self.head_dim)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.queries > 1)
-            out = out.transpose(1, 2).reshape(batch, length, -1)
-        return self._project(out, layer.attention_out)
-
     def _feed_forward(self, layer: LayerWeights, x: Tensor) -> Tensor:
         x = self.norm(x, layer.mlp_norm)
         if layer.router is None:
             return self._project(self._expand(x, layer.experts[0]), layer.experts[0].down)
-        tokens, architecture = x.flatten(0, 1), self.architecture
+        return self._experts(layer, x)
+
+    def _experts(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        tokens, architecture = x.flatten(0, -2), self.architecture
         routing = route(tokens, layer.router, architecture.experts_per_token, normalize=architecture.normalize_expert_weights)
         # Each rank has its share of every expert; their outputs are summed, so one rank adds the biases.
         return self._sum(mix(tokens, layer.experts, routing, self._expand, biased=self.shards.index == 0)).view_as(x)
@@ -154,14 +211,15 @@ class Decoder:
         return out if weights.bias is None else out + weights.bias
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        # Every rank has equally many rows, the last ones padding: what is beyond the vocabulary is cut after the gather.
-        vocabulary = self.architecture.vocab_size
-        logits = F.linear(hidden, self.weights.output[:vocabulary]).float()
+        return self._gather(F.linear(hidden, self.weights.output[: self.architecture.vocab_size]).float())
+
+    def _gather(self, logits: Tensor) -> Tensor:
+        """Full rows from each rank's. Every rank has equally many columns, the last ones padding: what is beyond the vocabulary is cut."""
         if self.shards.count == 1:
             return logits
         parts = [torch.empty_like(logits) for _ in range(self.shards.count)]
         dist.all_gather(parts, logits, group=self.shards.group)
-        return torch.cat(parts, dim=-1)[:, :vocabulary]
+        return torch.cat(parts, dim=-1)[:, : self.architecture.vocab_size]
 
     def _sum(self, x: Tensor) -> Tensor:
         if self.shards.count > 1:

@@ -3,6 +3,9 @@
 An engine samples from weights of its own or from the policy's in place. The order of a step's phases is fixed: wake the weights, refit,
 wake the key-value cache, generate, sleep. `aligner.rollout.lifecycle` holds every engine to it; a refit that fails leaves mixed weights,
 so nothing is generated after it until another one succeeds.
+
+`Engine` is what the lifecycle drives: the built-in one (`aligner.rollout.megatron`), or `aligner.rollout.foreign` around a `ForeignEngine`,
+which is what an inference package is made into.
 """
 
 from __future__ import annotations
@@ -12,6 +15,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from torch import Tensor
+
+from aligner.protocols import Replica
+from aligner.rollout.manifest import Manifest
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 
@@ -46,12 +53,21 @@ class Capabilities:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Refitted:
+    """What one refit moved, on this rank."""
+
+    num_bytes: int  # that were copied into the engine's weights; 0 where it reads the policy's in place
+    seconds: float  # until this rank's device had done it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GenRequest:
     """One response that is wanted; `index` is the caller's name for it."""
 
     index: int
     tokens: tuple[int, ...]
     seed: int
+    limit: int | None = None  # tokens of this response, where it may have fewer than the sampling allows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,9 +112,81 @@ class ListedWork:
 
 
 class Engine(Protocol):
-    """One replica's engine on one rank; every rank of the replica calls every method."""
+    """What the lifecycle drives, on one rank; it alone keeps the order of the phases, and calls each method on every rank.
+
+    `refit`, `wake` and `sleep` are collective over the component, `generate` over a replica.
+    """
 
     capabilities: Capabilities
+    replica: Replica
+    max_sequence_length: int  # tokens of prompt and response together
+
+    def wake(self, memory: frozenset[Memory]) -> None:
+        """Allocate what is named, which is asleep. Weights may hold anything until `refit`."""
+
+    def sleep(self, memory: frozenset[Memory]) -> None:
+        """Give back what is named, which is awake; contents are lost."""
+
+    def refit(self, version: int) -> Refitted:
+        """Take the policy's current weights, of optimizer step `version`. Called with the weights awake and nothing being generated.
+
+        Raises where it fails; the weights are mixed then.
+        """
 
     def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
         """Take requests as room is free and yield finished ones as they end, in any order, until `work` has none left."""
+
+    def shutdown(self) -> None:
+        """Give everything back for good. May be called at any time, and twice."""
+
+
+class ForeignEngine(Protocol):
+    """An inference package in the training processes, with weights of its own: one replica's engine on one of its ranks.
+
+    Constructing it must import nothing of the package and allocate nothing on the device. Calls come in this order, on every rank of the
+    replica: `start`; then for each refit `begin_refit`, `load` for each bucket, `finish_refit` (or `abort_refit` after a failure on any
+    rank of the component), with the weights awake and the cache asleep where `sleep` was called since; `generate`; `sleep`, `wake`.
+    Anything that a method raises is raised on every rank of the component and, from `begin_refit` to `finish_refit`, forbids generating.
+    """
+
+    capabilities: Capabilities
+    max_sequence_length: int
+
+    def start(self) -> None:
+        """Import the package and build the model with weights of any contents. Afterwards everything is awake."""
+
+    def begin_refit(self, manifest: Manifest) -> None:
+        """Get ready for exactly these tensors (Hugging Face names, full shapes). What must not be held across training begins here."""
+
+    def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        """Copy these full, contiguous tensors into the engine's weights: whole fusion groups, names and shapes checked before. When it
+        returns, the tensors may be overwritten. Must not wait for other ranks: where one fails, it is not called there again."""
+
+    def finish_refit(self, version: int) -> None:
+        """All buckets have come, on every rank: do what follows a load, forget cached prefixes; results are of `version` from now on."""
+
+    def abort_refit(self) -> None:
+        """The refit failed on some rank: leave what `begin_refit` entered. The weights stay mixed.
+
+        Comes after any of the three others, whether that failed here (begin_refit too) or succeeded here (finish_refit too).
+        """
+
+    def read_back(self, name: str) -> Tensor | None:
+        """The engine's weight of this Hugging Face name, full and in its dtype, for verification after `finish_refit`; None where it
+        cannot be told from what the engine keeps (quantized, split over ranks)."""
+
+    def sleep(self, memory: frozenset[Memory]) -> None:
+        """Give back the device memory that is named. What an engine cannot give back it keeps."""
+
+    def wake(self, memory: frozenset[Memory]) -> None:
+        """Take it again. Weights may hold anything until the next refit, which always follows before something is generated."""
+
+    def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
+        """Take requests as room is free and yield finished ones as they end, in any order, until `work` has none left.
+
+        Every rank of the replica consumes the iterator; results need be right on its first rank only. Every result's `weight_version` is
+        the one of the last `finish_refit`.
+        """
+
+    def shutdown(self) -> None:
+        """End the package's threads and give everything back; may be called at any time, and twice."""

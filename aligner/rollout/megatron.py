@@ -5,159 +5,105 @@ Every rank of the component generates, whatever its place in the training layout
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from aligner.errors import EngineError
 from aligner.models.build import LanguageModel
 from aligner.models.config import PositionEmbedding
 from aligner.parallel import platform
 from aligner.protocols import Replica
+from aligner.rollout.batch_invariant import BatchInvariantDecoder
 from aligner.rollout.config import RolloutConfig
-from aligner.rollout.decode import Decoder, KVCache
-from aligner.rollout.refit import MIB, rollout_weights
-from aligner.rollout.sampling import sample, uniforms
-from aligner.types import FinishReason, Prompt, Rollout, SamplingConfig
+from aligner.rollout.decode import Decoder
+from aligner.rollout.engine import Capabilities, GenResult, Memory, Refitted, WeightForm, Work
+from aligner.rollout.generation import Generation
+from aligner.rollout.refit import MIB, TrainingWeights, rollout_weights
+from aligner.types import LogprobKind, SamplingConfig
 
 
 class MegatronEngine:
-    """`aligner.protocols.RolloutEngine` over the policy's chunks. Collective: constructing it and `refit`, `sleep` and `wake` over the
-    component, `generate` over a replica."""
+    """`aligner.rollout.engine.Engine` over the policy's chunks. Constructing it is collective over the component.
 
-    def __init__(self, chunks: Sequence[LanguageModel], config: RolloutConfig, *, eos_id: int) -> None:
-        self.sampling = config.sampling
-        self.max_batch_size = config.max_batch_size
-        self.eos_id = eos_id
+    Its weights are not filled yet, and with `rollout.offload` asleep.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[LanguageModel],
+        config: RolloutConfig,
+        *,
+        eos_id: int,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
         self.version = 0
-        self._weights = rollout_weights(chunks, tp=config.tp, bucket_bytes=config.refit_bucket_mib * MIB)
-        self._offload = self.is_asleep = config.offload  # then it is woken for every generation
+        self.weights = rollout_weights(
+            chunks,
+            tp=config.tp,
+            bucket_bytes=config.refit_bucket_mib * MIB,
+            verify_refit=config.verify_refit,
+            takes_turns=config.offload,
+        )
         if config.offload:
-            self._weights.swap_out()
-        else:
-            self._weights.fill()
-        shards, chunk = self._weights.shards, chunks[0]
+            self.weights.release()
+        self.shards, chunk = self.weights.shards, chunks[0]
         rotates = chunk.architecture.position_embedding == PositionEmbedding.rope
-        self.decoder = Decoder(
-            self._weights.model,
+        self.max_sequence_length = chunk.max_sequence_length
+        make_decoder = BatchInvariantDecoder if chunk.batch_invariant else Decoder
+        self.decoder = make_decoder(
+            self.weights.model,
             chunk.architecture,
-            shards,
-            max_sequence_length=chunk.max_sequence_length,
+            self.shards,
+            max_sequence_length=self.max_sequence_length,
             frequencies=chunk.rotary_pos_emb.inv_freq if rotates else None,
+            kernels=config.kernels,
+            cuda_graphs=config.cuda_graphs,
+        )
+        self.generation = Generation(
+            self.decoder,
+            max_batch_size=config.max_batch_size,
+            kv_cache_tokens=config.kv_cache_tokens,
+            prefill_chunk_tokens=config.prefill_chunk_tokens,
+            eos_id=eos_id,
+            decode=decode,
+            steps_ahead=int(platform.device().type == "cuda"),
+            add_up=self.decoder.add_up,
+            fused_draw=self.decoder.fused_draw,
         )
         # The blocks are of consecutive ranks in training's tensor-parallel groups too, which vary fastest.
-        self.replica = Replica(
-            index=dist.get_rank() // shards.count, count=dist.get_world_size() // shards.count, is_leader=shards.index == 0
+        count = self.shards.count
+        self.replica = Replica(index=dist.get_rank() // count, count=dist.get_world_size() // count, is_leader=self.shards.index == 0)
+        self.capabilities = Capabilities(
+            name="megatron",
+            max_tp=None,
+            per_request_seeds=True,
+            logprobs=LogprobKind.sampled,
+            weights=WeightForm.in_place if isinstance(self.weights, TrainingWeights) else WeightForm.resharded,
+            atomic_groups=False,
         )
 
-    def refit(self, version: int) -> None:
-        """Sample from the policy's current weights, of optimizer step `version`; while the engine sleeps, from when it wakes.
-
-        Raises EngineError where an engine that sleeps between generations is awake: the policy's weights are away.
-        """
-        if self._offload and not self.is_asleep:
-            raise EngineError("the rollout engine was asked to take new weights while it has the policy's place: sleep() it first")
+    def refit(self, version: int) -> Refitted:
+        """Take the policy's current weights. Raises EngineError, on every rank, where some are missing, damaged or not what was sent."""
+        started = time.monotonic()
+        num_bytes = self.weights.fill()
         self.version = version
-        if not self.is_asleep:
-            self._weights.fill()
+        platform.synchronize()
+        return Refitted(num_bytes=num_bytes, seconds=time.monotonic() - started)
 
-    def sleep(self) -> None:
-        """Give the engine's own weights' memory back and return the policy's, where `rollout.offload` asks for it."""
-        if self._offload:
-            self._weights.swap_out()
-            self.is_asleep = True
+    def wake(self, memory: frozenset[Memory]) -> None:
+        """Allocate the engine's own weights. The cache is made for each generation, as large as its requests need."""
+        if Memory.weights in memory:
+            self.weights.allocate()
 
-    def wake(self) -> None:
-        """Take the policy's weights of now; until `sleep` the policy cannot compute. Does nothing where the engine does not sleep."""
-        if self.is_asleep:
-            self.is_asleep = False
-            self._weights.swap_in()
+    def sleep(self, memory: frozenset[Memory]) -> None:
+        """Give back the engine's own weights; the policy's then come back. The cache was given back when the last generation ended."""
+        if Memory.weights in memory:
+            self.weights.release()
 
-    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig | None = None) -> Iterator[list[Rollout]]:
-        """One response per (prompt, seed), in any order, in lists as they finish. `sampling` overrides the engine's (validation).
+    def shutdown(self) -> None:
+        """Nothing outlives the object."""
 
-        Raises EngineError where the engine sleeps, and naming a prompt that is empty or leaves no room for a response in the context.
-        """
-        if self.is_asleep:
-            raise EngineError("the rollout engine was asked to generate while it sleeps: wake() it first")
-        sampling = sampling or self.sampling
-        context = self.decoder.max_sequence_length
-        for prompt in prompts:
-            if not 0 < len(prompt.tokens) < context:
-                raise EngineError(
-                    f"{prompt.source}: a prompt of {len(prompt.tokens)} tokens leaves no room for a response in the context of {context}"
-                )
-        # Sequences of like prompt length share a batch: less padding.
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
-        for start in range(0, len(order), self.max_batch_size):
-            rows = order[start : start + self.max_batch_size]
-            yield from self._generate_batch([prompts[i] for i in rows], [seeds[i] for i in rows], sampling)
-
-    @torch.no_grad()
-    def _prefill(self, prompts: list[Prompt], num_slots: int) -> tuple[Tensor, KVCache]:
-        """Logits after each prompt and the cache; a prompt that occurs several times (a GRPO group) is computed once."""
-        unique = list(dict.fromkeys(prompt.tokens for prompt in prompts))
-        longest = max(map(len, unique))
-        padded = [(0,) * (longest - len(tokens)) + tokens for tokens in unique]
-        device = platform.device()
-        padding = torch.tensor([longest - len(tokens) for tokens in unique], device=device)
-        cache = self.decoder.new_cache(padding, num_slots)
-        logits = self.decoder.step(torch.tensor(padded, device=device), 0, cache)
-        if len(unique) < len(prompts):
-            number = {tokens: i for i, tokens in enumerate(unique)}
-            rows = torch.tensor([number[prompt.tokens] for prompt in prompts], device=device)
-            cache.select(rows)
-            logits = logits[rows]
-        return logits, cache
-
-    def _generate_batch(self, prompts: list[Prompt], seeds: list[int], sampling: SamplingConfig) -> Iterator[list[Rollout]]:
-        longest = max(len(prompt.tokens) for prompt in prompts)
-        context, device = self.decoder.max_sequence_length, platform.device()
-        limits = [min(sampling.max_response_length, context - len(prompt.tokens)) for prompt in prompts]  # each by its own prompt
-        budget = max(limits)
-        logits, cache = self._prefill(prompts, longest + budget)
-        stop_ids = torch.tensor(sorted({self.eos_id, *sampling.stop_token_ids}), device=device)
-        limit_of = torch.tensor(limits, device=device)
-        draws = uniforms(torch.tensor(seeds, device=device)[:, None], torch.arange(budget, device=device))
-        active = torch.arange(len(prompts), device=device)  # which sample each row of the cache is
-        tokens_of = torch.zeros(len(prompts), budget, dtype=torch.int64, device=device)
-        logprobs_of = torch.zeros(len(prompts), budget, dtype=torch.float32, device=device)
-        done = torch.zeros(len(prompts), dtype=torch.bool, device=device)  # by row
-        for position in range(budget):
-            tokens, logprobs = sample(
-                logits, draws[active, position], temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
-            )
-            tokens_of[active, position], logprobs_of[active, position] = tokens, logprobs
-            stopped = torch.isin(tokens, stop_ids) & ~done
-            finished = stopped | (limit_of[active] <= position + 1) & ~done
-            if bool(finished.any()):
-                rows = active[finished]
-                reasons = stopped[finished].tolist()
-                yield self._collect(prompts, seeds, rows.tolist(), reasons, tokens_of[rows, : position + 1], logprobs_of[rows])
-                done |= finished
-                if bool(done.all()):
-                    return
-                if int(done.sum()) * 4 >= done.shape[0]:  # dropping rows copies the cache: do it when a quarter has ended
-                    keep = (~done).nonzero()[:, 0]
-                    cache.select(keep)
-                    active, tokens, done = active[keep], tokens[keep], done[keep]
-            with torch.no_grad():
-                logits = self.decoder.step(tokens[:, None], longest + position, cache)
-
-    def _collect(
-        self, prompts: list[Prompt], seeds: list[int], rows: list[int], stopped: list[bool], tokens: Tensor, logprobs: Tensor
-    ) -> list[Rollout]:
-        length = tokens.shape[1]
-        return [
-            Rollout(
-                prompt=prompts[row],
-                response=tuple(response),
-                logprobs=tuple(response_logprobs[:length]),
-                finish_reason=FinishReason.stop if stop else FinishReason.length,
-                policy_version=self.version,
-                seed=seeds[row],
-            )
-            for row, stop, response, response_logprobs in zip(rows, stopped, tokens.tolist(), logprobs.tolist(), strict=True)
-        ]
+    def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
+        """Responses to the requests of `work`, in any order, as they end."""
+        return self.generation.run(work, sampling, self.version)

@@ -1,94 +1,171 @@
-"""The engine's weights between training and generation: where they come from, and when they are filled and given back.
+"""The built-in engine's weights between training and generation: where they come from, and when they are filled and given back.
 
 `TrainingWeights` are the policy's parameters themselves. `OwnWeights` are in the rollout layout, refilled from the training shards in
 buckets. With `rollout.offload` only one of the two sets is on the device at a time: the engine's weights give their memory back while the
 policy trains (what was in them is the policy's, so nothing needs to be kept), the policy's wait in host memory while the engine samples.
+
+Every refit checks the training shards before any of them moves, on all ranks, and what arrived for numbers that are not finite;
+`rollout.verify_refit=checksum` also compares what arrived with what was sent. What the engine reads in place is checked where that is
+asked for, nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from aligner.errors import EngineError
 from aligner.models.build import LanguageModel
 from aligner.models.offload import HostMemory
 from aligner.parallel import platform
-from aligner.parallel.reshard import plan
-from aligner.parallel.transfer import Lanes, block_group, refill
-from aligner.rollout.config import check_splits
+from aligner.parallel.reshard import Move, plan
+from aligner.parallel.together import together
+from aligner.parallel.transfer import Lanes, Refill, block_group
+from aligner.rollout import verify
+from aligner.rollout.config import VerifyRefit, check_splits
 from aligner.rollout.decode import Shards
-from aligner.rollout.weights import ModelWeights, by_role, moves, named_parameters, usable_in_place
+from aligner.rollout.manifest import TensorSpec, global_manifest, mismatch, named_few
+from aligner.rollout.weights import ModelWeights, by_role, held_here, moves, named_parameters, usable_in_place
 
 MIB = 2**20
 
 
 class TrainingWeights:
-    """The training parameters, read in place."""
+    """The training parameters, read in place: a refit moves nothing."""
 
-    def __init__(self, chunk: LanguageModel) -> None:
+    def __init__(self, chunk: LanguageModel, *, checked: bool) -> None:
         groups = chunk.pg_collection
-        self.model: ModelWeights = by_role(named_parameters([chunk]), chunk.architecture)
+        self._named = named_parameters([chunk])
+        self._checked = checked
+        self.model: ModelWeights = by_role(self._named, chunk.architecture)
         self.shards = Shards(index=groups.tp.rank(), count=groups.tp.size(), group=groups.tp)
 
-    def fill(self) -> None:
-        """They are always the policy's."""
-
-    def swap_in(self) -> None:
+    def allocate(self) -> None:
         """They are where they are needed."""
 
-    def swap_out(self) -> None:
+    def release(self) -> None:
         """They are not the engine's to give back."""
+
+    def fill(self) -> int:
+        """They are always the policy's: 0 bytes move. Raises EngineError for numbers that are not finite, where that is asked for."""
+        if self._checked:
+            _refuse_not_finite(self._named)
+        return 0
 
 
 class OwnWeights:
     """A copy split over blocks of `tp` consecutive ranks; filled on demand. Construction and filling are collective over the component."""
 
-    def __init__(self, chunks: Sequence[LanguageModel], *, tp: int, bucket_bytes: int) -> None:
+    def __init__(self, chunks: Sequence[LanguageModel], *, tp: int, bucket_bytes: int, verified: bool, takes_turns: bool) -> None:
         groups, architecture = chunks[0].pg_collection, chunks[0].architecture
         # Blocks of as many consecutive ranks as train together are the tensor-parallel groups: those exist.
         group = groups.tp if groups.tp.size() == tp else block_group(tp)
         self.shards = Shards(index=dist.get_rank() % tp, count=tp, group=group)
         self._lanes = Lanes(pp=groups.pp, ep=groups.ep, tp=groups.tp, expert_tp=groups.expt_tp)
         self._chunks = chunks
-        whole = moves(chunks, tp=tp)
-        self._buckets = plan(whole, bucket_bytes=bucket_bytes)
+        self._moves = moves(chunks, tp=tp)
+        check_moves(self._moves, chunks)
+        self._refill = Refill(plan(self._moves, bucket_bytes=bucket_bytes), lanes=self._lanes, index=self.shards.index)
+        self._verified = verified
         self._tensors = {
             # The first rank's vocabulary rows: the last ones may be fewer, but all ranks must hold equally many.
             move.name: torch.empty(move.target_shape(0), dtype=move.dtype, device=platform.device())
-            for move in whole
+            for move in self._moves
         }
         self._sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in self._tensors.items()}
-        self._training = HostMemory(kept=lambda: (p.data for chunk in chunks for p in chunk.parameters()))
+        self._training = HostMemory(kept=lambda: (p.data for chunk in chunks for p in chunk.parameters())) if takes_turns else None
         self.model: ModelWeights = by_role(self._tensors, architecture)
 
-    def fill(self) -> None:
-        """Copy the policy's current weights."""
+    def allocate(self) -> None:
+        """Take the memory again, with any contents."""
         for name, tensor in self._tensors.items():
             tensor.untyped_storage().resize_(self._sizes[name])
-        refill(self._buckets, named_parameters(self._chunks), self._tensors, lanes=self._lanes, index=self.shards.index)
 
-    def swap_in(self) -> None:
-        """Copy the policy's current weights; its own then wait in host memory."""
-        self.fill()
-        self._training.move_out()
-
-    def swap_out(self) -> None:
-        """Give the memory back, and the policy its weights."""
+    def release(self) -> None:
+        """Give the memory back, and the policy its weights where they take turns."""
         for tensor in self._tensors.values():
             tensor.untyped_storage().resize_(0)
-        self._training.move_in()
+        if self._training is not None:
+            self._training.move_in()
+
+    def fill(self) -> int:
+        """Copy the policy's current weights, which then leave the device where they take turns; the bytes that were copied here.
+
+        Raises EngineError, on every rank, naming a training shard that is missing, extra or has the wrong shape or dtype (nothing has
+        moved then), and numbers that are not finite or not what was sent.
+        """
+        sources = named_parameters(self._chunks)
+        together(lambda: check_sources(self._moves, sources, self._chunks[0]), "checking the weights to send", error=EngineError)
+        self._refill.run(sources, self._tensors)
+        held = {move.name: self._tensors[move.name].narrow(move.dim, 0, move.target.size(self.shards.index)) for move in self._moves}
+        wanted = verify.expected(self._moves, sources, self._lanes) if self._verified else None
+        together(lambda: self._check_arrived(held, wanted), "checking the weights that arrived", error=EngineError)
+        if self._training is not None:
+            self._training.move_out()
+        return self._refill.bytes_per_run
+
+    def _check_arrived(self, held: Mapping[str, Tensor], wanted: Tensor | None) -> None:
+        _refuse_not_finite(held)
+        if wanted is None:
+            return
+        differs = wanted[:, self.shards.index] != verify.found(self._moves, held, self.shards.index)
+        if names := [move.name for move, bad in zip(self._moves, differs.tolist(), strict=True) if bad]:
+            raise EngineError(f"{named_few(names)} of {len(self._moves)} tensors arrived with another checksum than they were sent with")
 
 
-def rollout_weights(chunks: Sequence[LanguageModel], *, tp: int, bucket_bytes: int) -> TrainingWeights | OwnWeights:
+def rollout_weights(
+    chunks: Sequence[LanguageModel], *, tp: int, bucket_bytes: int, verify_refit: VerifyRefit = VerifyRefit.none, takes_turns: bool = False
+) -> TrainingWeights | OwnWeights:
     """The policy's weights for `tp` ranks that share the model in generation (0: as many as in training), not filled yet. Collective.
 
-    Raises ConfigError where `tp` ranks cannot share the model.
+    `takes_turns`: of the engine's own weights and the policy's one set is on the device. Raises ConfigError where `tp` ranks cannot share
+    the model.
     """
     chunk = chunks[0]
     tp = tp or chunk.pg_collection.tp.size()
     check_splits(chunk.architecture, tp=tp, world_size=dist.get_world_size())
+    verified = verify_refit == VerifyRefit.checksum
     if usable_in_place(chunk, tp=tp):
-        return TrainingWeights(chunk)
-    return OwnWeights(chunks, tp=tp, bucket_bytes=bucket_bytes)
+        return TrainingWeights(chunk, checked=verified)
+    return OwnWeights(chunks, tp=tp, bucket_bytes=bucket_bytes, verified=verified, takes_turns=takes_turns)
+
+
+def check_moves(found: Sequence[Move], chunks: Sequence[LanguageModel]) -> None:
+    """Raise EngineError unless the moves are of the tensors that the architecture says the model has, each once and whole."""
+    architecture = chunks[0].architecture
+    wanted = global_manifest(architecture, chunks[0].config.params_dtype).tensors
+    names = [move.name for move in found]
+    _compare_names(names, list(wanted), "the plan of the refit")
+    for move in found:
+        full = (*move.shape[: move.dim], move.target.extent, *move.shape[move.dim + 1 :])
+        if wrong := mismatch(move.name, torch.empty(full, dtype=move.dtype, device="meta"), wanted[move.name]):
+            raise EngineError(f"refit: {wrong}")
+
+
+def check_sources(found: Sequence[Move], sources: Mapping[str, Tensor], chunk: LanguageModel) -> None:
+    """Raise EngineError unless this rank's training shards are the ones that the moves begin with."""
+    held = [move for move in found if held_here(move, chunk)]
+    _compare_names(list(sources), [move.name for move in held], "the training weights of this rank")
+    for move in held:
+        if wrong := mismatch(move.name, sources[move.name], TensorSpec(shape=move.shape, dtype=move.dtype)):
+            raise EngineError(f"refit: {wrong}")
+
+
+def _compare_names(names: Sequence[str], wanted: Sequence[str], where: str) -> None:
+    seen, known = set(), set(wanted)
+    for name in names:
+        if name not in known:
+            raise EngineError(f"refit: {name} is extra in {where}: no weight of the model that belongs there has that name")
+        if name in seen:
+            raise EngineError(f"refit: {name} is twice in {where}")
+        seen.add(name)
+    if missing := [name for name in wanted if name not in seen]:
+        raise EngineError(f"refit: {named_few(missing)} of {len(wanted)} tensors missing in {where}")
+
+
+def _refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
+    if bad := verify.not_finite(tensors):
+        raise EngineError(f"the weights are not finite: {named_few(bad)} of {len(tensors)} tensors")

@@ -6,7 +6,7 @@ experts (pipeline, expert parallelism), or splits them over another number of ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -61,6 +61,24 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Affine
     output: Tensor
+
+
+def tensors(weights: ModelWeights) -> Iterator[Tensor]:
+    """All of them, in an order that is always the same."""
+    yield from (weights.embedding, weights.output)
+    if weights.positions is not None:
+        yield weights.positions
+    affines = [weights.final_norm]
+    for layer in weights.layers:
+        affines += [layer.input_norm, layer.qkv, layer.attention_out, layer.mlp_norm]
+        affines += [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+        affines += [affine for expert in layer.experts for affine in (expert.up, expert.down)]
+        if layer.router is not None:
+            yield layer.router
+    for affine in affines:
+        yield affine.weight
+        if affine.bias is not None:
+            yield affine.bias
 
 
 def by_role(tensors: Mapping[str, Tensor], architecture: Architecture) -> ModelWeights:
@@ -145,6 +163,12 @@ def _shardings(place: Place, architecture: Architecture, *, old_tp: int, tp: int
         return even(size, old_tp), grouped(groups, architecture.num_attention_heads // groups, architecture.head_dim, tp)
     blocks = 2 if layout == Layout.gate_up else 1
     return even(size, old_tp, dim=dim, blocks=blocks), even(size, tp, dim=dim, blocks=blocks)
+
+
+def held_here(move: Move, chunk: LanguageModel) -> bool:
+    """Whether this rank has a shard of the tensor in training."""
+    groups = chunk.pg_collection
+    return groups.pp.rank() == move.stage and move.expert_rank in (None, groups.ep.rank())
 
 
 def usable_in_place(chunk: LanguageModel, *, tp: int) -> bool:

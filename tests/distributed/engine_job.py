@@ -38,6 +38,67 @@ def check_collectives() -> None:
     collectives.raise_everywhere(None)
 
 
+def check_two_replicas_share() -> None:
+    """Responses of 40 tokens to the first half of the prompts, of 4 to the second, two to each, on two replicas with 4 seats that step
+    together. The optimum is 88 steps and 352 tokens each; contiguous shares would take 160 steps, and 640 and 64 tokens."""
+    from aligner.parallel.collectives import all_ranks, gather_objects
+    from aligner.protocols import Replica
+    from aligner.rollout.engine import GenRequest
+    from aligner.rollout.work import WorkSharing
+
+    sharing = WorkSharing(Replica(index=dist.get_rank(), count=2), None)
+    requests = [GenRequest(index=index, tokens=(index // 2, 7), seed=index) for index in range(32)]
+    for _ in range(2):  # the second generation does not begin where the first one ended
+        running: dict[int, int] = {}
+        done: list[int] = []
+        steps = tokens = 0
+        with sharing.open(requests) as work:
+            while True:
+                if room := 4 - len(running):
+                    running |= {request.index: 40 if request.index < 16 else 4 for request in work.take(room)}
+                if all_ranks(not running, torch.device("cpu")):
+                    break
+                steps, tokens = steps + 1, tokens + len(running)
+                running = {index: left - 1 for index, left in running.items()}
+                done += [index for index, left in running.items() if not left]
+                running = {index: left for index, left in running.items() if left}
+        parts = gather_objects((done, tokens))
+        assert sorted(parts[0][0] + parts[1][0]) == list(range(32))
+        assert steps <= 100 and max(tokens for _, tokens in parts) <= 400, (steps, parts)
+
+
+def check_ranks_of_a_replica_follow() -> None:
+    """Both ranks are one of two replicas; the other one is its leader's doing here."""
+    from torch.distributed import HashStore
+
+    from aligner.errors import EngineError
+    from aligner.parallel.collectives import gather_objects
+    from aligner.protocols import Replica
+    from aligner.rollout.engine import GenRequest
+    from aligner.rollout.work import Queue, SharedWork, divide
+
+    class Gone(HashStore):
+        def add(self, key: str, amount: int) -> int:
+            raise RuntimeError("connection reset")
+
+    rank = dist.get_rank()
+    division = divide([GenRequest(index=index, tokens=(index,), seed=0) for index in range(8)], 2)
+    replica = Replica(index=1, count=2, is_leader=rank == 0)
+    for store, ends in ((HashStore(), True), (Gone(), False)):
+        queue = Queue(store, "1", 2)  # only the leader's is asked
+        work = SharedWork(division, replica, queue, dist.group.WORLD)
+        taken = [[request.index for request in work.take(2)]]
+        if ends:
+            for others in (0, 2, 0):
+                if rank == 0:
+                    queue.add(others)
+                taken.append([request.index for request in work.take(2)])
+            assert gather_objects(taken) == [[[1, 3], [4], [7], []]] * 2
+        else:
+            message = raised(EngineError, lambda work=work: work.take(2))
+            assert ("it did not answer (connection reset)" if rank == 0 else "its own message says why") in message
+
+
 def raised(kind: type[Exception], action: Callable[[], object]) -> str:
     """The message of the error that `action` must raise."""
     try:
@@ -47,29 +108,52 @@ def raised(kind: type[Exception], action: Callable[[], object]) -> str:
     raise AssertionError(f"no {kind.__name__} was raised")
 
 
-def load(directory: Path, topology, parallel, *, divisor: int):
+def load(directory: Path, topology, parallel, *, divisor: int, **fields):
     from aligner.models.config import ModelConfig
     from aligner.models.create import create_policy, read_architecture
     from aligner.models.optimizer import OptimizerConfig
     from aligner.models.trainable import Training
 
-    config = ModelConfig(path=str(directory), make_vocab_divisible_by=divisor)
+    config = ModelConfig(path=str(directory), make_vocab_divisible_by=divisor, **fields)
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0, eps=1e-3)
     training = Training(optimizer=optimizer, total_steps=4, micro_batch_size=2, temperature=0.9)
     return create_policy(config, read_architecture(config, vocab_size=0), parallel, topology, training)
 
 
-def generate(policy, inputs: dict) -> dict[int, tuple]:
+def generate(policy, inputs: dict, *, tp: int = 0) -> dict[int, tuple]:
     """(tokens, log-probs, finish reason) by seed."""
     from aligner.rollout.config import RolloutConfig
-    from aligner.rollout.megatron import MegatronEngine
+    from aligner.rollout.create import create_engine
     from aligner.types import Prompt, SamplingConfig
 
     sampling = SamplingConfig(temperature=0.9, top_k=40, top_p=0.98, max_response_length=24, stop_token_ids=[5, 6, 7])
-    engine = MegatronEngine(policy.chunks, RolloutConfig(sampling=sampling, max_batch_size=4), eos_id=2)
+    engine = create_engine(policy, RolloutConfig(sampling=sampling, max_batch_size=4, tp=tp), eos_id=2)
     prompts = [Prompt(id=i, tokens=tuple(tokens), source=f"p:{i}") for i, tokens in enumerate(inputs["prompts"])]
     rollouts = [rollout for part in engine.generate(prompts, inputs["seeds"]) for rollout in part]
     return {r.seed: (r.response, r.logprobs, r.finish_reason.value) for r in rollouts}
+
+
+def collect(policy, inputs: dict):
+    """What `collect` gives where the replicas share the prompts; the reward is the length of the response."""
+    from concurrent.futures import Future
+
+    from aligner.algorithms import rollouts
+    from aligner.rollout.config import RolloutConfig
+    from aligner.rollout.create import create_engine
+    from aligner.types import Prompt, SamplingConfig
+
+    class Lengths:
+        def score(self, responses) -> Future:
+            scores: Future = Future()
+            scores.set_result(torch.tensor([float(len(one.response)) for one in responses]))
+            return scores
+
+        def close(self) -> None: ...
+
+    sampling = SamplingConfig(temperature=0.9, top_k=40, top_p=0.98, max_response_length=24, stop_token_ids=[5, 6, 7])
+    engine = create_engine(policy, RolloutConfig(sampling=sampling, max_batch_size=2), eos_id=2)
+    prompts = [Prompt(id=i, tokens=tuple(tokens), source=f"p:{i}") for i, tokens in enumerate(inputs["prompts"])]
+    return rollouts.collect(engine, prompts, inputs["seeds"], scorers=rollouts.Scorers(reward=Lengths()))
 
 
 def tensor_parallel(directory: Path, topology, parallel, inputs: dict) -> dict:
@@ -88,6 +172,40 @@ def tensor_parallel(directory: Path, topology, parallel, inputs: dict) -> dict:
     return result
 
 
+def batch_invariant(directory: Path, topology, inputs: dict) -> dict:
+    """Sampler and trainer to the bit, on two ranks, and with a sampler of one rank each; with and without sequence parallelism."""
+    from aligner.parallel.collectives import gather_objects
+    from aligner.parallel.topology import ParallelConfig
+    from aligner.types import LabeledBatch, LossOutput
+
+    policy = load(directory, topology, ParallelConfig(tp=2), divisor=8, batch_invariant=True)
+    rollouts = generate(policy, inputs)
+    rows = [(*prompt, *rollouts[seed][0]) for prompt, seed in zip(inputs["prompts"], inputs["seeds"], strict=True)]
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = torch.stack([torch.tensor([*row, *[0] * (int(lengths.max()) - len(row))]) for row in rows])
+    starts = torch.tensor([len(prompt) for prompt in inputs["prompts"]])[:, None]
+    positions = torch.arange(tokens.shape[1])
+    batch = LabeledBatch(tokens=tokens, lengths=lengths, loss_mask=(positions >= starts) & (positions < lengths[:, None]))
+    sampled = torch.zeros(batch.loss_mask.shape)
+    sampled[batch.loss_mask] = torch.tensor([logprob for seed in inputs["seeds"] for logprob in rollouts[seed][1]])
+    assert torch.equal(policy.logprobs(batch), sampled)
+    alone: dict[int, tuple] = {}
+    for part in gather_objects(generate(policy, inputs, tp=1)):
+        alone |= part
+    assert alone == rollouts
+    split = load(directory, topology, ParallelConfig(tp=2, sequence_parallel=True), divisor=128, batch_invariant=True)
+    assert torch.equal(split.logprobs(batch), sampled)
+    seen = []
+
+    def loss(outputs, part) -> LossOutput:
+        seen.extend(outputs.logprobs.detach()[part.loss_mask].tolist())
+        return LossOutput(total=-outputs.logprobs[part.loss_mask].sum(), count=part.loss_mask.sum(), metrics={})
+
+    norms = [model.train_step(batch, loss)["optim/grad_norm"].value() for model in (policy, split)]
+    assert sorted(seen) == sorted(sampled[batch.loss_mask].tolist() * 2)
+    return {"rollouts": rollouts, "logprobs": sampled, "grad_norms": norms, "batch": batch}
+
+
 def data_parallel(directory: Path, topology, parallel, inputs: dict, output: Path) -> dict:
     """Fewer rows than replicas; errors that only one rank can see reach both."""
     from aligner.errors import AlignerError, CheckpointError, ConfigError
@@ -98,7 +216,7 @@ def data_parallel(directory: Path, topology, parallel, inputs: dict, output: Pat
 
     policy = load(directory, topology, parallel, divisor=8)
     one = select_rows(inputs["batch"], 0, 1)
-    result = {"logprobs": policy.logprobs(inputs["batch"]), "one": policy.logprobs(one)}
+    result = {"logprobs": policy.logprobs(inputs["batch"]), "one": policy.logprobs(one), "collected": collect(policy, inputs)}
     result["small"] = raised(ConfigError, lambda: policy.train_step(one, sft_loss))
 
     def broken(outputs, part) -> LossOutput:
@@ -129,8 +247,11 @@ def main() -> None:
     topology = initialize(parallel, seed=11)
     inputs = torch.load(output / "inputs.pt", weights_only=False)
     if tp == 2:
+        check_ranks_of_a_replica_follow()
         result = tensor_parallel(directory, topology, parallel, inputs)
+        result["batch_invariant"] = batch_invariant(directory, topology, inputs)
     else:
+        check_two_replicas_share()
         result = data_parallel(directory, topology, parallel, inputs, output)
     torch.save(result, output / f"tp{tp}_rank{dist.get_rank()}.pt")
     launch.shutdown()

@@ -6,6 +6,7 @@ usage: reshard_job.py FOLDER OUTPUT      FOLDER/inputs.pt: `parallel` (fields of
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -31,35 +32,34 @@ def make_policy(directory: Path, topology, parallel):
 
 def make_engine(policy, tp: int, *, offload: bool = False):
     from aligner.rollout import megatron
-    from aligner.rollout.config import RolloutConfig
+    from aligner.rollout.config import RolloutConfig, VerifyRefit
+    from aligner.rollout.create import create_engine
     from aligner.types import SamplingConfig
 
     megatron.MIB = BUCKET_BYTES
     sampling = SamplingConfig(temperature=0.9, top_k=40, top_p=0.98, max_response_length=16, stop_token_ids=list(range(5, 12)))
-    return megatron.MegatronEngine(
-        policy.chunks, RolloutConfig(sampling=sampling, max_batch_size=4, tp=tp, refit_bucket_mib=1, offload=offload), eos_id=2
-    )
+    checks = {"verify_refit": VerifyRefit.checksum, "share_work": False}
+    config = RolloutConfig(sampling=sampling, max_batch_size=4, tp=tp, refit_bucket_mib=1, offload=offload, **checks)
+    return create_engine(policy, config, eos_id=2)
 
 
 def generate(engine, inputs: dict) -> dict[int, tuple]:
-    """(tokens, log-probs, finish reason, version) by seed, of this replica's share of the prompts."""
-    from aligner.parallel.collectives import shard_bounds
+    """(tokens, log-probs, finish reason, version) by seed, of what this replica took of the prompts."""
     from aligner.types import Prompt
 
     prompts = [Prompt(id=i, tokens=tuple(tokens), source=f"p:{i}") for i, tokens in enumerate(inputs["prompts"])]
-    start, stop = shard_bounds(len(prompts), shard=engine.replica.index, num_shards=engine.replica.count)
-    rollouts = [rollout for part in engine.generate(prompts[start:stop], inputs["seeds"][start:stop]) for rollout in part]
+    rollouts = [rollout for part in engine.generate(prompts, inputs["seeds"]) for rollout in part]
     return {r.seed: (r.response, r.logprobs, r.finish_reason.value, r.policy_version) for r in rollouts}
 
 
 def describe(engine) -> dict:
-    from aligner.rollout.refit import TrainingWeights
+    from aligner.rollout.engine import WeightForm
 
     replica = engine.replica
     return {
         "replica": (replica.index, replica.count, replica.is_leader),
-        "in_place": isinstance(engine._weights, TrainingWeights),
-        "layers": len(engine.decoder.weights.layers),
+        "in_place": engine.capabilities.weights is WeightForm.in_place,
+        "layers": len(engine.engine.decoder.weights.layers),
     }
 
 
@@ -71,7 +71,7 @@ def check_sleep(engine, policy, inputs: dict, rollouts: dict) -> None:
     """A sleeping engine holds no weights of its own, refuses to generate, and wakes with the policy's weights, which are away then."""
     from aligner.errors import EngineError
 
-    own = [layer.qkv.weight for layer in engine.decoder.weights.layers]
+    own = [layer.qkv.weight for layer in engine.engine.decoder.weights.layers]
     training = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
     assert is_away(own) and not is_away(training)
     try:
@@ -82,13 +82,114 @@ def check_sleep(engine, policy, inputs: dict, rollouts: dict) -> None:
         raise AssertionError("a sleeping engine generated")
     logprobs = policy.logprobs(inputs["batch"])
     for _ in range(2):
-        assert engine.is_asleep and is_away(own)
+        assert is_away(own)
         engine.wake()
         engine.wake()
         assert is_away(training) and not is_away(own)
         assert generate(engine, inputs) == rollouts
         engine.sleep()
         assert torch.equal(policy.logprobs(inputs["batch"]), logprobs)
+
+
+def error_of(action) -> str:
+    """The message of the EngineError that an action raises, which must be the same on all ranks."""
+    from aligner.errors import EngineError
+    from aligner.parallel.collectives import gather_objects
+
+    try:
+        action()
+    except EngineError as error:
+        message = str(error)
+    else:
+        raise AssertionError("nothing was raised")
+    assert len(set(gather_objects(message))) == 1
+    return message
+
+
+def check_faults(policy, inputs: dict) -> None:
+    """What is wrong on rank 1 alone is raised on both ranks, neither generates, and the next refit mends it. Two ranks, rollout.tp=2."""
+    from aligner.rollout import refit
+
+    engine, rank = make_engine(policy, 2), dist.get_rank()
+    engine.refit(1)
+    before = generate(engine, inputs)
+    weight = policy.module.decoder.layers[1].mlp.linear_fc2.weight.data
+    kept = weight.clone()
+    if rank == 1:
+        weight[0, -1] = float("nan")  # in the half that rank 1 keeps
+    message = error_of(lambda: engine.refit(2))
+    assert "failed on rank 1: the weights are not finite: decoder.layers.1.mlp.linear_fc2.weight (1 of" in message
+    assert "its last refit failed" in error_of(lambda: generate(engine, inputs))
+    weight.copy_(kept)
+    engine.refit(1)
+    assert generate(engine, inputs) == before
+
+    named = refit.named_parameters
+    if rank == 1:
+        refit.named_parameters = lambda chunks: dict(list(named(chunks).items())[1:])
+    message = error_of(lambda: engine.refit(2))
+    assert "failed on rank 1: refit: embedding.word_embeddings.weight of" in message and "missing" in message
+    assert "its last refit failed" in error_of(lambda: generate(engine, inputs))
+    refit.named_parameters = named
+    engine.refit(1)
+    assert generate(engine, inputs) == before
+
+
+def check_stream(policy) -> None:
+    """An engine of another package that fails on rank 1 alone: the others do not wait for it, and nothing is generated."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
+    from fake_foreign import FakeForeign
+
+    from aligner.parallel.collectives import gather_objects
+    from aligner.protocols import Replica
+    from aligner.rollout.foreign import StreamedEngine, WeightStream
+    from aligner.rollout.lifecycle import PhasedEngine
+    from aligner.rollout.manifest import hf_manifest
+    from aligner.rollout.work import WorkSharing
+    from aligner.types import Prompt, SamplingConfig
+
+    rank, foreign, prompts = dist.get_rank(), FakeForeign(), [Prompt(id=i, tokens=(3,), source="") for i in range(6)]
+    replica = Replica(index=rank, count=dist.get_world_size())
+    manifest = hf_manifest(policy.module.architecture, torch.float32)
+    stream = WeightStream(export=policy.export_weights, manifest=manifest, bucket_bytes=4000, verified=True)
+    engine = PhasedEngine(StreamedEngine(foreign, stream, replica), SamplingConfig(), WorkSharing(replica, None), offload=False)
+    assert all(torch.equal(foreign.weights[name], tensor) for name, tensor in policy.export_weights())
+    for method in ("begin", "load", "finish"):
+        foreign.fails_at = method if rank == 1 else ""
+        message = error_of(lambda: engine.refit(1))
+        assert "failed on rank 1: RuntimeError: the package says no" in message and foreign.log[-1] == "abort"
+        assert "its last refit failed" in error_of(lambda: engine.generate(prompts, range(6)))
+    foreign.fails_at = ""
+    engine.refit(7)
+    parts = gather_objects([one for part in engine.generate(prompts, range(6)) for one in part])
+    assert sorted(one.seed for part in parts for one in part) == list(range(6))
+    assert {one.response for part in parts for one in part} == {(7,)}
+
+
+def check_memory(engine) -> None:
+    """At the first buckets of a refit: what there is beside the weights of both sides is two buckets at most."""
+    from aligner.parallel import transfer
+
+    copy, seen, there_before = transfer._copy, [], storages()
+
+    def counting(copies) -> None:
+        if len(seen) < 6:
+            seen.append(sum(size for place, size in storages().items() if place not in there_before))
+        copy(copies)
+
+    transfer._copy = counting
+    try:
+        engine.refit(engine.version)
+    finally:
+        transfer._copy = copy
+    assert 0 < max(seen) <= 2 * BUCKET_BYTES, seen
+
+
+def storages() -> dict[int, int]:
+    """Bytes of every storage that a tensor of this process has, by address."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def run(directory: Path, topology, parallel, inputs: dict) -> dict[int, dict]:
@@ -105,6 +206,11 @@ def run(directory: Path, topology, parallel, inputs: dict) -> dict[int, dict]:
         engine = make_engine(policy, tp, offload=True)
         engine.refit(policy.version)
         check_sleep(engine, policy, inputs, results[tp]["trained_rollouts"])
+    if not inputs["parallel"]:
+        check_faults(policy, inputs)
+        check_stream(policy)
+    elif parallel.pp > 1 and directory.name == "qwen2":
+        check_memory(engines[0 if 0 in engines else 1])
     return results
 
 

@@ -48,42 +48,54 @@ def directory(topology, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(directory, topology, inputs) -> dict:
-    """The same by this one process."""
-    from aligner.losses.sft import sft_loss
+def make_policy(directory, topology):
+    """`make_policy(batch_invariant=...)`: in this one process."""
     from aligner.models.config import ModelConfig
     from aligner.models.create import create_policy, read_architecture
     from aligner.models.optimizer import OptimizerConfig
     from aligner.models.trainable import Training
     from aligner.parallel.topology import ParallelConfig
+
+    def make(**fields):
+        config = ModelConfig(path=str(directory), **fields)
+        optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0, eps=1e-3)
+        training = Training(optimizer=optimizer, total_steps=4, micro_batch_size=2, temperature=0.9)
+        return create_policy(config, read_architecture(config, vocab_size=0), ParallelConfig(), topology, training)
+
+    return make
+
+
+def _generate(policy, inputs: dict) -> dict[int, tuple]:
+    """(tokens, log-probs, finish reason) by seed."""
     from aligner.rollout.config import RolloutConfig
-    from aligner.rollout.megatron import MegatronEngine
+    from aligner.rollout.create import create_engine
 
-    config = ModelConfig(path=str(directory))
-    optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0, eps=1e-3)
-    training = Training(optimizer=optimizer, total_steps=4, micro_batch_size=2, temperature=0.9)
-    policy = create_policy(config, read_architecture(config, vocab_size=0), ParallelConfig(), topology, training)
     sampling = SamplingConfig(temperature=0.9, top_k=40, top_p=0.98, max_response_length=24, stop_token_ids=[5, 6, 7])
-    engine = MegatronEngine(policy.chunks, RolloutConfig(sampling=sampling, max_batch_size=6), eos_id=2)
+    engine = create_engine(policy, RolloutConfig(sampling=sampling, max_batch_size=6), eos_id=2)
     prompts = [Prompt(id=i, tokens=tuple(tokens), source=f"p:{i}") for i, tokens in enumerate(inputs["prompts"])]
+    rollouts = [rollout for part in engine.generate(prompts, inputs["seeds"]) for rollout in part]
+    return {r.seed: (r.response, r.logprobs, r.finish_reason.value) for r in rollouts}
 
-    def generate() -> dict[int, tuple]:
-        rollouts = [rollout for part in engine.generate(prompts, inputs["seeds"]) for rollout in part]
-        return {r.seed: (r.response, r.logprobs, r.finish_reason.value) for r in rollouts}
 
-    first = {"rollouts": generate(), "logprobs": policy.logprobs(inputs["batch"])}
+@pytest.fixture(scope="module")
+def expected(make_policy, inputs) -> dict:
+    """The same by this one process."""
+    from aligner.losses.sft import sft_loss
+
+    policy = make_policy()
+    first = {"rollouts": _generate(policy, inputs), "logprobs": policy.logprobs(inputs["batch"])}
     metrics = policy.train_step(inputs["batch"], sft_loss)
     first |= {"metrics": {name: metric.value() for name, metric in metrics.items()}}
-    return first | {"trained_rollouts": generate(), "trained_logprobs": policy.logprobs(inputs["batch"])}
+    return first | {"trained_rollouts": _generate(policy, inputs), "trained_logprobs": policy.logprobs(inputs["batch"])}
 
 
 def _run(run_distributed, tp: int, directory: Path, output: Path, inputs: dict) -> list[dict]:
     torch.save(inputs, output / "inputs.pt")
     run_distributed(JOB, 2, tp, directory, output, timeout=240)
-    return [torch.load(output / f"tp{tp}_rank{rank}.pt") for rank in range(2)]
+    return [torch.load(output / f"tp{tp}_rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def test_tensor_parallel_generation_is_the_single_processs(run_distributed, directory, expected, inputs, tmp_path):
+def test_tensor_parallel_generation_is_the_single_processs(run_distributed, directory, expected, make_policy, inputs, tmp_path):
     ranks = _run(run_distributed, 2, directory, tmp_path, inputs)
     lengths = {len(response) for response, _, _ in expected["rollouts"].values()}
     assert len(lengths) > 2 and expected["rollouts"] != expected["trained_rollouts"]  # the comparison is of something
@@ -97,10 +109,23 @@ def test_tensor_parallel_generation_is_the_single_processs(run_distributed, dire
             for name in ("logprobs", "trained_logprobs"):
                 torch.testing.assert_close(got[divisor][name], expected[name], rtol=0, atol=1e-4)
             assert got[divisor]["metrics"] == pytest.approx(expected["metrics"], rel=1e-4)
+    alone = make_policy(batch_invariant=True)
+    rollouts = _generate(alone, inputs)
+    for exact in (got["batch_invariant"] for got in ranks):  # to the bit, whatever the number of ranks
+        assert exact["rollouts"] == rollouts and torch.equal(exact["logprobs"], alone.logprobs(exact["batch"]))
+        assert exact["grad_norms"] == pytest.approx([exact["grad_norms"][0]] * 2, rel=1e-4)
 
 
 def test_two_replicas_agree_on_results_and_on_errors(run_distributed, directory, expected, inputs, tmp_path):
     for got in _run(run_distributed, 1, directory, tmp_path, inputs):
+        collected = got["collected"]
+        assert [rollout.seed for rollout in collected.rollouts] == inputs["seeds"]
+        for rollout, reward in zip(collected.rollouts, collected.rewards.tolist(), strict=True):
+            response, logprobs, reason = expected["rollouts"][rollout.seed]
+            assert (rollout.response, rollout.finish_reason.value, reward) == (response, reason, len(response))
+            assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
+        assert len(collected.shares) == 2 and min(share.tokens for share in collected.shares) > 0
+        assert sum(share.tokens for share in collected.shares) == collected.rewards.sum()
         torch.testing.assert_close(got["logprobs"], expected["logprobs"], rtol=0, atol=1e-5)
         torch.testing.assert_close(got["one"], expected["logprobs"][:1], rtol=0, atol=1e-5)
         assert got["small"] == "a training batch of 1 is smaller than the 2 data-parallel replicas"

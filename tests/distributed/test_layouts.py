@@ -15,32 +15,38 @@ import torch
 JOB = Path(__file__).parent / "layout_job.py"
 KINDS = ["ppo", "dpo", "value"]
 PACKED = {"micro_batch_tokens": 48, "packing": True}
+SHARED = PACKED | {"share_prompts": True}
 ROUTER = {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01}
 SP = {"tp": 2, "sequence_parallel": True}
+FOUR = {"num_layers": 4}  # instead of two: several to a pipeline stage, or one to each of its chunks
 
 DENSE = {  # name: (processes, what differs from the single process)
     "tp2": (2, {"parallel": {"tp": 2}}),
     "tp2_sp": (2, {"parallel": SP}),
     "tp2_sp_distributed_optimizer": (2, {"parallel": SP, "distributed_optimizer": True}),
     "pp2": (2, {"parallel": {"pp": 2}}),
-    "pp2_interleaved": (2, {"parallel": {"pp": 2, "vpp": 2}}),
-    "pp2_uneven": (2, {"parallel": {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 3}}),
+    "pp2_interleaved": (2, FOUR | {"parallel": {"pp": 2, "vpp": 2}}),
+    "pp2_uneven": (2, FOUR | {"parallel": {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 3}}),
     "cp2": (2, {"parallel": {"cp": 2}}),
     "dp2": (2, {}),
     "dp2_distributed_optimizer": (2, {"distributed_optimizer": True}),
     "tp2_pp2": (4, {"parallel": {"tp": 2, "pp": 2}}),
     "tp2_cp2": (4, {"parallel": SP | {"cp": 2}}),
     "pp2_dp2": (4, {"parallel": {"pp": 2}}),
-    "tp2_pp2_dp2": (8, {"parallel": SP | {"pp": 2}}),
+    "tp2_pp2_dp2": (8, FOUR | {"parallel": SP | {"pp": 2}}),
     "tp2_pp2_dp2_distributed_optimizer": (8, {"parallel": SP | {"pp": 2}, "distributed_optimizer": True}),
     "tp2_cp2_dp2": (8, {"parallel": SP | {"cp": 2}}),
     # Micro-batches by tokens, padded or packed, and recomputation.
     "packed": (1, {"model": PACKED}),
     "token_budget": (1, {"model": {"micro_batch_tokens": 48}}),
     "recompute_selective": (1, {"model": {"recompute": "selective"}}),
-    "dp2_packed": (2, {"model": PACKED}),
+    "dp2_shared_prompts": (2, {"model": SHARED}),
+    "tp2_pp2_shared_prompts": (4, {"parallel": SP | {"pp": 2}, "model": SHARED}),
     "tp2_cp2_packed": (4, {"parallel": SP | {"cp": 2}, "model": PACKED}),
-    "pp2_interleaved_packed_recompute": (2, {"parallel": {"pp": 2, "vpp": 2}, "model": PACKED | {"recompute": "full"}}),
+    "pp2_interleaved_packed_recompute": (
+        2,
+        FOUR | {"parallel": {"pp": 2, "vpp": 2}, "model": PACKED | {"recompute": "full"}},
+    ),
 }
 EXPERTS = {
     "ep2": (2, {"parallel": {"ep": 2}}),
@@ -66,6 +72,11 @@ def _run(results, run_distributed, tmp_path: Path, processes: int, spec: dict) -
     return results[key]
 
 
+def _single(spec: dict, kinds: list[str]) -> dict:
+    """What a layout is compared with: a model of the same size in one process."""
+    return {"kinds": kinds} | {name: spec[name] for name in ("num_layers",) if name in spec}
+
+
 def _assert_equal(one: dict, many: dict) -> None:
     for before, after in ((0, 0), (1, 1)):
         torch.testing.assert_close(many["outputs"][after], one["outputs"][before], rtol=1e-4, atol=5e-5)
@@ -85,7 +96,7 @@ def _assert_equal(one: dict, many: dict) -> None:
 @pytest.mark.parametrize("layout", DENSE)
 def test_layout_equals_single_process(kind, layout, results, run_distributed, tmp_path):
     processes, spec = DENSE[layout]
-    one = _run(results, run_distributed, tmp_path, 1, {"kinds": KINDS})
+    one = _run(results, run_distributed, tmp_path, 1, _single(spec, KINDS))
     _assert_equal(one[kind], _run(results, run_distributed, tmp_path, processes, spec | {"kinds": KINDS})[kind])
 
 
@@ -105,7 +116,7 @@ def test_layout_of_experts_equals_single_process(kind, layout, results, run_dist
 @pytest.mark.parametrize("layout", ["tp2_cp2_packed", "pp2_interleaved"])
 def test_other_kinds_of_model(kind, layout, results, run_distributed, tmp_path):
     """Scores come from one token on one context-parallel rank; an untied output layer is on the last stage alone."""
-    kinds = {"kinds": ["reward", "sft"]}
+    kinds = ["reward", "sft"]
     processes, spec = DENSE[layout]
-    one = _run(results, run_distributed, tmp_path, 1, kinds)
-    _assert_equal(one[kind], _run(results, run_distributed, tmp_path, processes, spec | kinds)[kind])
+    one = _run(results, run_distributed, tmp_path, 1, _single(spec, kinds))
+    _assert_equal(one[kind], _run(results, run_distributed, tmp_path, processes, spec | {"kinds": kinds})[kind])

@@ -22,7 +22,7 @@ COMMANDS = {
         "parallel.cp=8",
         "model.seq_length=131072",
         "data.max_prompt_length=126976",
-        "rollout.max_batch_size=1",
+        "rollout.max_batch_size=4",
         "model.recompute=full",
     ],
     "no_model": ["sft"],

@@ -28,7 +28,7 @@ LAYOUTS = {
 }
 
 
-SPECS = {name: {"rows": 16, **layout} for name, layout in LAYOUTS.items()}
+SPECS = {name: {"rows": 8, **layout} for name, layout in LAYOUTS.items()}
 
 
 @pytest.fixture(scope="module")

@@ -42,11 +42,15 @@ def rollout(of: Prompt, *response: int, seed: int = 0) -> Rollout:
 
 
 class FakeEngine:
-    """Answers prompt `p` and seed `s` with (p's id + 1) tokens 7 and EOS; the last prompt first, two at a time."""
+    """Answers prompt `p` and seed `s` with (p's id + 1) tokens 7 and EOS; the last prompt first, two at a time.
 
-    def __init__(self, log: list[str], replica: Replica | None = None) -> None:
+    `share` are the positions of those that its replica takes; all of them unless given.
+    """
+
+    def __init__(self, log: list[str], replica: Replica | None = None, share: Sequence[int] | None = None) -> None:
         self.log = log
         self.replica = replica or Replica()
+        self.share = share
         self.asked: list[tuple[list[int], list[int]]] = []
         self.sampling: list[Any] = []
 
@@ -63,7 +67,8 @@ class FakeEngine:
         self.log.append("generate")
         self.asked.append(([p.id for p in prompts], list(seeds)))
         self.sampling.append(sampling)
-        rollouts = [rollout(p, *[7] * (p.id + 1), EOS, seed=seed) for p, seed in zip(prompts, seeds, strict=True)][::-1]
+        rollouts = [rollout(p, *[7] * (p.id + 1), EOS, seed=seed) for p, seed in zip(prompts, seeds, strict=True)]
+        rollouts = [rollouts[position] for position in (range(len(rollouts)) if self.share is None else self.share)][::-1]
         for start in range(0, len(rollouts), 2):
             yield rollouts[start : start + 2]
 

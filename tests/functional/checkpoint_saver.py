@@ -9,6 +9,7 @@ It says `forked PID`, `resumed STEP`, then `saving STEP` and `saved STEP`; its p
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -103,6 +104,8 @@ def main() -> None:
     import aligner.jobs.checkpointing  # noqa: F401  (the imports that a saver need not repeat)
     import aligner.models.create  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # Megatron-Core collects at every save: in a fork that would look at, and copy, everything that was imported
     say("ready")
     for line in sys.stdin:
         pid = os.fork()

@@ -175,9 +175,10 @@ def series(directory: Path, name: str) -> list[float]:
 
 
 def without_times(directory: Path) -> list[dict[str, float]]:
-    """The metrics that two equal runs share: all but durations and speeds."""
+    """The metrics that two equal runs share: all but durations, speeds, and which replica sampled how much."""
+    others = ("per_second", "imbalance")
     return [
-        {"step": line.step} | {key: value for key, value in line.values.items() if not key.startswith("time/") and "per_second" not in key}
+        {"step": line.step} | {key: value for key, value in line.values.items() if not key.startswith("time/") and not key.endswith(others)}
         for line in read_metrics(directory / "metrics.jsonl")
     ]
 

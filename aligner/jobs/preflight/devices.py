@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
+from aligner.jobs.session import see_own_gpus
 from aligner.parallel import platform
 from aligner.planner.config import Device
 
@@ -34,6 +35,8 @@ class Machine:
 
 def _observe(context: Context) -> Machine:
     local_rank = context.allocation.world.local_rank
+    if context.job is not None:
+        see_own_gpus(context.job, local_rank)  # as the job's own ranks will
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         platform.select_device(local_rank)

@@ -1,4 +1,8 @@
-"""The rollout engine on the job's own layout: built, refitted once, and its log-probs of a few tokens compared with the policy's."""
+"""The rollout engine on the job's own layout: built, refitted, and its log-probs of a few tokens compared with the policy's.
+
+Then all weights of the policy are negated and the engine is refitted with these, and with the right ones again: log-probs that follow
+prove that what is sampled from is what was sent.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
+from typing import TYPE_CHECKING
 
 from aligner.errors import EngineError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where
@@ -15,7 +21,11 @@ from aligner.jobs.preflight.network import ensure_group
 from aligner.jobs.preflight.samples import load_sample
 from aligner.jobs.preflight.tokenizers import tokenizer_of
 from aligner.schemas import TrainGRPO, TrainPPO
-from aligner.types import Rollout
+from aligner.types import LogprobKind, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from aligner.models.policy import MegatronPolicy
+    from aligner.protocols import RolloutEngine
 
 NUM_PROMPTS, NUM_TOKENS = 4, 8
 NOTABLE_GAP = 0.1  # nats between the engine's and the policy's log-prob of a token; bfloat16 alone gives about a tenth of this
@@ -29,12 +39,14 @@ class Trial:
     refit_seconds: float = 0.0
     num_tokens: int = 0
     gap: float = 0.0  # largest difference of log-probs
+    refitted_gap: float = 0.0  # with the weights negated, and with the right ones again
 
 
 def _observe(context: Context) -> Trial:
     from aligner.models import create  # Megatron-Core comes with it
     from aligner.parallel import topology
-    from aligner.rollout.megatron import MegatronEngine
+    from aligner.rollout.create import create_engine
+    from aligner.rollout.selftest import negated
 
     config = context.config
     if not isinstance(config, (TrainPPO, TrainGRPO)):
@@ -47,33 +59,63 @@ def _observe(context: Context) -> Trial:
     architecture = create.read_architecture(config.model, vocab_size=tokenizer.vocab_size)
     training = create.training(config.model, None, temperature=config.rollout.sampling.temperature)
     policy = create.create_policy(config.model, architecture, config.parallel, layout, training)
-    engine = MegatronEngine(policy.chunks, config.rollout, eos_id=tokenizer.eos_id)
+    engine = create_engine(policy, config.rollout, eos_id=tokenizer.eos_id, decode=partial(tokenizer.decode, skip_special=False))
     built = time.monotonic()
-    engine.sleep()
-    engine.refit(1)
-    engine.wake()
-    refitted = time.monotonic()
-    count = max(NUM_PROMPTS, layout.dp_size)
-    sampling = replace(config.rollout.sampling, max_response_length=NUM_TOKENS)
-    rollouts = [one for part in engine.generate(list(islice(cycle(prompts), count)), list(range(count)), sampling) for one in part]
-    gap = _gap(policy, _of_first_replica(rollouts), tokenizer.pad_id)
-    num_tokens = sum(len(rollout.response) for rollout in rollouts)
-    return Trial(build_seconds=built - started, refit_seconds=refitted - built, num_tokens=num_tokens, gap=gap)
+    probe = _Probe(engine, policy, config, list(islice(cycle(prompts), max(NUM_PROMPTS, layout.dp_size))), tokenizer.pad_id)
+    refit_seconds, gap = probe.refit_and_compare(1)
+    with negated(policy.chunks):
+        _, negated_gap = probe.refit_and_compare(2)
+    _, restored_gap = probe.refit_and_compare(3)
+    engine.shutdown()
+    return Trial(
+        build_seconds=built - started,
+        refit_seconds=refit_seconds,
+        num_tokens=probe.num_tokens,
+        gap=gap,
+        refitted_gap=max(negated_gap, restored_gap),
+    )
 
 
-def _of_first_replica(own: list[Rollout]) -> list[Rollout]:
-    """One set of rollouts on all ranks: replicas may round differently, and so sample differently."""
-    from aligner.parallel.collectives import broadcast_object
+class _Probe:
+    """Samples a few tokens with the engine, as a run would. Collective."""
 
-    return broadcast_object(own)
+    def __init__(
+        self, engine: RolloutEngine, policy: MegatronPolicy, config: TrainPPO | TrainGRPO, prompts: list[Prompt], pad_id: int
+    ) -> None:
+        self._engine = engine
+        self._policy = policy
+        self._sampling = replace(config.rollout.sampling, min_response_length=0, max_response_length=NUM_TOKENS)
+        self._prompts = prompts
+        self._pad_id = pad_id
+        self.num_tokens = 0  # of the last sampling, on all replicas
+
+    def refit_and_compare(self, version: int) -> tuple[float, float]:
+        """(seconds of the refit, largest difference between the engine's log-probs and the policy's) with the policy's weights of now."""
+        from aligner.parallel.collectives import gather_objects
+
+        self._engine.sleep()
+        started = time.monotonic()
+        self._engine.refit(version)
+        self._engine.wake()
+        seconds = time.monotonic() - started
+        own = [one for part in self._engine.generate(self._prompts, list(range(len(self._prompts))), self._sampling) for one in part]
+        parts = gather_objects(own if self._engine.replica.is_leader else [])
+        self._engine.sleep()  # the policy's turn
+        rollouts = sorted((rollout for part in parts for rollout in part), key=lambda rollout: rollout.seed)
+        self.num_tokens = sum(len(rollout.response) for rollout in rollouts)
+        return seconds, _gap(self._policy, rollouts, self._pad_id)
 
 
-def _gap(policy: object, rollouts: list[Rollout], pad_id: int) -> float:
+def _gap(policy: MegatronPolicy, rollouts: list[Rollout], pad_id: int) -> float:
     """Largest difference between the sampler's and the policy's log-probs. Collective. Raises EngineError for one that is not finite."""
     from aligner.data.collate import rollout_batch
 
     batch = rollout_batch(rollouts, pad_id)
+    temperature = policy.temperature
+    if rollouts[0].logprob_kind is LogprobKind.raw:
+        policy.temperature = 1.0
     found = policy.logprobs(batch)
+    policy.temperature = temperature
     gap = float((found - batch.rollout_logprobs)[batch.loss_mask].abs().max())
     if not math.isfinite(gap):
         raise EngineError("log-probs of the generated tokens are not finite: the weights are damaged, or the precision does not suffice")
@@ -86,11 +128,16 @@ def judge(context: Context, seen: Mapping[int, Trial]) -> Finding:
     if not slowest.num_tokens:
         return Finding(level=Level.ok, found="this run does not sample")
     gap = max(trial.gap for trial in seen.values())
-    figures = {"build_seconds": slowest.build_seconds, "refit_seconds": max(trial.refit_seconds for trial in seen.values()), "gap": gap}
+    refitted_gap = max(trial.refitted_gap for trial in seen.values())
+    refit_seconds = max(trial.refit_seconds for trial in seen.values())
+    figures = {"build_seconds": slowest.build_seconds, "refit_seconds": refit_seconds, "gap": gap, "refitted_gap": refitted_gap}
     found = (
-        f"built in {slowest.build_seconds:.0f} s, refitted in {figures['refit_seconds']:.2f} s, {slowest.num_tokens} tokens a replica; "
-        f"log-probs within {gap:.1e} of the policy's"
+        f"built in {slowest.build_seconds:.0f} s, refitted in {refit_seconds:.2f} s, {slowest.num_tokens} tokens; "
+        f"log-probs within {gap:.1e} of the policy's, {refitted_gap:.1e} after refits with negated weights and back"
     )
+    if refitted_gap > max(NOTABLE_GAP, 4 * gap):
+        advice = "the engine does not sample from the weights that a refit gives it: try rollout.verify_refit=checksum, or another engine"
+        return Finding(level=Level.fatal, found=found, advice=advice, figures=figures)
     if gap > NOTABLE_GAP:
         advice = "look at rollout/logprob_gap in the run: importance ratios start from this difference"
         return Finding(level=Level.warning, found=found, advice=advice, figures=figures)

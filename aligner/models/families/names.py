@@ -11,12 +11,13 @@ FINAL_NORM = {"decoder.final_layernorm.weight": rule("model.norm.weight")}
 OUTPUT = {OUTPUT_LAYER: rule("lm_head.weight", layout=Layout.vocabulary)}
 INPUT_NORM = {"input_layernorm.weight": rule("input_layernorm.weight")}
 MLP_NORM = {"pre_mlp_layernorm.weight": rule("post_attention_layernorm.weight")}
-ATTENTION = {
+QKV = {
     "self_attention.linear_qkv.weight": rule(
         "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", layout=Layout.qkv
-    ),
-    "self_attention.linear_proj.weight": rule("self_attn.o_proj.weight"),
+    )
 }
+ATTENTION_OUT = {"self_attention.linear_proj.weight": rule("self_attn.o_proj.weight")}
+ATTENTION = QKV | ATTENTION_OUT
 QKV_BIAS = {
     "self_attention.linear_qkv.bias": rule("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias", layout=Layout.qkv)
 }
@@ -42,6 +43,9 @@ def experts(block: str, *, gate: str, up: str, down: str) -> dict[str, Rule]:
 
 
 def llama_like(*, attention: Mapping[str, Rule], mlp: Mapping[str, Rule] = MLP) -> NameTable:
-    """Llama's table, with more rows for its attention and perhaps another feed-forward part."""
-    layer = INPUT_NORM | ATTENTION | dict(attention) | MLP_NORM | dict(mlp)
+    """Llama's table, with more rows for its attention and perhaps another feed-forward part.
+
+    Biases of query, key and value come right behind their weights: what an engine fuses is to arrive together.
+    """
+    layer = INPUT_NORM | QKV | dict(attention) | ATTENTION_OUT | MLP_NORM | dict(mlp)
     return NameTable(before=BEFORE, layer=layer, after=FINAL_NORM | OUTPUT)

@@ -50,10 +50,11 @@ def test_the_same_prompt_twice(fakes) -> None:
     assert collected.values is None
 
 
-def test_replicas_sample_their_share_and_share_what_they_got(fakes, prompts, monkeypatch) -> None:
+def test_replicas_get_all_prompts_and_share_what_they_sampled(fakes, prompts, monkeypatch) -> None:
     """Two replicas of the engine one after the other in this process: the second one's gather joins both parts."""
     parts = []
-    first, second = (fakes.FakeEngine([], Replica(index=index, count=2)) for index in (0, 1))
+    first = fakes.FakeEngine([], Replica(index=0, count=2), share=[4, 1])
+    second = fakes.FakeEngine([], Replica(index=1, count=2), share=[0, 2, 3])
 
     def gather(local):
         parts.append(local)
@@ -63,18 +64,23 @@ def test_replicas_sample_their_share_and_share_what_they_got(fakes, prompts, mon
     with pytest.raises(EngineError, match="2 responses to 5 prompts"):  # the first one's part alone is not enough
         collect(first, prompts, SEEDS, scorers=scorers(fakes))
     whole = collect(second, prompts, SEEDS, scorers=scorers(fakes))
-    assert first.asked + second.asked == [([0, 1], [50, 40]), ([2, 3, 4], [30, 20, 10])]
+    assert first.asked == second.asked == [([0, 1, 2, 3, 4], SEEDS)]
     assert [r.prompt.id for r in whole.rollouts] == [0, 1, 2, 3, 4]
     assert whole.rewards.tolist() == [0, 10, 20, 30, 40]
+    # Prompt i gets i + 2 tokens.
+    assert [share.tokens for share in whole.shares] == [6 + 3, 2 + 4 + 5]
+    assert response_metrics(whole, 1.0)["rollout/tokens_imbalance"] == pytest.approx(11 / 10)
 
 
-def test_more_replicas_than_prompts(fakes, prompts, monkeypatch) -> None:
-    """A replica without a prompt asks nobody, and still takes part in the gather."""
-    engine = fakes.FakeEngine([], Replica(index=0, count=2))
+def test_a_replica_that_gets_no_prompt(fakes, prompts, monkeypatch) -> None:
+    """It still takes part in the generation and in the gather; only the leaders of the replicas count as such."""
+    engine = fakes.FakeEngine([], Replica(index=0, count=2), share=[])
     one = fakes.rollout(prompts[0], 7, fakes.EOS, seed=50)
-    monkeypatch.setattr(rollouts, "gather_objects", lambda local: [local, ([(0, one, 3.0, None)], None)])
+    others = [([(0, one, 3.0, None)], None, rollouts.Share(tokens=2, seconds=3.0)), ([], None, None)]
+    monkeypatch.setattr(rollouts, "gather_objects", lambda local: [local, *others])
     collected = collect(engine, prompts[:1], SEEDS[:1], scorers=scorers(fakes, critic=False))
-    assert engine.asked == [] and collected.rollouts == [one] and collected.rewards.tolist() == [3.0]
+    assert engine.asked == [([0], [50])] and collected.rollouts == [one] and collected.rewards.tolist() == [3.0]
+    assert [share.tokens for share in collected.shares] == [0, 2]
 
 
 def test_only_the_leader_of_a_replica_asks_the_scorers(fakes, prompts) -> None:
@@ -96,7 +102,7 @@ def test_an_error_of_a_scorer_is_raised(fakes, prompts) -> None:
 
 
 def test_an_error_of_another_replica_is_raised_here_too(fakes, prompts, monkeypatch) -> None:
-    monkeypatch.setattr(rollouts, "gather_objects", lambda local: [local, ([], EngineError("the other one's engine"))])
+    monkeypatch.setattr(rollouts, "gather_objects", lambda local: [local, ([], EngineError("the other one's engine"), None)])
     with pytest.raises(EngineError, match="the other one's"):
         collect(fakes.FakeEngine([]), prompts, SEEDS, scorers=scorers(fakes))
 
@@ -112,7 +118,25 @@ def test_an_error_of_this_engine_still_reaches_the_others(fakes, prompts, monkey
 
     with pytest.raises(EngineError, match="no room"):
         collect(Broken([]), prompts, SEEDS, scorers=scorers(fakes))
-    assert [type(error) for _, error in sent] == [EngineError]
+    assert [type(error) for _, error, _ in sent] == [EngineError]
+
+
+def test_where_a_scorer_refuses_at_once_the_engine_still_runs_to_its_end(fakes, prompts) -> None:
+    """The other ranks of the replica are in it too, and would wait."""
+    ended = []
+
+    class Watched(fakes.FakeEngine):
+        def generate(self, prompts, seeds, sampling=None):
+            yield from super().generate(prompts, seeds)
+            ended.append(True)
+
+    class Refusing(fakes.FakeReward):
+        def score(self, rollouts):
+            raise ServerTimeout(f"no connection for {len(rollouts)}")
+
+    with pytest.raises(ServerTimeout, match="no connection for 2"):
+        collect(Watched([]), prompts, SEEDS, scorers=Scorers(reward=Refusing(float)))
+    assert ended == [True]
 
 
 def test_seeds_are_distinct_and_a_function_of_run_and_step() -> None:
@@ -160,7 +184,8 @@ def test_a_mini_batch_without_tokens_is_left_out() -> None:
 def test_response_metrics_and_samples(fakes, prompts) -> None:
     cut = fakes.rollout(prompts[0], 7, 7, 7)
     whole = fakes.rollout(prompts[1], fakes.EOS)
-    collected = rollouts.ScoredRollouts(rollouts=[cut, whole], rewards=torch.tensor([1.0, 4.0]), values=None)
+    shares = tuple(rollouts.Share(tokens=tokens, seconds=seconds) for tokens, seconds in ((3, 0.5), (1, 2.0)))
+    collected = rollouts.ScoredRollouts(rollouts=[cut, whole], rewards=torch.tensor([1.0, 4.0]), values=None, shares=shares)
     assert response_metrics(collected, 2.0) == {
         "rollout/reward": 2.5,
         "rollout/reward_std": 1.5,
@@ -169,6 +194,8 @@ def test_response_metrics_and_samples(fakes, prompts) -> None:
         "rollout/response_length_max": 3.0,
         "rollout/truncated_fraction": 0.5,
         "rollout/tokens_per_second": 2.0,  # 4 tokens in 2 s
+        "rollout/tokens_imbalance": 1.5,  # 3 over a mean of 2
+        "rollout/seconds_imbalance": 1.6,  # 2 s over a mean of 1.25 s
     }
     (row,) = sample_rows(collected, str, count=1)
     assert (row.prompt, row.response, row.reward, row.finish_reason) == ("p0", "(7, 7, 7)", 1.0, FinishReason.length)

@@ -101,7 +101,7 @@ def test_stories260k_continues_as_documented(shared_data, load_policy):
     from transformers import AutoTokenizer
 
     from aligner.rollout.config import RolloutConfig
-    from aligner.rollout.megatron import MegatronEngine
+    from aligner.rollout.create import create_engine
     from aligner.types import Prompt, SamplingConfig
 
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "stories260k")
@@ -109,7 +109,7 @@ def test_stories260k_continues_as_documented(shared_data, load_policy):
     expected = " She loved to play outside in the park. One day, she saw a big, red ball."
     policy = load_policy(shared_data / "stories260k")
     sampling = SamplingConfig(temperature=0.0, max_response_length=40)
-    engine = MegatronEngine(policy.chunks, RolloutConfig(), eos_id=tokenizer.eos_token_id)
+    engine = create_engine(policy, RolloutConfig(), eos_id=tokenizer.eos_token_id)
     prompt = Prompt(id=0, tokens=tuple(tokenizer(text)["input_ids"]), source="test:1")
     (rollout,) = next(engine.generate([prompt], [0], sampling))
     assert tokenizer.decode(list(rollout.tokens), skip_special_tokens=True).startswith(text + expected)

@@ -132,8 +132,9 @@ def test_memory_of_every_phase() -> None:
     staying = replace(own, engine=replace(own.engine, offload=False))
     generate = next(m.parts for m in memory.phase_memory(staying, sizes, CLUSTER, (0,)) if m.phase == Phase.generate)
     assert generate["KV cache"] == sampling["KV cache"] and generate["refit buckets"] == 20
-    # 16 ranks / 4 = 4 replicas, 16 sequences each, 4 at a time; 8 layers, one head of 8 numbers, keys and values, 2 bytes; 3/8 to compact.
-    assert generate["KV cache"] == 4 * 256 * 8 * 8 * 2 * 2 * 11 // 8
+    # 16 ranks / 4 = 4 replicas, 16 sequences each, 4 at a time; 8 layers, one head of 8 numbers, keys and values, 2 bytes. Room for a
+    # token more than 256 in steps of 64.
+    assert generate["KV cache"] == 4 * 320 * 8 * 8 * 2 * 2
     overlapping = replace(own, parallel=replace(own.parallel, sequence_parallel=True, tp_comm_overlap=True))
     train = next(m.parts for m in memory.phase_memory(overlapping, sizes, CLUSTER, (0,)) if m.phase == Phase.train)
     assert train["exchange buffers"] == 8 * 512 * 64 * 2  # the hidden states of 512 tokens of 64 bfloat16 numbers, eight times
@@ -228,3 +229,23 @@ def test_shipped_clusters(name: str) -> None:
     assert cluster.device == (Device.cpu if name == "laptop" else Device.gpu)
     if cluster.device == Device.gpu:
         assert cluster.gpus_per_node == 8 and cluster.nvlink_gb_per_second > cluster.network_gb_per_second
+
+
+def test_memory_of_generation() -> None:
+    """Hidden size 64, feed-forward 128, 8 layers, 4 key-value heads of 8 numbers, bfloat16; 2 replicas' worth of 32 sequences each."""
+    engine = Engine(tp=8, max_batch_size=4, bucket_bytes=0, offload=False, prefill_chunk_tokens=100)
+    own = component(parallel={"tp": 8}, engine=engine)
+    token = 2 * 8 * 1 * 8 * 2  # keys and values, layers, heads of a rank (4 on 8 ranks: one each), numbers, bytes
+    assert memory.cache_tokens(own, engine) == 4 * 320  # of 256 tokens, in steps of 64 and at least one more
+    assert memory.cache_tokens(own, replace(engine, kv_cache_tokens=1000)) == 1000
+    # Prompts of 128 tokens in chunks of 100: three hidden states and three parts of the inner ones; keys, values and mask of 128 tokens.
+    chunk = 100 * (3 * 64 + 3 * 128 // 8) * 2
+    assert memory.prefill_bytes(own, engine) == chunk + 128 * token // 8 + 100 * 128 * 3
+    whole = replace(engine, prefill_chunk_tokens=2048)  # four prompts in one chunk, and nothing before it
+    assert memory.prefill_bytes(own, whole) == 4 * 128 * (3 * 64 + 3 * 128 // 8) * 2
+    state = StateBytes(weights=0, gradients=0, optimizer=0)
+    block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
+    sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=0)
+    parts = next(m.parts for m in memory.phase_memory(own, sizes, CLUSTER, (0,)) if m.phase == Phase.generate)
+    assert parts["KV cache"] == 4 * 320 * token
+    assert parts["prefill and sampling"] == chunk + 128 * token // 8 + 100 * 128 * 3 + 3 * 4 * 4 * memory.padded_vocabulary(own)

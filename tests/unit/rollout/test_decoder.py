@@ -35,10 +35,10 @@ def _world(topology) -> None: ...
 
 def engine_of(policy, **fields):
     from aligner.rollout.config import RolloutConfig
-    from aligner.rollout.megatron import MegatronEngine
+    from aligner.rollout.create import create_engine
 
     sampling = SamplingConfig(max_response_length=20, stop_token_ids=[5, 6, 7, 8])
-    return MegatronEngine(policy.chunks, RolloutConfig(sampling=sampling, **fields), eos_id=2)
+    return create_engine(policy, RolloutConfig(sampling=sampling, **fields), eos_id=2)
 
 
 def generate(engine) -> dict[int, tuple]:

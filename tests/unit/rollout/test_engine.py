@@ -32,10 +32,10 @@ SEEDS = [11, 12, 13, 14, 15, 16]
 
 def engine_of(policy, *, max_batch_size: int = 64, eos_id: int = EOS, **sampling):
     from aligner.rollout.config import RolloutConfig
-    from aligner.rollout.megatron import MegatronEngine
+    from aligner.rollout.create import create_engine
 
     settings = SamplingConfig(**({"max_response_length": 24} | sampling))
-    return MegatronEngine(policy.chunks, RolloutConfig(sampling=settings, max_batch_size=max_batch_size), eos_id=eos_id)
+    return create_engine(policy, RolloutConfig(sampling=settings, max_batch_size=max_batch_size), eos_id=eos_id)
 
 
 def generate(engine, prompts=PROMPTS, seeds=SEEDS, sampling=None) -> dict[tuple[int, int], Rollout]:
@@ -113,17 +113,13 @@ def test_another_seed_gives_another_sample(make_model):
     assert len({r.response for r in generate(engine, [PROMPTS[1]] * 8, list(range(8))).values()}) == 8
 
 
-def test_a_group_shares_the_computation_of_its_prompt(make_model, monkeypatch):
+def test_a_group_shares_the_computation_of_its_prompt(make_model):
     policy = make_model("policy")
     engine = engine_of(policy)
-    steps = []
-    step = engine.decoder.step
-    monkeypatch.setattr(
-        engine.decoder, "step", lambda tokens, start, cache: steps.append(tuple(tokens.shape)) or step(tokens, start, cache)
-    )
     prompts, seeds = [PROMPTS[2]] * 3 + [PROMPTS[0]] * 3, list(range(20, 26))
     group = generate(engine, prompts, seeds)
-    assert steps[0] == (2, 7) and steps[1] == (6, 1)  # two different prompts, then six samples
+    counters = engine.engine.generation.counters
+    assert counters.prefilled_tokens == 7 + 3 and counters.shared_tokens == 2 * (7 + 3) and counters.prefill_passes == 1
     for prompt, seed in zip(prompts, seeds, strict=True):
         alone = generate(engine, [prompt], [seed])
         assert samples(group)[prompt.id, seed] == samples(alone)[prompt.id, seed]
@@ -224,7 +220,7 @@ def test_updated_weights_are_sampled_from_without_a_copy(make_model):
     engine.refit(policy.version)
     after = generate(engine)
     assert [p.data_ptr() for p in policy.module.parameters()] == addresses
-    layer, weights = policy.module.decoder.layers[1], engine.decoder.weights.layers[1]
+    layer, weights = policy.module.decoder.layers[1], engine.engine.decoder.weights.layers[1]
     assert weights.qkv.weight is layer.self_attention.linear_qkv.weight
     assert weights.experts[0].down.weight is layer.mlp.linear_fc2.weight
     assert samples(before) != samples(after)

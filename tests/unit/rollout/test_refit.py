@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,8 @@ from aligner.errors import ConfigError, EngineError
 from aligner.losses.sft import sft_loss
 from aligner.models.config import Architecture, Family
 from aligner.models.optimizer import OptimizerConfig
-from aligner.rollout.config import RolloutConfig, check_splits
+from aligner.parallel.reshard import replicated
+from aligner.rollout.config import RolloutConfig, VerifyRefit, check_splits
 from aligner.types import LabeledBatch, Prompt, SamplingConfig
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0)
@@ -23,10 +25,10 @@ SEEDS = [1, 2, 3]
 def _world(topology) -> None: ...
 
 
-def engine_of(policy, *, offload: bool = False):
-    from aligner.rollout.megatron import MegatronEngine
+def engine_of(policy, **fields):
+    from aligner.rollout.create import create_engine
 
-    return MegatronEngine(policy.chunks, RolloutConfig(sampling=SamplingConfig(max_response_length=12), offload=offload), eos_id=2)
+    return create_engine(policy, RolloutConfig(sampling=SamplingConfig(max_response_length=12), **fields), eos_id=2)
 
 
 def samples(engine) -> dict[int, tuple]:
@@ -50,7 +52,7 @@ def own_weights(monkeypatch) -> None:
 
 def bytes_of(engine) -> int:
     """Device memory of the layers' matrices."""
-    layers = engine.decoder.weights.layers
+    layers = engine.engine.decoder.weights.layers
     return sum(tensor.untyped_storage().nbytes() for layer in layers for tensor in (layer.qkv.weight, layer.experts[0].up.weight))
 
 
@@ -69,7 +71,7 @@ def test_own_weights_are_a_copy_until_the_refit(make_model, own_weights):
     after = samples(engine)
     assert after != before and engine.version == 1
     # The very tensors, vocabulary without padding: the policy's own engine, in place, gives the same bits.
-    embedding, output = engine.decoder.weights.embedding, engine.decoder.weights.output
+    embedding, output = engine.engine.decoder.weights.embedding, engine.engine.decoder.weights.output
     assert embedding is output and embedding.shape[0] == 61  # tied: held once
     assert torch.equal(embedding, policy.module.embedding.word_embeddings.weight[:61])
 
@@ -83,8 +85,8 @@ def test_own_and_shared_weights_give_the_same_samples(make_model, own_weights, m
     own = engine_of(policy)
     monkeypatch.setattr(refit, "usable_in_place", lambda chunk, *, tp: True)
     shared = engine_of(policy)
-    assert shared.decoder.weights.layers[0].qkv.weight is policy.module.decoder.layers[0].self_attention.linear_qkv.weight
-    assert own.decoder.weights.layers[0].qkv.weight is not shared.decoder.weights.layers[0].qkv.weight
+    assert shared.engine.decoder.weights.layers[0].qkv.weight is policy.module.decoder.layers[0].self_attention.linear_qkv.weight
+    assert own.engine.decoder.weights.layers[0].qkv.weight is not shared.engine.decoder.weights.layers[0].qkv.weight
     assert samples(own) == samples(shared)
 
 
@@ -186,3 +188,144 @@ def test_rollout_layouts_that_fit():
 def test_settings_out_of_range_are_refused(field, value, least):
     with pytest.raises(ConfigError, match=f"rollout.{field}={value}: must be at least {least}"):
         RolloutConfig(**{field: value})
+
+
+def drop(sources: dict) -> None:
+    del sources["decoder.layers.1.mlp.linear_fc2.weight"]
+
+
+def add(sources: dict) -> None:
+    sources["decoder.layers.2.mlp.linear_fc2.weight"] = torch.zeros(1)
+
+
+def reshape(sources: dict) -> None:
+    sources["decoder.final_layernorm.weight"] = torch.zeros(31)
+
+
+def retype(sources: dict) -> None:
+    sources["decoder.final_layernorm.weight"] = torch.zeros(32, dtype=torch.float16)
+
+
+def spoil(sources: dict) -> None:
+    bad = sources["decoder.layers.0.self_attention.linear_qkv.weight"].detach().clone()
+    bad[3, 4], bad[5, 6] = float("nan"), float("inf")
+    sources["decoder.layers.0.self_attention.linear_qkv.weight"] = bad
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (drop, "decoder.layers.1.mlp.linear_fc2.weight of 16 tensors missing in the training weights of this rank"),
+        (add, "decoder.layers.2.mlp.linear_fc2.weight is extra in the training weights of this rank"),
+        (reshape, r"decoder.final_layernorm.weight has the shape \[31\], the model's config makes it \[32\]"),
+        (retype, "decoder.final_layernorm.weight is float16, the model is float32"),
+        (spoil, r"not finite: decoder.layers.0.self_attention.linear_qkv.weight \(2 of 2048 elements\) of 16 tensors"),
+    ],
+)
+def test_damaged_training_weights_are_named_and_nothing_is_sampled_from_them(damage, message, make_model, own_weights, monkeypatch):
+    from aligner.rollout import refit
+
+    engine = engine_of(make_model("policy"))
+    before, named = samples(engine), refit.named_parameters
+    with monkeypatch.context() as patch:
+        patch.setattr(refit, "named_parameters", lambda chunks: damaged(named(chunks), damage))
+        with pytest.raises(EngineError, match=f"weights of version 1 failed: .*{message}"):
+            engine.refit(1)
+        with pytest.raises(EngineError, match=f"does not generate: its last refit failed .*{message}"):
+            samples(engine)
+    engine.refit(2)
+    assert samples(engine) == before and engine.refitted.num_bytes > 0
+
+
+def damaged(sources: dict, damage) -> dict:
+    damage(sources)
+    return sources
+
+
+def test_a_plan_that_is_not_of_the_whole_model_is_refused(make_model):
+    from aligner.rollout.refit import check_moves
+    from aligner.rollout.weights import moves
+
+    policy = make_model("policy")
+    found = moves(policy.chunks, tp=1)
+    check_moves(found, policy.chunks)
+    with pytest.raises(EngineError, match=f"{found[3].name} is twice in the plan of the refit"):
+        check_moves([*found, found[3]], policy.chunks)
+    with pytest.raises(EngineError, match=f"{found[2].name} of 16 tensors missing in the plan"):
+        check_moves(found[:2] + found[3:], policy.chunks)
+    wide = replace(found[-1], shape=(33,), target=replicated(33), source=replicated(33))
+    with pytest.raises(EngineError, match=r"final_layernorm.weight has the shape \[33\]"):
+        check_moves([*found[:-1], wide], policy.chunks)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_checksum_notices_what_arrived_wrong(swapped, make_model, own_weights, monkeypatch):
+    """One bit of one number, or the same numbers in other rows."""
+    from aligner.parallel import transfer
+
+    engine = engine_of(make_model("policy"), verify_refit=VerifyRefit.checksum)
+    samples(engine)
+    run = transfer.Refill.run
+
+    def damage(self, sources, targets):
+        run(self, sources, targets)
+        weight = targets["decoder.layers.1.self_attention.linear_proj.weight"]
+        if swapped:
+            weight[:, [0, 1]] = weight[:, [1, 0]]
+        else:
+            weight.view(torch.int32)[7, 7] ^= 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer.Refill, "run", damage)
+        with pytest.raises(EngineError, match="layers.1.self_attention.linear_proj.weight of 16 tensors arrived with another checksum"):
+            engine.refit(1)
+    engine.refit(2)
+
+
+def test_weights_in_place_are_checked_where_that_is_asked_for(make_model):
+    policy = make_model("policy")
+    engine = engine_of(policy, verify_refit=VerifyRefit.checksum)
+    assert engine.refitted.num_bytes == 0  # nothing moves
+    with torch.no_grad():
+        policy.module.decoder.layers[1].mlp.linear_fc2.weight[0, 0] = float("inf")
+    with pytest.raises(EngineError, match=r"not finite: decoder.layers.1.mlp.linear_fc2.weight \(1 of 1536 elements\) of 16 tensors"):
+        engine.refit(1)
+    with pytest.raises(EngineError, match="its last refit failed"):
+        samples(engine)
+    engine_of(policy).refit(1)
+
+
+def test_checksums_do_not_depend_on_the_split():
+    from aligner.rollout import verify
+
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+        whole = int(verify.checksum(tensor))
+        rows = torch.arange(6)
+        assert whole == int(sum(verify.along(tensor[part], 0, rows[part]).sum() for part in (slice(0, 1), slice(4, 6), slice(1, 4))))
+        assert whole != int(verify.checksum(tensor[[1, 0, 2, 3, 4, 5]]))
+    # By hand: the bits of float32 1.0 are 127 << 23, and rows 0 and 1 count 1 and 3 times.
+    assert int(verify.checksum(torch.tensor([[1.0], [1.0]]))) == 4 * (127 << 23)
+
+
+def test_what_is_not_finite_is_named_and_counted():
+    from aligner.rollout.verify import not_finite
+
+    good, huge = torch.randn(5), torch.tensor([3e38, 3e38])
+    bad = torch.tensor([[1.0, float("nan")], [float("inf"), -float("inf")]])
+    assert not_finite({"good": good, "bad": bad, "empty": torch.zeros(0), "huge": huge}) == ["bad (3 of 4 elements)"]
+    assert not_finite({"empty": torch.zeros(0)}) == []
+
+
+def test_negated_weights_come_back_to_the_bit(make_model):
+    from aligner.rollout.selftest import negated
+
+    policy = make_model("policy")
+    engine = engine_of(policy)
+    before, weights = samples(engine), [p.detach().clone() for p in policy.module.parameters()]
+    with negated(policy.chunks):
+        assert all(torch.equal(p, -old) for p, old in zip(policy.module.parameters(), weights, strict=True))
+        engine.refit(1)
+        assert samples(engine) != before
+    engine.refit(2)
+    assert samples(engine) == before

@@ -1,0 +1,233 @@
+"""The paged key-value cache, what a pass over it is asked to do, and attention over it in plain torch: the reference for every kernel.
+
+A sequence's tokens lie in pages of `page_size` slots, named by its page table: token `t` is in slot `t % page_size` of page
+`table[t // page_size]`. Nothing is padded: sequences of any lengths share a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedKV:
+    """Keys and values of every layer, [layers, pages, page_size, groups, D] each.
+
+    The last page belongs to no sequence: rows that only fill up a batch of a fixed size write there. Slots that hold no token yet hold
+    finite numbers: attention weighs them with 0.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def page_size(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages for sequences: 0 to num_pages - 1."""
+        return self.keys.shape[1] - 1
+
+    @property
+    def scratch_page(self) -> int:
+        return self.num_pages
+
+    def slots(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer by slot, [pages * page_size, groups, D]: views."""
+        return self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole pages, of all layers."""
+        device = self.keys.device
+        source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+        for tensor in (self.keys, self.values):
+            tensor[:, target] = tensor[:, source]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillChunk:
+    """Consecutive tokens of one sequence that go into the cache in one pass.
+
+    The first is at position `start`; all before are in the cache, or are of a chunk of the same pass (sequences that share pages).
+    `pages` is the sequence's page table, at least up to the last of these tokens.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    wants_logits: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeBatch:
+    """One token of each of B sequences: `tokens` int64 [B], their `positions` int64 [B] (as many tokens are in the cache before), and
+    `pages` int32 [B, P], the page tables, rows filled up with 0."""
+
+    tokens: Tensor
+    positions: Tensor
+    pages: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Together:
+    """Chunks from position 0 of like lengths: one padded attention call. What fills a row up stands behind its tokens, where a causal
+    mask hides it."""
+
+    rows: Tensor  # int64 [chunks, longest]: which flat token is there
+    kept: Tensor  # bool [chunks, longest]: not filling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Continued:
+    """A chunk that looks back into the cache: flat tokens `first` to `last`, the last ones of a sequence of `length`."""
+
+    first: int
+    last: int
+    slots: Tensor  # int64 [length]: where the sequence's tokens are in the cache, its own included
+    pages: Tensor  # int32 [1, P]
+    length: Tensor  # int32 [1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillPlan:
+    """What the chunks of one pass ask of every layer: N flat tokens, their positions and slots, and who attends to what."""
+
+    tokens: Tensor  # int64 [N]
+    positions: Tensor  # int64 [N]
+    slots: Tensor  # int64 [N]
+    wanted: Tensor  # int64: flat tokens whose logits are wanted
+    parts: tuple[Together | Continued, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodePlan:
+    """Where B tokens go and which of the slots that their page tables name they may look at."""
+
+    positions: Tensor  # int64 [B]
+    slots: Tensor  # int64 [B]
+    pages: Tensor  # int32 [B, P]
+    lengths: Tensor  # int32 [B], the own token included
+    visible: Tensor  # bool [B, 1, 1, P * page_size]
+
+
+class PagedAttention(Protocol):
+    """Attention over the pages of one layer, in which the keys and values of the queries' own tokens already are."""
+
+    page_size: int
+
+    def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
+        """One token of each sequence: [B, groups, queries per group, D] -> the same shape."""
+
+    def prefill(self, queries: Tensor, cache: PagedKV, layer: int, part: Continued) -> Tensor:
+        """The tokens of one chunk: [S, groups, queries per group, D] -> the same shape."""
+
+
+def plan_prefill(chunks: Sequence[PrefillChunk], page_size: int, device: torch.device) -> PrefillPlan:
+    """Lay the chunks' tokens one after the other."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    wanted: list[int] = []
+    fresh: dict[int, list[tuple[int, int]]] = {}
+    parts: list[Together | Continued] = []
+    for chunk in chunks:
+        first, end = len(tokens), chunk.start + len(chunk.tokens)
+        table = [chunk.pages[t // page_size] * page_size + t % page_size for t in range(end)]
+        tokens += chunk.tokens
+        positions += range(chunk.start, end)
+        slots += table[chunk.start :]
+        if chunk.wants_logits:
+            wanted.append(len(tokens) - 1)
+        if chunk.start:
+            parts.append(
+                Continued(
+                    first=first,
+                    last=len(tokens),
+                    slots=torch.tensor(table, device=device),
+                    pages=torch.tensor([chunk.pages], dtype=torch.int32, device=device),
+                    length=torch.tensor([end], dtype=torch.int32, device=device),
+                )
+            )
+        else:  # lengths between the same powers of two share a call
+            fresh.setdefault(len(chunk.tokens).bit_length(), []).append((first, len(chunk.tokens)))
+    parts += [_together(rows, device) for rows in fresh.values()]
+    lists = (torch.tensor(values, dtype=torch.int64, device=device) for values in (tokens, positions, slots, wanted))
+    flat, where, slot, last = lists
+    return PrefillPlan(tokens=flat, positions=where, slots=slot, wanted=last, parts=tuple(parts))
+
+
+def _together(rows: list[tuple[int, int]], device: torch.device) -> Together:
+    first, length = torch.tensor(rows, device=device).unbind(1)
+    column = torch.arange(max(length for _, length in rows), device=device)
+    return Together(rows=first[:, None] + torch.minimum(column, length[:, None] - 1), kept=column < length[:, None])
+
+
+def plan_decode(batch: DecodeBatch, page_size: int) -> DecodePlan:
+    """Slots and masks of a decode step, the same for every layer."""
+    pages, positions = batch.pages, batch.positions
+    page = pages.gather(1, (positions // page_size)[:, None])[:, 0].long()
+    places = torch.arange(pages.shape[1] * page_size, device=pages.device)
+    return DecodePlan(
+        positions=positions,
+        slots=page * page_size + positions % page_size,
+        pages=pages,
+        lengths=(positions + 1).int(),
+        visible=(places <= positions[:, None])[:, None, None],
+    )
+
+
+def prefill_attention(
+    mixed: tuple[Tensor, Tensor, Tensor], cache: PagedKV, layer: int, plan: PrefillPlan, attention: PagedAttention
+) -> Tensor:
+    """Causal attention of flat tokens, [N, groups, queries per group, D].
+
+    Args:
+        mixed: queries [N, groups, queries per group, D], keys and values [N, groups, D] of the tokens.
+        cache: in this layer of it the tokens' keys and values already are.
+    """
+    queries, keys, values = mixed
+    out = torch.empty_like(queries)
+    for part in plan.parts:
+        if isinstance(part, Together):
+            out[part.rows[part.kept]] = causal(queries[part.rows], keys[part.rows], values[part.rows])[part.kept]
+        else:
+            out[part.first : part.last] = attention.prefill(queries[part.first : part.last], cache, layer, part)
+    return out
+
+
+def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """[B, S, groups, queries per group, D], the last S tokens of the T whose keys and values are [B, T, groups, D]."""
+    batch, length, groups, share, size = queries.shape
+    q = queries.permute(0, 2, 3, 1, 4).reshape(batch, groups * share, length, size)
+    k, v = keys.transpose(1, 2), values.transpose(1, 2)
+    if length == keys.shape[1]:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=share > 1)
+    else:
+        places = torch.arange(keys.shape[1], device=q.device)
+        # Only kernels without masks take fewer key than query heads; the one that does all else writes the scores out.
+        k, v = (tensor.repeat_interleave(share, dim=1) for tensor in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=places[-length:, None] >= places)
+    return out.view(batch, groups, share, length, size).permute(0, 3, 1, 2, 4)
+
+
+class GatheredAttention:
+    """`PagedAttention` on copies of the pages, anywhere."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+
+    def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
+        # The queries of a group attend to the same keys: they are the "sequence", and no key is repeated.
+        k, v = (tensor[layer][plan.pages].flatten(1, 2).transpose(1, 2) for tensor in (cache.keys, cache.values))
+        return F.scaled_dot_product_attention(queries, k, v, attn_mask=plan.visible)
+
+    def prefill(self, queries: Tensor, cache: PagedKV, layer: int, part: Continued) -> Tensor:
+        keys, values = (tensor[part.slots][None] for tensor in cache.slots(layer))
+        return causal(queries[None], keys, values)[0]

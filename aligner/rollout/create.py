@@ -1,0 +1,82 @@
+"""Which engine a run samples with: picks by `rollout.engine`, and imports a wrapped package only where it is the one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch.distributed as dist
+
+from aligner.errors import EngineError
+from aligner.models.build import LanguageModel
+from aligner.models.families import architecture_to_hf
+from aligner.models.offload import HostMemory
+from aligner.models.policy import MegatronPolicy
+from aligner.parallel.together import together
+from aligner.parallel.transfer import block_group
+from aligner.protocols import Replica
+from aligner.rollout.config import EngineKind, RolloutConfig, VerifyRefit, check_splits
+from aligner.rollout.engine import ForeignEngine
+from aligner.rollout.foreign import StreamedEngine, WeightStream
+from aligner.rollout.lifecycle import PhasedEngine
+from aligner.rollout.manifest import hf_manifest
+from aligner.rollout.megatron import MegatronEngine
+from aligner.rollout.refit import MIB
+from aligner.rollout.work import WorkSharing
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def create_engine(policy: MegatronPolicy, config: RolloutConfig, *, eos_id: int, decode: Decode | None = None) -> PhasedEngine:
+    """The engine on the policy's weights, ready to generate where it does not sleep between generations. Collective over the component.
+
+    `decode` (token ids -> text) is for stop strings. Raises ConfigError where the engine cannot be laid out as the config says, EngineError
+    where it cannot be started or filled.
+    """
+    if config.engine == EngineKind.megatron:
+        engine = MegatronEngine(policy.chunks, config, eos_id=eos_id, decode=decode)
+        group = engine.shards.group if engine.shards.count > 1 else None
+    else:
+        trained = policy.chunks[0].pg_collection.tp
+        tp = config.tp or trained.size()
+        check_splits(policy.chunks[0].architecture, tp=tp, world_size=dist.get_world_size())
+        engine = _streamed(policy, config, tp=tp, eos_id=eos_id)
+        group = trained if tp == trained.size() > 1 else block_group(tp)
+    sharing = WorkSharing(engine.replica, group, fixed=not config.share_work)
+    return PhasedEngine(engine, config.sampling, sharing, offload=config.offload)
+
+
+def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id: int) -> StreamedEngine:
+    """A wrapped package's engine, started."""
+    chunk = policy.chunks[0]
+    dtype = chunk.config.params_dtype
+    directory = TemporaryDirectory(prefix="aligner-engine-")  # what these packages read a model's sizes from
+    hf = architecture_to_hf(chunk.architecture) | {"dtype": str(dtype).removeprefix("torch.")}
+    (Path(directory.name) / "config.json").write_text(json.dumps(hf))
+    foreign = together(
+        lambda: _foreign(config, chunk, Path(directory.name), tp=tp, eos_id=eos_id), "making the rollout engine", error=EngineError
+    )
+    stream = WeightStream(
+        export=policy.export_weights,
+        manifest=hf_manifest(chunk.architecture, dtype),
+        bucket_bytes=config.refit_bucket_mib * MIB,
+        verified=config.verify_refit == VerifyRefit.checksum,
+    )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    replica = Replica(index=rank // tp, count=size // tp, is_leader=rank % tp == 0)
+    parameters = HostMemory(kept=lambda: (p.data for chunk in policy.chunks for p in chunk.parameters()))
+    return StreamedEngine(foreign, stream, replica, policy=parameters if config.offload else None, at_end=directory.cleanup)
+
+
+def _foreign(config: RolloutConfig, chunk: LanguageModel, directory: Path, *, tp: int, eos_id: int) -> ForeignEngine:
+    dtype, length = chunk.config.params_dtype, chunk.max_sequence_length
+    if config.engine == EngineKind.tensorrt_llm:
+        from aligner.rollout.tensorrt_llm import TensorRTLLMEngine
+
+        return TensorRTLLMEngine(config, path=directory, dtype=dtype, eos_id=eos_id, max_sequence_length=length, tp=tp)
+    from aligner.rollout.vllm import VLLMEngine, VLLMModel
+
+    model = VLLMModel(directory=directory, architecture=chunk.architecture, dtype=dtype, max_sequence_length=length, eos_id=eos_id)
+    return VLLMEngine(model, config, tp=tp)

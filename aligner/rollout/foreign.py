@@ -1,0 +1,168 @@
+"""An inference package's engine as one that the lifecycle can drive: the policy's weights are streamed into it, checked on the way.
+
+The stream is collective over the component. Where an engine fails on one rank, that rank follows the stream to its end without loading, so
+that no other is left waiting; then all give the refit up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aligner.errors import ConfigError, EngineError
+from aligner.models.offload import HostMemory
+from aligner.parallel import platform
+from aligner.parallel.together import together
+from aligner.protocols import Replica
+from aligner.rollout import verify
+from aligner.rollout.engine import ALL_MEMORY, Capabilities, ForeignEngine, GenResult, Memory, Refitted, Work
+from aligner.rollout.manifest import Manifest, Receipt, named_few
+from aligner.rollout.stream import Bucket, weight_buckets
+from aligner.types import SamplingConfig
+
+Export = Callable[[], Iterator[tuple[str, Tensor]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightStream:
+    """Where a foreign engine's weights come from: `Policy.export_weights`, what it must give, and in what portions."""
+
+    export: Export
+    manifest: Manifest
+    bucket_bytes: int
+    verified: bool = False  # whether what the engine holds afterwards is compared with what was sent
+
+
+class StreamedEngine:
+    """`aligner.rollout.engine.Engine` around a `ForeignEngine`, which it starts. Collective over the component.
+
+    policy: where the policy's weights wait in host memory while the engine's are awake; None: they stay, and the engine never sleeps.
+    at_end: called at shutdown.
+    """
+
+    def __init__(
+        self,
+        engine: ForeignEngine,
+        stream: WeightStream,
+        replica: Replica,
+        *,
+        policy: HostMemory | None = None,
+        at_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.foreign = engine
+        self.replica = replica
+        self._stream = stream
+        self._policy = policy
+        self._at_end = at_end
+        together(engine.start, f"starting {engine.capabilities.name}", error=EngineError)
+        if policy is not None:
+            together(lambda: engine.sleep(ALL_MEMORY), f"putting {engine.capabilities.name} to sleep", error=EngineError)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The wrapped engine's."""
+        return self.foreign.capabilities
+
+    @property
+    def max_sequence_length(self) -> int:
+        """The wrapped engine's."""
+        return self.foreign.max_sequence_length
+
+    def refit(self, version: int) -> Refitted:
+        """Stream the policy's current weights into the engine. Raises EngineError on every rank where it failed on any, also
+        where a verification was asked for and the engine cannot read its weights back."""
+        started = time.monotonic()
+        delivery = _Delivery(self.foreign, self._stream)
+        try:
+            together(delivery.run, "streaming the weights", error=EngineError)
+            together(lambda: self.foreign.finish_refit(version), "finishing the refit", error=EngineError)
+        except EngineError:
+            self.foreign.abort_refit()
+            raise
+        if self._stream.verified:
+            together(delivery.compare, "verifying the refit", error=EngineError)
+        if self._policy is not None:
+            self._policy.move_out()
+        platform.synchronize()
+        return Refitted(num_bytes=self._stream.manifest.num_bytes, seconds=time.monotonic() - started)
+
+    def wake(self, memory: frozenset[Memory]) -> None:
+        """See `Engine.wake`."""
+        self.foreign.wake(memory)
+
+    def sleep(self, memory: frozenset[Memory]) -> None:
+        """See `Engine.sleep`."""
+        self.foreign.sleep(memory)
+        if self._policy is not None and Memory.weights in memory:
+            self._policy.move_in()
+
+    def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
+        """See `Engine.generate`."""
+        return self.foreign.generate(work, sampling)
+
+    def shutdown(self) -> None:
+        """See `Engine.shutdown`."""
+        self.foreign.shutdown()
+        self._at_end()
+
+
+class _Delivery:
+    """One refit: the stream, what has come of it, and what went wrong on this rank."""
+
+    def __init__(self, engine: ForeignEngine, stream: WeightStream) -> None:
+        self._engine = engine
+        self._stream = stream
+        self._receipt = Receipt(stream.manifest)
+        self._largest: dict[str, Tensor] = {}  # a scalar on the device for each tensor, that says whether all of it is finite
+        self._sent: dict[str, Tensor] = {}  # checksums
+
+    def run(self) -> None:
+        """Load the whole stream; every rank follows it to its end, whatever happens on the way."""
+        failure: Exception | None = None
+        try:
+            self._engine.begin_refit(self._stream.manifest)
+        except Exception as failed:  # raised when the stream has ended
+            failure = failed
+        for bucket in weight_buckets(self._stream.export(), bucket_bytes=self._stream.bucket_bytes):
+            if failure is None:
+                try:
+                    self._load(bucket)
+                except Exception as failed:
+                    failure = failed
+        if failure is not None:
+            raise failure
+        self._receipt.complete()
+        self._refuse_not_finite()
+
+    def compare(self) -> None:
+        """Raise EngineError naming the weights that the engine holds otherwise than they were sent."""
+        names = list(self._sent)
+        held = {name: tensor for name in names if (tensor := self._engine.read_back(name)) is not None}
+        if not held:
+            raise ConfigError(
+                f"rollout.verify_refit=checksum: {self._engine.capabilities.name} cannot read its weights back; allowed: none"
+            )
+        differs = [name for name, tensor in held.items() if not _same(self._sent[name], tensor, self._stream.manifest.tensors[name].shape)]
+        if differs:
+            raise EngineError(f"{named_few(differs)} of {len(held)} tensors that were read back are not what was sent")
+
+    def _load(self, bucket: Bucket) -> None:
+        self._receipt.take(bucket)
+        names, tensors = [name for name, _ in bucket], [tensor for _, tensor in bucket]
+        self._largest |= zip(names, verify.magnitudes(tensors), strict=True)
+        if self._stream.verified:
+            self._sent |= {name: verify.checksum(tensor) for name, tensor in bucket}
+        self._engine.load(bucket)
+
+    def _refuse_not_finite(self) -> None:
+        finite = torch.stack([largest.isfinite() for largest in self._largest.values()]).tolist()
+        if bad := [name for name, good in zip(self._largest, finite, strict=True) if not good]:
+            raise EngineError(f"the weights are not finite: {named_few(bad)} of {len(finite)} tensors")
+
+
+def _same(sent: Tensor, held: Tensor, shape: tuple[int, ...]) -> bool:
+    return tuple(held.shape) == shape and int(verify.checksum(held)) == int(sent)

@@ -1,0 +1,106 @@
+"""CUDA graphs of decode steps: a step is recorded once for each size and replayed, which costs one launch instead of hundreds.
+
+A graph keeps addresses: of its inputs, which are buffers that each step fills; of the weights and the cache, and where one of these has
+moved all graphs are recorded again. Sizes are rounded up, so that there are few. Rows that only fill up write to the cache's scratch page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aligner.rollout.attention import DecodeBatch, PagedKV
+
+WARM_UPS = 2
+
+
+class Capture(Protocol):
+    """Records what a function does."""
+
+    def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """(what does it again, its result: the same tensor each time)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """A step of one size: fill `inputs`, replay, read `logits`."""
+
+    inputs: DecodeBatch
+    logits: Tensor
+    replay: Callable[[], None]
+
+
+class DecodeGraphs:
+    """Decode steps by graph. Every rank of a replica makes the same calls, so all record and replay together."""
+
+    def __init__(self, step: Callable[[DecodeBatch, PagedKV], Tensor], capture: Capture, *, max_pages: int) -> None:
+        self._step = step
+        self._capture = capture
+        self._max_pages = max_pages
+        self._recorded: dict[tuple[int, int], Recorded] = {}
+        self._addresses: tuple[int, ...] = ()
+
+    def __call__(self, batch: DecodeBatch, cache: PagedKV, weights: tuple[int, ...]) -> Tensor:
+        """Logits [B, V], overwritten by the next call. `weights`: the addresses of all weights."""
+        addresses = (*weights, cache.keys.data_ptr(), cache.values.data_ptr(), cache.num_pages)
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._recorded.clear()
+        rows, columns = batch.pages.shape
+        size = round_rows(rows), min(round_pages(columns), self._max_pages)
+        if size not in self._recorded:
+            self._recorded[size] = self._record(size, batch, cache)
+        recorded = self._recorded[size]
+        inputs = recorded.inputs
+        inputs.tokens[:rows].copy_(batch.tokens)
+        inputs.positions[:rows].copy_(batch.positions)
+        inputs.pages[:rows, :columns].copy_(batch.pages)
+        inputs.positions[rows:].zero_()
+        inputs.pages[rows:].fill_(cache.scratch_page)
+        recorded.replay()
+        return recorded.logits[:rows]
+
+    def _record(self, size: tuple[int, int], batch: DecodeBatch, cache: PagedKV) -> Recorded:
+        """Recording runs the step, on rows that all write to the scratch page."""
+        inputs = DecodeBatch(
+            tokens=batch.tokens.new_zeros(size[0]),
+            positions=batch.positions.new_zeros(size[0]),
+            pages=batch.pages.new_full(size, cache.scratch_page),
+        )
+        replay, logits = self._capture(lambda: self._step(inputs, cache))
+        return Recorded(inputs=inputs, logits=logits, replay=replay)
+
+
+def round_rows(rows: int) -> int:
+    """The graph's number of rows: at most a quarter more."""
+    step = 1 << max((rows - 1).bit_length() - 3, 0)
+    return -(-rows // step) * step
+
+
+def round_pages(pages: int) -> int:
+    """The graph's width of a page table: a power of two."""
+    return 1 << (pages - 1).bit_length()
+
+
+class CudaCapture:
+    """`Capture` on the current GPU. All graphs share one pool of memory: only one runs at a time, and each writes what it reads."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # libraries choose algorithms and allocate workspaces on their first calls
+            for _ in range(WARM_UPS):
+                function()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (clients of the servers, the collective library's watchdog) may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = function()
+        return graph.replay, result

@@ -1,0 +1,124 @@
+"""Which tensors a whole model is made of, from its architecture alone, and whether a refit brought exactly these.
+
+Hugging Face names and shapes are what engines of other packages are filled with (`hf_manifest`); global Megatron names are the built-in
+engine's (`global_manifest`). No tensor is needed to make one, so what the weights should be does not depend on what they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aligner.errors import EngineError
+from aligner.models.config import Architecture
+from aligner.models.families import weight_names
+from aligner.models.families.mapping import to_hf
+
+_SHOWN = 3  # names in a message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One tensor of a model: its full shape and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """Every tensor of a model once, by name, in the order of Hugging Face's model; a tied output layer is left out."""
+
+    tensors: Mapping[str, TensorSpec]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole model."""
+        return sum(spec.num_bytes for spec in self.tensors.values())
+
+
+def global_manifest(architecture: Architecture, dtype: torch.dtype) -> Manifest:
+    """Full tensors under Megatron's names with global layer and expert numbers; the vocabulary without padding."""
+    names = weight_names(architecture).names(architecture)
+    return Manifest(tensors={name: TensorSpec(shape=_full_shape(name, architecture), dtype=dtype) for name in names})
+
+
+def hf_manifest(architecture: Architecture, dtype: torch.dtype) -> Manifest:
+    """Full tensors under Hugging Face's names: what `Policy.export_weights` streams."""
+    table, tensors = weight_names(architecture), {}
+    for name in table.names(architecture):
+        rule = table.find(name)
+        parts = to_hf(rule, torch.empty(_full_shape(name, architecture), device="meta"), architecture)
+        tensors |= {hf: TensorSpec(shape=tuple(part.shape), dtype=dtype) for hf, part in zip(rule.hf_names, parts, strict=True)}
+    return Manifest(tensors=tensors)
+
+
+def _full_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
+    """Shape of a full Megatron tensor, the vocabulary without padding."""
+    a = architecture
+    inner = a.expert_ffn_hidden_size if ".local_experts." in name else a.ffn_hidden_size
+    queries, keys = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
+    shapes = {
+        "word_embeddings": (a.vocab_size, a.hidden_size),
+        "output_layer": (a.vocab_size, a.hidden_size),
+        "position_embeddings": (a.max_position_embeddings, a.hidden_size),
+        "linear_qkv": (queries + 2 * keys, a.hidden_size),
+        "linear_proj": (a.hidden_size, queries),
+        "linear_fc1": (inner * (1 + a.gated_mlp), a.hidden_size),
+        "linear_fc2": (a.hidden_size, inner),
+        "router": (a.num_experts, a.hidden_size),
+        "q_layernorm": (a.head_dim,),
+        "k_layernorm": (a.head_dim,),
+        "input_layernorm": (a.hidden_size,),
+        "pre_mlp_layernorm": (a.hidden_size,),
+        "final_layernorm": (a.hidden_size,),
+    }
+    module, kind = name.split(".")[-2:]
+    return shapes[module][:1] if kind == "bias" else shapes[module]
+
+
+def mismatch(name: str, tensor: Tensor, spec: TensorSpec) -> str:
+    """What is wrong with a tensor's shape or dtype; empty where nothing is."""
+    if tuple(tensor.shape) != spec.shape:
+        return f"{name} has the shape {list(tensor.shape)}, the model's config makes it {list(spec.shape)}"
+    if tensor.dtype != spec.dtype:
+        return f"{name} is {str(tensor.dtype).removeprefix('torch.')}, the model is {str(spec.dtype).removeprefix('torch.')}"
+    return ""
+
+
+class Receipt:
+    """Checks one refit: what arrives against the manifest. Each refit needs a new one."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._seen: Counter[str] = Counter()
+
+    def take(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Note tensors that arrived. Raises EngineError naming one that is extra, came before, or has the wrong shape or dtype."""
+        for name, tensor in named:
+            if name not in self._manifest.tensors:
+                raise EngineError(f"refit: {name} is extra: no weight of this model has that name")
+            self._seen[name] += 1
+            if self._seen[name] > 1:
+                raise EngineError(f"refit: {name} came twice")
+            if wrong := mismatch(name, tensor, self._manifest.tensors[name]):
+                raise EngineError(f"refit: {wrong}")
+
+    def complete(self) -> None:
+        """Raises EngineError naming tensors that did not arrive."""
+        if missing := [name for name in self._manifest.tensors if name not in self._seen]:
+            raise EngineError(f"refit: {named_few(missing)} of {len(self._manifest.tensors)} tensors did not arrive")
+
+
+def named_few(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
+    shown = ", ".join(names[:_SHOWN])
+    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -1,0 +1,235 @@
+"""Continuous batching without tensors: which sequences wait, which have a seat and pages, and which tokens are put into the cache next.
+
+Nothing here depends on anything but the calls, so all ranks of a replica decide the same. Sequences are seated in the order in which they
+arrived, and those that arrived last lose their seats first where pages run out: the oldest always goes on, and in the end all finish.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from aligner.rollout.engine import GenRequest
+from aligner.rollout.pages import PagePool
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NO_SEAT = -1
+KEPT_PREFIXES = 4  # that sequences still to come may start from: those of one prompt arrive next to each other
+
+
+@dataclass(slots=True, eq=False)
+class Response:
+    """One response in the making."""
+
+    arrival: int
+    request: GenRequest
+    limit: int  # tokens that it may have
+    tokens: tuple[int, ...]  # what must be in the cache before it goes on: the prompt, and what was sampled before its seat was lost
+    pages: list[int] = field(default_factory=list)
+    seat: int = NO_SEAT
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """Tokens that are put into the cache for one or several responses; afterwards what others with the very same tokens start from.
+
+    A last page that is not full belongs to the first response, which goes on writing behind these tokens. The others get copies.
+    """
+
+    tokens: tuple[int, ...]
+    pages: list[int]
+    computed: int  # tokens that are in the cache, or are put there in the pass that is being planned
+    waiting: list[Response] = field(default_factory=list)
+    is_claimed: bool = False  # some response writes into the last page
+    logits: Tensor | None = None  # float32 [V], after the last token
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens `start` to `end` of a prefix, to be computed in the next pass."""
+
+    prefix: Prefix
+    start: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == len(self.prefix.tokens)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What one generation did, on one replica."""
+
+    prefilled_tokens: int = 0  # computed in prefill passes, those of responses that came back included
+    shared_tokens: int = 0  # of prompts (and responses that came back) that were in the cache already, or on their way there
+    preemptions: int = 0
+    prefill_passes: int = 0
+    decode_steps: int = 0
+    decoded_tokens: int = 0  # rows of all decode steps
+
+
+class Scheduler:
+    """Seats and pages of one generation."""
+
+    def __init__(self, pool: PagePool, *, num_seats: int, chunk_tokens: int, counters: Counters) -> None:
+        self.pool = pool
+        self.chunk_tokens = chunk_tokens
+        self.counters = counters
+        self.waiting: deque[Response] = deque()  # all arrived after all that are seated
+        self.seated: dict[int, Response] = {}  # by arrival, in that order
+        self.prefilling: deque[Prefix] = deque()
+        self._prefixes: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()  # being computed or kept; those used last at the end
+        self._free_seats = list(range(num_seats - 1, -1, -1))
+        self.num_arrived = 0
+
+    @property
+    def num_free_seats(self) -> int:
+        return len(self._free_seats)
+
+    def arrive(self, request: GenRequest, limit: int) -> None:
+        """A new request, behind those that wait."""
+        self.waiting.append(Response(arrival=self.num_arrived, request=request, limit=limit, tokens=request.tokens))
+        self.num_arrived += 1
+
+    def admit(self) -> list[tuple[Prefix, Response]]:
+        """Seat those that wait while there is room; returns those whose tokens are all in the cache already, with their prefixes."""
+        ready: list[tuple[Prefix, Response]] = []
+        while self.waiting and self._free_seats and self._make_room(self.waiting[0]):
+            response = self.waiting.popleft()
+            prefix = self._join(response)
+            response.seat = self._free_seats.pop()
+            self.seated[response.arrival] = response
+            if prefix.logits is None:
+                prefix.waiting.append(response)
+            else:
+                ready.append((prefix, response))
+        return ready
+
+    def next_pieces(self) -> list[Piece]:
+        """What the next prefill pass computes: the oldest prefixes, as much of them as fits. They count as computed from here on."""
+        pieces: list[Piece] = []
+        room = self.chunk_tokens
+        for prefix in self.prefilling:
+            if not room:
+                break
+            start, end = prefix.computed, min(len(prefix.tokens), prefix.computed + room)
+            pieces.append(Piece(prefix, start, end))
+            prefix.computed = end
+            room -= end - start
+        self.counters.prefilled_tokens += self.chunk_tokens - room
+        return pieces
+
+    def computed(self, prefix: Prefix, logits: Tensor) -> list[Response]:
+        """The last of its pieces is in the cache: the responses that waited for it. It is kept for others while there is room."""
+        assert self.prefilling[0] is prefix  # they end in the order in which they began
+        self.prefilling.popleft()
+        prefix.logits = logits
+        responses, prefix.waiting = prefix.waiting, []
+        return responses
+
+    def forget_surplus(self) -> None:
+        """Keep no more prefixes than `KEPT_PREFIXES`."""
+        while len(self._prefixes) - len(self.prefilling) > KEPT_PREFIXES:
+            self.forget_oldest()
+
+    def find_pages(self, count: int) -> bool:
+        """Whether `count` pages are free, once kept prefixes have been forgotten for them where needed."""
+        while self.pool.num_free < count:
+            if not self.forget_oldest():
+                return False
+        return True
+
+    def forget_oldest(self) -> bool:
+        """Give back the pages of the kept prefix that was not used for the longest time; False where none is kept."""
+        for prefix in self._prefixes.values():
+            if prefix.logits is not None:
+                self._forget(prefix)
+                return True
+        return False
+
+    @property
+    def youngest(self) -> Response:
+        """The seated response that arrived last."""
+        return next(reversed(self.seated.values()))
+
+    def preempt(self, response: Response) -> None:
+        """Take its seat and its pages from the youngest response, and let it wait for others."""
+        self.leave(response)
+        self.waiting.appendleft(response)
+        self.counters.preemptions += 1
+        for prefix in self.prefilling:
+            if response in prefix.waiting:
+                prefix.waiting.remove(response)
+                if not prefix.waiting:  # nobody older wants it, so nobody reads its pages
+                    self.prefilling.remove(prefix)
+                    self._forget(prefix)
+                break
+
+    def leave(self, response: Response) -> None:
+        """A response has ended, or must wait."""
+        self.pool.release(response.pages)
+        self._free_seats.append(response.seat)
+        response.pages, response.seat = [], NO_SEAT
+        del self.seated[response.arrival]
+
+    def _make_room(self, response: Response) -> bool:
+        """Whether the response can get its pages and every seated one a page besides, which it may want soon. Alone it always can."""
+        while True:
+            prefix = self._prefixes.get(response.tokens)
+            if prefix is None:
+                needed = self.pool.pages_for(len(response.tokens)) - len(self.pool.find(response.tokens))
+            else:
+                needed = int(self._wants_copy(prefix))
+            if self.pool.num_free - needed >= len(self.seated):
+                return True
+            if not self.forget_oldest():
+                assert self.seated, "a response that does not fit into the cache alone was let in"
+                return False
+
+    def _wants_copy(self, prefix: Prefix) -> bool:
+        return prefix.is_claimed and len(prefix.tokens) % self.pool.page_size > 0
+
+    def _join(self, response: Response) -> Prefix:
+        """Give the response its pages: those of a prefix with the same tokens, which is made where there is none."""
+        prefix = self._prefixes.get(response.tokens)
+        if prefix is None:
+            prefix = self._begin(response.tokens)
+        else:
+            self._prefixes.move_to_end(response.tokens)
+            self.counters.shared_tokens += len(response.tokens)
+        if self._wants_copy(prefix):
+            shared = prefix.pages[:-1]
+            response.pages = shared + self.pool.allocate(1)
+        else:
+            shared = prefix.pages
+            response.pages = list(shared)
+        self.pool.share(shared)
+        prefix.is_claimed = True
+        return prefix
+
+    def _begin(self, tokens: tuple[int, ...]) -> Prefix:
+        """Pages for these tokens. They are found by others from now on: whoever finds them comes later in the queue of what is computed."""
+        shared = self.pool.find(tokens)
+        self.pool.share(shared)
+        pages = shared + self.pool.allocate(self.pool.pages_for(len(tokens)) - len(shared))
+        self.pool.publish(tokens, pages)
+        self.counters.shared_tokens += len(shared) * self.pool.page_size
+        prefix = Prefix(tokens=tokens, pages=pages, computed=len(shared) * self.pool.page_size)
+        self._prefixes[tokens] = prefix
+        self.prefilling.append(prefix)
+        return prefix
+
+    def _forget(self, prefix: Prefix) -> None:
+        del self._prefixes[prefix.tokens]
+        self.pool.release(prefix.pages)
+
+
+def copies(pairs: Sequence[tuple[Prefix, Response]]) -> tuple[list[int], list[int]]:
+    """(pages, the pages that they must be copied to) for responses that start from a computed prefix."""
+    wanted = [(prefix.pages[-1], response.pages[-1]) for prefix, response in pairs if prefix.pages[-1] != response.pages[-1]]
+    return [source for source, _ in wanted], [target for _, target in wanted]

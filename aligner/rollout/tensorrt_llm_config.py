@@ -1,0 +1,44 @@
+"""What a user says about the TensorRT-LLM engine. Imports nothing of the package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from aligner.errors import ConfigError
+
+
+class Sampler(str, Enum):
+    """Which of the package's samplers draws the tokens; they differ in what their log-probs are of."""
+
+    trtllm = "trtllm"  # the compiled one: a seed for each request, log-probs at the sampling temperature
+    torch = "torch"  # the one in PyTorch: log-probs at temperature 1; no seeds before TensorRT-LLM 1.3
+
+
+class CudaGraphs(str, Enum):
+    """Whether decoding is replayed from CUDA graphs."""
+
+    auto = "auto"  # yes, but where the engine sleeps and this version cannot do both
+    always = "always"
+    never = "never"
+
+
+@dataclass(kw_only=True, slots=True)
+class TensorRTLLMConfig:
+    """`rollout.tensorrt_llm`: settings of the engine that no other one has."""
+
+    sampler: Sampler = Sampler.trtllm
+    cuda_graphs: CudaGraphs = CudaGraphs.auto
+    kv_memory_fraction: float = 0.9  # at most this much of the memory that is free beside the weights holds rollout.kv_cache_tokens
+    timeout_seconds: float = 1800.0  # without one response that ends, of many that run; then the engine is taken for hung
+    pause_seconds: float = 300.0  # for the executor to pause before a refit; then the process ends, for nothing else frees it
+    start_seconds: float = 1800.0  # for importing the package and building the model; then the process ends
+    spmd: bool = False  # share the model among `rollout.tp` > 1 ranks of an MPI launch; experimental, see docs/tensorrt_llm.md
+    allow_drafts: bool = False  # also versions whose recorded contract is a draft: mostly of other versions' sources
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_seconds", "pause_seconds", "start_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"rollout.tensorrt_llm.{name}={getattr(self, name)}: must be above 0")
+        if not 0 < self.kv_memory_fraction <= 1:
+            raise ConfigError(f"rollout.tensorrt_llm.kv_memory_fraction={self.kv_memory_fraction}: must be above 0 and at most 1")

@@ -1,0 +1,69 @@
+"""A decoder that finds its logits in what is really in the cache: a wrong page, a stale one or a wrong position gives other tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from aligner.rollout.attention import DecodeBatch, PagedKV, PrefillChunk
+
+_PRIME = 1_000_003
+
+
+class FakeDecoder:
+    """Keys hold tokens and values hold positions. Logits are noise that a hash of all tokens of the sequence chooses."""
+
+    def __init__(self, *, vocab_size: int = 13, page_size: int = 4, max_sequence_length: int = 64) -> None:
+        self.architecture = SimpleNamespace(vocab_size=vocab_size)
+        self.page_size = page_size
+        self.max_sequence_length = max_sequence_length
+        self.caches: list[int] = []  # pages of those that were made
+        self.passes: list[tuple[str, int]] = []  # ("prefill", tokens) or ("decode", rows)
+        self._noise = 2 * torch.randn(997, vocab_size, generator=torch.Generator().manual_seed(1))
+
+    def new_cache(self, num_pages: int) -> PagedKV:
+        self.caches.append(num_pages)
+        shape = (1, num_pages + 1, self.page_size, 1, 1)
+        return PagedKV(keys=torch.full(shape, -7.0), values=torch.full(shape, -7.0))
+
+    def prefill(self, chunks: Sequence[PrefillChunk], cache: PagedKV) -> Tensor:
+        self.passes.append(("prefill", sum(len(chunk.tokens) for chunk in chunks)))
+        for chunk in chunks:
+            assert len(chunk.tokens) > 0
+            for position, token in enumerate(chunk.tokens, start=chunk.start):
+                _write(cache, chunk.pages, position, token)
+        wanted = [(chunk.pages, chunk.start + len(chunk.tokens)) for chunk in chunks if chunk.wants_logits]
+        return torch.stack([self.logits_of(_read(cache, *place)) for place in wanted]) if wanted else torch.zeros(0, self._noise.shape[1])
+
+    def decode(self, batch: DecodeBatch, cache: PagedKV) -> Tensor:
+        rows = list(zip(batch.tokens.tolist(), batch.positions.tolist(), batch.pages.tolist(), strict=True))
+        self.passes.append(("decode", len(rows)))
+        places = [(pages[position // self.page_size], position % self.page_size) for _, position, pages in rows]
+        assert len(set(places)) == len(rows), "two sequences write to one slot"
+        for token, position, pages in rows:
+            assert position < self.max_sequence_length
+            _write(cache, pages, position, token)
+        return torch.stack([self.logits_of(_read(cache, pages, position + 1)) for _, position, pages in rows])
+
+    def logits_of(self, tokens: Sequence[int]) -> Tensor:
+        """Float32 [V] after these tokens."""
+        code = 0
+        for token in tokens:
+            code = (code * 31 + token + 1) % _PRIME
+        return self._noise[code % self._noise.shape[0]]
+
+
+def _write(cache: PagedKV, pages: Sequence[int], position: int, token: int) -> None:
+    place = 0, pages[position // cache.page_size], position % cache.page_size
+    assert place[1] != cache.scratch_page
+    cache.keys.numpy()[place], cache.values.numpy()[place] = token, position  # tensors would take most of the tests' time
+
+
+def _read(cache: PagedKV, pages: Sequence[int], length: int) -> list[int]:
+    """The first `length` tokens of the sequence with this page table."""
+    keys, values = (tensor.numpy()[0, list(pages)].ravel()[:length].astype(int).tolist() for tensor in (cache.keys, cache.values))
+    assert values == list(range(length)), f"a page holds the tokens of other positions: {values}"
+    return keys

@@ -1,0 +1,34 @@
+"""Calls of the stand-in, bound to the recorded contract."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aligner.rollout.tensorrt_llm_contract import Contract, Symbol
+
+
+def bound(symbol: Symbol, what: str, contract: Contract, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name. Raises TypeError, naming what the contract does not list."""
+    if symbol.fields is not None:
+        extra = [name for name in kwargs if name not in symbol.fields]
+        if args or extra:
+            raise TypeError(f"{what}: " + (f"got unexpected keyword arguments {extra}" if extra else "takes keyword arguments only"))
+        return dict(kwargs)
+    given = symbol.parameters().bind(*args, **kwargs)
+    values = dict(given.arguments)
+    more = values.pop("kwargs", {})
+    if symbol.extra is not None:
+        allowed = {*contract.symbols[symbol.extra].fields, *symbol.also}
+        if extra := [name for name in more if name not in allowed]:
+            raise TypeError(f"{what}: got unexpected keyword arguments {extra}")
+    return values | more
+
+
+class Fields:
+    """A dataclass or pydantic model of the package: exactly the recorded fields."""
+
+    def __init__(self, symbol: Symbol, contract: Contract, kwargs: dict[str, Any]) -> None:
+        self.given = bound(symbol, symbol.name, contract, (), kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["given"].get(name)

@@ -1,0 +1,321 @@
+"""The executor of the stand-in: one thread that decodes, paused by `control_action`; its model; its memory by tags."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fake_tensorrt_llm_binding import bound
+from fake_tensorrt_llm_model import Misuse, Model
+from torch import Tensor
+
+WAIT_SECONDS = 60.0
+
+
+class World:
+    """Everything of one installed version."""
+
+    def __init__(self, contract: Any) -> None:
+        self.contract = contract
+        self.events: list[str] = []
+        self.asleep: set[str] = set()
+        self.llms: list[Any] = []
+        self.communicators: list[Any] = []
+        self.answers = True  # False: requests never end
+        self.error: Exception | None = None  # what every request ends with instead
+
+    def bind(self, name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return bound(self.contract.find(name), name, self.contract, args, kwargs)
+
+    @property
+    def engine(self) -> Any:
+        return self.llms[-1]._executor.engine
+
+    def release_with_tag(self, *tags: str) -> int:
+        return self._exchange("release", tags, asleep=True)
+
+    def materialize_with_tag(self, *tags: str) -> int:
+        return self._exchange("materialize", tags, asleep=False)
+
+    def _exchange(self, what: str, tags: tuple[str, ...], *, asleep: bool) -> int:
+        known = set(self.contract.find("ExecutorMemoryType").members.values())
+        if extra := set(tags) - known:
+            raise Misuse(f"{what}_with_tag: unknown tags {sorted(extra)}")
+        if not self.engine.paused:
+            raise Misuse(f"{what}_with_tag outside control_action")
+        if not self.llms[-1].sleeps:
+            raise Misuse(f"{what}_with_tag on a model that was not built to sleep")
+        if "kv_cache" in tags and not self.engine.is_reset:
+            raise Misuse("the cache was given back or taken with prefixes that could still be found")
+        if any((tag in self.asleep) == asleep for tag in tags):
+            raise Misuse(f"{what}_with_tag: {tags} already are")
+        self.asleep = self.asleep | set(tags) if asleep else self.asleep - set(tags)
+        if "model" in tags:
+            self.engine.model_engine.model.scramble()
+        self.events.append(f"{what} {' '.join(tags)}")
+        return len(tags)
+
+    def set_mpi_comm(self, *args: Any, **kwargs: Any) -> None:
+        self.communicators.append(self.bind("set_mpi_comm", *args, **kwargs)["new_comm"])
+
+    def set_mpi_session_cpp(self, *args: Any, **kwargs: Any) -> None:
+        self.communicators.append(self.bind("set_mpi_session_cpp", *args, **kwargs)["comm"])
+
+    def stop(self) -> None:
+        for llm in self.llms:
+            llm.shutdown()
+
+
+class Loader:
+    def __init__(self, world: World, engine: Engine) -> None:
+        self._world, self._engine = world, engine
+        if world.contract.find("ModelLoader.begin_update_weights"):
+            self.begin_update_weights = lambda: self._step("begin")
+            self.finalize_update_weights = lambda: self._step("finalize")
+            self.abort_update_weights = lambda: self._step("abort")
+        self._begun = False
+
+    def _step(self, what: str) -> None:
+        if not self._engine.paused:
+            raise Misuse(f"{what}_update_weights outside control_action")
+        self._begun = what == "begin"
+        self._world.events.append(f"{what}_update_weights")
+
+    def reload(self, *args: Any, **kwargs: Any) -> None:
+        given = self._world.bind("ModelLoader.reload", *args, **kwargs)
+        if not self._engine.paused:
+            raise Misuse("reload outside control_action")
+        if hasattr(self, "begin_update_weights") and not self._begun:
+            raise Misuse("reload before begin_update_weights")
+        if self._world.asleep & {"model"}:
+            raise Misuse("reload while the weights sleep")
+        if not given.get("allow_partial_loading", False):
+            raise Misuse("reload of a part without allow_partial_loading")
+        if not self._engine.needs_finish:  # the first part of a refit
+            given["model"].given = set()
+        self._engine.needs_finish = True
+        self._engine.is_reset = False
+        given["model"].take(given["weights"])
+        self._world.events.append(f"reload {len(given['weights'])}")
+
+
+@dataclass(eq=False)
+class Running:
+    """One request, and what is known of it."""
+
+    prompt: list[int]
+    params: Any
+    result: Result
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    generator: torch.Generator | None = None
+
+
+class Result:
+    """What `generate_async` returns; it can be awaited only where an event loop ran when it was made."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.outputs: list[Any] = []
+        self._loop = asyncio.get_running_loop()
+        self._done = asyncio.Event()
+        self._error: Exception | None = None
+        self._engine = engine
+        self.was_aborted = False
+
+    async def aresult(self) -> Result:
+        await self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def abort(self) -> None:
+        self.was_aborted = True
+        self._engine.drop(self)
+
+    def finish(self, output: Any, error: Exception | None) -> None:
+        self.outputs, self._error = [output], error
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._done.set)
+
+
+class Engine:
+    """The PyExecutor."""
+
+    def __init__(self, world: World, arguments: dict[str, Any]) -> None:
+        self._world = world
+        self.sampler = str(arguments.get("sampler_type", "auto"))
+        self.max_seq_len = arguments["max_seq_len"]
+        self.model_engine = type("ModelEngine", (), {})()
+        self.model_engine.model = Model(arguments["model"], arguments["dtype"])
+        self.model_engine.model_loader = Loader(world, self)
+        self.paused = self.is_reset = self.needs_finish = False
+        self._running: list[Running] = []
+        self._change = threading.Condition()
+        self._wants_pause = self._stops = False
+        self.thread = threading.Thread(target=self._loop, daemon=True, name="fake-tensorrt-llm")
+        self.thread.start()
+
+    @contextmanager
+    def control_action(self, *args: Any, **kwargs: Any) -> Iterator[Engine]:
+        self._world.bind("PyExecutor.control_action", *args, **kwargs)
+        with self._change:
+            if self._wants_pause:
+                raise Misuse("control_action inside control_action: it would wait for itself")
+            self._wants_pause = True
+            self._change.notify_all()
+            if not self._change.wait_for(lambda: self.paused, WAIT_SECONDS):
+                raise Misuse("control_action: the executor did not pause")
+        try:
+            yield self
+        finally:
+            with self._change:
+                self._wants_pause = self.paused = False
+                self._change.notify_all()
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> None:
+        self._world.bind("PyExecutor.reset_prefix_cache", *args, **kwargs)
+        if not self.paused:
+            raise Misuse("reset_prefix_cache outside control_action")
+        model = self.model_engine.model
+        if self.needs_finish and all(module in model.finalised for _, module in model.groups.values()):
+            self.needs_finish = False
+            model.finalised = set()
+        self.is_reset = True
+        self._world.events.append("reset_prefix_cache")
+
+    def submit(self, running: Running) -> None:
+        model = self.model_engine.model
+        if self._world.asleep:
+            raise Misuse(f"a request while {sorted(self._world.asleep)} sleep")
+        if self.needs_finish:
+            raise Misuse("a request after a refit that was not finished")
+        if missing := set(model.targets) - model.given - {"lm_head.weight"}:
+            raise Misuse(f"a request before all weights came: {sorted(missing)[:3]}")
+        self.is_reset = False
+        with self._change:
+            self._running.append(running)
+            self._change.notify_all()
+
+    def drop(self, result: Result) -> None:
+        with self._change:
+            self._running = [one for one in self._running if one.result is not result]
+            self._change.notify_all()
+
+    def stop(self) -> None:
+        with self._change:
+            self._stops = True
+            self._change.notify_all()
+        self.thread.join(WAIT_SECONDS)
+
+    def _loop(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(
+                    lambda: self._stops or (self._running and self._world.answers) or (self._wants_pause and not self.paused), WAIT_SECONDS
+                )
+                if self._stops:
+                    return
+                if self._wants_pause and not self._running:
+                    self.paused = True
+                    self._change.notify_all()
+                    self._change.wait_for(lambda: not self.paused or self._stops)
+                    continue
+                running = list(self._running) if self._world.answers else []
+            if not running:
+                continue
+            logits = self.model_engine.model.logits([one.prompt + one.tokens for one in running])
+            for one, row in zip(running, logits, strict=True):
+                if self._world.error is not None or self._step(one, row):
+                    self._finish(one)
+
+    def _step(self, one: Running, logits: Tensor) -> bool:
+        """Draw a token; whether the response has ended."""
+        temperature = one.params.temperature
+        greedy = one.params.top_k == 1 or (temperature is None and one.params.top_p is None)
+        scaled = logits if greedy else logits / (1.0 if temperature is None else temperature)
+        if one.generator is None:
+            one.generator = torch.Generator().manual_seed(one.params.seed or 0)
+        token = int(scaled.argmax()) if greedy else int(torch.multinomial(scaled.softmax(-1), 1, generator=one.generator))
+        kind = self._world.contract.rules.logprobs["torch" if self.sampler == "TorchSampler" else "trtllm"]
+        reported = logits if kind == "raw" else scaled
+        one.tokens.append(token)
+        one.logprobs.append(float(reported.log_softmax(-1)[token]))
+        return token in (one.params.stop_token_ids or []) or len(one.tokens) >= one.params.max_tokens
+
+    def _finish(self, one: Running) -> None:
+        stopped = bool(one.tokens) and one.tokens[-1] in (one.params.stop_token_ids or [])
+        tokens = one.tokens if one.params.include_stop_str_in_output or not stopped else one.tokens[:-1]
+        entry = [{token: type("Logprob", (), {"logprob": value})()} for token, value in zip(one.tokens, one.logprobs, strict=True)]
+        output = type("CompletionOutput", (), {})()
+        output.token_ids, output.logprobs = tokens, entry
+        output.finish_reason = "length" if len(one.tokens) >= one.params.max_tokens else "stop"
+        self.drop(one.result)
+        one.result.finish(output, self._world.error)
+
+
+def llm_class(world: World, fields: type) -> type:
+    class LLM:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            given = world.bind("LLM.__init__", *args, **kwargs)
+            if os.environ.get("TLLM_WORKER_USE_SINGLE_PROCESS") != "1":
+                raise Misuse("LLM: it would start another process")
+            if hidden := [name for name in os.environ if name.startswith(("OMPI_", "PMI_", "PMIX_", "SLURM_"))]:
+                raise Misuse(f"LLM: MPI would join the launcher's world: {hidden}")
+            if given.get("backend") != "pytorch" or not given.get("skip_tokenizer_init"):
+                raise Misuse("LLM: backend='pytorch' and skip_tokenizer_init=True are what this stands for")
+            self.sleeps = bool(given.get("enable_sleep")) or given.get("sleep_config") is not None
+            if self.sleeps and given.get("cuda_graph_config") is not None and not world.contract.rules.cuda_graphs_with_sleep:
+                raise Misuse("LLM: CUDA graphs with sleep")
+            self.given = given
+            create = given.get("executor_cls")
+            self._executor = (
+                worker_class(world)(None, llm_args=given) if create is None else create.create(None, llm_args=given, world_size=1)
+            )
+            world.llms.append(self)
+
+        def generate_async(self, *args: Any, **kwargs: Any) -> Result:
+            given = world.bind("BaseLLM.generate_async", *args, **kwargs)
+            params, engine = given["sampling_params"], self._executor.engine
+            if not isinstance(params, fields):
+                raise Misuse("generate_async: sampling_params is not the package's")
+            if params.end_id is None:
+                raise Misuse("generate_async: end_id is None and there is no tokenizer to take it from")
+            if not 0 < len(given["inputs"]) + params.max_tokens <= engine.max_seq_len:
+                raise Misuse("generate_async: prompt and max_tokens are longer than max_seq_len")
+            result = Result(engine)
+            engine.submit(Running(list(given["inputs"]), params, result))
+            return result
+
+        def shutdown(self) -> None:
+            self._executor.engine.stop()
+
+    return LLM
+
+
+def worker_class(world: World) -> type:
+    class GenerationExecutorWorker:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            given = world.bind("GenerationExecutorWorker.__init__", *args, **kwargs)
+            self.engine = Engine(world, given["llm_args"])
+
+    return GenerationExecutorWorker
+
+
+def extension_class() -> type:
+    class WorkerExtension:
+        def finalize_weight_update(self) -> None:
+            loaded = self.engine.model_engine
+            loaded.model_loader.finalize_update_weights()
+            for module in loaded.model.modules():
+                for name in ("process_weights_after_loading", "post_load_weights"):
+                    hook: Callable[[], None] | None = getattr(module, name, None)
+                    if hook is not None:
+                        hook()
+
+    return WorkerExtension

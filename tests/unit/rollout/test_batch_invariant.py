@@ -1,0 +1,183 @@
+"""Under `model.batch_invariant` the built-in engine and the trainer agree to the bit, whatever is computed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from aligner.errors import ConfigError
+from aligner.models.config import Activation, ModelConfig, Normalization, PositionEmbedding, Recompute
+from aligner.types import FinishReason, LossOutput, Prompt, Rollout, SamplingConfig
+
+ARCHITECTURES = {
+    "llama": {"qkv_bias": False, "tied_embeddings": False, "hidden_size": 36, "ffn_hidden_size": 51, "num_attention_heads": 6},
+    "qwen3": {"qk_norm": True, "qkv_bias": False, "num_key_value_heads": 1, "rope_llama3_factor": 8.0},
+    "gpt2": {
+        "position_embedding": PositionEmbedding.learned,
+        "normalization": Normalization.layer_norm,
+        "linear_bias": True,
+        "gated_mlp": False,
+        "activation": Activation.gelu_tanh,
+        "num_key_value_heads": 4,
+    },
+    "nemotron": {
+        "normalization": Normalization.layer_norm_1p,
+        "gated_mlp": False,
+        "activation": Activation.squared_relu,
+        "rotary_fraction": 0.5,
+    },
+    "gelu": {"activation": Activation.gelu},
+}
+# How the trainer may lay a batch out, and how the engine may sample.
+PACKED = {"micro_batch_size": 1, "micro_batch_tokens": 130, "packing": True}
+LAYOUTS = (
+    {"micro_batch_size": 1, "logits_chunk_size": 7},
+    {"micro_batch_size": 2},
+    {"micro_batch_size": 6},
+    {"micro_batch_size": 1, "micro_batch_tokens": 90},
+    PACKED,
+    PACKED | {"share_prompts": True},
+)
+ENGINES = (
+    {"prefill_chunk_tokens": 5},
+    {"max_batch_size": 2},
+    {"max_batch_size": 1},
+    {"kv_cache_tokens": 96, "prefill_chunk_tokens": 6, "max_batch_size": 4},
+)
+LENGTHS = (3, 22, 1, 9, 22, 6)
+SHAPE = ("micro_batch_size", "micro_batch_tokens", "packing", "share_prompts")
+
+
+@pytest.fixture(autouse=True)
+def _world(topology) -> None: ...
+
+
+@pytest.fixture
+def make_policy(make_model):
+    """`make_policy(architecture, **layout)`: always the same weights."""
+
+    def make(architecture: dict, *, optimizer=None, batch_invariant: bool = True, temperature: float = 0.7, **layout):
+        training = {name: layout[name] for name in SHAPE if name in layout} | {"temperature": temperature}
+        config = layout | {"batch_invariant": batch_invariant}
+        architecture = {"num_attention_heads": 4} | architecture
+        return make_model("policy", optimizer=optimizer, architecture=architecture, config=config, training=training)
+
+    return make
+
+
+def prompts() -> list[Prompt]:
+    """Two are the same, and one begins like them."""
+    generator = torch.Generator().manual_seed(12)
+    rows = [torch.randint(3, 61, (length,), generator=generator).tolist() for length in LENGTHS]
+    rows[4], rows[5] = rows[1], rows[1][:17] + rows[5]
+    return [Prompt(id=number, tokens=tuple(row), source=f"prompt {number}") for number, row in enumerate(rows)]
+
+
+def engine_of(policy, **config):
+    from aligner.rollout.config import RolloutConfig
+    from aligner.rollout.create import create_engine
+
+    sampling = SamplingConfig(temperature=0.7, max_response_length=16, stop_token_ids=[5, 6, 7, 8])
+    return create_engine(policy, RolloutConfig(sampling=sampling, **({"max_batch_size": 6} | config)), eos_id=2)
+
+
+def generate(policy, **config) -> list[Rollout]:
+    """In the order of the prompts."""
+    rollouts = [rollout for part in engine_of(policy, **config).generate(prompts(), list(range(len(LENGTHS)))) for rollout in part]
+    return sorted(rollouts, key=lambda rollout: rollout.seed)
+
+
+def batch_of(rollouts: Sequence[Rollout]):
+    from aligner.data.collate import rollout_batch
+
+    return rollout_batch(list(rollouts), 0)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_rollouts_and_training_agree_to_the_bit(name, make_policy):
+    architecture = ARCHITECTURES[name]
+    rollouts = generate(make_policy(architecture))
+    batch = batch_of(rollouts)
+    expected = batch.rollout_logprobs[batch.loss_mask]
+    assert expected.shape[0] > 40
+    for layout in LAYOUTS if name == "llama" else LAYOUTS[2::3]:
+        assert torch.equal(make_policy(architecture, **layout).logprobs(batch)[batch.loss_mask], expected), layout
+
+
+def test_a_sample_is_the_same_however_the_engine_computes_it(make_policy):
+    policy = make_policy(ARCHITECTURES["qwen3"])
+    rollouts = generate(policy)
+    assert {rollout.finish_reason for rollout in rollouts} == {FinishReason.stop, FinishReason.length}
+    for config in ENGINES:
+        assert generate(policy, **config) == rollouts, config  # tokens and log-probs
+
+
+def test_in_bfloat16(make_policy):
+    rollouts = generate(policy := make_policy({}, dtype="bfloat16"))
+    batch = batch_of(rollouts)
+    assert torch.equal(policy.logprobs(batch)[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask])
+
+
+@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full, Recompute.selective])
+def test_the_first_update_has_a_ratio_of_one_and_the_ordinary_gradient(make_policy, recompute):
+    from aligner.models.optimizer import OptimizerConfig
+
+    optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0, eps=1e-3)
+    layout = {"optimizer": optimizer, "recompute": recompute} | (PACKED if recompute == Recompute.none else {"micro_batch_size": 2})
+    policy, ordinary = make_policy(ARCHITECTURES["llama"], **layout), make_policy(ARCHITECTURES["llama"], batch_invariant=False, **layout)
+    batch = batch_of(generate(policy))
+    seen: list[torch.Tensor] = []
+
+    def loss(outputs, part) -> LossOutput:
+        ratio = (outputs.logprobs - part.rollout_logprobs).exp()[part.loss_mask]
+        seen.append(ratio.detach())
+        weights = torch.linspace(-1, 1, part.tokens.shape[1])
+        return LossOutput(total=-(ratio * weights.expand_as(part.tokens)[part.loss_mask]).sum(), count=part.loss_mask.sum(), metrics={})
+
+    norm = policy.train_step(batch, loss)["optim/grad_norm"].value()
+    assert sum(ratio.shape[0] for ratio in seen) == int(batch.loss_mask.sum())
+    assert all(torch.equal(ratio, torch.ones_like(ratio)) for ratio in seen)
+    assert norm == pytest.approx(ordinary.train_step(batch, loss)["optim/grad_norm"].value(), rel=1e-3)
+    for (name, ours), (_, theirs) in zip(policy.module.named_parameters(), ordinary.module.named_parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5, msg=name)
+    after = batch_of(generate(policy))  # of the new weights
+    assert torch.equal(policy.logprobs(after)[after.loss_mask], after.rollout_logprobs[after.loss_mask])
+    assert not torch.equal(policy.logprobs(batch), batch.rollout_logprobs)
+
+
+def test_raw_logprobs_are_the_policys_at_temperature_one(make_policy):
+    from aligner.rollout.engine import GenRequest, ListedWork
+
+    policy = make_policy({})
+    requests = [GenRequest(index=prompt.id, tokens=prompt.tokens, seed=prompt.id) for prompt in prompts()]
+    sampling = SamplingConfig(temperature=0.7, max_response_length=18, min_response_length=18, raw_logprobs=True, repetition_penalty=1.2)
+    # There is room for two or three responses: the others wait, or lose their places for a while.
+    generation = engine_of(policy, max_batch_size=4, kv_cache_tokens=96, prefill_chunk_tokens=6).engine.generation
+    results = {result.index: result for part in generation.run(ListedWork(requests), sampling, version=0) for result in part}
+    assert generation.counters.preemptions > 0 and generation.counters.shared_tokens > 0
+    rollouts = [
+        Rollout(
+            prompt=prompt,
+            response=results[prompt.id].tokens,
+            logprobs=results[prompt.id].raw_logprobs,
+            finish_reason=FinishReason.length,
+            policy_version=0,
+            seed=prompt.id,
+        )
+        for prompt in prompts()
+    ]
+    batch = batch_of(rollouts)
+    policy.temperature = 1.0
+    assert torch.equal(policy.logprobs(batch)[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask])
+    policy.temperature = 0.7
+    heated = torch.tensor([logprob for prompt in prompts() for logprob in results[prompt.id].logprobs])
+    assert torch.equal(policy.logprobs(batch)[batch.loss_mask], heated)
+
+
+def test_what_has_no_invariant_form_is_refused(make_policy):
+    with pytest.raises(ConfigError, match="model.batch_invariant=true: not for mixtures of experts"):
+        make_policy({"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24})
+    with pytest.raises(ConfigError, match="model.batch_invariant=true: needs model.transformer_engine=false"):
+        ModelConfig(batch_invariant=True, transformer_engine=True)

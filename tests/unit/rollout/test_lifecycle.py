@@ -1,0 +1,269 @@
+"""The order of an engine's phases, what a failed refit forbids, and the stream of weights into an inference package, checked on the way."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
+from fake_foreign import FakeForeign  # noqa: E402
+
+from aligner.errors import ConfigError, EngineError  # noqa: E402
+from aligner.protocols import Replica  # noqa: E402
+from aligner.rollout.engine import Memory  # noqa: E402
+from aligner.rollout.manifest import Manifest, TensorSpec  # noqa: E402
+from aligner.types import LogprobKind, Prompt, SamplingConfig  # noqa: E402
+
+WEIGHTS, CACHE = frozenset({Memory.weights}), frozenset({Memory.kv_cache})
+PROMPTS = [Prompt(id=i, tokens=(5 + i,), source=f"p:{i}") for i in range(3)]
+NAMES = [
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.self_attn.k_proj.weight",
+    "model.norm.weight",
+]
+SHAPES = [(6, 4), (4, 4), (2, 4), (4,)]
+
+
+@pytest.fixture(autouse=True)
+def _world(topology) -> None: ...
+
+
+def manifest() -> Manifest:
+    return Manifest(tensors={name: TensorSpec(shape=shape, dtype=torch.float32) for name, shape in zip(NAMES, SHAPES, strict=True)})
+
+
+class Policy:
+    """What is exported: a list that a test can damage."""
+
+    def __init__(self) -> None:
+        self.weights = [(name, torch.randn(shape)) for name, shape in zip(NAMES, SHAPES, strict=True)]
+
+    def export(self):
+        yield from self.weights
+
+
+def engine_of(foreign: FakeForeign, policy: Policy, *, offload: bool = False, verified: bool = False):
+    from aligner.models.offload import HostMemory
+    from aligner.rollout.foreign import StreamedEngine, WeightStream
+    from aligner.rollout.lifecycle import PhasedEngine
+    from aligner.rollout.work import WorkSharing
+
+    stream = WeightStream(export=policy.export, manifest=manifest(), bucket_bytes=112, verified=verified)
+    memory = HostMemory(kept=lambda: (tensor for _, tensor in policy.weights)) if offload else None
+    engine = StreamedEngine(foreign, stream, Replica(), policy=memory)
+    return PhasedEngine(engine, SamplingConfig(), WorkSharing(Replica(), None), offload=offload)
+
+
+def generate(engine) -> list:
+    rollouts = [one for part in engine.generate(PROMPTS, [7, 8, 9]) for one in part]
+    return sorted(rollouts, key=lambda one: one.seed)
+
+
+def test_phases_in_order():
+    foreign, policy = FakeForeign(), Policy()
+    engine = engine_of(foreign, policy, offload=True)
+    assert foreign.log == ["start", "sleep kv_cache weights"]
+    engine.refit(3)  # nothing is copied before it is needed
+    assert len(foreign.log) == 2
+    engine.wake()
+    assert foreign.log[2:] == ["wake weights", "begin", "load 1", "load 3", "finish 3", "wake kv_cache"]  # q with k: 96 bytes, then 112
+    assert all(tensor.untyped_storage().nbytes() == 0 for _, tensor in policy.weights)  # they take turns
+    engine.wake()
+    rollouts = generate(engine)
+    assert [(r.prompt.id, r.seed, r.response, r.policy_version) for r in rollouts] == [(0, 7, (3,), 3), (1, 8, (3,), 3), (2, 9, (3,), 3)]
+    assert rollouts[0].logprob_kind is LogprobKind.raw and engine.refitted.num_bytes == 4 * (24 + 16 + 8 + 4)
+    engine.sleep()
+    engine.sleep()
+    assert foreign.log[8:] == ["sleep kv_cache weights"] and policy.weights[0][1].untyped_storage().nbytes() == 96
+    engine.wake()  # after validation: what was given back is lost
+    assert foreign.log[9:] == ["wake weights", "begin", "load 1", "load 3", "finish 3", "wake kv_cache"]
+    engine.shutdown()
+    engine.shutdown()
+    assert foreign.log[-2:] == ["shutdown", "shutdown"]
+    with pytest.raises(EngineError, match="after it was shut down: make another one"):
+        engine.wake()
+
+
+def test_phases_one_by_one():
+    foreign = FakeForeign()
+    engine = engine_of(foreign, Policy(), offload=True)
+    engine.wake(WEIGHTS)
+    engine.refit(1)
+    engine.wake(CACHE)
+    assert generate(engine)[0].response == (1,)
+    engine.sleep(CACHE)
+    engine.sleep(WEIGHTS)
+    assert foreign.log[1:] == [
+        *(
+            "sleep kv_cache weights",
+            "wake weights",
+            "begin",
+            "load 1",
+            "load 3",
+            "finish 1",
+            "wake kv_cache",
+            "sleep kv_cache",
+            "sleep weights",
+        )
+    ]
+
+
+def test_without_offload_the_weights_are_there_from_the_start():
+    foreign = FakeForeign()
+    engine = engine_of(foreign, Policy())
+    assert foreign.log == ["start", "begin", "load 1", "load 3", "finish 0"]
+    engine.wake()
+    engine.sleep()
+    assert len(foreign.log) == 5 and generate(engine)[0].policy_version == 0
+    engine.refit(2)
+    assert generate(engine)[0].response == (2,)
+
+
+def wrong_orders():
+    """(phases that went well, the one that must not come now, what is said)"""
+    yield lambda e: None, lambda e: e.wake(CACHE), "weights are asleep: wake the weights first"
+    yield lambda e: e.wake(WEIGHTS), lambda e: e.wake(CACHE), "before its weights are the policy's: refit\\(\\) first"
+    yield lambda e: e.wake(WEIGHTS), generate, "generate while it sleeps: wake\\(\\) it first"
+    yield lambda e: e.wake(), lambda e: e.refit(1), "while it is ready to generate: sleep\\(\\) it first"
+    yield lambda e: e.wake(), lambda e: e.sleep(WEIGHTS), "put the cache to sleep first"
+    yield lambda e: (e.wake(), next(begin(e))), lambda e: e.sleep(), "asked to sleep while it generates: consume what generate"
+
+
+def begin(engine):
+    """A generation that is held open."""
+    engine.held = engine.generate(PROMPTS, [7, 8, 9])
+    return engine.held
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_wrong_order_is_refused_and_says_what_comes_first(number):
+    before, wrong, message = list(wrong_orders())[number]
+    engine = engine_of(FakeForeign(), Policy(), offload=True)
+    before(engine)
+    with pytest.raises(EngineError, match=message):
+        wrong(engine)
+
+
+def test_a_generation_that_was_closed_makes_way():
+    engine = engine_of(FakeForeign(), Policy())
+    responses = engine.generate(PROMPTS, [7, 8, 9])
+    next(responses)
+    with pytest.raises(EngineError, match="take new weights while it generates"):
+        engine.refit(1)
+    responses.close()
+    engine.refit(1)
+    assert generate(engine)[0].policy_version == 1
+
+
+def drop(policy):
+    del policy.weights[2]
+
+
+def add(policy):
+    policy.weights.insert(1, ("model.extra.weight", torch.zeros(2)))
+
+
+def double(policy):
+    policy.weights.insert(1, policy.weights[0])
+
+
+def reshape(policy):
+    policy.weights[3] = (NAMES[3], torch.zeros(5))
+
+
+def retype(policy):
+    policy.weights[3] = (NAMES[3], torch.zeros(4, dtype=torch.bfloat16))
+
+
+def spoil(policy):
+    policy.weights[1][1][2, 3] = float("nan")
+    policy.weights[3][1][0] = float("-inf")
+
+
+FAULTS = [
+    (drop, "model.layers.0.self_attn.k_proj.weight of 4 tensors did not arrive"),
+    (add, "model.extra.weight is extra"),
+    (double, "model.embed_tokens.weight came twice"),
+    (reshape, r"model.norm.weight has the shape \[5\], the model's config makes it \[4\]"),
+    (retype, "model.norm.weight is bfloat16, the model is float32"),
+    (spoil, "not finite: model.layers.0.self_attn.q_proj.weight, model.norm.weight of 4 tensors"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), FAULTS)
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_failed_refit_forbids_generating_until_another_succeeds(damage, message, offload):
+    foreign, policy = FakeForeign(), Policy()
+    engine = engine_of(foreign, policy, offload=offload)
+    good = list(policy.weights)
+    values = [tensor.clone() for _, tensor in good]
+    damage(policy)
+    with pytest.raises(EngineError, match=f"weights of version 1 failed: .*{message}"):
+        engine.refit(1)
+        engine.wake()
+    assert foreign.log[-1] == "abort" and "finish 1" not in foreign.log
+    with pytest.raises(EngineError, match=f"does not generate: its last refit failed .*{message}.*; refit\\(\\) it again"):
+        generate(engine)
+    policy.weights = good
+    for (_, tensor), value in zip(good, values, strict=True):
+        tensor.copy_(value)
+    engine.refit(2)
+    engine.wake()
+    assert generate(engine)[0].policy_version == 2
+
+
+@pytest.mark.parametrize("method", ["begin", "load", "finish"])
+def test_an_engine_that_fails_to_take_weights_is_named_and_left(method):
+    foreign = FakeForeign()
+    engine = engine_of(foreign, Policy())
+    foreign.fails_at = method
+    with pytest.raises(EngineError, match="RuntimeError: the package says no"):
+        engine.refit(1)
+    assert foreign.log[-1] == "abort"
+    with pytest.raises(EngineError, match="its last refit failed"):
+        generate(engine)
+
+
+def test_what_was_read_back_is_compared_with_what_was_sent():
+    foreign, policy = FakeForeign(), Policy()
+    engine = engine_of(foreign, policy, verified=True)
+    assert generate(engine)[0].policy_version == 0
+    foreign.damages = NAMES[1]  # the same numbers, in other places
+    with pytest.raises(EngineError, match="q_proj.weight of 4 tensors that were read back are not what was sent"):
+        engine.refit(1)
+    with pytest.raises(EngineError, match="its last refit failed"):
+        generate(engine)
+    foreign.damages, foreign.can_read_back = "", False
+    with pytest.raises(ConfigError, match="verify_refit=checksum: fake cannot read its weights back; allowed: none"):
+        engine.refit(2)
+
+
+def test_an_engine_that_answers_with_other_weights_is_found_out():
+    foreign = FakeForeign()
+    engine = engine_of(foreign, Policy())
+    foreign.version = 5
+    with pytest.raises(EngineError, match="sampled from weights of version 5, not of 0"):
+        generate(engine)
+
+
+@pytest.mark.parametrize("length", [0, 32, 40])
+def test_a_prompt_that_leaves_no_room_is_named(length):
+    engine = engine_of(FakeForeign(), Policy())
+    prompts = [*PROMPTS[:2], Prompt(id=9, tokens=(5,) * length, source="data/train.jsonl:17")]
+    with pytest.raises(EngineError, match=f"data/train.jsonl:17: a prompt of {length} tokens .* context of 32"):
+        engine.generate(prompts, [1, 2, 3])
+
+
+def test_the_config_chooses_the_engine(make_model, monkeypatch):
+    from aligner.rollout.config import EngineKind, RolloutConfig
+    from aligner.rollout.create import create_engine
+
+    policy = make_model("policy")
+    assert create_engine(policy, RolloutConfig(), eos_id=2).capabilities.name == "megatron"
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as where it is not installed
+    with pytest.raises(EngineError, match="starting vLLM failed: rollout.engine=vllm: vLLM cannot be imported"):
+        create_engine(policy, RolloutConfig(engine=EngineKind.vllm), eos_id=2)

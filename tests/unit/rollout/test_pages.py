@@ -1,0 +1,71 @@
+"""Pages have as many users as sequences hold them, and a prefix is found by its tokens and by nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from aligner.rollout.pages import PagePool
+
+
+def test_pages_are_free_when_nobody_uses_them():
+    pool = PagePool(4, page_size=3)
+    assert [pool.pages_for(tokens) for tokens in (0, 1, 3, 4, 12)] == [0, 1, 1, 2, 4]
+    first = pool.allocate(3)
+    assert len(set(first)) == 3 and pool.num_free == 1
+    pool.share(first[:2])
+    pool.release(first)
+    assert pool.num_free == 2  # two of them have another user
+    second = pool.allocate(2)
+    assert not set(second) & set(first[:2])
+    pool.release(first[:2])
+    pool.release(second)
+    assert sorted(pool.allocate(4)) == [0, 1, 2, 3]
+    with pytest.raises(AssertionError):
+        pool.allocate(1)
+
+
+def test_only_whole_pages_of_the_same_tokens_are_found():
+    pool = PagePool(8, page_size=3)
+    tokens = (1, 2, 3, 4, 5, 6, 7, 8)
+    pages = pool.allocate(3)
+    pool.publish(tokens, pages)
+    assert pool.find(tokens) == pages[:2]  # 7, 8 do not fill a page
+    assert pool.find((1, 2, 3, 4, 5, 6)) == pages[:1]  # something must be left to compute
+    assert pool.find((1, 2, 3, 4, 5, 6, 9)) == pages[:2]
+    assert pool.find((1, 2, 3, 4, 9, 6, 7)) == pages[:1]
+    assert pool.find((4, 5, 6, 7)) == []  # the same tokens at another place
+    assert pool.find((9, 2, 3, 4, 5, 6, 7)) == []
+
+
+def test_a_page_is_not_found_once_it_is_free():
+    pool = PagePool(3, page_size=2)
+    pages = pool.allocate(2)
+    pool.publish((1, 2, 3, 4), pages)
+    pool.release(pages[1:])
+    assert pool.find((1, 2, 3, 4, 5)) == pages[:1]
+    pool.release(pages[:1])
+    assert pool.find((1, 2, 3, 4, 5)) == []
+    again = pool.allocate(2)  # the same pages with other tokens: the old second page must not be found behind the new first one
+    pool.publish((7, 8, 9, 9), again)
+    assert pool.find((7, 8, 3, 4, 5)) == again[:1]
+
+
+def test_of_equal_pages_the_first_is_found():
+    pool = PagePool(4, page_size=2)
+    first, second = pool.allocate(2), pool.allocate(2)
+    pool.publish((1, 2, 3, 4), first)
+    pool.publish((1, 2, 5, 6), second)
+    assert pool.find((1, 2, 3, 4, 5)) == first and pool.find((1, 2, 5, 6, 7)) == first[:1]
+    pool.release(second)
+    assert pool.find((1, 2, 3, 4, 5)) == first
+
+
+def test_more_pages_leave_those_that_are_used_alone():
+    pool = PagePool(2, page_size=2)
+    used = pool.allocate(2)
+    pool.publish((1, 2), used)
+    pool.extend(5)
+    assert pool.num_pages == 5 and pool.num_free == 3 and sorted(pool.allocate(3)) == [2, 3, 4]
+    assert pool.find((1, 2, 3)) == used[:1]
+    pool.release(used)
+    assert pool.num_free == 2

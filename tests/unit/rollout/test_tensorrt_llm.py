@@ -1,0 +1,357 @@
+"""The TensorRT-LLM adapter over a stand-in of the package that holds it to the recorded contract (tests/fakes/fake_tensorrt_llm.py)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
+from fake_tensorrt_llm import installed  # noqa: E402
+from fake_tensorrt_llm_model import Misuse  # noqa: E402
+
+from aligner.errors import ConfigError, EngineError  # noqa: E402
+from aligner.rollout.config import RolloutConfig  # noqa: E402
+from aligner.rollout.engine import ALL_MEMORY, GenRequest, GenResult, ListedWork, Memory  # noqa: E402
+from aligner.rollout.stream import weight_buckets  # noqa: E402
+from aligner.rollout.tensorrt_llm_config import CudaGraphs, Sampler, TensorRTLLMConfig  # noqa: E402
+from aligner.types import FinishReason, LogprobKind, SamplingConfig  # noqa: E402
+
+VERSIONS = ["1.2.1", "1.3.0rc24"]
+EOS, CONTEXT = 2, 64
+PROMPTS = [(5, 6, 7), (9, 8, 7, 6, 5, 4), (11,)]
+WEIGHTS, CACHE = frozenset({Memory.weights}), frozenset({Memory.kv_cache})
+
+
+@pytest.fixture
+def package(request, tmp_path) -> Iterator[Any]:
+    """The stand-in's world, of version 1.2.1 unless the test says otherwise."""
+    with installed(getattr(request, "param", "1.2.1"), tmp_path) as world:
+        yield world
+
+
+@pytest.fixture
+def policy(topology, hf_directory, load_policy):
+    return load_policy(hf_directory("llama"), training={"micro_batch_size": 4})
+
+
+def build(path: Path, *, sampling: SamplingConfig | None = None, offload: bool = False, max_batch_size: int = 4, **settings: Any):
+    """An engine that has not started. The stand-in computes in float32."""
+    from aligner.rollout.tensorrt_llm import TensorRTLLMEngine
+
+    config = RolloutConfig(
+        sampling=sampling or SamplingConfig(max_response_length=12),
+        max_batch_size=max_batch_size,
+        offload=offload,
+        tensorrt_llm=TensorRTLLMConfig(**({"allow_drafts": True, "timeout_seconds": 60.0} | settings)),
+    )
+    return TensorRTLLMEngine(config, path=path, dtype=torch.float32, eos_id=EOS, max_sequence_length=CONTEXT)
+
+
+def refit(engine, policy, version: int = 1) -> int:
+    """Everything the policy exports, in small buckets; how many there were."""
+    from aligner.rollout.manifest import hf_manifest
+
+    engine.begin_refit(hf_manifest(policy.chunks[0].architecture, torch.float32))
+    count = 0
+    for bucket in weight_buckets(policy.export_weights(), bucket_bytes=12_000):
+        engine.load(bucket)
+        count += 1
+    engine.finish_refit(version)
+    return count
+
+
+def requests(copies: int = 2) -> list[GenRequest]:
+    rows = [prompt for prompt in PROMPTS for _ in range(copies)]
+    return [GenRequest(index=i, tokens=row, seed=100 + i) for i, row in enumerate(rows)]
+
+
+def generate(engine, sampling: SamplingConfig, wanted: list[GenRequest] | None = None) -> dict[int, GenResult]:
+    wanted = requests() if wanted is None else wanted
+    results = [one for part in engine.generate(ListedWork(wanted), sampling) for one in part]
+    assert sorted(one.index for one in results) == [one.index for one in wanted]
+    return {one.index: one for one in results}
+
+
+def policy_logprobs(policy, wanted: list[GenRequest], results: dict[int, GenResult]) -> list[torch.Tensor]:
+    """The trainer's log-probs of each response's tokens."""
+    from aligner.types import LabeledBatch
+
+    rows = [one.tokens + results[one.index].tokens for one in wanted]
+    width = max(map(len, rows))
+    tokens = torch.tensor([row + (0,) * (width - len(row)) for row in rows])
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    for i, (one, row) in enumerate(zip(wanted, rows, strict=True)):
+        mask[i, len(one.tokens) : len(row)] = True
+    batch = LabeledBatch(tokens=tokens, lengths=torch.tensor([len(row) for row in rows]), loss_mask=mask)
+    return [values[kept] for values, kept in zip(policy.logprobs(batch), mask, strict=True)]
+
+
+@pytest.mark.parametrize("package", VERSIONS, indirect=True)
+def test_after_a_refit_the_engines_logprobs_are_the_policys(package, policy, hf_directory):
+    """The whole way: weights out of Megatron, through the adapter, tokens and log-probs back; for each version and both samplers."""
+    sampling = SamplingConfig(temperature=0.7, max_response_length=12, stop_token_ids=list(range(20, 26)))
+    for sampler, temperature in ((Sampler.trtllm, 0.7), (Sampler.torch, 1.0)):
+        engine = build(hf_directory("llama"), sampling=sampling, sampler=sampler)
+        assert engine.capabilities.logprobs == (LogprobKind.sampled if sampler == Sampler.trtllm else LogprobKind.raw)
+        engine.start()
+        assert refit(engine, policy, version=7) > 3
+        wanted = requests(copies=3)
+        results = generate(engine, sampling, wanted)
+        policy.temperature = temperature
+        for one, expected in zip(wanted, policy_logprobs(policy, wanted, results), strict=True):
+            result = results[one.index]
+            assert torch.tensor(result.logprobs).allclose(expected, atol=1e-4), result
+            assert result.weight_version == 7 and result.kind == engine.capabilities.logprobs
+            ended = result.tokens[-1] in {EOS, *sampling.stop_token_ids}
+            assert result.finish_reason == (FinishReason.stop if ended else FinishReason.length)
+            assert ended or len(result.tokens) == 12
+        assert {one.finish_reason for one in results.values()} == {FinishReason.stop, FinishReason.length}
+        assert len({results[i].tokens for i in range(3)}) > 1  # one prompt, three seeds
+        engine.shutdown()
+        engine.shutdown()
+
+
+def test_new_weights_are_sampled_from_and_a_sample_depends_on_its_seed(package, policy, hf_directory):
+    engine = build(hf_directory("llama"))
+    engine.start()
+    refit(engine, policy)
+    sampling = SamplingConfig(max_response_length=12)
+    first = generate(engine, sampling)
+    assert generate(engine, sampling, requests()[::-1][::-1]) == first
+    greedy = SamplingConfig(temperature=0.0, max_response_length=5)
+    once, again = (generate(engine, greedy, [GenRequest(index=0, tokens=PROMPTS[0], seed=seed)]) for seed in (1, 2))
+    assert once[0].tokens == again[0].tokens
+    with torch.no_grad():
+        for parameter in policy.chunks[0].parameters():
+            parameter.neg_()
+    refit(engine, policy, version=2)
+    second = generate(engine, sampling)
+    assert {one.weight_version for one in second.values()} == {2} and second != first
+    for one, expected in zip(requests(), policy_logprobs(policy, requests(), second), strict=True):
+        assert torch.tensor(second[one.index].logprobs).allclose(expected, atol=1e-4)
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("package", VERSIONS, indirect=True)
+def test_memory_sleeps_and_wakes_by_tags_and_in_order(package, policy, hf_directory):
+    engine = build(hf_directory("llama"), offload=True)
+    engine.start()
+    given = package.llms[-1].given
+    assert given["cuda_graph_config"] is None and (given.get("enable_sleep") or given.get("sleep_config"))
+    engine.sleep(ALL_MEMORY)
+    with pytest.raises(EngineError, match="never refitted"):
+        next(engine.generate(ListedWork(requests()), SamplingConfig()))
+    engine.wake(WEIGHTS)
+    refit(engine, policy)
+    with pytest.raises(EngineError, match="kv_cache sleep"):
+        next(engine.generate(ListedWork(requests()), SamplingConfig()))
+    engine.wake(CACHE)
+    assert len(generate(engine, SamplingConfig(max_response_length=3))) == 6
+    engine.sleep(ALL_MEMORY)
+    engine.wake(ALL_MEMORY)
+    with pytest.raises(EngineError, match="woke and were not refitted"):
+        next(engine.generate(ListedWork(requests()), SamplingConfig()))
+    refit(engine, policy, version=2)
+    assert {one.weight_version for one in generate(engine, SamplingConfig(max_response_length=3)).values()} == {2}
+    model = "model" if package.contract.version == "1.2.1" else "model model_weights"
+    exchanged = [event for event in package.events if event.startswith(("release", "materialize"))]
+    assert exchanged == [
+        f"release kv_cache {model}",
+        f"materialize {model}",
+        "materialize kv_cache",
+        f"release kv_cache {model}",
+        f"materialize kv_cache {model}",
+    ]
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("package", VERSIONS, indirect=True)
+def test_a_refit_that_fails_forbids_generating_until_one_succeeds(package, policy, hf_directory):
+    from aligner.rollout.manifest import hf_manifest
+
+    engine = build(hf_directory("llama"))
+    engine.start()
+    refit(engine, policy)
+    manifest = hf_manifest(policy.chunks[0].architecture, torch.float32)
+    buckets = list(weight_buckets(policy.export_weights(), bucket_bytes=12_000))
+    engine.begin_refit(manifest)
+    engine.load(buckets[0])
+    q_only = [(name, tensor) for bucket in buckets for name, tensor in bucket if "layers.0.self_attn.q_proj" in name]
+    with pytest.raises(Misuse, match="q_proj.*without.*k_proj"):
+        engine.load(q_only)
+    engine.abort_refit()
+    with pytest.raises(EngineError, match="does not generate: its last refit failed"):
+        next(engine.generate(ListedWork(requests()), SamplingConfig()))
+    assert not package.engine.paused
+    refit(engine, policy, version=3)
+    assert len(generate(engine, SamplingConfig(max_response_length=2))) == 6
+    engine.shutdown()
+
+
+def test_the_stand_in_refuses_what_the_package_would(package, policy, hf_directory):
+    """Its rules can fail: each is broken once, past the adapter."""
+    from tensorrt_llm import LLM, SamplingParams
+    from tensorrt_llm._torch.virtual_memory import release_with_tag
+    from tensorrt_llm.llmapi import KvCacheConfig
+
+    with pytest.raises(TypeError, match="max_token_count"):
+        KvCacheConfig(max_token_count=3)
+    with pytest.raises(TypeError, match="logprobs_mode"):
+        SamplingParams(logprobs_mode="raw")
+    with pytest.raises(TypeError, match="sleep_config"):
+        LLM(model="x", sleep_config=1)
+    engine = build(hf_directory("llama"), offload=True)
+    engine.start()
+    executor = package.engine
+    weights = dict(policy.export_weights())
+    reload = executor.model_engine.model_loader.reload
+    with pytest.raises(Misuse, match="outside control_action"):
+        reload(executor.model_engine.model, weights, allow_partial_loading=True)
+    with pytest.raises(Misuse, match="outside control_action"):
+        release_with_tag("kv_cache")
+    with executor.control_action():
+        with pytest.raises(TypeError, match="partial"):
+            reload(executor.model_engine.model, weights, partial=True)
+        with pytest.raises(Misuse, match="unknown tags"):
+            release_with_tag("everything")
+        with pytest.raises(Misuse, match="before its pre_reload_weights"):
+            reload(executor.model_engine.model, weights, allow_partial_loading=True)
+    engine._unready = ""
+    with pytest.raises(Misuse, match="was not finished"):
+        list(engine.generate(ListedWork(requests()), SamplingConfig()))
+    engine.shutdown()
+
+
+def test_errors_and_silence_of_the_package_come_to_the_caller(package, policy, hf_directory):
+    engine = build(hf_directory("llama"), timeout_seconds=0.3)
+    with pytest.raises(EngineError, match="not running: start"):
+        next(engine.generate(ListedWork(requests()), SamplingConfig()))
+    engine.start()
+    with pytest.raises(EngineError, match="started twice"):
+        engine.start()
+    refit(engine, policy)
+    package.error = RuntimeError("CUDA error: an illegal memory access")
+    with pytest.raises(EngineError, match=r"failed at request 0 \(3 prompt tokens\): RuntimeError: CUDA error"):
+        list(engine.generate(ListedWork(requests()[:1]), SamplingConfig()))
+    package.error, package.answers = None, False
+    with pytest.raises(EngineError, match=r"ended none of its 4 running requests \(0, 1, 2, 3, ...\) in 0 s.*timeout_seconds"):
+        list(engine.generate(ListedWork(requests()[:4]), SamplingConfig()))
+    package.answers = True
+    assert len(generate(engine, SamplingConfig(max_response_length=2))) == 6  # what hung was taken back
+    long = GenRequest(index=9, tokens=(5,) * CONTEXT, seed=0)
+    with pytest.raises(EngineError, match="request 9: a prompt of 64 tokens leaves no room for a response in 64"):
+        list(engine.generate(ListedWork([long]), SamplingConfig()))
+    near = GenRequest(index=9, tokens=(5,) * (CONTEXT - 2), seed=0)
+    assert len(generate(engine, SamplingConfig(max_response_length=20), [near])[9].tokens) <= 2
+    engine.shutdown()
+    with pytest.raises(EngineError, match="not running"):
+        engine.sleep(ALL_MEMORY) if engine._config.offload else next(engine.generate(ListedWork([]), SamplingConfig()))
+
+
+def test_finished_responses_come_before_the_others_and_leaving_early_takes_the_rest_back(package, policy, hf_directory):
+    engine = build(hf_directory("llama"), max_batch_size=2)
+    engine.start()
+    refit(engine, policy)
+    parts = engine.generate(ListedWork(requests(copies=4)), SamplingConfig(max_response_length=8))
+    first = next(parts)
+    assert 1 <= len(first) <= 3  # as many as there is room for: max_batch_size, and one that waits
+    parts.close()
+    assert not package.engine._running
+    assert len(generate(engine, SamplingConfig(max_response_length=8))) == 6
+    engine.shutdown()
+
+
+def test_what_the_model_is_built_with(package, hf_directory, monkeypatch):
+    """The launcher's variables are hidden from MPI and come back; the lengths are the run's; the cache has room for its batch."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    engine = build(hf_directory("llama"), max_batch_size=4)
+    assert "tensorrt_llm" in sys.modules and not package.llms
+    engine.start()
+    assert os.environ["OMPI_COMM_WORLD_SIZE"] == "8" and os.environ["SLURM_PROCID"] == "3"
+    given = package.llms[-1].given
+    assert {name: given[name] for name in ("max_seq_len", "max_input_len", "max_batch_size", "max_num_tokens", "load_format", "dtype")} == {
+        "max_seq_len": CONTEXT,
+        "max_input_len": CONTEXT,
+        "max_batch_size": 4,
+        "max_num_tokens": 2048 + 4,
+        "load_format": "dummy",
+        "dtype": "float32",
+    }
+    cache = given["kv_cache_config"].given
+    assert cache["max_tokens"] == 4 * CONTEXT and cache["enable_block_reuse"]
+    assert given["cuda_graph_config"].given == {"enable_padding": True, "max_batch_size": 4}
+    assert given["sampler_type"] == "TRTLLMSampler" and "enable_sleep" not in given and "executor_cls" not in given
+    engine.shutdown()
+
+
+def test_settings_that_cannot_work_are_refused_before_the_package_is_imported(package, hf_directory):
+    from aligner.rollout.tensorrt_llm import TensorRTLLMEngine
+
+    with pytest.raises(ConfigError, match="cuda_graphs=always: version 1.2.1 cannot replay.*rollout.offload=false"):
+        build(hf_directory("llama"), offload=True, cuda_graphs=CudaGraphs.always)
+    with pytest.raises(ConfigError, match="rollout.tp=2: with rollout.engine=tensorrt_llm each rank.*spmd=true"):
+        TensorRTLLMEngine(RolloutConfig(), path=hf_directory("llama"), dtype=torch.bfloat16, eos_id=EOS, max_sequence_length=CONTEXT, tp=2)
+    for field, value in (("kv_memory_fraction", 0.0), ("timeout_seconds", 0.0), ("pause_seconds", -1.0), ("start_seconds", float("nan"))):
+        with pytest.raises(ConfigError, match=f"rollout.tensorrt_llm.{field}={value}"):
+            TensorRTLLMConfig(**{field: value})
+
+
+def test_read_back_tells_what_is_kept_as_it_came(package, policy, hf_directory):
+    engine = build(hf_directory("llama"))
+    engine.start()
+    refit(engine, policy)
+    for name, tensor in policy.export_weights():
+        held = engine.read_back(name)
+        if "_proj" in name and "o_proj" not in name and "down_proj" not in name:
+            assert held is None
+        else:
+            assert torch.equal(held, tensor)
+    assert engine.read_back("no.such.weight") is None
+    engine.shutdown()
+
+
+def test_a_run_that_asks_for_it_gets_it_behind_the_same_lifecycle(package, policy):
+    """`create_engine`: sizes from the policy's architecture, weights streamed at every refit, memory asleep between generations."""
+    from aligner.rollout.config import EngineKind, VerifyRefit
+    from aligner.rollout.create import create_engine
+    from aligner.types import Prompt
+
+    sampling = SamplingConfig(temperature=0.9, max_response_length=6)
+    for offload in (False, True):
+        config = RolloutConfig(engine=EngineKind.tensorrt_llm, sampling=sampling, offload=offload, verify_refit=VerifyRefit.checksum)
+        engine = create_engine(policy, config, eos_id=EOS)
+        engine.sleep()
+        engine.refit(5)
+        engine.wake()
+        prompts = [Prompt(id=i, tokens=tokens, source=f"prompts.jsonl:{i}") for i, tokens in enumerate(PROMPTS)]
+        rollouts = [one for part in engine.generate(prompts, [1, 2, 3]) for one in part]
+        assert {one.prompt.id for one in rollouts} == {0, 1, 2} and {one.policy_version for one in rollouts} == {5}
+        assert not package.asleep
+        engine.sleep()  # with offload the policy's own weights come back only now
+        assert bool(package.asleep) == offload
+        policy.temperature = 0.9
+        found = {one.prompt.id: one for one in rollouts}
+        wanted = [GenRequest(index=i, tokens=tokens, seed=0) for i, tokens in enumerate(PROMPTS)]
+        given = {i: _as_result(found[i]) for i in found}
+        for one, expected in zip(wanted, policy_logprobs(policy, wanted, given), strict=True):
+            assert torch.tensor(given[one.index].logprobs).allclose(expected, atol=1e-4)
+        engine.engine.shutdown()
+        package.asleep = set()
+
+
+def _as_result(rollout) -> GenResult:
+    return GenResult(
+        index=rollout.prompt.id,
+        tokens=rollout.response,
+        logprobs=rollout.logprobs,
+        kind=rollout.logprob_kind,
+        finish_reason=rollout.finish_reason,
+        weight_version=rollout.policy_version,
+    )

@@ -1,0 +1,317 @@
+"""The vLLM engine against a fake package with the names of vLLM 0.32.0, and against vLLM itself where it is installed."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from aligner.errors import ConfigError, EngineError
+from aligner.models.config import Architecture
+from aligner.rollout.config import RolloutConfig
+from aligner.rollout.engine import ALL_MEMORY, GenRequest, ListedWork
+from aligner.rollout.manifest import hf_manifest
+from aligner.rollout.vllm import KNOWN_VERSIONS, VLLMEngine, VLLMModel
+from aligner.rollout.vllm_config import VLLMConfig
+from aligner.types import FinishReason, LogprobKind, SamplingConfig
+
+SIZES = Architecture(num_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, ffn_hidden_size=12, vocab_size=11)
+CONTEXT, EOS = 20, 2
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    """The fields of vLLM's that are used."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    min_tokens: int
+    max_tokens: int
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    seed: int
+    logprobs: int
+    detokenize: bool
+    output_kind: str
+
+
+@dataclass(kw_only=True)
+class EngineSettings:
+    """The arguments of `vllm.LLM` that are used."""
+
+    model: str
+    load_format: str
+    dtype: str
+    skip_tokenizer_init: bool
+    generation_config: str
+    tensor_parallel_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_memory_bytes: int
+    enable_prefix_caching: bool
+    enforce_eager: bool
+    enable_sleep_mode: bool
+    logprobs_mode: str
+    seed: int
+    distributed_executor_backend: str = "uni"
+
+
+class FusedModel(torch.nn.Module):
+    """One layer's q, k and v, and an embedding, loaded by Hugging Face names; `layerwise` is whether a reload is under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layerwise = False
+        self.tensors = {"model.embed_tokens.weight": torch.zeros(11, 8), "model.layers.0.self_attn.qkv_proj.weight": torch.zeros(16, 8)}
+        self.lm_head = SimpleNamespace(quant_method=SimpleNamespace(process_weights_after_loading=lambda head: None))
+
+    def named_parameters(self, *args, **kwargs):
+        return iter(self.tensors.items())
+
+    def load_weights(self, weights) -> set[str]:
+        assert self.layerwise
+        loaded, rows = set(), {"q_proj": slice(0, 8), "k_proj": slice(8, 12), "v_proj": slice(12, 16)}
+        for name, tensor in weights:
+            part = name.split(".")[-2]
+            own = name.replace(part, "qkv_proj") if part in rows else name
+            if own in self.tensors:
+                self.tensors[own][rows.get(part, slice(None))] = tensor
+                loaded.add(own)
+        return loaded
+
+
+@dataclass
+class FakeEngine:
+    """Each step gives every request one token: its position + 3, or its seed where that is less than the vocabulary."""
+
+    running: dict = field(default_factory=dict)
+    most: int = 0
+
+    def add_request(self, name: str, prompt: dict, params: SamplingParams) -> None:
+        assert name not in self.running and prompt["type"] == "token" and params.max_tokens >= 1
+        self.running[name] = (params, [])
+        self.most = max(self.most, len(self.running))
+
+    def step(self) -> list:
+        done = []
+        for name, (params, tokens) in list(self.running.items()):
+            tokens.append(params.seed if params.seed < 11 else len(tokens) + 3)
+            stopped = tokens[-1] in params.stop_token_ids
+            if stopped or len(tokens) == params.max_tokens:
+                logprobs = [{token: SimpleNamespace(logprob=-float(token))} for token in tokens]
+                reason = "stop" if stopped else "length"
+                one = SimpleNamespace(token_ids=list(tokens), logprobs=logprobs, finish_reason=reason)
+                done.append(SimpleNamespace(request_id=name, finished=True, outputs=[one]))
+                del self.running[name]
+        torch.rand(1)  # as on the CPU
+        return done
+
+    def abort_request(self, names: list[str]) -> None:
+        for name in names:
+            del self.running[name]
+
+
+class FakeLLM:
+    def __init__(self, **settings) -> None:
+        torch.manual_seed(0)  # as vLLM does in the process
+        self.settings = EngineSettings(**settings)
+        self.model, self.prefixes_forgotten, self.model_config = FusedModel(), 0, object()
+        self.llm_engine = FakeEngine()
+        self.ended: list[str] = []
+        parts = {name: SimpleNamespace(shutdown=lambda name=name: self.ended.append(name)) for name in ("model_executor", "scheduler")}
+        finalizer = SimpleNamespace(detach=lambda: self.ended.append("detached"))
+        self.llm_engine.engine_core = SimpleNamespace(_finalizer=finalizer, engine_core=SimpleNamespace(**parts))
+
+    def collective_rpc(self, action) -> list:
+        return [action(SimpleNamespace(vllm_config=None, model_runner=SimpleNamespace(get_model=lambda: self.model)))]
+
+    def reset_prefix_cache(self) -> bool:
+        self.prefixes_forgotten += 1
+        return True
+
+
+def set_layerwise(model: FusedModel, value: bool) -> None:
+    model.layerwise = value
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch) -> None:
+    """`import vllm` and its parts."""
+    reload = {
+        "initialize_layerwise_reload": lambda model: set_layerwise(model, True),
+        "finalize_layerwise_reload": lambda model, config: set_layerwise(model, False),
+    }
+    contents = {
+        "vllm": {"__version__": KNOWN_VERSIONS[0], "LLM": FakeLLM, "SamplingParams": SamplingParams},
+        "vllm.inputs": {"tokens_input": lambda tokens: {"type": "token", "prompt_token_ids": tokens}},
+        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY="final")},
+        "vllm.config": {"set_current_vllm_config": lambda config: torch.no_grad()},
+        "vllm.model_executor": {},
+        "vllm.model_executor.model_loader": {},
+        "vllm.model_executor.model_loader.reload": reload,
+        "vllm.model_executor.model_loader.reload.layerwise": {"get_layerwise_info": lambda layer: SimpleNamespace(loaded_weights=[])},
+    }
+    for name, members in contents.items():
+        module = ModuleType(name)
+        module.__dict__.update(members)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")  # put back at the end of the test
+
+
+def make_engine(*, max_batch_size: int = 2, **sampling) -> VLLMEngine:
+    settings = SamplingConfig(**({"max_response_length": 6} | sampling))
+    model = VLLMModel(directory=Path("model"), architecture=SIZES, dtype=torch.float32, max_sequence_length=CONTEXT, eos_id=EOS)
+    return VLLMEngine(model, RolloutConfig(sampling=settings, max_batch_size=max_batch_size, vllm=VLLMConfig(enforce_eager=True)), tp=1)
+
+
+def started(**sampling) -> VLLMEngine:
+    engine = make_engine(**sampling)
+    engine.start()
+    return engine
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """Of the tensors that the fake model has."""
+    manifest = hf_manifest(SIZES, torch.float32)
+    names = ("embed_tokens", "q_proj", "k_proj", "v_proj")
+    return {name: torch.randn(spec.shape) for name, spec in manifest.tensors.items() if any(part in name for part in names)}
+
+
+def refit(engine: VLLMEngine, named: dict[str, torch.Tensor], version: int) -> None:
+    engine.begin_refit(hf_manifest(SIZES, torch.float32))
+    engine.load(list(named.items()))
+    engine.finish_refit(version)
+
+
+def test_versions_and_absence_are_errors_that_say_what_to_do(fake_vllm, monkeypatch):
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "9.9.9")
+    with pytest.raises(EngineError, match=r"9\.9\.9 is not known to work; known: 0\.32\.0"):
+        make_engine().start()
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(EngineError, match="cannot be imported.*pip install"):
+        make_engine().start()
+
+
+def test_the_cache_has_the_size_that_the_sequences_need(fake_vllm):
+    state = torch.get_rng_state()
+    engine = started()
+    assert torch.equal(torch.get_rng_state(), state)  # training's generator is as it was
+    settings = engine._llm.settings
+    # 2 sequences of one page of 128 tokens and one page more; keys and values of 1 layer, 1 group of 4 dimensions, 4 bytes each.
+    assert settings.kv_cache_memory_bytes == 3 * 128 * 2 * 1 * 1 * 4 * 4
+    assert (settings.max_model_len, settings.max_num_seqs, settings.logprobs_mode) == (20, 2, "raw_logprobs")
+    assert not settings.enable_sleep_mode
+    engine.sleep(ALL_MEMORY)  # nothing on a CPU
+    engine.wake(ALL_MEMORY)
+    engine.shutdown()
+    engine.shutdown()
+
+
+def test_a_refit_fills_the_fused_tensors_and_names_what_is_missing(fake_vllm):
+    engine, named = started(), weights()
+    refit(engine, named, 4)
+    for name, tensor in named.items():
+        assert torch.equal(engine.read_back(name), tensor), name
+    assert engine.read_back("model.norm.weight") is None
+    assert engine._llm.prefixes_forgotten == 1 and not engine._llm.model.layerwise
+    del named["model.embed_tokens.weight"]
+    with pytest.raises(EngineError, match=r"did not send: model\.embed_tokens\.weight of 2"):
+        refit(engine, named, 5)
+
+
+def test_results_have_their_requests_limits_and_version(fake_vllm):
+    engine = started()
+    refit(engine, weights(), 7)
+    requests = [
+        GenRequest(index=0, tokens=(5, 6), seed=100),  # as long as the sampling allows
+        GenRequest(index=1, tokens=(5,) * 18, seed=100),  # as the context allows
+        GenRequest(index=2, tokens=(5,), seed=100, limit=1),  # as its own limit allows
+        GenRequest(index=3, tokens=(5,), seed=EOS),
+        GenRequest(index=4, tokens=(5,), seed=9),  # a stop token of this sampling
+    ]
+    state = torch.get_rng_state()
+    sampling = SamplingConfig(max_response_length=6, stop_token_ids=[9])
+    results = {result.index: result for part in engine.generate(ListedWork(requests), sampling) for result in part}
+    assert torch.equal(torch.get_rng_state(), state)
+    # Where nothing stops them, tokens are 3, 4, 5, ...: 9 would be the seventh.
+    assert {i: r.tokens for i, r in results.items()} == {0: (3, 4, 5, 6, 7, 8), 1: (3, 4), 2: (3,), 3: (EOS,), 4: (9,)}
+    assert results[0].logprobs == (-3.0, -4.0, -5.0, -6.0, -7.0, -8.0)
+    reasons = {i: r.finish_reason for i, r in results.items()}
+    assert reasons == dict.fromkeys((0, 1, 2), FinishReason.length) | dict.fromkeys((3, 4), FinishReason.stop)
+    assert {r.weight_version for r in results.values()} == {7} and {r.kind for r in results.values()} == {LogprobKind.sampled}
+    assert engine._llm.llm_engine.most == 2
+    stopped_early = engine.generate(ListedWork(requests), sampling)
+    next(stopped_early)
+    stopped_early.close()
+    assert not engine._llm.llm_engine.running
+
+
+def test_log_probs_are_of_the_kind_that_is_said_or_refused():
+    assert make_engine().capabilities.logprobs == LogprobKind.sampled
+    assert make_engine(temperature=0.7).capabilities.logprobs == LogprobKind.sampled  # vLLM is told to scale them
+    assert make_engine(temperature=0.7, top_p=0.9).capabilities.logprobs == LogprobKind.raw
+    for setting in ({"stop_strings": ["."]}, {"raw_logprobs": True}):
+        with pytest.raises(ConfigError, match=f"sampling.{next(iter(setting))}.*rollout.engine=vllm"):
+            make_engine(**setting)
+    scaled = make_engine(temperature=0.7)
+    with pytest.raises(ConfigError, match=r"sampling\.top_k=4: not available.*temperature=0\.7"):
+        scaled._kind(SamplingConfig(top_k=4))
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+def test_the_fake_has_vllm_s_names():
+    from vllm import SamplingParams as RealSamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert {f.name for f in fields(SamplingParams)} <= set(RealSamplingParams.__struct_fields__)
+    assert {f.name for f in fields(EngineSettings)} <= {f.name for f in fields(EngineArgs)}
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+def test_vllm_samples_with_the_policys_log_probs_before_and_after_a_step(make_model):
+    from aligner.losses.sft import sft_loss
+    from aligner.models.optimizer import OptimizerConfig
+    from aligner.rollout.config import EngineKind, VerifyRefit
+    from aligner.rollout.create import create_engine
+    from aligner.types import LabeledBatch, Prompt
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # vLLM's kernels want heads of 32 dimensions
+    optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0, eps=1e-3)
+    policy = make_model("policy", optimizer=optimizer, architecture=sizes, training={"temperature": 0.7, "micro_batch_size": 5})
+    settings = SamplingConfig(temperature=0.7, max_response_length=8)
+    eager = VLLMConfig(enforce_eager=True)
+    config = RolloutConfig(engine=EngineKind.vllm, sampling=settings, max_batch_size=3, vllm=eager, verify_refit=VerifyRefit.checksum)
+    engine = create_engine(policy, config, eos_id=EOS)
+    prompts = [Prompt(id=i, tokens=tuple(range(3, 6 + i)), source=f"prompt {i}") for i in range(5)]
+    found = []
+    for step in range(2):
+        engine.refit(policy.version)
+        rollouts = [rollout for part in engine.generate(prompts, [11, 12, 13, 14, 15]) for rollout in part]
+        assert sorted(rollout.seed for rollout in rollouts) == [11, 12, 13, 14, 15]
+        width = max(len(rollout.tokens) for rollout in rollouts)
+        tokens, mask, logprobs = torch.zeros(5, width, dtype=torch.int64), torch.zeros(5, width, dtype=torch.bool), torch.zeros(5, width)
+        for row, rollout in enumerate(rollouts):
+            span = slice(len(rollout.prompt.tokens), len(rollout.tokens))
+            tokens[row, : span.stop], mask[row, span] = torch.tensor(rollout.tokens), True
+            logprobs[row, span] = torch.tensor(rollout.logprobs)
+        batch = LabeledBatch(tokens=tokens, lengths=torch.tensor([len(rollout.tokens) for rollout in rollouts]), loss_mask=mask)
+        torch.testing.assert_close(logprobs, policy.logprobs(batch) * mask, rtol=0, atol=1e-4)
+        found.append({rollout.seed: rollout.response for rollout in rollouts})
+        if step == 0:
+            policy.train_step(batch, sft_loss)
+    assert found[0] != found[1]
+    engine.shutdown()
+    assert torch.distributed.is_initialized()
