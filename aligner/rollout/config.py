@@ -34,6 +34,18 @@ class Kernels(str, Enum):
     torch = "torch"  # plain torch
 
 
+class ShareWork(str, Enum):
+    """Whether replicas take prompts from one queue as they have room, so that all end at about the same time.
+
+    Who samples what is then a race. Tokens depend on prompt and seed alone, but the last bits of log-probs on the batch they were computed
+    in: a run with fixed shares repeats to the bit where the device does.
+    """
+
+    auto = "auto"  # on GPU, and where model.batch_invariant makes company harmless; fixed shares on CPU
+    always = "always"
+    never = "never"
+
+
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     """The rollout engine of the actor."""
@@ -44,7 +56,7 @@ class RolloutConfig:
     kv_cache_tokens: int = 0  # tokens in the cache of one replica; 0: as many as max_batch_size of the longest sequences may have
     prefill_chunk_tokens: int = 2048  # prompt tokens computed in one pass
     tp: int = 0  # ranks that share the model in generation; all ranks of the actor take part, in (ranks / tp) replicas; 0: parallel.tp
-    share_work: bool = True  # replicas take prompts from a queue as they have room; false: fixed shares, so that a run repeats to the bit
+    share_work: ShareWork = ShareWork.auto  # between replicas
     refit_bucket_mib: int = 256  # device memory for weights on their way to the engine, where its layout is not the training layout
     verify_refit: VerifyRefit = VerifyRefit.none  # checksum costs another pass over the weights on both sides
     kernels: Kernels = Kernels.auto  # of the built-in engine; auto falls back on torch where its kernels cannot be had

@@ -14,10 +14,11 @@ from aligner.models.build import LanguageModel
 from aligner.models.families import architecture_to_hf
 from aligner.models.offload import HostMemory
 from aligner.models.policy import MegatronPolicy
+from aligner.parallel import platform
 from aligner.parallel.together import together
 from aligner.parallel.transfer import block_group
 from aligner.protocols import Replica
-from aligner.rollout.config import EngineKind, RolloutConfig, VerifyRefit, check_splits
+from aligner.rollout.config import EngineKind, RolloutConfig, ShareWork, VerifyRefit, check_splits
 from aligner.rollout.engine import ForeignEngine
 from aligner.rollout.foreign import StreamedEngine, WeightStream
 from aligner.rollout.lifecycle import PhasedEngine
@@ -44,8 +45,13 @@ def create_engine(policy: MegatronPolicy, config: RolloutConfig, *, eos_id: int,
         check_splits(policy.chunks[0].architecture, tp=tp, world_size=dist.get_world_size())
         engine = _streamed(policy, config, tp=tp, eos_id=eos_id)
         group = trained if tp == trained.size() > 1 else block_group(tp)
-    sharing = WorkSharing(engine.replica, group, fixed=not config.share_work)
+    sharing = WorkSharing(engine.replica, group, fixed=not _shares(config.share_work, policy.chunks[0]))
     return PhasedEngine(engine, config.sampling, sharing, offload=config.offload)
+
+
+def _shares(choice: ShareWork, chunk: LanguageModel) -> bool:
+    """Whether replicas share one queue."""
+    return choice is ShareWork.always or choice is ShareWork.auto and (platform.device().type == "cuda" or chunk.batch_invariant)
 
 
 def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id: int) -> StreamedEngine:

@@ -138,7 +138,7 @@ def collect(policy, inputs: dict):
     from concurrent.futures import Future
 
     from aligner.algorithms import rollouts
-    from aligner.rollout.config import RolloutConfig
+    from aligner.rollout.config import RolloutConfig, ShareWork
     from aligner.rollout.create import create_engine
     from aligner.types import Prompt, SamplingConfig
 
@@ -151,7 +151,7 @@ def collect(policy, inputs: dict):
         def close(self) -> None: ...
 
     sampling = SamplingConfig(temperature=0.9, top_k=40, top_p=0.98, max_response_length=24, stop_token_ids=[5, 6, 7])
-    engine = create_engine(policy, RolloutConfig(sampling=sampling, max_batch_size=2), eos_id=2)
+    engine = create_engine(policy, RolloutConfig(sampling=sampling, max_batch_size=2, share_work=ShareWork.always), eos_id=2)
     prompts = [Prompt(id=i, tokens=tuple(tokens), source=f"p:{i}") for i, tokens in enumerate(inputs["prompts"])]
     return rollouts.collect(engine, prompts, inputs["seeds"], scorers=rollouts.Scorers(reward=Lengths()))
 

@@ -38,8 +38,8 @@ def make_engine(policy, tp: int, *, offload: bool = False):
 
     megatron.MIB = BUCKET_BYTES
     sampling = SamplingConfig(temperature=0.9, top_k=40, top_p=0.98, max_response_length=16, stop_token_ids=list(range(5, 12)))
-    checks = {"verify_refit": VerifyRefit.checksum, "share_work": False}
-    config = RolloutConfig(sampling=sampling, max_batch_size=4, tp=tp, refit_bucket_mib=1, offload=offload, **checks)
+    verify = VerifyRefit.checksum
+    config = RolloutConfig(sampling=sampling, max_batch_size=4, tp=tp, refit_bucket_mib=1, offload=offload, verify_refit=verify)
     return create_engine(policy, config, eos_id=2)
 
 

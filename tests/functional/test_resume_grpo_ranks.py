@@ -33,7 +33,6 @@ def settings(folder: Path, reward_seconds: float) -> list[str]:
     """Cosine decay, two updates a step, 24 of 64 prompts a step, a save every two."""
     return [
         *(setting for setting in grpo_settings(folder) if not setting.startswith(("optimizer.decay=", "algorithm.prompts_per_step="))),
-        "rollout.share_work=false",  # else the batches that samples are computed in, and the last bits of their log-probs, are chance
         *("algorithm.prompts_per_step=24", "algorithm.mini_batch_size=96", "optimizer.decay=cosine", "num_processes=2"),
         *(f"loop.max_steps={NUM_STEPS}", "loop.save_every=2"),
         slow_reward(folder, reward_seconds),
