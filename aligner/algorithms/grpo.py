@@ -137,7 +137,7 @@ class GRPO:
             old_logprobs=old_logprobs,
             advantages=advantages[:, None] * mask,
             ref_logprobs=ref_logprobs,
-            rollout_logprobs=batch.rollout_logprobs,
+            rollout_logprobs=batch.rollout_logprobs if self.task.compares_logprobs else None,
         )
 
     def validate(self) -> Mapping[str, float]:

@@ -40,6 +40,7 @@ class OnlineTask:
     seed: int
     max_response_length: int
     reward_name: str = "the reward"  # in errors
+    compares_logprobs: bool = True  # the engine's log-probs are at the sampling temperature, as the policy's are
     guard: GuardConfig = field(default_factory=GuardConfig)
     beat: Callable[[], None] = lambda: None  # a sign of life, while responses are sampled
 

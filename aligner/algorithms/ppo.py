@@ -132,7 +132,10 @@ class PPO:
             mask = mask & ~batch.truncated[:, None]
         common = {"tokens": batch.tokens, "lengths": batch.lengths, "loss_mask": mask}
         policy_batch = PolicyBatch(
-            **common, old_logprobs=old_logprobs, advantages=whiten(advantages, mask), rollout_logprobs=batch.rollout_logprobs
+            **common,
+            old_logprobs=old_logprobs,
+            advantages=whiten(advantages, mask),
+            rollout_logprobs=batch.rollout_logprobs if self.task.compares_logprobs else None,
         )
         return policy_batch, ValueBatch(**common, old_values=old_values, returns=returns)
 

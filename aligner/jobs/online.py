@@ -21,6 +21,7 @@ from aligner.jobs.ending import conclude
 from aligner.jobs.parts import check_rollout_length, export_at_end, load_model_files, run_loop, tokenizer_directory
 from aligner.jobs.session import Session, session
 from aligner.jobs.sources import pinned
+from aligner.losses.correction import Correction
 from aligner.models import create
 from aligner.models.divisible import check_divisible
 from aligner.models.guard import Guard
@@ -30,10 +31,11 @@ from aligner.protocols import RewardModel
 from aligner.rewards.local import function_reward
 from aligner.rollout.config import check_splits
 from aligner.rollout.create import create_engine
+from aligner.rollout.engine import Capabilities
 from aligner.schemas import TrainGRPO, TrainPPO
 from aligner.servers.access import Access
 from aligner.servers.client import CriticClient, RewardClient
-from aligner.types import Rollout
+from aligner.types import LogprobKind, Rollout
 
 
 def train_ppo_actor(config: TrainPPO) -> int:
@@ -123,11 +125,30 @@ def _build(
         pad_id=tokenizer.pad_id,
         seed=config.run.seed,
         max_response_length=sampling.max_response_length,
+        compares_logprobs=compares_logprobs(config, engine.capabilities, here.say),
         reward_name=_reward_name(config),
         guard=config.guard,
         beat=here.progress.beat,
     )
     return task, policy, tokenizer_directory(model)
+
+
+def compares_logprobs(config: TrainPPO | TrainGRPO, capabilities: Capabilities, say: Callable[[str], None]) -> bool:
+    """Whether the engine's log-probs are those of the distribution that the policy's are of; where they are not, it is said once.
+
+    Raises ConfigError where a correction by them is asked for.
+    """
+    temperature = config.rollout.sampling.temperature
+    if capabilities.logprobs is LogprobKind.sampled or temperature == 1:
+        return True
+    kind = config.algorithm.correction.kind
+    if kind is not Correction.none:
+        raise ConfigError(
+            f"algorithm.correction.kind={kind.value}: rollout.engine={capabilities.name} gives log-probs at temperature 1, which are not "
+            f"those of rollout.sampling.temperature={temperature}; allowed: none, or temperature 1"
+        )
+    say(f"warning: {capabilities.name} gives log-probs at temperature 1, not {temperature}: rollout/logprob_gap is not reported")
+    return False
 
 
 def _reward(here: Session, config: TrainPPO | TrainGRPO, tokenizer: Tokenizer) -> RewardModel:

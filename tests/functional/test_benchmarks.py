@@ -1,0 +1,32 @@
+"""The benchmarks still run, on the smallest of everything: nobody looks at figures here, but their checks that work was equal hold."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TINY = ["--rounds", "1", "--prompt-length", "8", "--response-length", "8"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["grpo_vs_trl.py", "--ours-only", "--lengths", "varied", "--prompts", "2", "--group-size", "2", "--steps", "1", *TINY],
+        ["rollout.py", "--sizes", "small", "--batches", "2", "--lengths", "varied", "--against", "dynamic", "--repeats", "1", *TINY],
+        ["refit.py", "--size", "small", "--cases", "in_place", "--repeats", "1"],
+    ],
+    ids=lambda command: command[0].removesuffix(".py"),
+)
+def test_runs(command: list[str], tmp_path: Path) -> None:
+    program, *arguments = command
+    ran = subprocess.run(
+        [sys.executable, BENCHMARKS / program, *arguments, "--output", tmp_path], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert ran.returncode == 0, f"{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
+    (written,) = tmp_path.glob("*.json")
+    assert json.loads(written.read_text())
