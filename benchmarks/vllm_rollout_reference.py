@@ -9,7 +9,9 @@ no seeds of requests (its fastest sampling), log-probs of the sampled tokens as 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from rollout_work import Case, Side, Spec, run
 
@@ -32,6 +34,7 @@ def make_side(spec: Spec) -> Side:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import torch
     import vllm
+    from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
     llm = vllm.LLM(
@@ -46,27 +49,32 @@ def make_side(spec: Spec) -> Side:
         seed=0,
     )
 
-    def generate(prompts: Sequence[Sequence[int]], limits: Sequence[int], temperature: float):
-        how = [
-            vllm.SamplingParams(
-                temperature=temperature,
-                max_tokens=limit,
-                ignore_eos=True,
-                logprobs=0,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            for limit in limits
-        ]
-        done = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], how, use_tqdm=False)
-        return [output.outputs[0] for output in done]
+    def params(limit: int, temperature: float) -> vllm.SamplingParams:
+        return vllm.SamplingParams(
+            temperature=temperature,
+            max_tokens=limit,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def generate(prompts: Sequence[Sequence[int]], limits: Sequence[int], batch: int, temperature: float) -> list:
+        """At most `batch` at a time: one engine serves all cases."""
+        waiting = deque(enumerate(zip(prompts, limits, strict=True)))
+        done: dict[str, Any] = {}
+        while len(done) < len(prompts):
+            while waiting and len(prompts) - len(waiting) - len(done) < batch:
+                number, (prompt, limit) = waiting.popleft()
+                llm.llm_engine.add_request(str(number), tokens_input(list(prompt)), params(limit, temperature))
+            done |= {output.request_id: output.outputs[0] for output in llm.llm_engine.step() if output.finished}
+        return [done[str(number)] for number in range(len(prompts))]
 
     def sample(case: Case) -> list[int]:
-        llm.llm_engine.engine_core.engine_core.scheduler.max_num_running_reqs = case.batch  # else an engine for each batch
-        return [len(one.token_ids) for one in generate(case.prompts, case.limits, 1.0)]
+        return [len(one.token_ids) for one in generate(case.prompts, case.limits, case.batch, 1.0)]
 
     def greedy(prompts: Sequence[Sequence[int]], length: int):
-        found = generate(prompts, [length] * len(prompts), 0.0)
+        found = generate(prompts, [length] * len(prompts), len(prompts), 0.0)
         return [
             (list(one.token_ids), [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)]) for one in found
         ]
