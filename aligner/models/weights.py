@@ -16,12 +16,13 @@ from torch import Tensor
 from aligner.errors import CheckpointError
 from aligner.models.build import ScalarModel, Transformer
 from aligner.models.families import architecture_to_hf, weight_names
-from aligner.models.families.mapping import OUTPUT_LAYER, NameTable, Rule, shard, to_hf, to_megatron, unshard
+from aligner.models.families.mapping import OUTPUT_LAYER, Layout, NameTable, Rule, shard, to_hf, to_megatron
 from aligner.models.shards import HEAD, ParameterShard, Place, all_places, named_shards, shard_anywhere, tensor_group
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MAX_FILE_BYTES = 5 * 2**30
+SLICE_BYTES = 16 * 2**20  # of a tensor whose columns are split, gathered at a time
 _LM_HEAD = "lm_head.weight"
 
 
@@ -124,12 +125,24 @@ def export_hf(chunks: Sequence[Transformer]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _gather(chunk: Transformer, place: Place, rule: Rule, tensor: Tensor) -> Tensor:
+    """The full tensor, put together in its place: no second copy of it exists meanwhile."""
     group = tensor_group(chunk, place)
     if place.split_dim is None or group.size() == 1:
         return tensor
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return unshard(rule.layout, parts, dim=place.split_dim)
+    own, ranks = tensor.contiguous(), group.size()
+    if place.split_dim == 0:
+        full = own.new_empty(ranks * own.shape[0], *own.shape[1:])
+        blocks = 2 if rule.layout == Layout.gate_up else 1
+        for target, part in zip(full.chunk(blocks), own.chunk(blocks), strict=True):
+            dist.all_gather_into_tensor(target, part, group=group)
+        return full
+    full = own.new_empty(own.shape[0], ranks * own.shape[1])
+    rows = max(1, SLICE_BYTES // (full.shape[1] * full.element_size()))
+    for target, part in zip(full.split(rows), own.split(rows), strict=True):
+        parts = part.new_empty(ranks * part.shape[0], part.shape[1])
+        dist.all_gather_into_tensor(parts, part, group=group)
+        target.view(len(target), ranks, -1).copy_(parts.view(ranks, len(target), -1).transpose(0, 1))
+    return full
 
 
 def save_hf(chunks: Sequence[Transformer], directory: Path, *, writer: bool) -> None:

@@ -111,9 +111,11 @@ def check_value_model(folder: Path, name: str, parallel, topology) -> None:
 def main() -> None:
     settings, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     launch.initialize("gloo", timeout_seconds=60, fingerprint="weights")
+    from aligner.models import weights
     from aligner.models.config import Dtype
     from aligner.parallel.topology import ParallelConfig, initialize
 
+    weights.SLICE_BYTES = 1000  # the columns of these small tensors are gathered in several slices too
     parallel = ParallelConfig(**settings)
     topology = initialize(parallel, seed=11)
     layouts = {name: parallel for name in sys.argv[3:]}

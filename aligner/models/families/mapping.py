@@ -144,10 +144,3 @@ def shard(layout: Layout, tensor: Tensor, *, dim: int, num_shards: int, index: i
     if layout == Layout.gate_up:
         return torch.cat([half.chunk(num_shards)[index] for half in tensor.chunk(2)])
     return tensor.chunk(num_shards, dim=dim)[index]
-
-
-def unshard(layout: Layout, shards: list[Tensor], *, dim: int) -> Tensor:
-    """The inverse of `shard` over all ranks."""
-    if layout == Layout.gate_up:
-        return torch.cat([torch.cat([s.chunk(2)[half] for s in shards]) for half in (0, 1)])
-    return torch.cat(shards, dim=dim)
