@@ -18,12 +18,14 @@ from torch.nn.attention.bias import causal_lower_right
 
 Segments = Sequence[tuple[int, int, int]]  # (first slot, one beyond the last, index of the segment that it goes on from or -1)
 
+# Grouped queries are the kernel's own business: it takes fewer keys than queries, forward and backward.
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def shared_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """[T, heads, D] from query [T, heads, D] and key, value [T, groups, D]."""
+    """Causal attention within each segment and to the prompt that it goes on from: [T, heads, D] from query [T, heads, D] and key, value
+    [T, groups, D]. `segments` cover all T slots; those that go on from a prompt lie right behind it."""
     if query.is_cuda:
         return torch.cat([_one_segment(query, key, value, segments, number, scale) for number in range(len(segments))])
     return _SharedAttention.apply(query, key, value, segments, scale)

@@ -158,3 +158,28 @@ def test_refusals(topology):
         ModelConfig(**packed, router_z_loss_coef=0.1)
     with pytest.raises(ConfigError, match=r"split over parallel.cp=2 ranks cannot share prompts; allowed: cp=1"):
         LanguageModel(Architecture(vocab_size=9), ModelConfig(**packed), ParallelConfig(cp=2), load=False)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_attention_and_its_gradients_are_the_plain_ones(dtype, tolerance):
+    """Segments of 4, of 5 and 3 that go on from it, and of 3 alone, against a softmax over what a slot may see; relative to the largest."""
+    from aligner.models.shared_attention import shared_attention
+
+    segments = ((0, 4, -1), (4, 9, 0), (9, 12, 0), (12, 15, -1))
+    visible = torch.zeros(15, 15, dtype=torch.bool)
+    for start, stop, prefix in segments:
+        visible[start:stop, start:stop] = torch.ones(stop - start, stop - start).tril() > 0
+        if prefix >= 0:
+            visible[start:stop, : segments[prefix][1]] = True
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(15, heads, 8, generator=generator) for heads in (4, 2, 2)]
+    weight = torch.randn(15, 4, 8, generator=generator)
+    q, k, v = (x.clone().requires_grad_() for x in made)
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, dim=1)) * 0.35
+    expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v.repeat_interleave(2, dim=1))
+    (expected * weight).sum().backward()
+    inputs = [x.to(dtype).requires_grad_() for x in made]
+    got = shared_attention(*inputs, segments, 0.35)
+    (got.float() * weight).sum().backward()
+    for one, other in zip([got, *(x.grad for x in inputs)], [expected, q.grad, k.grad, v.grad], strict=True):
+        assert (one.float() - other).abs().max() < tolerance * other.abs().max()

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,8 +31,8 @@ WEIGHTS, CACHE = frozenset({Memory.weights}), frozenset({Memory.kv_cache})
 
 @pytest.fixture
 def package(request, tmp_path) -> Iterator[Any]:
-    """The stand-in's world, of version 1.2.1 unless the test says otherwise."""
-    with installed(getattr(request, "param", "1.2.1"), tmp_path) as world:
+    """The stand-in's world, of version 1.2.1 unless the test says otherwise; what the engine sets for the process's life goes with it."""
+    with patch.dict(os.environ), installed(getattr(request, "param", "1.2.1"), tmp_path) as world:
         yield world
 
 
