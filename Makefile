@@ -1,4 +1,4 @@
-# `make demo`, `make test`, `make bench`, `make lint`: each creates .venv on its first run and needs nothing else typed.
+# `make demo`, `make learn`, `make test`, `make bench`, `make lint`: each creates .venv on its first run and needs nothing else typed.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -17,7 +17,7 @@ ARGS ?=
 # A file of tests stays in one process (its fixtures are whole jobs); the files are shared out. TEST_PROCESSES=0 runs all in one.
 TEST_PROCESSES ?= logical
 
-.PHONY: help venv demo test preflight bench bench-full lint format clean
+.PHONY: help venv demo learn test preflight bench bench-full lint format clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -35,21 +35,27 @@ $(STAMP): setup.py
 demo: $(STAMP) ## SFT -> reward model -> PPO with two servers on this machine (about 5 minutes)
 	@$(RUN_ENV) $(BIN)/python examples/demo/run.py $(ARGS)
 
+learn: $(STAMP) ## every estimator trained on the demo's task, with a table; fails where one does not learn (about 20 minutes)
+	@$(RUN_ENV) $(BIN)/python examples/learning/run.py $(ARGS)
+
 test: $(STAMP) ## all tests (ARGS='-k name' to choose)
 	@$(RUN_ENV) $(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=4 --dist=loadfile $(ARGS)
 
 preflight: $(STAMP) ## aligner preflight for the smoke job of slurm/ on this machine
 	@$(RUN_ENV) $(BIN)/aligner preflight ppo_smoke_cpu $(ARGS)
 
-bench: $(STAMP) ## rollouts, refits and a GRPO step against TRL, short (ARGS are for the last)
+bench: $(STAMP) ## rollouts, refits, estimators and a GRPO step against TRL, short (ARGS are for the last)
 	@$(RUN_ENV) $(BIN)/python benchmarks/rollout.py --repeats 2
 	@$(RUN_ENV) $(BIN)/python benchmarks/refit.py --repeats 3
+	@$(RUN_ENV) $(BIN)/python benchmarks/advantages.py
 	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py $(ARGS)
 
 bench-full: $(STAMP) ## the same on all sizes and batches and against all competitors; makes .venv-vllm (an hour or more)
 	@$(RUN_ENV) $(BIN)/python benchmarks/rollout.py --sizes small large --batches 1 8 32 64 --rounds 2 \
 		--against 'ours (torch)' dynamic static continuous vllm --make-vllm
 	@$(RUN_ENV) $(BIN)/python benchmarks/refit.py
+	@$(RUN_ENV) $(BIN)/python benchmarks/advantages.py
+	@$(RUN_ENV) $(BIN)/python benchmarks/asynchronous.py
 	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py --large $(ARGS)
 
 lint: $(STAMP) ## ruff and the level order

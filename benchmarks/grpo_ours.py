@@ -161,7 +161,7 @@ def check_numbers(algorithm: GRPO, spec: Spec) -> dict[str, float]:
     for runner in model.runners:
         runner.zero_grad_buffer()
     parts = model._micro_batches(batch, model._plan(batch))
-    metrics = forward.forward_backward(model.runners, parts, algorithm.policy._outputs, algorithm.loss, counts=True)
+    metrics = forward.forward_backward(model.runners, parts, algorithm.policy._outputs, algorithm.loss(), counts=True)
     norm = sum(float(parameter.main_grad.norm()) ** 2 for chunk in model.chunks for parameter in chunk.parameters()) ** 0.5
     return {"loss": values(metrics)["policy/loss"], "grad_norm": norm}
 

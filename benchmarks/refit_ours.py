@@ -49,9 +49,10 @@ def make_refit(spec: dict[str, Any]) -> Callable[[], int]:
     buffers = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device=platform.device()) for name, tensor in manifest.tensors.items()}
 
     def stream() -> int:
-        for bucket in weight_buckets(policy.export_weights(), bucket_bytes=spec["bucket_mib"] * MIB):
+        for bucket in weight_buckets(policy.export_weights(), bucket_bytes=spec["bucket_mib"] * MIB, manifest=manifest):
             for name, tensor in bucket:
                 buffers[name].copy_(tensor)
+            del bucket, tensor
         return manifest.num_bytes
 
     return stream

@@ -1,144 +1,211 @@
-"""Group relative policy optimisation (Shao et al. 2024, 2402.03300): no critic.
+"""Policy gradients without a critic: group relative policy optimisation (Shao et al. 2024, 2402.03300) and its kin.
 
-One step: sample `group_size` responses to each prompt; a response's advantage is its reward minus its group's mean (over the group's
-standard deviation), the same for all its tokens; the KL to the reference is a term of the loss (k3), not of the reward.
-Dr. GRPO (2503.20783) is `normalize_std=false` with `aggregation=sequence_sum_constant`; DAPO's clip-higher is `clip_eps_high`.
+One step: sample `group_size` responses to each prompt; what their rewards are held against is `estimator`'s choice (a group's mean, the
+other responses, a greedy one, nothing: `aligner.losses.advantages`); what the policy descends on is `objective`'s. The KL to the reference
+is a term of the loss, or taken off the rewards of single tokens (`kl_in`). The presets under conf/algorithm are the papers' choices.
 
 Where a step's rollouts are used for exactly one update, the policy that is trained is the one that sampled: the ratio is 1 with gradient,
-and no separate pass for the old log-probs is made.
+and no separate pass for the old log-probs is made (unless the KL in the reward needs them).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from aligner.algorithms.estimators import check_estimator
+from aligner.algorithms.experience import finite_rows, masked_mean, mini_batches, shaped
+from aligner.algorithms.groups import Exhausted, Groups, groups_with_signal, whole_round
 from aligner.algorithms.loop import Clock, StepResult
 from aligner.algorithms.objective import ObjectiveConfig
 from aligner.algorithms.online import OnlineTask
-from aligner.algorithms.rollouts import collect, mini_batches, response_metrics, sample_rows, sample_seeds
+from aligner.algorithms.rollouts import ScoredRollouts, response_metrics, sample_rows
+from aligner.algorithms.rounds import OnPolicyRounds, Rounds
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
-from aligner.losses.advantages import group_advantages
+from aligner.losses.advantages import Estimator, counted_rows, estimate, outcome_rewards, shaped_rewards
 from aligner.losses.aggregation import Aggregation
-from aligner.losses.kl import KLEstimator
+from aligner.losses.kl import KLEstimator, adapt_kl_coef, kl_estimate
+from aligner.losses.shaping import Moments, ShapingConfig
 from aligner.metrics import merge, values
-from aligner.protocols import Policy
+from aligner.protocols import Loss, Policy
+from aligner.rows import num_rows
 from aligner.types import PolicyBatch, RolloutBatch
+
+
+class KLIn(str, Enum):
+    """Where the KL to the reference holds the policy back."""
+
+    loss = "loss"  # a term with gradient of its own
+    reward = "reward"  # taken off the reward of every token; of the policy that sampled, without gradient
 
 
 @dataclass(kw_only=True, slots=True)
 class GRPOConfig(ObjectiveConfig):
-    """Settings of GRPO."""
+    """Settings of GRPO and its kin."""
 
     prompts_per_step: int = 64
     group_size: int = 8  # responses per prompt
     mini_batch_size: int = 512  # responses per policy update
     num_epochs: int = 1
-    normalize_std: bool = True
-    kl_coef: float = 0.001  # of the KL to the reference, in the loss; 0: no reference policy at all
+    estimator: Estimator = Estimator.grpo
+    normalize_std: bool = True  # of estimator=grpo: divide by the group's standard deviation
+    gamma: float = 1.0  # discount per token, of estimators that have an advantage per token
+    kl_coef: float = 0.001  # of the KL to the reference; 0: no reference policy at all
+    kl_in: KLIn = KLIn.loss
     kl_estimator: KLEstimator = KLEstimator.k3
+    kl_target: float = 0.0  # 0: fixed coefficient; else adaptive (Ziegler et al. 2019) towards this KL per response token
+    kl_horizon: int = 10000  # rollouts over which the adaptive coefficient moves
     aggregation: Aggregation = Aggregation.sequence_mean
-    mask_truncated: bool = False  # leave responses that were cut at the length limit out of the loss
+    mask_truncated: bool = False  # leave responses that were cut at the length limit out of the loss; they count in their group
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)  # of scores
+    dynamic_sampling: bool = False  # learn from groups whose rewards differ; sample further rounds until there are prompts_per_step of them
+    max_rounds_per_step: int = 10  # of dynamic_sampling
+    exhausted: Exhausted = Exhausted.stop  # where these were not enough
 
     def __post_init__(self) -> None:
         ObjectiveConfig.__post_init__(self)
-        for name in ("prompts_per_step", "mini_batch_size", "num_epochs"):
+        for name in ("prompts_per_step", "group_size", "mini_batch_size", "num_epochs", "kl_horizon", "max_rounds_per_step"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
-        if self.group_size < 2:
-            raise ConfigError(f"algorithm.group_size={self.group_size}: a group needs at least 2 responses to compare")
+        check_estimator(
+            self.estimator,
+            group_size=self.group_size,
+            dynamic_sampling=self.dynamic_sampling,
+            normalize_std=self.normalize_std,
+            gamma=self.gamma,
+            shaping=self.shaping,
+        )
         if self.rollouts_per_step % self.mini_batch_size:
             raise ConfigError(
                 f"algorithm.mini_batch_size={self.mini_batch_size}: must divide prompts_per_step * group_size = {self.rollouts_per_step}"
             )
-        if self.kl_coef < 0:
-            raise ConfigError(f"algorithm.kl_coef={self.kl_coef}: must not be negative")
+        for name in ("kl_coef", "kl_target"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must not be negative")
+        if self.kl_target and not self.kl_coef:
+            raise ConfigError(f"algorithm.kl_target={self.kl_target}: moves kl_coef=0, which stays 0; allowed: 0, or kl_coef above 0")
 
     @property
     def rollouts_per_step(self) -> int:
-        """Responses sampled in one training step."""
+        """Responses learnt from in one training step."""
         return self.prompts_per_step * self.group_size
+
+    @property
+    def greedy_per_round(self) -> int:
+        """Responses that are sampled besides, for their rewards."""
+        return self.prompts_per_step if self.estimator is Estimator.remax else 0
 
     @property
     def updates_per_step(self) -> int:
         """Optimizer steps of the policy in one training step."""
         return self.rollouts_per_step // self.mini_batch_size * self.num_epochs
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a step asks the reference policy for log-probs."""
+        return self.kl_coef > 0
+
+    @property
+    def doubts(self) -> list[str]:
+        """What is allowed and hardly wanted."""
+        if self.needs_reference and self.kl_in is KLIn.loss and self.kl_estimator is KLEstimator.k1:
+            return ["algorithm.kl_estimator=k1 in the loss holds nothing: its gradient is 0 on average (k2, k3, or kl_in=reward do)"]
+        return []
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether a step begins with a pass for the log-probs of the policy that it starts from."""
+        return self.updates_per_step > 1 or (self.needs_reference and self.kl_in is KLIn.reward)
+
 
 class GRPO:
-    """The algorithm over its parts. Every rank constructs one."""
+    """The algorithm over its parts. Every rank constructs one. `rounds`: where rollouts come from; None: sampled when they are needed."""
 
-    def __init__(self, config: GRPOConfig, policy: Policy, task: OnlineTask) -> None:
+    def __init__(self, config: GRPOConfig, policy: Policy, task: OnlineTask, rounds: Rounds | None = None) -> None:
         self.config = config
         self.policy = policy
         self.task = task
-        self.loss = config.loss(max_response_length=task.max_response_length, kl_coef=config.kl_coef, kl_estimator=config.kl_estimator)
+        self.rounds = rounds or OnPolicyRounds(task, config.group_size, with_baselines=config.greedy_per_round > 0)
+        self.kl_coef = config.kl_coef
+        self.moments = Moments()  # of the scores so far
 
     def step(self, step: int, clock: Clock) -> StepResult:
         task, config = self.task, self.config
-        prompts = [prompt for prompt in task.prompts(step) for _ in range(config.group_size)]
-        seeds = sample_seeds(task.seed, step, len(prompts))
         self.policy.sleep()  # a checkpoint may have woken it
-        with clock.phase("generate"):
-            collected = collect(task.engine, prompts, seeds, scorers=task.scorers())
-        batch = rollout_batch(collected.rollouts, task.pad_id)
+        groups = self._groups(step, clock)
+        batch = rollout_batch(groups.chosen.rollouts, task.pad_id)
         old_logprobs = ref_logprobs = None
-        if config.updates_per_step > 1:
+        if config.needs_old_logprobs:
             with clock.phase("logprobs"):
                 old_logprobs = self.policy.logprobs(batch)
         if task.reference is not None:
             with clock.phase("ref_logprobs"):
                 ref_logprobs = task.reference.logprobs(batch)
-        policy_batch = self.experience(batch, collected.rewards, old_logprobs, ref_logprobs, valid=collected.valid)
+        rewarded = shaped(groups.chosen, batch, config.shaping, self.moments, max_length=task.max_response_length)
+        policy_batch = self.experience(batch, rewarded.collected, old_logprobs, ref_logprobs)
         with clock.phase("train"):
+            loss = self.loss()
             parts = mini_batches(policy_batch, config.mini_batch_size, config.num_epochs, key=f"{task.seed}/{step}")
-            policy_metrics = merge([self.policy.train_step(part, self.loss) for part in parts])
+            policy_metrics = values(merge([self.policy.train_step(part, loss) for part in parts]))
         self.policy.sleep()  # sampling comes next
-        task.engine.refit(self.policy.version)
-        metrics = response_metrics(collected, clock.seconds["time/generate"]) | values(policy_metrics)
-        groups = collected.rewards.view(-1, config.group_size)
-        metrics["rollout/groups_without_signal"] = (groups == groups[:, :1]).all(dim=1).double().mean().item()
-        return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
+        self.rounds.trained(self.policy.version)
+        self.moments = rewarded.moments
+        metrics = response_metrics(groups.sampled, clock.seconds["time/generate"]) | policy_metrics | dict(rewarded.metrics)
+        metrics |= groups.metrics() | self._hold_kl(policy_batch, old_logprobs, policy_metrics)
+        return StepResult(metrics=metrics, samples=sample_rows(groups.sampled, task.decode))
 
     def experience(
-        self,
-        batch: RolloutBatch,
-        rewards: Tensor,
-        old_logprobs: Tensor | None,
-        ref_logprobs: Tensor | None,
-        *,
-        valid: Tensor | None = None,
+        self, batch: RolloutBatch, collected: ScoredRollouts, old_logprobs: Tensor | None, ref_logprobs: Tensor | None
     ) -> PolicyBatch:
-        """Group advantages of one batch of rollouts, whose rows are in group order. `rewards` float32 [B].
+        """Advantages of one batch of rollouts with shaped rewards, whose rows are in group order.
 
-        Rows that are not in `valid` (bool [B]; None: all are) have no reward: neither they nor a row that is then alone in its group is
-        learnt from, and the statistics of a group are those of the others.
+        Rows without a valid reward are not learnt from, nor is a row that is then alone in a group that is compared; the statistics of a
+        group are those of the others.
         """
-        config, mask = self.config, batch.loss_mask
+        config, mask, valid = self.config, batch.loss_mask, collected.valid
         # By position, not by prompt: a batch that straddles an epoch may hold the same prompt in two groups.
-        groups = torch.arange(rewards.shape[0]) // config.group_size
-        counted = torch.ones_like(groups, dtype=torch.bool) if valid is None else valid
-        counted = counted & (groups[counted].bincount(minlength=len(groups)) > 1)[groups]
-        advantages = torch.zeros_like(rewards)
-        if counted.any():
-            advantages[counted] = group_advantages(rewards[counted], groups[counted], normalize_std=config.normalize_std)
-        mask = mask & counted[:, None]
+        groups = torch.arange(len(collected.rollouts)) // config.group_size
+        if ref_logprobs is not None and config.kl_in is KLIn.reward:
+            kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
+            valid = valid & finite_rows(kl * mask, self.task.guard, "the KL to the reference")
+            rewards = shaped_rewards(collected.rewards, mask, kl, self.kl_coef, valid)
+        else:
+            rewards = outcome_rewards(collected.rewards, mask, valid)
+        advantages = estimate(
+            config.estimator,
+            rewards,
+            mask,
+            groups,
+            baselines=collected.baselines,
+            valid=valid,
+            gamma=config.gamma,
+            normalize_std=config.normalize_std,
+        )
+        mask = mask & counted_rows(config.estimator, groups, valid)[:, None]
         if config.mask_truncated:
             mask = mask & ~batch.truncated[:, None]
         return PolicyBatch(
             tokens=batch.tokens,
             lengths=batch.lengths,
             loss_mask=mask,
-            old_logprobs=old_logprobs,
-            advantages=advantages[:, None] * mask,
+            old_logprobs=old_logprobs if config.updates_per_step > 1 else None,
+            advantages=advantages * mask,
             ref_logprobs=ref_logprobs,
             rollout_logprobs=batch.rollout_logprobs if self.task.compares_logprobs else None,
         )
+
+    def loss(self) -> Loss:
+        """The policy loss with the KL's coefficient of now."""
+        config = self.config
+        kl_coef = self.kl_coef if config.kl_in is KLIn.loss else 0.0
+        return config.loss(max_response_length=self.task.max_response_length, kl_coef=kl_coef, kl_estimator=config.kl_estimator)
 
     def validate(self) -> Mapping[str, float]:
         return self.task.validate()
@@ -147,8 +214,40 @@ class GRPO:
         """Nothing runs on after a step."""
 
     def state(self) -> dict[str, Any]:
-        return {}
+        return {"kl_coef": self.kl_coef, "shaping": asdict(self.moments), "rounds": self.rounds.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """There is no state besides the models and the step number; the engine takes the checkpoint's weights."""
-        self.task.engine.refit(self.policy.version)
+        """Checkpoints from before there was any state are of runs without a shaping or an adaptive coefficient."""
+        if state:
+            self.kl_coef = state["kl_coef"] if self.config.kl_target else self.config.kl_coef
+            self.moments = Moments(**state["shaping"])
+        self.rounds.load_state(state["rounds"] if state else {}, self.policy.version)
+
+    def _groups(self, step: int, clock: Clock) -> Groups:
+        config = self.config
+        if not config.dynamic_sampling:
+            return whole_round(self.rounds, step, clock, group_size=config.group_size)
+        return groups_with_signal(
+            self.rounds,
+            step,
+            clock,
+            group_size=config.group_size,
+            num_groups=config.prompts_per_step,
+            max_rounds=config.max_rounds_per_step,
+            exhausted=config.exhausted,
+        )
+
+    def _hold_kl(self, batch: PolicyBatch, old_logprobs: Tensor | None, measured: Mapping[str, float]) -> dict[str, float]:
+        """Move the coefficient by the KL that was observed, in the reward or by the loss. What is reported of the two."""
+        config = self.config
+        if batch.ref_logprobs is None or not batch.loss_mask.any():
+            return {}
+        metrics = {"policy/kl_coef": self.kl_coef}
+        if config.kl_in is KLIn.reward:
+            kl = kl_estimate(old_logprobs, batch.ref_logprobs, config.kl_estimator)
+            metrics["policy/kl"] = masked_mean(kl, batch.loss_mask)
+        if config.kl_target:
+            observed = metrics["policy/kl"] if config.kl_in is KLIn.reward else measured["policy/ref_kl"]
+            if math.isfinite(observed):  # else an update that was left out has said so
+                self.kl_coef = adapt_kl_coef(self.kl_coef, observed, config.kl_target, config.kl_horizon, num_rows(batch))
+        return metrics

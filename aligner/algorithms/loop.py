@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from aligner.algorithms.time_budget import TimeBudget
-from aligner.errors import AlignerError, ConfigError, RollBack
+from aligner.errors import AlignerError, ConfigError, RollBack, RunHalted
 from aligner.parallel import platform
 from aligner.parallel.collectives import gather_objects
 from aligner.parallel.progress import Progress
@@ -119,6 +119,21 @@ class LeftOut(Protocol):
         """Collective. Raises RunHalted where the run has left out as many as it may."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What an alarm says of a step."""
+
+    note: str = ""  # for the person who watches; empty: nothing
+    halt: str = ""  # why the run is to end now; empty: it goes on
+
+
+class Alarm(Protocol):
+    """Watches the metrics of finished steps; `aligner.algorithms.gap_alarm.GapAlarm`."""
+
+    def judge(self, step: int, metrics: Mapping[str, float]) -> Verdict:
+        """Called once for every step, with metrics that are the same on every rank."""
+
+
 class Clock:
     """Seconds spent in the named phases of one step; they are the rank's phases in `progress` too."""
 
@@ -145,17 +160,16 @@ def run(
     progress: Progress | None = None,
     left_out: LeftOut | None = None,
     budget: TimeBudget | None = None,
+    alarm: Alarm | None = None,
 ) -> int:
     """Train from the newest checkpoint (or from the start) to `config.max_steps`. Every rank calls it. Returns the last finished step.
 
     `open_reporter(start_step)` makes the reporter once the step to start from is known. What is done is recorded in `progress`; the steps
-    in `left_out` are counted and not trained on. Where another step would not be saved within `budget` the run stops, as after a signal.
+    in `left_out` are counted and not trained on. Where another step would not be saved within `budget` the run stops, as after a signal;
+    where the `alarm` says so it raises RunHalted, with the step saved.
     """
     progress, budget = progress or Progress(), budget or TimeBudget()
-    with progress.phase("load checkpoint"):
-        finished, state = checkpointer.load()
-        if finished:
-            algorithm.load_state(state)
+    finished = _resume(algorithm, checkpointer, progress)
     reporter = open_reporter(finished)
     if finished:
         reporter.note(f"resumed after step {finished}")
@@ -177,9 +191,11 @@ def run(
                     with progress.phase("validate"):
                         validation = _report(algorithm, config, reporter, step, result)
                 checkpointer.poll()
-                if _due(step, config.save_every) or step == config.max_steps:
+                halt = _heed(alarm, reporter, step, result)
+                if halt or _due(step, config.save_every) or step == config.max_steps:
                     with budget.save():
                         saved = _save(algorithm, checkpointer, step, validation, progress)
+                _end_where(halt, checkpointer)
             if finished < config.max_steps:
                 reporter.note(f"stopped {reason} after step {finished}" + ("; saving" if saved < finished else ""))
             if saved < finished:
@@ -193,6 +209,15 @@ def run(
             elif settled < finished:
                 _rescue(algorithm, checkpointer, reporter, finished, error=error, whole=checkpointer.version() == version)
             raise
+    return finished
+
+
+def _resume(algorithm: Algorithm, checkpointer: Checkpointer, progress: Progress) -> int:
+    """The step that is gone on from; 0 in a new run."""
+    with progress.phase("load checkpoint"):
+        finished, state = checkpointer.load()
+        if finished:
+            algorithm.load_state(state)
     return finished
 
 
@@ -233,6 +258,21 @@ def _report(algorithm: Algorithm, config: LoopConfig, reporter: Reporter, step: 
     if result.samples and (_due(step, config.table_every) or (config.table_every and step in (1, config.max_steps))):
         reporter.table(step, result.samples)
     return validation
+
+
+def _heed(alarm: Alarm | None, reporter: Reporter, step: int, result: StepResult) -> str:
+    """Note what the alarm says of a step. Returns why the run is to end; empty where it goes on."""
+    verdict = alarm.judge(step, result.metrics) if alarm is not None else Verdict()
+    if verdict.note:
+        reporter.note(verdict.note)
+    return verdict.halt
+
+
+def _end_where(halt: str, checkpointer: Checkpointer) -> None:
+    """Raise RunHalted once the step is on disk, where there is a reason to."""
+    if halt:
+        checkpointer.wait()
+        raise RunHalted(halt)
 
 
 def _save(algorithm: Algorithm, checkpointer: Checkpointer, step: int, validation: Mapping[str, float], progress: Progress) -> int:

@@ -8,12 +8,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from aligner.algorithms.rollouts import Scorers, collect
+from aligner.algorithms import validation
+from aligner.algorithms.rollouts import Scorers
+from aligner.algorithms.validation import ValidationConfig
 from aligner.data.loader import EpochSampler
 from aligner.models.guard import GuardConfig
 from aligner.parallel.topology import Topology
 from aligner.protocols import Critic, RewardModel, RolloutEngine
-from aligner.types import MaskedBatch, Prompt
+from aligner.types import MaskedBatch, Prompt, SampleRow
 
 
 class Reference(Protocol):
@@ -42,7 +44,9 @@ class OnlineTask:
     reward_name: str = "the reward"  # in errors
     compares_logprobs: bool = True  # the engine's log-probs are at the sampling temperature, as the policy's are
     guard: GuardConfig = field(default_factory=GuardConfig)
+    validation_config: ValidationConfig = field(default_factory=ValidationConfig)
     beat: Callable[[], None] = lambda: None  # a sign of life, while responses are sampled
+    keep_samples: Callable[[Sequence[SampleRow]], None] = lambda rows: None  # is given the first few of each validation, on every rank
 
     def prompts(self, step: int) -> list[Prompt]:
         """The prompts of a step (counted from 1)."""
@@ -60,16 +64,5 @@ class OnlineTask:
         )
 
     def validate(self) -> Mapping[str, float]:
-        """Mean reward, and accuracy where answers can be checked, of one greedy response per validation prompt. Collective."""
-        if not self.validation:
-            return {}
-        metrics: dict[str, float] = {}
-        seeds = list(range(len(self.validation)))
-        collected = collect(self.engine, self.validation, seeds, scorers=self.scorers(), sampling=self.validation_sampling)
-        metrics["validation/reward"] = collected.valid_rewards.double().mean().item()
-        lengths = [len(rollout.response) for rollout in collected.rollouts]
-        metrics["validation/response_length"] = sum(lengths) / len(lengths)
-        if self.accuracy is not None:
-            # On every rank: a Python function of texts that all of them hold.
-            metrics["validation/accuracy"] = self.accuracy.score(collected.rollouts).result().double().mean().item()
-        return metrics
+        """The metrics of `validation.validate` on the held-out prompts. Collective."""
+        return validation.validate(self)

@@ -12,12 +12,14 @@ from torch import Tensor
 from aligner.algorithms.loop import Clock, StepResult
 from aligner.data.collate import preference_batch
 from aligner.data.loader import EpochSampler
-from aligner.data.preferences import PreferencePair
+from aligner.data.preferences import PreferencePair, require_margins
 from aligner.errors import ConfigError
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
 from aligner.metrics import values
 from aligner.protocols import Trainable
 from aligner.types import PreferenceBatch
+
+REPORTS = ("validation/accuracy", "validation/margin")  # of a validation
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,7 +48,10 @@ class ScoreModel(Trainable, Protocol):
 
 
 class RewardModelTraining:
-    """The algorithm over its parts. Every rank constructs one."""
+    """The algorithm over its parts. Every rank constructs one.
+
+    Raises DataError where the loss is of margins and no training pair has one.
+    """
 
     def __init__(
         self,
@@ -58,6 +63,8 @@ class RewardModelTraining:
         pad_id: int,
         seed: int,
     ) -> None:
+        if config.loss is not BradleyTerry.standard:
+            require_margins(train, f"algorithm.loss={config.loss.value}")
         self.config = config
         self.model = model
         self.train = train

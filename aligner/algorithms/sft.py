@@ -15,6 +15,8 @@ from aligner.losses.sft import sft_loss
 from aligner.metrics import values
 from aligner.protocols import Policy
 
+REPORTS = ("validation/loss",)  # of a validation
+
 
 @dataclass(kw_only=True, slots=True)
 class SFTConfig:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from aligner.errors import LaunchError
 
-POLICY, CRITIC, REWARD_MODEL = "policy", "critic", "reward_model"  # folders below `checkpoints`
+POLICY, CRITIC, REWARD_MODEL, REFERENCE = "policy", "critic", "reward_model", "reference"  # folders below `checkpoints`
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,11 @@ class RunDirectory:
     def rollouts(self) -> Path:
         """`step_%06d.jsonl` with sample rollouts."""
         return self.path / "rollouts"
+
+    @property
+    def validation(self) -> Path:
+        """`step_%06d.jsonl` with the responses to the first validation prompts; made by the first validation."""
+        return self.path / "validation"
 
     @property
     def export(self) -> Path:

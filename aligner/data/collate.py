@@ -19,13 +19,13 @@ def token_batch(sequences: Sequence[Sequence[int]], pad_id: int, pad_multiple: i
 
 
 def rollout_batch(rollouts: Sequence[Rollout], pad_id: int, pad_multiple: int = 1) -> RolloutBatch:
-    """Rollouts as they are, in their order: loss_mask on the response (its end token included), sampler's log-probs, 0 elsewhere."""
+    """Rollouts as they are, in their order: loss_mask on what the policy wrote (end token included), sampler's log-probs, 0 elsewhere."""
     for rollout in rollouts:
         if not rollout.prompt.tokens:
             raise ValueError(f"the prompt of {rollout.prompt.source} has no token: position 0 would be a response token")
     sequences = [rollout.tokens for rollout in rollouts]
     width = _width([len(sequence) for sequence in sequences], pad_multiple)
-    masks = [[False] * len(r.prompt.tokens) + [True] * len(r.response) for r in rollouts]
+    masks = [[False] * len(r.prompt.tokens) + list(r.written or [True] * len(r.response)) for r in rollouts]
     logprobs = [[0.0] * len(r.prompt.tokens) + list(r.logprobs) for r in rollouts]
     return RolloutBatch(
         tokens=_pad(sequences, pad_id, width, torch.int64),

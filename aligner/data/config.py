@@ -101,3 +101,11 @@ class PreferenceDataConfig:
         _require_at_least(2, max_length=self.max_length)
         _require_member(BadLines, bad_lines=self.bad_lines)
         _require_member(OverLong, over_long=self.over_long)
+
+
+@dataclass(kw_only=True, slots=True)
+class UnpairedDataConfig(PreferenceDataConfig):
+    """Responses that are each judged good or bad: `{prompt, response, preference}`, or records of pairs, which are two responses each.
+
+    Settings as in `PreferenceDataConfig`.
+    """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -64,6 +64,15 @@ def load_preferences(
 
     pairs = tally.convert(((lines.first.source, lines) for lines in _pair_lines(read_records(location, first))), convert)
     return pairs, tally.finish()
+
+
+def require_margins(pairs: Sequence[PreferencePair], what: str) -> None:
+    """Raise DataError where no pair says how much better its chosen response is: `what` would learn that all are equally good."""
+    if not any(pair.margin for pair in pairs):
+        raise DataError(
+            f"{what} needs records with chosen_reward and rejected_reward: "
+            f"none of the {len(pairs)} pairs of data.train has rewards that differ"
+        )
 
 
 def _pair_lines(records: Iterable[RawRecord]) -> Iterator[_Lines]:

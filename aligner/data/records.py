@@ -61,6 +61,15 @@ class PreferenceRecord:
     margin: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgedRecord:
+    """A response to a prompt, and whether it was judged good."""
+
+    prompt: str | Conversation
+    response: str
+    desirable: bool
+
+
 def parse_prompt(raw: RawRecord, prompt_field: str = "", answer_field: str = "answer") -> PromptRecord:
     """`{prompt, answer?}`, `{messages, answer?}` or `{text, answer?}`; or the fields named."""
     record = raw_object(raw)
@@ -98,6 +107,16 @@ def parse_preference(raw: RawRecord) -> PreferenceRecord:
     else:
         prompt, chosen, rejected = split_dialogue(chosen, rejected)
     return _preference(prompt, chosen, rejected, _margin(record))
+
+
+def parse_judged(raw: RawRecord) -> JudgedRecord:
+    """`{prompt, response, preference}` (chosen or rejected, true or false, 1 or 0) or `{prompt, completion, label}`."""
+    record = raw_object(raw)
+    name = _first_present(record, ("preference", "label"), "{prompt, response, preference} or {prompt, completion, label}")
+    desirable = _judgement(record, name)
+    field = _first_present(record, ("response", "completion"), "{prompt, response, preference} or {prompt, completion, label}")
+    response = field_text(record, field, empty=not desirable)  # to say nothing may be bad, but is nothing to learn
+    return JudgedRecord(prompt=_text_or_messages(record, "prompt"), response=response, desirable=desirable)
 
 
 def parse_text_pair(good: RawRecord, bad: RawRecord | None) -> PreferenceRecord:
@@ -206,6 +225,16 @@ def _answer(record: dict[str, object], name: str) -> str | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     raise DataError(f"field {name!r} is {shown(value)}, expected a string or a number")
+
+
+_JUDGEMENTS = {"chosen": True, "rejected": False, True: True, False: False}  # 1 and 0 are equal to true and false
+
+
+def _judgement(record: dict[str, object], name: str) -> bool:
+    value = record[name]
+    if isinstance(value, (str, bool, int, float)) and value in _JUDGEMENTS:
+        return _JUDGEMENTS[value]
+    raise DataError(f"field {name!r} is {shown(value)}, allowed: 'chosen' or 'rejected', true or false, 1 or 0")
 
 
 def _margin(record: dict[str, object]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aligner.data.records import Message
 from aligner.errors import ConfigError, DataError
@@ -40,21 +40,27 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._backend.chat_template)
 
-    def encode(self, text: str, *, add_special: bool = False) -> list[int]:
-        """Token ids of `text`; with `add_special`, with what the tokenizer adds of itself (usually a begin token)."""
-        return list(self._backend.encode(text, add_special_tokens=add_special, verbose=False)) if text else []
+    def encode(self, text: str, *, add_special: bool = False, plain: bool = False) -> list[int]:
+        """Token ids of `text`; with `add_special`, with what the tokenizer adds of itself (usually a begin token).
 
-    def continuation(self, prefix: str, text: str) -> list[int]:
+        `plain`: a special token that is written out in the text stays text.
+        """
+        if not text:
+            return []
+        options = {"split_special_tokens": True} if plain else {}
+        return list(self._backend.encode(text, add_special_tokens=add_special, verbose=False, **options))
+
+    def continuation(self, prefix: str, text: str, *, plain: bool = False) -> list[int]:
         """Token ids of `text` as the continuation of `encode(prefix)`.
 
         A tokenizer may put a space before the first word of whatever it is given (SentencePiece), so the text is encoded behind the prefix
         and the prefix's ids are cut off; where a token spans the border, behind a line break; and by itself where that also merges.
         """
         for anchor in (prefix, "\n"):
-            head, whole = self.encode(anchor), self.encode(anchor + text)
+            head, whole = self.encode(anchor, plain=plain), self.encode(anchor + text, plain=plain)
             if whole[: len(head)] == head:
                 return whole[len(head) :]
-        return self.encode(text)
+        return self.encode(text, plain=plain)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of the ids, spaces left as they are."""
@@ -65,6 +71,13 @@ class Tokenizer:
 
         Raises: ConfigError where the tokenizer has no template; DataError where the template refuses the messages.
         """
+        return list(self._apply(messages, tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False))
+
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        """The text of a conversation in the model's own format. Raises as `apply_chat_template` does."""
+        return self._apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+    def _apply(self, messages: Sequence[Message], **options: bool) -> Any:
         if not self.has_chat_template:
             raise ConfigError(
                 f"tokenizer {self.path} has no chat template: looked for chat_template in its tokenizer_config.json "
@@ -74,9 +87,7 @@ class Tokenizer:
 
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            return list(
-                self._backend.apply_chat_template(turns, tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False)
-            )
+            return self._backend.apply_chat_template(turns, **options)
         except TemplateError as error:
             raise DataError(f"the chat template of {self.path} refuses the messages: {error}") from error
 

@@ -11,7 +11,7 @@ from aligner.cluster.local import launch
 from aligner.cluster.run_directory import RunDirectory
 from aligner.config import compose
 from aligner.jobs.programs import RECIPES, SCRIPTS, programs, recipe_of
-from aligner.schemas import TrainGRPO, TrainPPO
+from aligner.schemas import OnlineRun
 
 __all__ = ["RECIPES", "SCRIPTS", "launch_local", "recipe_of"]
 
@@ -24,8 +24,8 @@ def launch_local(name: str, overrides: Sequence[str], *, num_processes: int = 0)
     """
     config = compose(RECIPES[recipe_of(name)][0], name, overrides)
     found = programs(name, config, overrides, num_processes=num_processes)
-    if isinstance(config, (TrainPPO, TrainGRPO)):
-        config.reward.check_named()
+    if isinstance(config, OnlineRun):
+        config.check_rewarded()
     components = [
         Component(
             name=program.component,
@@ -37,5 +37,5 @@ def launch_local(name: str, overrides: Sequence[str], *, num_processes: int = 0)
         for index, program in enumerate(found)
     ]
     servers = [component.name for component in components if not component.main]
-    launcher = config.launcher if isinstance(config, (TrainPPO, TrainGRPO)) else None
+    launcher = config.launcher if isinstance(config, OnlineRun) else None
     return launch(components, run_directory=RunDirectory(Path(config.run.directory)).create(), config=launcher, expect_services=servers)

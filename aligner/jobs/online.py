@@ -8,17 +8,22 @@ from functools import partial
 from pathlib import Path
 
 from aligner.algorithms.grpo import GRPO
+from aligner.algorithms.objective import ObjectiveConfig
 from aligner.algorithms.online import OnlineTask
 from aligner.algorithms.ppo import PPO
 from aligner.data.loader import EpochSampler
 from aligner.data.prompts import load_prompts, load_validation_prompts
 from aligner.data.tokenizer import Tokenizer
+from aligner.environments.load import environment_follow_up
+from aligner.environments.reward import EnvironmentReward
 from aligner.errors import ConfigError
 from aligner.jobs import columns
 from aligner.jobs.announce import announced
 from aligner.jobs.checkpointing import POLICY, RunCheckpointer
 from aligner.jobs.ending import conclude
+from aligner.jobs.kept_samples import validation_samples
 from aligner.jobs.parts import check_rollout_length, export_at_end, load_model_files, run_loop, tokenizer_directory
+from aligner.jobs.sampling_ahead import rounds_ahead
 from aligner.jobs.session import Session, session
 from aligner.jobs.sources import pinned
 from aligner.losses.correction import Correction
@@ -28,11 +33,12 @@ from aligner.models.guard import Guard
 from aligner.models.policy import MegatronPolicy, ReferencePolicy
 from aligner.parallel.progress import WAIT_FOR_SERVERS
 from aligner.protocols import RewardModel
+from aligner.rewards.compose import composed_reward, formula
 from aligner.rewards.local import function_reward
 from aligner.rollout.config import check_splits
 from aligner.rollout.create import create_engine
 from aligner.rollout.engine import Capabilities
-from aligner.schemas import TrainGRPO, TrainPPO
+from aligner.schemas import OnlineRun, TrainGRPO, TrainPPO
 from aligner.servers.access import Access
 from aligner.servers.client import CriticClient, RewardClient
 from aligner.types import LogprobKind, Rollout
@@ -44,7 +50,7 @@ def train_ppo_actor(config: TrainPPO) -> int:
     Returns the exit code, as the other jobs do: 0, or 75 where a signal or the end of its time stopped it before the last step.
     """
     with session(config, config.run, config.parallel, component="actor") as here, announced(here, "actor") as publication:
-        task, policy, tokenizer = _build(here, config, with_reference=True, num_prompts=config.algorithm.rollouts_per_step)
+        task, policy, tokenizer = build_task(here, config, with_reference=True, num_prompts=config.algorithm.rollouts_per_step)
         critic = CriticClient(
             here.directory.services,
             config=config.client,
@@ -57,7 +63,7 @@ def train_ppo_actor(config: TrainPPO) -> int:
             with here.progress.phase(WAIT_FOR_SERVERS):
                 critic.wait_until_ready()
             publication.ready()
-        algorithm = PPO(config.algorithm, policy, task, critic)
+        algorithm = PPO(config.algorithm, policy, task, critic, rounds_ahead(here, config, task, critic=critic))
         keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer, config=config.checkpoint, critic=critic)
         last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.PPO, guard=config.guard)
         export_at_end(here, config, last, policy.chunks, tokenizer)
@@ -71,11 +77,14 @@ def train_ppo_actor(config: TrainPPO) -> int:
 def train_grpo(config: TrainGRPO) -> int:
     """GRPO: one component, with reward functions in its processes or a reward server. Every rank calls it."""
     with session(config, config.run, config.parallel, component="actor") as here, announced(here, "actor") as publication:
-        with_reference = config.algorithm.kl_coef > 0
-        task, policy, tokenizer = _build(here, config, with_reference=with_reference, num_prompts=config.algorithm.prompts_per_step)
+        settings = config.algorithm
+        for doubt in settings.doubts:
+            here.say(f"warning: {doubt}")
+        task, policy, tokenizer = build_task(here, config, with_reference=settings.needs_reference, num_prompts=settings.prompts_per_step)
         if publication is not None:
             publication.ready()
-        algorithm = GRPO(config.algorithm, policy, task)
+        rounds = rounds_ahead(here, config, task, group_size=settings.group_size, greedy=settings.greedy_per_round > 0)
+        algorithm = GRPO(config.algorithm, policy, task, rounds)
         keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer, config=config.checkpoint)
         last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.GRPO, guard=config.guard)
         export_at_end(here, config, last, policy.chunks, tokenizer)
@@ -85,14 +94,12 @@ def train_grpo(config: TrainGRPO) -> int:
     return code
 
 
-def _build(
-    here: Session, config: TrainPPO | TrainGRPO, *, with_reference: bool, num_prompts: int
-) -> tuple[OnlineTask, MegatronPolicy, Path]:
+def build_task(here: Session, config: OnlineRun, *, with_reference: bool, num_prompts: int) -> tuple[OnlineTask, MegatronPolicy, Path]:
     """Data first (bad lines are found in seconds), then models, then the engine on the policy's own weights."""
     sampling = config.rollout.sampling
     if reshaping := sampling.reshaping():
         here.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/sampling.md)")
-    config.reward.check_named()
+    config.check_rewarded()
     if config.algorithm.mini_batch_size < here.topology.dp_size:
         raise ConfigError(
             f"algorithm.mini_batch_size={config.algorithm.mini_batch_size}: smaller than the {here.topology.dp_size} data-parallel replicas"
@@ -105,12 +112,16 @@ def _build(
     prompts, report = load_prompts(config.data.train, config.data, tokenizer)
     here.say(report.summary())
     validation = load_validation_prompts(config.data, tokenizer)[0] if config.data.validation else []
+    follow_up = None
+    if config.environment.function:
+        follow_up = environment_follow_up(config.environment, tokenizer, [*prompts, *validation])
     reward = _reward(here, config, tokenizer)
     updates = config.loop.max_steps * config.algorithm.updates_per_step
     guard = Guard(config.guard)
     training = create.training(model, config.optimizer, total_steps=updates, temperature=sampling.temperature, guard=guard)
     policy = create.create_policy(model, architecture, config.parallel, here.topology, training)
-    engine = create_engine(policy, config.rollout, eos_id=tokenizer.eos_id, decode=partial(tokenizer.decode, skip_special=False))
+    decode = partial(tokenizer.decode, skip_special=False)
+    engine = create_engine(policy, config.rollout, eos_id=tokenizer.eos_id, decode=decode, follow_up=follow_up)
     task = OnlineTask(
         engine=engine,
         reference=ReferencePolicy(policy) if with_reference else None,
@@ -128,12 +139,14 @@ def _build(
         compares_logprobs=compares_logprobs(config, engine.capabilities, here.say),
         reward_name=_reward_name(config),
         guard=config.guard,
+        validation_config=config.validation,
         beat=here.progress.beat,
+        keep_samples=validation_samples(here),
     )
     return task, policy, tokenizer_directory(model)
 
 
-def compares_logprobs(config: TrainPPO | TrainGRPO, capabilities: Capabilities, say: Callable[[str], None]) -> bool:
+def compares_logprobs(config: OnlineRun, capabilities: Capabilities, say: Callable[[str], None]) -> bool:
     """Whether the engine's log-probs are those of the distribution that the policy's are of; where they are not, it is said once.
 
     Raises ConfigError where a correction by them is asked for.
@@ -141,36 +154,53 @@ def compares_logprobs(config: TrainPPO | TrainGRPO, capabilities: Capabilities, 
     temperature = config.rollout.sampling.temperature
     if capabilities.logprobs is LogprobKind.sampled or temperature == 1:
         return True
-    kind = config.algorithm.correction.kind
+    kind = config.algorithm.correction.kind if isinstance(config.algorithm, ObjectiveConfig) else Correction.none
     if kind is not Correction.none:
         raise ConfigError(
             f"algorithm.correction.kind={kind.value}: rollout.engine={capabilities.name} gives log-probs at temperature 1, which are not "
             f"those of rollout.sampling.temperature={temperature}; allowed: none, or temperature 1"
         )
+    if config.guard.logprob_gap.is_on:
+        raise ConfigError(
+            f"guard.logprob_gap: rollout.engine={capabilities.name} gives log-probs at temperature 1, not those of "
+            f"rollout.sampling.temperature={temperature}; allowed: warn=0 and stop=0, or temperature 1"
+        )
     say(f"warning: {capabilities.name} gives log-probs at temperature 1, not {temperature}: rollout/logprob_gap is not reported")
     return False
 
 
-def _reward(here: Session, config: TrainPPO | TrainGRPO, tokenizer: Tokenizer) -> RewardModel:
+def _reward(here: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
+    if config.environment.function:
+        return EnvironmentReward(_scorer(here, config, tokenizer) if config.has_scorer else None)
+    return _scorer(here, config, tokenizer)
+
+
+def _scorer(here: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
+    functions = config.reward.functions
     if not config.reward.serve:
-        return function_reward(config.reward.function, tokenizer.decode)
+        return composed_reward(functions, tokenizer.decode) if functions else function_reward(config.reward.function, tokenizer.decode)
     texts = _texts(tokenizer) if config.reward.function.function else None
     client = RewardClient(here.directory.services, config=config.client, access=_access(here, config), texts=texts)
+    scorer = composed_reward(functions, tokenizer.decode, client) if functions else client
     if here.is_first:
         here.say("waiting for the reward server")
         with here.progress.phase(WAIT_FOR_SERVERS):
             client.wait_until_ready()
-    return client
+    return scorer
 
 
-def _reward_name(config: TrainPPO | TrainGRPO) -> str:
+def _reward_name(config: OnlineRun) -> str:
     """Where rewards come from, for messages."""
+    if config.environment.function and not config.has_scorer:
+        return f"environment {config.environment.function}"
+    if config.reward.functions:
+        return f"reward {formula(config.reward.functions)}"
     if config.reward.function.function:
         return f"reward function {config.reward.function.function}"
     return f"reward model {config.reward.model.path}"
 
 
-def _access(here: Session, config: TrainPPO | TrainGRPO) -> Access:
+def _access(here: Session, config: OnlineRun) -> Access:
     return Access.for_client(here.directory.secret, config.client)
 
 

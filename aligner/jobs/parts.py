@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from aligner.algorithms import loop
+from aligner.algorithms.gap_alarm import GapAlarm
 from aligner.algorithms.time_budget import TimeBudget, seconds_left
 from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from aligner.errors import ConfigError
@@ -23,7 +24,7 @@ from aligner.models.weights import save_hf
 from aligner.reporting.config import LoggingConfig
 from aligner.reporting.formats import Column
 from aligner.reporting.reporter import Reporter, SilentReporter
-from aligner.schemas import TrainDPO, TrainGRPO, TrainPPO, TrainSFT
+from aligner.schemas import OnlineRun, TrainDPO, TrainKTO, TrainSFT
 
 
 def load_model_files(config: ModelConfig) -> tuple[Tokenizer, Architecture]:
@@ -47,7 +48,7 @@ def check_length(config: ModelConfig, architecture: Architecture, length: int, w
         raise ConfigError(f"{what}={length}: longer than the model's context of {context} tokens")
 
 
-def check_rollout_length(config: ModelConfig, architecture: Architecture, run: TrainPPO | TrainGRPO) -> None:
+def check_rollout_length(config: ModelConfig, architecture: Architecture, run: OnlineRun) -> None:
     """Raise ConfigError where the run's longest rollout does not fit the model: the policy samples it, critic and reward model read it."""
     longest = run.data.max_prompt_length + run.rollout.sampling.max_response_length
     check_length(config, architecture, longest, "data.max_prompt_length + rollout.sampling.max_response_length")
@@ -87,11 +88,12 @@ def run_loop(
             progress=here.progress,
             budget=TimeBudget(seconds_left(os.environ)),
             left_out=LeftOutSteps(here.directory.left_out, most=guard.max_roll_backs),
+            alarm=GapAlarm(guard.logprob_gap, command=f"aligner gap {here.directory.path}"),
         )
 
 
 def export_at_end(
-    here: Session, config: TrainSFT | TrainDPO | TrainGRPO | TrainPPO, last_step: int, chunks: Sequence[LanguageModel], tokenizer: Path
+    here: Session, config: TrainSFT | TrainDPO | TrainKTO | OnlineRun, last_step: int, chunks: Sequence[LanguageModel], tokenizer: Path
 ) -> None:
     """Write the policy as a Hugging Face model, with its tokenizer, to the run's export directory. Every rank calls it.
 

@@ -8,17 +8,16 @@ from pathlib import Path
 
 from aligner.config import compose
 from aligner.errors import CheckpointError, ConfigError
-from aligner.jobs.local import RECIPES, recipe_of
+from aligner.jobs.programs import RECIPES, Job, recipe_of
 from aligner.models import create
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.planner import report, search
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.estimate import Scales, check, plan_component
 from aligner.planner.workload import Component, Engine, Head, Phase, Work
-from aligner.schemas import TrainDPO, TrainGRPO, TrainPPO, TrainRewardModel, TrainSFT
+from aligner.schemas import OnlineRun, TrainDPO, TrainGRPO, TrainKTO, TrainOnlineDPO, TrainPPO, TrainRewardModel, TrainSFT
 
 MIB = 2**20
-Job = TrainSFT | TrainRewardModel | TrainDPO | TrainGRPO | TrainPPO
 
 DOES_NOT_FIT = 1  # exit code; a mistake in the config is 2, as everywhere
 
@@ -65,7 +64,7 @@ def load(name: str, overrides: Sequence[str]) -> Job:
 
 def components(config: Job) -> list[Component]:
     """The components that a run of this config starts, the training one first. Raises ConfigError where sequences do not fit a model."""
-    if isinstance(config, (TrainPPO, TrainGRPO)):
+    if isinstance(config, OnlineRun):
         found = [_actor(config)]
         if isinstance(config, TrainPPO):
             found.append(_critic(config))
@@ -73,15 +72,16 @@ def components(config: Job) -> list[Component]:
     return [_trainer(config)]
 
 
-def _actor(config: TrainPPO | TrainGRPO) -> Component:
+def _actor(config: OnlineRun) -> Component:
     algorithm = config.algorithm
-    has_reference = isinstance(config, TrainPPO) or algorithm.kl_coef > 0
+    has_reference = isinstance(config, TrainPPO) or (isinstance(config, (TrainGRPO, TrainOnlineDPO)) and algorithm.needs_reference)
     phases = {
         Phase.generate: True,
-        Phase.logprobs: isinstance(config, TrainPPO) or algorithm.updates_per_step > 1,
+        Phase.logprobs: isinstance(config, TrainPPO) or (isinstance(config, TrainGRPO) and algorithm.needs_old_logprobs),
         Phase.ref_logprobs: has_reference,
         Phase.train: True,
     }
+    unit = 2 if isinstance(config, TrainOnlineDPO) else 1
     length, response = _rollout_length(config)
     return Component(
         name="actor",
@@ -96,8 +96,10 @@ def _actor(config: TrainPPO | TrainGRPO) -> Component:
             rows=algorithm.rollouts_per_step,
             length=length,
             response_length=response,
-            update_rows=algorithm.mini_batch_size,
+            update_rows=algorithm.mini_batch_size * unit,
             num_updates=algorithm.updates_per_step,
+            unit=unit,
+            extra_rows=algorithm.greedy_per_round if isinstance(config, TrainGRPO) else 0,
         ),
         engine=Engine(
             tp=config.rollout.tp or config.parallel.tp,
@@ -106,6 +108,7 @@ def _actor(config: TrainPPO | TrainGRPO) -> Component:
             offload=config.rollout.offload,
             kv_cache_tokens=config.rollout.kv_cache_tokens,
             prefill_chunk_tokens=config.rollout.prefill_chunk_tokens,
+            asynchronous=config.rollout.asynchronous.max_staleness > 0,
         ),
         has_reference=has_reference,
         saves_asynchronously=config.checkpoint.asynchronous,
@@ -136,7 +139,7 @@ def _critic(config: TrainPPO) -> Component:
     )
 
 
-def _reward(config: TrainPPO | TrainGRPO) -> Component:
+def _reward(config: OnlineRun) -> Component:
     reward = config.reward
     model = _own_or_actors(reward.model, config.model)
     length, response = _rollout_length(config)
@@ -152,10 +155,15 @@ def _reward(config: TrainPPO | TrainGRPO) -> Component:
     )
 
 
-def _trainer(config: TrainSFT | TrainRewardModel | TrainDPO) -> Component:
-    pairs = not isinstance(config, TrainSFT)
+def _trainer(config: TrainSFT | TrainRewardModel | TrainDPO | TrainKTO) -> Component:
+    pairs = not isinstance(config, (TrainSFT, TrainKTO))
     rows = config.algorithm.batch_size * (2 if pairs else 1)
-    has_reference = isinstance(config, TrainDPO)
+    has_reference = isinstance(config, TrainKTO) or (isinstance(config, TrainDPO) and config.algorithm.loss.needs_reference)
+    phases = {
+        Phase.ref_logprobs: has_reference,
+        Phase.logprobs: isinstance(config, TrainKTO) and config.algorithm.loss.needs_kl,  # of rows that are not trained on, and shorter
+        Phase.train: True,
+    }
     return Component(
         name="trainer",
         head=Head.scalar if isinstance(config, TrainRewardModel) else Head.language,
@@ -165,7 +173,7 @@ def _trainer(config: TrainSFT | TrainRewardModel | TrainDPO) -> Component:
         parallel=config.parallel,
         optimizer=config.optimizer,
         work=Work(
-            phases=(Phase.ref_logprobs, Phase.train) if has_reference else (Phase.train,),
+            phases=tuple(phase for phase, wanted in phases.items() if wanted),
             rows=rows,
             length=config.data.max_length,
             response_length=config.data.max_length,
@@ -178,7 +186,7 @@ def _trainer(config: TrainSFT | TrainRewardModel | TrainDPO) -> Component:
     )
 
 
-def _rollout_length(config: TrainPPO | TrainGRPO) -> tuple[int, int]:
+def _rollout_length(config: OnlineRun) -> tuple[int, int]:
     response = config.rollout.sampling.max_response_length
     return config.data.max_prompt_length + response, response
 

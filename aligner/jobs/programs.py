@@ -8,18 +8,31 @@ from pathlib import Path
 
 from aligner.config import belongs_to
 from aligner.errors import ConfigError
-from aligner.schemas import TrainDPO, TrainGRPO, TrainPPO, TrainRewardModel, TrainSFT
+from aligner.schemas import (
+    OnlineRun,
+    TrainDPO,
+    TrainGRPO,
+    TrainKTO,
+    TrainOnlineDPO,
+    TrainPPO,
+    TrainRejectionSampling,
+    TrainRewardModel,
+    TrainSFT,
+)
 
-Job = TrainSFT | TrainRewardModel | TrainDPO | TrainGRPO | TrainPPO
+Job = TrainSFT | TrainRewardModel | TrainDPO | TrainKTO | TrainGRPO | TrainPPO | TrainOnlineDPO | TrainRejectionSampling
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "examples" / "nlp"
 RECIPES = {
     "sft": (TrainSFT, "train_sft.py"),
     "reward_model": (TrainRewardModel, "train_reward_model.py"),
     "dpo": (TrainDPO, "train_dpo.py"),
+    "kto": (TrainKTO, "train_kto.py"),
     "steerlm": (TrainSFT, "train_steerlm.py"),
     "grpo": (TrainGRPO, "train_grpo.py"),
     "ppo": (TrainPPO, "train_ppo_actor.py"),
+    "online_dpo": (TrainOnlineDPO, "train_online_dpo.py"),
+    "rejection_sampling": (TrainRejectionSampling, "train_rejection_sampling.py"),
 }
 
 
@@ -51,7 +64,7 @@ def programs(name: str, config: Job, overrides: Sequence[str], *, num_processes:
     overrides = (f"config={name}", *overrides)
     num_ranks = num_processes or config.num_processes
     config.parallel.check_world(num_ranks)
-    is_online = isinstance(config, (TrainPPO, TrainGRPO))
+    is_online = isinstance(config, OnlineRun)
     found = [_program("actor" if is_online else recipe, RECIPES[recipe][1], overrides, num_ranks)]
     if isinstance(config, TrainPPO):
         config.critic.parallel.check_world(config.critic.num_processes)

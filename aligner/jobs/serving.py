@@ -16,8 +16,9 @@ from aligner.losses.value import value_loss
 from aligner.models import create
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.guard import ReportingGuard
+from aligner.rewards.forms import OnSamples
 from aligner.rewards.load import build_reward_function
-from aligner.schemas import TrainGRPO, TrainPPO
+from aligner.schemas import OnlineRun, TrainPPO
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.critic import CriticService
 from aligner.servers.intake import Operation
@@ -57,7 +58,7 @@ def serve_critic(config: TrainPPO) -> None:
         _serve(here, "critic", service.operations(), config=critic.server, limits=limits, publication=publication)
 
 
-def serve_reward_model(config: TrainPPO | TrainGRPO) -> None:
+def serve_reward_model(config: OnlineRun) -> None:
     """The reward component of a run: a frozen reward model, or a reward function. Every rank calls it."""
     reward = config.reward
     with ExitStack() as stack:
@@ -69,7 +70,10 @@ def serve_reward_model(config: TrainPPO | TrainGRPO) -> None:
         tokenizer, architecture = load_model_files(model_config)
         check_rollout_length(model_config, architecture, config)
         if is_function:
-            service = FunctionRewardService(build_reward_function(reward.function), decode=tokenizer.decode)
+            function = build_reward_function(reward.function)
+            if isinstance(function, OnSamples):
+                raise ConfigError(f"reward.serve=true: {reward.function.function} wants whole samples, and a server is sent texts only")
+            service = FunctionRewardService(function, decode=tokenizer.decode)
         else:
             training = create.training(model_config, None)
             model = create.create_reward_model(model_config, architecture, reward.parallel, here.topology, training)

@@ -19,7 +19,7 @@ from aligner.config import compose, conf_directory
 from aligner.errors import AlignerError, ConfigError, LaunchError
 from aligner.jobs.programs import RECIPES, SCRIPTS, Job, Program, programs, recipe_of
 from aligner.planner.config import ClusterConfig, Device
-from aligner.schemas import TrainGRPO, TrainPPO, TrainRewardModel
+from aligner.schemas import OnlineRun, TrainPPO, TrainRewardModel
 
 SPEC_LINE = "ALIGNER_SPEC="
 _LOOPBACK = "127.0.0.1"
@@ -82,14 +82,14 @@ def _compose(name: str, overrides: Sequence[str], *, may_be_incomplete: bool) ->
     """The config; a script that is only rendered gets the data's path when it is submitted."""
     schema, _ = RECIPES[recipe_of(name)]
     config = compose(schema, name, ["data.train=given-later", *overrides] if may_be_incomplete else overrides)
-    if isinstance(config, (TrainPPO, TrainGRPO)) and not may_be_incomplete:
-        config.reward.check_named()
+    if isinstance(config, OnlineRun) and not may_be_incomplete:
+        config.check_rewarded()
     return config
 
 
 def _reachable(config: Job) -> list[str]:
     """Settings that let the other nodes reach the servers, where the user has not said how: their gateways may listen everywhere."""
-    if not isinstance(config, (TrainPPO, TrainGRPO)):
+    if not isinstance(config, OnlineRun):
         return []
     servers = {"critic": config.critic.server} if isinstance(config, TrainPPO) else {}
     servers |= {"reward": config.reward.server} if config.reward.serve else {}

@@ -1,4 +1,4 @@
-"""The trainers of one component: supervised fine-tuning, reward models and direct preference optimisation."""
+"""The trainers of one component: supervised fine-tuning, reward models, and preference losses on pairs and on single responses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from aligner.algorithms.dpo import DPO
+from aligner.algorithms.kto import KTO, balance
 from aligner.algorithms.reward_model import RewardModelTraining
 from aligner.algorithms.sft import SFT
 from aligner.cluster.run_directory import POLICY, REWARD_MODEL
@@ -15,6 +16,7 @@ from aligner.data.preferences import load_preferences
 from aligner.data.report import LoadReport
 from aligner.data.supervised import load_supervised
 from aligner.data.tokenizer import Tokenizer
+from aligner.data.unpaired import load_unpaired
 from aligner.jobs import columns
 from aligner.jobs.checkpointing import RunCheckpointer
 from aligner.jobs.ending import conclude
@@ -26,7 +28,7 @@ from aligner.models.config import Architecture
 from aligner.models.guard import Guard
 from aligner.models.policy import ReferencePolicy
 from aligner.models.trainable import Training
-from aligner.schemas import TrainDPO, TrainRewardModel, TrainSFT
+from aligner.schemas import TrainDPO, TrainKTO, TrainRewardModel, TrainSFT
 
 Example = TypeVar("Example")
 
@@ -63,13 +65,13 @@ def train_reward_model(config: TrainRewardModel) -> int:
 
 
 def train_dpo(config: TrainDPO) -> int:
-    """Direct preference optimisation; the reference is the model that the run starts from. Every rank calls it."""
+    """Preference losses on pairs; the reference, where the loss has one, is the model that the run starts from. Every rank calls it."""
     with session(config, config.run, config.parallel, component="dpo") as here:
         config = replace(config, model=pinned(here, "model", config.model))
         tokenizer, architecture, training = _prepare(config)
         train, validation = _load(here, config, partial(load_preferences, config=config.data, tokenizer=tokenizer))
         policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
-        reference = ReferencePolicy(policy)  # before a resumed run loads its checkpoint
+        reference = ReferencePolicy(policy) if config.algorithm.loss.needs_reference else None  # before a resumed run loads its checkpoint
         algorithm = DPO(
             config.algorithm, policy, reference, train=train, validation=validation, pad_id=tokenizer.pad_id, seed=config.run.seed
         )
@@ -80,7 +82,32 @@ def train_dpo(config: TrainDPO) -> int:
     return code
 
 
-def _prepare(config: TrainSFT | TrainRewardModel | TrainDPO) -> tuple[Tokenizer, Architecture, Training]:
+def train_kto(config: TrainKTO) -> int:
+    """Kahneman-Tversky optimisation; the reference is the model that the run starts from. Every rank calls it."""
+    with session(config, config.run, config.parallel, component="kto") as here:
+        config = replace(config, model=pinned(here, "model", config.model))
+        tokenizer, architecture, training = _prepare(config)
+        train, validation = _load(here, config, partial(load_unpaired, config=config.data, tokenizer=tokenizer))
+        here.say(balance(train, config.algorithm))
+        policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
+        algorithm = KTO(
+            config.algorithm,
+            policy,
+            ReferencePolicy(policy),  # before a resumed run loads its checkpoint
+            train=train,
+            validation=validation,
+            max_length=config.data.max_length,
+            pad_id=tokenizer.pad_id,
+            seed=config.run.seed,
+        )
+        keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer_directory(config.model), config=config.checkpoint)
+        last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.KTO, guard=config.guard)
+        export_at_end(here, config, last, policy.chunks, tokenizer_directory(config.model))
+        code = conclude(here, last, config.loop.max_steps)
+    return code
+
+
+def _prepare(config: TrainSFT | TrainRewardModel | TrainDPO | TrainKTO) -> tuple[Tokenizer, Architecture, Training]:
     tokenizer, architecture = load_model_files(config.model)
     check_length(config.model, architecture, config.data.max_length)
     return (
@@ -91,7 +118,7 @@ def _prepare(config: TrainSFT | TrainRewardModel | TrainDPO) -> tuple[Tokenizer,
 
 
 def _load(
-    here: Session, config: TrainSFT | TrainRewardModel | TrainDPO, load: Callable[[str], tuple[list[Example], LoadReport]]
+    here: Session, config: TrainSFT | TrainRewardModel | TrainDPO | TrainKTO, load: Callable[[str], tuple[list[Example], LoadReport]]
 ) -> tuple[list[Example], list[Example]]:
     """(training examples, validation examples: none where no file is named). Bad lines are found before any model is built."""
     train, report = load(config.data.train)

@@ -1,24 +1,109 @@
-"""From rewards to advantages. Every function sees the *global* rollout batch: statistics of a part of it would be another algorithm."""
+"""From rewards to advantages. Every function sees the *global* rollout batch: statistics of a part of it would be another algorithm.
+
+`estimate` gives the advantages of every estimator without a critic, `gae` PPO's. What stands outside a mask never reaches a result.
+"""
 
 from __future__ import annotations
 
+from enum import Enum
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from aligner.losses.aggregation import masked
+from aligner.losses.scan import discounted_sums
 
 
-def outcome_rewards(scores: Tensor, mask: Tensor) -> Tensor:
+class Estimator(str, Enum):
+    """What a response's rewards are held against. R is their plain sum, G[t] their discounted sum from token t on."""
+
+    grpo = "grpo"  # (R - mean of its group) / std of its group (2402.03300); without the division Dr. GRPO (2503.20783)
+    rloo = "rloo"  # R - mean of the other responses of its group (2402.14740)
+    remax = "remax"  # G[t] - reward of the greedy response (2310.10505)
+    reinforce = "reinforce"  # G[t] (Williams 1992)
+    reinforce_pp = "reinforce_pp"  # G[t], whitened over all tokens of the batch (REINFORCE++, 2501.03262)
+    reinforce_pp_baseline = "reinforce_pp_baseline"  # G[t] - mean R of its group, whitened likewise (2501.03262)
+
+
+GROUPED = frozenset({Estimator.grpo, Estimator.rloo, Estimator.reinforce_pp_baseline})  # compare the responses to one prompt
+PER_RESPONSE = frozenset({Estimator.grpo, Estimator.rloo})  # all tokens of a response have the same advantage: nothing is discounted
+WHITENED = frozenset({Estimator.reinforce_pp, Estimator.reinforce_pp_baseline})
+
+
+@torch.no_grad()
+def estimate(
+    estimator: Estimator,
+    token_rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor | None = None,
+    *,
+    baselines: Tensor | None = None,
+    valid: Tensor | None = None,
+    gamma: float = 1.0,
+    normalize_std: bool = True,
+) -> Tensor:
+    """Advantages [B, S] of the whole rollout batch; 0 outside the mask and in rows that `counted_rows` leaves out.
+
+    token_rewards float [B, S] (`shaped_rewards`: scores on the last tokens, and the KL where it is part of the reward); mask bool [B, S];
+    group_ids int64 [B], equal for responses to one prompt, which the GROUPED need; baselines float [B], which remax needs: the reward of
+    the greedy response to each row's prompt; valid bool [B], the rows that have a reward (None: all), the others take part in no
+    statistic. `normalize_std` is grpo's, `gamma` discounts G.
+
+    A baseline is taken off the reward of the last token, as in the code of ReMax, so it is discounted as the score is. A KL that is part of
+    the reward is in R (so in the mean of a group, as in verl and TRL's RLOO) and in G. REINFORCE++ has it there (k1). Its -baseline variant
+    has the KL in the loss (k2), for which this is OpenRLHF's `reinforce_baseline` and verl's `reinforce_plus_plus_baseline`.
+
+    Raises ValueError for what is missing or would be ignored, and naming counted rows without a token, whose reward would be lost.
+    """
+    _check_inputs(estimator, group_ids, baselines, gamma)
+    counted = counted_rows(estimator, group_ids, torch.ones_like(mask[:, 0]) if valid is None else valid)
+    _refuse_empty(mask, counted)
+    mask = mask & counted[:, None]
+    rewards = masked(token_rewards, mask)
+    if estimator in GROUPED:
+        ids, totals = group_ids[counted], rewards.sum(dim=1, dtype=torch.float64)
+        if estimator is Estimator.grpo:
+            totals[counted] = group_advantages(totals[counted], ids, normalize_std=normalize_std)
+        elif estimator is Estimator.rloo:
+            totals[counted] = rloo_advantages(totals[counted], ids)
+        else:
+            totals[counted] = group_means(totals[counted], ids)
+            baselines = totals
+        if estimator in PER_RESPONSE:
+            return masked(totals.to(rewards.dtype)[:, None], mask)
+    if baselines is not None:
+        rewards.scatter_add_(1, _last(mask), -baselines.to(rewards.dtype)[:, None])
+    returns = masked(_over_masked(rewards, mask, gamma, inclusive=True), mask)
+    return whiten(returns, mask) if estimator in WHITENED else returns
+
+
+def counted_rows(estimator: Estimator, group_ids: Tensor | None, valid: Tensor) -> Tensor:
+    """bool [B]: the rows that `estimate` learns from: the valid ones, without those left alone in their group where groups are compared.
+
+    A policy loss must leave the others out of its mask too, else they count as tokens that taught nothing.
+    """
+    if estimator not in GROUPED:
+        return valid
+    _, groups = group_ids.unique(return_inverse=True)
+    return valid & (groups[valid].bincount(minlength=groups.shape[0])[groups] > 1)
+
+
+def outcome_rewards(scores: Tensor, mask: Tensor, valid: Tensor | None = None) -> Tensor:
     """Per-token rewards [B, S]: the score of a row on its last masked token, 0 elsewhere. scores [B], mask bool [B, S].
 
-    Raises ValueError naming the rows without a masked token, whose score would otherwise be lost.
+    Raises ValueError naming the rows (of `valid`, bool [B]; None: of all) without a masked token, whose score would otherwise be lost.
     """
-    empty = (~mask.any(dim=1)).nonzero().flatten().tolist()
-    if empty:
-        raise ValueError(f"loss_mask is False everywhere in rows {empty[:8]} ({len(empty)} in all): no token can carry their score")
-    last = mask.shape[1] - 1 - mask.flip(1).to(torch.int8).argmax(dim=1)
-    rewards = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
-    return rewards.scatter(1, last[:, None], scores[:, None])
+    _refuse_empty(mask, torch.ones_like(mask[:, 0]) if valid is None else valid)
+    return masked(scores.new_zeros(mask.shape).scatter_(1, _last(mask), scores[:, None]), mask)
+
+
+def shaped_rewards(scores: Tensor, mask: Tensor, kl: Tensor, kl_coef: float, valid: Tensor | None = None) -> Tensor:
+    """Per-token rewards [B, S] with the KL inside: `outcome_rewards` - kl_coef * kl on masked tokens (Ziegler et al. 2019, 1909.08593).
+
+    kl float [B, S]: the estimate per token (`aligner.losses.kl`) of the policy that sampled; no gradient flows through it.
+    """
+    return outcome_rewards(scores, mask, valid) - kl_coef * masked(kl.detach(), mask)
 
 
 @torch.no_grad()
@@ -31,17 +116,18 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda:
     is taken as ended there, whether by a stop token or by the length limit. `values[t]` is the value of the state in which token t was
     chosen; rewards, values float [B, S]; mask bool [B, S].
     """
+    # The recursion unrolled, with a = gamma * lambda: return[t] = r[t] + sum over later tokens of a^(k-1) (a r[t+k] + (gamma - a) V[t+k]).
+    decay = gamma * gae_lambda
     rewards, values = masked(rewards, mask), masked(values, mask)
-    advantages = torch.zeros_like(values)
-    next_value = torch.zeros_like(values[:, 0])
-    next_advantage = torch.zeros_like(next_value)
-    for t in reversed(range(values.shape[1])):
-        here = mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(here, delta + gamma * gae_lambda * next_advantage, next_advantage)
-        next_value = torch.where(here, values[:, t], next_value)
-        advantages[:, t] = next_advantage
-    return masked(advantages, mask), masked(advantages + values, mask)
+    later = _over_masked((decay * rewards).add_(values, alpha=gamma - decay), mask, decay, inclusive=False)
+    returns = masked(rewards.add_(later), mask)
+    return returns - values, returns
+
+
+@torch.no_grad()
+def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """G[t] = r[t] + gamma * G[t'], t' the next masked token; 0 outside the mask. rewards float [B, S], mask bool [B, S]."""
+    return masked(_over_masked(masked(rewards, mask), mask, gamma, inclusive=True), mask)
 
 
 @torch.no_grad()
@@ -50,12 +136,11 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
     Call it once, with the global batch. The critic's returns stay unwhitened.
     """
-    chosen = x[mask]
-    if not chosen.numel():
-        return torch.zeros_like(x)
-    mean = chosen.mean()
-    variance = (chosen - mean).square().mean()
-    return masked((x - mean) / (variance + 1e-8).sqrt(), mask)
+    count = mask.sum().clamp(min=1)
+    mean = masked(x, mask).sum(dtype=torch.float64) / count  # exact for equal values, whose deviations then are 0
+    deviation = masked(x - mean, mask)
+    variance = torch.linalg.vector_norm(deviation, dim=1).double().square().sum() / count
+    return deviation.div_((variance + 1e-8).sqrt())
 
 
 @torch.no_grad()
@@ -86,6 +171,40 @@ def rloo_advantages(scores: Tensor, group_ids: Tensor) -> Tensor:
     return (scores64 - others / (sizes[groups] - 1)).to(scores.dtype)
 
 
+@torch.no_grad()
+def group_means(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """The mean score of each row's group, its own included. [B] -> [B]. Raises ValueError for a group of one."""
+    groups, sizes = _groups(group_ids)
+    return (_group_sum(scores.double(), groups, sizes) / sizes)[groups].to(scores.dtype)
+
+
+def _over_masked(x: Tensor, mask: Tensor, decay: float, *, inclusive: bool) -> Tensor:
+    """Discounted sum of x [B, S], which is 0 outside the mask, over the masked tokens from each masked one on, or from the one after it.
+
+    The distance between two tokens is counted in masked tokens. What it says of tokens outside the mask means nothing.
+    """
+    slots = None if decay == 1 else _slots(mask)  # without a discount distances mean nothing
+    if slots is not None:
+        x = x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_(1, slots, x)
+    sums = discounted_sums(x, decay)
+    if not inclusive:
+        sums = pad(sums[:, 1:], (0, 1))
+    return sums if slots is None else sums.gather(1, slots)
+
+
+def _slots(mask: Tensor) -> Tensor | None:
+    """Where a token stands among its row's masked tokens, int64 [B, S]; S for the others. None where no row has a gap in its mask."""
+    starts = (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1, dtype=torch.int32) + mask[:, 0]
+    if not (starts > 1).any():
+        return None
+    return torch.where(mask, mask.cumsum(dim=1) - 1, mask.shape[1])
+
+
+def _last(mask: Tensor) -> Tensor:
+    """Where each row's last masked token stands, int64 [B, 1]; 0 for a row without one."""
+    return (mask * torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)).amax(dim=1, keepdim=True).long()
+
+
 def _groups(group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Index of each row's group [B], and the groups' sizes [G]; ValueError for a group of one."""
     ids, groups, sizes = group_ids.unique(return_inverse=True, return_counts=True)
@@ -98,3 +217,18 @@ def _groups(group_ids: Tensor) -> tuple[Tensor, Tensor]:
 def _group_sum(x: Tensor, groups: Tensor, sizes: Tensor) -> Tensor:
     """Sum of x [B] per group [G]."""
     return torch.zeros_like(sizes, dtype=x.dtype).index_add(0, groups, x)
+
+
+def _refuse_empty(mask: Tensor, rows: Tensor) -> None:
+    empty = (rows & (mask.sum(dim=1) == 0)).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"loss_mask is False everywhere in rows {empty[:8]} ({len(empty)} in all): no token can carry their score")
+
+
+def _check_inputs(estimator: Estimator, group_ids: Tensor | None, baselines: Tensor | None, gamma: float) -> None:
+    if estimator in GROUPED and group_ids is None:
+        raise ValueError(f"group_ids is None: estimator {estimator.value} compares the responses to a prompt")
+    if (estimator is Estimator.remax) != (baselines is not None):
+        raise ValueError(f"baselines {'are missing' if baselines is None else 'were given'}: estimator {estimator.value}; they are remax's")
+    if estimator in PER_RESPONSE and gamma != 1:
+        raise ValueError(f"gamma is {gamma}: estimator {estimator.value} has one advantage per response; allowed: 1")

@@ -20,7 +20,7 @@ class Aggregation(str, Enum):
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
     """`x` with 0 where `mask` is False: neither values nor gradients (nor NaN) of those positions survive. Shapes [B, S]."""
-    return x.masked_fill(~mask, 0.0)
+    return torch.where(mask, x, 0.0)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Mean:

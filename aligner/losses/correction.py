@@ -13,9 +13,10 @@ from enum import Enum
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.losses.aggregation import masked, masked_mean, maximum
+from aligner.losses.aggregation import masked
+from aligner.losses.gap import weight_metrics
 from aligner.losses.surrogates import ratios
-from aligner.metrics import Max, Mean, Metric
+from aligner.metrics import Mean, Metric
 
 
 class Correction(str, Enum):
@@ -55,8 +56,8 @@ def correction_weights(
     """(factor of every token's loss [B, S], without gradient; 1 everywhere for `none`), and metrics.
 
     Both log-probs [B, S] at the sampling temperature, on the same tokens. The count that a loss is divided by stays that of all tokens.
-    Metrics, also of what is not corrected: rollout/importance_weight (mean), _max, and rollout/corrected_fraction of tokens whose factor is
-    not their weight (`truncate`, `band`) or not 1 (`mask`).
+    Metrics, also of what is not corrected: those of `weight_metrics`, and rollout/corrected_fraction of tokens whose factor is not their
+    weight (`truncate`, `band`) or not 1 (`mask`).
     """
     log_weights = masked(old_logprobs.detach() - rollout_logprobs, mask)
     if config.level is not Level.token:
@@ -74,9 +75,5 @@ def correction_weights(
         factors, corrected = inside.to(weights.dtype), ~inside
     else:
         factors, corrected = weights.new_ones(weights.shape), mask & False
-    metrics: dict[str, Metric] = {
-        "rollout/importance_weight": masked_mean(weights, mask),
-        "rollout/importance_weight_max": Max(maximum=maximum(weights, mask)),
-        "rollout/corrected_fraction": Mean(total=(corrected & mask).sum(), count=mask.sum()),
-    }
-    return factors, metrics
+    corrected_fraction = Mean(total=(corrected & mask).sum(), count=mask.sum())
+    return factors, weight_metrics(weights, mask) | {"rollout/corrected_fraction": corrected_fraction}

@@ -8,16 +8,29 @@ from torch import Tensor
 
 
 class KLEstimator(str, Enum):
-    """Estimators of Schulman 2020, "Approximating KL divergence", with d = logprobs - ref_logprobs on tokens that the policy sampled."""
+    """Estimators of Schulman 2020, "Approximating KL divergence", with d = logprobs - ref_logprobs on tokens that the policy sampled.
 
-    k1 = "k1"  # d: unbiased, may be negative
+    As a number all but `abs` are near KL(policy || reference). As a term of the loss they are something else, because their gradient is
+    not the gradient of what they estimate (2506.09477, 2510.01555). What it is on average, for samples of the policy itself:
+
+    - k1: zero. It does not hold the policy at all, and adds noise.
+    - abs: towards the reference at one rate, however far away.
+    - k2: d * grad log-prob, the gradient of KL(policy || reference). The one to choose; REINFORCE++'s -baseline variant does.
+    - k3: (1 - exp(-d)) * grad log-prob, the gradient of KL(reference || policy). GRPO's choice; the same as k2 for small d, at most 1 and
+      unbounded below for large ones.
+
+    Inside the reward no gradient flows through the estimate, and k1 there is k2 in the loss, with the KL of later tokens on top, which a
+    term of the loss leaves out.
+    """
+
+    k1 = "k1"  # d: unbiased, may be negative; for the reward
     abs = "abs"  # |d|
-    k2 = "k2"  # d^2 / 2: biased, low variance
+    k2 = "k2"  # d^2 / 2: biased, low variance; for the loss
     k3 = "k3"  # exp(-d) + d - 1: unbiased, never negative
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """KL(policy || reference) per token; any equal shapes; gradient flows into both arguments.
+    """KL(policy || reference) per token; any equal shapes; gradient flows into both arguments (for what it is, see `KLEstimator`).
 
     Positive k1 means that the policy likes the token more than the reference does, so `reward - kl_coef * kl` holds the policy back.
     """

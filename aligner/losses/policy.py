@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from aligner.losses.aggregation import Aggregation, aggregate, masked, masked_mean, maximum, require
+from aligner.losses.aggregation import Aggregation, aggregate, masked, masked_mean, require
 from aligner.losses.correction import Correction, CorrectionConfig, correction_weights
+from aligner.losses.gap import gap_metrics
 from aligner.losses.kl import KLEstimator, kl_estimate
 from aligner.losses.surrogates import Clip, Objective, ratios, surrogate
-from aligner.metrics import Max, Mean, Metric
+from aligner.metrics import Mean, Metric
 from aligner.types import LossOutput, PolicyBatch, TokenOutputs
 
 
@@ -41,7 +40,7 @@ def policy_loss(
     Reads outputs.logprobs, and outputs.entropy (needed where entropy_coef != 0), all [B, S] at the sampling temperature; batch.ref_logprobs
     is needed where kl_coef != 0, batch.rollout_logprobs where a correction is asked for. Raises ValueError naming a missing field, or a
     dual_clip <= 1. Metrics: policy/{loss, clip_fraction, approx_kl, ratio_mean}; with their inputs policy/{ref_kl, entropy},
-    rollout/logprob_gap* and, with a correction, rollout/{importance_weight*, corrected_fraction}.
+    those of `losses.gap` and, with a correction, rollout/corrected_fraction.
     """
     mask = batch.loss_mask
     logprobs = masked(require(outputs.logprobs, "TokenOutputs.logprobs"), mask)
@@ -50,9 +49,12 @@ def policy_loss(
     clip = Clip(low=clip_eps_low, high=clip_eps_high, dual=dual_clip, gate_positive=gate_positive, gate_negative=gate_negative)
     per_token, clipped = surrogate(objective, log_ratios, masked(batch.advantages, mask), mask, clip)
     metrics: dict[str, Metric] = {}
+    if batch.rollout_logprobs is not None:
+        metrics = gap_metrics(masked(old_logprobs, mask), masked(batch.rollout_logprobs, mask), mask)
     if correction is not None and correction.kind is not Correction.none:
         rollout_logprobs = require(batch.rollout_logprobs, "PolicyBatch.rollout_logprobs")
-        factors, metrics = correction_weights(masked(old_logprobs, mask), masked(rollout_logprobs, mask), mask, correction)
+        factors, weighing = correction_weights(masked(old_logprobs, mask), masked(rollout_logprobs, mask), mask, correction)
+        metrics |= weighing  # weights at the correction's level in the place of tokens' own
         per_token = per_token * factors
     if entropy_coef or outputs.entropy is not None:
         entropy = masked(require(outputs.entropy, "TokenOutputs.entropy"), mask)
@@ -68,18 +70,4 @@ def policy_loss(
     metrics["policy/clip_fraction"] = masked_mean(clipped.to(logprobs.dtype), mask)
     metrics["policy/approx_kl"] = masked_mean(kl_estimate(old_logprobs, logprobs, KLEstimator.k3), mask)
     metrics["policy/ratio_mean"] = masked_mean(ratios(log_ratios), mask)
-    return LossOutput(total=total, count=count, metrics=metrics | _engine_gap(batch, old_logprobs))
-
-
-def _engine_gap(batch: PolicyBatch, old_logprobs: Tensor) -> dict[str, Metric]:
-    """How far the sampler's log-probs are from the trainer's on the same tokens and weights (0 where the two agree)."""
-    if batch.rollout_logprobs is None:
-        return {}
-    mask = batch.loss_mask
-    gap = (masked(old_logprobs, mask) - masked(batch.rollout_logprobs, mask)).abs()
-    kl = kl_estimate(batch.rollout_logprobs, old_logprobs, KLEstimator.k3)
-    return {
-        "rollout/logprob_gap": masked_mean(gap, mask),
-        "rollout/logprob_gap_max": Max(maximum=maximum(gap, mask)),
-        "rollout/logprob_kl": masked_mean(kl, mask),
-    }
+    return LossOutput(total=total, count=count, metrics=metrics)

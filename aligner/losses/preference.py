@@ -1,32 +1,18 @@
 """Losses on pairs of responses, from log-probs of whole responses: the DPO family.
 
-Every loss here is `f` of a pair's statistics, summed over pairs. A relative without a reference (SimPO, ORPO) or with rewards (RPO) is one
-more function beside `dpo_loss` on the same three parts: `real_pairs`, `by_pair`, `pair_output`.
+What a loss makes of a pair's two log-ratios is in `aligner.losses.pairs`; here they are taken from log-probs per token, and summed up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
 
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from aligner.losses.aggregation import masked, require
+from aligner.losses.pairs import DPOVariant, LogRatios, pair_losses
 from aligner.metrics import Mean, Metric
 from aligner.types import LossOutput, PreferenceBatch, TokenOutputs
-
-
-class DPOVariant(str, Enum):
-    """What is done with a pair's D = (l - ref) of the chosen response minus that of the rejected one."""
-
-    sigmoid = "sigmoid"  # -log sigma(beta D) (2305.18290); with label_smoothing e: -(1-e) log sigma(beta D) - e log sigma(-beta D) (cDPO)
-    robust = "robust"  # (-(1-e) log sigma(beta D) + e log sigma(-beta D)) / (1 - 2e): unbiased under labels flipped at rate e (2403.00409)
-    ipo = "ipo"  # (D - 1 / (2 beta))^2, log-probs averaged over the response's tokens (2310.12036)
-    hinge = "hinge"  # max(0, 1 - beta D) (SLiC, 2305.10425)
-
-
-SMOOTHED = (DPOVariant.sigmoid, DPOVariant.robust)  # the variants in which label_smoothing has a meaning
 
 
 def dpo_loss(
@@ -36,27 +22,37 @@ def dpo_loss(
     beta: float,
     variant: DPOVariant = DPOVariant.sigmoid,
     label_smoothing: float = 0.0,
-    sft_coef: float = 0.0,
+    sft_coef: float | None = None,
+    average_logprobs: bool | None = None,
+    gamma: float = 0.0,
+    eta: float = 1.0,
+    dpop_coef: float = 0.0,
 ) -> LossOutput:
     """Sum over pairs of the variant's loss + sft_coef * (mean negative log-likelihood per token of the chosen response); count: pairs.
 
-    Reads outputs.logprobs and batch.ref_logprobs, float32 [2P, S], rows chosen and rejected interleaved. log-probs are summed over a
-    response's tokens (averaged for `ipo`, as its authors did). A pair whose rows both have an empty loss_mask is filler and counts nothing.
+    Reads outputs.logprobs, batch.ref_logprobs where the variant needs a reference, float32 [2P, S], rows chosen and rejected interleaved,
+    and batch.margins where it needs them. log-probs are summed over a response's tokens, or averaged: `average_logprobs`, and where that
+    is None what the variant's authors do, as for `sft_coef`. `gamma`, `eta`, `dpop_coef`: of simpo, rpo and dpop alone. A pair whose rows
+    both have an empty loss_mask is filler and counts nothing.
     The supervised term is averaged per response and then over pairs (2404.19733), not over all tokens of the batch, so that it has the
     pairs' count. Raises ValueError for log-probs that are missing or have another shape, beta <= 0, or a label_smoothing that the variant
     does not take.
 
-    Metrics over pairs: preference/{loss, accuracy, margin, chosen_reward, rejected_reward}, a reward being beta * the log-ratio that
-    entered the loss, a tie not accurate; preference/sft_loss where it is used. Over tokens: preference/{chosen_logprob, rejected_logprob}
-    (both may fall while the margin grows: 2404.19733).
+    Metrics over pairs: preference/{loss, accuracy, margin, chosen_reward, rejected_reward}, a reward being beta * the log-ratio (or
+    log-prob) that entered the loss, a tie not accurate; preference/sft_loss where it is used. Over tokens: preference/{chosen_logprob,
+    rejected_logprob} (both may fall while the margin grows: 2404.19733).
     """
     _check(beta, variant, label_smoothing)
+    sft_coef = variant.sft_coef if sft_coef is None else sft_coef
+    average = variant.averages if average_logprobs is None else average_logprobs
     mask, real = batch.loss_mask, real_pairs(batch.loss_mask)
     logprobs = masked(_shaped(outputs.logprobs, batch, "TokenOutputs.logprobs"), mask)
-    ref_logprobs = masked(_shaped(batch.ref_logprobs, batch, "PreferenceBatch.ref_logprobs"), mask)
     # Per token first: two sums over thousands of tokens would each be rounded at their own size.
-    chosen, rejected = by_pair(logprobs - ref_logprobs, mask, average=variant is DPOVariant.ipo)
-    per_pair = _variant_loss(chosen - rejected, beta, variant, label_smoothing)
+    per_token = logprobs - _reference(batch) if variant.needs_reference else logprobs
+    chosen, rejected = by_pair(per_token, mask, average=average)
+    settings = {"beta": beta, "smoothing": label_smoothing, "gamma": gamma, "eta": eta, "dpop_coef": dpop_coef}
+    margins = batch.margins.to(logprobs.dtype).masked_fill(~real, 0.0)
+    per_pair = pair_losses(LogRatios(chosen=chosen, rejected=rejected, margins=margins, **settings), variant)
     means: dict[str, Tensor] = {
         "preference/accuracy": (chosen > rejected).to(logprobs.dtype),
         "preference/margin": beta * (chosen - rejected),
@@ -92,19 +88,8 @@ def pair_output(per_pair: Tensor, real: Tensor, means: Mapping[str, Tensor]) -> 
     return LossOutput(total=total, count=count, metrics=metrics)
 
 
-def _variant_loss(difference: Tensor, beta: float, variant: DPOVariant, smoothing: float) -> Tensor:
-    """Loss per pair [P] from differences of log-ratios."""
-    if variant is DPOVariant.sigmoid:
-        loss = -(1 - smoothing) * logsigmoid(beta * difference)
-        return loss - smoothing * logsigmoid(-beta * difference) if smoothing else loss
-    if variant is DPOVariant.robust:
-        loss = -(1 - smoothing) * logsigmoid(beta * difference) + smoothing * logsigmoid(-beta * difference)
-        return loss / (1 - 2 * smoothing)
-    if variant is DPOVariant.ipo:
-        return (difference - 1 / (2 * beta)).square()
-    if variant is DPOVariant.hinge:
-        return (1 - beta * difference).relu()
-    raise ValueError(f"variant is {variant!r}, expected one of {[v.value for v in DPOVariant]}")
+def _reference(batch: PreferenceBatch) -> Tensor:
+    return masked(_shaped(batch.ref_logprobs, batch, "PreferenceBatch.ref_logprobs"), batch.loss_mask)
 
 
 def _token_means(logprobs: Tensor, mask: Tensor) -> dict[str, Metric]:
@@ -124,7 +109,9 @@ def _shaped(logprobs: Tensor | None, batch: PreferenceBatch, field: str) -> Tens
 def _check(beta: float, variant: DPOVariant, label_smoothing: float) -> None:
     if beta <= 0:
         raise ValueError(f"beta is {beta}, expected a number > 0")
-    if label_smoothing and variant not in SMOOTHED:
+    if label_smoothing and not variant.takes_smoothing:
         raise ValueError(f"label_smoothing is {label_smoothing}, expected 0 for variant {variant.value}")
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing is {label_smoothing}, expected a number from 0 to below 0.5")
+    if variant is DPOVariant.exo and not label_smoothing:
+        raise ValueError("label_smoothing is 0, expected a number above it for variant exo, such as 0.001")

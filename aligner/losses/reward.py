@@ -1,15 +1,18 @@
-"""Pairwise (Bradley-Terry) losses of reward models."""
+"""Losses of reward models: of pairs (Bradley-Terry), of attributes with numbers (regression), of the steps of a response (process)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from aligner.losses.aggregation import require
+from aligner.losses.aggregation import masked, masked_mean, require
 from aligner.metrics import Mean, Metric
-from aligner.types import LossOutput, PreferenceBatch, TokenOutputs
+from aligner.types import LabeledBatch, LossOutput, PreferenceBatch, TokenOutputs
+
+MISSING_LABEL = -100.0  # of an attribute that nobody judged
 
 
 class BradleyTerry(str, Enum):
@@ -58,3 +61,52 @@ def _pair_loss(difference: Tensor, margins: Tensor, variant: BradleyTerry) -> Te
     if variant is BradleyTerry.scaled:
         return -margins * logsigmoid(difference)
     raise ValueError(f"variant is {variant!r}, expected one of {[v.value for v in BradleyTerry]}")
+
+
+def regression_loss(outputs: TokenOutputs, batch: LabeledBatch, *, attributes: Sequence[str] = ()) -> LossOutput:
+    """Sum of (score - label)^2 over the labels that are there (not MISSING_LABEL); count: those labels (HelpSteer, 2311.09528).
+
+    Reads outputs.scores and batch.labels, both [B, K]. A row with an empty loss_mask is filler and counts nothing. Every label weighs the
+    same, so an attribute weighs as much as it has labels. Raises ValueError for scores or labels that are missing or differ in shape.
+    Metrics over labels: reward/{loss, absolute_error, score_mean, label_mean}, and reward/mse_<name> for each of the K `attributes` named.
+    """
+    scores, labels = require(outputs.scores, "TokenOutputs.scores"), require(batch.labels, "LabeledBatch.labels")
+    if scores.shape != labels.shape:
+        raise ValueError(f"TokenOutputs.scores is {tuple(scores.shape)}, expected {tuple(labels.shape)}: one score per label")
+    if attributes and len(attributes) != labels.shape[1]:
+        raise ValueError(f"there are {len(attributes)} attributes, expected {labels.shape[1]}: one name per label of a row")
+    there = (labels != MISSING_LABEL) & batch.loss_mask.any(dim=1, keepdim=True)
+    errors = masked(scores, there) - masked(labels, there).to(scores.dtype)
+    squares, absolute = errors.square(), errors.abs()
+    metrics: dict[str, Metric] = {
+        "reward/loss": masked_mean(squares, there),
+        "reward/absolute_error": masked_mean(absolute, there),
+        "reward/score_mean": masked_mean(scores, there),
+        "reward/label_mean": masked_mean(labels, there),
+    }
+    for column, name in enumerate(attributes):
+        metrics[f"reward/mse_{name}"] = masked_mean(squares[:, column], there[:, column])
+    return LossOutput(total=squares.sum(), count=there.sum(), metrics=metrics)
+
+
+def step_loss(scores: Tensor, labels: Tensor, mask: Tensor) -> LossOutput:
+    """Binary cross-entropy of sigma(score) at the ends of steps; count: steps (process reward models, 2305.20050, 2312.08935).
+
+    `scores` float [B, S]: that of the step which token t ends, from the hidden state behind t; `labels` [B, S]: 1 for a good step, 0 for a
+    bad one, or the share of continuations from there that came to the right answer; `mask` bool [B, S]: True on the last token of each step
+    that has a label. Raises ValueError where the shapes differ.
+    Metrics over steps: reward/{loss, accuracy, score_mean}; a step is taken for good where its score is above 0.
+    """
+    if not scores.shape == labels.shape == mask.shape:
+        shapes = f"scores {tuple(scores.shape)}, labels {tuple(labels.shape)}, mask {tuple(mask.shape)}"
+        raise ValueError(f"{shapes}: expected one score and one label per token")
+    scores, labels = masked(scores, mask), masked(labels, mask).to(scores.dtype)
+    per_step = masked(-labels * logsigmoid(scores) - (1 - labels) * logsigmoid(-scores), mask)
+    total, count = per_step.sum(), mask.sum()
+    right = ((scores > 0) == (labels > 0.5)).to(scores.dtype)
+    metrics: dict[str, Metric] = {
+        "reward/loss": Mean(total=total.detach(), count=count),
+        "reward/accuracy": masked_mean(right, mask),
+        "reward/score_mean": masked_mean(scores, mask),
+    }
+    return LossOutput(total=total, count=count, metrics=metrics)

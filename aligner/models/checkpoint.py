@@ -72,6 +72,7 @@ class SaveRequest:
     config_yaml: str = ""
     tokenizer: Path | None = None  # directory whose files are copied, so that the checkpoint stands alone
     validation: Mapping[str, float] = field(default_factory=dict)  # metrics of this step, where it was validated
+    weights_only: bool = False  # without the optimizer: it can initialise a model but not continue a run
 
 
 class PendingSave:
@@ -130,7 +131,7 @@ def start_save(checkpoints: Path, model: TrainableModel, request: SaveRequest, *
     _on_rank_0(lambda: made.append(_start(final, model, request, generators)))
     writing = broadcast_object(made[0] if made else None)
     planned = [async_save.plan(_sharded_state(model.chunks), writing / "weights")]
-    if _has_optimizer_state(model):
+    if _has_optimizer_state(model) and not request.weights_only:
         shards = checkpoint_optimizer.sharded_state(model.optimizer, _sharded_state(model.chunks))
         planned.append(async_save.plan({"optimizer": shards}, writing / "optimizer"))
     _check_room(writing, checkpoint_size.planned_bytes(planned))
@@ -234,7 +235,7 @@ def _start(final: Path, model: TrainableModel, request: SaveRequest, generators:
     state = {
         "step": request.step,
         "version": model.version,
-        "scheduler": None if model.scheduler is None else model.scheduler.state_dict(),
+        "scheduler": None if model.scheduler is None or request.weights_only else model.scheduler.state_dict(),
         "validation": dict(request.validation),
         "loop": request.state,
     }
@@ -242,7 +243,7 @@ def _start(final: Path, model: TrainableModel, request: SaveRequest, generators:
     writing = files.new_writing_directory(final)
     try:
         _reserve(writing / RESERVED)
-        for name in ("weights", "optimizer") if _has_optimizer_state(model) else ("weights",):
+        for name in ("weights", "optimizer") if _has_optimizer_state(model) and not request.weights_only else ("weights",):
             (writing / name).mkdir()
         if request.tokenizer is not None:
             copy_tokenizer(request.tokenizer, writing)

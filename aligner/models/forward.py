@@ -17,7 +17,8 @@ from aligner.models.placement import Placement, Splits, input_lengths, input_sha
 from aligner.parallel import platform
 from aligner.parallel.mcore import DistributedDataParallel, get_forward_backward_func
 from aligner.protocols import Loss
-from aligner.types import Batch, TokenBatch, TokenOutputs, take_rows, to_device, trim_columns
+from aligner.rows import take_rows, to_device, trim_columns
+from aligner.types import Batch, TokenBatch, TokenOutputs
 
 Outputs = Callable[[Tensor, Batch, Placement], TokenOutputs]
 

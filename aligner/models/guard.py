@@ -7,8 +7,9 @@ it was. A critic behind a server leaves its update out whatever the setting is, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from aligner.errors import ConfigError, RollBack, RunHalted
@@ -32,14 +33,57 @@ class NonFiniteReward(str, Enum):
     skip = "skip"
 
 
+class GapStatistic(str, Enum):
+    """Which statistic of a step's |engine log-prob - trainer log-prob| an alarm looks at; all in nats per token."""
+
+    mean = "mean"
+    p50 = "p50"
+    p90 = "p90"
+    p99 = "p99"
+    p999 = "p999"
+    max = "max"
+
+    @property
+    def metric(self) -> str:
+        """Its name among the metrics."""
+        return "rollout/logprob_gap" + ("" if self is GapStatistic.mean else f"_{self.value}")
+
+
+@dataclass(kw_only=True, slots=True)
+class LogprobGapConfig:
+    """The alarm over the gap between engine and trainer: see `docs/agreement.md`."""
+
+    statistic: GapStatistic = GapStatistic.mean
+    warn: float = 0.0  # nats above which it is said; 0: never
+    stop: float = 0.0  # nats above which the run ends, after the step is saved; 0: never
+    patience: int = 1  # steps in a row that are above, before anything happens
+    repeat_every: int = 50  # steps until a warning is repeated
+
+    def __post_init__(self) -> None:
+        for name in ("warn", "stop"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"guard.logprob_gap.{name}={getattr(self, name)}: must be finite and not negative (0 is off)")
+        if 0 < self.stop <= self.warn:
+            raise ConfigError(f"guard.logprob_gap.stop={self.stop}: must be above warn={self.warn}, or 0")
+        for name in ("patience", "repeat_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"guard.logprob_gap.{name}={getattr(self, name)}: must be at least 1")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it can ring at all."""
+        return bool(self.warn or self.stop)
+
+
 @dataclass(kw_only=True, slots=True)
 class GuardConfig:
-    """NaN and infinity in losses, gradients and rewards: see `docs/running.md`."""
+    """NaN and infinity in losses, gradients and rewards (`docs/running.md`), and a gap between engine and trainer."""
 
     non_finite: NonFinite = NonFinite.stop  # in a loss or gradient: end the run, leave the update out, or restart without the step
     max_skips: int = 3  # updates left out one after the other; one more ends the run
     max_roll_backs: int = 3  # in the whole run; one more ends it
     reward: NonFiniteReward = NonFiniteReward.stop  # skip: such a response gets no weight
+    logprob_gap: LogprobGapConfig = field(default_factory=LogprobGapConfig)
 
     def __post_init__(self) -> None:
         for name in ("max_skips", "max_roll_backs"):

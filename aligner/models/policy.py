@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ class MegatronPolicy:
 
 
 class ReferencePolicy:
-    """The policy as it was at construction: its weights wait in host memory and are put in the module's place for a pass.
+    """The policy as it was at construction, or at `renew`: its weights wait in host memory and are put in the module's place for a pass.
 
     One set of activations and one module serve both; the frozen copy costs host memory only, and device memory during the pass.
     """
@@ -72,12 +73,37 @@ class ReferencePolicy:
 
     def logprobs(self, batch: MaskedBatch) -> Tensor:
         """As `MegatronPolicy.logprobs`, under the frozen weights."""
+        with self._in_place():
+            return self._policy.logprobs(batch)
+
+    def logprobs_of(self, batches: Sequence[MaskedBatch]) -> list[Tensor]:
+        """As `logprobs` of each batch; the frozen weights are brought once."""
+        with self._in_place():
+            return [self._policy.logprobs(batch) for batch in batches]
+
+    def renew(self) -> None:
+        """Freeze the policy's weights of now instead."""
+        self._keep()
+
+    def restore(self, load: Callable[[Sequence[LanguageModel]], None]) -> None:
+        """Freeze the weights that `load` fills the module with instead; the policy's own are untouched. Collective where `load` is."""
+        with self._in_place():
+            load(self._policy.chunks)
+            self._keep()
+
+    def _keep(self) -> None:
+        for frozen, parameter in zip(self._weights, self._parameters(), strict=True):
+            frozen.copy_(parameter.detach())
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """The module has the frozen weights meanwhile."""
         parameters = self._parameters()
         current = [p.data for p in parameters]
         try:
             for parameter, frozen in zip(parameters, self._weights, strict=True):
                 parameter.data = frozen.to(parameter.device)
-            return self._policy.logprobs(batch)
+            yield
         finally:
             with torch.no_grad():
                 for parameter, data in zip(parameters, current, strict=True):

@@ -30,7 +30,8 @@ from aligner.parallel.collectives import all_ranks, broadcast_object, gather_ass
 from aligner.parallel.micro_batches import MicroBatching, Plan, plan, plan_families
 from aligner.parallel.topology import Topology
 from aligner.protocols import Loss
-from aligner.types import Batch, LossOutput, PreferenceBatch, TokenBatch, TokenOutputs, num_rows
+from aligner.rows import num_rows
+from aligner.types import Batch, LossOutput, PreferenceBatch, TokenBatch, TokenOutputs
 
 FP8_TOKENS = 16  # 8-bit matrix products want sizes that are multiples of this
 

@@ -120,8 +120,10 @@ def export_hf(chunks: Sequence[Transformer]) -> Iterator[tuple[str, Tensor]]:
             yield place.name, tensor
             continue
         rule = table.find(place.name)
-        full = _gather(chunk, place, rule, tensor)
-        yield from zip(rule.hf_names, to_hf(rule, full, chunk.architecture), strict=True)
+        parts = to_hf(rule, _gather(chunk, place, rule, tensor), chunk.architecture)
+        del tensor
+        yield from zip(rule.hf_names, parts, strict=True)
+        del parts  # before the next one is gathered
 
 
 def _gather(chunk: Transformer, place: Place, rule: Rule, tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.metrics import Max, Mean, Metric, Metrics, Sum
+from aligner.metrics import Metric, Metrics
 
 T = TypeVar("T")
 
@@ -32,6 +32,18 @@ def gather_assigned_rows(local: Tensor, rows: Sequence[Sequence[int]], *, group:
         dist.all_gather(parts, padded, group=group)
         gathered = torch.cat([part[: len(share)] for part, share in zip(parts, rows, strict=True)])
     return torch.empty_like(gathered).index_copy_(0, order, gathered)
+
+
+def gather_columns(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[N, sum of F] of every rank's [N, F], side by side, on every rank; F may differ. `group` None: there is one rank."""
+    if group is None or group.size() == 1:
+        return local
+    widths = [0] * group.size()
+    dist.all_gather_object(widths, local.shape[1], group=group)
+    padded = torch.nn.functional.pad(local, (0, max(widths) - local.shape[1])).contiguous()
+    parts = [torch.empty_like(padded) for _ in widths]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
 
 def gather_objects(local: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -90,28 +102,17 @@ def from_rank_0(action: Callable[[], T]) -> T:
 
 
 def reduce_metrics(metrics: Metrics, group: dist.ProcessGroup, device: torch.device) -> dict[str, Metric]:
-    """Merge metrics over the ranks of `group`: totals and counts are summed, maxima maximised. All ranks hold the same names."""
-    sums, maxima = [], []
-    for metric in metrics.values():
-        if isinstance(metric, Max):
-            maxima.append(float(metric.maximum))
-        elif isinstance(metric, Mean):
-            sums += [float(metric.total), float(metric.count)]
-        else:
-            sums.append(float(metric.total))
-    summed = torch.tensor(sums, dtype=torch.float64, device=device)
-    maximised = torch.tensor(maxima, dtype=torch.float64, device=device)
+    """Merge metrics over the ranks of `group`: what they add up is summed, maxima maximised. All ranks hold the same names."""
+    sums = [metric.sums for metric in metrics.values()]
+    tops = [metric.tops for metric in metrics.values()]
+    summed = torch.tensor([number for part in sums for number in part], dtype=torch.float64, device=device)
+    maximised = torch.tensor([number for part in tops for number in part], dtype=torch.float64, device=device)
     if group.size() > 1:
         dist.all_reduce(summed, group=group)
-        if maxima:
+        if maximised.numel():
             dist.all_reduce(maximised, op=dist.ReduceOp.MAX, group=group)
-    totals, tops = iter(summed.tolist()), iter(maximised.tolist())
-    reduced: dict[str, Metric] = {}
-    for name, metric in metrics.items():
-        if isinstance(metric, Max):
-            reduced[name] = Max(maximum=next(tops))
-        elif isinstance(metric, Mean):
-            reduced[name] = Mean(total=next(totals), count=next(totals))
-        else:
-            reduced[name] = Sum(total=next(totals))
-    return reduced
+    totals, largest = iter(summed.tolist()), iter(maximised.tolist())
+    return {
+        name: metric.rebuilt([next(totals) for _ in own], [next(largest) for _ in top])
+        for (name, metric), own, top in zip(metrics.items(), sums, tops, strict=True)
+    }

@@ -45,6 +45,7 @@ with warnings.catch_warnings():
         gather_from_sequence_parallel_region,
     )
     from megatron.core.transformer import MegatronModule, TransformerConfig
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.moe.moe_utils import (
         MoEAuxLossAutoScaler,
         get_tokens_per_expert_and_token_count,
@@ -91,6 +92,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
+    "IdentityOp",
     "LanguageModule",
     "MegatronModule",
     "MoEAuxLossAutoScaler",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -54,3 +55,21 @@ def synchronize() -> None:
     """Wait for the device, so that a wall-clock reading means what it says."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+class SideStream:
+    """What one thread beside the main one computes on: a stream of the current GPU, so that the two do not wait for each other."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """In the block, the calling thread computes on it. When it ends, what it computed is there for everybody. Nothing on CPU."""
+        if self._stream is None:
+            yield
+            return
+        torch.cuda.set_device(self._stream.device)  # a new thread begins on the first one
+        with torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()

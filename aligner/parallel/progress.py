@@ -6,6 +6,7 @@ marks the collectives, `aligner.parallel.watch` writes the record to the run dir
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,17 +58,39 @@ class Snapshot:
     counts: dict[str, int]  # collectives entered, by group
 
 
+@dataclass(slots=True)
+class _Thread:
+    """The collectives of one thread."""
+
+    inside: Collective | None = None
+    last_async: Collective | None = None
+
+
 class Progress:
-    """The recorder. Entering or leaving a phase or a collective, and `beat`, are progress. Any thread may call it."""
+    """The recorder. Entering or leaving a phase or a collective, and `beat`, are progress. Any thread may call it.
+
+    Two threads may be in collectives at a time, of different groups; a phase is of the whole rank.
+    """
 
     def __init__(self) -> None:
-        self.inside: Collective | None = None
+        self._threads: dict[int, _Thread] = {}
         self._phase, self._phase_since, self._step = "start", time.time(), 0
         self._last_left: Collective | None = None
-        self._last_async: Collective | None = None
         self._number = 0
         self._counts: dict[str, int] = {}
         self._still_since = time.monotonic()
+
+    @property
+    def inside(self) -> Collective | None:
+        """The collective that the calling thread is in."""
+        return self._own().inside
+
+    def _own(self) -> _Thread:
+        thread = threading.get_ident()
+        own = self._threads.get(thread)
+        if own is None:
+            own = self._threads[thread] = _Thread()
+        return own
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -89,6 +112,11 @@ class Progress:
         self._step = step
         self.beat()
 
+    @property
+    def step(self) -> int:
+        """The training step that began last; 0 before the first."""
+        return self._step
+
     def beat(self) -> None:
         """Something has been done."""
         self._still_since = time.monotonic()
@@ -99,24 +127,26 @@ class Progress:
         sequence = 0
         if not peers:
             sequence = self._counts[group.key] = self._counts.get(group.key, 0) + 1
-        self.inside = Collective(name, self._number, group, sequence, peers, time.time())
+        self._own().inside = Collective(name, self._number, group, sequence, peers, time.time())
         self._still_since = time.monotonic()
 
     def leave(self, *, is_async: bool) -> None:
         """It has returned; with `is_async` it may be waited for later."""
-        self._last_left, self.inside = self.inside, None
+        own = self._own()
+        self._last_left, own.inside = own.inside, None
         if is_async:
-            self._last_async = self._last_left
+            own.last_async = self._last_left
         self._still_since = time.monotonic()
 
     def enter_wait(self) -> None:
-        """The end of an asynchronous operation is waited for: taken to be the newest one, which the others have to precede."""
-        self.inside = self._last_async
+        """The end of an asynchronous operation is waited for: taken to be this thread's newest one, which the others have to precede."""
+        own = self._own()
+        own.inside = own.last_async
         self._still_since = time.monotonic()
 
     def leave_wait(self) -> None:
         """It has ended."""
-        self.inside = None
+        self._own().inside = None
         self._still_since = time.monotonic()
 
     @property
@@ -127,13 +157,14 @@ class Progress:
     def snapshot(self) -> Snapshot:
         """The record of this moment. Callable from another thread."""
         still = self.still_seconds
+        entered = [thread.inside for thread in list(self._threads.values()) if thread.inside is not None]
         return Snapshot(
             phase=self._phase,
             phase_since=self._phase_since,
             step=self._step,
             last_progress=time.time() - still,
             still_seconds=still,
-            inside=self.inside,
+            inside=min(entered, key=lambda collective: collective.since, default=None),  # of two, the one that lasts longer
             last_left=self._last_left,
             counts=dict(self._counts),
         )

@@ -90,6 +90,8 @@ def _parts(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Ph
         parts |= _inference(component, sizes, stage)
         if phase == Phase.ref_logprobs:
             parts["reference"] = state.weights
+    if engine is not None and engine.asynchronous:
+        parts |= _generation(component, engine)
     if component.parallel.tp_comm_overlap:
         parts["exchange buffers"] = (
             _OVERLAP_BUFFERS * boundary_bytes(component, train_micro_batches(component)) * component.parallel.tp // 2
@@ -172,7 +174,7 @@ def kv_bytes_per_token(component: Component, engine: Engine) -> int:
 def decode_batch(component: Component, engine: Engine) -> int:
     """Sequences that a replica of the engine decodes at a time."""
     replicas = max(1, component.num_ranks // engine.tp)
-    return max(1, min(engine.max_batch_size, math.ceil(component.work.rows / replicas)))
+    return max(1, min(engine.max_batch_size, math.ceil((component.work.rows + component.work.extra_rows) / replicas)))
 
 
 def cache_tokens(component: Component, engine: Engine) -> int:
@@ -190,7 +192,7 @@ def _generation(component: Component, engine: Engine) -> dict[str, int]:
     step = max(prefill_bytes(component, engine), cache // architecture.num_layers)
     logits = 3 * 4 * batch * padded_vocabulary(component)
     parts = {"KV cache": cache, "prefill and sampling": step + logits}
-    if component.engine_holds_weights:
+    if component.engine_reshards:
         parts["refit buckets"] = 2 * engine.bucket_bytes
     return parts
 

@@ -230,6 +230,7 @@ def _changes(component: Component, cluster: ClusterConfig) -> Iterator[tuple[str
         for name in ("distributed", "offload"):
             yield f"{prefix}optimizer.{name}=true", replace(component, optimizer=replace(optimizer, **{name: True}))
     if engine is not None:
-        yield "rollout.offload=true", replace(component, engine=replace(engine, offload=True))
+        if not engine.asynchronous:
+            yield "rollout.offload=true", replace(component, engine=replace(engine, offload=True))
         for size in sorted({max(1, decode_batch(component, engine) // share) for share in (2, 4, 8, 32)}):
             yield f"rollout.max_batch_size={size}", replace(component, engine=replace(engine, max_batch_size=size))

@@ -221,7 +221,7 @@ def _generation(component: Component, engine: Engine, sizes: Sizes, cluster: Clu
     """Prefill at matrix-product speed, then one token at a time at memory speed."""
     a, work = component.architecture, component.work
     replicas = max(1, component.num_ranks // engine.tp)
-    rows = math.ceil(work.rows / replicas)
+    rows = math.ceil((work.rows + work.extra_rows) / replicas)
     batch = decode_batch(component, engine)
     waves = math.ceil(rows / batch)
     prompt = max(1, work.length - work.response_length)
@@ -239,6 +239,6 @@ def _generation(component: Component, engine: Engine, sizes: Sizes, cluster: Clu
         "decoding": steps * max(memory, products, launches),
         "tensor parallel": steps * reduce,
     }
-    if component.engine_holds_weights:
+    if component.engine_reshards:
         parts["refit"] = sizes.engine_weights * 2 / link(component.num_ranks, cluster)
     return {name: seconds for name, seconds in parts.items() if seconds}

@@ -44,6 +44,7 @@ class Work:
     update_rows: int = 0  # sequences per optimizer update; 0 for a frozen model
     num_updates: int = 0  # optimizer updates per training step
     unit: int = 1  # rows that stay together: 2 for preference pairs
+    extra_rows: int = 0  # sequences that are sampled and scored besides, and not trained on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +57,7 @@ class Engine:
     offload: bool  # its own weights and the policy's take turns on the device
     kv_cache_tokens: int = 0  # in a replica's cache; 0: as many as its sequences need
     prefill_chunk_tokens: int = 2048  # prompt tokens computed in one pass
+    asynchronous: bool = False  # it samples while the policy trains, with weights of its own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +88,12 @@ class Component:
 
     @property
     def engine_holds_weights(self) -> bool:
-        """Whether sampling needs weights of its own: it cannot read training parameters that another layout split."""
+        """Whether sampling needs weights of its own."""
+        return self.engine is not None and (self.engine.asynchronous or self.engine_reshards)
+
+    @property
+    def engine_reshards(self) -> bool:
+        """Whether its weights lie otherwise than training's: it cannot read parameters that another layout split."""
         if self.engine is None:
             return False
         parallel, architecture = self.parallel, self.architecture

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from aligner.errors import DataError
 from aligner.reporting.jsonl import json_number
 from aligner.types import FinishReason, SampleRow
 
@@ -36,6 +37,21 @@ def write_rows(directory: Path, step: int, rows: Sequence[SampleRow]) -> Path:
         os.fsync(file.fileno())
     draft.replace(path)
     return path
+
+
+def read_rows(path: Path) -> list[SampleRow]:
+    """What `write_rows` wrote. Raises DataError naming file and line where something else did."""
+    rows = []
+    complete = path.read_text(encoding="utf-8").split("\n")[:-1]  # splitlines would cut at U+2028 too, which JSON leaves in strings
+    for number, line in enumerate(complete, start=1):
+        try:
+            record = json.loads(line)
+            reason = FinishReason(record["finish_reason"])
+            reward = float(record["reward"])
+            rows.append(SampleRow(prompt=record["prompt"], response=record["response"], reward=reward, finish_reason=reason))
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(f"{path}:{number}: not a sample rollout ({error}): {line[:80]!r}") from error
+    return rows
 
 
 def cell(text: str, max_chars: int) -> str:

@@ -1,4 +1,4 @@
-"""Reward functions ready for use, and examples to copy: `aligner.rewards.builtin:<name>`.
+"""Reward functions ready for use, and examples to copy: `aligner.rewards.builtin:<name>`. Others are in maths, code, format and length.
 
 A factory (one that says so) is used with `arguments`; the others are reward functions themselves. All scores lie in [0, 1].
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+
+from aligner.rewards.forms import Factory
 
 HAPPY_WORDS = frozenset(
     "cheerful excited friend friends fun glad happily happy hug hugged joy joyful kind laugh laughed love loved".split()
@@ -43,6 +45,7 @@ def length(prompts: list[str], responses: list[str], answers: list[str | None]) 
     return [min(len(response) / LONGEST_CHARACTERS, 1.0) for response in responses]
 
 
+@Factory
 def fixed_string(target: str) -> Callable[[list[str], list[str], list[str | None]], list[float]]:
     """Factory: 1 where the response contains `target`, else 0 (the sanity run of the field)."""
     wanted = _not_blank(target, "target")
@@ -53,6 +56,7 @@ def fixed_string(target: str) -> Callable[[list[str], list[str], list[str | None
     return reward
 
 
+@Factory
 def starts_with(target: str) -> Callable[[list[str], list[str], list[str | None]], list[float]]:
     """Factory: the fraction of `target` with which the response, without leading whitespace, starts: 1 for all of it.
 
@@ -64,6 +68,27 @@ def starts_with(target: str) -> Callable[[list[str], list[str], list[str | None]
         return [_common_prefix(wanted, response.lstrip()) / len(wanted) for response in responses]
 
     return reward
+
+
+@Factory
+def keywords(words: list[str], forbidden: list[str] | None = None) -> Callable[[list[str], list[str], list[str | None]], list[float]]:
+    """Factory: the fraction of `words` that the response has, whole and in any case; 0 where it has one of the `forbidden`."""
+    wanted = [_whole_word(word) for word in words]
+    unwanted = [_whole_word(word) for word in forbidden or ()]
+    if not wanted:
+        raise ValueError("words is empty")
+
+    def reward(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
+        return [
+            0.0 if any(word.search(response) for word in unwanted) else sum(bool(word.search(response)) for word in wanted) / len(wanted)
+            for response in responses
+        ]
+
+    return reward
+
+
+def _whole_word(word: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<!\w){re.escape(_not_blank(word, 'a keyword'))}(?!\w)", re.IGNORECASE)
 
 
 def _not_blank(text: str, field: str) -> str:

@@ -1,12 +1,20 @@
-"""The setting that names a reward function."""
+"""The settings that name reward functions."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from aligner.errors import ConfigError
+
+
+class OnError(str, Enum):
+    """What a failure of a reward function leads to."""
+
+    stop = "stop"  # the run ends, naming the sample
+    invalid = "invalid"  # the sample gets no reward and is left out and counted: the one that fails alone, or all of a call that hangs
 
 
 @dataclass(kw_only=True, slots=True)
@@ -19,10 +27,51 @@ class RewardFunctionConfig:
 
     function: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
-    timeout_seconds: float = 30.0
+    timeout_seconds: float = 30.0  # for one call
+    on_error: OnError = OnError.stop
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.timeout_seconds) and self.timeout_seconds > 0):
             raise ConfigError(f"timeout_seconds is {self.timeout_seconds}, expected a finite number > 0")
         if self.arguments and not self.function:
             raise ConfigError(f"arguments is {dict(self.arguments)} but function is empty; name the factory that takes them")
+
+
+@dataclass(kw_only=True, slots=True)
+class NamedRewardConfig(RewardFunctionConfig):
+    """One of several rewards: a `function` as above, an HTTP endpoint (`url`), or the reward model that reward.serve serves (`served`).
+
+    The endpoint is sent a POST of {"prompts": [...], "responses": [...], "answers": [...]} and answers {"rewards": [...]}.
+    """
+
+    url: str = ""  # of an endpoint: http://... or https://...
+    token_variable: str = ""  # the environment variable with the endpoint's bearer token
+    served: bool = False
+    weight: float = 1.0  # in the sum; 0: only logged
+    num_threads: int = 1  # calls at a time; above 1 a function has to be thread-safe
+
+    def __post_init__(self) -> None:
+        RewardFunctionConfig.__post_init__(self)
+        sources = [text for text in (self.function and f"function={self.function}", self.url and f"url={self.url}") if text]
+        sources += ["served=true"] if self.served else []
+        if len(sources) != 1:
+            raise ConfigError(f"a reward has {' and '.join(sources) or 'no source'}; it needs exactly one of function, url and served=true")
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"url={self.url}: must begin with http:// or https://")
+        if self.token_variable and not self.url:
+            raise ConfigError(f"token_variable={self.token_variable}: is for a url, and there is none")
+        if not math.isfinite(self.weight):
+            raise ConfigError(f"weight={self.weight}: must be finite")
+        if self.num_threads < 1:
+            raise ConfigError(f"num_threads={self.num_threads}: must be at least 1")
+
+
+def check_parts(parts: dict[str, NamedRewardConfig]) -> None:
+    """Raise ConfigError for names that metrics cannot have, a sum of nothing, or more than one served model."""
+    for name in parts:
+        if not (name.isidentifier() and name.isascii()):
+            raise ConfigError(f"reward.functions.{name}: a name has letters, digits and _ only, and begins with no digit")
+    if parts and not any(part.weight for part in parts.values()):
+        raise ConfigError(f"reward.functions: the weight of all of {', '.join(parts)} is 0, so that there is no reward")
+    if len(served := [name for name, part in parts.items() if part.served]) > 1:
+        raise ConfigError(f"reward.functions: {' and '.join(served)} have served=true; one reward model is served")

@@ -7,21 +7,19 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 from aligner.errors import ConfigError
 from aligner.rewards.config import RewardFunctionConfig
-
-# reward(prompts, responses, answers) -> one number per response. May be `async def`.
-RewardFunction = Callable[[list[str], list[str], list[str | None]], list[float] | Awaitable[list[float]]]
+from aligner.rewards.forms import Factory, RewardFunction
 
 FORMS = "package.module:name, package.module.name or path/to/file.py:name"
 
 
-def load_reward_function(spec: str) -> Callable:
-    """Import what `spec` names (see `FORMS`; a relative path counts from the working directory).
+def load_reward_function(spec: str, what: str = "reward function") -> Callable:
+    """Import what `spec` names (see `FORMS`; a relative path counts from the working directory); `what` it is, in messages.
 
     Raises ConfigError where the form is wrong, the module or file cannot be imported, or the name is not there or not callable.
     """
@@ -30,21 +28,21 @@ def load_reward_function(spec: str) -> Callable:
     else:
         location, _, name = spec.rpartition(".")
     if not location or not name or spec.endswith(".py"):
-        raise ConfigError(f"reward function {spec!r}: expected {FORMS}")
-    module = _import_file(location, spec) if location.endswith(".py") else _import_module(location, spec)
+        raise ConfigError(f"{what} {spec!r}: expected {FORMS}")
+    module = _import_file(location, f"{what} {spec!r}") if location.endswith(".py") else _import_module(location, f"{what} {spec!r}")
     names = vars(module)
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
-        raise ConfigError(f"reward function {spec!r}: {location} has no {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+        raise ConfigError(f"{what} {spec!r}: {location} has no {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
     if not callable(names[name]):
-        raise ConfigError(f"reward function {spec!r}: {name} is a {type(names[name]).__name__}, expected a function")
+        raise ConfigError(f"{what} {spec!r}: {name} is a {type(names[name]).__name__}, expected a function")
     return names[name]
 
 
 def build_reward_function(config: RewardFunctionConfig) -> RewardFunction:
     """The function that `config` names, or what the factory that it names returns for `config.arguments`. Raises ConfigError."""
     loaded = load_reward_function(config.function)
-    if not config.arguments:
+    if not config.arguments and not isinstance(loaded, Factory):
         return loaded
     try:
         made = loaded(**config.arguments)
@@ -55,27 +53,29 @@ def build_reward_function(config: RewardFunctionConfig) -> RewardFunction:
     return made
 
 
-def _import_module(name: str, spec: str) -> ModuleType:
+def _import_module(name: str, named: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:  # whatever user code raises while it is imported
-        raise ConfigError(f"reward function {spec!r}: cannot import {name!r}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{named}: cannot import {name!r}: {type(error).__name__}: {error}") from error
 
 
-def _import_file(location: str, spec: str) -> ModuleType:
+def _import_file(location: str, named: str) -> ModuleType:
     path = Path(location).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"reward function {spec!r}: there is no file {path}")
-    # files of one name in two folders are two modules
-    name = f"reward_function_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+        raise ConfigError(f"{named}: there is no file {path}")
+    # Files of one name in two folders are two modules; two functions of one file share it, with what it caches.
+    name = f"reward_function_{path.stem}_{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
     module_spec = importlib.util.spec_from_file_location(name, path)
     if module_spec is None or module_spec.loader is None:
-        raise ConfigError(f"reward function {spec!r}: {path} is not a Python file")
+        raise ConfigError(f"{named}: {path} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ConfigError(f"reward function {spec!r}: cannot import {path}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{named}: cannot import {path}: {type(error).__name__}: {error}") from error
     return module

@@ -1,4 +1,4 @@
-"""Reward functions run in the actor's own process, beside generation. Every failure is raised; none becomes a number."""
+"""Reward functions run in the actor's own process, beside generation. Every failure is raised or, by option, marks samples as invalid."""
 
 from __future__ import annotations
 
@@ -13,53 +13,36 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.rewards.config import RewardFunctionConfig
-from aligner.rewards.load import RewardFunction, build_reward_function
-from aligner.types import Rollout
+from aligner.rewards.config import OnError, RewardFunctionConfig
+from aligner.rewards.forms import OnSamples, RewardFunction
+from aligner.rewards.load import build_reward_function
+from aligner.rewards.samples import Samples
+from aligner.types import Rollout, Scores
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-EXCERPT_CHARACTERS = 120
+MAX_HANGING = 8  # calls that may go on for ever beside the run: each keeps a thread
 
 
 class RewardError(AlignerError):
     """A reward function failed, hung or returned something that is not one number per response."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Samples:
-    """What a reward function is called with, and where each sample came from."""
-
-    prompts: list[str]
-    responses: list[str]
-    answers: list[str | None]
-    sources: list[str]
-
-    def __len__(self) -> int:
-        return len(self.sources)
-
-    def at(self, i: int) -> _Samples:
-        """Sample i alone."""
-        return _Samples(prompts=[self.prompts[i]], responses=[self.responses[i]], answers=[self.answers[i]], sources=[self.sources[i]])
-
-    def describe(self, i: int) -> str:
-        """Where sample i came from and how its response begins."""
-        response = self.responses[i]
-        excerpt = response[:EXCERPT_CHARACTERS] + ("..." if len(response) > EXCERPT_CHARACTERS else "")
-        return f"sample {i} of {len(self)} (prompt {self.sources[i]}, response {excerpt!r})"
+class RewardHung(RewardError):
+    """A reward function did not return in time."""
 
 
 class FunctionReward:
-    """A `RewardModel` (aligner.protocols) made of a Python function.
+    """A `RewardModel` (aligner.protocols) made of a Python function (aligner.rewards.forms), which gets the samples of one `score` call.
 
-    `function(prompts, responses, answers) -> list[float]`, plain or `async def`, gets the samples of one `score` call. Calls are made one
-    after another in a thread of their own, so it need not be thread-safe. `decode` turns tokens into text, without special tokens.
-    `name` stands for the function in error messages.
+    Calls are made in threads of their own, `num_threads` at a time: with one, the function need not be thread-safe. `decode` turns tokens
+    into text, without special tokens. `name` stands for the function in messages.
+
+    With `on_error=invalid` the samples that the function fails for, when it is called with each alone, have no reward, and neither have
+    those that it gives NaN or infinity. It is said once per policy version which the first was.
     """
 
     def __init__(
@@ -69,18 +52,23 @@ class FunctionReward:
         timeout_seconds: float,
         *,
         name: str = "",
+        on_error: OnError = OnError.stop,
+        num_threads: int = 1,
     ) -> None:
         self._function = function
         self._decode = decode
         self._timeout_seconds = timeout_seconds
         self._name = name or repr(function)
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
+        self._on_error = on_error
+        self._hanging: list[threading.Thread] = []
+        self._complaints = Complaints(f"reward function {self._name}")
+        self._executor = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="reward")
 
-    def score(self, rollouts: Sequence[Rollout]) -> Future[Tensor]:
-        """Start scoring; resolves to float32 [B] on CPU.
+    def score(self, rollouts: Sequence[Rollout]) -> Future[Scores]:
+        """Start scoring; resolves to B rewards on CPU.
 
         The future raises RewardError, naming function and sample, where the function raises, takes longer than `timeout_seconds` for the
-        call, or returns anything but a list of B numbers.
+        call, or returns anything but a list of B numbers, unless `on_error` is `invalid`.
         """
         return self._executor.submit(self._score, list(rollouts))
 
@@ -88,32 +76,65 @@ class FunctionReward:
         """Drop calls that have not begun. One that runs goes on, for at most `timeout_seconds`."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _score(self, rollouts: list[Rollout]) -> Tensor:
+    def _score(self, rollouts: list[Rollout]) -> Scores:
         if not rollouts:
-            return torch.zeros(0)
-        samples = _Samples(
-            prompts=[rollout.prompt.text or self._decode(rollout.prompt.tokens) for rollout in rollouts],
-            responses=[self._decode(rollout.response) for rollout in rollouts],
-            answers=[rollout.prompt.answer for rollout in rollouts],
-            sources=[rollout.prompt.source for rollout in rollouts],
-        )
+            return Scores.of(torch.zeros(0))
+        samples = Samples.of(rollouts, self._decode)
         deadline = time.monotonic() + self._timeout_seconds
+        if self._on_error is OnError.stop:
+            return Scores.of(torch.tensor(self._rewards(samples, deadline), dtype=torch.float32))
+        found, complaint = self._possible_rewards(samples, deadline)
+        rewards = torch.tensor(found, dtype=torch.float32)
+        valid = rewards.isfinite()
+        if not valid.all():
+            first = int((~valid).nonzero()[0])
+            reason = complaint or f"it returned {found[first]} for {samples.describe(first)}"
+            self._complaints.say(f"{int((~valid).sum())} of {len(samples)} samples have no reward: {reason}", samples.version)
+        return Scores(rewards=torch.where(valid, rewards, math.nan), valid=valid)
+
+    def _rewards(self, samples: Samples, deadline: float) -> list[float]:
+        """One per sample. Raises RewardError."""
         try:
-            result = self._call(samples, deadline)
+            return self._checked(self._call(samples, deadline), samples)
         except RewardError:
             raise
         except Exception as error:
             culprit = self._culprit(samples, deadline)
             raise RewardError(f"reward function {self._name} raised {type(error).__name__}: {error}; {culprit}") from error
-        return torch.tensor(self._checked(result, samples), dtype=torch.float32)
 
-    def _call(self, samples: _Samples, deadline: float) -> object:
-        """What the function returns or raises; RewardError where it has done neither by `deadline` (of time.monotonic)."""
+    def _possible_rewards(self, samples: Samples, deadline: float) -> tuple[list[float], str]:
+        """One per sample, NaN where there is none, and what went wrong first. Raises RewardError where too many calls hang already."""
+        try:
+            return self._checked(self._call(samples, deadline), samples), ""
+        except RewardHung as error:
+            return [math.nan] * len(samples), self._tolerable(error)
+        except Exception:  # not swallowed: it comes again below, from the samples that cause it
+            pass
+        rewards, complaint = [math.nan] * len(samples), ""
+        for i in range(len(samples)):
+            try:
+                rewards[i] = self._checked(self._call(samples.at(i), deadline), samples.at(i))[0]
+            except RewardHung as error:  # what is left of the time is none
+                return rewards, complaint or self._tolerable(error)
+            except Exception as error:
+                complaint = complaint or f"{type(error).__name__}: {error}; for {samples.describe(i)}"
+        return rewards, complaint
+
+    def _tolerable(self, error: RewardHung) -> str:
+        """The error's text. Raises it where so many calls hang that this is no exception."""
+        self._hanging = [thread for thread in self._hanging if thread.is_alive()]
+        if len(self._hanging) >= MAX_HANGING:
+            raise RewardHung(f"{error}; {len(self._hanging)} calls hang, too many for on_error=invalid") from error
+        return str(error)
+
+    def _call(self, samples: Samples, deadline: float) -> object:
+        """What the function returns or raises; RewardHung where it has done neither by `deadline` (of time.monotonic)."""
         outcome: queue.SimpleQueue[tuple[object, BaseException | None]] = queue.SimpleQueue()
+        function = self._function
 
         def run() -> None:
             try:
-                result = self._function(list(samples.prompts), list(samples.responses), list(samples.answers))
+                result = function(list(samples.samples)) if isinstance(function, OnSamples) else function(*samples.texts())
                 outcome.put((asyncio.run(_await(result)) if inspect.isawaitable(result) else result, None))
             except BaseException as error:  # handed to the waiting thread, which raises it
                 outcome.put((None, error))
@@ -124,7 +145,8 @@ class FunctionReward:
         try:
             result, error = outcome.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            raise RewardError(
+            self._hanging.append(thread)
+            raise RewardHung(
                 f"reward function {self._name} returned nothing within timeout_seconds={self._timeout_seconds}; "
                 f"it was {_position(thread)}; it was given {len(samples)} samples, from {samples.describe(0)}"
             ) from None
@@ -134,7 +156,7 @@ class FunctionReward:
             raise RuntimeError(f"the function ended its thread with {error!r}") from error
         return result
 
-    def _culprit(self, samples: _Samples, deadline: float) -> str:
+    def _culprit(self, samples: Samples, deadline: float) -> str:
         """The first sample for which the function fails when called with it alone: an exception from a batch does not say which it was."""
         for i in range(len(samples)):
             try:
@@ -145,7 +167,7 @@ class FunctionReward:
                 return f"it fails for {samples.describe(i)}"
         return f"it fails for no sample alone, only for the {len(samples)} together, from {samples.describe(0)}"
 
-    def _checked(self, result: object, samples: _Samples) -> list[float]:
+    def _checked(self, result: object, samples: Samples) -> list[float]:
         """The result as B numbers; RewardError naming the first sample whose entry is none.
 
         NaN and infinity are numbers here, whatever gave them: what they lead to is the same for every kind of reward (`guard.reward`).
@@ -167,11 +189,26 @@ class FunctionReward:
         return [_float32(x) for x in result]
 
 
+class Complaints:
+    """What goes wrong again and again is said once per policy version, which is once per step."""
+
+    def __init__(self, about: str) -> None:
+        self._about = about
+        self._last: int | None = None
+
+    def say(self, text: str, version: int) -> None:
+        """Print it, unless something was printed for this version."""
+        if self._last != version:
+            self._last = version
+            print(f"warning: {self._about}: {text} (on_error=invalid; left out and counted)", flush=True)
+
+
 def function_reward(config: RewardFunctionConfig, decode: Callable[[Sequence[int]], str]) -> FunctionReward:
     """The FunctionReward that a config describes. Raises ConfigError."""
     if not config.function:
         raise ConfigError("function is empty; name a reward function, or use a reward model")
-    return FunctionReward(build_reward_function(config), decode, config.timeout_seconds, name=config.function)
+    function = build_reward_function(config)
+    return FunctionReward(function, decode, config.timeout_seconds, name=config.function, on_error=config.on_error)
 
 
 def _float32(x: numbers.Real) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aligner.models.batch_invariant import ACTIVATIONS
 from aligner.models.config import Architecture, Normalization
+from aligner.models.tracing import Operation
 from aligner.parallel import exact
 from aligner.rollout.attention import (
     DecodeBatch,
@@ -35,7 +36,7 @@ from aligner.rollout.weights import Affine, FeedForward, LayerWeights, ModelWeig
 class BatchInvariantDecoder(Decoder):
     """`Decoder` for dense models, on exact arithmetic.
 
-    Weights are rounded once after each prefill pass, for the decode steps that follow: no weights change between the two.
+    Weights are rounded once after each prefill pass and each refit, for the decode steps that follow.
     """
 
     add_up = staticmethod(exact.weight_totals)
@@ -51,34 +52,48 @@ class BatchInvariantDecoder(Decoder):
     def prefill(self, chunks: Sequence[PrefillChunk], cache: PagedKV) -> Tensor:
         self._rounded.clear()
         plan = plan_prefill(chunks, cache.page_size, self.weights.embedding.device)
-        hidden = self._layers(plan.tokens, plan, cache)
-        return self._vocabulary_logits(self.exact_norm(hidden[plan.wanted], self.weights.final_norm))
+        return self._last(self._layers(plan.tokens, plan, cache)[plan.wanted])
 
     @torch.no_grad()
     def decode(self, batch: DecodeBatch, cache: PagedKV) -> Tensor:
-        hidden = self._layers(batch.tokens, plan_decode(batch, cache.page_size), cache)
-        return self._vocabulary_logits(self.exact_norm(hidden, self.weights.final_norm))
+        return self._last(self._layers(batch.tokens, plan_decode(batch, cache.page_size), cache))
+
+    def refitted(self) -> None:
+        """The weights hold other numbers now: forget the old ones."""
+        self._rounded.clear()
+
+    def _last(self, x: Tensor) -> Tensor:
+        """Logits of residual streams [N, H]."""
+        depth = len(self.weights.layers)
+        normed = self._note(Operation.final_norm, depth, self.exact_norm(x, self.weights.final_norm))
+        return self._note(Operation.logits, depth, self._vocabulary_logits(normed))
 
     def _layers(self, tokens: Tensor, plan: PrefillPlan | DecodePlan, cache: PagedKV) -> Tensor:
         """Flat tokens [N] through all layers: [N, H]."""
-        x = self._embed(tokens, plan.positions)
+        x = self._note(Operation.embedding, -1, self._embed(tokens, plan.positions))
         rotary = None if self.rotary is None else tuple(table[plan.positions][:, None, None] for table in self.rotary)
         for number, layer in enumerate(self.weights.layers):
-            mixed = self._queries_keys_values(layer, self.exact_norm(x, layer.input_norm), rotary)
-            x = x + self._sum_of_parts(self._look_back(mixed, plan, cache, number), layer.attention_out)
-            inner = self._inner(self.exact_norm(x, layer.mlp_norm), layer.experts[0])
-            x = x + self._sum_of_parts(inner, layer.experts[0].down)
+            normed = self._note(Operation.input_norm, number, self.exact_norm(x, layer.input_norm))
+            mixed = self._queries_keys_values(layer, number, normed, rotary)
+            attended = self._note(Operation.attention, number, self._look_back(mixed, plan, cache, number))
+            x = x + self._note(Operation.projection, number, self._sum_of_parts(attended, layer.attention_out))
+            self._note(Operation.attention_residual, number, x)
+            normed = self._note(Operation.mlp_norm, number, self.exact_norm(x, layer.mlp_norm))
+            inner = self._note(Operation.activation, number, self._inner(normed, layer.experts[0]))
+            x = x + self._note(Operation.mlp, number, self._sum_of_parts(inner, layer.experts[0].down))
+            self._note(Operation.residual, number, x)
         return x
 
-    def _queries_keys_values(self, layer: LayerWeights, x: Tensor, rotary: tuple | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _queries_keys_values(self, layer: LayerWeights, number: int, x: Tensor, rotary: tuple | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, groups, queries per group, D], keys and values [N, groups, D], rotated."""
-        mixed = self._linear(x, layer.qkv).view(x.shape[0], self.groups, self.queries + 2, self.head_dim)
+        mixed = self._note(Operation.qkv, number, self._linear(x, layer.qkv)).view(x.shape[0], self.groups, self.queries + 2, self.head_dim)
         q, k, v = mixed[..., :-2, :], mixed[..., -2:-1, :], mixed[..., -1, :]
         if layer.q_norm is not None:
-            q, k = self.exact_norm(q, layer.q_norm), self.exact_norm(k, layer.k_norm)
+            q = self._note(Operation.q_norm, number, self.exact_norm(q, layer.q_norm))
+            k = self._note(Operation.k_norm, number, self.exact_norm(k, layer.k_norm))
         if rotary is not None:
             q, k = exact.rotate(q, *rotary), exact.rotate(k, *rotary)
-        return q, k[..., 0, :], v
+        return self._note(Operation.queries, number, q), self._note(Operation.keys, number, k[..., 0, :]), v
 
     def _look_back(self, mixed: tuple[Tensor, Tensor, Tensor], plan: PrefillPlan | DecodePlan, cache: PagedKV, number: int) -> Tensor:
         """Put keys and values into the cache and attend: [N, heads * D]."""

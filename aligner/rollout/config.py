@@ -47,6 +47,26 @@ class ShareWork(str, Enum):
 
 
 @dataclass(kw_only=True, slots=True)
+class AsynchronousConfig:
+    """Sampling the next rounds of rollouts while the policy trains: see docs/asynchronous.md."""
+
+    max_staleness: int = 0  # training steps that the oldest token of a rollout may be behind the policy that learns from it; 0: on-policy
+    partial: bool = True  # responses under way go on with new weights; false: new weights wait until the round under way has ended
+    recompute: bool = False  # with `partial`: keys and values of such responses are computed again with the new weights
+    timeout_seconds: float = 3600.0  # how long a round of rollouts, or a step of the sampler, is waited for
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0:
+            raise ConfigError(f"rollout.asynchronous.max_staleness={self.max_staleness}: must not be negative (0 is on-policy)")
+        if self.recompute and not self.partial:
+            raise ConfigError(
+                "rollout.asynchronous.recompute=true: only responses that go on are computed again; allowed: with partial=true"
+            )
+        if self.timeout_seconds <= 0:
+            raise ConfigError(f"rollout.asynchronous.timeout_seconds={self.timeout_seconds}: must be above 0")
+
+
+@dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     """The rollout engine of the actor."""
 
@@ -62,6 +82,7 @@ class RolloutConfig:
     kernels: Kernels = Kernels.auto  # of the built-in engine; auto falls back on torch where its kernels cannot be had
     cuda_graphs: bool = True  # of the built-in engine on GPU: replay a decode step instead of launching its kernels one by one
     offload: bool = False  # of the engine's own weights and the policy's, only those that the phase needs are on the device
+    asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
     tensorrt_llm: TensorRTLLMConfig = field(default_factory=TensorRTLLMConfig)
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
 
@@ -71,6 +92,16 @@ class RolloutConfig:
                 raise ConfigError(f"rollout.{name}={getattr(self, name)}: must be at least {least}")
         if self.sampling.temperature == 0:
             raise ConfigError("rollout.sampling.temperature=0: training rollouts need a positive temperature")
+        if self.asynchronous.max_staleness:
+            self._check_asynchronous()
+
+    def _check_asynchronous(self) -> None:
+        setting = f"rollout.asynchronous.max_staleness={self.asynchronous.max_staleness}"
+        if self.engine is not EngineKind.megatron:
+            # A wrapped package's scheduler takes no weights between two steps, and its collectives use training's threads and groups.
+            raise ConfigError(f"{setting}: rollout.engine={self.engine.value} samples between training phases; allowed: megatron, or 0")
+        if self.offload:
+            raise ConfigError(f"{setting}: sampling and training need their weights at once; allowed: with rollout.offload=false, or 0")
 
 
 def check_splits(architecture: Architecture, *, tp: int, world_size: int) -> None:

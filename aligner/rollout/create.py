@@ -17,10 +17,12 @@ from aligner.models.policy import MegatronPolicy
 from aligner.parallel import platform
 from aligner.parallel.together import together
 from aligner.parallel.transfer import block_group
-from aligner.protocols import Replica
+from aligner.protocols import FollowUp, Replica
 from aligner.rollout.config import EngineKind, RolloutConfig, ShareWork, VerifyRefit, check_splits
 from aligner.rollout.engine import ForeignEngine
+from aligner.rollout.episodes import Conversing
 from aligner.rollout.foreign import StreamedEngine, WeightStream
+from aligner.rollout.gate import Gate
 from aligner.rollout.lifecycle import PhasedEngine
 from aligner.rollout.manifest import hf_manifest
 from aligner.rollout.megatron import MegatronEngine
@@ -30,14 +32,20 @@ from aligner.rollout.work import WorkSharing
 Decode = Callable[[Sequence[int]], str]
 
 
-def create_engine(policy: MegatronPolicy, config: RolloutConfig, *, eos_id: int, decode: Decode | None = None) -> PhasedEngine:
+def create_engine(
+    policy: MegatronPolicy, config: RolloutConfig, *, eos_id: int, decode: Decode | None = None, follow_up: FollowUp | None = None
+) -> PhasedEngine:
     """The engine on the policy's weights, ready to generate where it does not sleep between generations. Collective over the component.
 
-    `decode` (token ids -> text) is for stop strings. Raises ConfigError where the engine cannot be laid out as the config says, EngineError
-    where it cannot be started or filled.
+    `decode` (token ids -> text) is for stop strings; with `follow_up` responses are episodes of several turns. Raises ConfigError where the
+    engine cannot be laid out as the config says, EngineError where it cannot be started or filled.
     """
+    gate: Gate | None = None
     if config.engine == EngineKind.megatron:
-        engine = MegatronEngine(policy.chunks, config, eos_id=eos_id, decode=decode)
+        if config.asynchronous.max_staleness:
+            tp = config.tp or policy.chunks[0].pg_collection.tp.size()
+            gate = Gate(block_group(tp, backend="gloo"), timeout_seconds=config.asynchronous.timeout_seconds)
+        engine = MegatronEngine(policy.chunks, config, eos_id=eos_id, decode=decode, pauses=gate)
         group = engine.shards.group if engine.shards.count > 1 else None
     else:
         trained = policy.chunks[0].pg_collection.tp
@@ -45,8 +53,13 @@ def create_engine(policy: MegatronPolicy, config: RolloutConfig, *, eos_id: int,
         check_splits(policy.chunks[0].architecture, tp=tp, world_size=dist.get_world_size())
         engine = _streamed(policy, config, tp=tp, eos_id=eos_id)
         group = trained if tp == trained.size() > 1 else block_group(tp)
-    sharing = WorkSharing(engine.replica, group, fixed=not _shares(config.share_work, policy.chunks[0]))
-    return PhasedEngine(engine, config.sampling, sharing, offload=config.offload)
+    fixed = not _shares(config.share_work, policy.chunks[0])
+    conversing = None
+    if follow_up is not None:
+        ranks = dist.get_world_size() // engine.replica.count
+        conversing = Conversing(follow_up=follow_up, group=block_group(ranks, backend="gloo"), in_step=fixed)
+    sharing = WorkSharing(engine.replica, group, fixed=fixed)
+    return PhasedEngine(engine, config.sampling, sharing, offload=config.offload, gate=gate, conversing=conversing)
 
 
 def _shares(choice: ShareWork, chunk: LanguageModel) -> bool:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models.config import Architecture, Normalization
+from aligner.models.tracing import Operation, Tap
 from aligner.parallel.logprobs import row_sums
 from aligner.rollout.attention import (
     DecodeBatch,
@@ -62,6 +63,7 @@ class Decoder:
     """
 
     add_up = staticmethod(row_sums)  # the sampler's sum over the vocabulary
+    tap: Tap | None = None  # shown the output of every operation, for tokens as they lie in the pass; the compiled kernels show fewer
 
     def __init__(
         self,
@@ -117,21 +119,35 @@ class Decoder:
         if self._graphs is not None:  # weights move between generations, not in them
             self._addresses = tuple(tensor.data_ptr() for tensor in tensors(self.weights))
         plan = plan_prefill(chunks, cache.page_size, self.weights.embedding.device)
-        x = self._forward(plan.tokens, plan, cache)
-        return self._logits(self.norm(x[plan.wanted], self.weights.final_norm))
+        return self._finish(self._forward(plan.tokens, plan, cache)[plan.wanted])
 
     @torch.no_grad()
     def decode(self, batch: DecodeBatch, cache: PagedKV) -> Tensor:
         """Put one more token of each sequence into the cache; logits float32 [B, V] after it, good until the next call."""
         if self._native is not None:
-            return self._gather(self._native(batch, cache, self.architecture.vocab_size))
-        if self._graphs is not None:
+            logits = self._gather(self._native(batch, cache, self.architecture.vocab_size, self.tap))
+            return self._note(Operation.logits, len(self.weights.layers), logits)
+        if self._graphs is not None and self.tap is None:  # a graph's replay shows nothing: for a tap its kernels are launched singly
             return self._graphs(batch, cache, self._addresses)
         return self._step(batch, cache)
 
+    def refitted(self) -> None:
+        """The weights hold other numbers now: forget what was made of the old ones. Nothing was."""
+
     def _step(self, batch: DecodeBatch, cache: PagedKV) -> Tensor:
-        x = self._forward(batch.tokens, plan_decode(batch, cache.page_size), cache)
-        return self._logits(self.norm(x, self.weights.final_norm))
+        return self._finish(self._forward(batch.tokens, plan_decode(batch, cache.page_size), cache))
+
+    def _finish(self, x: Tensor) -> Tensor:
+        """Logits of residual streams [N, H]."""
+        depth = len(self.weights.layers)
+        normed = self._note(Operation.final_norm, depth, self.norm(x, self.weights.final_norm))
+        return self._note(Operation.logits, depth, self._logits(normed))
+
+    def _note(self, operation: Operation, layer: int, output: Tensor) -> Tensor:
+        """`output`, shown to whoever looks on."""
+        if self.tap is not None:
+            self.tap(operation, layer, output)
+        return output
 
     def _decode_graphs(self) -> DecodeGraphs:
         return DecodeGraphs(self._step, CudaCapture(), max_pages=-(-self.max_sequence_length // self.page_size))
@@ -147,25 +163,30 @@ class Decoder:
 
     def _forward(self, tokens: Tensor, plan: PrefillPlan | DecodePlan, cache: PagedKV) -> Tensor:
         """Flat tokens [N] through all layers: [N, H]."""
-        x = self._embed(tokens, plan.positions)
+        x = self._note(Operation.embedding, -1, self._embed(tokens, plan.positions))
         rotary = None if self.rotary is None else tuple(table[plan.positions][:, None, None] for table in self.rotary)
         for number, layer in enumerate(self.weights.layers):
-            x = x + self._attend(layer, number, self._mixed(layer, x, rotary), plan, cache)
-            x = x + self._feed_forward(layer, x)
+            x = x + self._attend(layer, number, self._mixed(layer, number, x, rotary), plan, cache)
+            self._note(Operation.attention_residual, number, x)
+            x = x + self._feed_forward(layer, number, x)
+            self._note(Operation.residual, number, x)
         return x
 
-    def _mixed(self, layer: LayerWeights, x: Tensor, rotary: tuple | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _mixed(self, layer: LayerWeights, number: int, x: Tensor, rotary: tuple | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, groups, queries per group, D], keys and values [N, groups, D], rotated."""
-        mixed = F.linear(self.norm(x, layer.input_norm), layer.qkv.weight, layer.qkv.bias)
+        normed = self._note(Operation.input_norm, number, self.norm(x, layer.input_norm))
+        mixed = self._note(Operation.qkv, number, F.linear(normed, layer.qkv.weight, layer.qkv.bias))
         mixed = mixed.view(x.shape[0], self.groups, self.queries + 2, self.head_dim)
         q_and_k = mixed[..., : self.queries + 1, :]
         if layer.q_norm is not None:
-            q = self.norm(q_and_k[..., : self.queries, :], layer.q_norm)
-            k = self.norm(q_and_k[..., self.queries :, :], layer.k_norm)
+            q = self._note(Operation.q_norm, number, self.norm(q_and_k[..., : self.queries, :], layer.q_norm))
+            k = self._note(Operation.k_norm, number, self.norm(q_and_k[..., self.queries :, :], layer.k_norm))
             q_and_k = torch.cat([q, k], dim=-2)
         if rotary is not None:
             q_and_k = _rotate(q_and_k, *rotary)
-        return q_and_k[..., : self.queries, :], q_and_k[..., self.queries, :], mixed[..., self.queries + 1, :]
+        queries = self._note(Operation.queries, number, q_and_k[..., : self.queries, :])
+        keys = self._note(Operation.keys, number, q_and_k[..., self.queries, :])
+        return queries, keys, mixed[..., self.queries + 1, :]
 
     def _attend(
         self, layer: LayerWeights, number: int, mixed: tuple[Tensor, Tensor, Tensor], plan: PrefillPlan | DecodePlan, cache: PagedKV
@@ -177,7 +198,8 @@ class Decoder:
             out = prefill_attention(mixed, cache, number, plan, self.attention)
         else:
             out = self.attention.decode(queries, cache, number, plan)
-        return self._project(out.reshape(queries.shape[0], -1), layer.attention_out)
+        attended = self._note(Operation.attention, number, out.reshape(queries.shape[0], -1))
+        return self._note(Operation.projection, number, self._project(attended, layer.attention_out))
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         weight = self.weights.embedding
@@ -190,15 +212,19 @@ class Decoder:
             x = self._sum(torch.where(owned[..., None], F.embedding(torch.where(owned, local, 0), weight), 0.0))
         return x if self.weights.positions is None else x + F.embedding(positions, self.weights.positions)
 
-    def _feed_forward(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        x = self.norm(x, layer.mlp_norm)
-        if layer.router is None:
-            return self._project(self._expand(x, layer.experts[0]), layer.experts[0].down)
-        return self._experts(layer, x)
+    def _feed_forward(self, layer: LayerWeights, number: int, x: Tensor) -> Tensor:
+        x = self._note(Operation.mlp_norm, number, self.norm(x, layer.mlp_norm))
+        if layer.router is not None:
+            return self._note(Operation.mlp, number, self._experts(layer, number, x))
+        inner = self._note(Operation.activation, number, self._expand(x, layer.experts[0]))
+        return self._note(Operation.mlp, number, self._project(inner, layer.experts[0].down))
 
-    def _experts(self, layer: LayerWeights, x: Tensor) -> Tensor:
+    def _experts(self, layer: LayerWeights, number: int, x: Tensor) -> Tensor:
         tokens, architecture = x.flatten(0, -2), self.architecture
         routing = route(tokens, layer.router, architecture.experts_per_token, normalize=architecture.normalize_expert_weights)
+        if self.tap is not None:
+            weights, chosen = routing
+            self.tap(Operation.router, number, weights.new_zeros(len(weights), architecture.num_experts).scatter_(1, chosen, weights))
         # Each rank has its share of every expert; their outputs are summed, so one rank adds the biases.
         return self._sum(mix(tokens, layer.experts, routing, self._expand, biased=self.shards.index == 0)).view_as(x)
 

@@ -73,7 +73,11 @@ class GenRequest:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenResult:
     """One finished response. `logprobs` are of the sampled tokens, of the kind that is said; `raw_logprobs` at temperature 1 where the
-    engine gives both."""
+    engine gives both.
+
+    Where the weights changed on the way, `versions` has (number of the first token, version) of each stretch that was sampled from the same
+    ones, and `weight_version` is that of the last; else it is empty.
+    """
 
     index: int
     tokens: tuple[int, ...]
@@ -82,6 +86,7 @@ class GenResult:
     finish_reason: FinishReason
     weight_version: int
     raw_logprobs: tuple[float, ...] | None = None
+    versions: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "raw_logprobs"):
@@ -91,10 +96,13 @@ class GenResult:
 
 
 class Work(Protocol):
-    """Where an engine's requests come from: a list, or a queue that several replicas share."""
+    """Where an engine's requests come from: a list, a queue that several replicas share, or episodes whose turns follow one another."""
+
+    is_open: bool  # after a `take` that gave nothing: whether a later one may, since responses that end are followed by more requests
 
     def take(self, room: int) -> Sequence[GenRequest]:
-        """Up to `room` (at least 1) more requests, those of one prompt next to each other; none where nothing is left.
+        """Up to `room` (at least 1) more requests, those of one prompt next to each other; none where nothing is left, or (`is_open`) for
+        now: then something that this engine was given before has not ended. What an engine yields has ended.
 
         Every rank of a replica calls it at the same point with the same `room` and gets the same requests.
         """
@@ -102,6 +110,8 @@ class Work(Protocol):
 
 class ListedWork:
     """Requests that were known from the start, for one replica."""
+
+    is_open = False
 
     def __init__(self, requests: Sequence[GenRequest]) -> None:
         self._requests = list(requests)

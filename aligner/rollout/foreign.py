@@ -127,12 +127,14 @@ class _Delivery:
             self._engine.begin_refit(self._stream.manifest)
         except Exception as failed:  # raised when the stream has ended
             failure = failed
-        for bucket in weight_buckets(self._stream.export(), bucket_bytes=self._stream.bucket_bytes):
+        stream = self._stream
+        for bucket in weight_buckets(stream.export(), bucket_bytes=stream.bucket_bytes, manifest=stream.manifest):
             if failure is None:
                 try:
                     self._load(bucket)
                 except Exception as failed:
                     failure = failed
+            del bucket  # before the next one is put together
         if failure is not None:
             raise failure
         self._receipt.complete()

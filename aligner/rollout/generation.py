@@ -6,6 +6,10 @@ counts is that all end early, and a decode step costs nearly as much for a few r
 
 A prompt is computed once for all responses to it (a GRPO group), and whole pages of tokens with which others begin too are shared. Where
 pages run out, the response that arrived last gives its own back; what it has so far is computed again when there is room.
+
+Where another thread gives the decoder new weights on the way (`Pauses`), running responses go on with them. Their keys and values are kept
+as the old weights made them (as in PipelineRL, Piche et al. 2025, 2509.19128), or computed again (as in AReaL, Fu et al. 2025, 2505.24298);
+what others could share is forgotten in both cases.
 """
 
 from __future__ import annotations
@@ -47,6 +51,13 @@ class PagedDecoder(Protocol):
     def decode(self, batch: DecodeBatch, cache: PagedKV) -> Tensor: ...
 
 
+class Pauses(Protocol):
+    """Who may change the weights between two steps; `aligner.rollout.gate.Gate`."""
+
+    def between_steps(self, settle: Callable[[], None]) -> int | None:
+        """Wait while somebody is in, after `settle()`. Returns the version of new weights, None where they are as before. May raise."""
+
+
 class Generation:
     """Samples with a decoder. Every rank of a replica constructs it and runs it with the same requests.
 
@@ -60,6 +71,8 @@ class Generation:
             accelerator's, and costs each response one more row of one step.
         add_up: the sampler's sum over the vocabulary; where log-probs must be the trainer's to the bit, the trainer's.
         fused_draw: the sampler's kernel, for sampling that nothing reshapes.
+        pauses: asked before each step that begins no prompt; None: the weights stay as they are.
+        recompute: after new weights, keys and values of running responses are computed again.
     """
 
     def __init__(
@@ -74,6 +87,8 @@ class Generation:
         steps_ahead: int = 0,
         add_up: Callable[[Tensor], Tensor] = row_sums,
         fused_draw: FusedDraw | None = None,
+        pauses: Pauses | None = None,
+        recompute: bool = False,
     ) -> None:
         self.decoder = decoder
         self.max_batch_size = max_batch_size
@@ -84,26 +99,29 @@ class Generation:
         self.steps_ahead = steps_ahead
         self.add_up = add_up
         self.fused_draw = fused_draw
+        self.pauses = pauses
+        self.recompute = recompute
         self.counters = Counters()  # of the last run
 
     def run(self, work: Work, sampling: SamplingConfig, version: int) -> Iterator[list[GenResult]]:
-        """Responses to all requests of `work` as they end, in any order; `version` is that of the weights.
+        """Responses to all requests of `work` as they end, in any order; `version` is that of the weights now.
 
         Raises EngineError naming a request whose prompt is empty or leaves no room in the context, or which does not fit into a cache of
         `kv_cache_tokens` even alone. The cache's memory is given back at the end, however that comes.
         """
         self.counters = Counters()
-        loop = _Loop(self, work, sampling)
+        loop = _Loop(self, work, sampling, version)
         while (finished := loop.step()) is not None:
             if finished:
-                yield [_result(ended, version) for ended in finished]
+                yield [_result(ended) for ended in finished]
 
 
 class _Loop:
     """One run."""
 
-    def __init__(self, owner: Generation, work: Work, sampling: SamplingConfig) -> None:
+    def __init__(self, owner: Generation, work: Work, sampling: SamplingConfig, version: int) -> None:
         self.owner = owner
+        self.version = version
         self.decoder = decoder = owner.decoder
         self.work = work
         self.sampling = sampling
@@ -136,6 +154,7 @@ class _Loop:
 
     def step(self) -> list[Ended] | None:
         """One pass of the decoder at most; the responses that are known to have ended since the last one, None when all have."""
+        self._pause()
         ready = self._admit()
         if ready or self.scheduler.prefilling:
             self._prefill(ready)
@@ -146,6 +165,23 @@ class _Loop:
         self._collect(self.owner.steps_ahead if len(self.running) or self.scheduler.prefilling else 0)
         finished, self.finished = self.finished, []
         return finished
+
+    def _pause(self) -> None:
+        """Let others in who want to change the weights; not between two pieces of a prompt, which are of the same ones."""
+        pauses = self.owner.pauses
+        if pauses is None or self.scheduler.prefilling:
+            return
+        version = pauses.between_steps(lambda: self._collect(0))
+        if version is None or version == self.version:
+            return
+        self.version = version
+        self.counters.refits += 1
+        if self.owner.recompute:
+            while self.scheduler.seated:
+                self._preempt()
+        for response in self.running.responses:
+            response.sampled_by(version, self.running.num_drawn(response))
+        self.scheduler.forget_everything()
 
     def _admit(self) -> list[tuple[Prefix, Response]]:
         """Take requests and seat them, where that is worth a step; returns those that can be drawn for at once."""
@@ -162,7 +198,7 @@ class _Loop:
     def _take(self, room: int) -> None:
         """More requests, if there are any. A queue that replicas share gives each a part at a time: nobody asks twice before a step."""
         requests = self.work.take(room)
-        self.has_more_work = bool(requests)
+        self.has_more_work = bool(requests) or self.work.is_open
         for request in requests:
             limit = self._limit(len(request.tokens), request.limit)
             self._check(request, limit)
@@ -247,6 +283,7 @@ class _Loop:
                 seed=response.request.seed,
                 limit=response.limit,
             )
+            response.sampled_by(self.version, len(response.tokens) - len(prompt))
         seats = upload(np.array([response.seat for response in responses]), self.device)
         draw = self.sampler.draw(torch.stack([prefix.logits for prefix, _ in ready]), seats)
         self.under_way.append(self.running.join(responses, seats, draw))
@@ -286,13 +323,16 @@ class _Loop:
         while len(self.under_way) > ahead:
             ended = self.transcript.record(self.under_way.popleft())
             for response in ended:
+                if self.work.is_open:
+                    self.scheduler.keep(response.response, response.tokens)
                 self.scheduler.leave(response.response)
             if ended:
                 self.finished += ended
                 self.running.drop_unseated()
 
 
-def _result(ended: Ended, version: int) -> GenResult:
+def _result(ended: Ended) -> GenResult:
+    versions = tuple(ended.response.versions)
     return GenResult(
         index=ended.response.request.index,
         tokens=ended.tokens,
@@ -300,5 +340,6 @@ def _result(ended: Ended, version: int) -> GenResult:
         raw_logprobs=ended.raw_logprobs,
         kind=LogprobKind.sampled,
         finish_reason=FinishReason.stop if ended.stopped else FinishReason.length,
-        weight_version=version,
+        weight_version=versions[-1][1],
+        versions=versions if len(versions) > 1 else (),
     )

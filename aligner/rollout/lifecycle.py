@@ -5,18 +5,24 @@
 `wake()` goes through the first three where they are due, so an algorithm says `refit`, `wake`, `generate`, `sleep`. Without
 `rollout.offload` nothing is ever given back: a refit happens at once, and `wake` and `sleep` do nothing. A refit that fails on any rank
 fails on all, and leaves weights of two versions: until another one succeeds nothing is generated.
+
+With a `Gate`, another thread may generate meanwhile: a refit then comes between two of its steps, and `wake` waits until it has done what
+it was asked for.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Protocol
 
 from aligner.errors import EngineError
 from aligner.parallel.together import together
 from aligner.protocols import Replica
 from aligner.rollout.engine import ALL_MEMORY, Capabilities, Engine, GenRequest, GenResult, Memory, Refitted, Work
+from aligner.rollout.episodes import Conversing, Episodes, EpisodeWork
+from aligner.rollout.gate import Gate
 from aligner.types import Prompt, Rollout, SamplingConfig
 
 _WEIGHTS, _CACHE = frozenset({Memory.weights}), frozenset({Memory.kv_cache})
@@ -33,11 +39,23 @@ class PhasedEngine:
     """`aligner.protocols.RolloutEngine`. Every method is collective over the component; errors are raised on every rank.
 
     `offload`: device memory is given back between generations; the engine's starts out asleep. Otherwise everything is awake, and
-    constructing this refits for the first time.
+    constructing this refits for the first time. `gate`: `generate` is called in another thread than everything else, validation aside.
+    `conversing`: what is sampled are episodes of several turns, with an environment.
     """
 
-    def __init__(self, engine: Engine, sampling: SamplingConfig, sharing: Sharing, *, offload: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: SamplingConfig,
+        sharing: Sharing,
+        *,
+        offload: bool,
+        gate: Gate | None = None,
+        conversing: Conversing | None = None,
+    ) -> None:
         self.engine = engine
+        self.gate = gate
+        self.conversing = conversing
         self.sampling = sampling
         self.version = 0
         self.refitted = Refitted(num_bytes=0, seconds=0.0)  # what the last refit moved
@@ -46,7 +64,8 @@ class PhasedEngine:
         self._awake = frozenset() if offload else ALL_MEMORY
         self._is_due = True  # weights are not those of `version` yet
         self._poison = ""
-        self._is_generating = self._has_ended = False
+        self._generating_in: int | None = None  # thread
+        self._has_ended = False
         if not offload:
             self._refill()
 
@@ -61,7 +80,8 @@ class PhasedEngine:
         return self.engine.capabilities
 
     def refit(self, version: int) -> None:
-        """Sample from the policy's current weights, of optimizer step `version`; where the weights are asleep, from when they wake.
+        """Sample from the policy's current weights, of optimizer step `version`; where the weights are asleep, from when they wake. What
+        another thread generates goes on with them.
 
         Raises EngineError where it fails on any rank (on all of them), while something is generated, and where a cache that can sleep is
         awake: it is of other weights, and the policy's may be away.
@@ -69,16 +89,20 @@ class PhasedEngine:
         self._refuse_unless_idle("take new weights")
         if self._offload and Memory.kv_cache in self._awake:
             raise EngineError("the rollout engine was asked to take new weights while it is ready to generate: sleep() it first")
-        self.version, self._is_due = version, True
-        if Memory.weights in self._awake:
-            self._refill()
+        with self._held(version):
+            self.version, self._is_due = version, True
+            if Memory.weights in self._awake:
+                self._refill()
 
     def wake(self, memory: frozenset[Memory] = ALL_MEMORY) -> None:
         """Take device memory again; with the cache, be ready to generate from the policy's weights of now. What is awake stays as it is.
+        What another thread was asked to generate is waited for.
 
         Waking everything refits where that is due. Raises EngineError for a cache that is to wake before the weights have and are refitted.
         """
         self._refuse_unless_idle("wake")
+        if self.gate is not None:
+            together(self.gate.drain, "waiting for the rollout engine", error=EngineError)
         if Memory.weights in memory - self._awake:
             together(lambda: self.engine.wake(_WEIGHTS), "waking the rollout engine's weights", error=EngineError)
             self._awake |= _WEIGHTS
@@ -107,10 +131,12 @@ class PhasedEngine:
         self._is_due |= Memory.weights in given
 
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingConfig | None = None) -> Iterator[list[Rollout]]:
-        """One response per (prompt, seed), yielded as they end, in any order, each by one replica: on all of its ranks.
+        """One response per (prompt, seed), yielded as they end, in any order, each by one replica: on all of its ranks; episodes of several
+        turns on its leading rank alone.
 
         Every rank passes the same whole lists, and consumes what it is given to the end. `sampling` replaces the engine's own settings for
-        this call. Raises EngineError out of order, after a refit that failed, and naming a prompt that leaves no room for a response.
+        this call. Raises EngineError out of order, after a refit that failed, and naming a prompt that leaves no room for a response;
+        what went wrong with an environment on the leading rank of its replica.
         """
         self._refuse_unless_idle("generate")
         if self._poison:
@@ -127,34 +153,70 @@ class PhasedEngine:
             GenRequest(index=index, tokens=prompt.tokens, seed=seed)
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
-        return self._rollouts(requests, prompts, sampling or self.sampling)
+        sampling = sampling or self.sampling
+        if self.conversing is None:
+            return self._rollouts(requests, prompts, sampling)
+        return self._episodes(requests, prompts, sampling, self.conversing)
 
     def shutdown(self) -> None:
-        """Give everything back for good; afterwards only `shutdown` may be called. Not collective: each rank ends its own part."""
+        """Give everything back for good; afterwards only `shutdown` may be called. Not collective: each rank ends its own part (with
+        the others of its replica, where another thread generates)."""
         self._has_ended = True
+        if self.gate is not None:
+            self.gate.stop()
+            self.gate.drain()
         self.engine.shutdown()
 
     def _rollouts(self, requests: list[GenRequest], prompts: Sequence[Prompt], sampling: SamplingConfig) -> Iterator[list[Rollout]]:
-        self._is_generating = True
-        try:
-            with self._sharing.open(requests) as work:
-                for results in self.engine.generate(work, sampling):
-                    yield [self._rollout(result, prompts[result.index], requests[result.index].seed) for result in results]
-        finally:
-            self._is_generating = False
+        with self._generating(), self._sharing.open(requests) as work:
+            for results in self._results(work, sampling):
+                yield [_rollout(result, prompts[result.index], requests[result.index].seed) for result in results]
 
-    def _rollout(self, result: GenResult, prompt: Prompt, seed: int) -> Rollout:
-        if result.weight_version != self.version:
-            raise EngineError(f"the rollout engine sampled from weights of version {result.weight_version}, not of {self.version}")
-        return Rollout(
-            prompt=prompt,
-            response=result.tokens,
-            logprobs=result.logprobs,
-            finish_reason=result.finish_reason,
-            policy_version=result.weight_version,
-            seed=seed,
-            logprob_kind=result.kind,
-        )
+    def _episodes(
+        self, requests: list[GenRequest], prompts: Sequence[Prompt], sampling: SamplingConfig, conversing: Conversing
+    ) -> Iterator[list[Rollout]]:
+        limits = [min(sampling.max_response_length, self.engine.max_sequence_length - len(request.tokens)) for request in requests]
+        with self._generating(), self._sharing.open(requests) as shared, closing(conversing.follow_up.open()) as exchange:
+            episodes = None
+            if self.replica.is_leader:
+                episodes = Episodes(exchange, prompts, requests, limits, max_turns=conversing.follow_up.max_turns)
+            for results in self._results(EpisodeWork(shared, conversing, episodes), sampling):
+                if episodes is not None:
+                    episodes.record(results)
+                    if ended := episodes.take_ended():
+                        yield ended
+            if episodes is not None and (ended := episodes.take_ended()):
+                yield ended
+
+    def _results(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
+        """What the engine gives, each of the weights that it should be of."""
+        for results in self.engine.generate(work, sampling):
+            for result in results:
+                if result.weight_version != self.version and self.gate is None:
+                    raise EngineError(f"the rollout engine sampled from weights of version {result.weight_version}, not of {self.version}")
+            yield results
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        self._generating_in = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._generating_in = None
+
+    @contextmanager
+    def _held(self, version: int) -> Iterator[None]:
+        """In the block no other thread generates, which then goes on with weights of `version`."""
+        if self.gate is None:
+            yield
+            return
+        together(self.gate.hold, "holding the rollout engine", error=EngineError)
+        try:
+            yield
+        except BaseException as error:
+            self.gate.release(version, broken=str(error))
+            raise
+        self.gate.release(version)
 
     def _refill(self) -> None:
         try:
@@ -169,5 +231,18 @@ class PhasedEngine:
     def _refuse_unless_idle(self, what: str) -> None:
         if self._has_ended:
             raise EngineError(f"the rollout engine was asked to {what} after it was shut down: make another one")
-        if self._is_generating:
+        if self._generating_in is not None and (self.gate is None or self._generating_in == threading.get_ident()):
             raise EngineError(f"the rollout engine was asked to {what} while it generates: consume what generate() gives, or close it")
+
+
+def _rollout(result: GenResult, prompt: Prompt, seed: int) -> Rollout:
+    return Rollout(
+        prompt=prompt,
+        response=result.tokens,
+        logprobs=result.logprobs,
+        finish_reason=result.finish_reason,
+        policy_version=result.weight_version,
+        oldest_version=result.versions[0][1] if result.versions else None,
+        seed=seed,
+        logprob_kind=result.kind,
+    )

@@ -18,7 +18,7 @@ from aligner.rollout.batch_invariant import BatchInvariantDecoder
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.decode import Decoder
 from aligner.rollout.engine import Capabilities, GenResult, Memory, Refitted, WeightForm, Work
-from aligner.rollout.generation import Generation
+from aligner.rollout.generation import Generation, Pauses
 from aligner.rollout.refit import MIB, TrainingWeights, rollout_weights
 from aligner.types import LogprobKind, SamplingConfig
 
@@ -26,7 +26,8 @@ from aligner.types import LogprobKind, SamplingConfig
 class MegatronEngine:
     """`aligner.rollout.engine.Engine` over the policy's chunks. Constructing it is collective over the component.
 
-    Its weights are not filled yet, and with `rollout.offload` asleep.
+    Its weights are not filled yet, and with `rollout.offload` asleep. With `rollout.asynchronous` they are its own in every layout, as are
+    its process groups, and it generates while another thread trains; `pauses` lets that thread change the weights between two steps.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class MegatronEngine:
         *,
         eos_id: int,
         decode: Callable[[Sequence[int]], str] | None = None,
+        pauses: Pauses | None = None,
     ) -> None:
         self.version = 0
         self.weights = rollout_weights(
@@ -44,6 +46,7 @@ class MegatronEngine:
             bucket_bytes=config.refit_bucket_mib * MIB,
             verify_refit=config.verify_refit,
             takes_turns=config.offload,
+            apart=config.asynchronous.max_staleness > 0,
         )
         if config.offload:
             self.weights.release()
@@ -70,6 +73,8 @@ class MegatronEngine:
             steps_ahead=int(platform.device().type == "cuda"),
             add_up=self.decoder.add_up,
             fused_draw=self.decoder.fused_draw,
+            pauses=pauses,
+            recompute=config.asynchronous.recompute,
         )
         # The blocks are of consecutive ranks in training's tensor-parallel groups too, which vary fastest.
         count = self.shards.count
@@ -87,6 +92,7 @@ class MegatronEngine:
         """Take the policy's current weights. Raises EngineError, on every rank, where some are missing, damaged or not what was sent."""
         started = time.monotonic()
         num_bytes = self.weights.fill()
+        self.decoder.refitted()
         self.version = version
         platform.synchronize()
         return Refitted(num_bytes=num_bytes, seconds=time.monotonic() - started)

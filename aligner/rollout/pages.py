@@ -63,16 +63,25 @@ class PagePool:
                 if page in self._key_of:
                     del self._published[self._key_of.pop(page)]
 
-    def publish(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Let other sequences find the whole pages of `tokens`; their contents must be there before anybody reads them."""
+    def publish(self, tokens: Sequence[int], pages: Sequence[int]) -> int:
+        """Let other sequences find the whole pages of `tokens`; their contents must be there before anybody reads them.
+
+        Returns how many of these pages can be found.
+        """
         before = _ROOT
         for number in range(len(tokens) // self.page_size):
             key = (before, tuple(tokens[number * self.page_size : (number + 1) * self.page_size]))
             page = pages[number]
             if self._published.setdefault(key, page) != page:
-                return  # the same tokens were put into two pages: what follows could not be found through this one
+                return number  # the same tokens were put into two pages: what follows could not be found through this one
             self._key_of[page] = key
             before = page
+        return len(tokens) // self.page_size
+
+    def unpublish(self) -> None:
+        """What is in the pages is not found by other sequences any more; who uses them goes on."""
+        self._published.clear()
+        self._key_of.clear()
 
     def find(self, tokens: Sequence[int]) -> list[int]:
         """The published pages that hold the beginning of `tokens`, never all of them: after the last token something is to be computed."""

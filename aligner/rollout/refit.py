@@ -1,8 +1,9 @@
 """The built-in engine's weights between training and generation: where they come from, and when they are filled and given back.
 
-`TrainingWeights` are the policy's parameters themselves. `OwnWeights` are in the rollout layout, refilled from the training shards in
-buckets. With `rollout.offload` only one of the two sets is on the device at a time: the engine's weights give their memory back while the
-policy trains (what was in them is the policy's, so nothing needs to be kept), the policy's wait in host memory while the engine samples.
+`TrainingWeights` are the policy's parameters themselves, `SnapshotWeights` a copy of them for an engine that samples while they are
+trained. `OwnWeights` are in the rollout layout, refilled from the training shards in buckets. With `rollout.offload` only one of the two
+sets is on the device at a time: the engine's weights give their memory back while the policy trains (what was in them is the policy's, so
+nothing needs to be kept), the policy's wait in host memory while the engine samples.
 
 Every refit checks the training shards before any of them moves, on all ranks, and what arrived for numbers that are not finite;
 `rollout.verify_refit=checksum` also compares what arrived with what was sent. What the engine reads in place is checked where that is
@@ -56,13 +57,47 @@ class TrainingWeights:
         return 0
 
 
-class OwnWeights:
-    """A copy split over blocks of `tp` consecutive ranks; filled on demand. Construction and filling are collective over the component."""
+class SnapshotWeights:
+    """A copy of the training parameters in their own layout: a refit copies them, on each rank for itself. Making it is collective."""
 
-    def __init__(self, chunks: Sequence[LanguageModel], *, tp: int, bucket_bytes: int, verified: bool, takes_turns: bool) -> None:
+    def __init__(self, chunk: LanguageModel, *, verified: bool) -> None:
+        groups = chunk.pg_collection
+        self._named = named_parameters([chunk])
+        self._verified = verified
+        self._tensors = {name: torch.empty_like(parameter, requires_grad=False) for name, parameter in self._named.items()}
+        self.model: ModelWeights = by_role(self._tensors, chunk.architecture)
+        # Their own group: the two threads' collectives would meet in training's.
+        self.shards = Shards(index=groups.tp.rank(), count=groups.tp.size(), group=block_group(groups.tp.size()))
+
+    def allocate(self) -> None:
+        """They are always there."""
+
+    def release(self) -> None:
+        """They are needed while the policy trains."""
+
+    @torch.no_grad()
+    def fill(self) -> int:
+        """Copy the policy's weights; the bytes that were copied. Raises EngineError for numbers that are not finite, naming them."""
+        torch._foreach_copy_(list(self._tensors.values()), [parameter.detach() for parameter in self._named.values()])
+        _refuse_not_finite(self._tensors)
+        differs = [name for name, copy in self._tensors.items() if self._verified and not torch.equal(copy, self._named[name])]
+        if differs:
+            raise EngineError(f"{named_few(differs)} of {len(self._tensors)} tensors are not what training holds")
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors.values())
+
+
+class OwnWeights:
+    """A copy split over blocks of `tp` consecutive ranks; filled on demand. Construction and filling are collective over the component.
+
+    `apart`: sampling runs in another thread than training, and shares no group with it.
+    """
+
+    def __init__(
+        self, chunks: Sequence[LanguageModel], *, tp: int, bucket_bytes: int, verified: bool, takes_turns: bool, apart: bool = False
+    ) -> None:
         groups, architecture = chunks[0].pg_collection, chunks[0].architecture
         # Blocks of as many consecutive ranks as train together are the tensor-parallel groups: those exist.
-        group = groups.tp if groups.tp.size() == tp else block_group(tp)
+        group = groups.tp if groups.tp.size() == tp and not apart else block_group(tp)
         self.shards = Shards(index=dist.get_rank() % tp, count=tp, group=group)
         self._lanes = Lanes(pp=groups.pp, ep=groups.ep, tp=groups.tp, expert_tp=groups.expt_tp)
         self._chunks = chunks
@@ -117,20 +152,26 @@ class OwnWeights:
 
 
 def rollout_weights(
-    chunks: Sequence[LanguageModel], *, tp: int, bucket_bytes: int, verify_refit: VerifyRefit = VerifyRefit.none, takes_turns: bool = False
-) -> TrainingWeights | OwnWeights:
+    chunks: Sequence[LanguageModel],
+    *,
+    tp: int,
+    bucket_bytes: int,
+    verify_refit: VerifyRefit = VerifyRefit.none,
+    takes_turns: bool = False,
+    apart: bool = False,
+) -> TrainingWeights | SnapshotWeights | OwnWeights:
     """The policy's weights for `tp` ranks that share the model in generation (0: as many as in training), not filled yet. Collective.
 
-    `takes_turns`: of the engine's own weights and the policy's one set is on the device. Raises ConfigError where `tp` ranks cannot share
-    the model.
+    `takes_turns`: of the engine's own weights and the policy's one set is on the device. `apart`: they stay as they are while the policy
+    trains in another thread. Raises ConfigError where `tp` ranks cannot share the model.
     """
     chunk = chunks[0]
     tp = tp or chunk.pg_collection.tp.size()
     check_splits(chunk.architecture, tp=tp, world_size=dist.get_world_size())
     verified = verify_refit == VerifyRefit.checksum
     if usable_in_place(chunk, tp=tp):
-        return TrainingWeights(chunk, checked=verified)
-    return OwnWeights(chunks, tp=tp, bucket_bytes=bucket_bytes, verified=verified, takes_turns=takes_turns)
+        return SnapshotWeights(chunk, verified=verified) if apart else TrainingWeights(chunk, checked=verified)
+    return OwnWeights(chunks, tp=tp, bucket_bytes=bucket_bytes, verified=verified, takes_turns=takes_turns, apart=apart)
 
 
 def check_moves(found: Sequence[Move], chunks: Sequence[LanguageModel]) -> None:

@@ -31,6 +31,14 @@ class Response:
     tokens: tuple[int, ...]  # what must be in the cache before it goes on: the prompt, and what was sampled before its seat was lost
     pages: list[int] = field(default_factory=list)
     seat: int = NO_SEAT
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (number of the first token, version) of what the same weights sampled
+
+    def sampled_by(self, version: int, start: int) -> None:
+        """From token `start` of the response on, `version` samples it."""
+        if self.versions and self.versions[-1][0] == start:  # nothing was sampled by the one before
+            self.versions.pop()
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((start, version))
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +79,7 @@ class Counters:
     prefill_passes: int = 0
     decode_steps: int = 0
     decoded_tokens: int = 0  # rows of all decode steps
+    refits: int = 0  # new weights on the way
 
 
 class Scheduler:
@@ -84,6 +93,7 @@ class Scheduler:
         self.seated: dict[int, Response] = {}  # by arrival, in that order
         self.prefilling: deque[Prefix] = deque()
         self._prefixes: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()  # being computed or kept; those used last at the end
+        self._turns: deque[list[int]] = deque()  # pages of episodes whose next turn may come, the oldest first
         self._free_seats = list(range(num_seats - 1, -1, -1))
         self.num_arrived = 0
 
@@ -137,6 +147,13 @@ class Scheduler:
         while len(self._prefixes) - len(self.prefilling) > KEPT_PREFIXES:
             self.forget_oldest()
 
+    def forget_everything(self) -> None:
+        """The weights have changed: nothing that is in the cache may be found by others any more. Nothing is being put there now."""
+        assert not self.prefilling
+        while self.forget_oldest():
+            pass
+        self.pool.unpublish()
+
     def find_pages(self, count: int) -> bool:
         """Whether `count` pages are free, once kept prefixes have been forgotten for them where needed."""
         while self.pool.num_free < count:
@@ -145,11 +162,14 @@ class Scheduler:
         return True
 
     def forget_oldest(self) -> bool:
-        """Give back the pages of the kept prefix that was not used for the longest time; False where none is kept."""
+        """Give back the pages of the kept prefix that was not used for the longest time, else of a turn; False where none is kept."""
         for prefix in self._prefixes.values():
             if prefix.logits is not None:
                 self._forget(prefix)
                 return True
+        if self._turns:
+            self.pool.release(self._turns.popleft())
+            return True
         return False
 
     @property
@@ -169,6 +189,18 @@ class Scheduler:
                     self.prefilling.remove(prefix)
                     self._forget(prefix)
                 break
+
+    def keep(self, response: Response, sampled: Sequence[int]) -> None:
+        """A response is about to leave which a turn of the same episode may follow: while there is room, that one finds its whole pages.
+
+        Not where the weights changed on the way: other sequences begin with the same tokens.
+        """
+        if len(response.versions) > 1:
+            return
+        in_cache = (*response.request.tokens, *sampled[:-1])  # nothing was computed after the last token
+        if count := self.pool.publish(in_cache, response.pages):
+            self.pool.share(response.pages[:count])
+            self._turns.append(response.pages[:count])
 
     def leave(self, response: Response) -> None:
         """A response has ended, or must wait."""

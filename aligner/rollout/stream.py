@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import groupby
 
 from torch import Tensor
 
 from aligner.errors import EngineError
+from aligner.rollout.manifest import Manifest
 
 Bucket = list[tuple[str, Tensor]]
 
@@ -31,41 +33,50 @@ def fusion_group(name: str) -> str:
     return name
 
 
-def weight_buckets(named: Iterator[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:
-    """Collect a stream of full tensors into buckets of at most `bucket_bytes`, whole fusion groups each.
+def weight_buckets(named: Iterator[tuple[str, Tensor]], *, bucket_bytes: int, manifest: Manifest) -> Iterator[Bucket]:
+    """Collect the full tensors of a model, in `manifest`'s order, into buckets of at most `bucket_bytes`, whole fusion groups each.
 
     A larger group gets a bucket to itself. The tensors are the stream's own, contiguous ones: no copy is made of them where they are, so
-    the buckets must be used while the weights stay as they are. At any time there are a bucket and the group that comes after it.
+    the buckets must be used while the weights stay as they are. The next tensor is asked for when a bucket has been used, so a caller that
+    drops it then never has more than one, and what the stream needs to make the next tensor.
 
-    Raises EngineError where the stream does not keep a group together.
+    Raises EngineError where the stream does not keep a group together. A tensor that the manifest has not, or that is missing, is for
+    `Receipt` to find.
     """
+    ends = _last_names(manifest, bucket_bytes)
     bucket: Bucket = []
-    size = 0
-    for group in _groups(named):
-        group_size = sum(tensor.numel() * tensor.element_size() for _, tensor in group)
-        if bucket and size + group_size > bucket_bytes:
+    for name, tensor in _kept_together(named):
+        bucket.append((name, tensor.contiguous()))
+        del tensor
+        if name in ends:
             yield bucket
-            bucket, size = [], 0
-        bucket += group
-        size += group_size
+            bucket = []
     if bucket:
         yield bucket
 
 
-def _groups(named: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
-    """The stream's fusion groups, each a list of its tensors."""
-    group: Bucket = []
+def _last_names(manifest: Manifest, bucket_bytes: int) -> frozenset[str]:
+    """The tensor that ends each bucket."""
+    ends: list[str] = []
+    size, last = 0, ""
+    for _, group in groupby(manifest.tensors.items(), key=lambda item: fusion_group(item[0])):
+        members = list(group)
+        group_size = sum(spec.num_bytes for _, spec in members)
+        if last and size + group_size > bucket_bytes:
+            ends.append(last)
+            size = 0
+        size, last = size + group_size, members[-1][0]
+    return frozenset(ends)
+
+
+def _kept_together(named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     current, closed = "", set()
     for name, tensor in named:
-        key = fusion_group(name)
-        if group and key != current:
+        group = fusion_group(name)
+        if group != current:
             closed.add(current)
-            yield group
-            group = []
-        if key in closed:
+            current = group
+        if group in closed:
             raise EngineError(f"refit: {name} came apart from the tensors that it is fused with")
-        current = key
-        group.append((name, tensor.contiguous()))
+        yield name, tensor
         del tensor
-    if group:
-        yield group

@@ -14,6 +14,7 @@ from aligner.rollout.tensorrt_llm_spmd import Block
 from aligner.types import LogprobKind, SamplingConfig
 
 BEAT_SECONDS = 5.0  # how often the ranks that follow hear from the one that leads
+ASK_SECONDS = 0.05  # how often more is asked for while some is to come
 _WAIT, _END = 0, -1
 
 
@@ -23,6 +24,11 @@ class Take:
     def __init__(self, work: Work, block: Block) -> None:
         self._work = work
         self._block = block
+
+    @property
+    def is_open(self) -> bool:
+        """See `Work`."""
+        return self._work.is_open
 
     def requests(self, room: int) -> Sequence[GenRequest]:
         """On the leader: up to `room` (at least 1) more; none where nothing is left."""
@@ -66,6 +72,7 @@ class Requests:
         self._version = version
         self._timeout_seconds = timeout_seconds
         self._running: dict[asyncio.Task[Any], tuple[GenRequest, Any]] = {}
+        self._heard = time.monotonic()  # when a request ended last, or the first ones began
 
     def run(self, take: Take, *, limit: int) -> Iterator[list[GenResult]]:
         """Keep `limit` requests in the package until nothing is left to take. What still runs when this is left is aborted."""
@@ -73,12 +80,17 @@ class Requests:
         try:
             more = True
             while more or self._running:
+                if not self._running:
+                    self._heard = time.monotonic()
                 if more and len(self._running) < limit:
                     taken = take.requests(limit - len(self._running))
-                    more = bool(taken)
+                    more = bool(taken) or take.is_open
                     loop.run_until_complete(self._submit(taken))
                 if self._running:
-                    yield [self._collect(task) for task in loop.run_until_complete(self._wait(take))]
+                    asks = more and len(self._running) < limit and take.is_open
+                    ended = loop.run_until_complete(self._wait(take, ASK_SECONDS if asks else BEAT_SECONDS))
+                    if ended:
+                        yield [self._collect(task) for task in ended]
         finally:
             try:
                 loop.run_until_complete(self._abort())
@@ -99,23 +111,22 @@ class Requests:
             arguments = sampling_arguments(
                 self._sampling,
                 request,
-                max_tokens=min(self._sampling.max_response_length, room),
+                max_tokens=min(self._sampling.max_response_length, room, request.limit or room),
                 eos_id=self._eos_id,
                 pad_id=self._eos_id,
             )
             handle = self._llm.generate_async(list(request.tokens), SamplingParams(**arguments), streaming=False)
             self._running[asyncio.ensure_future(handle.aresult())] = (request, handle)
 
-    async def _wait(self, take: Take) -> set[asyncio.Task[Any]]:
-        """The requests that have ended, at least one."""
-        started = time.monotonic()
-        while time.monotonic() - started < self._timeout_seconds:
-            ended, _ = await asyncio.wait(
-                self._running, timeout=min(BEAT_SECONDS, self._timeout_seconds), return_when=asyncio.FIRST_COMPLETED
-            )
-            if ended:
-                return ended
+    async def _wait(self, take: Take, seconds: float) -> set[asyncio.Task[Any]]:
+        """The requests that have ended; waits so long for the first."""
+        ended, _ = await asyncio.wait(self._running, timeout=min(seconds, self._timeout_seconds), return_when=asyncio.FIRST_COMPLETED)
+        if ended:
+            self._heard = time.monotonic()
+            return ended
+        if time.monotonic() - self._heard < self._timeout_seconds:
             take.beat()
+            return ended
         named = ", ".join(str(request.index) for request, _ in list(self._running.values())[:5])
         raise EngineError(
             f"TensorRT-LLM ended none of its {len(self._running)} running requests ({named}, ...) in {self._timeout_seconds:.0f} s: its "

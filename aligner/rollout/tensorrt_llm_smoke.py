@@ -56,8 +56,9 @@ class Trial:
         self._version += 1
         specs = {name: TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in tensors.items()}
         try:
-            self.engine.begin_refit(Manifest(tensors=specs))
-            for bucket in weight_buckets(iter(tensors.items()), bucket_bytes=self._bucket_bytes):
+            manifest = Manifest(tensors=specs)
+            self.engine.begin_refit(manifest)
+            for bucket in weight_buckets(iter(tensors.items()), bucket_bytes=self._bucket_bytes, manifest=manifest):
                 self.engine.load(bucket)
             self.engine.finish_refit(self._version)
         except BaseException:

@@ -176,7 +176,7 @@ class VLLMEngine:
                 room = self._config.max_batch_size - len(running)
                 if more and room:
                     requests = work.take(room)
-                    more = bool(requests)
+                    more = bool(requests) or work.is_open
                     for request in requests:
                         running[str(request.index)] = request
                         engine.add_request(str(request.index), tokens_input(list(request.tokens)), self._params(request, sampling))

@@ -103,6 +103,8 @@ def _groups(requests: Sequence[GenRequest], num_replicas: int) -> list[list[GenR
 class SharedWork:
     """What one replica takes of a generation: `aligner.rollout.engine.Work`. Fewer requests than there is room for do not mean the end."""
 
+    is_open = False
+
     def __init__(self, division: Division, replica: Replica, queue: Queue, group: dist.ProcessGroup | None) -> None:
         self._division = division
         self._replica = replica

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import RequestRejected, ServerError
+from aligner.rows import num_rows, select_rows
 from aligner.servers import wire
 from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig
@@ -26,7 +27,7 @@ from aligner.servers.link import ServiceLink
 from aligner.servers.recovery import Recovery
 from aligner.servers.registry import Registration, current_attempt
 from aligner.servers.reward import padded_tokens
-from aligner.types import Rollout, TokenBatch, ValueBatch, num_rows, select_rows
+from aligner.types import Rollout, Scores, TokenBatch, ValueBatch
 
 CLOSE_SECONDS = 5.0
 WATCH_SECONDS = 1.0
@@ -148,13 +149,14 @@ class RewardClient:
         """Block until the server is there; raises ServerUnreachable after `discovery_timeout_seconds`."""
         return self._recovery.connect()
 
-    def score(self, rollouts: Sequence[Rollout]) -> Future[Tensor]:
-        """One float32 reward per rollout, [B], asked for in pieces of `rows_per_request` rows."""
+    def score(self, rollouts: Sequence[Rollout]) -> Future[Scores]:
+        """One reward per rollout, asked for in pieces of `rows_per_request` rows."""
         if not rollouts:
             raise ValueError("RewardClient.score: no rollouts were given")
         piece = self._config.rows_per_request
         parts = [rollouts[start : start + piece] for start in range(0, len(rollouts), piece)]
-        return combine([self._lane.submit(lambda part=part: self._scored(part)) for part in parts], torch.cat)
+        pieces = [self._lane.submit(lambda part=part: self._scored(part)) for part in parts]
+        return combine(pieces, lambda rewards: Scores.of(torch.cat(rewards)))
 
     def close(self) -> None:
         """End the threads; calls under way fail with ServerUnreachable. Happens at exit by itself."""

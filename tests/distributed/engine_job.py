@@ -6,7 +6,9 @@ usage: engine_job.py TP MODEL_DIRECTORY OUTPUT_DIRECTORY    (TP is 2, or 1 for t
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -16,7 +18,7 @@ from aligner.parallel import launch
 
 
 def check_collectives() -> None:
-    from aligner.metrics import Max, Mean, Sum
+    from aligner.metrics import Distribution, Max, Mean, Min, Sum, values
     from aligner.parallel import collectives
 
     rank, world, cpu = dist.get_rank(), dist.group.WORLD, torch.device("cpu")
@@ -33,6 +35,16 @@ def check_collectives() -> None:
     metrics = {"a/mean": mean, "a/max": Max(maximum=-1.0 - rank), "a/sum": Sum(total=rank + 1)}
     reduced = collectives.reduce_metrics(metrics, world, cpu)
     assert {name: metric.value() for name, metric in reduced.items()} == {"a/mean": 4.0, "a/max": -1.0, "a/sum": 3.0}
+    # 1 to 100 on one rank and 101 to 400 on the other: quantiles are of all 400, within their resolution.
+    numbers = torch.arange(1.0, 101.0) if rank == 0 else torch.arange(101.0, 401.0)
+    numbers = numbers / 2
+    gap = {"a/gap": Distribution.of(numbers, torch.ones_like(numbers, dtype=torch.bool)), "a/min": Min(minimum=rank - 3.0)}
+    found = values(collectives.reduce_metrics(gap, world, cpu))
+    exact = {"a/gap": 100.25, "a/gap_max": 200.0, "a/gap_p50": 100.0, "a/gap_p90": 180.0, "a/gap_p99": 198.0, "a/gap_p999": 200.0}
+    assert found.pop("a/min") == -3.0 and (found["a/gap"], found["a/gap_max"]) == (100.25, 200.0)
+    assert all(abs(found[name] / value - 1) < 0.016 for name, value in exact.items())
+    wide = collectives.gather_columns(torch.full((2, 1 + rank), float(rank)), world)
+    assert wide.tolist() == [[0.0, 1.0, 1.0]] * 2
     message = raised(ValueError, lambda: collectives.raise_everywhere(ValueError("only rank 1") if rank == 1 else None))
     assert message == "only rank 1"
     collectives.raise_everywhere(None)
@@ -65,6 +77,22 @@ def check_two_replicas_share() -> None:
         parts = gather_objects((done, tokens))
         assert sorted(parts[0][0] + parts[1][0]) == list(range(32))
         assert steps <= 100 and max(tokens for _, tokens in parts) <= 400, (steps, parts)
+
+
+def check_a_failing_environment_fails_on_all_ranks(policy, inputs: dict) -> None:
+    """It is called on the leading rank only; the other one hears of it."""
+    from fake_environment import Repeats
+
+    from aligner.environments.exchange import EpisodeError
+    from aligner.errors import EngineError
+
+    def fail(self, state, turn):
+        raise OSError("connection refused")
+
+    whole, Repeats.step = Repeats.step, fail
+    message = raised(EpisodeError if dist.get_rank() == 0 else EngineError, lambda: converse(policy, inputs))
+    assert ("connection refused; it was in turn 1" if dist.get_rank() == 0 else "its own message says why") in message
+    Repeats.step = whole
 
 
 def check_ranks_of_a_replica_follow() -> None:
@@ -133,27 +161,113 @@ def generate(policy, inputs: dict, *, tp: int = 0) -> dict[int, tuple]:
     return {r.seed: (r.response, r.logprobs, r.finish_reason.value) for r in rollouts}
 
 
+class Lengths:
+    """A reward model: how long the response is."""
+
+    def score(self, responses) -> Future:
+        from aligner.types import Scores
+
+        scores: Future = Future()
+        scores.set_result(Scores.of(torch.tensor([float(len(one.response)) for one in responses])))
+        return scores
+
+    def close(self) -> None: ...
+
+
+def converse(policy, inputs: dict) -> dict[int, tuple]:
+    """Episodes of several turns, by seed; on the rank that leads."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
+    from fake_environment import repeats
+
+    from aligner.rollout.config import RolloutConfig
+    from aligner.rollout.create import create_engine
+    from aligner.types import Prompt, SamplingConfig
+
+    sampling = SamplingConfig(temperature=0.9, max_response_length=24, stop_token_ids=list(range(5, 20)))
+    engine = create_engine(policy, RolloutConfig(sampling=sampling, max_batch_size=4), eos_id=2, follow_up=repeats())
+    prompts = [Prompt(id=i, tokens=tuple(tokens), source=f"p:{i}") for i, tokens in enumerate(inputs["prompts"])]
+    episodes = [episode for part in engine.generate(prompts, inputs["seeds"]) for episode in part]
+    return {e.seed: (e.response, e.logprobs, e.written, e.num_turns, e.reward) for e in episodes}
+
+
 def collect(policy, inputs: dict):
     """What `collect` gives where the replicas share the prompts; the reward is the length of the response."""
-    from concurrent.futures import Future
-
     from aligner.algorithms import rollouts
     from aligner.rollout.config import RolloutConfig, ShareWork
     from aligner.rollout.create import create_engine
     from aligner.types import Prompt, SamplingConfig
 
-    class Lengths:
-        def score(self, responses) -> Future:
-            scores: Future = Future()
-            scores.set_result(torch.tensor([float(len(one.response)) for one in responses]))
-            return scores
-
-        def close(self) -> None: ...
-
     sampling = SamplingConfig(temperature=0.9, top_k=40, top_p=0.98, max_response_length=24, stop_token_ids=[5, 6, 7])
     engine = create_engine(policy, RolloutConfig(sampling=sampling, max_batch_size=2, share_work=ShareWork.always), eos_id=2)
     prompts = [Prompt(id=i, tokens=tuple(tokens), source=f"p:{i}") for i, tokens in enumerate(inputs["prompts"])]
     return rollouts.collect(engine, prompts, inputs["seeds"], scorers=rollouts.Scorers(reward=Lengths()))
+
+
+def sampled_ahead(directory: Path, topology, parallel, inputs: dict) -> None:
+    """Rounds that are sampled while the policy trains, each held and given new weights before its tenth step: all ranks of a replica take
+    them before the same token, and every log-prob is the trainer's under the version that sampled it."""
+    from aligner.algorithms.asynchronous import AsyncRounds
+    from aligner.algorithms.loop import Clock
+    from aligner.algorithms.online import OnlineTask
+    from aligner.data.collate import rollout_batch
+    from aligner.data.loader import EpochSampler
+    from aligner.losses.sft import sft_loss
+    from aligner.parallel.collectives import gather_objects
+    from aligner.rollout.config import AsynchronousConfig, RolloutConfig
+    from aligner.rollout.create import create_engine
+    from aligner.types import Prompt, SamplingConfig
+
+    policy = load(directory, topology, parallel, divisor=8)
+    ahead = AsynchronousConfig(max_staleness=1, recompute=True, timeout_seconds=60)
+    sampling = SamplingConfig(temperature=0.9, max_response_length=24, stop_token_ids=[5])
+    engine = create_engine(policy, RolloutConfig(sampling=sampling, max_batch_size=4, asynchronous=ahead), eos_id=2)
+    prompts = [Prompt(id=i, tokens=tuple(tokens), source=f"p:{i}") for i, tokens in enumerate(inputs["prompts"])]
+    order = EpochSampler(len(prompts), 4, seed=1)
+    parts = {"engine": engine, "reference": None, "reward": Lengths(), "topology": topology, "train": prompts, "order": order}
+    rest = {"validation": [], "validation_sampling": sampling, "accuracy": None, "decode": str, "pad_id": 0, "seed": 3}
+    rounds = AsyncRounds(OnlineTask(**parts, **rest, max_response_length=24), 2, ahead, engine.gate, last=4)
+    is_trained = threading.Event()
+    between_steps, steps = engine.gate.between_steps, 0
+
+    def wait_at_the_tenth(settle: Callable[[], None]) -> int | None:
+        nonlocal steps
+        steps += 1
+        if steps % 10 == 0:
+            assert is_trained.wait(60)
+        return between_steps(settle)
+
+    engine.gate.between_steps = wait_at_the_tenth
+    is_trained.set()
+    weights, taken = [_copy(policy)], []
+    for step in range(1, 5):
+        taken += rounds.take(step, Clock()).rollouts
+        is_trained.clear()
+        policy.train_step(inputs["batch"], sft_loss)
+        weights.append(_copy(policy))
+        is_trained.set()
+        rounds.trained(policy.version)
+    engine.shutdown()
+    rounds.close()
+    batch, partial = rollout_batch(taken, 0), 0
+    found = []
+    for version in weights:
+        with torch.no_grad():
+            for parameter, saved in zip(policy.module.parameters(), version, strict=True):
+                parameter.copy_(saved)
+        found.append(policy.logprobs(batch))
+    for row, rollout in enumerate(taken):
+        by_version = [logprobs[row, batch.loss_mask[row]] for logprobs in found]
+        oldest = rollout.policy_version if rollout.oldest_version is None else rollout.oldest_version
+        old, new = ((by_version[v] - torch.tensor(rollout.logprobs)).abs() < 1e-4 for v in (oldest, rollout.policy_version))
+        first_new = int((~old).float().argmax()) if not old.all() else len(old)
+        assert bool(new[first_new:].all()), (row, rollout, old, new)
+        partial += oldest < rollout.policy_version
+    assert partial > 2
+    assert len(set(map(str, gather_objects([(one.seed, one.response, one.oldest_version, one.policy_version) for one in taken])))) == 1
+
+
+def _copy(policy) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in policy.module.parameters()]
 
 
 def tensor_parallel(directory: Path, topology, parallel, inputs: dict) -> dict:
@@ -168,7 +282,9 @@ def tensor_parallel(directory: Path, topology, parallel, inputs: dict) -> dict:
         metrics = policy.train_step(inputs["batch"], sft_loss)
         first |= {"metrics": {name: metric.value() for name, metric in metrics.items()}}
         first |= {"trained_rollouts": generate(policy, inputs), "trained_logprobs": policy.logprobs(inputs["batch"])}
+        first |= {"episodes": converse(policy, inputs)}
         result[divisor] = first
+    check_a_failing_environment_fails_on_all_ranks(policy, inputs)
     return result
 
 
@@ -212,7 +328,8 @@ def data_parallel(directory: Path, topology, parallel, inputs: dict, output: Pat
     from aligner.losses.sft import sft_loss
     from aligner.models import checkpoint
     from aligner.models.guard import Guard, GuardConfig, NonFinite
-    from aligner.types import LossOutput, select_rows
+    from aligner.rows import select_rows
+    from aligner.types import LossOutput
 
     policy = load(directory, topology, parallel, divisor=8)
     one = select_rows(inputs["batch"], 0, 1)
@@ -248,10 +365,12 @@ def main() -> None:
     inputs = torch.load(output / "inputs.pt", weights_only=False)
     if tp == 2:
         check_ranks_of_a_replica_follow()
+        sampled_ahead(directory, topology, parallel, inputs)
         result = tensor_parallel(directory, topology, parallel, inputs)
         result["batch_invariant"] = batch_invariant(directory, topology, inputs)
     else:
         check_two_replicas_share()
+        sampled_ahead(directory, topology, parallel, inputs)
         result = data_parallel(directory, topology, parallel, inputs, output)
     torch.save(result, output / f"tp{tp}_rank{dist.get_rank()}.pt")
     launch.shutdown()

@@ -1,4 +1,5 @@
-"""One layout, every kind of model: two training steps on a fixed batch. Rank 0 writes losses, gradients and weights to a file.
+"""One layout, every kind of model: two training steps on a fixed batch, for `objectives` and `preferences` one with each loss of theirs.
+Rank 0 writes losses, gradients and weights to a file.
 
 usage: layout_job.py SPEC OUTPUT      (SPEC: JSON of the fields of `Spec`)
 """
@@ -47,11 +48,22 @@ def make_batch(kind: str):
     common = {"tokens": tokens, "lengths": lengths, "loss_mask": mask}
     if kind == "ppo":
         return PolicyBatch(**common, old_logprobs=floats[0] * 0.1 - 4.0, advantages=floats[1])
+    if kind == "objectives":  # an advantage per response; ratios on both sides of every clip range
+        others = [torch.randn(ROWS, WIDTH, generator=generator) * 0.2 - 4.0 for _ in range(2)]
+        advantages = floats[1][:, :1] * mask
+        others = {"ref_logprobs": others[0], "rollout_logprobs": others[1]}
+        return PolicyBatch(**common, old_logprobs=floats[0] * 0.3 - 4.0, advantages=advantages, **others)
     if kind == "value":
         return ValueBatch(**common, old_values=floats[0], returns=floats[1])
     if kind in ("reward", "dpo"):
         reference = floats[0] * 0.1 - 4.0 if kind == "dpo" else None
         return PreferenceBatch(**common, margins=torch.zeros(ROWS // 2), ref_logprobs=reference)
+    if kind == "preferences":
+        margins = torch.tensor([0.5, -1.0, 2.0, 1.5])
+        return PreferenceBatch(**common, margins=margins, ref_logprobs=floats[0] * 0.1 - 4.0)
+    if kind == "kto":
+        labels = torch.tensor([1.0, -1, -1, 1, -1, 1, 1, -1])[:, None]
+        return LabeledBatch(**common, labels=labels, ref_logprobs=floats[0] * 0.1 - 4.0)
     return LabeledBatch(**common)
 
 
@@ -67,33 +79,82 @@ def make_architecture(kind: str, experts: bool, num_layers: int):
 
 
 def make_model(kind: str, spec: Spec, topology, optimizer):
-    from aligner.losses.aggregation import Aggregation
-    from aligner.losses.policy import policy_loss
-    from aligner.losses.preference import dpo_loss
-    from aligner.losses.reward import BradleyTerry, bradley_terry_loss
-    from aligner.losses.sft import sft_loss
-    from aligner.losses.value import value_loss
     from aligner.models.config import Dtype, ModelConfig, Recompute
     from aligner.models.create import create_policy, create_reward_model, create_value_model, training
     from aligner.parallel.topology import ParallelConfig
 
     parallel = ParallelConfig(**spec.parallel)
-    settings = {"micro_batch_size": 1 if kind in ("dpo", "reward") else 2} | spec.model
+    settings = {"micro_batch_size": 1 if kind in ("dpo", "preferences", "reward") else 2} | spec.model
     if "recompute" in settings:
         settings["recompute"] = Recompute(settings["recompute"])
     config = ModelConfig(dtype=Dtype.float32, make_vocab_divisible_by=8, logits_chunk_size=16, **settings)
     create = {"value": create_value_model, "reward": create_reward_model}.get(kind, create_policy)
-    temperature = 0.8 if kind == "ppo" else 1.0
+    temperature = 0.8 if kind in ("ppo", "objectives") else 1.0
     how = training(config, optimizer, total_steps=10, temperature=temperature)
-    model = create(config, make_architecture(kind, spec.experts, spec.num_layers), parallel, topology, how)
+    return create(config, make_architecture(kind, spec.experts, spec.num_layers), parallel, topology, how)
+
+
+def make_losses(kind: str) -> list:
+    """The loss of each training step."""
+    from aligner.losses.aggregation import Aggregation
+    from aligner.losses.policy import policy_loss
+    from aligner.losses.preference import dpo_loss
+    from aligner.losses.reward import BradleyTerry, bradley_terry_loss
+    from aligner.losses.sft import sft_loss
+    from aligner.losses.unpaired import kto_loss
+    from aligner.losses.value import value_loss
+
+    if kind == "objectives":
+        return objectives()
+    if kind == "preferences":
+        return preferences()
     losses = {
         "ppo": partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.2, entropy_coef=0.01, aggregation=Aggregation.token_mean),
         "dpo": partial(dpo_loss, beta=0.1),
         "value": partial(value_loss, clip=0.2),
         "reward": partial(bradley_terry_loss, variant=BradleyTerry.standard),
         "sft": sft_loss,
+        "kto": partial(kto_loss, kl=0.7, beta=0.1, undesirable_weight=1.5, sft_coef=0.3),
     }
-    return model, losses[kind]
+    return [losses[kind]] * 2
+
+
+def objectives() -> list:
+    """Every objective, aggregation, KL term and kind of correction, each at least once."""
+    from aligner.losses.aggregation import Aggregation
+    from aligner.losses.correction import Correction, CorrectionConfig, Level
+    from aligner.losses.kl import KLEstimator
+    from aligner.losses.policy import policy_loss
+    from aligner.losses.surrogates import Objective
+
+    by_token, by_sequence = Aggregation.token_mean, Aggregation.sequence_mean
+    by_constant = Aggregation.sequence_sum_constant
+    sequences = CorrectionConfig(kind=Correction.truncate, level=Level.sequence_mean, high=1.01)
+    settings = [
+        {"objective": Objective.ppo, "aggregation": by_sequence, "dual_clip": 1.5, "kl_coef": 0.1, "kl_estimator": KLEstimator.k3},
+        {"objective": Objective.gspo, "aggregation": by_sequence, "kl_coef": 0.1, "kl_estimator": KLEstimator.k2},
+        {"objective": Objective.gspo_token, "aggregation": by_token, "correction": CorrectionConfig(kind=Correction.band)},
+        {"objective": Objective.cispo, "aggregation": by_token, "correction": CorrectionConfig(kind=Correction.mask)},
+        {"objective": Objective.gmpo, "aggregation": by_sequence, "kl_coef": 0.1, "kl_estimator": KLEstimator.abs},
+        {"objective": Objective.sapo, "aggregation": by_constant, "correction": sequences},
+        {"objective": Objective.reinforce, "aggregation": by_constant, "kl_coef": 0.1, "kl_estimator": KLEstimator.k1},
+    ]
+    return [partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.28, aggregation_constant=float(WIDTH), **one) for one in settings]
+
+
+def preferences() -> list:
+    """Losses of sums and of means, with a reference, without one, and of margins."""
+    from aligner.losses.pairs import DPOVariant
+    from aligner.losses.preference import dpo_loss
+
+    settings = [
+        {"variant": DPOVariant.ipo, "sft_coef": 0.5},
+        {"variant": DPOVariant.rpo_bwd_kl, "eta": 2.0},
+        {"variant": DPOVariant.apo_zero, "average_logprobs": True, "beta": 2.0, "sft_coef": 0.5},
+        {"variant": DPOVariant.simpo, "gamma": 0.5, "beta": 2.0},
+        {"variant": DPOVariant.orpo},
+    ]
+    return [partial(dpo_loss, **({"beta": 0.3} | one)) for one in settings]
 
 
 def gradients(chunks) -> dict[str, torch.Tensor]:
@@ -115,11 +176,11 @@ def train(kind: str, spec: Spec, topology) -> dict:
     from aligner.models.weights import export_hf
 
     optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, warmup_steps=0, distributed=spec.distributed_optimizer, clip_grad=0.5, eps=1e-4)
-    model, loss = make_model(kind, spec, topology, optimizer)
+    model = make_model(kind, spec, topology, optimizer)
     batch = make_batch(kind)
     outputs = {"value": "values", "reward": "scores"}.get(kind, "logprobs")
     result: dict = {"outputs": [getattr(model, outputs)(batch)], "metrics": [], "gradients": []}
-    for _ in range(2):
+    for loss in make_losses(kind):
         metrics = model.train_step(batch, loss)
         result["metrics"].append({name: metric.value() for name, metric in metrics.items()})
         if not spec.distributed_optimizer:  # a distributed optimizer's rank holds its own shard of the reduced gradient only

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_job import converse  # noqa: E402
 
 from aligner.types import LabeledBatch, Prompt, SamplingConfig
 
@@ -86,7 +90,8 @@ def expected(make_policy, inputs) -> dict:
     first = {"rollouts": _generate(policy, inputs), "logprobs": policy.logprobs(inputs["batch"])}
     metrics = policy.train_step(inputs["batch"], sft_loss)
     first |= {"metrics": {name: metric.value() for name, metric in metrics.items()}}
-    return first | {"trained_rollouts": _generate(policy, inputs), "trained_logprobs": policy.logprobs(inputs["batch"])}
+    first |= {"trained_rollouts": _generate(policy, inputs), "trained_logprobs": policy.logprobs(inputs["batch"])}
+    return first | {"episodes": converse(policy, inputs)}
 
 
 def _run(run_distributed, tp: int, directory: Path, output: Path, inputs: dict) -> list[dict]:
@@ -109,6 +114,13 @@ def test_tensor_parallel_generation_is_the_single_processs(run_distributed, dire
             for name in ("logprobs", "trained_logprobs"):
                 torch.testing.assert_close(got[divisor][name], expected[name], rtol=0, atol=1e-4)
             assert got[divisor]["metrics"] == pytest.approx(expected["metrics"], rel=1e-4)
+    for divisor in (8, 128):  # conversations are kept on the leading rank
+        leader, follower = (got[divisor]["episodes"] for got in ranks)
+        assert leader.keys() == expected["episodes"].keys() and not follower
+        for seed, (response, logprobs, *others) in expected["episodes"].items():
+            assert leader[seed][0] == response and list(leader[seed][2:]) == others
+            assert leader[seed][1] == pytest.approx(logprobs, abs=1e-4)
+    assert max(turns for *_, turns, _ in expected["episodes"].values()) == 3
     alone = make_policy(batch_invariant=True)
     rollouts = _generate(alone, inputs)
     for exact in (got["batch_invariant"] for got in ranks):  # to the bit, whatever the number of ranks

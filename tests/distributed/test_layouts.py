@@ -1,7 +1,8 @@
 """Every layout gives the single process's log-probs, losses, gradients and weights; so do packing, token budgets and recomputation.
 
-One job per layout trains all kinds of model for two steps. Gradients are compared after clipping (to a norm of 0.5), so differences are
-relative to that; a distributed optimizer's ranks hold shards of the gradient, there weights are compared.
+One job per layout trains all kinds of model for two steps, and in some a policy for one step with each of its losses. Gradients are
+compared after clipping (to a norm of 0.5), so differences are relative to that; a distributed optimizer's ranks hold shards of the
+gradient, there weights are compared.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 JOB = Path(__file__).parent / "layout_job.py"
 KINDS = ["ppo", "dpo", "value"]
+WITH_OBJECTIVES = ["dp2", "tp2_cp2_packed", "token_budget"]  # layouts whose jobs train with every loss of a policy, and on preferences, too
 PACKED = {"micro_batch_tokens": 48, "packing": True}
 SHARED = PACKED | {"share_prompts": True}
 ROUTER = {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01}
@@ -77,6 +79,15 @@ def _single(spec: dict, kinds: list[str]) -> dict:
     return {"kinds": kinds} | {name: spec[name] for name in ("num_layers",) if name in spec}
 
 
+def _of(layout: str, kind: str, results, run_distributed, tmp_path: Path) -> tuple[dict, dict]:
+    """What one process and a dense layout make of a kind of model; each job trains several kinds."""
+    processes, spec = DENSE[layout]
+    kinds = [*KINDS, "objectives", "preferences", "kto"]
+    one = _run(results, run_distributed, tmp_path, 1, _single(spec, KINDS if "num_layers" in spec else kinds))
+    many = _run(results, run_distributed, tmp_path, processes, spec | {"kinds": kinds if layout in WITH_OBJECTIVES else KINDS})
+    return one[kind], many[kind]
+
+
 def _assert_equal(one: dict, many: dict) -> None:
     for before, after in ((0, 0), (1, 1)):
         torch.testing.assert_close(many["outputs"][after], one["outputs"][before], rtol=1e-4, atol=5e-5)
@@ -95,9 +106,25 @@ def _assert_equal(one: dict, many: dict) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", DENSE)
 def test_layout_equals_single_process(kind, layout, results, run_distributed, tmp_path):
-    processes, spec = DENSE[layout]
-    one = _run(results, run_distributed, tmp_path, 1, _single(spec, KINDS))
-    _assert_equal(one[kind], _run(results, run_distributed, tmp_path, processes, spec | {"kinds": KINDS})[kind])
+    _assert_equal(*_of(layout, kind, results, run_distributed, tmp_path))
+
+
+@pytest.mark.parametrize("layout", WITH_OBJECTIVES)
+def test_every_loss_of_a_policy(layout, results, run_distributed, tmp_path):
+    """Sequence-level ratios, constants, corrections and KL terms: the same gradient for every micro-batch size, layout and packing."""
+    one, many = _of(layout, "objectives", results, run_distributed, tmp_path)
+    assert len(one["gradients"]) == 7
+    assert all(0 < metrics["policy/clip_fraction"] < 1 for metrics in one["metrics"][:5])  # SAPO and REINFORCE have no clipping
+    _assert_equal(one, many)
+
+
+@pytest.mark.parametrize("kind", ["preferences", "kto"])
+@pytest.mark.parametrize("layout", WITH_OBJECTIVES)
+def test_losses_on_preferences(kind, layout, results, run_distributed, tmp_path):
+    """Sums and means over responses, the supervised term, margins and labels: each counts pairs or responses, whatever the layout."""
+    one, many = _of(layout, kind, results, run_distributed, tmp_path)
+    assert len(one["gradients"]) == {"preferences": 5, "kto": 2}[kind]
+    _assert_equal(one, many)
 
 
 @pytest.mark.parametrize("kind", KINDS)

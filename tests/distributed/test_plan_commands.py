@@ -15,6 +15,7 @@ JOB_CONFIGS = sorted(path.stem for path in conf_directory().glob("*.yaml") if pa
 SMALL = [f"model.architecture.{size}" for size in ("num_layers=8", "hidden_size=1024", "vocab_size=32000", "max_position_embeddings=1024")]
 COMMANDS = {
     **{name: [name] for name in JOB_CONFIGS},
+    "grpo_gsm8k_tiny": ["grpo_gsm8k_tiny", *SMALL],  # it takes any small model
     "tp3": ["ppo_70b", "parallel.tp=3"],
     "one_gpu": ["ppo_70b", "parallel.tp=1", "parallel.pp=1"],
     "long": [
@@ -60,7 +61,7 @@ def test_job_configs_fit(name: str, result) -> None:
         assert max(moment["bytes"] for moment in one["memory"]) == one["peak_bytes"] <= one["limit_bytes"]
 
 
-@pytest.mark.parametrize("name", ["ppo_70b", "grpo_70b", "sft_70b", "dpo_70b"])
+@pytest.mark.parametrize("name", ["ppo_70b", "grpo_70b", "sft_70b", "dpo_70b", "online_dpo_70b"])
 def test_llama_70b_is_counted_exactly(name: str, result) -> None:
     main = next(iter(result(name)["plan"]["components"].values()))
     assert main["parameters"] == 70_553_706_496

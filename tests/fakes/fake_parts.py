@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aligner.metrics import Metric, Sum
 from aligner.protocols import Loss, Replica
-from aligner.types import FinishReason, MaskedBatch, PolicyBatch, Prompt, Rollout, TokenBatch, ValueBatch
+from aligner.types import FinishReason, MaskedBatch, PolicyBatch, Prompt, Rollout, Scores, TokenBatch, ValueBatch
 
 EOS = 0
 
@@ -107,9 +107,9 @@ class FakeReward:
     def __init__(self, score: Callable[[Rollout], float]) -> None:
         self._score = score
 
-    def score(self, rollouts: Sequence[Rollout]) -> Future[Tensor]:
+    def score(self, rollouts: Sequence[Rollout]) -> Future[Scores]:
         try:
-            return done(torch.tensor([self._score(r) for r in rollouts]))
+            return done(Scores.of(torch.tensor([self._score(r) for r in rollouts])))
         except Exception as error:
             return failed(error)
 

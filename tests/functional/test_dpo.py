@@ -41,13 +41,26 @@ def rule(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_task(folder)
     write_pairs(folder / "pairs.jsonl", seed=1, count=200)
     write_pairs(folder / "held_out.jsonl", seed=2, count=50)
-    settings = [
+    run_job(launcher("dpo"), folder / "run", rule_settings(folder))
+    return folder / "run"
+
+
+def rule_settings(folder: Path) -> list[str]:
+    return [
         *(setting for setting in tiny_settings(folder) if not setting.startswith(("data.", "rollout.", "optimizer.lr="))),
         *(f"data.train={folder / 'pairs.jsonl'}", f"data.validation={folder / 'held_out.jsonl'}", "data.max_length=16"),
         *("algorithm.batch_size=32", "optimizer.lr=3e-3", "loop.max_steps=20", "loop.validate_first=true", "loop.validate_every=10"),
     ]
-    run_job(launcher("dpo"), folder / "run", settings)
-    return folder / "run"
+
+
+@pytest.mark.parametrize(("preset", "settings"), [("simpo_dpo", ["algorithm.gamma=0.5"]), ("orpo_dpo", ["algorithm.beta=1.0"])])
+def test_losses_without_a_reference_learn_the_rule_too(rule: Path, preset: str, settings: list[str]) -> None:
+    """Margins are of mean log-probs; ORPO's supervised term makes the chosen responses likelier besides."""
+    directory = rule.parent / preset
+    run_job(TRAIN, directory, [*rule_settings(rule.parent), f"algorithm={preset}", *settings, "run.export_hf=false"])
+    before, *_, after = (line.values for line in metrics_of(directory) if "validation/accuracy" in line.values)
+    assert after["validation/accuracy"] > 0.95 and after["validation/margin"] > before["validation/margin"] + 0.5
+    assert preset == "simpo_dpo" or after["validation/sft_loss"] < before["validation/sft_loss"] - 0.3
 
 
 def test_it_prefers_what_it_was_shown_on_unseen_pairs(rule: Path) -> None:

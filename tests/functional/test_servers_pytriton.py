@@ -204,7 +204,7 @@ def test_a_reward_function_a_taken_port_and_a_dead_stub(tmp_path: Path) -> None:
         client = RewardClient(tmp_path / "services", config=CONFIG, access=run_access(tmp_path), texts=rollout_texts)
         registration = client.wait_until_ready()
         # The answer itself is worth 1, anything else 0.1 a letter; no answer (None) is not the empty answer.
-        rewards = client.score([rollout("AB", "AB"), rollout("ABC", "AB"), rollout("A", None)]).result()
+        rewards = client.score([rollout("AB", "AB"), rollout("ABC", "AB"), rollout("A", None)]).result().rewards
         assert rewards.dtype == torch.float32
         assert rewards.tolist() == pytest.approx([1.0, 0.3, 0.1])
         with pytest.raises(RequestRejected, match="reward_model: tokens: ids from 0 to 122; allowed are 0 to 99"):

@@ -10,16 +10,20 @@ import pytest
 
 from aligner import cli
 from aligner.config import conf_directory, from_yaml
-from aligner.schemas import TrainDPO, TrainGRPO, TrainPPO, TrainRewardModel, TrainSFT
+from aligner.jobs.programs import RECIPES
+from aligner.schemas import TrainDPO, TrainGRPO, TrainKTO, TrainOnlineDPO, TrainPPO, TrainRejectionSampling, TrainRewardModel, TrainSFT
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "examples" / "nlp").glob("*.py"), key=lambda path: path.name)
 SCHEMAS = {
     "train_sft": TrainSFT,
     "train_reward_model": TrainRewardModel,
     "train_dpo": TrainDPO,
+    "train_kto": TrainKTO,
     "train_steerlm": TrainSFT,
     "train_grpo": TrainGRPO,
     "train_ppo_actor": TrainPPO,
+    "train_online_dpo": TrainOnlineDPO,
+    "train_rejection_sampling": TrainRejectionSampling,
     "serve_critic": TrainPPO,
     "serve_reward_model": TrainPPO,
 }
@@ -82,12 +86,12 @@ def test_a_misspelt_key_of_grpo(monkeypatch, capsys) -> None:
     assert "did you mean algorithm.group_size?" in capsys.readouterr().err
 
 
-def test_the_reward_server_knows_two_recipes(monkeypatch, capsys) -> None:
+def test_the_reward_server_knows_the_online_recipes(monkeypatch, capsys) -> None:
     script = next(script for script in SCRIPTS if script.stem == "serve_reward_model")
     assert start(script, "recipe=grpo", "--cfg", "data.train=x", monkeypatch=monkeypatch) == 0
     assert isinstance(from_yaml(TrainGRPO, capsys.readouterr().out), TrainGRPO)
     assert start(script, "recipe=dpo", monkeypatch=monkeypatch) == 2
-    assert capsys.readouterr().err == "error: recipe=dpo; allowed: ppo, grpo\n"
+    assert capsys.readouterr().err == "error: recipe=dpo; allowed: ppo, grpo, online_dpo, rejection_sampling\n"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["convert", "--help"], ["launch", "local", "--help"]])
@@ -110,9 +114,7 @@ def test_a_refused_launch(capsys) -> None:
     assert cli.main(["launch", "local", "ppo", "data.train=x", "++algorithm.group_sise=4"]) == 2
     assert capsys.readouterr().err.startswith("error: unknown setting algorithm.group_sise in")
     assert cli.main(["launch", "local", "nothing"]) == 2
-    assert (
-        capsys.readouterr().err == "error: config 'nothing': its name must begin with one of sft, reward_model, dpo, steerlm, grpo, ppo\n"
-    )
+    assert capsys.readouterr().err == f"error: config 'nothing': its name must begin with one of {', '.join(RECIPES)}\n"
 
 
 def test_conf_is_beside_the_package() -> None:
@@ -126,6 +128,8 @@ def test_a_job_file_is_chosen_by_name(monkeypatch, capsys):
     assert "runs/ppo_8b" in capsys.readouterr().out
     assert start(reward, "config=grpo_70b", "--cfg", "data.train=x", monkeypatch=monkeypatch) == 0
     assert "runs/grpo_70b" in capsys.readouterr().out
+    assert start(reward, "config=online_dpo_70b", "--cfg", "data.train=x", monkeypatch=monkeypatch) == 0
+    assert "runs/online_dpo_70b" in capsys.readouterr().out
     assert start(actor, "config=sft_70b", monkeypatch=monkeypatch) == 2
     assert "config=sft_70b: this program takes ppo, or a file whose name begins with ppo_" in capsys.readouterr().err
 

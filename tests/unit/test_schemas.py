@@ -15,7 +15,19 @@ from aligner.jobs.local import launch_local
 from aligner.jobs.programs import RECIPES, SCRIPTS, recipe_of
 from aligner.models.config import ModelConfig
 from aligner.rewards.config import RewardFunctionConfig
-from aligner.schemas import CriticConfig, RewardConfig, RunConfig, TrainDPO, TrainGRPO, TrainPPO, TrainRewardModel, TrainSFT
+from aligner.schemas import (
+    CriticConfig,
+    RewardConfig,
+    RunConfig,
+    TrainDPO,
+    TrainGRPO,
+    TrainKTO,
+    TrainOnlineDPO,
+    TrainPPO,
+    TrainRejectionSampling,
+    TrainRewardModel,
+    TrainSFT,
+)
 
 CONF = conf_directory()
 SCHEMAS = {
@@ -23,8 +35,11 @@ SCHEMAS = {
     "steerlm": TrainSFT,
     "reward_model": TrainRewardModel,
     "dpo": TrainDPO,
+    "kto": TrainKTO,
     "grpo": TrainGRPO,
     "ppo": TrainPPO,
+    "online_dpo": TrainOnlineDPO,
+    "rejection_sampling": TrainRejectionSampling,
 }
 GIVEN = ["data.train=prompts.jsonl"]
 ROOT_FILES = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem in SCHEMAS)
@@ -65,7 +80,7 @@ def test_group_files_compose(name: str) -> None:
     group, stem = name.split("/")
     settings = (yaml.safe_load((CONF / f"{name}.yaml").read_text()) or {}).keys() - {"defaults"}
     sections = {recipe: get_type_hints(schema).get(group) for recipe, schema in SCHEMAS.items()}
-    named = [recipe for recipe in SCHEMAS if stem == recipe or stem.endswith(f"_{recipe}")]
+    named = sorted((recipe for recipe in SCHEMAS if f"_{stem}".endswith(f"_{recipe}")), key=len, reverse=True)  # online_dpo before dpo
     recipes = named or [recipe for recipe, kind in sections.items() if kind and settings <= {field.name for field in fields(kind)}]
     assert recipes, f"conf/{name}.yaml belongs to no recipe"
     for recipe in recipes[:1]:
@@ -128,7 +143,7 @@ def test_a_reward_must_be_named() -> None:
 @pytest.mark.parametrize(
     ("recipe", "settings", "text"),
     [
-        ("dpoo", [], "config 'dpoo': its name must begin with one of sft, reward_model, dpo, steerlm, grpo, ppo"),
+        ("dpoo", [], "config 'dpoo': its name must begin with one of sft, reward_model, dpo, kto, steerlm, grpo, ppo"),
         ("grpo", ["parallel.tp=3", "num_processes=2"], "parallel.tp=3 does not divide the 2 ranks"),
         ("ppo", ["critic.parallel.tp=2"], "parallel.tp=2 does not divide the 1 ranks"),
         ("ppo", [], "reward.model.path=''"),

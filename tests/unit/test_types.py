@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from aligner.rows import num_rows, select_rows, to_device, trim_columns
 from aligner.types import (
     FinishReason,
     LabeledBatch,
@@ -16,10 +17,6 @@ from aligner.types import (
     RolloutBatch,
     TokenBatch,
     ValueBatch,
-    num_rows,
-    select_rows,
-    to_device,
-    trim_columns,
 )
 
 B, S = 4, 5

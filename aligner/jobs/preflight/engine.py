@@ -20,7 +20,7 @@ from aligner.jobs.preflight.models import used_models
 from aligner.jobs.preflight.network import ensure_group
 from aligner.jobs.preflight.samples import load_sample
 from aligner.jobs.preflight.tokenizers import tokenizer_of
-from aligner.schemas import TrainGRPO, TrainPPO
+from aligner.schemas import OnlineRun
 from aligner.types import LogprobKind, Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _observe(context: Context) -> Trial:
     from aligner.rollout.selftest import negated
 
     config = context.config
-    if not isinstance(config, (TrainPPO, TrainGRPO)):
+    if not isinstance(config, OnlineRun):
         return Trial()
     ensure_group(context)
     started = time.monotonic()
@@ -79,9 +79,7 @@ def _observe(context: Context) -> Trial:
 class _Probe:
     """Samples a few tokens with the engine, as a run would. Collective."""
 
-    def __init__(
-        self, engine: RolloutEngine, policy: MegatronPolicy, config: TrainPPO | TrainGRPO, prompts: list[Prompt], pad_id: int
-    ) -> None:
+    def __init__(self, engine: RolloutEngine, policy: MegatronPolicy, config: OnlineRun, prompts: list[Prompt], pad_id: int) -> None:
         self._engine = engine
         self._policy = policy
         self._sampling = replace(config.rollout.sampling, min_response_length=0, max_response_length=NUM_TOKENS)

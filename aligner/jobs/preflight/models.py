@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aligner.jobs.programs import Job
 from aligner.models.config import ModelConfig
-from aligner.schemas import TrainDPO, TrainGRPO, TrainPPO, TrainRewardModel, TrainSFT
+from aligner.schemas import OnlineRun, TrainPPO, TrainRewardModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,9 +23,9 @@ class UsedModel:
 def used_models(config: Job) -> list[UsedModel]:
     """Every model that a component of this job loads, the trained one first; where a reward is a function, its tokenizer's."""
     rewards = isinstance(config, TrainRewardModel)
-    name = "actor" if isinstance(config, (TrainPPO, TrainGRPO)) else "trainer"
+    name = "actor" if isinstance(config, OnlineRun) else "trainer"
     found = [UsedModel(component=name, key="model", config=config.model, is_scalar=rewards, needs_head=False)]
-    if isinstance(config, (TrainSFT, TrainDPO, TrainRewardModel)):
+    if not isinstance(config, OnlineRun):
         return found
     if isinstance(config, TrainPPO):
         own = config.critic.model.or_else(config.model)

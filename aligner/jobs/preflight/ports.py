@@ -13,7 +13,7 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import ServerError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
 from aligner.jobs.programs import Job
-from aligner.schemas import TrainGRPO, TrainPPO
+from aligner.schemas import OnlineRun, TrainPPO
 from aligner.servers.access import Access
 from aligner.servers.address import advertised_host, listen
 from aligner.servers.config import ServerConfig
@@ -33,7 +33,7 @@ class Reached:
 def servers(config: Job) -> dict[str, ServerConfig]:
     """The servers that a run of this config has."""
     found = {"critic": config.critic.server} if isinstance(config, TrainPPO) else {}
-    if isinstance(config, (TrainPPO, TrainGRPO)) and config.reward.serve:
+    if isinstance(config, OnlineRun) and config.reward.serve:
         found["reward"] = config.reward.server
     return found
 
@@ -68,7 +68,7 @@ def _check_certificates(config: Job, wanted: Mapping[str, ServerConfig]) -> None
     directory = RunDirectory(Path(config.run.directory))
     for server in wanted.values():
         Access.for_server(directory.secret, server)
-    if isinstance(config, (TrainPPO, TrainGRPO)):
+    if isinstance(config, OnlineRun):
         Access.for_client(directory.secret, config.client)
 
 

@@ -10,7 +10,7 @@ from aligner.config import compose, fingerprint
 from aligner.errors import ConfigError, LaunchError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
 from aligner.jobs.programs import RECIPES, Job, recipe_of
-from aligner.schemas import TrainGRPO, TrainPPO
+from aligner.schemas import OnlineRun, TrainPPO
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +64,8 @@ def _judge_ranks(context: Context, seen: Mapping[int, Place]) -> Finding:
 def _compose(context: Context) -> Composed:
     schema, _ = RECIPES[recipe_of(context.name)]
     job = compose(schema, context.name, context.overrides)
-    if isinstance(job, (TrainPPO, TrainGRPO)):
-        job.reward.check_named()
+    if isinstance(job, OnlineRun):
+        job.check_rewarded()
     context.job = job
     return Composed(fingerprint=fingerprint(job))
 
@@ -80,10 +80,10 @@ def _judge_config(context: Context, seen: Mapping[int, Composed]) -> Finding:
 
 def wanted_ranks(config: Job) -> dict[str, int]:
     """The ranks of every component that the run starts, the training one first."""
-    wanted = {"actor" if isinstance(config, (TrainPPO, TrainGRPO)) else "trainer": config.num_processes}
+    wanted = {"actor" if isinstance(config, OnlineRun) else "trainer": config.num_processes}
     if isinstance(config, TrainPPO):
         wanted["critic"] = config.critic.num_processes
-    if isinstance(config, (TrainPPO, TrainGRPO)) and config.reward.serve:
+    if isinstance(config, OnlineRun) and config.reward.serve:
         wanted["reward"] = config.reward.num_processes
     return wanted
 
@@ -94,7 +94,7 @@ def _judge_sizes(size: int, config: Job, mark: str) -> Finding:
     layouts = {name: config.parallel for name in ("actor", "trainer") if name in wanted}
     if isinstance(config, TrainPPO):
         layouts["critic"] = config.critic.parallel
-    if isinstance(config, (TrainPPO, TrainGRPO)):
+    if isinstance(config, OnlineRun):
         layouts["reward"] = config.reward.parallel
     for name, count in wanted.items():
         try:

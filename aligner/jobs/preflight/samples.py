@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from aligner.data.preferences import load_preferences
@@ -13,16 +14,20 @@ from aligner.data.prompts import load_prompts
 from aligner.data.report import LoadReport
 from aligner.data.supervised import load_supervised
 from aligner.data.tokenizer import Tokenizer
+from aligner.data.unpaired import load_unpaired
 from aligner.errors import DataError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
 from aligner.jobs.preflight.models import used_models
 from aligner.jobs.preflight.tokenizers import tokenizer_of
 from aligner.jobs.programs import Job
-from aligner.schemas import TrainGRPO, TrainPPO, TrainSFT
+from aligner.protocols import RewardModel
+from aligner.schemas import OnlineRun, TrainKTO, TrainSFT
 
 NUM_RECORDS = 200  # an even number: some formats have pairs of lines
 MANY_LEFT_OUT = 0.5  # part of the sample
 NUM_SCORED = 4
+
+Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +53,12 @@ class Scores:
 
 def load_sample(config: Job, location: str, tokenizer: Tokenizer) -> tuple[Sequence[Any], LoadReport]:
     """The usable ones of the first records, and the report. Raises DataError listing the bad lines."""
-    if isinstance(config, (TrainPPO, TrainGRPO)):
+    if isinstance(config, OnlineRun):
         return load_prompts(location, config.data, tokenizer, first=NUM_RECORDS)
     if isinstance(config, TrainSFT):
         return load_supervised(location, config.data, tokenizer, first=NUM_RECORDS)
+    if isinstance(config, TrainKTO):
+        return load_unpaired(location, config.data, tokenizer, first=NUM_RECORDS)
     return load_preferences(location, config.data, tokenizer, first=NUM_RECORDS)
 
 
@@ -86,21 +93,19 @@ def judge_data(context: Context, seen: Mapping[int, Sample]) -> Finding:
 
 
 def _observe_reward(context: Context) -> Scores:
-    from aligner.rewards.local import function_reward
-
     config = context.config
-    if not isinstance(config, (TrainPPO, TrainGRPO)):
+    if not isinstance(config, OnlineRun):
         return Scores()
-    functions = {name: one for name, one in (("reward", config.reward.function), ("accuracy", config.accuracy)) if one.function}
-    if not functions:
+    named = local_rewards(config)
+    if not named:
         return Scores()
     tokenizer = tokenizer_of(used_models(config)[0])
     prompts = load_sample(config, config.data.train, tokenizer)[0][:NUM_SCORED]
     scores: dict[str, list[list[float]]] = {}
-    for name, function in functions.items():
-        reward = function_reward(function, tokenizer.decode)
+    for key, (_, build) in named.items():
+        reward = build(tokenizer.decode)
         try:
-            scores[name] = [
+            scores[key] = [
                 _score(reward, prompts, [tokenizer.encode(prompt.answer or "") for prompt in prompts], tokenizer),
                 _score(reward, prompts, [[]] * len(prompts), tokenizer),
             ]
@@ -108,12 +113,28 @@ def _observe_reward(context: Context) -> Scores:
             reward.close()
     answers, empty = scores.get("reward", [[], []])
     return Scores(
-        function=config.reward.function.function,
+        function=named["reward"][0] if "reward" in named else "",
         answers=answers,
         empty=empty,
         num_with_answer=sum(prompt.answer is not None for prompt in prompts),
         accuracy=config.accuracy.function,
     )
+
+
+def local_rewards(config: OnlineRun) -> dict[str, tuple[str, Callable[[Decode], RewardModel]]]:
+    """Setting, name and builder of what judges responses without a reward server: all but a reward model."""
+    from aligner.rewards.compose import composed_reward, formula
+    from aligner.rewards.local import function_reward
+
+    functions = {name: part for name, part in config.reward.functions.items() if not part.served}
+    found: dict[str, tuple[str, Callable[[Decode], RewardModel]]] = {}
+    if functions:
+        found["reward"] = formula(functions), partial(composed_reward, functions)
+    elif config.reward.function.function:
+        found["reward"] = config.reward.function.function, partial(function_reward, config.reward.function)
+    if config.accuracy.function:
+        found["accuracy"] = config.accuracy.function, partial(function_reward, config.accuracy)
+    return found
 
 
 def _score(reward: Any, prompts: Sequence[Any], responses: Sequence[list[int]], tokenizer: Tokenizer) -> list[float]:
@@ -125,7 +146,7 @@ def _score(reward: Any, prompts: Sequence[Any], responses: Sequence[list[int]], 
         response = tuple(tokens) or (tokenizer.eos_id,)
         logprobs, reason = (0.0,) * len(response), FinishReason.stop
         rollouts.append(Rollout(prompt=prompt, response=response, logprobs=logprobs, finish_reason=reason, policy_version=0, seed=0))
-    scores = reward.score(rollouts).result().tolist()
+    scores = reward.score(rollouts).result().rewards.tolist()  # NaN where a failure only marks the sample: here it is one
     if bad := [(prompt, score) for prompt, score in zip(prompts, scores, strict=True) if not math.isfinite(score)]:
         raise DataError(f"the reward function returned {bad[0][1]} for an answer to {bad[0][0].source}; expected a finite number")
     return scores
@@ -135,9 +156,7 @@ def judge_reward(context: Context, seen: Mapping[int, Scores]) -> Finding:
     """A warning where an empty response is worth as much as the answers."""
     first = seen[0]
     if not first.function and not first.accuracy:
-        text = (
-            "no reward function: a reward model scores" if isinstance(context.config, (TrainPPO, TrainGRPO)) else "this run has no rewards"
-        )
+        text = "no reward function: a reward model scores" if isinstance(context.config, OnlineRun) else "this run has no rewards"
         return Finding(level=Level.ok, found=text)
     accuracy = f"; {first.accuracy} judges validation" if first.accuracy else ""
     if not first.function:

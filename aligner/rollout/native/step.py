@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aligner.models.tracing import Operation, Tap
 from aligner.rollout.attention import DecodeBatch, PagedKV
 from aligner.rollout.native.library import Cache, Library, Model, Step
 from aligner.rollout.weights import Affine, LayerWeights, ModelWeights, tensors
@@ -24,7 +25,7 @@ class Outside:
 
     embed: Callable[[Tensor, Tensor], Tensor]  # tokens, positions -> [B, H]
     reduce: Callable[[Tensor], Tensor]  # in place, over the ranks that share the model
-    experts: Callable[[LayerWeights, Tensor], Tensor]  # a mixture's output for normed [B, H], of all ranks
+    experts: Callable[[LayerWeights, int, Tensor], Tensor]  # a mixture's output for normed [B, H], of all ranks; the layer's number
 
 
 class Buffers:
@@ -77,7 +78,8 @@ def _norm(weights: Affine | None) -> tuple[int | None, int | None]:
 class Layer:
     """Addresses of one layer's weights and pages."""
 
-    def __init__(self, weights: LayerWeights, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, number: int, weights: LayerWeights, keys: Tensor, values: Tensor) -> None:
+        self.number = number
         self.weights = weights
         self.input_norm, self.mlp_norm = _norm(weights.input_norm), _norm(weights.mlp_norm)
         self.qkv, self.qkv_bias = Matrix(weights.qkv.weight), _address(weights.qkv.bias)
@@ -107,8 +109,8 @@ class NativeDecode:
         self._output: Matrix
         self._buffers: Buffers | None = None
 
-    def __call__(self, batch: DecodeBatch, cache: PagedKV, vocabulary: int) -> Tensor:
-        """This rank's logits float32 [B, its tokens], at most `vocabulary` of them."""
+    def __call__(self, batch: DecodeBatch, cache: PagedKV, vocabulary: int, tap: Tap | None = None) -> Tensor:
+        """This rank's logits float32 [B, its tokens], at most `vocabulary` of them. `tap` sees what lies in the buffers between kernels."""
         rows, threads = batch.tokens.shape[0], torch.get_num_threads()
         self._look_up(cache, vocabulary)
         buffers = self._room_for(rows, threads)
@@ -119,25 +121,38 @@ class NativeDecode:
         delta: tuple[int | None, int | None] = (None, None)
         for layer in self._layers:
             self._add_norm(buffers, rows, delta, layer.input_norm)
+            if tap is not None:
+                tap(Operation.residual if layer.number else Operation.embedding, layer.number - 1, buffers.view("x", rows))
+                tap(Operation.input_norm, layer.number, buffers.view("normed", rows))
             self._linear(buffers, rows, "normed", layer.qkv, "mixed")
             self._library.attend(self._model_at, layer.cache, ctypes.byref(step), layer.qkv_bias, threads)
+            if tap is not None:
+                tap(Operation.attention, layer.number, buffers.view("attended", rows))
             self._linear(buffers, rows, "attended", layer.attention_out, "delta")
             self._outside.reduce(buffers.view("delta", rows))
             self._add_norm(buffers, rows, (buffers.at["delta"], layer.attention_bias), layer.mlp_norm)
-            delta = buffers.at["delta"], self._feed_forward(buffers, rows, layer)
+            if tap is not None:
+                tap(Operation.attention_residual, layer.number, buffers.view("x", rows))
+                tap(Operation.mlp_norm, layer.number, buffers.view("normed", rows))
+            delta = buffers.at["delta"], self._feed_forward(buffers, rows, layer, tap)
         self._add_norm(buffers, rows, delta, _norm(self._weights.final_norm))
+        if tap is not None:
+            tap(Operation.residual, len(self._layers) - 1, buffers.view("x", rows))
+            tap(Operation.final_norm, len(self._layers), buffers.view("normed", rows))
         logits = torch.empty(rows, self._output.outputs)
         self._product(buffers, rows, "normed", self._output, logits)
         return logits
 
-    def _feed_forward(self, buffers: Buffers, rows: int, layer: Layer) -> int | None:
+    def _feed_forward(self, buffers: Buffers, rows: int, layer: Layer, tap: Tap | None) -> int | None:
         """Fills `delta`; returns the address of the bias that is to be added to it."""
         if not layer.is_dense:
-            buffers.view("delta", rows).copy_(self._outside.experts(layer.weights, buffers.view("normed", rows)))
+            buffers.view("delta", rows).copy_(self._outside.experts(layer.weights, layer.number, buffers.view("normed", rows)))
             return None
         self._linear(buffers, rows, "normed", layer.up, "up")
         sizes = (rows, layer.down.inputs)
         self._library.activate(self._model_at, *sizes, buffers.at["up"], layer.up_bias, buffers.at["inner"], buffers.threads)
+        if tap is not None:
+            tap(Operation.activation, layer.number, buffers.view("inner", rows))
         self._linear(buffers, rows, "inner", layer.down, "delta")
         self._outside.reduce(buffers.view("delta", rows))
         return layer.down_bias
@@ -170,5 +185,6 @@ class NativeDecode:
         now = (*(tensor.data_ptr() for tensor in self._tensors), cache.keys.data_ptr(), cache.values.data_ptr(), cache.num_pages)
         if now != self._known:
             self._known = now
-            self._layers = [Layer(*parts) for parts in zip(self._weights.layers, cache.keys, cache.values, strict=True)]
+            pages = zip(cache.keys, cache.values, strict=True)
+            self._layers = [Layer(number, own, *kv) for number, (own, kv) in enumerate(zip(self._weights.layers, pages, strict=True))]
             self._output = Matrix(self._weights.output[:vocabulary])

@@ -11,7 +11,7 @@ from aligner.algorithms.dpo import DPO, DPOConfig
 from aligner.algorithms.loop import Clock
 from aligner.data.preferences import PreferencePair
 from aligner.data.supervised import SupervisedExample
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, DataError
 from aligner.losses.preference import DPOVariant
 from aligner.types import PreferenceBatch
 
@@ -41,10 +41,11 @@ class TokenPolicy:
 
 def dpo(fakes, log=None, *, policy=None, reference=None, validation=(), **config) -> DPO:
     log = [] if log is None else log
+    settings = DPOConfig(**({"batch_size": 2, "validation_batch_size": 2} | config))
     return DPO(
-        DPOConfig(**({"batch_size": 2, "validation_batch_size": 2} | config)),
+        settings,
         policy or fakes.FakePolicy(log),
-        reference or fakes.FakePolicy(log, level=-1.5),
+        (reference or fakes.FakePolicy(log, level=-1.5)) if settings.loss.needs_reference else None,
         train=PAIRS,
         validation=validation,
         pad_id=0,
@@ -76,8 +77,28 @@ def test_the_data_of_a_step_depend_on_its_number_alone(fakes) -> None:
 
 
 def test_the_loss_is_the_configs(fakes) -> None:
-    algorithm = dpo(fakes, loss=DPOVariant.hinge, beta=0.5, sft_coef=0.25)
-    assert algorithm.loss.keywords == {"beta": 0.5, "variant": DPOVariant.hinge, "label_smoothing": 0.0, "sft_coef": 0.25}
+    given = {"beta": 0.5, "sft_coef": 0.25, "average_logprobs": True}
+    algorithm = dpo(fakes, loss=DPOVariant.hinge, **given)
+    unused = {"label_smoothing": 0.0, "gamma": 0.0, "eta": 1.0, "dpop_coef": 0.0}
+    assert algorithm.loss.keywords == {"variant": DPOVariant.hinge} | given | unused
+
+
+def test_a_loss_without_a_reference_asks_for_none(fakes) -> None:
+    algorithm = dpo(fakes, log := [], loss=DPOVariant.simpo, validation=PAIRS)
+    assert algorithm.reference is None
+    algorithm.step(1, Clock())
+    assert log == ["update"] and algorithm.policy.trained[0].ref_logprobs is None
+    assert algorithm.validate()["validation/margin"] == 0.0  # the fake's log-probs are all -1, and so are their means
+    parts = {"train": PAIRS, "validation": [], "pad_id": 0, "seed": 1}
+    with pytest.raises(ValueError, match="the loss simpo has none"):
+        DPO(DPOConfig(loss=DPOVariant.simpo), fakes.FakePolicy([]), fakes.FakePolicy([]), **parts)
+    with pytest.raises(ValueError, match="the loss ipo needs one"):
+        DPO(DPOConfig(loss=DPOVariant.ipo), fakes.FakePolicy([]), None, **parts)
+
+
+def test_rewards_that_a_loss_learns_from_must_be_in_the_data(fakes) -> None:
+    with pytest.raises(DataError, match=r"algorithm\.loss=rpo_sq needs records with chosen_reward .* none of the 3 pairs of data\.train"):
+        dpo(fakes, loss=DPOVariant.rpo_sq)
 
 
 def test_validation_by_hand(fakes) -> None:
@@ -104,8 +125,21 @@ def test_the_references_log_probs_of_validation_pairs_are_computed_once(fakes) -
         ({"batch_size": 0}, "algorithm.batch_size=0, validation_batch_size=64: must be at least 1"),
         ({"beta": 0.0}, "algorithm.beta=0.0: must be above 0"),
         ({"label_smoothing": 0.5}, "algorithm.label_smoothing=0.5: must be at least 0 and below 0.5"),
-        ({"label_smoothing": 0.1, "loss": DPOVariant.ipo}, "algorithm.label_smoothing=0.1: needs loss=sigmoid or robust, not ipo"),
+        (
+            {"label_smoothing": 0.1, "loss": DPOVariant.ipo},
+            "algorithm.label_smoothing=0.1: needs loss=sigmoid, robust, exo, simpo, cpo, not ipo",
+        ),
+        ({"loss": DPOVariant.exo}, "algorithm.label_smoothing=0.0: loss=exo needs one above 0, such as 0.001"),
         ({"sft_coef": -1.0}, "algorithm.sft_coef=-1.0: must not be negative"),
+        ({"gamma": 0.5}, "algorithm.gamma=0.5: needs loss=simpo, not sigmoid"),
+        ({"gamma": -0.5, "loss": DPOVariant.simpo}, "algorithm.gamma=-0.5: must not be negative"),
+        ({"eta": 2.0}, "algorithm.eta=2.0: needs loss=rpo_bwd_kl, rpo_fwd_kl or rpo_sq, not sigmoid"),
+        ({"loss": DPOVariant.dpop}, "algorithm.dpop_coef=0.0: loss=dpop needs one above 0, such as 50"),
+        ({"dpop_coef": 1.0}, "algorithm.dpop_coef=1.0: needs loss=dpop, not sigmoid"),
+        (
+            {"loss": DPOVariant.orpo, "average_logprobs": False},
+            "algorithm.average_logprobs=False: loss=orpo is of the odds of a mean log-prob",
+        ),
     ],
 )
 def test_bad_settings(settings: dict, text: str) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from aligner.algorithms.grpo import GRPO, GRPOConfig
 from aligner.algorithms.loop import Clock
+from aligner.algorithms.rollouts import ScoredRollouts
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 
@@ -18,6 +19,11 @@ def grpo(fakes, task, log=None, **config) -> GRPO:
     return GRPO(GRPOConfig(**settings), fakes.FakePolicy([] if log is None else log), task)
 
 
+def scored(rewards: list[float], **fields) -> ScoredRollouts:
+    """As many rollouts (of which nothing but their number is looked at) with these rewards."""
+    return ScoredRollouts(rollouts=[None] * len(rewards), rewards=torch.tensor(rewards), **fields)
+
+
 def batch_of(fakes, *responses: tuple[int, ...], ids: tuple[int, ...]):
     return rollout_batch([fakes.rollout(fakes.prompt(i), *response) for i, response in zip(ids, responses, strict=True)], pad_id=9)
 
@@ -25,10 +31,10 @@ def batch_of(fakes, *responses: tuple[int, ...], ids: tuple[int, ...]):
 def test_advantages_by_hand(fakes, make_task) -> None:
     """Rewards 1, 0 | 3, 3: deviations 0.5, -0.5 | 0, 0; the sample deviation of the first group is sqrt(0.5), of the second 0."""
     batch = batch_of(fakes, (1, fakes.EOS), (2,), (3, fakes.EOS), (4, fakes.EOS), ids=(0, 0, 1, 1))
-    rewards = torch.tensor([1.0, 0, 3, 3])
-    plain = grpo(fakes, make_task([]), normalize_std=False).experience(batch, rewards, None, None)
+    rewards = [1.0, 0, 3, 3]
+    plain = grpo(fakes, make_task([]), normalize_std=False).experience(batch, scored(rewards), None, None)
     assert plain.advantages.tolist() == [[0, 0.5, 0.5], [0, -0.5, 0], [0, 0, 0], [0, 0, 0]]
-    scaled = grpo(fakes, make_task([])).experience(batch, rewards, None, None).advantages
+    scaled = grpo(fakes, make_task([])).experience(batch, scored(rewards), None, None).advantages
     torch.testing.assert_close(scaled[:2, 1], torch.tensor([0.5, -0.5]) / math.sqrt(0.5), rtol=1e-5, atol=0)
     assert scaled[2:].abs().max() == 0  # equal rewards say nothing
     assert plain.old_logprobs is None and plain.ref_logprobs is None
@@ -38,13 +44,13 @@ def test_advantages_by_hand(fakes, make_task) -> None:
 def test_groups_are_by_position(fakes, make_task) -> None:
     """Prompt 0 in two groups, as where a step straddles an epoch: rewards 1, 0 | 5, 3 and not one group of four."""
     batch = batch_of(fakes, (1,), (2,), (3,), (4,), ids=(0, 0, 0, 0))
-    made = grpo(fakes, make_task([]), normalize_std=False).experience(batch, torch.tensor([1.0, 0, 5, 3]), None, None)
+    made = grpo(fakes, make_task([]), normalize_std=False).experience(batch, scored([1.0, 0, 5, 3]), None, None)
     assert made.advantages[:, 1].tolist() == [0.5, -0.5, 1, -1]
 
 
 def test_truncated_responses_are_masked_but_count_in_their_group(fakes, make_task) -> None:
     batch = batch_of(fakes, (1, fakes.EOS), (2,), (3, fakes.EOS), (4, fakes.EOS), ids=(0, 0, 1, 1))
-    made = grpo(fakes, make_task([]), normalize_std=False, mask_truncated=True).experience(batch, torch.tensor([1.0, 0, 3, 3]), None, None)
+    made = grpo(fakes, make_task([]), normalize_std=False, mask_truncated=True).experience(batch, scored([1.0, 0, 3, 3]), None, None)
     assert made.advantages.tolist() == [[0, 0.5, 0.5], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert made.loss_mask.tolist() == [[False, True, True], [False, False, False], [False, True, True], [False, True, True]]
 
@@ -94,7 +100,11 @@ def test_a_step_in_which_everything_is_cut_trains_nothing(fakes, make_task) -> N
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"group_size": 1}, "algorithm.group_size=1: a group needs at least 2 responses to compare"),
+        (
+            {"group_size": 1},
+            "algorithm.group_size=1: a group needs at least 2 responses to compare, with estimator=grpo; "
+            "1 is allowed with remax, reinforce, reinforce_pp",
+        ),
         ({"mini_batch_size": 100}, "algorithm.mini_batch_size=100: must divide prompts_per_step * group_size = 512"),
         ({"kl_coef": -1.0}, "algorithm.kl_coef=-1.0: must not be negative"),
         ({"clip_eps_high": 0.0}, "algorithm.clip_eps_low=0.2, clip_eps_high=0.0: need 0 < low < 1 and high > 0"),

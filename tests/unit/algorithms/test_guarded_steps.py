@@ -51,7 +51,8 @@ def test_a_group_is_compared_without_them(fakes, make_task):
     batch, rewards = rollout_batch(rollouts, 9), torch.tensor([1.0, 0, 5, 0, 0, 3, 2, 2, 2])
     valid = torch.tensor([True, False, True, False, False, True, True, True, True])
     config = GRPOConfig(prompts_per_step=3, group_size=3, mini_batch_size=9, normalize_std=False)
-    made = GRPO(config, fakes.FakePolicy([]), make_task([])).experience(batch, rewards, None, None, valid=valid)
+    collected = ScoredRollouts(rollouts=rollouts, rewards=rewards, valid=valid)
+    made = GRPO(config, fakes.FakePolicy([]), make_task([])).experience(batch, collected, None, None)
     learnt = made.loss_mask.any(dim=1)
     assert learnt.tolist() == [True, False, True, False, False, False, True, True, True]
     rows = zip(made.advantages[learnt], made.loss_mask[learnt], strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from aligner.algorithms.ppo import PPO, PPOConfig
 from aligner.algorithms.rollouts import ScoredRollouts
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError, ServerUnreachable
+from aligner.losses.shaping import ShapingConfig, Standardize
 
 
 def ppo(fakes, task, log=None, critic=None, **config) -> PPO:
@@ -133,12 +135,62 @@ def test_all_rows_are_trained_on_with_whitened_advantages(fakes, make_task) -> N
 
 
 def test_warm_up_trains_the_critic_only(fakes, make_task) -> None:
+    """The policy stands still, so what its KL is moves nothing: neither its weights nor the KL's coefficient."""
     log: list[str] = []
-    algorithm = ppo(fakes, make_task(log), log, critic_warmup_steps=1)
-    algorithm.step(1, Clock())
-    assert "critic trains 1" in log and "update" not in log
-    algorithm.step(2, Clock())
-    assert log.count("update") == 2
+    algorithm = ppo(fakes, make_task(log), log, critic_warmup_steps=2, kl_target=0.1, kl_horizon=10)
+    for step in (1, 2):
+        metrics = algorithm.step(step, Clock()).metrics
+        assert (metrics["policy/kl"], metrics["policy/kl_coef"]) == (0.5, 0.1)
+        assert f"critic trains {step}" in log
+    assert "update" not in log and algorithm.policy.version == 0 and not algorithm.policy.trained
+    assert [line for line in log if line.startswith("refit")] == ["refit 0", "refit 0"]  # the weights that the engine has
+    assert metrics["critic/loss"] == 1.0  # of step 1
+    assert algorithm.step(3, Clock()).metrics["policy/kl_coef"] == 0.1
+    assert log.count("update") == 2 and algorithm.kl_coef == pytest.approx(0.108)
+
+
+def test_scores_are_shaped_before_the_kl_is_taken_off(fakes, make_task) -> None:
+    """Rewards 0, 1, 2, 3 clipped at 2 and times 10; KL 0.5 a token costs 0.05 each. With gamma = lambda = 1 returns are sums to come."""
+    shaping = ShapingConfig(clip_high=2.0, scale=10.0)
+    algorithm = ppo(fakes, make_task([]), shaping=shaping, gae_lambda=1.0)
+    metrics = algorithm.step(1, Clock()).metrics
+    (_, batch), *_ = algorithm.critic.trained
+    last = [returns[mask][-1].item() for returns, mask in zip(batch.returns, batch.loss_mask, strict=True)]
+    first = [returns[mask][0].item() for returns, mask in zip(batch.returns, batch.loss_mask, strict=True)]
+    assert last == pytest.approx([-0.05, 9.95, 19.95, 19.95])
+    assert first == pytest.approx([-0.1, 9.85, 19.8, 19.75])  # responses of 2, 3, 4 and 5 tokens
+    assert (metrics["rollout/reward"], metrics["shaping/clipped_fraction"]) == (1.5, 0.25)
+
+
+def test_running_moments_are_part_of_the_state(fakes, make_task) -> None:
+    """Scores 0, 1, 2, 3: mean 1.5, squared deviations 5 in all. Checkpoints from before there was any shaping have none."""
+    shaping = ShapingConfig(standardize=Standardize.running)
+    whole = ppo(fakes, make_task([]), shaping=shaping)
+    whole.step(1, Clock())
+    whole.finish()
+    state = json.loads(json.dumps(whole.state()))
+    assert state["shaping"] == {"count": 4, "mean": 1.5, "squares": 5.0}
+    resumed = ppo(fakes, make_task([]), shaping=shaping)
+    resumed.load_state(state)
+    for run in (whole, resumed):
+        assert run.step(2, Clock()).metrics["shaping/mean"] == 1.5
+    assert torch.equal(whole.policy.trained[-1].advantages, resumed.policy.trained[-1].advantages)
+    del state["shaping"]
+    older = ppo(fakes, make_task([]), shaping=shaping)
+    older.load_state(state)
+    assert older.moments.count == 0
+
+
+def test_a_row_whose_judge_failed_may_have_no_token(fakes, make_task, case) -> None:
+    """Of a row that is not valid nothing is asked: neither a reward nor a token that could carry one."""
+    batch, collected, old_logprobs, kl = case
+    mask = batch.loss_mask.clone()
+    mask[1] = False
+    algorithm = ppo(fakes, make_task([]))
+    with pytest.raises(ValueError, match="rows \\[1\\]"):
+        algorithm.experience(replace(batch, loss_mask=mask), collected, old_logprobs, kl)
+    made, _ = algorithm.experience(replace(batch, loss_mask=mask), replace(collected, valid=torch.tensor([True, False])), old_logprobs, kl)
+    assert made.loss_mask.any(dim=1).tolist() == [True, False]
 
 
 def test_a_step_in_which_everything_is_cut_trains_nothing(fakes, make_task) -> None:
@@ -159,7 +211,12 @@ def test_the_adaptive_coefficient_is_part_of_the_state(fakes, make_task) -> None
     """KL 0.5 against a target of 0.1: the error is clipped at 0.2, 4 rollouts of a horizon of 10: 0.1 * (1 + 0.2 * 0.4) = 0.108."""
     algorithm = ppo(fakes, make_task([]), kl_target=0.1, kl_horizon=10)
     assert algorithm.step(1, Clock()).metrics["policy/kl_coef"] == 0.1
-    assert algorithm.state() == {"kl_coef": pytest.approx(0.108), "critic_metrics": {}, "critic_mark": "after 1"}
+    assert algorithm.state() == {
+        "kl_coef": pytest.approx(0.108),
+        "shaping": {"count": 0, "mean": 0.0, "squares": 0.0},
+        "critic_metrics": {},
+        "critic_mark": "after 1",
+    }
     resumed = ppo(fakes, make_task([]), kl_target=0.1, kl_horizon=10)
     resumed.load_state(algorithm.state())
     assert resumed.step(2, Clock()).metrics["policy/kl_coef"] == pytest.approx(0.108)
@@ -202,7 +259,8 @@ def test_validation_is_greedy_and_judges_accuracy(fakes, make_task) -> None:
     task = make_task(log, accuracy=fakes.FakeReward(lambda r: float(len(r.response) == 2)))
     algorithm = ppo(fakes, task, log)
     # Prompts 0 and 1: rewards 0 and 1, responses of 2 and 3 tokens.
-    assert algorithm.validate() == {"validation/reward": 0.5, "validation/response_length": 2.5, "validation/accuracy": 0.5}
+    found = {"reward": 0.5, "response_length": 2.5, "truncated_fraction": 0.0, "accuracy": 0.5}
+    assert algorithm.validate() == {f"validation/{name}": value for name, value in found.items()}
     assert task.engine.sampling == ["greedy"]
     assert make_task([], validation=[]).validate() == {}
 
@@ -212,6 +270,7 @@ def test_validation_is_greedy_and_judges_accuracy(fakes, make_task) -> None:
     [
         ({"rollouts_per_step": 0}, "algorithm.rollouts_per_step=0: must be at least 1"),
         ({"mini_batch_size": 100}, "algorithm.mini_batch_size=100: must divide rollouts_per_step=512"),
+        ({"kl_target": 0.1, "kl_coef": 0.0}, "algorithm.kl_target=0.1: moves kl_coef=0, which stays 0; allowed: 0, or kl_coef above 0"),
         ({"kl_coef": -0.1}, "algorithm.kl_coef=-0.1: must not be negative"),
         ({"gamma": 1.5}, "algorithm.gamma=1.5: must be between 0 and 1"),
         ({"clip_eps_low": 1.0}, "algorithm.clip_eps_low=1.0, clip_eps_high=0.2: need 0 < low < 1 and high > 0"),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 import torch
 
 from aligner.algorithms import rollouts
-from aligner.algorithms.rollouts import Scorers, collect, mini_batches, response_metrics, sample_rows, sample_seeds
+from aligner.algorithms.experience import mini_batches
+from aligner.algorithms.rollouts import Scorers, collect, finish, joined, response_metrics, sample_rows, sample_seeds, start
 from aligner.errors import EngineError, ServerTimeout
 from aligner.protocols import Replica
-from aligner.types import FinishReason, PolicyBatch
+from aligner.types import FinishReason, PolicyBatch, Scores
 
 
 @pytest.fixture
@@ -76,11 +78,59 @@ def test_a_replica_that_gets_no_prompt(fakes, prompts, monkeypatch) -> None:
     """It still takes part in the generation and in the gather; only the leaders of the replicas count as such."""
     engine = fakes.FakeEngine([], Replica(index=0, count=2), share=[])
     one = fakes.rollout(prompts[0], 7, fakes.EOS, seed=50)
-    others = [([(0, one, 3.0, None)], None, rollouts.Share(tokens=2, seconds=3.0)), ([], None, None)]
+    row = rollouts._Row(position=0, rollout=one, reward=3.0, valid=True, parts={}, values=None)
+    others = [([row], None, rollouts.Share(tokens=2, seconds=3.0)), ([], None, None)]
     monkeypatch.setattr(rollouts, "gather_objects", lambda local: [local, *others])
     collected = collect(engine, prompts[:1], SEEDS[:1], scorers=scorers(fakes, critic=False))
     assert engine.asked == [([0], [50])] and collected.rollouts == [one] and collected.rewards.tolist() == [3.0]
     assert [share.tokens for share in collected.shares] == [0, 2]
+
+
+class Judge:
+    """Scores 10 * the prompt's id, made of that id and the response's length; of prompt 2 it has no reward, and says NaN for its parts."""
+
+    def score(self, answers) -> Future:
+        ids = torch.tensor([float(r.prompt.id) for r in answers])
+        parts = {"id": ids.where(ids != 2, torch.nan), "length": torch.tensor([float(len(r.response)) for r in answers])}
+        future: Future = Future()
+        future.set_result(Scores(rewards=(10 * ids).where(ids != 2, torch.nan), valid=ids != 2, parts=parts))
+        return future
+
+
+def test_what_rewards_are_made_of_and_rewards_that_are_none(fakes, prompts) -> None:
+    """No reward, said so by the judge, is not a reward that is not finite: the run goes on without the row."""
+    collected = collect(fakes.FakeEngine([]), prompts, SEEDS, scorers=Scorers(reward=Judge()))
+    assert collected.rewards.tolist() == [0, 10, 0, 30, 40]
+    assert collected.valid.tolist() == [True, True, False, True, True] == (~collected.failed).tolist()
+    metrics = response_metrics(collected, 1.0)
+    assert (metrics["rollout/rewards_invalid"], metrics["rollout/rewards_not_finite"], metrics["rollout/reward"]) == (1, 0, 20)
+    assert (metrics["reward/id"], metrics["reward/length"]) == (2.0, (2 + 3 + 5 + 6) / 4)  # of the four that have one
+    twice = joined([collected, collected.select(torch.tensor([2, 1]))])
+    assert [r.prompt.id for r in twice.rollouts] == [0, 1, 2, 3, 4, 2, 1]
+    assert twice.rewards.tolist() == [0, 10, 0, 30, 40, 0, 10]
+    assert twice.failed.nonzero().flatten().tolist() == [2, 5]
+    assert twice.parts["length"].tolist() == [2, 3, 4, 5, 6, 4, 3]
+    assert [share.tokens for share in twice.shares] == [40]  # 20 each: shares are those of the whole
+    plain = collect(fakes.FakeEngine([]), prompts, SEEDS, scorers=scorers(fakes, critic=False))
+    with pytest.raises(ValueError, match=r"made of \['id', 'length'\], others of \[\]"):
+        joined([collected, plain])
+
+
+def test_sampling_and_scoring_as_two_halves(fakes, prompts) -> None:
+    """An error of the first half is raised by the second, where every rank is."""
+    engine = fakes.FakeEngine([])
+    part = start(engine, prompts, SEEDS, scorers=scorers(fakes))
+    assert finish(part, prompts, SEEDS, scorers=scorers(fakes)).rewards.tolist() == [0, 10, 20, 30, 40]
+    assert engine.log == ["generate"]  # who calls the halves wakes the engine
+
+    class Broken(fakes.FakeEngine):
+        def generate(self, prompts, seeds, sampling=None):
+            yield []
+            raise EngineError("no room for a response")
+
+    broken = start(Broken([]), prompts, SEEDS, scorers=Scorers(reward=Judge()))
+    with pytest.raises(EngineError, match="no room"):
+        finish(broken, prompts, SEEDS, scorers=Scorers(reward=Judge()))
 
 
 def test_only_the_leader_of_a_replica_asks_the_scorers(fakes, prompts) -> None:
@@ -190,6 +240,7 @@ def test_response_metrics_and_samples(fakes, prompts) -> None:
         "rollout/reward": 2.5,
         "rollout/reward_std": 1.5,
         "rollout/rewards_not_finite": 0.0,
+        "rollout/rewards_invalid": 0.0,
         "rollout/response_length": 2.0,
         "rollout/response_length_max": 3.0,
         "rollout/truncated_fraction": 0.5,

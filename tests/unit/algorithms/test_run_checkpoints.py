@@ -202,6 +202,29 @@ def test_the_newest_pairs_stay(session, model, value_model) -> None:
     assert sorted(p.name for p in (session.directory.checkpoints / CRITIC).iterdir()) == ["latest", "step_000003", "step_000004"]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_best_checkpoint_keeps_its_critic(session, model, value_model, asynchronous) -> None:
+    """Step 2 is the best by pass@4: with keep=1 it outlives the later ones, and its critic, of the same step, with it."""
+    critic = SavingCritic(session, value_model)
+    run = keeper(session, model, critic, keep=1, best_metric="validation/pass@4", asynchronous=asynchronous)
+    best = session.directory.checkpoints / POLICY / "best"
+    weight = value_model.module.score_head.weight
+    for step, value in enumerate((0.25, 0.75, 0.5, None, 0.5), start=1):
+        with torch.no_grad():
+            weight.fill_(step)
+        run.save(step, {}, {} if value is None else {"validation/pass@4": value})
+        run.wait()
+    assert best.read_text().strip() == "step_000002"
+    assert steps(session) == steps(session, CRITIC) == [2, 5]
+    checkpoint.load(value_model, session.directory.checkpoints / CRITIC / "step_000002")
+    assert weight.unique().tolist() == [2]
+    # A new best in place of it: the old pair goes as a pair.
+    run.save(6, {}, {"validation/pass@4": 1.0})
+    run.save(7, {}, {"validation/pass@4": 0.0})
+    run.wait()
+    assert steps(session) == steps(session, CRITIC) == [6, 7] and best.read_text().strip() == "step_000006"
+
+
 def test_the_best_checkpoints_stay(session, model) -> None:
     """keep=1 and keep_best=2: the newest one and the two of highest accuracy; of equals the newer is better."""
     run = keeper(session, model, keep=1, keep_best=2, best_metric="validation/accuracy")
@@ -347,13 +370,13 @@ def test_the_same_checkpoint_again_changes_nothing(session, value_model) -> None
     ledger = trained(session, 1, 2)
     request = SaveRequest(step=2, after=ledger.mark)
     path = critic_keeper(session, value_model, ledger).save(request)
-    marker = (Path(path) / "aligner.json").stat()
+    marker = (Path(path) / "aligner.json").stat().st_mtime_ns
     keeper(session, value_model).rescue(2, {})
     restarted = load_critic(session, value_model, CheckpointConfig())
     assert (restarted.mark, restarted.count, restarted.checkpoint_step) == (ledger.mark, 2, 2)
     for again in (critic_keeper(session, value_model, ledger), critic_keeper(session, value_model, restarted)):
         assert again.save(request) == path
-    assert (Path(path) / "aligner.json").stat() == marker
+    assert (Path(path) / "aligner.json").stat().st_mtime_ns == marker
 
 
 def test_a_checkpoint_of_another_moment_is_refused(session, value_model) -> None:

@@ -11,6 +11,7 @@ from aligner.jobs.preflight import filesystem, ports, samples, sizing, tokenizer
 from aligner.jobs.preflight.devices import host_bytes
 from aligner.jobs.preflight.items import Level
 from aligner.models.config import Architecture
+from aligner.rewards.config import NamedRewardConfig
 
 FUNCTION = "reward.function.function"
 
@@ -131,6 +132,10 @@ def test_rewards(run, tmp_path):
         run(samples.REWARD, {FUNCTION: f"{broken}:reward"})
     with pytest.raises(ConfigError, match="has no 'lenght'; did you mean 'length'"):
         run(samples.REWARD, {FUNCTION: "aligner.rewards.builtin:lenght"})
+    parts = {"one": NamedRewardConfig(function=f"{flat}:reward"), "judge": NamedRewardConfig(served=True)}
+    parts["two"] = NamedRewardConfig(function="aligner.rewards.builtin:exact_match", weight=2.0)
+    several = {FUNCTION: "", "reward.functions": parts}
+    assert "one + 2 two: mean 2.5 for the answers themselves, 0.5 for empty ones" in run(samples.REWARD, several).found
     assert run(samples.REWARD, {FUNCTION: ""}).found == "no reward function: a reward model scores"
     assert run(samples.REWARD, name="sft").found == "this run has no rewards"
 

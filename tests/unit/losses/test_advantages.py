@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import tensor
 
-from aligner.losses.advantages import gae, group_advantages, outcome_rewards, rloo_advantages, whiten
+from aligner.losses.advantages import gae, group_advantages, outcome_rewards, returns_to_go, rloo_advantages, shaped_rewards, whiten
+from aligner.losses.scan import discounted_sums
 
 NAN = float("nan")
 
@@ -20,6 +21,16 @@ def test_outcome_reward_without_a_token_names_the_row():
     mask = tensor([[True, False], [False, False], [False, False]])
     with pytest.raises(ValueError, match=r"rows \[1, 2\] \(2 in all\)"):
         outcome_rewards(torch.ones(3), mask)
+    close(outcome_rewards(tensor([2.0, NAN, NAN]), mask, valid=tensor([True, False, False])), [[2, 0], [0, 0], [0, 0]])
+
+
+def test_kl_in_the_reward_holds_the_policy_back():
+    # 0.1 * k1 off every response token, and the score on the last; a positive KL lowers the reward
+    mask = tensor([[False, True, True, False], [False, True, False, True]])
+    kl = tensor([[NAN, 2.0, -1.0, NAN], [9.0, 3.0, 9.0, 4.0]]).requires_grad_()
+    rewards = shaped_rewards(tensor([1.0, -1.0]), mask, kl, 0.1)
+    close(rewards, [[0, -0.2, 1.1, 0], [0, -0.3, 0, -1.4]])
+    assert not rewards.requires_grad
 
 
 def test_gae_by_hand():
@@ -64,6 +75,60 @@ def test_gae_against_the_definition_as_a_sum():
             assert advantages[b, t].item() == pytest.approx(expected, abs=1e-12)
             assert returns[b, t].item() == pytest.approx(expected + v[i], abs=1e-12)
     assert not advantages[~mask].any() and not returns[~mask].any()
+
+
+def looped_gae(rewards, values, mask, gamma, gae_lambda):
+    """The recursion token by token: what `gae` computes at once."""
+    advantages, next_value, next_advantage = torch.zeros_like(values), 0 * values[:, 0], 0 * values[:, 0]
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(mask[:, t], delta + gamma * gae_lambda * next_advantage, next_advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        advantages[:, t] = torch.where(mask[:, t], next_advantage, 0.0)
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+@pytest.mark.parametrize("width", [1, 2, 31, 32, 33, 64, 200, 1100])
+@pytest.mark.parametrize("gaps", [False, True])
+def test_gae_against_the_loop(width, gaps):
+    """Widths around the blocks of the scan, and more than a block of blocks; rows that are all masked, or not at all, among them."""
+    generator = torch.Generator().manual_seed(width)
+    rewards, values = (torch.randn(7, width, generator=generator) for _ in range(2))
+    ends = torch.randint(0, width + 1, (7, 2), generator=generator).sort(dim=1).values
+    at = torch.arange(width)
+    mask = (at >= ends[:, :1]) & (at < ends[:, 1:])
+    mask[0], mask[1] = True, False
+    if gaps:
+        mask &= torch.rand(7, width, generator=generator) < 0.8
+    for gamma, lam in ((1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (0.0, 1.0), (1.0, 0.0)):
+        exact = looped_gae(rewards.double(), values.double(), mask, gamma, lam)
+        for found, expected in zip(gae(rewards.double(), values.double(), mask, gamma, lam), exact, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-10)
+        for found, expected in zip(gae(rewards, values, mask, gamma, lam), exact, strict=True):
+            torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=3e-5)
+
+
+def test_gae_twice_gives_the_same_bits():
+    generator = torch.Generator().manual_seed(3)
+    rewards, values = (torch.randn(16, 300, generator=generator) for _ in range(2))
+    mask = torch.rand(16, 300, generator=generator) < 0.9
+    first, second = (gae(rewards, values, mask, 0.99, 0.95) for _ in range(2))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+def test_discounted_sums_by_hand_and_of_nothing():
+    close(discounted_sums(tensor([[1.0, 2.0, 4.0], [0.0, 0.0, 8.0]]), 0.5), [[3, 4, 4], [2, 4, 8]])
+    close(discounted_sums(tensor([[1.0, 2.0, 4.0]]), 0.0), [[1, 2, 4]])
+    assert discounted_sums(torch.zeros(0, 100), 0.9).shape == (0, 100) and discounted_sums(torch.zeros(3, 0), 0.9).shape == (3, 0)
+
+
+def test_returns_to_go_by_hand():
+    # rewards 1 2 4 discounted by 0.5: 4, 2 + 2, 1 + 2; a token outside the mask is no step
+    mask = tensor([[False, True, True, True, False], [True, False, True, False, True]])
+    rewards = tensor([[NAN, 1.0, 2.0, 4.0, 9.0], [1.0, 7.0, 2.0, NAN, 4.0]])
+    close(returns_to_go(rewards, mask, 0.5), [[0, 3, 4, 4, 0], [3, 0, 4, 0, 4]])
+    close(returns_to_go(rewards, mask, 1.0), [[0, 7, 6, 4, 0], [7, 0, 6, 0, 4]])
+    close(returns_to_go(rewards, mask, 0.0), [[0, 1, 2, 4, 0], [1, 0, 2, 0, 4]])
 
 
 def test_whiten_by_hand_over_the_whole_batch():

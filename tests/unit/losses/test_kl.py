@@ -37,6 +37,52 @@ def test_minimising_the_estimate_moves_the_policy_to_the_reference(estimator):
     assert (logprobs.grad.sign() == torch.tensor([1.0, -1.0])).all()  # down where above the reference, up where below
 
 
+LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64)
+REF_LOGPROBS = torch.tensor([1.2, 0.2, -0.5, 0.0], dtype=torch.float64).log_softmax(0)
+
+
+def expected_gradient(loss_of):
+    """Mean over the policy's own samples (all four tokens, weighed by their probability) of the gradient of a loss of its log-probs."""
+    logits = LOGITS.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    (logprobs.detach().exp() * loss_of(logprobs)).sum().backward()
+    return logits.grad
+
+
+def exact_gradient(kl_of):
+    logits = LOGITS.clone().requires_grad_()
+    kl_of(logits.log_softmax(0)).backward()
+    return logits.grad
+
+
+def test_gradients_of_the_estimates_as_terms_of_the_loss():
+    """k1 holds nothing, k2 has the gradient of KL(policy || reference), k3 that of the KL the other way round."""
+    forward = exact_gradient(lambda lp: (lp.exp() * (lp - REF_LOGPROBS)).sum())
+    backward = exact_gradient(lambda lp: (REF_LOGPROBS.exp() * (REF_LOGPROBS - lp)).sum())
+    assert (forward - backward).abs().max() > 0.05
+    found = {estimator: expected_gradient(lambda lp, e=estimator: kl_estimate(lp, REF_LOGPROBS, e)) for estimator in KLEstimator}
+    for estimator, exact in ((KLEstimator.k1, torch.zeros(4)), (KLEstimator.k2, forward), (KLEstimator.k3, backward)):
+        torch.testing.assert_close(found[estimator], exact.double(), rtol=0, atol=1e-12)
+    signs = (LOGITS.log_softmax(0) - REF_LOGPROBS).sign()
+    towards = expected_gradient(lambda lp: signs * lp)
+    torch.testing.assert_close(found[KLEstimator.abs], towards, rtol=0, atol=1e-12)
+
+
+def test_k1_in_the_reward_is_k2_in_the_loss():
+    """REINFORCE on a reward of -k1 descends along the gradient of KL(policy || reference); so does k2 as a loss."""
+    in_reward = expected_gradient(lambda lp: kl_estimate(lp.detach(), REF_LOGPROBS, KLEstimator.k1) * lp)
+    in_loss = expected_gradient(lambda lp: kl_estimate(lp, REF_LOGPROBS, KLEstimator.k2))
+    torch.testing.assert_close(in_reward, in_loss, rtol=0, atol=1e-12)
+
+
+def test_the_adaptive_coefficient_finds_its_target():
+    """A policy whose KL is 2 / kl_coef: from far above and far below the coefficient comes to where the KL is the target of 4."""
+    for kl_coef in (0.01, 20.0):
+        for _ in range(500):
+            kl_coef = adapt_kl_coef(kl_coef, 2 / kl_coef, target=4.0, horizon=1000, num_samples=128)
+        assert kl_coef == pytest.approx(0.5, rel=1e-3)
+
+
 def test_k1_is_positive_where_the_policy_is_above_the_reference():
     assert kl_estimate(torch.tensor(-0.1), torch.tensor(-3.0), KLEstimator.k1).item() == pytest.approx(2.9)
 

@@ -1,5 +1,6 @@
 """What every loss owes: padding changes nothing, an empty mask is a finite zero, and any split into micro-batches gives the same sums."""
 
+import math
 from dataclasses import fields
 from functools import partial
 
@@ -9,12 +10,15 @@ import torch
 from aligner.losses.correction import Correction, CorrectionConfig
 from aligner.losses.policy import Aggregation, policy_loss
 from aligner.losses.preference import DPOVariant, dpo_loss
-from aligner.losses.reward import BradleyTerry, bradley_terry_loss
+from aligner.losses.reward import BradleyTerry, bradley_terry_loss, regression_loss
 from aligner.losses.sft import sft_loss
+from aligner.losses.steerlm import steerlm_loss
 from aligner.losses.surrogates import Objective
+from aligner.losses.unpaired import kto_loss
 from aligner.losses.value import value_loss
 from aligner.metrics import merge, values
-from aligner.types import LabeledBatch, PolicyBatch, PreferenceBatch, TokenOutputs, ValueBatch, select_rows
+from aligner.rows import select_rows
+from aligner.types import LabeledBatch, PolicyBatch, PreferenceBatch, TokenOutputs, ValueBatch
 
 B, S = 6, 7
 PPO = partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.3, aggregation_constant=5, dual_clip=3.0, entropy_coef=0.1, kl_coef=0.2)
@@ -28,13 +32,21 @@ LOSSES = {
     },
     "value": (partial(value_loss, clip=0.2), ValueBatch),
     **{f"bt_{v.value}": (partial(bradley_terry_loss, variant=v, centre_coef=0.1), PreferenceBatch) for v in BradleyTerry},
-    **{f"dpo_{v.value}": (partial(dpo_loss, beta=0.3, variant=v, sft_coef=0.2), PreferenceBatch) for v in DPOVariant},
+    **{
+        f"dpo_{v.value}": (partial(dpo_loss, beta=0.3, variant=v, sft_coef=0.2, label_smoothing=0.1 * v.takes_smoothing), PreferenceBatch)
+        for v in DPOVariant
+    },
     "sft": (sft_loss, LabeledBatch),
+    "kto": (partial(kto_loss, kl=0.3, beta=0.4, undesirable_weight=1.5, sft_coef=0.2), LabeledBatch),
+    "kto_averaged": (partial(kto_loss, kl=0.3, beta=0.4, average_logprobs=True), LabeledBatch),
+    "regression": (partial(regression_loss, attributes=["help"]), LabeledBatch),
+    "steerlm": (steerlm_loss, LabeledBatch),
 }
 TENSORS = {
     PolicyBatch: "old_logprobs advantages ref_logprobs rollout_logprobs",
     ValueBatch: "old_values returns",
     PreferenceBatch: "ref_logprobs",
+    LabeledBatch: "ref_logprobs",
 }
 
 
@@ -49,6 +61,8 @@ def make(kind, seed=0, empty=False):
     parts |= {name: torch.randn(B, S, generator=generator) for name in TENSORS.get(kind, "").split()}
     if kind is PreferenceBatch:
         parts["margins"] = torch.randn(B // 2, generator=generator)
+    if kind is LabeledBatch:
+        parts["labels"] = torch.randn(B, 1, generator=generator).sign()
     outputs = {name: torch.randn(B, S, generator=generator) for name in ("logprobs", "entropy", "values")}
     outputs["scores"] = torch.randn(B, 1, generator=generator)
     return kind(**parts), {name: x.requires_grad_() for name, x in outputs.items()}
@@ -121,3 +135,20 @@ def test_a_mean_of_micro_batch_means_would_be_another_number():
     parts = [loss(TokenOutputs(logprobs=outputs["logprobs"][a:b]), select_rows(batch, a, b)) for a, b in ((0, 1), (1, 6))]
     means = sum((part.total / part.count).item() for part in parts) / 2
     assert abs(means - (whole.total / whole.count).item()) > 1e-3
+
+
+@pytest.mark.parametrize("which", ["new", "old"])
+@pytest.mark.parametrize("objective", list(Objective))
+def test_a_log_prob_of_minus_infinity_shows(objective, which):
+    """A sampled token that one of the two policies thinks impossible: the loss stays usable or is not finite, but never silently so."""
+    batch, outputs = make(PolicyBatch)
+    (batch.old_logprobs if which == "old" else outputs["logprobs"].data)[0, 1] = float("-inf")
+    settings = {"clip_eps_low": 0.2, "clip_eps_high": 0.3, "aggregation": Aggregation.sequence_mean, "objective": objective}
+    result = policy_loss(TokenOutputs(**outputs), batch, **settings)
+    assert not math.isfinite(values(result.metrics)["policy/approx_kl"])
+
+
+def test_a_reference_that_gives_a_token_no_probability_is_not_finite():
+    batch, outputs = make(PolicyBatch)
+    batch.ref_logprobs[0, 1] = float("-inf")
+    assert not PPO(TokenOutputs(**outputs), batch, aggregation=Aggregation.token_mean).total.isfinite()

@@ -177,10 +177,14 @@ def test_settings_by_default():
 
 def test_the_best_checkpoint_needs_validation():
     from aligner.algorithms.loop import LoopConfig
+    from aligner.data.config import PromptDataConfig
     from aligner.schemas import TrainGRPO, TrainPPO
 
-    best = CheckpointConfig(best_metric="validation/accuracy")
+    best = CheckpointConfig(best_metric="validation/reward")
     for config in (TrainGRPO, TrainPPO):
-        with pytest.raises(ConfigError, match="checkpoint.best_metric=validation/accuracy: needs loop.validate_every above 0"):
+        with pytest.raises(ConfigError, match="checkpoint.best_metric=validation/reward: needs loop.validate_every above 0"):
             config(checkpoint=best)
-        assert config(checkpoint=best, loop=LoopConfig(validate_every=5)).checkpoint is best
+        with pytest.raises(ConfigError, match="checkpoint.best_metric=validation/reward: needs data.validation"):
+            config(checkpoint=best, loop=LoopConfig(validate_every=5))
+        held_out = PromptDataConfig(validation="held_out.jsonl")
+        assert config(checkpoint=best, loop=LoopConfig(validate_every=5), data=held_out).checkpoint is best

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.types import LabeledBatch, PreferenceBatch, TokenBatch, ValueBatch, trim_columns
+from aligner.rows import trim_columns
+from aligner.types import LabeledBatch, PreferenceBatch, TokenBatch, ValueBatch
 
 VOCAB, WIDTH = 61, 20
 LENGTHS = (20, 6, 13, 9, 17)

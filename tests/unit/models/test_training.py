@@ -147,6 +147,30 @@ def test_reference_policy_keeps_the_weights_it_was_made_from(make_model):
     assert torch.equal(reference.logprobs(batch), first)
 
 
+def test_reference_policy_can_be_renewed_and_restored(make_model):
+    from aligner.models.policy import ReferencePolicy
+
+    policy, batch = make_model("policy", optimizer=adam()), make_batch("sft")
+    reference = ReferencePolicy(policy)
+    policy.train_step(batch, sft_loss)
+    second, kept = policy.logprobs(batch), weights_of(policy)
+    reference.renew()
+    policy.train_step(batch, sft_loss)
+    third, trained = policy.logprobs(batch), weights_of(policy)
+    assert torch.equal(reference.logprobs(batch), second)
+    reference.renew()
+    assert torch.equal(reference.logprobs(batch), third)
+
+    def load(chunks):
+        with torch.no_grad():
+            for parameter, weight in zip(chunks[0].parameters(), kept, strict=True):
+                parameter.copy_(weight)
+
+    reference.restore(load)
+    assert torch.equal(reference.logprobs(batch), second)
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(policy), trained, strict=True))
+
+
 def test_reference_policy_gives_the_weights_back_after_an_error(make_model):
     from aligner.models.policy import ReferencePolicy
 

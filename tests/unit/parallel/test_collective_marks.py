@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 from aligner.parallel import collectives
 from aligner.parallel.collective_marks import COLLECTIVES, POINT_TO_POINT, marked
-from aligner.parallel.progress import Progress
+from aligner.parallel.progress import GroupInfo, Progress
 
 pytestmark = pytest.mark.usefixtures("topology")
 X = torch.ones(2)
@@ -76,3 +78,27 @@ def test_everything_is_put_back():
         assert vars(dist)["all_reduce"] is not before[names.index("all_reduce")]
         assert mappings.dist_all_gather_func is not before[-1]
     assert before == [vars(dist)[name] for name in names] + [distributed_c10d.isend, dist.Work.wait, mappings.dist_all_gather_func]
+
+
+def test_each_thread_has_its_own():
+    """Two threads in collectives of different groups: neither hides the other's, and what lasts longer is what the rank is seen in."""
+    progress = Progress()
+    mine, others = (GroupInfo(key, key, (0, 1)) for key in "ab")
+    entered, may_leave = threading.Event(), threading.Event()
+
+    def sample() -> None:
+        progress.enter("broadcast", others)
+        entered.set()
+        assert may_leave.wait(20)
+        progress.leave(is_async=False)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    assert entered.wait(20) and progress.inside is None
+    progress.enter("all_reduce", mine)
+    assert progress.inside.name == "all_reduce" and progress.snapshot().inside.name == "broadcast"
+    progress.leave(is_async=False)
+    assert progress.inside is None and progress.snapshot().inside.name == "broadcast"
+    may_leave.set()
+    thread.join(20)
+    assert progress.snapshot().inside is None and progress.snapshot().counts == {"a": 1, "b": 1}

@@ -104,6 +104,8 @@ def test_engine_weights_of_its_own() -> None:
     assert component(parallel={"tp": 2, "pp": 2}, engine=engine).engine_holds_weights
     assert not component(parallel={"tp": 2, "cp": 2}, engine=engine).engine_holds_weights
     assert not component().engine_holds_weights
+    ahead = component(parallel={"tp": 2}, engine=replace(engine, asynchronous=True))
+    assert ahead.engine_holds_weights and not ahead.engine_reshards
 
 
 def test_memory_of_every_phase() -> None:
@@ -135,6 +137,8 @@ def test_memory_of_every_phase() -> None:
     # 16 ranks / 4 = 4 replicas, 16 sequences each, 4 at a time; 8 layers, one head of 8 numbers, keys and values, 2 bytes. Room for a
     # token more than 256 in steps of 64.
     assert generate["KV cache"] == 4 * 320 * 8 * 8 * 2 * 2
+    ahead = replace(staying, engine=replace(staying.engine, asynchronous=True))  # it samples in every phase
+    assert all(m.parts["KV cache"] == generate["KV cache"] for m in memory.phase_memory(ahead, sizes, CLUSTER, (0, 1)))
     overlapping = replace(own, parallel=replace(own.parallel, sequence_parallel=True, tp_comm_overlap=True))
     train = next(m.parts for m in memory.phase_memory(overlapping, sizes, CLUSTER, (0,)) if m.phase == Phase.train)
     assert train["exchange buffers"] == 8 * 512 * 64 * 2  # the hidden states of 512 tokens of 64 bfloat16 numbers, eight times

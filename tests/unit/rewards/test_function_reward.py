@@ -32,7 +32,7 @@ ROLLOUTS = [rollout(0, "one", answer="1"), rollout(1, "two", text="a prompt"), r
 def score(function, rollouts=ROLLOUTS, timeout_seconds=20.0):
     model = FunctionReward(function, decode, timeout_seconds, name="mine.py:reward")
     try:
-        return model.score(rollouts).result(timeout=60)
+        return model.score(rollouts).result(timeout=60).rewards
     finally:
         model.close()
 
@@ -81,7 +81,7 @@ def test_scoring_does_not_block_the_caller():
     first, second = model.score(ROLLOUTS[:1]), model.score(ROLLOUTS[1:])
     assert not first.done()
     go.set()
-    assert first.result(30).shape == (1,) and second.result(30).shape == (2,)
+    assert first.result(30).rewards.shape == (1,) and second.result(30).rewards.shape == (2,)
     model.close()
 
 
@@ -175,7 +175,7 @@ def test_what_is_not_a_number(bad, shown):
 
 def test_numbers_that_float32_does_not_hold_are_infinite_or_nan():
     model = FunctionReward(lambda *_: [float("nan"), 1e39, -(10**400)], decode, 20.0)
-    assert str(model.score(ROLLOUTS).result(30).tolist()) == "[nan, inf, -inf]"
+    assert str(model.score(ROLLOUTS).result(30).rewards.tolist()) == "[nan, inf, -inf]"
     model.close()
 
 
@@ -200,7 +200,7 @@ def test_a_failure_does_not_poison_the_next_call():
     first, second = model.score(ROLLOUTS[:1]), model.score(ROLLOUTS[:1])
     with pytest.raises(RewardError):
         first.result(30)
-    assert second.result(30).tolist() == [4.0]
+    assert second.result(30).rewards.tolist() == [4.0]
     model.close()
 
 
@@ -216,7 +216,7 @@ def test_a_failing_decoder_is_raised():
 
 def test_from_a_config():
     model = function_reward(RewardFunctionConfig(function="aligner.rewards.builtin:length"), decode)
-    assert model.score(ROLLOUTS).result(30).tolist() == pytest.approx([3 / 200, 3 / 200, 1.0])
+    assert model.score(ROLLOUTS).result(30).rewards.tolist() == pytest.approx([3 / 200, 3 / 200, 1.0])
     model.close()
     with pytest.raises(ConfigError, match="function is empty"):
         function_reward(RewardFunctionConfig(), decode)

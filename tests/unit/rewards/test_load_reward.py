@@ -61,11 +61,11 @@ def test_a_wrong_spec_is_named(spec, message):
 
 
 def test_a_file_that_cannot_be_imported(tmp_path):
-    path = tmp_path / "broken.py"
+    path = tmp_path / "half_made.py"
     path.write_text("import not_installed_here\n")
-    with pytest.raises(ConfigError, match="broken.py: ModuleNotFoundError: No module named 'not_installed_here'"):
+    with pytest.raises(ConfigError, match="half_made.py: ModuleNotFoundError: No module named 'not_installed_here'"):
         load_reward_function(f"{path}:reward")
-    assert not [name for name in sys.modules if name.startswith("reward_function_broken")]  # no half-made module is left
+    assert not [name for name in sys.modules if name.startswith("reward_function_half_made")]  # no half-made module is left
 
 
 def test_a_factory_gets_its_arguments():

@@ -181,6 +181,8 @@ def test_a_cache_of_no_stated_size_grows_with_the_requests():
     class Trickle:
         """One request at a time, as if others took theirs too."""
 
+        is_open = False
+
         def __init__(self, requests: list[GenRequest]) -> None:
             self.requests = requests
 

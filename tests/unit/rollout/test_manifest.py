@@ -9,7 +9,7 @@ import torch
 
 from aligner.errors import EngineError
 from aligner.models.config import Architecture, Family
-from aligner.rollout.manifest import global_manifest, hf_manifest
+from aligner.rollout.manifest import Manifest, TensorSpec, global_manifest, hf_manifest
 from aligner.rollout.stream import fusion_group, weight_buckets
 
 FAMILIES = ["llama", "llama_tied_llama3_rope", "qwen2", "qwen2_tied", "qwen3", "mixtral", "qwen3_moe", "nemotron", "gpt2"]
@@ -24,7 +24,7 @@ def test_the_manifest_is_what_is_exported(name, hf_directory, load_policy):
     """Names, order, shapes, dtypes; the vocabulary (61 rows, padded to 64 in training) without its padding."""
     policy = load_policy(hf_directory(name), config={"dtype": "bfloat16"} if name == "qwen3" else {})
     architecture, dtype = policy.module.architecture, policy.module.config.params_dtype
-    list(weight_buckets(policy.export_weights(), bucket_bytes=1))  # what is fused comes together
+    list(weight_buckets(policy.export_weights(), bucket_bytes=1, manifest=hf_manifest(architecture, dtype)))  # what is fused comes together
     exported = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in policy.export_weights()]
     assert exported == [(key, spec.shape, spec.dtype) for key, spec in hf_manifest(architecture, dtype).tensors.items()]
     assert exported[0][1][0] == 61 and policy.module.embedding.word_embeddings.weight.shape[0] == 64
@@ -89,7 +89,7 @@ def test_buckets_are_full_and_keep_groups_whole():
     tensors = {name: torch.arange(size, dtype=torch.float32) for name, size in sizes.items()}
 
     def counts(limit: int) -> list[int]:
-        buckets = list(weight_buckets(iter(tensors.items()), bucket_bytes=limit))
+        buckets = list(weight_buckets(iter(tensors.items()), bucket_bytes=limit, manifest=listed(tensors)))
         assert [name for bucket in buckets for name, _ in bucket] == list(sizes)
         assert all(torch.equal(tensor, tensors[name]) for bucket in buckets for name, tensor in bucket)
         return [len(bucket) for bucket in buckets]
@@ -103,30 +103,40 @@ def test_buckets_are_full_and_keep_groups_whole():
 def test_a_stream_that_tears_a_group_apart_is_refused():
     names = ["l.self_attn.q_proj.weight", "l.self_attn.o_proj.weight", "l.self_attn.k_proj.weight"]
     with pytest.raises(EngineError, match="k_proj.weight came apart from the tensors that it is fused with"):
-        list(weight_buckets(((name, torch.zeros(1)) for name in names), bucket_bytes=1))
+        list(weight_buckets(((name, torch.zeros(1)) for name in names), bucket_bytes=1, manifest=listed({"other": torch.zeros(1)})))
 
 
 def test_a_layers_experts_are_one_bucket_and_transposed_ones_are_contiguous(hf_directory, load_policy):
     policy = load_policy(hf_directory("mixtral"))
-    buckets = list(weight_buckets(policy.export_weights(), bucket_bytes=1))
+    buckets = list(weight_buckets(policy.export_weights(), bucket_bytes=1, manifest=of_policy(policy)))
     of_experts = [bucket for bucket in buckets if ".experts." in bucket[0][0]]
     assert len(of_experts) == 2 and all(len(bucket) == 4 * 3 for bucket in of_experts)
     policy = load_policy(hf_directory("gpt2"))
-    state = {name: tensor for bucket in weight_buckets(policy.export_weights(), bucket_bytes=20_000) for name, tensor in bucket}
+    buckets = weight_buckets(policy.export_weights(), bucket_bytes=20_000, manifest=of_policy(policy))
+    state = {name: tensor for bucket in buckets for name, tensor in bucket}
     expected = dict(policy.export_weights())
     assert any(not tensor.is_contiguous() for tensor in expected.values())
     for name, tensor in state.items():
         assert tensor.is_contiguous() and torch.equal(tensor, expected[name])
 
 
-def test_the_stream_holds_two_buckets_at_most(make_model):
-    """Whenever a bucket is loaded, what came into being with the stream: this bucket and the group that comes next."""
+def test_the_stream_holds_one_bucket_at_most(make_model):
+    """Whenever a bucket is loaded, what came into being with the stream is this bucket; before the next one it is gone."""
     policy = make_model("policy", architecture={"num_layers": 6, "qkv_bias": False})
     there_before = storages()
-    limit, most = 16_000, 0
-    for _ in weight_buckets(policy.export_weights(), bucket_bytes=limit):
-        most = max(most, sum(size for place, size in storages().items() if place not in there_before))
-    assert 0 < most <= 2 * limit
+    limit, sizes = 16_000, []
+    for bucket in weight_buckets(policy.export_weights(), bucket_bytes=limit, manifest=of_policy(policy)):
+        sizes.append(sum(size for place, size in storages().items() if place not in there_before))
+        del bucket
+    assert len(sizes) > 3 and 0 < max(sizes) <= limit
+
+
+def listed(tensors: dict[str, torch.Tensor]) -> Manifest:
+    return Manifest(tensors={name: TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in tensors.items()})
+
+
+def of_policy(policy) -> Manifest:
+    return hf_manifest(policy.module.architecture, policy.module.config.params_dtype)
 
 
 def storages() -> dict[int, int]:

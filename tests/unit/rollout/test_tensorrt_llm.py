@@ -58,9 +58,10 @@ def refit(engine, policy, version: int = 1) -> int:
     """Everything the policy exports, in small buckets; how many there were."""
     from aligner.rollout.manifest import hf_manifest
 
-    engine.begin_refit(hf_manifest(policy.chunks[0].architecture, torch.float32))
+    manifest = hf_manifest(policy.chunks[0].architecture, torch.float32)
+    engine.begin_refit(manifest)
     count = 0
-    for bucket in weight_buckets(policy.export_weights(), bucket_bytes=12_000):
+    for bucket in weight_buckets(policy.export_weights(), bucket_bytes=12_000, manifest=manifest):
         engine.load(bucket)
         count += 1
     engine.finish_refit(version)
@@ -180,7 +181,7 @@ def test_a_refit_that_fails_forbids_generating_until_one_succeeds(package, polic
     engine.start()
     refit(engine, policy)
     manifest = hf_manifest(policy.chunks[0].architecture, torch.float32)
-    buckets = list(weight_buckets(policy.export_weights(), bucket_bytes=12_000))
+    buckets = list(weight_buckets(policy.export_weights(), bucket_bytes=12_000, manifest=manifest))
     engine.begin_refit(manifest)
     engine.load(buckets[0])
     q_only = [(name, tensor) for bucket in buckets for name, tensor in bucket if "layers.0.self_attn.q_proj" in name]
@@ -356,3 +357,28 @@ def _as_result(rollout) -> GenResult:
         finish_reason=rollout.finish_reason,
         weight_version=rollout.policy_version,
     )
+
+
+def test_episodes_of_several_turns(package, policy, hf_directory):
+    """Further turns of an episode are requests like others; they are asked for while other requests run."""
+    from fake_environment import repeats
+
+    from aligner.rollout.episodes import Conversing, Episodes, EpisodeWork
+    from aligner.types import Prompt
+
+    sampling = SamplingConfig(max_response_length=24, stop_token_ids=list(range(20, 40)))
+    prompts = [Prompt(id=one.index, tokens=one.tokens, source=f"p:{one.index}") for one in requests()]
+    found = []
+    for seats in (2, 8):
+        engine = build(hf_directory("llama"), sampling=sampling, max_batch_size=seats, sampler=Sampler.torch)
+        engine.start()
+        refit(engine, policy)
+        conversing = Conversing(follow_up=repeats())
+        exchange = conversing.follow_up.open()
+        episodes = Episodes(exchange, prompts, requests(), [24] * len(prompts), max_turns=3)
+        for results in engine.generate(EpisodeWork(ListedWork(requests()), conversing, episodes), sampling):
+            episodes.record(results)
+        found.append({one.prompt.id: one.response for one in episodes.take_ended()})
+        engine.shutdown()
+    assert found[0] == found[1] and sorted(found[0]) == [one.index for one in requests()]
+    assert all(len(response) <= 24 for response in found[0].values())

@@ -345,7 +345,7 @@ def lengths(endpoint: str, arrays: Arrays) -> Arrays:
 def test_rewards(tmp_path: Path) -> None:
     server = FakeHTTP(tmp_path, "reward", lengths)
     client = RewardClient(tmp_path, config=CONFIG, access=ACCESS)
-    assert client.score(rollouts()).result(10).tolist() == [2.0, 4.0, 3.0]  # prompt and response tokens
+    assert client.score(rollouts()).result(10).rewards.tolist() == [2.0, 4.0, 3.0]  # prompt and response tokens
     by_rows = {arrays["tokens"].shape[0]: arrays["tokens"].tolist() for _, arrays in server.requests}
     assert by_rows == {2: [[5, 6, 0, 0], [5, 6, 6, 6]], 1: [[5, 6, 6]]}
 
@@ -353,7 +353,7 @@ def test_rewards(tmp_path: Path) -> None:
     with pytest.raises(RequestRejected, match="2 attributes per row"):
         client.score(rollouts()).result(10)
     summing = RewardClient(tmp_path, config=CONFIG, access=ACCESS, reduce=lambda scores: scores.sum(dim=1))
-    assert summing.score(rollouts()).result(10).tolist() == [4.0, 8.0, 6.0]
+    assert summing.score(rollouts()).result(10).rewards.tolist() == [4.0, 8.0, 6.0]
     with pytest.raises(ValueError, match="no rollouts"):
         client.score([])
     client.close()
@@ -368,7 +368,7 @@ def test_a_reward_server_that_is_replaced(tmp_path: Path) -> None:
     server.close()
     pending = client.score(rollouts())
     successor = FakeHTTP(tmp_path, "reward", lengths)
-    assert pending.result(20).tolist() == [2.0, 4.0, 3.0]
+    assert pending.result(20).rewards.tolist() == [2.0, 4.0, 3.0]
     client.close()
     successor.close()
     assert not registration_path(tmp_path, "reward").exists()

@@ -1,0 +1,184 @@
+"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024, 2402.01306): responses that are each judged good or bad, without a partner.
+
+One step: a batch of judged responses; the frozen reference's log-probs; an estimate z of the policy's KL to the reference, from prompts
+paired with the responses to *other* prompts of the batch; one update of the policy on
+
+    w sigma(-beta (d - z)) where desirable, w sigma(-beta (z - d)) where not,    d = log pi - log pi_ref of the response.
+
+Against DPO (`dpo.py`): a thumb up or down is enough, and the two kinds need not be equally many (`desirable_weight`,
+`undesirable_weight`); what a response is compared with is z and not its partner. z is of the whole batch and has no gradient, so that
+micro-batches and layouts do not change it; it costs one more pass without gradient of each model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from aligner.algorithms.loop import Clock, StepResult
+from aligner.data.loader import EpochSampler
+from aligner.data.unpaired import UnpairedExample, mismatched, unpaired_batch
+from aligner.errors import ConfigError, DataError
+from aligner.losses.unpaired import UnpairedLoss, kl_baseline, kto_loss, mean_log_ratio
+from aligner.metrics import Mean, merge, values
+from aligner.protocols import Policy
+from aligner.types import LabeledBatch, TokenOutputs
+
+
+@dataclass(kw_only=True, slots=True)
+class KTOConfig:
+    """Settings of KTO."""
+
+    loss: UnpairedLoss = UnpairedLoss.kto
+    beta: float = 0.1  # how strongly the reference holds
+    desirable_weight: float = 1.0  # times the number of desirable responses: 1 to 4/3 of the same of undesirable ones is advised
+    undesirable_weight: float = 1.0
+    sft_coef: float = 0.0  # of a desirable response's negative log-likelihood per token
+    average_logprobs: bool = False  # over a response's tokens, not their sum
+    batch_size: int = 64  # responses per update; the KL is estimated over as many
+    validation_batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0:
+            raise ConfigError(f"algorithm.beta={self.beta}: must be above 0")
+        for name in ("desirable_weight", "undesirable_weight", "sft_coef"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must not be negative")
+        if self.batch_size < 2 or self.validation_batch_size < 1:
+            raise ConfigError(
+                f"algorithm.batch_size={self.batch_size}, validation_batch_size={self.validation_batch_size}: "
+                "must be at least 2 (each prompt is paired with the response to another) and 1"
+            )
+
+    @property
+    def reports(self) -> list[str]:
+        """The names of the metrics that a validation gives."""
+        names = ["loss", "accuracy", "kl", "desirable_reward", "undesirable_reward"]
+        return [f"validation/{name}" for name in names + ["sft_loss"] * (self.sft_coef > 0)]
+
+
+class Reference(Protocol):
+    """The frozen policy that the log-ratios are taken against."""
+
+    def logprobs_of(self, batches: Sequence[LabeledBatch]) -> list[Tensor]:
+        """`Policy.logprobs` of each batch. Several at once: bringing its weights takes time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """Responses with the reference's log-probs, and the mismatched rows that the KL is estimated on (None where none is)."""
+
+    matched: LabeledBatch
+    mismatched: LabeledBatch | None
+
+
+class KTO:
+    """The algorithm over its parts. Every rank constructs one.
+
+    `max_length` cuts mismatched rows, which may be longer than any example. Raises DataError for a single validation example.
+    """
+
+    def __init__(
+        self,
+        config: KTOConfig,
+        policy: Policy,
+        reference: Reference,
+        *,
+        train: Sequence[UnpairedExample],
+        validation: Sequence[UnpairedExample],
+        max_length: int,
+        pad_id: int,
+        seed: int,
+    ) -> None:
+        if config.loss.needs_kl and len(validation) == 1:
+            raise DataError("data.validation has one usable response; the KL is estimated on prompts paired with the responses to others")
+        self.config = config
+        self.policy = policy
+        self.reference = reference
+        self.train = train
+        self.max_length = max_length
+        self.pad_id = pad_id
+        self.order = EpochSampler(len(train), config.batch_size, seed)
+        self.loss = partial(
+            kto_loss,
+            beta=config.beta,
+            desirable_weight=config.desirable_weight,
+            undesirable_weight=config.undesirable_weight,
+            sft_coef=config.sft_coef,
+            average_logprobs=config.average_logprobs,
+        )
+        self._held_out = validation
+        self._validation: list[Judged] = []  # from the first validation on
+
+    def step(self, step: int, clock: Clock) -> StepResult:
+        examples = [self.train[i] for i in self.order.indices(step - 1)]
+        with clock.phase("ref_logprobs"):
+            (judged,) = self._judged(examples, len(examples))
+        with clock.phase("logprobs"):
+            kl = self._kl([judged])
+        with clock.phase("train"):
+            metrics = values(self.policy.train_step(judged.matched, partial(self.loss, kl=kl)))
+        seconds = sum(clock.seconds[f"time/{phase}"] for phase in ("ref_logprobs", "logprobs", "train"))
+        metrics["data/tokens_per_second"] = int(judged.matched.lengths.sum()) / seconds
+        return StepResult(metrics=metrics | {"data/epoch": self.order.epoch(step)})
+
+    def validate(self) -> Mapping[str, float]:
+        """The loss and what goes with it on the validation responses, as `validation/*`; z is of all of them."""
+        if not self._validation:
+            self._validation = self._judged(self._held_out, self.config.validation_batch_size)
+        if not self._validation:
+            return {}
+        loss = partial(self.loss, kl=self._kl(self._validation))
+        parts = [loss(TokenOutputs(logprobs=self.policy.logprobs(one.matched)), one.matched).metrics for one in self._validation]
+        return {name.replace("kto/", "validation/"): value for name, value in values(merge(parts)).items()}
+
+    def finish(self) -> None:
+        """Nothing runs on after a step."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """There is no state besides the model and the step number."""
+
+    def _judged(self, examples: Sequence[UnpairedExample], size: int) -> list[Judged]:
+        """Batches of `size`; a prompt's other response may be of any of the examples."""
+        others = mismatched(examples, self.max_length) if self.config.loss.needs_kl and examples else []
+        return [
+            self._with_reference(examples[start : start + size], others[start : start + size]) for start in range(0, len(examples), size)
+        ]
+
+    def _with_reference(self, examples: Sequence[UnpairedExample], others: Sequence[UnpairedExample]) -> Judged:
+        """In the batches that the policy will see, so that where the two are equal their log-probs are, to the last bit."""
+        batches = [unpaired_batch(rows, self.pad_id) for rows in (examples, others) if rows]
+        logprobs = self.reference.logprobs_of(batches)
+        done = [replace(batch, ref_logprobs=found) for batch, found in zip(batches, logprobs, strict=True)]
+        return Judged(matched=done[0], mismatched=done[1] if others else None)
+
+    def _kl(self, judged: Sequence[Judged]) -> float:
+        """z over all mismatched rows, under the policy of now."""
+        return kl_baseline([self._ratio(one.mismatched) for one in judged if one.mismatched]) if self.config.loss.needs_kl else 0.0
+
+    def _ratio(self, batch: LabeledBatch) -> Mean:
+        return mean_log_ratio(
+            self.policy.logprobs(batch), batch.ref_logprobs, batch.loss_mask, average_logprobs=self.config.average_logprobs
+        )
+
+
+def balance(examples: Sequence[UnpairedExample], config: KTOConfig) -> str:
+    """How many responses of each kind there are; advice where their weights are far from equal (2402.01306, equation 8)."""
+    good = sum(example.desirable for example in examples)
+    bad, counts = len(examples) - good, f"{good} desirable and {len(examples) - good} undesirable responses"
+    if not (good and bad and config.undesirable_weight):
+        return counts
+    ratio = config.desirable_weight * good / (config.undesirable_weight * bad)
+    if 0.99 < ratio < 1.34:
+        return counts
+    least = config.undesirable_weight * bad / good
+    return (
+        f"{counts}, of weight {ratio:.3g} to 1 in all; advised is 1 to 4/3: algorithm.desirable_weight={least:.3g} to {4 / 3 * least:.3g}"
+    )

@@ -1,0 +1,203 @@
+"""Online direct preference optimisation (Guo et al. 2024, 2402.04792): DPO on pairs of the policy's own samples.
+
+One step: sample `group_size` responses to each prompt; score them; pair those of a prompt, the better one chosen (`pairing`), and drop
+ties; log-probs of the frozen reference for the pairs; updates of the policy on a loss of `aligner.losses.pairs`,
+
+    -log sigma(beta ((l_chosen - ref_chosen) - (l_rejected - ref_rejected))).
+
+Against DPO (`dpo.py`): the pairs are on-policy and never run out. Against GRPO (`grpo.py`): only the order of rewards matters, not their
+size (but for the RPO losses), and beta inside the loss holds the policy near the reference. `reference_every` makes it iterative
+(2312.11456): every so many steps the policy of then becomes the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from aligner.algorithms.dpo import PairLossConfig
+from aligner.algorithms.loop import Clock, StepResult
+from aligner.algorithms.online import OnlineTask
+from aligner.algorithms.rollouts import ScoredRollouts, response_metrics, sample_rows, sample_seeds
+from aligner.algorithms.rounds import OnPolicyRounds, Rounds
+from aligner.algorithms.selection import Pairing, Pairs, num_compared, pairs_of, updates_of
+from aligner.data.collate import rollout_batch
+from aligner.errors import ConfigError
+from aligner.losses.aggregation import masked_mean
+from aligner.losses.gap import with_gap
+from aligner.losses.kl import KLEstimator, kl_estimate
+from aligner.losses.preference import dpo_loss
+from aligner.metrics import merge, values
+from aligner.protocols import Policy
+from aligner.types import LossOutput, PreferenceBatch, RolloutBatch, TokenOutputs
+
+
+@dataclass(kw_only=True, slots=True)
+class OnlineDPOConfig(PairLossConfig):
+    """Settings of online DPO."""
+
+    prompts_per_step: int = 64
+    group_size: int = 2  # responses sampled per prompt
+    pairing: Pairing = Pairing.best_worst
+    min_gap: float = 0.0  # pairs whose rewards differ by no more than this are ties: dropped and counted
+    missing_eos_penalty: float = 0.0  # taken from the reward of a response that was cut at the length limit, before pairing
+    mini_batch_size: int = 64  # pairs per update, at most
+    num_epochs: int = 1
+    reference_every: int = 0  # steps after which the policy of then becomes the reference; 0: it stays the model that the run starts from
+
+    def __post_init__(self) -> None:
+        PairLossConfig.__post_init__(self)
+        for name in ("prompts_per_step", "mini_batch_size", "num_epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        if self.group_size < 2:
+            raise ConfigError(f"algorithm.group_size={self.group_size}: a pair needs at least 2 responses")
+        for name in ("min_gap", "missing_eos_penalty", "reference_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must not be negative")
+        if self.reference_every and not self.loss.needs_reference:
+            raise ConfigError(f"algorithm.reference_every={self.reference_every}: loss={self.loss.value} has no reference; allowed: 0")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a step asks the reference policy for log-probs."""
+        return self.loss.needs_reference
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Responses sampled in one training step."""
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def pairs_per_step(self) -> int:
+        """Pairs that a step compares at most."""
+        return self.prompts_per_step * num_compared(self.pairing, self.group_size)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps in one training step without a tie."""
+        return -(-self.pairs_per_step // self.mini_batch_size) * self.num_epochs
+
+
+class MovingReference(Protocol):
+    """A frozen policy that may be replaced by the one that is trained. Collective."""
+
+    def logprobs(self, batch: PreferenceBatch) -> Tensor:
+        """As `Policy.logprobs`."""
+
+    def renew(self, step: int) -> None:
+        """From now on it is the policy of now, which has finished `step`; it can be restored after a restart."""
+
+    def restore(self, step: int) -> None:
+        """From now on it is what `renew(step)` made it. Raises CheckpointError where that is not there."""
+
+
+def online_dpo_loss(outputs: TokenOutputs, batch: PreferenceBatch, **settings: Any) -> LossOutput:
+    """`dpo_loss`, with the KL of the policy to the reference (where there is one), k3 per token of the pairs, as `pairs/ref_kl`.
+
+    These are samples of the policy, but chosen ones: the best and the worst of many are further from the reference than its samples are.
+    """
+    result = dpo_loss(outputs, batch, **settings)
+    if batch.ref_logprobs is None:
+        return result
+    kl = masked_mean(kl_estimate(outputs.logprobs, batch.ref_logprobs, KLEstimator.k3), batch.loss_mask)
+    return LossOutput(total=result.total, count=result.count, metrics={**result.metrics, "pairs/ref_kl": kl})
+
+
+class OnlineDPO:
+    """The algorithm over its parts. Every rank constructs one.
+
+    `reference`: None where the loss needs none. `rounds`: where rollouts come from; None: sampled when they are needed.
+    """
+
+    def __init__(
+        self, config: OnlineDPOConfig, policy: Policy, task: OnlineTask, reference: MovingReference | None, rounds: Rounds | None = None
+    ) -> None:
+        self.config = config
+        self.policy = policy
+        self.task = task
+        self.rounds = rounds or OnPolicyRounds(task, config.group_size)
+        self.reference = reference
+        self.reference_step = 0  # after which the reference was the policy
+        self.loss = with_gap(partial(online_dpo_loss, **config.settings()))
+
+    def step(self, step: int, clock: Clock) -> StepResult:
+        task, config = self.task, self.config
+        self._renew_reference(step - 1, clock)
+        self.policy.sleep()  # a checkpoint may have woken it
+        collected = self.rounds.take(step, clock)
+        batch = rollout_batch(collected.rollouts, task.pad_id)
+        pairs = self.pair(batch, collected, seed=sample_seeds(task.seed, step, 1)[0])
+        metrics = response_metrics(collected, clock.seconds["time/generate"]) | self.pair_metrics(pairs)
+        if len(pairs.gaps):
+            examples = self.examples(batch, pairs)
+            if self.reference is not None:
+                with clock.phase("ref_logprobs"):
+                    examples = replace(examples, ref_logprobs=self.reference.logprobs(examples))
+            with clock.phase("train"):
+                parts = updates_of(
+                    examples, config.mini_batch_size, config.num_epochs, key=f"{task.seed}/{step}", least=task.topology.dp_size
+                )
+                metrics |= values(merge([self.policy.train_step(part, self.loss) for part in parts]))
+        self.policy.sleep()  # sampling comes next
+        self.rounds.trained(self.policy.version)
+        return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
+
+    def pair(self, batch: RolloutBatch, collected: ScoredRollouts, *, seed: int) -> Pairs:
+        """The pairs of one batch of rollouts."""
+        config = self.config
+        return pairs_of(
+            collected.rewards - config.missing_eos_penalty * batch.truncated,
+            collected.valid,
+            group_size=config.group_size,
+            pairing=config.pairing,
+            min_gap=config.min_gap,
+            seed=seed,
+        )
+
+    def examples(self, batch: RolloutBatch, pairs: Pairs) -> PreferenceBatch:
+        """The pairs as rows: no pass is made over responses that are in none."""
+        rows = pairs.rows
+        return PreferenceBatch(
+            tokens=batch.tokens[rows],
+            lengths=batch.lengths[rows],
+            loss_mask=batch.loss_mask[rows],
+            margins=pairs.gaps,
+            rollout_logprobs=batch.rollout_logprobs[rows] if self.task.compares_logprobs else None,
+        )
+
+    def pair_metrics(self, pairs: Pairs) -> dict[str, float]:
+        """How many pairs there are, and what became of the prompts."""
+        with_any = (pairs.chosen // self.config.group_size).unique().numel()
+        metrics = {
+            "pairs/count": float(len(pairs.gaps)),
+            "pairs/ties": float(pairs.num_ties),
+            "pairs/prompts_without_any": 1 - with_any / self.config.prompts_per_step,
+        }
+        return metrics | ({"pairs/reward_gap": pairs.gaps.double().mean().item()} if len(pairs.gaps) else {})
+
+    def validate(self) -> Mapping[str, float]:
+        return self.task.validate()
+
+    def finish(self) -> None:
+        """Nothing runs on after a step."""
+
+    def state(self) -> dict[str, Any]:
+        return {"rounds": self.rounds.state(), "reference_step": self.reference_step}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.reference_step = state["reference_step"]
+        if self.reference_step:
+            self.reference.restore(self.reference_step)
+        self.rounds.load_state(state["rounds"], self.policy.version)
+
+    def _renew_reference(self, finished: int, clock: Clock) -> None:
+        """Before a step and not after one: steps that are left out do not run."""
+        if self.config.reference_every and finished - self.reference_step >= self.config.reference_every:
+            with clock.phase("reference"):
+                self.reference.renew(finished)
+            self.reference_step = finished

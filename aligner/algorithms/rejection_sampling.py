@@ -1,0 +1,136 @@
+"""Rejection-sampling fine-tuning: supervised training on the best of the policy's own samples (RAFT, Dong et al. 2023, 2304.06767;
+best-of-n distillation, as in Llama 2, 2307.09288).
+
+One step: sample `group_size` responses to each prompt; score them; the `keep` best of each are examples for token cross-entropy,
+
+    loss = -sum over kept response tokens of log pi / their number.
+
+Against GRPO (`grpo.py`): the rest is thrown away instead of being pushed down, so that neither old nor reference log-probs are needed and
+a stale sampler does no harm; against SFT (`sft.py`): the data are the policy's own and move with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from aligner.algorithms.loop import Clock, StepResult
+from aligner.algorithms.online import OnlineTask
+from aligner.algorithms.rollouts import ScoredRollouts, response_metrics, sample_rows
+from aligner.algorithms.rounds import OnPolicyRounds, Rounds
+from aligner.algorithms.selection import best_rows, updates_of, with_spread
+from aligner.data.collate import rollout_batch
+from aligner.errors import ConfigError
+from aligner.losses.gap import with_gap
+from aligner.losses.sft import sft_loss
+from aligner.metrics import merge, values
+from aligner.protocols import Policy
+from aligner.types import LabeledBatch, RolloutBatch
+
+
+@dataclass(kw_only=True, slots=True)
+class RejectionSamplingConfig:
+    """Settings of rejection sampling."""
+
+    prompts_per_step: int = 64
+    group_size: int = 8  # responses sampled per prompt
+    keep: int = 1  # of them, the best ones, that are trained on
+    mini_batch_size: int = 64  # kept responses per update, at most
+    num_epochs: int = 1
+    min_reward: float | None = None  # responses with less are never kept
+    require_spread: bool = False  # keep nothing of a prompt whose responses all have the same reward
+    drop_truncated: bool = True  # never keep a response that was cut at the length limit: it would be learnt without its end
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_step", "group_size", "keep", "mini_batch_size", "num_epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        if self.keep > self.group_size:
+            raise ConfigError(f"algorithm.keep={self.keep}: must be at most group_size={self.group_size}")
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Responses sampled in one training step."""
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps in one training step in which every prompt has as many responses to keep as it may."""
+        return -(-self.prompts_per_step * self.keep // self.mini_batch_size) * self.num_epochs
+
+
+class RejectionSampling:
+    """The algorithm over its parts. Every rank constructs one. `rounds`: where rollouts come from; None: sampled when they are needed."""
+
+    def __init__(self, config: RejectionSamplingConfig, policy: Policy, task: OnlineTask, rounds: Rounds | None = None) -> None:
+        self.config = config
+        self.policy = policy
+        self.task = task
+        self.loss = with_gap(sft_loss)
+        self.rounds = rounds or OnPolicyRounds(task, config.group_size)
+
+    def step(self, step: int, clock: Clock) -> StepResult:
+        task, config = self.task, self.config
+        self.policy.sleep()  # a checkpoint may have woken it
+        collected = self.rounds.take(step, clock)
+        batch = rollout_batch(collected.rollouts, task.pad_id)
+        kept = self.select(batch, collected)
+        metrics = response_metrics(collected, clock.seconds["time/generate"]) | self.kept_metrics(kept, batch, collected)
+        if len(kept):
+            with clock.phase("train"):
+                parts = updates_of(
+                    self.examples(batch, kept),
+                    config.mini_batch_size,
+                    config.num_epochs,
+                    key=f"{task.seed}/{step}",
+                    least=task.topology.dp_size,
+                )
+                metrics |= values(merge([self.policy.train_step(part, self.loss) for part in parts]))
+        self.policy.sleep()  # sampling comes next
+        self.rounds.trained(self.policy.version)
+        return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
+
+    def select(self, batch: RolloutBatch, collected: ScoredRollouts) -> Tensor:
+        """The rows, int64 and ascending, that are trained on."""
+        config, allowed = self.config, collected.valid
+        if config.require_spread:
+            allowed = allowed & with_spread(collected.rewards, collected.valid, config.group_size)
+        if config.drop_truncated:
+            allowed = allowed & ~batch.truncated
+        return best_rows(collected.rewards, allowed, group_size=config.group_size, keep=config.keep, min_reward=config.min_reward)
+
+    def examples(self, batch: RolloutBatch, kept: Tensor) -> LabeledBatch:
+        """The kept responses with their prompts; what the policy wrote is learnt."""
+        return LabeledBatch(
+            tokens=batch.tokens[kept],
+            lengths=batch.lengths[kept],
+            loss_mask=batch.loss_mask[kept],
+            rollout_logprobs=batch.rollout_logprobs[kept] if self.task.compares_logprobs else None,
+        )
+
+    def kept_metrics(self, kept: Tensor, batch: RolloutBatch, collected: ScoredRollouts) -> dict[str, float]:
+        """How much was kept, and of it the mean reward and length; those of nothing are left out."""
+        with_any = (kept // self.config.group_size).unique().numel()
+        metrics = {
+            "kept/fraction": len(kept) / len(collected.rollouts),
+            "kept/prompts_without_any": 1 - with_any / self.config.prompts_per_step,
+        }
+        if len(kept):
+            metrics["kept/reward"] = collected.rewards[kept].double().mean().item()
+            metrics["kept/response_length"] = batch.loss_mask[kept].sum(dim=1).double().mean().item()
+        return metrics
+
+    def validate(self) -> Mapping[str, float]:
+        return self.task.validate()
+
+    def finish(self) -> None:
+        """Nothing runs on after a step."""
+
+    def state(self) -> dict[str, Any]:
+        return {"rounds": self.rounds.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.rounds.load_state(state["rounds"], self.policy.version)

@@ -1,0 +1,108 @@
+"""Responses that are each judged good or bad, for KTO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from aligner.data.collate import supervised_batch
+from aligner.data.config import UnpairedDataConfig
+from aligner.data.encoding import PromptStyle, encode_response
+from aligner.data.records import Conversation, parse_judged, parse_preference
+from aligner.data.report import LoadReport, Tally
+from aligner.data.sources import RawRecord, read_records
+from aligner.data.supervised import SupervisedExample, fit_length
+from aligner.data.tokenizer import Tokenizer
+from aligner.types import LabeledBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnpairedExample:
+    """A prompt with a response to it, and whether that was judged good."""
+
+    row: SupervisedExample
+    desirable: bool
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The tokens before the response."""
+        return self.row.tokens[: self.row.loss_mask.index(True)]
+
+    @property
+    def response(self) -> tuple[int, ...]:
+        """The tokens behind the prompt."""
+        return self.row.tokens[self.row.loss_mask.index(True) :]
+
+
+def load_unpaired(
+    location: str, config: UnpairedDataConfig, tokenizer: Tokenizer, *, first: int | None = None
+) -> tuple[list[UnpairedExample], LoadReport]:
+    """All usable responses at `location` (`config.train` or `config.validation`), and what was left out or cut.
+
+    A record of a pair is two responses, its chosen one desirable. `first`: only of so many records.
+    Raises: DataError listing all bad lines; DataError where no response is left.
+    """
+    tally = Tally(location, config.bad_lines)
+    style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
+
+    def convert(item: tuple[RawRecord, str]) -> UnpairedExample:
+        prompt, response, desirable = _judged(*item)
+        encoded = encode_response(tokenizer, prompt, response, style)
+        fitted = fit_length(encoded, config.max_length, config.over_long)
+        tally.truncated += fitted is not encoded
+        row = SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=item[0].source)
+        return UnpairedExample(row=row, desirable=desirable)
+
+    examples = tally.convert(((item[0].source, item) for item in _responses(read_records(location, first))), convert)
+    return examples, tally.finish()
+
+
+def unpaired_batch(examples: Sequence[UnpairedExample], pad_id: int) -> LabeledBatch:
+    """Rows with labels [B, 1]: 1 for desirable, -1 for undesirable responses."""
+    labels = [[1.0 if example.desirable else -1.0] for example in examples]
+    return replace(supervised_batch([example.row for example in examples], pad_id), labels=torch.tensor(labels, dtype=torch.float32))
+
+
+def mismatched(examples: Sequence[UnpairedExample], max_length: int) -> list[UnpairedExample]:
+    """Every prompt with the response of another example, cut at `max_length` tokens; each response is used once.
+
+    Responses move on by as few places as give the fewest prompts a response of their own (which another example of that prompt has).
+    Raises ValueError for a single example.
+    """
+    if len(examples) < 2:
+        raise ValueError("there is one example, expected at least two: the response to another prompt is wanted")
+    numbers: dict[tuple[int, ...], int] = {}
+    prompts = torch.tensor([numbers.setdefault(example.prompt, len(numbers)) for example in examples])
+    shift, least = 1, len(examples) + 1
+    for places in range(1, len(examples)):
+        own = int((prompts == prompts.roll(places)).sum())
+        if own < least:
+            shift, least = places, own
+        if not own:
+            break
+    return [_with_response_of(example, examples[i - shift], max_length) for i, example in enumerate(examples)]
+
+
+def _with_response_of(example: UnpairedExample, other: UnpairedExample, max_length: int) -> UnpairedExample:
+    prompt = example.prompt
+    response = other.response[: max_length - len(prompt)]
+    mask = (*[False] * len(prompt), *[True] * len(response))
+    return replace(example, row=SupervisedExample(tokens=prompt + response, loss_mask=mask, source=example.row.source))
+
+
+def _responses(records: Iterable[RawRecord]) -> Iterator[tuple[RawRecord, str]]:
+    """Each record once, with an empty string; one of a pair twice, as `chosen` and `rejected`."""
+    for raw in records:
+        is_pair = isinstance(raw.value, dict) and ("chosen" in raw.value or "chosen_response" in raw.value)
+        yield from ((raw, which) for which in (("chosen", "rejected") if is_pair else ("",)))
+
+
+def _judged(raw: RawRecord, which: str) -> tuple[str | Conversation, str, bool]:
+    """(prompt, response, whether it is desirable)."""
+    if not which:
+        record = parse_judged(raw)
+        return record.prompt, record.response, record.desirable
+    pair = parse_preference(raw)
+    return pair.prompt, pair.chosen if which == "chosen" else pair.rejected, which == "chosen"

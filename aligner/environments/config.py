@@ -1,0 +1,58 @@
+"""The settings of a run's environment."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from aligner.errors import ConfigError
+
+
+class OnEnvironmentError(str, Enum):
+    """What an environment that raises, hangs or returns something else than an observation leads to."""
+
+    stop = "stop"  # the run ends, and says in which episode
+    invalid = "invalid"  # the episode ends without a reward: it is counted, and nothing is learnt from it
+
+
+class ObservationForm(str, Enum):
+    """What is put around the text of an observation."""
+
+    auto = "auto"  # chat where the prompts end as the tokenizer's chat template ends a user's message, else plain
+    chat = "chat"  # what the chat template puts between the turns, with the observation as a message of `role`
+    plain = "plain"  # `prefix` and `suffix`
+
+
+@dataclass(kw_only=True, slots=True)
+class EnvironmentConfig:
+    """`function` is `package.module:Class`, `package.module.Class` or `path/to/file.py:Class` (or a function that returns an environment),
+    called once in each process with `arguments`; empty: responses of one turn, without an environment.
+    """
+
+    function: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    max_turns: int = 8  # of the policy; an episode that is not done then counts as truncated
+    timeout_seconds: float = 30.0  # of one step, with the reset before the first
+    on_error: OnEnvironmentError = OnEnvironmentError.stop
+    num_workers: int = 32  # steps at a time, in each process that samples
+    form: ObservationForm = ObservationForm.auto
+    role: str = "user"  # of observations in a chat; `tool` where the template knows it
+    prefix: str = ""  # plain: before the text of an observation; special tokens may be written out
+    suffix: str = ""  # plain: behind it
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "num_workers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"environment.{name}={getattr(self, name)}: must be at least 1")
+        if not (math.isfinite(self.timeout_seconds) and self.timeout_seconds > 0):
+            raise ConfigError(f"environment.timeout_seconds={self.timeout_seconds}: must be finite and above 0")
+        if self.arguments and not self.function:
+            raise ConfigError(f"environment.arguments={dict(self.arguments)}: environment.function='' takes none; name the environment")
+        if self.form is not ObservationForm.plain and (self.prefix or self.suffix):
+            raise ConfigError(
+                f"environment.form={self.form.value}: prefix and suffix are used with form=plain only; allowed: plain, or neither"
+            )
+        if self.role not in ("user", "tool"):
+            raise ConfigError(f"environment.role={self.role!r}: must be user or tool")

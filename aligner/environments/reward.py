@@ -1,0 +1,48 @@
+"""What an environment gave an episode, as a reward: alone, or added to what others say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from aligner.protocols import RewardModel
+from aligner.types import Rollout, Scores
+
+
+class EnvironmentReward:
+    """`aligner.protocols.RewardModel`: an episode's own reward, plus `others`' where there are any. The part is named `environment`.
+
+    Episodes whose environment failed have no reward.
+    """
+
+    def __init__(self, others: RewardModel | None = None) -> None:
+        self._others = others
+
+    def score(self, rollouts: Sequence[Rollout]) -> Future[Scores]:
+        """Resolves when the others' scores have come. Raises ValueError for a response that is no episode of an environment."""
+        if single := [rollout for rollout in rollouts if rollout.reward is None]:
+            raise ValueError(f"a response to {single[0].prompt.source} has no environment's reward: the engine talked with none")
+        own = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
+        valid = torch.tensor([not rollout.failed for rollout in rollouts], dtype=torch.bool)
+        scores: Future[Scores] = Future()
+        if self._others is None:
+            scores.set_result(Scores(rewards=own, valid=valid, parts={"environment": own}))
+            return scores
+
+        def add(others: Future[Scores]) -> None:
+            try:
+                given = others.result()
+                parts = {"environment": own} | dict(given.parts)
+                scores.set_result(Scores(rewards=own + given.rewards, valid=valid & given.valid, parts=parts))
+            except BaseException as error:  # raised where the sum is awaited
+                scores.set_exception(error)
+
+        self._others.score(rollouts).add_done_callback(add)
+        return scores
+
+    def close(self) -> None:
+        """Close the others."""
+        if self._others is not None:
+            self._others.close()

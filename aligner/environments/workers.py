@@ -1,0 +1,180 @@
+"""Calls of user code beside the caller's thread: so many at a time, each with its own time limit, none of which can hold the process.
+
+A thread cannot be killed. One that is overdue is given up: it is a daemon, its result is dropped, and another takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of the call of this key. `late` says where it was when its time was over; then there is neither value nor error."""
+
+    key: int
+    value: Any = None
+    error: BaseException | None = None
+    late: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    key: int
+    action: Callable[[], Any]
+    thread: threading.Thread | None = None
+    started: float = 0.0
+    is_abandoned: bool = False
+
+
+class Workers:
+    """`num_workers` calls at a time, first come first served. `submit`, `outcomes` and `close` are for one thread."""
+
+    def __init__(self, *, num_workers: int, timeout_seconds: float, name: str) -> None:
+        self._num_workers = num_workers
+        self._timeout_seconds = timeout_seconds
+        self._name = name
+        self._lock = threading.Lock()
+        self._waiting: deque[_Call] = deque()
+        self._running: set[_Call] = set()
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._num_pending = 0
+
+    def submit(self, key: int, action: Callable[[], Any]) -> None:
+        """Call `action` as soon as a worker is free."""
+        with self._lock:
+            self._num_pending += 1
+            self._waiting.append(_Call(key, action))
+            self._start_workers()
+
+    def outcomes(self, wait_seconds: float) -> list[Outcome]:
+        """What has ended or is overdue by now; where nothing is, waits so long for the first, unless nothing is under way."""
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            found = self._ended() + self._overdue()
+            self._num_pending -= len(found)
+            left = deadline - time.monotonic()
+            if found or not self._num_pending or left <= 0:
+                return found
+            try:
+                outcome = self._outcomes.get(timeout=max(0.0, min(left, self._next_limit())))
+            except queue.Empty:
+                continue
+            self._num_pending -= 1
+            return [outcome]
+
+    def close(self) -> None:
+        """Drop what waits; what runs goes on, and nobody looks at it."""
+        with self._lock:
+            self._waiting.clear()
+            for call in self._running:
+                call.is_abandoned = True
+            self._running.clear()
+            self._num_pending = 0
+
+    def _start_workers(self) -> None:
+        """With the lock held."""
+        while self._waiting and len(self._running) < self._num_workers:
+            call = self._begin()
+            call.thread = threading.Thread(target=self._work, args=(call,), name=self._name, daemon=True)
+            call.thread.start()
+
+    def _begin(self) -> _Call:
+        """With the lock held: the next call runs from now on."""
+        call = self._waiting.popleft()
+        call.started = time.monotonic()
+        self._running.add(call)
+        return call
+
+    def _work(self, call: _Call) -> None:
+        """One thread's life: this call, and others as long as any wait."""
+        while True:
+            try:
+                outcome = Outcome(key=call.key, value=call.action())
+            except BaseException as error:  # handed to the waiting thread, which raises it
+                outcome = Outcome(key=call.key, error=error)
+            with self._lock:
+                if call.is_abandoned:
+                    return
+                self._running.discard(call)
+                self._outcomes.put(outcome)
+                if not self._waiting or len(self._running) >= self._num_workers:
+                    return
+                thread, call = call.thread, self._begin()
+                call.thread = thread
+
+    def _ended(self) -> list[Outcome]:
+        found = []
+        while True:
+            try:
+                found.append(self._outcomes.get_nowait())
+            except queue.Empty:
+                return found
+
+    def _overdue(self) -> list[Outcome]:
+        now = time.monotonic()
+        with self._lock:
+            late = [call for call in self._running if now - call.started >= self._timeout_seconds]
+            for call in late:
+                call.is_abandoned = True
+                self._running.discard(call)
+            self._start_workers()
+        return [Outcome(key=call.key, late=_position(call.thread)) for call in sorted(late, key=lambda call: call.key)]
+
+    def _next_limit(self) -> float:
+        """Seconds until a running call is overdue."""
+        with self._lock:
+            return min((call.started for call in self._running), default=time.monotonic()) + self._timeout_seconds - time.monotonic()
+
+
+class Awaiting:
+    """One event loop for all coroutines of a run, in a thread of its own, so that they may share a connection. Starts at the first."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def settle(self, value: Any, timeout_seconds: float) -> Any:
+        """The value itself, or what comes of awaiting it, which is cancelled after so long. From any thread but the loop's."""
+        if not inspect.isawaitable(value):
+            return value
+        future = asyncio.run_coroutine_threadsafe(_await(value), self._running_loop())
+        try:
+            return future.result(timeout_seconds)
+        finally:
+            future.cancel()
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
+            return self._loop
+
+
+async def _await(awaitable: Awaitable[Any]) -> Any:
+    """A coroutine, which is all that an event loop takes from another thread, of anything that can be awaited."""
+    return await awaitable
+
+
+def _position(thread: threading.Thread | None) -> str:
+    """File and line where a running thread is, innermost frame."""
+    frame = sys._current_frames().get(thread.ident) if thread is not None and thread.ident is not None else None
+    if frame is None:
+        return "about to return"
+    stack = traceback.extract_stack(frame)
+    if any(each.filename == __file__ and each.name == "settle" for each in stack):
+        return "awaiting what it returned"
+    last = stack[-1]
+    return f"at {last.filename}:{last.lineno} ({last.name})"

@@ -1,0 +1,31 @@
+"""`aligner report`: what a run did, on the terminal and as one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aligner.cluster.run_directory import RunDirectory
+from aligner.errors import AlignerError, DataError, describe_os_error
+from aligner.jobs import columns
+from aligner.reporting.samples_report import before_and_after, text_of, write_report
+from aligner.reporting.summary import summary
+
+
+def report(directory: Path, output: Path | None = None) -> int:
+    """Print the summary of a run and its samples before and after, and write `output` (None: report.html in the run's directory).
+
+    Raises DataError where there is no run, or its files are damaged; AlignerError where the file cannot be written.
+    """
+    run = RunDirectory(directory)
+    if not run.metrics.is_file():
+        raise DataError(f"{directory}: has no {run.metrics.name}; expected the directory of a run that has begun to train")
+    output = run.path / "report.html" if output is None else output
+    try:
+        write_report(run.path, output)
+    except OSError as error:
+        raise AlignerError(f"the report could not be written: {describe_os_error(error, output)}") from error
+    print(summary(run.metrics, columns.ANY))
+    if text := text_of(*before_and_after(run.validation)):
+        print(f"\n{text}")
+    print(f"\nwritten to {output}")
+    return 0

@@ -1,0 +1,49 @@
+"""Forms of reward functions besides the plain `reward(prompts, responses, answers)`: said by a wrapper, never guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aligner.types import Rollout
+
+# reward(prompts, responses, answers) -> one number per response. May be `async def`.
+TextFunction = Callable[[list[str], list[str], list[str | None]], list[float] | Awaitable[list[float]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One response: its texts, where its prompt came from (`file:line`), and the rollout with its tokens and why it ended."""
+
+    prompt: str
+    response: str
+    answer: str | None
+    source: str
+    rollout: Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class OnSamples:
+    """A reward function that wants more than texts: `function(samples) -> one number per sample`. May be `async def`. A decorator."""
+
+    function: Callable[[list[Sample]], list[float] | Awaitable[list[float]]]
+
+    def __call__(self, samples: list[Sample]) -> list[float] | Awaitable[list[float]]:
+        return self.function(samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Factory:
+    """Something that makes a reward function of the config's `arguments`, also where there are none. A decorator.
+
+    A function without it is a factory where arguments are given, and a reward function where not.
+    """
+
+    make: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.make(*args, **kwargs)
+
+
+RewardFunction = TextFunction | OnSamples

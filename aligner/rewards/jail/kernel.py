@@ -1,0 +1,115 @@
+"""The system calls that a sandbox is made of, as Linux numbers them. Every failure is an OSError that names the call."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+
+NEW_USER, NEW_MOUNTS, NEW_PIDS, NEW_NETWORK, NEW_IPC, NEW_HOST_NAME = 0x10000000, 0x20000, 0x20000000, 0x40000000, 0x8000000, 0x4000000
+NO_SUID, NO_DEVICES, NO_EXEC, BIND, RECURSIVE, PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+_READ_ONLY_ATTRIBUTE, _NO_SUID_ATTRIBUTE, _AT_RECURSIVE, _AT_FDCWD = 1, 2, 0x8000, -100
+_MOUNT_SETATTR = 442  # the same on every machine
+_DETACH = 2
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_LANDLOCK_FIRST, _LANDLOCK_REFER, _LANDLOCK_TRUNCATE = 0x1FFF, 1 << 13, 1 << 14  # rights that versions 1, 2 and 3 know
+_LANDLOCK_READ = 0b1101  # execute, read files and directories
+_LANDLOCK_FILE = 0b111 | _LANDLOCK_TRUNCATE  # rights that are of files
+_SET_DEATH_SIGNAL, _SET_DUMPABLE, _SET_SECCOMP, _SET_SUBREAPER, _SET_NO_NEW_PRIVILEGES, _FILTER = 1, 4, 22, 36, 38, 2
+
+
+def unshare(flags: int) -> None:
+    """Leave the namespaces that `flags` name for new ones."""
+    _checked("unshare", _libc().unshare(flags))
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
+    """mount(2)."""
+    arguments = [text.encode() or None for text in (source, target, kind)]
+    _checked(f"mount of {kind or source} at {target}", _libc().mount(*arguments, ctypes.c_ulong(flags), data.encode() or None))
+
+
+def make_read_only(target: str) -> None:
+    """A mount and all below it, without set-user-id programs (Linux 5.12)."""
+
+    class Attributes(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns")]
+
+    wanted = Attributes(set=_READ_ONLY_ATTRIBUTE | _NO_SUID_ATTRIBUTE)
+    size = ctypes.c_size_t(ctypes.sizeof(wanted))
+    result = _libc().syscall(_MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, ctypes.byref(wanted), size)
+    _checked(f"mount_setattr of {target}", result)
+
+
+def change_root(directory: str) -> None:
+    """Make a mount the root of the file system, and let go of the old one."""
+    os.chdir(directory)
+    _checked("pivot_root", _libc().pivot_root(b".", b"."))
+    _checked("umount", _libc().umount2(b".", _DETACH))
+
+
+def die_with_parent(signal_number: int) -> None:
+    """Be sent this signal when the thread that started this process ends."""
+    _control("PR_SET_PDEATHSIG", _SET_DEATH_SIGNAL, signal_number)
+
+
+def show_process_files(shown: bool) -> None:
+    """Whether this process's user may open its files in /proc; a change of user forbids it until the next exec."""
+    _control("PR_SET_DUMPABLE", _SET_DUMPABLE, int(shown))
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends."""
+    _control("PR_SET_CHILD_SUBREAPER", _SET_SUBREAPER, 1)
+
+
+def filter_calls(program: bytes) -> None:
+    """Let a classic BPF program judge every system call of this process and its descendants from now on; no new privileges by exec."""
+
+    class Program(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
+
+    _control("PR_SET_NO_NEW_PRIVS", _SET_NO_NEW_PRIVILEGES, 1)
+    _control("PR_SET_SECCOMP", _SET_SECCOMP, _FILTER, ctypes.byref(Program(length=len(program) // 8, code=program)))
+
+
+def restrict_files(readable: Sequence[str], writable: Sequence[str]) -> None:
+    """Let this process and its descendants use files below these paths only (Landlock, Linux 5.13; `writable` ones are readable too)."""
+
+    class Ruleset(ctypes.Structure):
+        _fields_ = [("handled", ctypes.c_uint64)]
+
+    class Rule(ctypes.Structure):
+        _pack_ = 1
+        _fields_ = [("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32)]
+
+    version = _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+    known = _LANDLOCK_FIRST | (_LANDLOCK_REFER if version >= 2 else 0) | (_LANDLOCK_TRUNCATE if version >= 3 else 0)
+    rules = _libc().syscall(_CREATE_RULESET, ctypes.byref(Ruleset(handled=known)), ctypes.c_size_t(8), 0)
+    if rules < 0:
+        _checked("landlock_create_ruleset", rules)
+    for paths, allowed in ((readable, _LANDLOCK_READ), (writable, known)):
+        for path in paths:
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            wanted = allowed if os.path.isdir(path) else allowed & _LANDLOCK_FILE
+            rule = Rule(allowed=wanted, parent=place)
+            _checked(f"landlock_add_rule for {path}", _libc().syscall(_ADD_RULE, rules, 1, ctypes.byref(rule), 0))
+            os.close(place)
+    _control("PR_SET_NO_NEW_PRIVS", _SET_NO_NEW_PRIVILEGES, 1)
+    _checked("landlock_restrict_self", _libc().syscall(_RESTRICT_SELF, rules, 0))
+    os.close(rules)
+
+
+def _control(name: str, option: int, *arguments: object) -> None:
+    padded = [*arguments, 0, 0, 0, 0][:4]
+    _checked(name, _libc().prctl(option, *(ctypes.c_ulong(one) if isinstance(one, int) else one for one in padded)))
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(what: str, result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -1,0 +1,59 @@
+"""Rewards for the length of a response, in tokens, words or characters. They are given beside a reward for what it says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from enum import Enum
+
+from aligner.rewards.forms import Factory, OnSamples, Sample
+
+
+class Unit(str, Enum):
+    """What a length counts."""
+
+    tokens = "tokens"  # with the end-of-sequence token
+    words = "words"
+    characters = "characters"
+
+
+@Factory
+def target(length: float, reach: float, unit: str = "tokens") -> OnSamples:
+    """Factory: 1 for a response of exactly `length`, falling linearly to 0 at `reach` away from it."""
+    _positive(length=length, reach=reach)
+    return _of_length(unit, lambda measured: max(0.0, 1 - abs(measured - length) / reach))
+
+
+@Factory
+def brevity(limit: float, unit: str = "tokens") -> OnSamples:
+    """Factory: from 1 for an empty response linearly to 0 for `limit` and more."""
+    _positive(limit=limit)
+    return _of_length(unit, lambda measured: max(0.0, 1 - measured / limit))
+
+
+@Factory
+def overlong(limit: float, buffer: float, unit: str = "tokens") -> OnSamples:
+    """Factory: 0 up to `limit - buffer`, from there linearly to -1 at `limit` and above (DAPO, https://arxiv.org/abs/2503.14476, 13)."""
+    _positive(limit=limit, buffer=buffer)
+    if buffer > limit:
+        raise ValueError(f"buffer is {buffer}, expected at most limit={limit}")
+    return _of_length(unit, lambda measured: min(0.0, max(-1.0, (limit - buffer - measured) / buffer)))
+
+
+def _of_length(unit: str, credit: Callable[[int], float]) -> OnSamples:
+    if unit not in Unit.__members__:
+        raise ValueError(f"unit is {unit!r}, expected one of {', '.join(Unit.__members__)}")
+    kind = Unit(unit)
+    return OnSamples(lambda samples: [credit(_length(sample, kind)) for sample in samples])
+
+
+def _length(sample: Sample, unit: Unit) -> int:
+    if unit is Unit.tokens:
+        return len(sample.rollout.response)
+    return len(sample.response.split()) if unit is Unit.words else len(sample.response)
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} is {value}, expected a finite number above 0")

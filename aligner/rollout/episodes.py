@@ -1,0 +1,243 @@
+"""Episodes of several turns in one generation: a turn that has ended goes to the environment, and what follows it is a further request.
+
+The next turn of an episode takes any free seat as soon as its observation is there, beside other episodes' turns: none waits for the
+slowest. Tokens go in and come out: the request of the next turn is the prompt, all that the policy wrote, as it was sampled, and the
+observations' tokens. Each turn draws with a seed of its own, a pure function of the episode's seed and the turn's number, so an episode
+depends on its prompt and seed alone (as far as its environment does).
+
+The replica's leading rank alone keeps the conversations; the others of the replica are told which requests follow.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from aligner.errors import EngineError
+from aligner.parallel.collectives import broadcast_object
+from aligner.protocols import Exchange, FollowUp, Reply
+from aligner.rollout.engine import GenRequest, GenResult, Work
+from aligner.types import FinishReason, Prompt, Rollout
+
+BEAT_SECONDS = 5.0  # how often the ranks that follow hear from one that waits for its environment
+_SEED_BITS = 62
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversing:
+    """How the engine's replicas talk with an environment.
+
+    `group`: this replica's ranks, leader first, for tensors on the CPU; None where it is one. `in_step`: what follows the turns that have
+    ended is waited for before more is begun, so that which requests are computed together does not depend on time.
+    """
+
+    follow_up: FollowUp
+    group: dist.ProcessGroup | None = None
+    in_step: bool = False
+
+
+def turn_seed(seed: int, number: int) -> int:
+    """Of turn `number` (from 1): the episode's own for the first one."""
+    return seed if number == 1 else random.Random(f"{seed}/{number}").getrandbits(_SEED_BITS)
+
+
+@dataclass(slots=True)
+class _Episode:
+    """All that came after the prompt, so far."""
+
+    prompt: Prompt
+    seed: int
+    limit: int  # tokens of it at most
+    turns: list[GenResult] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
+    reward: float = 0.0
+    counts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def room(self) -> int:
+        return self.limit - len(self.tokens)
+
+    def add_turn(self, turn: GenResult) -> None:
+        self.turns.append(turn)
+        self._extend(turn.tokens, turn.logprobs, is_written=True)
+
+    def add_reply(self, reply: Reply) -> None:
+        self.reward += reply.reward
+        for name, count in reply.counts.items():
+            self.counts[name] = self.counts.get(name, 0.0) + count
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self._extend(tokens, [0.0] * len(tokens), is_written=False)
+
+    def request(self, index: int) -> GenRequest:
+        """For the next turn."""
+        tokens = (*self.prompt.tokens, *self.tokens)
+        return GenRequest(index=index, tokens=tokens, seed=turn_seed(self.seed, len(self.turns) + 1), limit=self.room)
+
+    def rollout(self, *, is_done: bool, failed: bool) -> Rollout:
+        """The whole episode. It counts as cut where its last turn was, and where it was not done."""
+        first, last = self.turns[0], self.turns[-1]
+        stopped = is_done and last.finish_reason is FinishReason.stop
+        oldest = first.versions[0][1] if first.versions else first.weight_version
+        return Rollout(
+            prompt=self.prompt,
+            response=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            finish_reason=FinishReason.stop if stopped else FinishReason.length,
+            policy_version=last.weight_version,
+            oldest_version=oldest if oldest != last.weight_version else None,
+            seed=self.seed,
+            logprob_kind=last.kind,
+            written=tuple(self.written),
+            num_turns=len(self.turns),
+            reward=self.reward,
+            counts=self.counts,
+            failed=failed,
+        )
+
+    def _extend(self, tokens: Sequence[int], logprobs: Sequence[float], *, is_written: bool) -> None:
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.written += [is_written] * len(tokens)
+
+
+class Episodes:
+    """One generation's conversations, on its replica's leading rank. `limits[i]`: tokens that the episode of request i may have."""
+
+    def __init__(
+        self, exchange: Exchange, prompts: Sequence[Prompt], requests: Sequence[GenRequest], limits: Sequence[int], *, max_turns: int
+    ) -> None:
+        self._exchange = exchange
+        self._max_turns = max_turns
+        self._episodes = {
+            request.index: _Episode(prompt=prompt, seed=request.seed, limit=limit)
+            for request, prompt, limit in zip(requests, prompts, limits, strict=True)
+        }
+        self._lasting: set[int] = set()  # episodes of which the environment has the last turn
+        self._ended: list[Rollout] = []
+        self.follow_ups: deque[GenRequest] = deque()
+        self.num_sampling = 0  # requests that the engine has
+        self.num_waiting = 0  # turns that the environment has
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more requests may come of those that there were."""
+        return bool(self.num_sampling or self.num_waiting or self.follow_ups)
+
+    def began(self, requests: Sequence[GenRequest]) -> None:
+        """The engine has taken these."""
+        self.num_sampling += len(requests)
+
+    def record(self, results: Sequence[GenResult]) -> None:
+        """Turns have ended: the environment's turn."""
+        for turn in results:
+            episode = self._episodes[turn.index]
+            episode.add_turn(turn)
+            number, is_cut = len(episode.turns), turn.finish_reason is FinishReason.length
+            is_last = is_cut or number == self._max_turns or episode.room < 1
+            if is_last:
+                self._lasting.add(turn.index)
+            self._exchange.say(turn.index, episode.prompt, turn.tokens, number=number, is_cut=is_cut, is_last=is_last)
+        self.num_sampling -= len(results)
+        self.num_waiting += len(results)
+
+    def hear(self, wait_seconds: float) -> None:
+        """Take the replies that have come; waits for the first so long at most."""
+        for index, reply in self._exchange.hear(wait_seconds):
+            self.num_waiting -= 1
+            episode = self._episodes[index]
+            episode.add_reply(reply)
+            if reply.done or index in self._lasting or len(reply.tokens) >= episode.room:
+                self._ended.append(episode.rollout(is_done=reply.done, failed=reply.failed))
+                del self._episodes[index]
+            else:
+                episode.observe(reply.tokens)
+                self.follow_ups.append(episode.request(index))
+
+    def take_ended(self) -> list[Rollout]:
+        """Those that have ended since they were last asked for."""
+        ended, self._ended = self._ended, []
+        return ended
+
+
+@dataclass(frozen=True, slots=True)
+class _News:
+    """What the leading rank tells the others of its replica."""
+
+    requests: tuple[GenRequest, ...] = ()
+    is_open: bool = True
+    is_idle: bool = False  # the engine has nothing to do
+    again: bool = False  # it waits for the environment: the next news come at once
+    failed: bool = False
+
+
+class EpisodeWork:
+    """`aligner.rollout.engine.Work`: the next turns of episodes first, then new ones, from `work`.
+
+    `episodes` is None on the ranks that follow. Every rank of the replica calls `take` at the same points, with the same room.
+    """
+
+    def __init__(self, work: Work, conversing: Conversing, episodes: Episodes | None) -> None:
+        self._work = work
+        self._conversing = conversing
+        self._episodes = episodes
+        self._is_fresh = True  # whether `work` has more, for all that is known
+        self.is_open = True
+
+    def take(self, room: int) -> Sequence[GenRequest]:
+        """See `Work.take`. Where the engine has nothing else to do, waits until the environment has replied.
+
+        Raises what the environment's failure is on the leading rank, EngineError on the others.
+        """
+        news = self._agree(room, is_needed=False)
+        fresh = self._fresh(room - len(news.requests))
+        if news.is_idle and not news.requests and not fresh:
+            news = self._agree(room, is_needed=True)
+        self.is_open = news.is_open or bool(fresh)
+        return [*news.requests, *fresh]
+
+    def _fresh(self, room: int) -> Sequence[GenRequest]:
+        if not room or not self._is_fresh:
+            return ()
+        requests = self._work.take(room)
+        self._is_fresh = bool(requests)
+        if self._episodes is not None:
+            self._episodes.began(requests)
+        return requests
+
+    def _agree(self, room: int, *, is_needed: bool) -> _News:
+        """The leading rank's news, on every rank of the replica."""
+        group = self._conversing.group
+        while True:
+            news, error = _News(), None
+            if self._episodes is not None:
+                try:
+                    news = self._news(self._episodes, room, is_needed=is_needed)
+                except Exception as failed:  # raised when the others of this replica know
+                    news, error = _News(failed=True), failed
+            if group is not None:
+                news = broadcast_object(news, src=dist.get_global_rank(group, 0), group=group)
+            if error is not None:
+                raise error
+            if news.failed:
+                raise EngineError("the leading rank of this replica could not go on with its episodes; its own message says why")
+            if not news.again:
+                return news
+
+    def _news(self, episodes: Episodes, room: int, *, is_needed: bool) -> _News:
+        is_due = self._conversing.in_step or is_needed
+        episodes.hear(BEAT_SECONDS if is_due and episodes.num_waiting else 0.0)
+        if episodes.num_waiting and (self._conversing.in_step or is_needed and not episodes.follow_ups):
+            return _News(again=True)
+        if self._conversing.in_step:  # in the order of the prompts, not of the replies
+            episodes.follow_ups = deque(sorted(episodes.follow_ups, key=lambda request: request.index))
+        requests = tuple(episodes.follow_ups.popleft() for _ in range(min(room, len(episodes.follow_ups))))
+        is_idle = not episodes.num_sampling and not requests
+        episodes.began(requests)
+        return _News(requests=requests, is_open=episodes.is_open, is_idle=is_idle)

@@ -1,0 +1,65 @@
+"""Rows and columns of any batch: a part of its rows, other widths, another device."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from aligner.types import Batch, LabeledBatch, PolicyBatch, PreferenceBatch, RolloutBatch, TokenBatch, ValueBatch
+
+
+def num_rows(batch: Batch) -> int:
+    """B, or 2P for preference pairs."""
+    return batch.tokens.shape[0]
+
+
+BatchT = TypeVar("BatchT", TokenBatch, RolloutBatch, PolicyBatch, ValueBatch, PreferenceBatch, LabeledBatch)
+
+
+def select_rows(batch: BatchT, start: int, stop: int) -> BatchT:
+    """Rows `start` to `stop` of every tensor; fields of one entry per pair are sliced by pair."""
+    rows = num_rows(batch)
+    parts: dict[str, Tensor | None] = {}
+    for f in fields(batch):
+        tensor: Tensor | None = getattr(batch, f.name)
+        if tensor is None:
+            parts[f.name] = None
+        else:
+            per = rows // tensor.shape[0] if tensor.shape[0] else 1  # 2 for one entry per pair
+            parts[f.name] = tensor[start // per : stop // per]
+    return type(batch)(**parts)
+
+
+def take_rows(batch: BatchT, rows: Tensor) -> BatchT:
+    """The rows with these numbers (int64), in this order; where fields have one entry per pair, `rows` names whole pairs."""
+    parts: dict[str, Tensor | None] = {}
+    for f in fields(batch):
+        tensor: Tensor | None = getattr(batch, f.name)
+        if tensor is not None:
+            per = num_rows(batch) // tensor.shape[0] if tensor.shape[0] else 1  # 2 for one entry per pair
+            tensor = tensor[rows if per == 1 else rows[::per] // per]
+        parts[f.name] = tensor
+    return type(batch)(**parts)
+
+
+_PER_TOKEN = {"tokens", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "old_values", "returns"}
+
+
+def trim_columns(batch: BatchT, width: int) -> BatchT:
+    """The first `width` columns of every [B, S] tensor; narrower batches are padded with zeros (False) up to it."""
+    parts: dict[str, Tensor | None] = {}
+    for f in fields(batch):
+        tensor: Tensor | None = getattr(batch, f.name)
+        if tensor is not None and f.name in _PER_TOKEN:
+            tensor = torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) if tensor.shape[1] < width else tensor[:, :width]
+        parts[f.name] = tensor
+    return type(batch)(**parts)
+
+
+def to_device(batch: BatchT, device: torch.device) -> BatchT:
+    """The same batch with every tensor on `device`."""
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return type(batch)(**{name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()})

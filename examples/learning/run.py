@@ -1,0 +1,257 @@
+"""Does every estimator learn? One run of each from one start, on the demo's task, offline; a table, and exit code 1 where one does not.
+
+The start is the demo's supervised model (sums of small numbers, a third of them taught wrong), made once and kept. Every case then gets
+the same number of sampled responses, the same prompts and the same seed, as a run of its own under the local launcher. The mean reward of
+sampled responses to held-out prompts and the KL to the start are measured afterwards, by evaluate.py, on the exported models. Results go
+to <directory>/learning.json and learning.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(EXAMPLES / "demo"))  # its task
+
+from arithmetic import TaskFiles, generate  # noqa: E402
+from cases import CASES, COMMON, MAX_RESPONSE_LENGTH, Case  # noqa: E402
+
+MARK = "made_by_examples_learning"
+LIMIT_SECONDS, GRACE_SECONDS = 1200.0, 60.0  # for one case, and for its end where it takes longer
+
+# recipe, run directory, settings -> CPU seconds of the run and all that it started
+Launch = Callable[[str, Path, Sequence[str]], float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """`steps` replaces the number of steps of every case where it is not 0, `sft` adds settings to those of the start; `samples` are drawn
+    for every held-out prompt when a model is measured, a quarter of them for those that were trained on."""
+
+    seed: int = 1
+    steps: int = 0
+    sft: Sequence[str] = ()
+    samples: int = 16
+
+
+class CaseFailed(Exception):
+    """A run did not come to its end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line of the table. Rewards are means on held-out prompts, `train_*` on those that were trained on; `kl` in nats per token."""
+
+    name: str
+    reward_before: float
+    reward_after: float
+    train_before: float
+    train_after: float
+    kl: float
+    rollouts: int
+    cpu_seconds: float
+    margin: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the reward on held-out prompts rose by the margin."""
+        return self.reward_after - self.reward_before >= self.margin
+
+
+def main() -> int:
+    arguments = _arguments()
+    root = arguments.directory.absolute()
+    if root.exists() and any(root.iterdir()) and not (root / MARK).exists():
+        print(f"error: --directory {root} exists and was not made by this program; name another, or remove it", file=sys.stderr)
+        return 2
+    chosen = [case for case in CASES if not arguments.only or case.name in arguments.only]
+    if unknown := set(arguments.only) - {case.name for case in CASES}:
+        print(f"error: --only {' '.join(sorted(unknown))}: known are {' '.join(case.name for case in CASES)}", file=sys.stderr)
+        return 2
+    try:
+        return run(root, chosen, Options(seed=arguments.seed, steps=arguments.steps), launch)
+    except CaseFailed as error:
+        print(f"error: the start could not be made: {error}", file=sys.stderr)
+        return 1
+
+
+def run(root: Path, cases: Sequence[Case], options: Options, launch: Launch) -> int:
+    """Make the start, run `cases` from it one after another, print and write the table; the exit code."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    root.mkdir(parents=True, exist_ok=True)
+    (root / MARK).touch()
+    files = generate(options.seed, root / "data")
+    start = make_start(root, files, options, launch)
+    judge = Judge(start, files, options.samples)
+    rows, failed = [], {}
+    for case in cases:
+        print(f"=== {case.name}", flush=True)
+        try:
+            rows.append(run_case(case, root / case.name, files, judge, options, launch))
+            print(_line(rows[-1]), flush=True)
+        except CaseFailed as error:
+            failed[case.name] = str(error)
+            print(f"failed: {error}", flush=True)
+        write(root, rows, failed)
+    print("\n" + (root / "learning.md").read_text())
+    return int(bool(failed) or not all(row.passed for row in rows))
+
+
+def make_start(root: Path, files: TaskFiles, options: Options, launch: Launch) -> Path:
+    """The supervised model's export; a former one is used again where the settings, the data and this recipe are the same."""
+    recipe = EXAMPLES.parent / "conf" / "experiment" / "demo_sft.yaml"
+    settings = [
+        "+experiment=demo_sft",
+        f"model.tokenizer={files.tokenizer}",
+        f"data.train={files.sft}",
+        f"run.seed={options.seed}",
+        *options.sft,
+    ]
+    key = hashlib.sha256(recipe.read_bytes() + files.sft.read_bytes() + "\n".join(options.sft).encode()).hexdigest()[:12]
+    directory = root / f"start-{key}"
+    if not (directory / "done.json").exists():
+        print("=== start: supervised fine-tuning on a few, partly wrong sums", flush=True)
+        shutil.rmtree(directory, ignore_errors=True)
+        launch("sft", directory, settings)
+    return directory / "export"
+
+
+class Judge:
+    """Measures models against the common start, whose own figures it takes once."""
+
+    def __init__(self, start: Path, files: TaskFiles, samples: int) -> None:
+        from evaluate import read_prompts
+
+        from aligner.data.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(str(start))
+        self.start = start
+        self._samples = samples
+        self._held_out, self._trained_on = (read_prompts(path, tokenizer) for path in (files.validation, files.prompts))
+        self.before = self(start)
+
+    def __call__(self, model: Path) -> tuple[float, float, float]:
+        """Mean reward on held-out prompts, on those that were trained on, and the KL to the start on the held-out ones."""
+        from evaluate import measure
+
+        from aligner.rewards.builtin import exact_match
+
+        settings = {"max_response_length": MAX_RESPONSE_LENGTH}
+        held_out = measure(model, self.start, self._held_out, exact_match, samples=self._samples, **settings)
+        trained_on = measure(model, self.start, self._trained_on, exact_match, samples=max(1, self._samples // 4), **settings)
+        return held_out.reward, trained_on.reward, held_out.kl
+
+
+def run_case(case: Case, directory: Path, files: TaskFiles, judge: Judge, options: Options, launch: Launch) -> Row:
+    """Train and measure. Raises CaseFailed where the run does not end well."""
+    shutil.rmtree(directory, ignore_errors=True)
+    settings = [f"model.path={judge.start}", f"data.train={files.prompts}", f"run.seed={options.seed}", *COMMON, *case.settings]
+    if case.recipe == "ppo":
+        settings.append(f"critic.model.path={judge.start}")
+    settings += [f"loop.max_steps={options.steps}"] if options.steps else []
+    cpu_seconds = launch(case.recipe, directory, settings)
+    held_out, trained_on, kl = judge(directory / "export")
+    return Row(
+        name=case.name,
+        reward_before=judge.before[0],
+        reward_after=held_out,
+        train_before=judge.before[1],
+        train_after=trained_on,
+        kl=kl,
+        rollouts=rollouts_of(directory, case.recipe),
+        cpu_seconds=cpu_seconds,
+        margin=case.margin,
+    )
+
+
+def rollouts_of(directory: Path, recipe: str) -> int:
+    """How many responses a run sampled for training."""
+    from aligner.config import from_yaml
+    from aligner.jobs.programs import RECIPES
+    from aligner.reporting.jsonl import read_metrics
+
+    config = from_yaml(RECIPES[recipe][0], (directory / "config.yaml").read_text())
+    rounds = sum(step.values.get("rollout/rounds", 1.0) for step in read_metrics(directory / "metrics.jsonl") if step.step)
+    per_round = config.algorithm.rollouts_per_step + (config.algorithm.greedy_per_round if recipe == "grpo" else 0)
+    return round(rounds * per_round)
+
+
+def launch(recipe: str, directory: Path, settings: Sequence[str]) -> float:
+    """Run every component of a recipe in processes of their own, output to <directory>.log. Raises CaseFailed; returns CPU seconds."""
+    log = directory.with_suffix(".log")
+    command = [sys.executable, "-u", "-m", "aligner.cli", "launch", "local", recipe, *settings, f"run.directory={directory}"]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    usage, in_time = _await(process)
+    if not in_time:
+        raise CaseFailed(f"did not end within {LIMIT_SECONDS:g} s: {log}")
+    if process.returncode:
+        raise CaseFailed(f"exit code {process.returncode}: {log}")
+    return usage.ru_utime + usage.ru_stime
+
+
+def _await(process: subprocess.Popen) -> tuple[resource.struct_rusage, bool]:
+    """What a process and its children used, and whether it ended within LIMIT_SECONDS; it is ended where it does not."""
+    started, stops = time.monotonic(), [(LIMIT_SECONDS, signal.SIGTERM), (LIMIT_SECONDS + GRACE_SECONDS, signal.SIGKILL)]
+    while True:
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return usage, len(stops) == 2
+        if stops and time.monotonic() - started > stops[0][0]:
+            process.send_signal(stops.pop(0)[1])  # the launcher ends its components when it is told to end
+        time.sleep(0.1)
+
+
+def write(root: Path, rows: Sequence[Row], failed: Mapping[str, str]) -> None:
+    """learning.json and learning.md below `root`."""
+    records = [asdict(row) | {"passed": row.passed} for row in rows]
+    (root / "learning.json").write_text(json.dumps({"cases": records, "failed": dict(failed)}, indent=2) + "\n")
+    head = ["estimator", "reward before", "reward after", "needed", "on training prompts", "KL", "rollouts", "CPU seconds", ""]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 2) + "---|"]
+    lines += [_line(row) for row in rows]
+    lines += [f"| {name} | | | | | | | | failed: {message} |" for name, message in failed.items()]
+    (root / "learning.md").write_text("\n".join(lines) + "\n")
+
+
+def _line(row: Row) -> str:
+    cells = [
+        row.name,
+        f"{row.reward_before:.3f}",
+        f"{row.reward_after:.3f}",
+        f"{row.reward_before + row.margin:.3f}",
+        f"{row.train_before:.3f} to {row.train_after:.3f}",
+        f"{row.kl:.3f}",
+        f"{row.rollouts}",
+        f"{row.cpu_seconds:.0f}",
+        "learns" if row.passed else "MISSES",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--directory", type=Path, default=Path("runs/learning"), help="where everything is written (default: runs/learning)"
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help=f"some of {' '.join(case.name for case in CASES)}")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=0, help="of every case (default: its own)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""What is put around an observation, whom the config names, and rewards of environments beside others'."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.algorithms.episodes import episode_metrics, readable
+from aligner.data.encoding import PromptStyle, encode_prompt
+from aligner.data.tokenizer import Tokenizer, load_tokenizer
+from aligner.environments.calculator import Calculator
+from aligner.environments.config import EnvironmentConfig, ObservationForm
+from aligner.environments.load import build_environment, environment_follow_up
+from aligner.environments.observing import observation_tokens, surroundings
+from aligner.environments.reward import EnvironmentReward
+from aligner.errors import ConfigError
+from aligner.types import FinishReason, Prompt, Rollout, Scores
+
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<u>", "<t>", "<a>")  # ids 0 to 5
+TEMPLATE = (
+    "<bos>{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content | trim }}<eos>{% elif m.role == 'tool' %}"
+    "{{ raise_exception('no tools here') }}{% else %}<a>{{ m.content }}<eos>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def make_tokenizer(directory: Path, **settings: object) -> Tokenizer:
+    """One token per printable ASCII character."""
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    characters = [chr(code) for code in range(32, 127)] + ["\n"]
+    backend = Backend(models.WordLevel({token: i for i, token in enumerate([*SPECIAL, *characters])}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    directory.mkdir()
+    backend.save(str(directory / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names | settings))
+    return load_tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("chat") / "t", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("plain") / "t")
+
+
+def prompts(tokenizer: Tokenizer, *chats: bool) -> list[Prompt]:
+    made = []
+    for number, is_chat in enumerate(chats):
+        tokens = encode_prompt(tokenizer, "how many?", PromptStyle(apply_chat_template=is_chat, add_bos=True))
+        made.append(Prompt(id=number, tokens=tuple(tokens), source=f"data.jsonl:{number + 1}"))
+    return made
+
+
+def rendered(tokenizer: Tokenizer, around, text: str, last: str) -> str:
+    (end,) = tokenizer.encode(last)
+    return tokenizer.decode(around.around(observation_tokens(tokenizer, text), end), skip_special=False)
+
+
+def test_an_observation_is_a_message_of_the_chat(chat: Tokenizer, plain: Tokenizer) -> None:
+    around = surroundings(EnvironmentConfig(function="x"), chat, prompts(chat, True, True))
+    assert rendered(chat, around, "42", last="<eos>") == "\n<u>42<eos><a>"
+    assert rendered(chat, around, "42", last="!") == "<eos>\n<u>42<eos><a>"  # a turn that a stop string ended gets its end token
+    # Prompt, turn, observation and next turn are together what the template writes of the whole conversation.
+    from aligner.data.records import Message
+
+    turns = [Message(role="user", content="how many?"), Message(role="assistant", content="6*7=?"), Message(role="user", content="42")]
+    whole = chat.apply_chat_template(turns, add_generation_prompt=True)
+    said = chat.encode("6*7=?<eos>")
+    assert [*prompts(chat, True)[0].tokens, *said, *around.around(observation_tokens(chat, "42"), said[-1])] == whole
+    # Text of an environment is text: it cannot end the turn, nor begin another.
+    tokens = observation_tokens(chat, "a<eos><a>b")
+    assert len(tokens) == 1 + len("<eos><a>") + 1 and chat.encode("<eos>")[0] not in tokens
+    assert chat.encode("<eos>") == [2]  # as before
+    assert surroundings(EnvironmentConfig(function="x"), chat, prompts(chat, False)).behind == ()
+    assert rendered(plain, surroundings(EnvironmentConfig(function="x"), plain, []), "42", last="!") == "42"
+    own = EnvironmentConfig(function="x", form=ObservationForm.plain, prefix=" [", suffix="]<u>\n")
+    for tokenizer in (chat, plain):
+        assert rendered(tokenizer, surroundings(own, tokenizer, prompts(tokenizer, False)), "42", last="!") == " [42]<u>\n"
+
+
+def test_settings_that_cannot_work(chat: Tokenizer, plain: Tokenizer, tmp_path: Path) -> None:
+    wrong = {
+        "some prompts end as the chat template ends a user's message, data.jsonl:2 does not": lambda: surroundings(
+            EnvironmentConfig(function="x"), chat, prompts(chat, True, False)
+        ),
+        "no tools here.*allowed: another role, or environment.form=plain": lambda: surroundings(
+            EnvironmentConfig(function="x", form=ObservationForm.chat, role="tool"), chat, []
+        ),
+        "has no chat template": lambda: surroundings(EnvironmentConfig(function="x", form=ObservationForm.chat), plain, []),
+        "environment.max_turns=0": lambda: EnvironmentConfig(max_turns=0),
+        "environment.num_workers=0": lambda: EnvironmentConfig(num_workers=0),
+        "environment.timeout_seconds=nan": lambda: EnvironmentConfig(timeout_seconds=float("nan")),
+        "environment.role='system'": lambda: EnvironmentConfig(role="system"),
+        "environment.form=auto: prefix and suffix": lambda: EnvironmentConfig(prefix="x"),
+        "environment.function='' takes none": lambda: EnvironmentConfig(arguments={"a": 1}),
+        "environment 'nothing': expected": lambda: build_environment(EnvironmentConfig(function="nothing")),
+        "did you mean 'Calculator'": lambda: build_environment(EnvironmentConfig(function="aligner.environments.calculator:Calculater")),
+        "cannot be made from {'size': 3}: TypeError": lambda: build_environment(
+            EnvironmentConfig(function="aligner.environments.calculator:Calculator", arguments={"size": 3})
+        ),
+        "gave a dict without reset": lambda: build_environment(EnvironmentConfig(function="builtins:dict")),
+    }
+    for message, action in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            action()
+
+
+def test_a_follow_up_from_the_settings(chat: Tokenizer) -> None:
+    settings = EnvironmentConfig(function="aligner.environments.calculator:Calculator", arguments={"tolerance": 0.5}, max_turns=3)
+    follow_up = environment_follow_up(settings, chat, prompts(chat, True))
+    assert isinstance(follow_up.environment, Calculator) and follow_up.max_turns == 3
+    exchange = follow_up.open()
+    prompt = Prompt(id=0, tokens=(1,), source="a:1", answer="41.6")
+    exchange.say(5, prompt, chat.encode("<tool>6*7</tool><eos>"), number=1, is_cut=False, is_last=False)
+    ((episode, reply),) = exchange.hear(20.0)
+    assert episode == 5 and chat.decode(reply.tokens, skip_special=False) == "\n<u>42<eos><a>" and not reply.done
+    exchange.say(5, prompt, chat.encode("42<eos>"), number=2, is_cut=False, is_last=False)
+    assert [(reply.done, reply.reward) for _, reply in exchange.hear(20.0)] == [(True, 1.0)]
+    assert exchange.hear(20.0) == []  # nothing is under way: at once
+    exchange.close()
+
+
+def episode(reward: float | None, *, failed: bool = False, written: int = 2, counts: dict | None = None) -> Rollout:
+    return Rollout(
+        prompt=Prompt(id=0, tokens=(1,), source="a:1"),
+        response=(1, 2, 3),
+        logprobs=(0.0, 0.0, 0.0),
+        finish_reason=FinishReason.stop,
+        policy_version=0,
+        seed=0,
+        written=None if reward is None else tuple(i < written for i in range(3)),
+        reward=reward,
+        failed=failed,
+        num_turns=4 - written,
+        counts=counts or {},
+    )
+
+
+class Others:
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.future: Future[Scores] = Future()
+        self.is_closed = False
+
+    def score(self, rollouts) -> Future[Scores]:
+        return self.future
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_rewards_of_environments_are_added_to_others() -> None:
+    rollouts = [episode(0.5), episode(2.0), episode(1.0, failed=True)]
+    own = EnvironmentReward().score(rollouts).result()
+    assert own.rewards.tolist() == [0.5, 2.0, 1.0] and own.valid.tolist() == [True, True, False]
+    others = Others()
+    reward = EnvironmentReward(others)
+    sums = reward.score(rollouts)
+    assert not sums.done()
+    given = torch.tensor([1.0, 2.0, 3.0])
+    others.future.set_result(Scores(rewards=given, valid=torch.tensor([False, True, True]), parts={"length": given}))
+    assert sums.result().rewards.tolist() == [1.5, 4.0, 4.0] and sums.result().valid.tolist() == [False, True, False]
+    assert {name: part.tolist() for name, part in sums.result().parts.items()} == {
+        "environment": [0.5, 2.0, 1.0],
+        "length": [1.0, 2.0, 3.0],
+    }
+    reward.close()
+    assert others.is_closed
+    for outcome, error in ((ValueError("broken"), ValueError), (Scores.of(torch.zeros(2)), RuntimeError)):
+        others = Others()
+        sums = EnvironmentReward(others).score(rollouts)
+        others.future.set_exception(outcome) if isinstance(outcome, Exception) else others.future.set_result(outcome)
+        with pytest.raises(error):  # raised where it is awaited: nobody waits for ever
+            sums.result(5)
+    with pytest.raises(ValueError, match="a:1 has no environment's reward"):
+        EnvironmentReward().score([episode(None)])
+
+
+def test_what_people_read_and_metrics_of_episodes() -> None:
+    assert [readable(one, lambda tokens: "".join(map(str, tokens))) for one in (episode(None), episode(1.0))] == ["123", "12[[3]]"]
+    assert episode_metrics([episode(None)]) == {}
+    rollouts = [
+        episode(1.0, counts={"tool_errors": 2.0}),
+        episode(1.0, written=1),
+        episode(1.0, counts={"tool_errors": 1.0, "solved": 1.0}),
+    ]
+    assert episode_metrics(rollouts) == pytest.approx(
+        {"rollout/turns": 7 / 3, "rollout/observation_tokens": 4 / 3, "rollout/tool_errors": 1.0, "rollout/solved": 1 / 3}
+    )

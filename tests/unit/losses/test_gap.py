@@ -1,0 +1,101 @@
+"""The gap between engine and trainer: its distribution, KL both ways, the weights; all by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from aligner.losses.correction import Correction, CorrectionConfig, Level, correction_weights
+from aligner.losses.gap import gap_metrics, weight_metrics
+from aligner.metrics import merge, values
+
+MASK = torch.tensor([[0, 1, 1, 0, 0], [0, 1, 1, 1, 0]], dtype=torch.bool)
+GAPS = (0.1, -0.2, 0.0, 0.4, 0.0)  # trainer's minus engine's
+
+
+def on_tokens(numbers) -> torch.Tensor:
+    """Elsewhere what must not count."""
+    return torch.full((2, 5), 7.0).masked_scatter(MASK, torch.as_tensor(numbers, dtype=torch.float32))
+
+
+def reported(gaps=GAPS, mask=MASK) -> dict[str, float]:
+    old = on_tokens([-1.0, -2.0, -0.5, -3.0, -1.5])
+    return values(gap_metrics(old, old - torch.zeros(2, 5).masked_scatter(MASK, torch.tensor(gaps)), mask))
+
+
+def test_distribution_and_kl_by_hand() -> None:
+    got = reported()
+    assert got["rollout/logprob_gap"] == pytest.approx(0.7 / 5, abs=1e-6)
+    assert got["rollout/logprob_gap_max"] == pytest.approx(0.4, abs=1e-6)
+    # sorted: 0, 0, 0.1, 0.2, 0.4
+    assert got["rollout/logprob_gap_p50"] == pytest.approx(0.1, rel=0.016)
+    assert got["rollout/logprob_gap_p90"] == got["rollout/logprob_gap_p999"] == pytest.approx(0.4, rel=0.016)
+    forward = sum(math.exp(g) - 1 - g for g in GAPS) / 5
+    reverse = sum(math.exp(g) * g - math.exp(g) + 1 for g in GAPS) / 5
+    assert got["rollout/logprob_kl"] == pytest.approx(forward, abs=1e-6)
+    assert got["rollout/logprob_kl_reverse"] == pytest.approx(reverse, abs=1e-6)
+
+
+def test_kl_estimates_are_those_of_the_two_distributions() -> None:
+    """Engine q = (1/2, 1/4, 1/4), trainer p = (1/4, 1/4, 1/2); four samples that have q's shares: both means are exact."""
+    q, p = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
+    samples = torch.tensor([[0, 0, 1, 2]])
+    got = values(gap_metrics(p.log()[samples], q.log()[samples], torch.ones(1, 4, dtype=torch.bool)))
+    assert got["rollout/logprob_kl"] == pytest.approx(float((q * (q / p).log()).sum()), abs=1e-6)
+    assert got["rollout/logprob_kl_reverse"] == pytest.approx(float((p * (p / q).log()).sum()), abs=1e-6)
+
+
+def test_weights_by_hand() -> None:
+    """Weights 1, 2, 1/2, 4, 1/2: sum 8, squares 21.5."""
+    got = reported([math.log(w) for w in (1.0, 2.0, 0.5, 4.0, 0.5)])
+    assert got["rollout/importance_weight"] == pytest.approx(8 / 5)
+    assert (got["rollout/importance_weight_max"], got["rollout/importance_weight_min"]) == (pytest.approx(4.0), pytest.approx(0.5))
+    assert got["rollout/effective_sample_size"] == pytest.approx(64 / 21.5 / 5)
+
+
+def test_no_gap_at_all() -> None:
+    got = reported([0.0] * 5)
+    weights = {"rollout/importance_weight", "rollout/importance_weight_max", "rollout/importance_weight_min"}
+    ones = weights | {"rollout/effective_sample_size"}
+    assert {name for name, value in got.items() if value == 1} == ones
+    assert {name for name, value in got.items() if value == 0} == set(got) - ones
+
+
+def test_one_weight_that_outweighs_all_others() -> None:
+    weights = torch.zeros(1, 8)
+    weights[0, 3] = 1e8  # its square does not fit into float32's integers, and must not overflow
+    got = values(weight_metrics(weights, torch.ones(1, 8, dtype=torch.bool)))
+    assert got["rollout/effective_sample_size"] == pytest.approx(1 / 8)
+
+
+def test_micro_batches_make_no_difference() -> None:
+    """Two rows apart or together, and a filler without tokens."""
+    generator = torch.Generator().manual_seed(1)
+    old, rollout = torch.randn(2, 2, 400, generator=generator).unbind()
+    mask = torch.rand(2, 400, generator=generator) < 0.7
+    mask[:, 0] = False
+    parts = [gap_metrics(old[i : i + 1], rollout[i : i + 1], mask[i : i + 1]) for i in range(2)]
+    filler = gap_metrics(old[:1, :1], rollout[:1, :1], mask[:1, :1])
+    whole = values(gap_metrics(old, rollout, mask))
+    assert values(merge([parts[0], filler, parts[1]])) == pytest.approx(whole, rel=1e-5)
+    exact = (old - rollout).abs()[mask].sort().values
+    for name, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999)):
+        assert whole[f"rollout/logprob_gap_{name}"] == pytest.approx(float(exact[math.ceil(q * len(exact)) - 1]), rel=0.016)
+
+
+def test_a_gap_that_is_not_a_number_is_seen() -> None:
+    got = reported([0.1, float("nan"), 0.0, 0.4, 0.0])
+    assert math.isnan(got["rollout/logprob_gap"]) and math.isnan(got["rollout/logprob_gap_max"])
+    assert got["rollout/logprob_gap_p999"] == math.inf and got["rollout/logprob_gap_p50"] == pytest.approx(0.1, rel=0.016)
+
+
+def test_a_correction_reports_the_weights_of_its_level() -> None:
+    """The product of a sequence's weights: 1 * 2 and 1/2 * 4 * 1/2; each token has its sequence's: 2, 2, 1, 1, 1."""
+    log_weights = on_tokens([math.log(w) for w in (1.0, 2.0, 0.5, 4.0, 0.5)])
+    config = CorrectionConfig(kind=Correction.truncate, level=Level.sequence, high=1.5)
+    got = values(correction_weights(log_weights, torch.zeros(2, 5), MASK, config)[1])
+    assert got["rollout/importance_weight"] == pytest.approx(7 / 5)
+    assert got["rollout/effective_sample_size"] == pytest.approx(49 / 11 / 5)
+    assert got["rollout/corrected_fraction"] == pytest.approx(2 / 5)

@@ -1,0 +1,120 @@
+"""The report of a run: its curves, its samples before and after, and that nothing in it can be more than text."""
+
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from aligner import cli
+from aligner.errors import DataError
+from aligner.reporting.rollout_table import read_rows, write_rows
+from aligner.reporting.samples_report import MAX_POINTS, before_and_after, chart, render, text_of
+from aligner.types import FinishReason, SampleRow
+
+
+def row(prompt: str, response: str, reward: float = 0.5, finish_reason: FinishReason = FinishReason.stop) -> SampleRow:
+    return SampleRow(prompt=prompt, response=response, reward=reward, finish_reason=finish_reason)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished run of three steps, with validations after steps 0, 2 and 3."""
+    directory = tmp_path / "run"
+    (directory / "validation").mkdir(parents=True)
+    write_rows(directory / "validation", 0, [row("one <b>", "old 1", 0.0), row("two", "old 2", finish_reason=FinishReason.length)])
+    write_rows(directory / "validation", 2, [row("one <b>", "middle"), row("two", "middle")])
+    write_rows(directory / "validation", 3, [row("two", "new 2", 1.0), row("one <b>", "<script>alert(1)</script>\x1b[2J", 1.0)])
+    steps = [{"validation/reward": 0.25}, *({"rollout/reward": reward, "policy/ref_kl": reward / 10} for reward in (0.1, 0.2, 0.4))]
+    lines = [json.dumps({"step": step, "time": 100.0 + step, **values}) for step, values in enumerate(steps)]
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+class Texts(HTMLParser):
+    """The tags of a page, and the texts of its table cells."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.cells: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.append(tag)
+        if tag == "td":
+            self.cells.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.cells and self.tags[-1] in ("td", "span"):
+            self.cells[-1] += data
+
+
+def test_the_command_writes_one_page_with_curves_and_samples(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "reward   0.100   0.400" in out and "before (step 0) and after (step 3)" in out
+    page = (run / "report.html").read_text(encoding="utf-8")
+    read = Texts(page)
+    assert read.tags.count("svg") == 3  # rollout reward, validation reward, KL: the run has no other
+    assert "script" not in read.tags and "b" not in read.tags and "link" not in read.tags and "\x1b" not in page
+    # In the order of the later validation, each prompt with its own responses.
+    assert [cell.strip() for cell in read.cells] == [
+        *("two", "reward 0.500, ended by lengthold 2", "reward 1.000new 2"),
+        *("one <b>", "reward 0.000old 1", "reward 1.000<script>alert(1)</script>\N{REPLACEMENT CHARACTER}[2J"),
+    ]
+
+
+def test_a_run_without_validations_has_a_page_too(run: Path) -> None:
+    for path in (run / "validation").iterdir():
+        path.unlink()
+    assert before_and_after(run / "validation") == (None, None)
+    assert text_of(None, None) == ""
+    assert cli.main(["report", str(run), "--output", str(run / "other.html")]) == 0
+    assert "data.validation" in (run / "other.html").read_text() and "<table" not in (run / "other.html").read_text()
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere: has no metrics.jsonl" in capsys.readouterr().err
+    assert cli.main(["report", str(run), "--output", str(tmp_path / "no" / "such.html")]) == 2
+    assert "the report could not be written" in capsys.readouterr().err
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    rows = [row("a\u2028b\x85", "c\nd", math.inf), row("", "", -1.0, FinishReason.length)]
+    path = write_rows(tmp_path, 1, rows)
+    assert read_rows(path) == rows
+    path.write_text('{"prompt": "a"}\n')
+    with pytest.raises(DataError, match=r"step_000001.jsonl:1: not a sample rollout"):
+        read_rows(path)
+
+
+def points(svg: str) -> list[list[tuple[float, float]]]:
+    """The coordinates of each line of a chart."""
+    lines = [node.attrib["points"].split() for node in ElementTree.fromstring(svg).iter("polyline")]
+    return [[tuple(float(x) for x in pair.split(",")) for pair in line] for line in lines]
+
+
+def test_charts_span_their_frame_and_break_where_there_is_no_number() -> None:
+    # 62 to 508 pixels across, 148 (lowest) up to 12 (highest): step 5 of 0..10 is half way, value 3 of 1..5 too.
+    assert points(chart([(0, 1.0), (5, 3.0), (10, 5.0)])) == [[(62.0, 148.0), (285.0, 80.0), (508.0, 12.0)]]
+    broken = points(chart([(0, 1.0), (1, 2.0), (2, math.nan), (4, 5.0)]))
+    assert [len(line) for line in broken] == [2, 2] and broken[1][0] == broken[1][1]  # the point alone is drawn as a dot
+    assert points(chart([(7, 2.0)])) == [[(285.0, 80.0)] * 2]
+    assert points(chart([(1, math.nan)])) == []
+
+
+def test_long_curves_are_thinned() -> None:
+    (line,) = points(chart([(step, float(step)) for step in range(10 * MAX_POINTS)]))
+    assert len(line) == MAX_POINTS
+    assert line[0][0] == 62.0
+
+
+def test_a_run_that_has_just_begun() -> None:
+    assert "no steps yet" in render("name & <co>", [], None, None)
+    assert "name &amp; &lt;co&gt;" in render("name & <co>", [], None, None)

@@ -1,0 +1,101 @@
+"""reward.functions: a dict of sections, on the command line and in YAML; and what of RewardConfig does not go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from aligner.config import compose, from_yaml, to_yaml
+from aligner.errors import ConfigError
+from aligner.rewards.config import NamedRewardConfig, OnError
+from aligner.schema import nearest, schema_keys
+from aligner.schemas import ModelConfig, RewardConfig, TrainGRPO
+
+
+@dataclass(kw_only=True, slots=True)
+class Scoring:
+    """What RewardConfig has of this, which is composed faster."""
+
+    functions: dict[str, NamedRewardConfig] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class Root:
+    """A program with such a section."""
+
+    reward: Scoring = field(default_factory=Scoring)
+
+
+YAML = """reward:
+  functions:
+    one: {function: a:b, weight: 2, arguments: {x: 1}}
+    two: {function: a:c}
+"""
+
+
+@pytest.fixture
+def parts(tmp_path):
+    """`reward.functions` of a program with these overrides, on top of these lines of YAML."""
+
+    def composed(*overrides, text="{}"):
+        (tmp_path / "program.yaml").write_text(text)
+        config = compose(Root, "program", overrides, config_dir=tmp_path)
+        assert from_yaml(Root, to_yaml(config)) == config
+        return config.reward.functions
+
+    return composed
+
+
+def test_on_the_command_line(parts):
+    assert parts("+reward.functions.maths={function:'a:b',on_error:invalid}", "reward.functions.maths.weight=2") == {
+        "maths": NamedRewardConfig(function="a:b", weight=2.0, on_error=OnError.invalid)
+    }
+    assert parts("reward.functions.far.url=http://c") == {"far": NamedRewardConfig(url="http://c")}
+    assert list(parts("reward.functions={p:{served:true},q:{function:a.b}}")) == ["p", "q"]
+    real = compose(TrainGRPO, "grpo", ["data.train=x", "model.path=y", "reward.functions.far.url=http://c"])
+    assert real.reward.functions == {"far": NamedRewardConfig(url="http://c")}
+
+
+def test_in_yaml_and_changed_or_removed_afterwards(parts):
+    assert list(parts(text=YAML)) == ["one", "two"]
+    settings = ["reward.functions.one.weight=3", "reward.functions.one.arguments.y=2", "~reward.functions.two"]
+    assert parts(*settings, text=YAML) == {"one": NamedRewardConfig(function="a:b", weight=3.0, arguments={"x": 1, "y": 2})}
+    with pytest.raises(ConfigError, match="unknown setting reward.functions.three.functoin .*did you mean reward.functions.three.function"):
+        parts(text=YAML + "    three: {functoin: a:b}\n")
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("reward.functions.maths.wieght=2", "unknown setting reward.functions.maths.wieght .*did you mean reward.functions.maths.weight"),
+        ("reward.functions.maths={function:'a:b',wieght:2}", "did you mean reward.functions.maths.weight"),
+        ("reward.functions.maths={function:'a:b',weight:much}", "reward.functions.maths.weight: .*'much'"),
+        ("reward.functions.maths.weight=2", "a reward has no source"),
+        ("~reward.functions.maths", "there is no reward.functions.maths to remove"),
+        ("~reward.functions", "would remove a setting that the schema has"),
+    ],
+)
+def test_refusals(parts, override, text):
+    with pytest.raises(ConfigError, match=text):
+        parts(override)
+
+
+def test_the_nearest_key_has_the_users_name():
+    keys = list(schema_keys(TrainGRPO))
+    assert nearest("reward.functions.mine.token_varible", keys) == "reward.functions.mine.token_variable"
+    assert nearest("token_variable", keys) == "reward.functions.NAME.token_variable"
+
+
+def test_what_does_not_go_together():
+    one, served = NamedRewardConfig(function="a:b"), NamedRewardConfig(served=True)
+    RewardConfig(functions={"one": one}).check_named()
+    RewardConfig(functions={"one": one, "judge": served}, serve=True, model=ModelConfig(path="there")).check_named()
+    with pytest.raises(ConfigError, match="reward.model.path=''"):
+        RewardConfig(functions={"judge": served}, serve=True).check_named()
+    with pytest.raises(ConfigError, match="reward.functions.judge.served=true: needs reward.serve=true"):
+        RewardConfig(functions={"judge": served})
+    with pytest.raises(ConfigError, match=r"reward.serve=true: none of reward.functions \(one\) is the reward model"):
+        RewardConfig(functions={"one": one}, serve=True)
+    with pytest.raises(ConfigError, match="reward.function.function=c:d and reward.functions.one: give one of the two"):
+        RewardConfig(functions={"one": one}, function=NamedRewardConfig(function="c:d"))
