@@ -11,13 +11,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Where there is no GPU the pinned CPU build keeps results and downloads small; PIP_TORCH overrides it.
 PIP_TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo torch; else echo torch==2.13.0; fi)
+# Of benchmarks/rollout.py.
+AGAINST_ALL := --against 'ours (torch)' dynamic static continuous vllm --make-vllm
 # One thread per process: several ranks share the machine's cores.
 RUN_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 ARGS ?=
 # A file of tests stays in one process (its fixtures are whole jobs); the files are shared out. TEST_PROCESSES=0 runs all in one.
 TEST_PROCESSES ?= logical
 
-.PHONY: help venv demo learn test preflight bench bench-full lint format clean
+.PHONY: help venv demo learn learn-supervised test preflight bench bench-full lint format clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -38,6 +40,9 @@ demo: $(STAMP) ## SFT -> reward model -> PPO with two servers on this machine (a
 learn: $(STAMP) ## every estimator trained on the demo's task, with a table; fails where one does not learn (about 20 minutes)
 	@$(RUN_ENV) $(BIN)/python examples/learning/run.py $(ARGS)
 
+learn-supervised: $(STAMP) ## supervised, preference and reward recipes from a pretrained model, with a table (needs ../shared/data; about 20 minutes)
+	@$(RUN_ENV) $(BIN)/python examples/learning/supervised.py $(ARGS)
+
 test: $(STAMP) ## all tests (ARGS='-k name' to choose)
 	@$(RUN_ENV) $(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=4 --dist=loadfile $(ARGS)
 
@@ -50,13 +55,14 @@ bench: $(STAMP) ## rollouts, refits, estimators and a GRPO step against TRL, sho
 	@$(RUN_ENV) $(BIN)/python benchmarks/advantages.py
 	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py $(ARGS)
 
-bench-full: $(STAMP) ## the same on all sizes and batches and against all competitors; makes .venv-vllm (an hour or more)
-	@$(RUN_ENV) $(BIN)/python benchmarks/rollout.py --sizes small large --batches 1 8 32 64 --rounds 2 \
-		--against 'ours (torch)' dynamic static continuous vllm --make-vllm
+bench-full: $(STAMP) ## the same on all sizes and batches and against all competitors; makes .venv-vllm (an hour and a half)
+	@$(RUN_ENV) $(BIN)/python benchmarks/rollout.py --sizes small --batches 1 8 32 64 --rounds 2 $(AGAINST_ALL)
+	@$(RUN_ENV) $(BIN)/python benchmarks/rollout.py --sizes large --batches 1 8 32 --repeats 2 $(AGAINST_ALL)
 	@$(RUN_ENV) $(BIN)/python benchmarks/refit.py
 	@$(RUN_ENV) $(BIN)/python benchmarks/advantages.py
 	@$(RUN_ENV) $(BIN)/python benchmarks/asynchronous.py
-	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py --large $(ARGS)
+	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py $(ARGS)
+	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py --sizes large --rounds 1 --steps 1 $(ARGS)
 
 lint: $(STAMP) ## ruff and the level order
 	@$(BIN)/ruff check .

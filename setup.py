@@ -36,7 +36,7 @@ setup(
     cmdclass={"build_py": BuildWithConf},
     install_requires=[
         "torch>=2.6",  # megatron-core's own bound; GPU images bring theirs, so there is no upper one
-        "megatron-core>=0.16.1,<0.20",  # 0.16.1 is the newest for Python < 3.12
+        "megatron-core>=0.16.1,<0.20,!=0.17.*,!=0.18.*",  # 0.16.1 is the newest for Python < 3.12; the tests have run with it and 0.19.2
         "hydra-core~=1.3",
         "omegaconf~=2.3",
         "numpy<2",  # nvidia-pytriton 0.7 was built against numpy 1
@@ -64,12 +64,13 @@ setup(
             "math-verify>=0.9",
             "mpi4py",
             "mpich",  # brings mpiexec for the MPI tests, without root
+            "peft==0.21.2",  # reads the adapters that are written here
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
             "ruff",
             "tensorboard",
-            "trl==1.16.0",  # its losses are what ours are held against
+            "trl==1.16.0; python_version >= '3.11'",  # its losses are what ours are held against; it needs 3.11
         ],
     },
     entry_points={"console_scripts": ["aligner = aligner.cli:main"]},

@@ -1,4 +1,4 @@
-"""The `aligner` command: `plan`, `preflight`, `gap`, `report`, `convert`, `launch`."""
+"""The `aligner` command: `plan`, `preflight`, `gap`, `data`, `report`, `convert`, `launch`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aligner.errors import AlignerError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (2 for a mistake in what was asked, with one line that says which)."""
-    arguments, message = _parser().parse_args(argv), ""
+    arguments, message = _parse(argv), ""
     try:
         code = arguments.run(arguments)
     except AlignerError as error:
@@ -23,6 +23,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, message = ExitCode.refused, str(error)
     outcomes.record(os.environ, code, message)  # a command may be a step of a Slurm job
     return int(code)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, with settings wherever they stand: argparse itself takes none behind an option that follows other arguments."""
+    parser = _parser()
+    arguments, others = parser.parse_known_args(argv)
+    if others and ("overrides" not in arguments or any(other.startswith("-") or "=" not in other for other in others)):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if others:
+        arguments.overrides = [*arguments.overrides, *others]
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     preflight.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE")
     preflight.set_defaults(run=_preflight)
     _add_gap(commands)
+    _add_data(commands)
     report = commands.add_parser("report", help="what a run did: its summary, and curves and samples before and after as one HTML file")
     report.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="run.directory of the run, which may be under way")
     report.add_argument("--output", type=Path, metavar="FILE", help="the HTML file (default: RUN_DIRECTORY/report.html)")
@@ -99,6 +111,21 @@ def _add_gap(commands: argparse._SubParsersAction) -> None:
     gap.set_defaults(run=_gap)
 
 
+def _add_data(commands: argparse._SubParsersAction) -> None:
+    data = commands.add_parser("data", help="look at data before a job does")
+    what = data.add_subparsers(required=True, metavar="WHAT")
+    validate = what.add_parser(
+        "validate", help="every bad line, lengths in tokens, duplicates, and samples as the model will see them; exit code 1 with bad lines"
+    )
+    validate.add_argument("target", metavar="CONFIG|FILE", help="file of conf/ without .yaml, such as sft; with --kind a data file")
+    validate.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for the scripts in examples/nlp")
+    validate.add_argument("--kind", default="", metavar="KIND", help="of the file: sft, preference, kto, prompts, ... (docs/data.md)")
+    validate.add_argument("--tokenizer", default="", metavar="DIR", help="with --kind: directory of the model's tokenizer")
+    validate.add_argument("--samples", type=int, default=3, metavar="N", help="how many are shown of each data set (default: 3)")
+    validate.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE")
+    validate.set_defaults(run=_validate_data)
+
+
 def _plan(arguments: argparse.Namespace) -> int:
     from aligner.jobs.plan import plan
 
@@ -133,6 +160,13 @@ def _gap(arguments: argparse.Namespace) -> int:
         json_path=arguments.json,
     )
     return gap(arguments.config, arguments.overrides, options)
+
+
+def _validate_data(arguments: argparse.Namespace) -> int:
+    from aligner.jobs.validate_data import Options, validate
+
+    options = Options(kind=arguments.kind, tokenizer=arguments.tokenizer, num_samples=max(0, arguments.samples), json_path=arguments.json)
+    return validate(arguments.target, arguments.overrides, options)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -66,6 +66,10 @@ class ServerError(AlignerError):
     """A critic or reward server could not do what was asked; root of the server errors."""
 
 
+class TritonDied(ServerError):
+    """tritonserver ended while it was starting, before every endpoint answered."""
+
+
 class ServerUnreachable(ServerError):
     """Nothing answers at the address: says which server, where and since when."""
 

@@ -8,7 +8,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from aligner.types import Batch, LabeledBatch, PolicyBatch, PreferenceBatch, RolloutBatch, TokenBatch, ValueBatch
+from aligner.types import (
+    Batch,
+    DistillationBatch,
+    LabeledBatch,
+    PolicyBatch,
+    PreferenceBatch,
+    RolloutBatch,
+    StepBatch,
+    TokenBatch,
+    ValueBatch,
+)
 
 
 def num_rows(batch: Batch) -> int:
@@ -16,7 +26,7 @@ def num_rows(batch: Batch) -> int:
     return batch.tokens.shape[0]
 
 
-BatchT = TypeVar("BatchT", TokenBatch, RolloutBatch, PolicyBatch, ValueBatch, PreferenceBatch, LabeledBatch)
+BatchT = TypeVar("BatchT", TokenBatch, RolloutBatch, PolicyBatch, ValueBatch, PreferenceBatch, LabeledBatch, StepBatch, DistillationBatch)
 
 
 def select_rows(batch: BatchT, start: int, stop: int) -> BatchT:
@@ -46,17 +56,23 @@ def take_rows(batch: BatchT, rows: Tensor) -> BatchT:
 
 
 _PER_TOKEN = {"tokens", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "old_values", "returns"}
+_PER_TOKEN |= {"teacher_tokens", "teacher_logprobs", "step_labels"}
 
 
 def trim_columns(batch: BatchT, width: int) -> BatchT:
-    """The first `width` columns of every [B, S] tensor; narrower batches are padded with zeros (False) up to it."""
+    """The first `width` columns of every [B, S] (and [B, S, K]) tensor; narrower batches are padded with zeros (False) up to it."""
     parts: dict[str, Tensor | None] = {}
     for f in fields(batch):
         tensor: Tensor | None = getattr(batch, f.name)
         if tensor is not None and f.name in _PER_TOKEN:
-            tensor = torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) if tensor.shape[1] < width else tensor[:, :width]
+            tensor = pad_columns(tensor, width) if tensor.shape[1] < width else tensor[:, :width]
         parts[f.name] = tensor
     return type(batch)(**parts)
+
+
+def pad_columns(tensor: Tensor, width: int) -> Tensor:
+    """[B, width, ...] with zeros behind what `tensor` [B, S, ...] has."""
+    return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, width - tensor.shape[1]))
 
 
 def to_device(batch: BatchT, device: torch.device) -> BatchT:

@@ -33,7 +33,8 @@ from aligner.models.config import ModelConfig
 from aligner.models.optimizer import Decay, OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.config import RolloutConfig
-from aligner.schemas import RewardConfig, RunConfig, TrainGRPO
+from aligner.schemas import RunConfig, TrainGRPO
+from aligner.servers.components import RewardConfig
 from aligner.types import PolicyBatch, Prompt, RolloutBatch, SamplingConfig
 
 PHASES = {"generate": "generation", "ref_logprobs": "logprobs", "train": "train"}  # ours -> the comparison's

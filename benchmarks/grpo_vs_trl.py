@@ -1,6 +1,6 @@
 """One GRPO step of this stack against TRL's `GRPOTrainer`: same weights, prompts, batch, lengths, threads, learning rate and loss.
 
-    python benchmarks/grpo_vs_trl.py [--large] [--rounds 3] [--steps 4] [--micro-batch-size 4] [--trl-python PATH]
+    python benchmarks/grpo_vs_trl.py [--sizes small large] [--rounds 3] [--steps 4] [--micro-batch-size 4] [--trl-python PATH]
 
 The sides run in turn (ours, TRL, ours, TRL, ...), each in a process of its own, so that a change of the machine's load meets both. A
 round's figure is the median over its steps; the table shows the median over the rounds, and ratios TRL / ours (above 1: this stack is
@@ -32,7 +32,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--lengths", choices=("fixed", "varied"), nargs="+", default=["fixed", "varied"], help="of responses (default: both)"
     )
-    parser.add_argument("--large", action="store_true", help="also the 40M-parameter model (several minutes a round)")
+    parser.add_argument("--sizes", choices=list(SIZES), nargs="+", default=["small"], help="of models (large: minutes a step)")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (default 3)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a run (default 4), after one that warms up")
     parser.add_argument("--prompts", type=int, default=8)
@@ -129,8 +129,7 @@ def main() -> int:
     try:
         trl = None if chosen.ours_only else chosen.trl_python or trl_python(HERE.parent / ".venv-trl")
         with tempfile.TemporaryDirectory() as folder:
-            names = ("small", "large") if chosen.large else ("small",)
-            measured = [compare(name, lengths, chosen, trl, Path(folder)) for name in names for lengths in chosen.lengths]
+            measured = [compare(name, lengths, chosen, trl, Path(folder)) for name in chosen.sizes for lengths in chosen.lengths]
     except (EnvironmentFailed, Mismatch, RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,6 +1,6 @@
 """SFT train steps of this stack against TRL's `SFTTrainer` on HF's Trainer: same weights, rows, micro-batches, threads and optimizer.
 
-    python benchmarks/sft_vs_trl.py [--large] [--rounds 3] [--steps 4] [--trl-python PATH]
+    python benchmarks/sft_vs_trl.py [--sizes small large] [--rounds 3] [--steps 4] [--trl-python PATH]
 
 Padded and packed, the sides in turn (ours, TRL, ours, ...), each in a process of its own. A round's figure is the median over its steps;
 the table shows the median over the rounds in tokens (without padding) per second, and ratios ours / TRL (above 1: this stack is faster).
@@ -29,7 +29,7 @@ MODES = ("padded", "packed")
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--large", action="store_true", help="also the 40M-parameter model (several minutes a round)")
+    parser.add_argument("--sizes", choices=list(SIZES), nargs="+", default=["small"], help="of models (large: minutes a step)")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (default 3)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a run (default 4), after one that warms up")
     parser.add_argument("--rows", type=int, default=32, help="sequences of a step")
@@ -119,7 +119,7 @@ def main() -> int:
     try:
         trl = chosen.trl_python or trl_python(HERE.parent / ".venv-trl")
         with tempfile.TemporaryDirectory() as folder:
-            measured = [compare(name, chosen, trl, Path(folder)) for name in (("small", "large") if chosen.large else ("small",))]
+            measured = [compare(name, chosen, trl, Path(folder)) for name in chosen.sizes]
     except (EnvironmentFailed, Mismatch, RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -8,9 +8,12 @@ Against a reward model with PPO (`reward_model.py`, `ppo.py`): the same pairs, b
 nothing is sampled and no critic is learnt. Against `sft.py`: the rejected response pushes back, the reference holds in place. Losses
 without a reference (SimPO, CPO, ORPO) make one pass less per step, and keep no second copy of the weights.
 
-The reference's log-probs of a pair never change. They are computed batch by batch all the same: the pass has no backward half, and a stored
-copy would be made anew after a resume, in batches of another shape and so with other last bits. Validation batches are always the same
-ones, so theirs are kept.
+The reference's log-probs of a pair never change, but for last bits that hang on the shape of a batch. `reference=live` computes them for
+every batch in the shape that the policy will see, so that at the first step the two are equal to the last bit and D is exactly 0; it costs
+a second copy of the weights in host memory, their way to the device, and a pass without backward half per step. `reference=precomputed`
+reads them from files that were written before the first step (`aligner.jobs.stored_reference`): one pass in all, and no copy. They differ
+from live ones by rounding, since sums are taken in other shapes: in float32 by less than 1e-6 of what they are, in bfloat16 by as much as
+any two shapes do. Validation batches are always the same ones, so theirs are kept either way.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from aligner.algorithms.epochs import Stateless, check_batch_sizes
 from aligner.algorithms.loop import Clock, StepResult
+from aligner.algorithms.reference import ReferenceLogprobs, check_reference
 from aligner.data.collate import preference_batch
 from aligner.data.loader import EpochSampler
 from aligner.data.preferences import PreferencePair, require_margins
@@ -91,13 +96,18 @@ class DPOConfig(PairLossConfig):
 
     batch_size: int = 64  # pairs per update
     validation_batch_size: int = 64
+    reference: ReferenceLogprobs = ReferenceLogprobs.live
+    reference_part_size: int = 1024  # precomputed: pairs per file of log-probs, what a run that is killed meanwhile computes again, at most
 
     def __post_init__(self) -> None:
         PairLossConfig.__post_init__(self)
-        if self.batch_size < 1 or self.validation_batch_size < 1:
-            raise ConfigError(
-                f"algorithm.batch_size={self.batch_size}, validation_batch_size={self.validation_batch_size}: must be at least 1"
-            )
+        check_batch_sizes(self.batch_size, self.validation_batch_size)
+        check_reference(self.reference, self.reference_part_size, is_needed=self.loss.needs_reference, loss=self.loss.value)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether a frozen copy of the weights is there while the policy is trained."""
+        return self.loss.needs_reference and self.reference is ReferenceLogprobs.live
 
     @property
     def reports(self) -> list[str]:
@@ -114,10 +124,11 @@ class Reference(Protocol):
         """As `Policy.logprobs`."""
 
 
-class DPO:
-    """The algorithm over its parts. Every rank constructs one. `reference`: None where the loss needs none.
+class DPO(Stateless):
+    """The algorithm over its parts. Every rank constructs one.
 
-    Raises DataError where the loss learns how much better a response is, and no training pair says that.
+    `reference`: None where the loss needs none, or the pairs bring its log-probs. Raises DataError where the loss learns how much better a
+    response is, and no training pair says that.
     """
 
     def __init__(
@@ -131,8 +142,9 @@ class DPO:
         pad_id: int,
         seed: int,
     ) -> None:
-        if config.loss.needs_reference != (reference is not None):
-            raise ValueError(f"reference is {reference}: the loss {config.loss.value} {'needs one' if reference is None else 'has none'}")
+        if config.keeps_reference != (reference is not None):
+            what = f"the loss {config.loss.value} {'needs one' if reference is None else 'has none'}"
+            raise ValueError(f"reference is {reference}: {what} (algorithm.reference={config.reference.value})")
         if config.loss.needs_margins:
             require_margins(train, f"algorithm.loss={config.loss.value}")
         self.config = config
@@ -143,7 +155,8 @@ class DPO:
         self.order = EpochSampler(len(train), config.batch_size, seed)
         self.loss = partial(dpo_loss, **config.settings())
         size = config.validation_batch_size
-        self._held_out = [validation[start : start + size] for start in range(0, len(validation), size)]
+        held_out = list(validation)
+        self._held_out = [held_out[start : start + size] for start in range(0, len(held_out), size)]
         self._validation: list[PreferenceBatch] = []  # with the reference's log-probs, from the first validation on
 
     def step(self, step: int, clock: Clock) -> StepResult:
@@ -161,15 +174,6 @@ class DPO:
             self._validation = [self._with_reference(pairs) for pairs in self._held_out]
         parts = [self._judge(batch) for batch in self._validation]
         return {name.replace("preference/", "validation/"): value for name, value in values(merge(parts)).items()}
-
-    def finish(self) -> None:
-        """Nothing runs on after a step."""
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """There is no state besides the model and the step number."""
 
     def _with_reference(self, pairs: Sequence[PreferencePair]) -> PreferenceBatch:
         batch = preference_batch(pairs, self.pad_id)

@@ -7,7 +7,8 @@ paired with the responses to *other* prompts of the batch; one update of the pol
 
 Against DPO (`dpo.py`): a thumb up or down is enough, and the two kinds need not be equally many (`desirable_weight`,
 `undesirable_weight`); what a response is compared with is z and not its partner. z is of the whole batch and has no gradient, so that
-micro-batches and layouts do not change it; it costs one more pass without gradient of each model.
+micro-batches and layouts do not change it; it costs one more pass without gradient of each model. With `reference=precomputed` the
+reference's passes, of the responses and of every step's mismatched rows, were made before the first step (see `dpo.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from aligner.algorithms.epochs import Stateless
 from aligner.algorithms.loop import Clock, StepResult
+from aligner.algorithms.reference import ReferenceLogprobs, check_reference
 from aligner.data.loader import EpochSampler
 from aligner.data.unpaired import UnpairedExample, mismatched, unpaired_batch
 from aligner.errors import ConfigError, DataError
@@ -41,6 +44,8 @@ class KTOConfig:
     average_logprobs: bool = False  # over a response's tokens, not their sum
     batch_size: int = 64  # responses per update; the KL is estimated over as many
     validation_batch_size: int = 64
+    reference: ReferenceLogprobs = ReferenceLogprobs.live
+    reference_part_size: int = 1024  # precomputed: responses per file of log-probs, what a run that is killed computes again, at most
 
     def __post_init__(self) -> None:
         if self.beta <= 0:
@@ -53,6 +58,12 @@ class KTOConfig:
                 f"algorithm.batch_size={self.batch_size}, validation_batch_size={self.validation_batch_size}: "
                 "must be at least 2 (each prompt is paired with the response to another) and 1"
             )
+        check_reference(self.reference, self.reference_part_size, is_needed=True, loss=self.loss.value)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether a frozen copy of the weights is there while the policy is trained."""
+        return self.reference is ReferenceLogprobs.live
 
     @property
     def reports(self) -> list[str]:
@@ -69,6 +80,14 @@ class Reference(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StoredMismatches:
+    """Mismatched rows with the reference's log-probs: of all training steps one behind the other, and of the validation examples."""
+
+    train: Sequence[UnpairedExample] = ()
+    validation: Sequence[UnpairedExample] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
     """Responses with the reference's log-probs, and the mismatched rows that the KL is estimated on (None where none is)."""
 
@@ -76,29 +95,34 @@ class Judged:
     mismatched: LabeledBatch | None
 
 
-class KTO:
+class KTO(Stateless):
     """The algorithm over its parts. Every rank constructs one.
 
-    `max_length` cuts mismatched rows, which may be longer than any example. Raises DataError for a single validation example.
+    `max_length` cuts mismatched rows, which may be longer than any example. `reference` is None where its log-probs are `stored`, and the
+    examples bring theirs. Raises DataError for a single validation example.
     """
 
     def __init__(
         self,
         config: KTOConfig,
         policy: Policy,
-        reference: Reference,
+        reference: Reference | None,
         *,
         train: Sequence[UnpairedExample],
         validation: Sequence[UnpairedExample],
         max_length: int,
         pad_id: int,
         seed: int,
+        stored: StoredMismatches | None = None,
     ) -> None:
         if config.loss.needs_kl and len(validation) == 1:
             raise DataError("data.validation has one usable response; the KL is estimated on prompts paired with the responses to others")
+        if config.keeps_reference != (reference is not None) or config.keeps_reference != (stored is None):
+            raise ValueError(f"reference is {reference} and stored is {stored}, expected one: algorithm.reference={config.reference.value}")
         self.config = config
         self.policy = policy
         self.reference = reference
+        self.stored = stored
         self.train = train
         self.max_length = max_length
         self.pad_id = pad_id
@@ -111,13 +135,13 @@ class KTO:
             sft_coef=config.sft_coef,
             average_logprobs=config.average_logprobs,
         )
-        self._held_out = validation
+        self._held_out = list(validation)
         self._validation: list[Judged] = []  # from the first validation on
 
     def step(self, step: int, clock: Clock) -> StepResult:
         examples = [self.train[i] for i in self.order.indices(step - 1)]
         with clock.phase("ref_logprobs"):
-            (judged,) = self._judged(examples, len(examples))
+            (judged,) = self._judged(examples, self._mismatched(examples, step), len(examples))
         with clock.phase("logprobs"):
             kl = self._kl([judged])
         with clock.phase("train"):
@@ -129,25 +153,25 @@ class KTO:
     def validate(self) -> Mapping[str, float]:
         """The loss and what goes with it on the validation responses, as `validation/*`; z is of all of them."""
         if not self._validation:
-            self._validation = self._judged(self._held_out, self.config.validation_batch_size)
+            self._validation = self._judged(self._held_out, self._mismatched(self._held_out, 0), self.config.validation_batch_size)
         if not self._validation:
             return {}
         loss = partial(self.loss, kl=self._kl(self._validation))
         parts = [loss(TokenOutputs(logprobs=self.policy.logprobs(one.matched)), one.matched).metrics for one in self._validation]
         return {name.replace("kto/", "validation/"): value for name, value in values(merge(parts)).items()}
 
-    def finish(self) -> None:
-        """Nothing runs on after a step."""
+    def _mismatched(self, examples: Sequence[UnpairedExample], step: int) -> Sequence[UnpairedExample]:
+        """The rows that the KL of a step is estimated on (0: of the validation); none where none is. May be of any of the examples."""
+        if not (self.config.loss.needs_kl and examples):
+            return []
+        if self.stored is None:
+            return mismatched(examples, self.max_length)
+        if not step:
+            return list(self.stored.validation)
+        return [self.stored.train[(step - 1) * len(examples) + row] for row in range(len(examples))]
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """There is no state besides the model and the step number."""
-
-    def _judged(self, examples: Sequence[UnpairedExample], size: int) -> list[Judged]:
-        """Batches of `size`; a prompt's other response may be of any of the examples."""
-        others = mismatched(examples, self.max_length) if self.config.loss.needs_kl and examples else []
+    def _judged(self, examples: Sequence[UnpairedExample], others: Sequence[UnpairedExample], size: int) -> list[Judged]:
+        """Batches of `size`."""
         return [
             self._with_reference(examples[start : start + size], others[start : start + size]) for start in range(0, len(examples), size)
         ]
@@ -155,9 +179,10 @@ class KTO:
     def _with_reference(self, examples: Sequence[UnpairedExample], others: Sequence[UnpairedExample]) -> Judged:
         """In the batches that the policy will see, so that where the two are equal their log-probs are, to the last bit."""
         batches = [unpaired_batch(rows, self.pad_id) for rows in (examples, others) if rows]
-        logprobs = self.reference.logprobs_of(batches)
-        done = [replace(batch, ref_logprobs=found) for batch, found in zip(batches, logprobs, strict=True)]
-        return Judged(matched=done[0], mismatched=done[1] if others else None)
+        if self.reference is not None:
+            logprobs = self.reference.logprobs_of(batches)
+            batches = [replace(batch, ref_logprobs=found) for batch, found in zip(batches, logprobs, strict=True)]
+        return Judged(matched=batches[0], mismatched=batches[1] if others else None)
 
     def _kl(self, judged: Sequence[Judged]) -> float:
         """z over all mismatched rows, under the policy of now."""

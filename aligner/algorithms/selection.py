@@ -75,6 +75,26 @@ def pairs_of(rewards: Tensor, allowed: Tensor, *, group_size: int, pairing: Pair
     return Pairs(chosen=better[real], rejected=worse[real], gaps=gaps.abs()[real], num_ties=int((both & ~real).sum()))
 
 
+def pairs_by_length(rewards: Tensor, allowed: Tensor, lengths: Tensor, *, group_size: int, slack: float, min_gap: float) -> Pairs:
+    """One pair of allowed responses to each prompt, as `pairs_of` counts them: of the best the shortest, of the worst the longest.
+
+    With r from the lowest to the highest reward of a prompt, the best are those within `slack` * (highest - lowest) of the highest, and the
+    worst those within as much of the lowest (Wu et al. 2024, 2407.19594). `lengths` int64 [B]; `slack` at least 0 and below 0.5.
+    """
+    grouped, usable = rewards.view(-1, group_size), allowed.view(-1, group_size)
+    highest = grouped.masked_fill(~usable, -torch.inf).amax(dim=1, keepdim=True)
+    lowest = grouped.masked_fill(~usable, torch.inf).amin(dim=1, keepdim=True)
+    near, sizes = slack * (highest - lowest), lengths.view(-1, group_size).double()
+    best, worst = usable & (grouped >= highest - near), usable & (grouped <= lowest + near)
+    one = sizes.masked_fill(~best, torch.inf).argmin(dim=1, keepdim=True)
+    other = sizes.masked_fill(~worst, -torch.inf).argmax(dim=1, keepdim=True)
+    gaps = grouped.gather(1, one) - grouped.gather(1, other)
+    both = usable.sum(dim=1, keepdim=True) > 1
+    real = both & (gaps > min_gap)
+    first = torch.arange(len(grouped))[:, None] * group_size
+    return Pairs(chosen=(one + first)[real], rejected=(other + first)[real], gaps=gaps[real], num_ties=int((both & ~real).sum()))
+
+
 def num_compared(pairing: Pairing, group_size: int) -> int:
     """How many pairs of a prompt's responses are compared at most."""
     return group_size * (group_size - 1) // 2 if pairing is Pairing.all else 1

@@ -63,12 +63,22 @@ class ValidationConfig:
         return [f"validation/{name}" for name in names]
 
 
-def validate(task: OnlineTask) -> dict[str, float]:
-    """The metrics of `ValidationConfig.reports`, NaN where nothing was judged; none without validation prompts. Collective."""
+Rejudge = Callable[[ScoredRollouts], ScoredRollouts]  # rollouts with other rewards; collective
+
+
+def _as_they_are(collected: ScoredRollouts) -> ScoredRollouts:
+    return collected
+
+
+def validate(task: OnlineTask, rejudge: Rejudge = _as_they_are) -> dict[str, float]:
+    """The metrics of `ValidationConfig.reports`, NaN where nothing was judged; none without validation prompts. Collective.
+
+    `rejudge` is given what was sampled, with the task's rewards, before anything is made of it.
+    """
     if not task.validation:
         return {}
     prompts = list(task.validation)
-    greedy = collect(task.engine, prompts, list(range(len(prompts))), scorers=task.scorers(), sampling=task.validation_sampling)
+    greedy = rejudge(collect(task.engine, prompts, list(range(len(prompts))), scorers=task.scorers(), sampling=task.validation_sampling))
     task.keep_samples(sample_rows(greedy, task.decode, count=NUM_KEPT))
     metrics = {
         "validation/reward": greedy.valid_rewards.double().mean().item(),
@@ -78,7 +88,7 @@ def validate(task: OnlineTask) -> dict[str, float]:
     if task.accuracy is not None:
         scores, valid = _judge(task.accuracy, greedy.rollouts)
         metrics["validation/accuracy"] = scores[valid].double().mean().item()
-    return metrics | _sampled(task, task.validation_config) if task.validation_config.num_samples else metrics
+    return metrics | _sampled(task, task.validation_config, rejudge) if task.validation_config.num_samples else metrics
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -99,12 +109,12 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
     return total
 
 
-def _sampled(task: OnlineTask, config: ValidationConfig) -> dict[str, float]:
+def _sampled(task: OnlineTask, config: ValidationConfig, rejudge: Rejudge) -> dict[str, float]:
     """Of `num_samples` responses per prompt, all in one generation. A response without a score counts as not sampled."""
     n = config.num_samples
     prompts = [prompt for prompt in task.validation for _ in range(n)]
     sampling = replace(task.validation_sampling, temperature=config.temperature, top_p=config.top_p)
-    collected = collect(task.engine, prompts, list(range(len(prompts))), scorers=task.scorers(), sampling=sampling)
+    collected = rejudge(collect(task.engine, prompts, list(range(len(prompts))), scorers=task.scorers(), sampling=sampling))
     rewards = _by_prompt(collected.rewards, collected.valid, n)
     metrics = {
         f"validation/reward_mean@{n}": _over_prompts(rewards, 1, lambda own: sum(own) / len(own)),

@@ -69,6 +69,11 @@ class RunDirectory:
         return self.path / "export"
 
     @property
+    def adapter(self) -> Path:
+        """PEFT's format, where adapters were trained."""
+        return self.path / "adapter"
+
+    @property
     def identity(self) -> Path:
         """`run.json`: the run's id, chosen when the directory was made; kept through every restart."""
         return self.path / "run.json"
@@ -102,6 +107,21 @@ class RunDirectory:
     def journal(self) -> Path:
         """What was sent to a server that trains, until a checkpoint of both sides holds it."""
         return self.path / "journal"
+
+    @property
+    def teacher(self) -> Path:
+        """`train/` and `validation/` with a teacher's log-probs."""
+        return self.path / "teacher"
+
+    @property
+    def reference(self) -> Path:
+        """The log-probs of a frozen reference, where they are computed beforehand."""
+        return self.path / "reference"
+
+    @property
+    def written(self) -> Path:
+        """The records of a job that generates or annotates: `parts/`, and `records.jsonl` once it has ended."""
+        return self.path / "written"
 
     @property
     def left_out(self) -> Path:

@@ -38,12 +38,14 @@ def rollout_batch(rollouts: Sequence[Rollout], pad_id: int, pad_multiple: int = 
 
 
 def supervised_batch(examples: Sequence[SupervisedExample], pad_id: int, pad_multiple: int = 1) -> LabeledBatch:
-    """Supervised rows, padded; no labels."""
+    """Supervised rows, padded; no labels. With the reference's log-probs where the rows have them: all, or none."""
     width = _width([len(example.tokens) for example in examples], pad_multiple)
+    mask = _pad([example.loss_mask for example in examples], False, width, torch.bool)
     return LabeledBatch(
         tokens=_pad([example.tokens for example in examples], pad_id, width, torch.int64),
         lengths=_lengths([example.tokens for example in examples]),
-        loss_mask=_pad([example.loss_mask for example in examples], False, width, torch.bool),
+        loss_mask=mask,
+        ref_logprobs=_stored_logprobs(examples, mask),
     )
 
 
@@ -56,7 +58,17 @@ def preference_batch(pairs: Sequence[PreferencePair], pad_id: int, pad_multiple:
         lengths=labeled.lengths,
         loss_mask=labeled.loss_mask,
         margins=torch.tensor([pair.margin for pair in pairs], dtype=torch.float32),
+        ref_logprobs=labeled.ref_logprobs,
     )
+
+
+def _stored_logprobs(examples: Sequence[SupervisedExample], mask: Tensor) -> Tensor | None:
+    stored = [example.ref_logprobs for example in examples if example.ref_logprobs is not None]
+    if not stored:
+        return None
+    if len(stored) < len(examples):
+        raise ValueError(f"{len(stored)} of {len(examples)} rows have the reference's log-probs, expected all or none")
+    return torch.zeros(mask.shape).masked_scatter_(mask, torch.cat(stored))
 
 
 def _width(lengths: Sequence[int], pad_multiple: int) -> int:

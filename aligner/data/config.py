@@ -23,6 +23,14 @@ class OverLong(str, Enum):
     truncate = "truncate"  # cut its end and count it
 
 
+class Learn(str, Enum):
+    """Which text of a supervised record is learnt."""
+
+    responses = "responses"  # every assistant turn, with its end token
+    last_response = "last_response"  # the last assistant turn alone
+    everything = "everything"  # prompts too, all but the first token
+
+
 def _require_at_least(minimum: int, **sizes: int) -> None:
     for name, value in sizes.items():
         if value < minimum:
@@ -70,6 +78,7 @@ class SFTDataConfig:
     over_long: OverLong = OverLong.bad
     prompt_field: str = ""  # with response_field: their names; both empty: `messages`, `prompt`/`response` or `input`/`output`
     response_field: str = ""
+    learn: Learn = Learn.responses
     apply_chat_template: bool = False
     add_bos: bool = True
     bad_lines: BadLines = BadLines.fail
@@ -78,6 +87,7 @@ class SFTDataConfig:
         _require_at_least(2, max_length=self.max_length)
         _require_member(BadLines, bad_lines=self.bad_lines)
         _require_member(OverLong, over_long=self.over_long)
+        _require_member(Learn, learn=self.learn)
         if bool(self.prompt_field) != bool(self.response_field):
             raise ConfigError(
                 f"data.prompt_field is {self.prompt_field!r} and data.response_field is {self.response_field!r}, "
@@ -109,3 +119,102 @@ class UnpairedDataConfig(PreferenceDataConfig):
 
     Settings as in `PreferenceDataConfig`.
     """
+
+
+@dataclass(kw_only=True, slots=True)
+class DistillationDataConfig:
+    """What a teacher says of examples. `train`, `validation` are directories that `teacher_logprobs` wrote, or files of NeMo-Aligner's
+    `{tokens, labels, loss_mask, topk_logits, topk_token_ids}`."""
+
+    train: str = "???"  # required
+    validation: str = ""
+    max_length: int = 1024
+    over_long: OverLong = OverLong.bad
+    bad_lines: BadLines = BadLines.fail
+
+    def __post_init__(self) -> None:
+        _require_at_least(2, max_length=self.max_length)
+        _require_member(BadLines, bad_lines=self.bad_lines)
+        _require_member(OverLong, over_long=self.over_long)
+
+
+@dataclass(kw_only=True, slots=True)
+class DemonstrationDataConfig(SFTDataConfig):
+    """Prompts with given responses, which the policy's own are compared with. Prompts longer than `max_prompt_length` tokens are dropped
+    and counted."""
+
+    max_prompt_length: int = 512
+    learn: Learn = Learn.last_response
+
+    def __post_init__(self) -> None:
+        SFTDataConfig.__post_init__(self)
+        _require_at_least(1, max_prompt_length=self.max_prompt_length)
+        if self.learn is not Learn.last_response:
+            raise ConfigError(f"data.learn={self.learn.value}: the last response alone is compared; allowed: {Learn.last_response.value}")
+
+
+@dataclass(kw_only=True, slots=True)
+class ProposalDataConfig:
+    """Several responses to each prompt, with log-probs. `train`, `validation` as in `PromptDataConfig`; `max_length` holds for each row."""
+
+    train: str = "???"  # required
+    validation: str = ""
+    max_length: int = 1024
+    over_long: OverLong = OverLong.bad
+    num_responses: int = 0  # the first so many of each record; 0: all, and all records have as many
+    add_bos: bool = True
+    bad_lines: BadLines = BadLines.fail
+
+    def __post_init__(self) -> None:
+        _require_at_least(2, max_length=self.max_length)
+        _require_at_least(0, num_responses=self.num_responses)
+        _require_member(BadLines, bad_lines=self.bad_lines)
+        _require_member(OverLong, over_long=self.over_long)
+        if self.over_long is OverLong.truncate:
+            raise ConfigError("data.over_long=truncate: log-probs are of whole responses; allowed: bad, drop")
+
+
+@dataclass(kw_only=True, slots=True)
+class SampledDataConfig(ProposalDataConfig):
+    """Several responses to each prompt that are to have log-probs: the records of `ProposalDataConfig`, which may lack some or all."""
+
+    apply_chat_template: bool = False  # P(y|x) is of a model with a chat template of its own, not of SteerLM's format
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestDataConfig(PromptDataConfig):
+    """Prompts to be answered: those of `PromptDataConfig`, or SteerLM's conversations, whose last turn is asked for anew.
+
+    `attributes`, such as quality:4,toxicity:0, are asked of every response, which is then written in SteerLM's format.
+    """
+
+    attributes: str = ""
+    system: str = ""  # of conversations that have none, in SteerLM's format
+
+    def __post_init__(self) -> None:
+        PromptDataConfig.__post_init__(self)
+        if "\n" in self.attributes:
+            raise ConfigError(f"data.attributes is {self.attributes!r}, allowed: one line such as quality:4,toxicity:0")
+
+
+@dataclass(kw_only=True, slots=True)
+class AnnotateDataConfig(SFTDataConfig):
+    """Conversations that are to have labels: the records of `SFTDataConfig`. `max_length` holds for what is scored."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ConstitutionDataConfig(PromptDataConfig):
+    """Prompts to be answered, criticised and revised: those of `PromptDataConfig`; or pairs of responses to be compared.
+
+    `max_history_length`: tokens of what precedes a critique or a revision, and of a question with its answer; longer ones are left out and
+    counted.
+    """
+
+    constitution: str = ""  # a YAML or JSON file of principles (aligner/data/constitution.py); empty: built-in ones
+    max_history_length: int = 2048
+
+    def __post_init__(self) -> None:
+        PromptDataConfig.__post_init__(self)
+        _require_at_least(1, max_history_length=self.max_history_length)
+        if self.validation:
+            raise ConfigError(f"data.validation is {self.validation!r}: nothing is trained here, allowed: ''")

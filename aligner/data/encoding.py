@@ -38,7 +38,9 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Conversation, style: Promp
     """Ids of a prompt, ready for a response to follow; begins with at most one begin token."""
     messages = as_conversation(prompt, style)
     if messages is not None:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        _check_begin(tokenizer, tokens)
+        return tokens
     return _begin(tokenizer, tokenizer.encode(str(prompt)), style)
 
 
@@ -56,20 +58,44 @@ def encode_response(tokenizer: Tokenizer, prompt: str | Conversation, response: 
     return _masked([*head, *tail], [(len(head), len(head) + len(tail))])
 
 
-def encode_conversation(tokenizer: Tokenizer, messages: Conversation) -> Encoded:
-    """A whole conversation, every assistant turn (with its end token) in the mask; what the template puts after the last one is cut."""
-    return _encode_turns(tokenizer, messages, [i for i, message in enumerate(messages) if message.role == "assistant"])
+def encode_conversation(tokenizer: Tokenizer, messages: Conversation, *, last_only: bool = False) -> Encoded:
+    """A whole conversation, every assistant turn (with its end token) in the mask, or the last one; what follows is cut."""
+    learnt = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    return _encode_turns(tokenizer, messages, learnt[-1:] if last_only else learnt)
 
 
-def encode_labelled(tokenizer: Tokenizer, record: LabelledRecord, style: PromptStyle) -> Encoded:
-    """A conversation with labels as plain text; every learnt turn up to the mark of the next one is in the mask, and the end token."""
+def encode_plain(tokenizer: Tokenizer, text: str, style: PromptStyle) -> Encoded:
+    """A text as it is, without an end token; all of it in the mask."""
+    tokens = _begin(tokenizer, tokenizer.encode(text), style)
+    return _masked(tokens, [(0, len(tokens))])
+
+
+def everything(encoded: Encoded) -> Encoded:
+    """The same tokens, all of them in the mask."""
+    return _masked(list(encoded.tokens), [(0, len(encoded.tokens))])
+
+
+def last_span(encoded: Encoded) -> Encoded:
+    """The same tokens with only the last run of learnt ones in the mask."""
+    stop = max(i for i, learnt in enumerate(encoded.loss_mask) if learnt) + 1
+    start = stop
+    while start and encoded.loss_mask[start - 1]:
+        start -= 1
+    return _masked(list(encoded.tokens), [(start, stop)])
+
+
+def encode_labelled(tokenizer: Tokenizer, record: LabelledRecord, style: PromptStyle, *, ends: bool = True) -> Encoded:
+    """A conversation with labels as plain text; every learnt turn up to the mark of the next one is in the mask, and the end token.
+
+    `ends`: False where the last turn was cut off: nothing says then that it is over.
+    """
     written, tokens, spans = "", _begin(tokenizer, [], style), []
-    for text, learnt in record.segments():
+    for text, learnt in record.segments(ends=ends):
         ids = tokenizer.continuation(written, text) if written else tokenizer.encode(text)
         if learnt:
             spans.append((len(tokens), len(tokens) + len(ids)))
         tokens, written = [*tokens, *ids], written + text
-    if record.turns[-1].learnt:
+    if record.turns[-1].learnt and ends:
         spans.append((len(tokens), len(tokens) + 1))
         tokens.append(tokenizer.eos_id)
     return _masked(tokens, spans)
@@ -81,9 +107,18 @@ def _begin(tokenizer: Tokenizer, tokens: list[int], style: PromptStyle) -> list[
     return tokens
 
 
+def _check_begin(tokenizer: Tokenizer, tokens: list[int]) -> None:
+    if tokenizer.bos_id is not None and tokens[:2] == [tokenizer.bos_id] * 2:
+        raise DataError(
+            f"the chat template of {tokenizer.path} begins with two begin tokens (id {tokenizer.bos_id}), expected one: either it "
+            "writes it twice, or it writes one and the first message begins with another"
+        )
+
+
 def _encode_turns(tokenizer: Tokenizer, messages: Conversation, learnt: Sequence[int]) -> Encoded:
     """Mask the turns whose positions are `learnt`, the last of which ends the tokens."""
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    _check_begin(tokenizer, tokens)
     spans = [_turn_span(tokenizer, messages, position, tokens) for position in learnt]
     end = spans[-1][1]
     tokens = tokens[:end]

@@ -12,7 +12,7 @@ to and with the mark of the next turn.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aligner.data.records import field_text, raw_object, shown, text_of
 from aligner.data.sources import RawRecord
@@ -39,13 +39,17 @@ class LabelledRecord:
     system: str
     turns: tuple[Turn, ...]
 
-    def segments(self) -> list[tuple[str, bool]]:
-        """The text in pieces, each with whether it is learnt."""
+    def segments(self, *, ends: bool = True) -> list[tuple[str, bool]]:
+        """The text in pieces, each with whether it is learnt. `ends`: False where the last turn was cut off, and has no mark behind it."""
         pieces: list[tuple[str, bool]] = [(f"{SYSTEM_START}System\n{self.system}\n{TURN_START}", False)]
         for turn in self.turns:
             label = f"{LABEL_START}{turn.label}\n" if turn.label else ""
             pieces += [(f"{turn.speaker}\n{label}", False), (f"{turn.text}\n{TURN_START}", turn.learnt)]
-        return pieces
+        return pieces if ends else [*pieces[:-1], (self.turns[-1].text, self.turns[-1].learnt)]
+
+    def unlabelled(self) -> LabelledRecord:
+        """The same conversation without labels."""
+        return replace(self, turns=tuple(replace(turn, label="") for turn in self.turns))
 
 
 def is_labelled(raw: RawRecord) -> bool:
@@ -68,20 +72,28 @@ def parse_labelled(raw: RawRecord) -> LabelledRecord:
     parsed = tuple(_turn(turn, f"field 'conversations[{i}]'", mask, with_label=kind is not None) for i, turn in enumerate(turns))
     if not any(turn.learnt for turn in parsed):
         raise DataError(f"field 'mask' is {shown(mask)}, which leaves no turn to learn, expected one of several speakers")
+    if all(turn.learnt for turn in parsed):
+        speakers = sorted({turn.speaker for turn in parsed})
+        raise DataError(f"field 'mask' is {shown(mask)}, which is none of the speakers {shown(speakers)}: the turns of all would be learnt")
     return LabelledRecord(system=field_text(record, "system", empty=True) if "system" in record else "", turns=parsed)
 
 
 def _turn(turn: object, what: str, mask: str, *, with_label: bool) -> Turn:
+    parsed = parse_turn(turn, what, with_label=with_label)
+    return replace(parsed, learnt=parsed.speaker != mask)
+
+
+def parse_turn(turn: object, what: str, *, with_label: bool = True, learnt: bool = False, empty: bool = False) -> Turn:
+    """One `{from, value, label?}`; `what` stands for it in errors. `empty`: the value may be ''."""
     if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
         raise DataError(f"{what} is {shown(turn)}, expected {{from, value, label}}")
     speaker = text_of(turn["from"], f"{what}: from")
-    learnt = speaker != mask
     label = turn.get("label") if with_label else None
     if label is not None:
         label = text_of(label, f"{what}: label")
         if "\n" in label:
             raise DataError(f"{what}: label is {shown(label)}, expected one line such as 'quality:4,toxicity:0'")
-    text = text_of(turn["value"], f"{what}: value")
+    text = text_of(turn["value"], f"{what}: value", empty=empty)
     for name, value in (("from", speaker), ("value", text), ("label", label or "")):
         if TURN_START in value or SYSTEM_START in value or LABEL_START in value:
             raise DataError(f"{what}: {name} is {shown(value)}, which holds a mark of the format, expected plain text")

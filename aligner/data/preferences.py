@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+
+from torch import Tensor
 
 from aligner.data.config import PreferenceDataConfig
 from aligner.data.encoding import PromptStyle, encode_response
@@ -27,6 +29,16 @@ class PreferencePair:
     @property
     def source(self) -> str:
         return self.chosen.source
+
+    @property
+    def rows(self) -> tuple[SupervisedExample, ...]:
+        """What a model reads of it."""
+        return self.chosen, self.rejected
+
+    def with_reference(self, logprobs: Sequence[Tensor]) -> PreferencePair:
+        """The same pair with a frozen reference's log-probs of the learnt tokens of each of its `rows`."""
+        chosen, rejected = (replace(row, ref_logprobs=found) for row, found in zip(self.rows, logprobs, strict=True))
+        return replace(self, chosen=chosen, rejected=rejected)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

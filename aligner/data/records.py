@@ -84,14 +84,14 @@ def parse_supervised(raw: RawRecord, prompt_field: str = "", response_field: str
     """`{messages}`, `{prompt, response}` or `{input, output}`; or the two fields named."""
     record = raw_object(raw)
     if prompt_field:
-        return ResponseRecord(prompt=_text_or_messages(record, prompt_field), response=field_text(record, response_field))
+        return ResponseRecord(prompt=_text_or_messages(record, prompt_field), response=_response(record, response_field))
     name = _first_present(record, ("messages", "prompt", "input"), "{messages}, {prompt, response} or {input, output}")
     if name == "messages":
         messages = _messages(record, name)
         if messages[-1].role != "assistant":
             raise DataError(f"field 'messages': the last message has role {messages[-1].role!r}, expected 'assistant'")
         return ConversationRecord(messages=messages)
-    return ResponseRecord(prompt=_text_or_messages(record, name), response=field_text(record, "response" if name == "prompt" else "output"))
+    return ResponseRecord(prompt=_text_or_messages(record, name), response=_response(record, "response" if name == "prompt" else "output"))
 
 
 def parse_preference(raw: RawRecord) -> PreferenceRecord:
@@ -101,7 +101,7 @@ def parse_preference(raw: RawRecord) -> PreferenceRecord:
         record, ("chosen", "chosen_response"), "{prompt, chosen, rejected}, {chosen, rejected} or alternating {text} lines"
     )
     rejected_name = chosen_name.replace("chosen", "rejected")
-    chosen, rejected = field_text(record, chosen_name), field_text(record, rejected_name, empty=True)
+    chosen, rejected = _response(record, chosen_name), _response(record, rejected_name)
     if "prompt" in record:
         prompt = _text_or_messages(record, "prompt")
     else:
@@ -148,6 +148,9 @@ def split_dialogue(chosen: str, rejected: str) -> tuple[str, str, str]:
 
 
 def _preference(prompt: str | Conversation, chosen: str, rejected: str, margin: float) -> PreferenceRecord:
+    for name, text in (("chosen", chosen), ("rejected", rejected)):
+        if not text.strip():  # of a dialogue: what its last turn says
+            raise DataError(f"the {name} response is {shown(text)}, expected text")
     if chosen == rejected:
         raise DataError(f"chosen and rejected are both {shown(chosen)}, expected two different responses")
     return PreferenceRecord(prompt=prompt, chosen=chosen, rejected=rejected, margin=margin)
@@ -203,11 +206,22 @@ def _text_or_messages(record: dict[str, object], name: str) -> str | Conversatio
     return field_text(record, name)
 
 
+def _response(record: dict[str, object], name: str) -> str:
+    text = field_text(record, name)
+    if not text.strip():
+        raise DataError(f"field {name!r} is {shown(text)}, expected a response: there is only white space")
+    return text
+
+
 def _messages(record: dict[str, object], name: str) -> Conversation:
     turns = record[name]
     if not isinstance(turns, list) or not turns:
         raise DataError(f"field {name!r} is {shown(turns)}, expected a non-empty list of {{role, content}}")
-    return tuple(_message(turn, f"field '{name}[{position}]'") for position, turn in enumerate(turns))
+    found = tuple(_message(turn, f"field '{name}[{position}]'") for position, turn in enumerate(turns))
+    for position, (before, message) in enumerate(zip(found[:-1], found[1:], strict=True), start=1):
+        if before.role == message.role == "assistant":
+            raise DataError(f"field '{name}[{position}]': role is 'assistant' as that of the one before, expected another speaker between")
+    return found
 
 
 def _message(turn: object, what: str) -> Message:
@@ -215,7 +229,10 @@ def _message(turn: object, what: str) -> Message:
         raise DataError(f"{what} is {shown(turn)}, expected {{role, content}}")
     if turn["role"] not in ROLES:
         raise DataError(f"{what}: role is {shown(turn['role'])}, allowed: {', '.join(ROLES)}")
-    return Message(role=turn["role"], content=text_of(turn["content"], f"{what}: content", empty=turn["role"] == "system"))
+    content = text_of(turn["content"], f"{what}: content", empty=turn["role"] == "system")
+    if turn["role"] == "assistant" and not content.strip():
+        raise DataError(f"{what}: content is {shown(content)}, expected a response: there is only white space")
+    return Message(role=turn["role"], content=content)
 
 
 def _answer(record: dict[str, object], name: str) -> str | None:

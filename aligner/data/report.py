@@ -17,7 +17,7 @@ Out = TypeVar("Out")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """Counts of one data set; `problems` are the first bad lines, each `file:line: what is wrong`."""
+    """Counts of one data set; `problems` are the bad lines, each `file:line: what is wrong`."""
 
     location: str
     num_records: int
@@ -34,6 +34,14 @@ class LoadReport:
             if count:
                 parts.append(f"{count} {what}")
         return ", ".join(parts) + (f" (first: {self.problems[0]})" if self.problems else "")
+
+
+class NoUsableRecord(DataError):
+    """Nothing is left of a data set; `report` says why."""
+
+    def __init__(self, report: LoadReport) -> None:
+        super().__init__(f"no usable record: {report.summary()}")
+        self.report = report
 
 
 class TooLong(Exception):
@@ -81,10 +89,10 @@ class Tally:
             num_too_long=self._too_long,
             num_truncated=self.truncated,
             num_bad=len(self._problems),
-            problems=listed,
+            problems=tuple(self._problems),
         )
         if not self._kept:
-            raise DataError(f"no usable record: {report.summary()}")
+            raise NoUsableRecord(report)
         return report
 
     def _listing(self, listed: tuple[str, ...]) -> list[str]:

@@ -1,8 +1,10 @@
-"""Raw records with their origin, from jsonl, json and parquet files, directories of them, and `datasets` names."""
+"""Raw records with their origin, from jsonl (also gzipped), json and parquet files, directories of them, and `datasets` names."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +12,8 @@ from pathlib import Path
 from aligner.errors import DataError
 
 DATASETS_PREFIX = "datasets:"
-SUFFIXES = (".jsonl", ".json", ".parquet")
+GZIPPED = ".jsonl.gz"
+SUFFIXES = (".jsonl", GZIPPED, ".json", ".parquet")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +60,7 @@ def _open(location: str) -> Iterator[tuple[str, Iterator[_Item]]]:
         yield location, _read_datasets(location)
         return
     path = Path(location)
-    files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
+    files = sorted(p for p in path.iterdir() if p.name.endswith(SUFFIXES)) if path.is_dir() else [path]
     if not files:
         raise DataError(f"data directory {path.absolute()} holds no file ending in {', '.join(SUFFIXES)}")
     for file in files:
@@ -67,7 +70,7 @@ def _open(location: str) -> Iterator[tuple[str, Iterator[_Item]]]:
 
 
 def _reader(file: Path) -> Iterator[_Item]:
-    if file.suffix == ".jsonl":
+    if file.name.endswith((".jsonl", GZIPPED)):
         return _read_jsonl(file)
     if file.suffix == ".json":
         return _read_json(file)
@@ -78,14 +81,25 @@ def _reader(file: Path) -> Iterator[_Item]:
 
 def _read_jsonl(file: Path) -> Iterator[_Item]:
     """Lines end at a line feed only (JSON strings may hold other separators); blank lines hold no record."""
-    with file.open("rb") as stream:
-        for line, raw in enumerate(stream, start=1):
-            if not raw.strip():
-                continue
-            try:
-                yield _Item(line=line, value=json.loads(raw.decode("utf-8-sig" if line == 1 else "utf-8")))
-            except (ValueError, RecursionError) as error:
-                yield _Item(line=line, error=f"is not a JSON value in UTF-8 ({error}), expected one JSON object per line")
+    for line, raw in enumerate(_lines(file), start=1):
+        if not raw.strip():
+            continue
+        try:
+            yield _Item(line=line, value=json.loads(raw.decode("utf-8-sig" if line == 1 else "utf-8")))
+        except (ValueError, RecursionError) as error:
+            yield _Item(line=line, error=f"is not a JSON value in UTF-8 ({error}), expected one JSON object per line")
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    if not file.name.endswith(GZIPPED):
+        with file.open("rb") as stream:
+            yield from stream
+        return
+    try:
+        with gzip.open(file) as stream:
+            yield from stream
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file}: is not a readable gzip file: {error}") from error
 
 
 def _read_json(file: Path) -> Iterator[_Item]:

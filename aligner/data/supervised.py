@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from aligner.data.config import OverLong, SFTDataConfig
-from aligner.data.encoding import Encoded, PromptStyle, encode_conversation, encode_labelled, encode_response, truncated
+from torch import Tensor
+
+from aligner.data.config import Learn, OverLong, SFTDataConfig
+from aligner.data.encoding import (
+    Encoded,
+    PromptStyle,
+    encode_conversation,
+    encode_labelled,
+    encode_response,
+    everything,
+    last_span,
+    truncated,
+)
 from aligner.data.labelled import is_labelled, parse_labelled
 from aligner.data.records import ConversationRecord, parse_supervised
 from aligner.data.report import LoadReport, Tally, TooLong
@@ -16,11 +27,15 @@ from aligner.errors import DataError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisedExample:
-    """One row: `loss_mask` is True on response tokens and their end token; `source` is `file:line`."""
+    """One row: `loss_mask` is True on response tokens and their end token; `source` is `file:line`.
+
+    `ref_logprobs`: a frozen reference's log-probs of the tokens in `loss_mask`, float32, where they are stored (`aligner.data.reference`).
+    """
 
     tokens: tuple[int, ...]
     loss_mask: tuple[bool, ...]
     source: str
+    ref_logprobs: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 def load_supervised(
@@ -35,7 +50,7 @@ def load_supervised(
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> SupervisedExample:
-        encoded = _encode(raw, config, tokenizer, style)
+        encoded = encode_record(raw, config, tokenizer, style)
         fitted = fit_length(encoded, config.max_length, config.over_long)
         tally.truncated += fitted is not encoded
         return SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source)
@@ -44,12 +59,20 @@ def load_supervised(
     return examples, tally.finish()
 
 
-def _encode(raw: RawRecord, config: SFTDataConfig, tokenizer: Tokenizer, style: PromptStyle) -> Encoded:
+def encode_record(raw: RawRecord, config: SFTDataConfig, tokenizer: Tokenizer, style: PromptStyle) -> Encoded:
+    """A record of any supervised format, not cut. Raises DataError for a bad one."""
+    encoded = _encode_responses(raw, config, tokenizer, style)
+    return everything(encoded) if config.learn is Learn.everything else encoded
+
+
+def _encode_responses(raw: RawRecord, config: SFTDataConfig, tokenizer: Tokenizer, style: PromptStyle) -> Encoded:
+    last_only = config.learn is Learn.last_response
     if is_labelled(raw):
-        return encode_labelled(tokenizer, parse_labelled(raw), style)
+        encoded = encode_labelled(tokenizer, parse_labelled(raw), style)
+        return last_span(encoded) if last_only else encoded
     record = parse_supervised(raw, config.prompt_field, config.response_field)
     if isinstance(record, ConversationRecord):
-        return encode_conversation(tokenizer, record.messages)
+        return encode_conversation(tokenizer, record.messages, last_only=last_only)
     return encode_response(tokenizer, record.prompt, record.response, style)
 
 

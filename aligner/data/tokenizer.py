@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +39,11 @@ class Tokenizer:
         return max(self._backend.get_vocab().values())
 
     @property
+    def digest(self) -> str:
+        """Equal for tokenizers whose ids stand for the same words."""
+        return hashlib.sha256(json.dumps(sorted(self._backend.get_vocab().items())).encode()).hexdigest()
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._backend.chat_template)
 
@@ -65,6 +72,15 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of the ids, spaces left as they are."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+
+    def decode_after(self, prefix: Sequence[int], ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of `ids` behind `prefix`, such that `continuation` gives them again.
+
+        By themselves they would lose the space before their first word where the tokenizer puts one there (SentencePiece). Where `prefix`
+        ends in the middle of a character they are read by themselves.
+        """
+        head, whole = (self.decode(part, skip_special=skip_special) for part in (prefix, [*prefix, *ids]))
+        return whole[len(head) :] if whole.startswith(head) else self.decode(ids, skip_special=skip_special)
 
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
         """Token ids of a conversation in the model's own format.

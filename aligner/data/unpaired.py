@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from aligner.data.collate import supervised_batch
 from aligner.data.config import UnpairedDataConfig
 from aligner.data.encoding import PromptStyle, encode_response
+from aligner.data.loader import EpochSampler
 from aligner.data.records import Conversation, parse_judged, parse_preference
 from aligner.data.report import LoadReport, Tally
 from aligner.data.sources import RawRecord, read_records
@@ -24,6 +26,16 @@ class UnpairedExample:
 
     row: SupervisedExample
     desirable: bool
+
+    @property
+    def rows(self) -> tuple[SupervisedExample, ...]:
+        """What a model reads of it."""
+        return (self.row,)
+
+    def with_reference(self, logprobs: Sequence[Tensor]) -> UnpairedExample:
+        """The same response with a frozen reference's log-probs of its learnt tokens."""
+        (found,) = logprobs
+        return replace(self, row=replace(self.row, ref_logprobs=found))
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -83,6 +95,28 @@ def mismatched(examples: Sequence[UnpairedExample], max_length: int) -> list[Unp
         if not own:
             break
     return [_with_response_of(example, examples[i - shift], max_length) for i, example in enumerate(examples)]
+
+
+class MismatchedSteps(Sequence[UnpairedExample]):
+    """`mismatched` of the examples of each of `num_steps` steps, one step behind the other; made when they are asked for."""
+
+    def __init__(self, examples: Sequence[UnpairedExample], order: EpochSampler, max_length: int, num_steps: int) -> None:
+        self._examples = examples
+        self._order = order
+        self._max_length = max_length
+        self._num_steps = num_steps
+        self._latest: tuple[int, list[UnpairedExample]] = (-1, [])  # only to save time: rows are asked for in their order
+
+    def __len__(self) -> int:
+        return self._num_steps * self._order.batch_size
+
+    def __getitem__(self, index: int) -> UnpairedExample:
+        step, row = divmod(index, self._order.batch_size)
+        if step >= self._num_steps:
+            raise IndexError(f"row {index} of {len(self)}")
+        if step != self._latest[0]:
+            self._latest = (step, mismatched([self._examples[i] for i in self._order.indices(step)], self._max_length))
+        return self._latest[1][row]
 
 
 def _with_response_of(example: UnpairedExample, other: UnpairedExample, max_length: int) -> UnpairedExample:

@@ -52,6 +52,73 @@ KTO = (
     Column("grad", "optim/grad_norm", ".2f"),
     Column("speed", "data/tokens_per_second", "tokens/s"),
 )
+DISTILLATION = (
+    Column("loss", "distillation/loss", ".4f", Goal.lowest),
+    Column("agreement", "distillation/agreement", "percent", Goal.highest),
+    Column("val loss", "validation/loss", ".4f", Goal.lowest),
+    Column("grad", "optim/grad_norm", ".2f"),
+    Column("lr", "optim/lr", ".1e"),
+    Column("speed", "data/tokens_per_second", "tokens/s"),
+)
+ONLINE_DISTILLATION = (
+    Column("loss", "distillation/loss", ".4f", Goal.lowest),
+    Column("reverse KL", "distillation/reverse_kl", ".4f", Goal.lowest),
+    Column("val reverse KL", "validation/reverse_kl", ".4f", Goal.lowest),
+    Column("agreement", "distillation/agreement", "percent", Goal.highest),
+    Column("length", "rollout/response_length", ".1f"),
+    Column("gap", "rollout/logprob_gap", ".1e"),
+    Column("speed", "rollout/tokens_per_second", "tokens/s"),
+)
+SPIN = (
+    Column("iteration", "spin/iteration", ".0f"),
+    Column("loss", "preference/loss", ".4f", Goal.lowest),
+    Column("accuracy", "preference/accuracy", "percent", Goal.highest),
+    Column("margin", "preference/margin", ".3f", Goal.highest),
+    Column("val loss", "validation/loss", ".4f", Goal.lowest),
+    Column("same", "spin/identical", "percent"),
+    Column("grad", "optim/grad_norm", ".2f"),
+)
+SELF_REWARDING = (
+    Column("iteration", "self_rewarding/iteration", ".0f"),
+    Column("reward", "rollout/reward", ".3f", Goal.highest),
+    Column("val reward", "validation/reward", ".3f", Goal.highest),
+    Column("loss", "preference/loss", ".4f", Goal.lowest),
+    Column("pref accuracy", "preference/accuracy", "percent", Goal.highest),
+    Column("margin", "preference/margin", ".3f", Goal.highest),
+    Column("pairs", "pairs/count", ".0f"),
+    Column("ties", "pairs/ties", ".0f"),
+    Column("unparsed", "judge/unparsed", ".0f"),
+    Column("length", "rollout/response_length", ".1f"),
+)
+STEERLM2 = (
+    Column("KL", "steerlm/kl", ".4f", Goal.lowest),
+    Column("val KL", "validation/kl", ".4f", Goal.lowest),
+    Column("effective", "steerlm/effective_responses", ".2f"),
+    Column("grad", "optim/grad_norm", ".2f"),
+    Column("lr", "optim/lr", ".1e"),
+    Column("speed", "data/tokens_per_second", "tokens/s"),
+)
+WRITING = (
+    Column("records", "data/records", ".0f"),
+    Column("length", "rollout/response_length", ".1f"),
+    Column("truncated", "rollout/truncated_fraction", "percent"),
+    Column("speed", "data/tokens_per_second", "tokens/s"),
+)
+PROPOSALS = (
+    Column("records", "data/records", ".0f"),
+    Column("log-prob", "proposals/log_prob", ".2f"),
+    Column("spread", "proposals/spread", ".2f"),
+)
+CONSTITUTION = (
+    Column("supervised", "constitution/supervised", ".0f"),
+    Column("pairs", "preference/pairs", ".0f"),
+    Column("length", "rollout/response_length", ".1f"),
+    Column("truncated", "rollout/truncated_fraction", "percent"),
+    Column("entropy", "preference/entropy", ".3f"),
+    Column("revised", "preference/revision_chosen", "percent"),
+    Column("position", "preference/position_bias", ".2f"),
+)
+TEACHER = (Column("mass", "teacher/mass", "percent"), Column("speed", "data/tokens_per_second", "tokens/s"))
 REWARD_MODEL = (
     Column("loss", "reward/loss", ".4f", Goal.lowest),
     Column("accuracy", "reward/accuracy", "percent", Goal.highest),
@@ -59,9 +126,32 @@ REWARD_MODEL = (
     Column("grad", "optim/grad_norm", ".2f"),
     Column("speed", "data/tokens_per_second", "tokens/s"),
 )
-# Those of every kind of run, each metric once: a table shows the ones that the run has.
-ANY = tuple(
-    {
-        column.metric: column for group in (PPO, GRPO, ONLINE_DPO, REJECTION_SAMPLING, SFT, DPO, KTO, REWARD_MODEL) for column in group
-    }.values()
+REGRESSION = (
+    Column("loss", "reward/loss", ".4f", Goal.lowest),
+    Column("error", "reward/absolute_error", ".3f", Goal.lowest),
+    Column("val mse", "validation/mse", ".4f", Goal.lowest),
+    Column("grad", "optim/grad_norm", ".2f"),
+    Column("speed", "data/tokens_per_second", "tokens/s"),
 )
+# Those of every kind of run, each metric once: a table shows the ones that the run has.
+_GROUPS = (
+    PPO,
+    GRPO,
+    ONLINE_DPO,
+    REJECTION_SAMPLING,
+    SFT,
+    DPO,
+    KTO,
+    DISTILLATION,
+    ONLINE_DISTILLATION,
+    SPIN,
+    SELF_REWARDING,
+    STEERLM2,
+    TEACHER,
+    WRITING,
+    CONSTITUTION,
+    PROPOSALS,
+    REWARD_MODEL,
+    REGRESSION,
+)
+ANY = tuple({column.metric: column for group in _GROUPS for column in group}.values())

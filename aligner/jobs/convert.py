@@ -15,6 +15,7 @@ from aligner.models import checkpoint, create
 from aligner.models.build import Transformer, build_language_model, build_scalar_model
 from aligner.models.config import Dtype, ModelConfig
 from aligner.models.divisible import check_divisible
+from aligner.models.scalar_head import read_head
 from aligner.models.weights import save_hf
 from aligner.parallel import launch, platform, topology
 from aligner.parallel.collectives import from_rank_0
@@ -33,16 +34,17 @@ def hf_to_megatron(source: Path, target: Path, parallel: ParallelConfig) -> Path
     here = _world(parallel)
     config = ModelConfig(path=str(source), dtype=_dtype(source))
     architecture = create.read_architecture(config, vocab_size=0)
-    policy = create.create_policy(config, architecture, parallel, here, create.training(config, None))
+    make = create.create_policy if read_head(source) is None else create.create_reward_model
+    made = make(config, architecture, parallel, here, create.training(config, None))
     request = checkpoint.SaveRequest(step=0, state={}, tokenizer=source)
-    written = checkpoint.save(target, policy.model, request)
+    written = checkpoint.save(target, made.model, request)
     _say(f"Megatron-Core checkpoint written to {written}")
     launch.shutdown()
     return written
 
 
 def megatron_to_hf(source: Path, target: Path, parallel: ParallelConfig) -> None:
-    """Write a Hugging Face model (with its tokenizer) from a checkpoint of any layout. A scalar model keeps its head as `score_head.*`.
+    """Write a Hugging Face model (with its tokenizer) from a checkpoint of any layout. A reward model becomes one that classifies.
 
     Every rank calls it; rank 0 writes, holding one file's tensors at a time. Raises CheckpointError where the source is no complete
     checkpoint, or the target holds a model already.
@@ -50,14 +52,14 @@ def megatron_to_hf(source: Path, target: Path, parallel: ParallelConfig) -> None
     directory = checkpoint.resolve(source)
     if (target / "config.json").exists():
         raise CheckpointError(f"--to-hf {target}: holds a model already; name an empty directory")
-    marker = checkpoint.read_marker(directory)
+    head = read_head(directory)
     here = _world(parallel)
     config = ModelConfig(path=str(directory), dtype=_dtype(directory))
     architecture = create.read_architecture(config, vocab_size=0)
     check_divisible(architecture, parallel)
     chunks: Sequence[Transformer]
-    if marker["kind"] == "scalar":
-        chunks = build_scalar_model(architecture, config, parallel, load=True, num_outputs=marker["num_outputs"])
+    if head is not None:
+        chunks = build_scalar_model(architecture, config, parallel, load=True, head=head)
     else:
         chunks = build_language_model(architecture, config, parallel, load=True)
     checkpoint.load_weights(chunks, directory)

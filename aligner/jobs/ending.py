@@ -7,6 +7,7 @@ import os
 import time
 
 from aligner.cluster.exit_codes import ExitCode
+from aligner.files import publish
 from aligner.jobs.session import Session
 from aligner.parallel.collectives import from_rank_0
 
@@ -21,6 +22,4 @@ def conclude(here: Session, last_step: int, max_steps: int) -> ExitCode:
 
 def _write_done(here: Session, step: int) -> None:
     record = {"step": step, "run_id": here.directory.run_id(), "attempt": os.environ.get("ALIGNER_ATTEMPT", ""), "time": time.time()}
-    temporary = here.directory.done.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record) + "\n")
-    os.replace(temporary, here.directory.done)
+    publish(here.directory.done, lambda new: new.write_text(json.dumps(record) + "\n"))

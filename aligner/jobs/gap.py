@@ -22,12 +22,13 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs.gap_report import NUM_WORST, GapReport, TokenGap, Tolerance, to_json, to_text
 from aligner.jobs.parts import load_model_files
-from aligner.jobs.programs import RECIPES, recipe_of
+from aligner.jobs.programs import RECIPES, Job, recipe_of
 from aligner.jobs.session import see_own_gpus
 from aligner.losses.gap import gap_metrics
 from aligner.metrics import values
 from aligner.models import create
-from aligner.models.config import Architecture, Dtype
+from aligner.models.checkpoint_files import read_marker, resolve
+from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.policy import MegatronPolicy
 from aligner.models.probe import trace_model
 from aligner.models.tracing import Difference, Place, Trace, differences
@@ -92,15 +93,20 @@ def load(name: str, overrides: Sequence[str], *, random_prompts: bool) -> Online
     directory = Path(name)
     if (directory / "config.yaml").is_file():
         text = (directory / "config.yaml").read_text()
-        config = from_yaml(schema_of([RECIPES[recipe][0] for recipe in _online()], text), text, [*overrides, *given])
+        config = from_yaml(_sampling(name, schema_of([schema for schema, _ in RECIPES.values()], text)), text, [*overrides, *given])
         newest = directory / "checkpoints" / "policy"
         if newest.is_dir() and not any(override.startswith("model.path=") for override in overrides):
-            config.model = replace(config.model, path=str(newest))
+            config.model = _trained(config.model, newest)
         return config
-    schema, _ = RECIPES[recipe_of(name)]
-    if not issubclass(schema, OnlineRun):
-        raise ConfigError(f"config {name}: this kind of run does not sample; allowed: {', '.join(_online())}, or a run directory of one")
-    return compose(schema, name, [*overrides, *given])
+    return compose(_sampling(name, RECIPES[recipe_of(name)][0]), name, [*overrides, *given])
+
+
+def _trained(model: ModelConfig, newest: Path) -> ModelConfig:
+    """The newest checkpoint as the model; with adapters as the run has them: beside the weights in the trainer, in them in the engine."""
+    if not model.lora.is_on:
+        return replace(model, path=str(newest))
+    saved = resolve(newest)
+    return replace(model, path=read_marker(saved)["base"], lora=replace(model.lora, path=str(saved)))
 
 
 def compare(config: OnlineRun, layout: topology.Topology, options: Options) -> GapReport:
@@ -132,8 +138,11 @@ def compare(config: OnlineRun, layout: topology.Topology, options: Options) -> G
     )
 
 
-def _online() -> list[str]:
-    return [name for name, (schema, _) in RECIPES.items() if issubclass(schema, OnlineRun)]
+def _sampling(name: str, schema: type[Job]) -> type[OnlineRun]:
+    if not issubclass(schema, OnlineRun):
+        allowed = ", ".join(recipe for recipe, (one, _) in RECIPES.items() if issubclass(one, OnlineRun))
+        raise ConfigError(f"config {name}: this kind of run does not sample; allowed: {allowed}, or a run directory of one")
+    return schema
 
 
 def _temperature(config: OnlineRun, options: Options) -> float:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from aligner.errors import AlignerError, RunHalted, describe_os_error
+from aligner.files import publish
 from aligner.parallel.collectives import from_rank_0
 
 
@@ -40,13 +40,8 @@ class LeftOutSteps:
             raise AlignerError(f"{self._path}: not a list of steps that the run leaves out: {error}") from error
 
     def _write(self) -> None:
-        draft = self._path.with_suffix(".tmp")
+        record = {str(step): self._reasons[step] for step in sorted(self._reasons)}
         try:
-            with draft.open("w") as file:
-                json.dump({str(step): self._reasons[step] for step in sorted(self._reasons)}, file, indent=2)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(self._path)
+            publish(self._path, lambda new: new.write_text(json.dumps(record, indent=2) + "\n"))
         except OSError as error:
             raise AlignerError(f"a step to leave out could not be recorded: {describe_os_error(error, self._path)}") from error

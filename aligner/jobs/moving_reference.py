@@ -45,7 +45,7 @@ class CheckpointedReference:
     def restore(self, step: int) -> None:
         """Freeze what `renew(step)` wrote. Every rank calls it. Raises CheckpointError where it is not there or damaged."""
         path = files.step_directory(self._folder, step)
-        self._frozen.restore(partial(checkpoint.load_weights, path=path, verify=self._verify))
+        self._frozen.restore(partial(checkpoint.load_same, path=path, verify=self._verify))
 
 
 def unused(references: Sequence[int], policies: Sequence[int]) -> list[int]:

@@ -19,13 +19,12 @@ from aligner.environments.reward import EnvironmentReward
 from aligner.errors import ConfigError
 from aligner.jobs import columns
 from aligner.jobs.announce import announced
-from aligner.jobs.checkpointing import POLICY, RunCheckpointer
-from aligner.jobs.ending import conclude
 from aligner.jobs.kept_samples import validation_samples
-from aligner.jobs.parts import check_rollout_length, export_at_end, load_model_files, run_loop, tokenizer_directory
+from aligner.jobs.parts import check_rollout_length, load_model_files, tokenizer_directory
 from aligner.jobs.sampling_ahead import rounds_ahead
 from aligner.jobs.session import Session, session
-from aligner.jobs.sources import pinned
+from aligner.jobs.sources import pinned, pinned_base
+from aligner.jobs.training import train_to_end
 from aligner.losses.correction import Correction
 from aligner.models import create
 from aligner.models.divisible import check_divisible
@@ -35,13 +34,16 @@ from aligner.parallel.progress import WAIT_FOR_SERVERS
 from aligner.protocols import RewardModel
 from aligner.rewards.compose import composed_reward, formula
 from aligner.rewards.local import function_reward
+from aligner.rewards.unjudged import Unjudged
 from aligner.rollout.config import check_splits
 from aligner.rollout.create import create_engine
 from aligner.rollout.engine import Capabilities
 from aligner.schemas import OnlineRun, TrainGRPO, TrainPPO
 from aligner.servers.access import Access
-from aligner.servers.client import CriticClient, RewardClient
-from aligner.types import LogprobKind, Rollout
+from aligner.servers.client import CriticClient, RewardClient, weighted_sum
+from aligner.types import LogprobKind, Prompt, Rollout
+
+Load = Callable[[Tokenizer], tuple[list[Prompt], list[Prompt]]]
 
 
 def train_ppo_actor(config: TrainPPO) -> int:
@@ -64,10 +66,7 @@ def train_ppo_actor(config: TrainPPO) -> int:
                 critic.wait_until_ready()
             publication.ready()
         algorithm = PPO(config.algorithm, policy, task, critic, rounds_ahead(here, config, task, critic=critic))
-        keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer, config=config.checkpoint, critic=critic)
-        last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.PPO, guard=config.guard)
-        export_at_end(here, config, last, policy.chunks, tokenizer)
-        code = conclude(here, last, config.loop.max_steps)
+        code = train_to_end(here, config, algorithm, policy.model, tokenizer=tokenizer, shown=columns.PPO, critic=critic)
         task.engine.shutdown()
         critic.close()
         task.reward.close()
@@ -85,17 +84,19 @@ def train_grpo(config: TrainGRPO) -> int:
             publication.ready()
         rounds = rounds_ahead(here, config, task, group_size=settings.group_size, greedy=settings.greedy_per_round > 0)
         algorithm = GRPO(config.algorithm, policy, task, rounds)
-        keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer, config=config.checkpoint)
-        last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.GRPO, guard=config.guard)
-        export_at_end(here, config, last, policy.chunks, tokenizer)
-        code = conclude(here, last, config.loop.max_steps)
+        code = train_to_end(here, config, algorithm, policy.model, tokenizer=tokenizer, shown=columns.GRPO)
         task.engine.shutdown()
         task.reward.close()
     return code
 
 
-def build_task(here: Session, config: OnlineRun, *, with_reference: bool, num_prompts: int) -> tuple[OnlineTask, MegatronPolicy, Path]:
-    """Data first (bad lines are found in seconds), then models, then the engine on the policy's own weights."""
+def build_task(
+    here: Session, config: OnlineRun, *, with_reference: bool, num_prompts: int, load: Load | None = None
+) -> tuple[OnlineTask, MegatronPolicy, Path]:
+    """Data first (bad lines are found in seconds), then models, then the engine on the policy's own weights.
+
+    `load`: where training and validation prompts come from, if not from records of prompts.
+    """
     sampling = config.rollout.sampling
     if reshaping := sampling.reshaping():
         here.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/sampling.md)")
@@ -104,14 +105,12 @@ def build_task(here: Session, config: OnlineRun, *, with_reference: bool, num_pr
         raise ConfigError(
             f"algorithm.mini_batch_size={config.algorithm.mini_batch_size}: smaller than the {here.topology.dp_size} data-parallel replicas"
         )
-    model = pinned(here, "model", config.model) if with_reference else config.model
+    model = (pinned if with_reference else pinned_base)(here, "model", config.model)
     tokenizer, architecture = load_model_files(model)
     check_rollout_length(config.model, architecture, config)
     check_divisible(architecture, config.parallel)
     check_splits(architecture, tp=config.rollout.tp or config.parallel.tp, world_size=here.topology.world_size)
-    prompts, report = load_prompts(config.data.train, config.data, tokenizer)
-    here.say(report.summary())
-    validation = load_validation_prompts(config.data, tokenizer)[0] if config.data.validation else []
+    prompts, validation = (load or partial(load_prompt_sets, here, config))(tokenizer)
     follow_up = None
     if config.environment.function:
         follow_up = environment_follow_up(config.environment, tokenizer, [*prompts, *validation])
@@ -146,6 +145,13 @@ def build_task(here: Session, config: OnlineRun, *, with_reference: bool, num_pr
     return task, policy, tokenizer_directory(model)
 
 
+def load_prompt_sets(here: Session, config: OnlineRun, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts of data.train and data.validation; says what was left out. Raises DataError listing all bad lines."""
+    prompts, report = load_prompts(config.data.train, config.data, tokenizer)
+    here.say(report.summary())
+    return prompts, load_validation_prompts(config.data, tokenizer)[0] if config.data.validation else []
+
+
 def compares_logprobs(config: OnlineRun, capabilities: Capabilities, say: Callable[[str], None]) -> bool:
     """Whether the engine's log-probs are those of the distribution that the policy's are of; where they are not, it is said once.
 
@@ -172,7 +178,7 @@ def compares_logprobs(config: OnlineRun, capabilities: Capabilities, say: Callab
 def _reward(here: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
     if config.environment.function:
         return EnvironmentReward(_scorer(here, config, tokenizer) if config.has_scorer else None)
-    return _scorer(here, config, tokenizer)
+    return _scorer(here, config, tokenizer) if config.has_scorer else Unjudged()
 
 
 def _scorer(here: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
@@ -180,7 +186,9 @@ def _scorer(here: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardMod
     if not config.reward.serve:
         return composed_reward(functions, tokenizer.decode) if functions else function_reward(config.reward.function, tokenizer.decode)
     texts = _texts(tokenizer) if config.reward.function.function else None
-    client = RewardClient(here.directory.services, config=config.client, access=_access(here, config), texts=texts)
+    weights = config.reward.attribute_weights
+    reduce = weighted_sum(weights) if weights else None
+    client = RewardClient(here.directory.services, config=config.client, access=_access(here, config), texts=texts, reduce=reduce)
     scorer = composed_reward(functions, tokenizer.decode, client) if functions else client
     if here.is_first:
         here.say("waiting for the reward server")

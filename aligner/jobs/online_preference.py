@@ -6,13 +6,11 @@ from aligner.algorithms.online_dpo import OnlineDPO
 from aligner.algorithms.rejection_sampling import RejectionSampling
 from aligner.jobs import columns
 from aligner.jobs.announce import announced
-from aligner.jobs.checkpointing import POLICY, RunCheckpointer
-from aligner.jobs.ending import conclude
 from aligner.jobs.moving_reference import CheckpointedReference
 from aligner.jobs.online import build_task
-from aligner.jobs.parts import export_at_end, run_loop
 from aligner.jobs.sampling_ahead import rounds_ahead
 from aligner.jobs.session import session
+from aligner.jobs.training import train_to_end
 from aligner.schemas import TrainOnlineDPO, TrainRejectionSampling
 
 
@@ -27,10 +25,7 @@ def train_online_dpo(config: TrainOnlineDPO) -> int:
         reference = None if frozen is None else CheckpointedReference(here, policy, frozen, verify=config.checkpoint.verify)
         rounds = rounds_ahead(here, config, task, group_size=settings.group_size)
         algorithm = OnlineDPO(settings, policy, task, reference, rounds)
-        keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer, config=config.checkpoint)
-        last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=columns.ONLINE_DPO, guard=config.guard)
-        export_at_end(here, config, last, policy.chunks, tokenizer)
-        code = conclude(here, last, config.loop.max_steps)
+        code = train_to_end(here, config, algorithm, policy.model, tokenizer=tokenizer, shown=columns.ONLINE_DPO)
         task.engine.shutdown()
         task.reward.close()
     return code
@@ -44,11 +39,7 @@ def train_rejection_sampling(config: TrainRejectionSampling) -> int:
             publication.ready()
         rounds = rounds_ahead(here, config, task, group_size=config.algorithm.group_size)
         algorithm = RejectionSampling(config.algorithm, policy, task, rounds)
-        keeper = RunCheckpointer(here, policy.model, name=POLICY, tokenizer=tokenizer, config=config.checkpoint)
-        shown = columns.REJECTION_SAMPLING
-        last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=shown, guard=config.guard)
-        export_at_end(here, config, last, policy.chunks, tokenizer)
-        code = conclude(here, last, config.loop.max_steps)
+        code = train_to_end(here, config, algorithm, policy.model, tokenizer=tokenizer, shown=columns.REJECTION_SAMPLING)
         task.engine.shutdown()
         task.reward.close()
     return code

@@ -16,15 +16,16 @@ from aligner.errors import ConfigError
 from aligner.jobs.left_out import LeftOutSteps
 from aligner.jobs.session import Session
 from aligner.models import create
-from aligner.models.build import LanguageModel
+from aligner.models.build import Transformer
 from aligner.models.checkpoint import copy_tokenizer
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.guard import GuardConfig
+from aligner.models.peft import save_peft
 from aligner.models.weights import save_hf
 from aligner.reporting.config import LoggingConfig
 from aligner.reporting.formats import Column
 from aligner.reporting.reporter import Reporter, SilentReporter
-from aligner.schemas import OnlineRun, TrainDPO, TrainKTO, TrainSFT
+from aligner.schemas import OnlineRun, TrainerRun
 
 
 def load_model_files(config: ModelConfig) -> tuple[Tokenizer, Architecture]:
@@ -93,9 +94,15 @@ def run_loop(
 
 
 def export_at_end(
-    here: Session, config: TrainSFT | TrainDPO | TrainKTO | OnlineRun, last_step: int, chunks: Sequence[LanguageModel], tokenizer: Path
+    here: Session,
+    config: TrainerRun,
+    last_step: int,
+    chunks: Sequence[Transformer],
+    tokenizer: Path,
 ) -> None:
-    """Write the policy as a Hugging Face model, with its tokenizer, to the run's export directory. Every rank calls it.
+    """Write the model as a Hugging Face one, with its tokenizer, to the run's export directory. Every rank calls it.
+
+    Where adapters were trained, they are in the weights there, and beside them alone, for PEFT.
 
     A run that a signal stopped is not at its end: it exits at once, and exports when it has been resumed and finished.
     """
@@ -106,11 +113,22 @@ def export_at_end(
         copy_tokenizer(tokenizer, here.directory.export)
         name_special_tokens(here.directory.export)
     here.say(f"Hugging Face model written to {here.directory.export}")
+    if chunks[0].lora.is_on:
+        save_peft(chunks, here.directory.adapter, writer=here.is_first)
+        here.say(f"PEFT adapter written to {here.directory.adapter}")
 
 
 def name_special_tokens(directory: Path) -> None:
-    """Put the tokenizer's begin, end and padding ids into an exported config.json: `generate` of other tools stops at the end id."""
+    """Put the tokenizer's begin, end and padding ids into an exported config.json: `generate` of other tools stops at the end id.
+
+    Where one token ends and pads, a model that scores sequences is given no padding token: transformers would look for the last token that
+    is no padding, and so score the one before the end token. It then takes one sequence at a time.
+    """
     tokenizer = load_tokenizer(str(directory))
     path = directory / "config.json"
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    path.write_text(json.dumps(json.loads(path.read_text()) | ids, indent=2) + "\n")
+    config = json.loads(path.read_text())
+    pad = tokenizer.pad_id
+    if pad == tokenizer.eos_id and config["architectures"][0].endswith("ForSequenceClassification"):
+        pad = None
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": pad}
+    path.write_text(json.dumps(config | ids, indent=2) + "\n")

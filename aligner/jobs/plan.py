@@ -6,16 +6,38 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from aligner.algorithms.ai_feedback import ROWS
+from aligner.algorithms.chains import Pairs
 from aligner.config import compose
 from aligner.errors import CheckpointError, ConfigError
-from aligner.jobs.programs import RECIPES, Job, recipe_of
+from aligner.jobs.programs import RECIPES, Job, Trainer, recipe_of
 from aligner.models import create
 from aligner.models.config import Architecture, Dtype, ModelConfig
+from aligner.parallel.topology import ParallelConfig
 from aligner.planner import report, search
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.estimate import Scales, check, plan_component
 from aligner.planner.workload import Component, Engine, Head, Phase, Work
-from aligner.schemas import OnlineRun, TrainDPO, TrainGRPO, TrainKTO, TrainOnlineDPO, TrainPPO, TrainRewardModel, TrainSFT
+from aligner.rollout.config import RolloutConfig
+from aligner.schemas import (
+    ConstitutionalAI,
+    Generate,
+    OnlineRun,
+    TrainDPO,
+    TrainGRPO,
+    TrainKTO,
+    TrainOnlineDistillation,
+    TrainOnlineDPO,
+    TrainPPO,
+    TrainProcessRewardModel,
+    TrainRegressionRewardModel,
+    TrainRewardModel,
+    TrainSelfRewarding,
+    TrainSPIN,
+    TrainSteerLM2,
+    WriteTeacherLogprobs,
+    WritingRun,
+)
 
 MIB = 2**20
 
@@ -69,19 +91,23 @@ def components(config: Job) -> list[Component]:
         if isinstance(config, TrainPPO):
             found.append(_critic(config))
         return found + ([_reward(config)] if config.reward.serve and not config.reward.function.function else [])
-    return [_trainer(config)]
+    if isinstance(config, ConstitutionalAI):
+        return [_constitutional(config)]
+    return [_writer(config)] if isinstance(config, WritingRun) else [_trainer(config)]
 
 
 def _actor(config: OnlineRun) -> Component:
     algorithm = config.algorithm
-    has_reference = isinstance(config, TrainPPO) or (isinstance(config, (TrainGRPO, TrainOnlineDPO)) and algorithm.needs_reference)
+    has_reference = isinstance(config, (TrainPPO, TrainSPIN, TrainSelfRewarding, TrainOnlineDistillation)) or (
+        isinstance(config, (TrainGRPO, TrainOnlineDPO)) and algorithm.needs_reference
+    )
     phases = {
         Phase.generate: True,
         Phase.logprobs: isinstance(config, TrainPPO) or (isinstance(config, TrainGRPO) and algorithm.needs_old_logprobs),
         Phase.ref_logprobs: has_reference,
         Phase.train: True,
     }
-    unit = 2 if isinstance(config, TrainOnlineDPO) else 1
+    unit = 2 if isinstance(config, (TrainOnlineDPO, TrainSPIN, TrainSelfRewarding)) else 1
     length, response = _rollout_length(config)
     return Component(
         name="actor",
@@ -99,20 +125,19 @@ def _actor(config: OnlineRun) -> Component:
             update_rows=algorithm.mini_batch_size * unit,
             num_updates=algorithm.updates_per_step,
             unit=unit,
-            extra_rows=algorithm.greedy_per_round if isinstance(config, TrainGRPO) else 0,
+            extra_rows=_extra_rows(config),
         ),
-        engine=Engine(
-            tp=config.rollout.tp or config.parallel.tp,
-            max_batch_size=config.rollout.max_batch_size,
-            bucket_bytes=config.rollout.refit_bucket_mib * MIB,
-            offload=config.rollout.offload,
-            kv_cache_tokens=config.rollout.kv_cache_tokens,
-            prefill_chunk_tokens=config.rollout.prefill_chunk_tokens,
-            asynchronous=config.rollout.asynchronous.max_staleness > 0,
-        ),
+        engine=_engine(config.rollout, config.parallel),
         has_reference=has_reference,
         saves_asynchronously=config.checkpoint.asynchronous,
     )
+
+
+def _extra_rows(config: OnlineRun) -> int:
+    """Sequences that are sampled in a step besides those that are learnt from."""
+    if isinstance(config, TrainSelfRewarding):
+        return config.algorithm.judgements_per_step
+    return config.algorithm.greedy_per_round if isinstance(config, TrainGRPO) else 0
 
 
 def _critic(config: TrainPPO) -> Component:
@@ -155,13 +180,77 @@ def _reward(config: OnlineRun) -> Component:
     )
 
 
-def _trainer(config: TrainSFT | TrainRewardModel | TrainDPO | TrainKTO) -> Component:
-    pairs = not isinstance(config, (TrainSFT, TrainKTO))
-    rows = config.algorithm.batch_size * (2 if pairs else 1)
-    has_reference = isinstance(config, TrainKTO) or (isinstance(config, TrainDPO) and config.algorithm.loss.needs_reference)
+def _writer(config: WritingRun) -> Component:
+    engine, response = None, 0
+    if isinstance(config, Generate):
+        engine, response = _engine(config.rollout, config.parallel), config.rollout.sampling.max_response_length
+    length = (config.data.max_prompt_length if isinstance(config, Generate) else config.data.max_length) + response
+    phase = Phase.generate if engine else Phase.scores if config.scores else Phase.logprobs
+    rows = config.algorithm.shard_size if isinstance(config, WriteTeacherLogprobs) else config.algorithm.part_size
+    return Component(
+        name="writer",
+        head=Head.scalar if config.scores else Head.language,
+        num_ranks=config.num_processes,
+        architecture=_architecture("model", config.model, length),
+        model=_model(config.model, config.cluster),
+        parallel=config.parallel,
+        optimizer=None,
+        work=Work(phases=(phase,), rows=rows, length=length, response_length=response or length),
+        engine=engine,
+    )
+
+
+def _constitutional(config: ConstitutionalAI) -> Component:
+    """A model that samples and compares; a judge with weights of its own takes their place as a reference does."""
+    algorithm, response = config.algorithm, config.rollout.sampling.max_response_length
+    samples, has_judge = algorithm.samples_per_chain, bool(config.judge.path)
+    phases = {
+        Phase.generate: samples > 0,
+        Phase.logprobs: algorithm.pairs is not Pairs.none and not has_judge,
+        Phase.ref_logprobs: has_judge,
+    }
+    length = max(config.data.max_prompt_length, config.data.max_history_length) + (response if samples else 0)
+    return Component(
+        name="writer",
+        head=Head.language,
+        num_ranks=config.num_processes,
+        architecture=_architecture("model", config.model, length),
+        model=_model(config.model, config.cluster),
+        parallel=config.parallel,
+        optimizer=None,
+        work=Work(
+            phases=tuple(phase for phase, wanted in phases.items() if wanted),
+            rows=algorithm.part_size * algorithm.num_chains * (samples or ROWS * algorithm.num_questions),
+            length=length,
+            response_length=response,
+        ),
+        engine=_engine(config.rollout, config.parallel) if samples else None,
+        has_reference=has_judge,
+    )
+
+
+def _engine(rollout: RolloutConfig, parallel: ParallelConfig) -> Engine:
+    return Engine(
+        tp=rollout.tp or parallel.tp,
+        max_batch_size=rollout.max_batch_size,
+        bucket_bytes=rollout.refit_bucket_mib * MIB,
+        offload=rollout.offload,
+        kv_cache_tokens=rollout.kv_cache_tokens,
+        prefill_chunk_tokens=rollout.prefill_chunk_tokens,
+        asynchronous=rollout.asynchronous.max_staleness > 0,
+    )
+
+
+def _trainer(config: Trainer) -> Component:
+    pairs = isinstance(config, (TrainRewardModel, TrainDPO)) and not isinstance(
+        config, (TrainRegressionRewardModel, TrainProcessRewardModel)
+    )
+    rows = config.algorithm.batch_size * (2 if pairs else (config.data.num_responses or 4) if isinstance(config, TrainSteerLM2) else 1)
+    has_reference = isinstance(config, (TrainDPO, TrainKTO)) and config.algorithm.keeps_reference
+    needs_kl = isinstance(config, TrainKTO) and config.algorithm.loss.needs_kl  # of rows that are not trained on, and shorter
     phases = {
         Phase.ref_logprobs: has_reference,
-        Phase.logprobs: isinstance(config, TrainKTO) and config.algorithm.loss.needs_kl,  # of rows that are not trained on, and shorter
+        Phase.logprobs: needs_kl or isinstance(config, TrainSteerLM2),
         Phase.train: True,
     }
     return Component(

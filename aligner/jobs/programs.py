@@ -9,23 +9,52 @@ from pathlib import Path
 from aligner.config import belongs_to
 from aligner.errors import ConfigError
 from aligner.schemas import (
+    Annotate,
+    ConstitutionalAI,
+    Generate,
     OnlineRun,
+    TrainDistillation,
     TrainDPO,
     TrainGRPO,
     TrainKTO,
+    TrainOnlineDistillation,
     TrainOnlineDPO,
     TrainPPO,
+    TrainProcessRewardModel,
+    TrainRegressionRewardModel,
     TrainRejectionSampling,
     TrainRewardModel,
+    TrainSelfRewarding,
     TrainSFT,
+    TrainSPIN,
+    TrainSteerLM2,
+    WriteProposals,
+    WriteTeacherLogprobs,
 )
 
-Job = TrainSFT | TrainRewardModel | TrainDPO | TrainKTO | TrainGRPO | TrainPPO | TrainOnlineDPO | TrainRejectionSampling
+Trainer = TrainSFT | TrainRewardModel | TrainDPO | TrainKTO | TrainDistillation | TrainSteerLM2  # of one component
+Job = (
+    Trainer
+    | WriteTeacherLogprobs
+    | WriteProposals
+    | Generate
+    | Annotate
+    | ConstitutionalAI
+    | TrainGRPO
+    | TrainPPO
+    | TrainOnlineDPO
+    | TrainRejectionSampling
+    | TrainOnlineDistillation
+    | TrainSPIN
+    | TrainSelfRewarding
+)
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "examples" / "nlp"
 RECIPES = {
     "sft": (TrainSFT, "train_sft.py"),
     "reward_model": (TrainRewardModel, "train_reward_model.py"),
+    "regression_reward_model": (TrainRegressionRewardModel, "train_regression_reward_model.py"),
+    "process_reward_model": (TrainProcessRewardModel, "train_process_reward_model.py"),
     "dpo": (TrainDPO, "train_dpo.py"),
     "kto": (TrainKTO, "train_kto.py"),
     "steerlm": (TrainSFT, "train_steerlm.py"),
@@ -33,6 +62,16 @@ RECIPES = {
     "ppo": (TrainPPO, "train_ppo_actor.py"),
     "online_dpo": (TrainOnlineDPO, "train_online_dpo.py"),
     "rejection_sampling": (TrainRejectionSampling, "train_rejection_sampling.py"),
+    "steerlm2": (TrainSteerLM2, "train_steerlm2.py"),
+    "distill": (TrainDistillation, "distill.py"),
+    "teacher_logprobs": (WriteTeacherLogprobs, "write_teacher_logprobs.py"),
+    "generate": (Generate, "generate.py"),
+    "annotate": (Annotate, "annotate.py"),
+    "constitution": (ConstitutionalAI, "constitution.py"),
+    "proposals": (WriteProposals, "write_proposals.py"),
+    "online_distill": (TrainOnlineDistillation, "train_online_distill.py"),
+    "spin": (TrainSPIN, "train_spin.py"),
+    "self_rewarding": (TrainSelfRewarding, "train_self_rewarding.py"),
 }
 
 

@@ -11,11 +11,12 @@ from aligner.jobs.announce import announced
 from aligner.jobs.checkpointing import CriticCheckpointer, load_critic
 from aligner.jobs.parts import check_rollout_length, load_model_files, tokenizer_directory
 from aligner.jobs.session import Session, session
-from aligner.jobs.sources import pinned
+from aligner.jobs.sources import pinned, pinned_base
 from aligner.losses.value import value_loss
 from aligner.models import create
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.guard import ReportingGuard
+from aligner.models.scalar_head import ScalarHead
 from aligner.rewards.forms import OnSamples
 from aligner.rewards.load import build_reward_function
 from aligner.schemas import OnlineRun, TrainPPO
@@ -33,13 +34,14 @@ def serve_critic(config: TrainPPO) -> None:
     with ExitStack() as stack:
         here = stack.enter_context(session(config, config.run, critic.parallel, component="critic", writes_config=False))
         publication = stack.enter_context(announced(here, "critic", heartbeat_seconds=critic.server.heartbeat_seconds))
-        model_config = critic.model.or_else(config.model)
+        model_config = pinned_base(here, "critic.model", critic.model.or_else(config.model))
         _, architecture = load_model_files(model_config)
         check_rollout_length(model_config, architecture, config)
         _check_mini_batches(config, here.topology.dp_size)
         updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs
         training = create.training(model_config, critic.optimizer, total_steps=config.loop.max_steps * updates, guard=ReportingGuard())
-        model = create.create_value_model(model_config, architecture, critic.parallel, here.topology, training)
+        weights = config.reward.attribute_weights
+        model = create.create_value_model(model_config, architecture, critic.parallel, here.topology, training, output_weights=weights)
         ledger = load_critic(here, model.model, config.checkpoint, accept_gap=critic.accept_gap)
         step = ledger.checkpoint_step
         here.say(f"critic: resumed after step {step}" if step else f"critic: starts from {model_config.path or 'random weights'}")
@@ -77,10 +79,20 @@ def serve_reward_model(config: OnlineRun) -> None:
         else:
             training = create.training(model_config, None)
             model = create.create_reward_model(model_config, architecture, reward.parallel, here.topology, training)
+            _check_weights(reward.attribute_weights, model.head)
             service = RewardService(model, encode=tokenizer.encode)
         here.say(f"reward: serves {reward.function.function or model_config.path}")
         limits = _limits(model_config, architecture)
         _serve(here, "reward", service.operations(), config=reward.server, limits=limits, publication=publication)
+
+
+def _check_weights(weights: Sequence[float], head: ScalarHead) -> None:
+    """Raise ConfigError where the model's scores cannot be made one reward."""
+    if len(weights) != head.num_outputs and (weights or head.num_outputs > 1):
+        raise ConfigError(
+            f"reward.attribute_weights={list(weights)}: reward.model.path has {head.num_outputs} outputs ({', '.join(head.outputs)}), "
+            "allowed: one weight for each" + (", or none" if head.num_outputs == 1 else "")
+        )
 
 
 def _limits(model: ModelConfig, architecture: Architecture) -> RequestLimits:

@@ -26,7 +26,7 @@ from aligner.parallel.progress import Progress
 from aligner.parallel.topology import ParallelConfig, Topology
 from aligner.parallel.watch import Place, Watch, clear_last_report
 from aligner.rollout.config import EngineKind
-from aligner.schemas import OnlineRun, RunConfig
+from aligner.schemas import ConstitutionalAI, Generate, OnlineRun, RunConfig
 
 SERVERS = ("critic", "reward")  # components that answer the other one
 
@@ -53,7 +53,8 @@ class Session:
 
 def see_own_gpus(config: Any, local_rank: int) -> None:
     """Hide the GPUs of other replicas from a rank with an engine that would take the first it sees; before anything uses a GPU."""
-    if isinstance(config, OnlineRun) and config.rollout.engine is not EngineKind.megatron:
+    samples = isinstance(config, (OnlineRun, Generate, ConstitutionalAI))
+    if samples and config.rollout.engine is not EngineKind.megatron:
         platform.see_block(local_rank, config.rollout.tp or config.parallel.tp)
 
 

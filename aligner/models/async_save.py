@@ -24,7 +24,7 @@ from aligner.errors import CheckpointError, describe_os_error
 from aligner.models.disk_space import explain
 from aligner.models.manifest import Digest, digest
 from aligner.parallel.collectives import raise_everywhere
-from aligner.parallel.mcore import dist_checkpointing, filesystem_async
+from aligner.parallel.mcore import SAVE_PLAN, dist_checkpointing, filesystem_async
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ def plan(state: dict[str, Any], directory: Path) -> PlannedDirectory:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            request = dist_checkpointing.save(state, str(directory), async_sharded_save=True)
+            request = dist_checkpointing.save(state, str(directory), async_sharded_save=True, **SAVE_PLAN)
         except OSError as error:
             raise CheckpointError(f"writing a checkpoint failed: {describe_os_error(error, directory)}") from error
     return PlannedDirectory(path=directory, request=request, results={})

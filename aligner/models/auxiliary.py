@@ -13,7 +13,7 @@ from aligner.models.router import take_balance, weigh_auxiliary_losses
 from aligner.parallel import platform
 from aligner.parallel.mcore import TransformerConfig
 from aligner.protocols import Loss
-from aligner.types import Batch, TokenOutputs
+from aligner.types import Batch, DistillationBatch, LabeledBatch, TokenOutputs
 
 
 class AuxiliaryLosses:
@@ -44,5 +44,7 @@ def _count(batch: Batch, loss: Loss) -> int:
     """What the loss will be divided by over the whole batch. It is a number of tokens, pairs or sequences, whatever the outputs are."""
     with torch.no_grad():
         zeros = torch.zeros(batch.tokens.shape)
-        scores = torch.zeros(batch.tokens.shape[0], 1)
-        return int(loss(TokenOutputs(logprobs=zeros, entropy=zeros, values=zeros, scores=scores), batch).count)
+        scores = torch.zeros_like(batch.labels) if isinstance(batch, LabeledBatch) and batch.labels is not None else zeros[:, :1]
+        topk = torch.zeros_like(batch.teacher_logprobs) if isinstance(batch, DistillationBatch) else None
+        outputs = TokenOutputs(logprobs=zeros, entropy=zeros, values=zeros, scores=scores, step_scores=zeros, topk_logprobs=topk)
+        return int(loss(outputs, batch).count)

@@ -7,6 +7,7 @@ of the last ones (log-probs, values, scores) is computed by `aligner.models.head
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 
 from aligner.models.batch_invariant import INVARIANT
-from aligner.models.config import Architecture, ModelConfig, PositionEmbedding
+from aligner.models.config import Architecture, ModelConfig, PositionEmbedding, Recompute
 from aligner.models.initialise import initialise
 from aligner.models.layers import ORDINARY, block_spec
+from aligner.models.lora import attach
 from aligner.models.megatron_config import transformer_config
+from aligner.models.scalar_head import VALUES, ScalarHead
 from aligner.models.shared_prompts import SegmentedPackedSeqParams
 from aligner.parallel.mcore import (
     GPTModel,
@@ -80,6 +83,11 @@ class Transformer(GPTModel):
         self.architecture = architecture
         self.logits_chunk_size = model.logits_chunk_size
         self.batch_invariant = model.batch_invariant
+        self.lora = model.lora
+        self.base = ""  # directory of the weights that adapters belong to; empty: random ones
+        self.base_digest = ""  # tells them from others
+        # Layers that are computed again give no gradient where their input wants none, as the output of a frozen embedding does.
+        self._embedding_needs_gradient = model.lora.is_on and model.recompute is Recompute.full
         positions = architecture.max_position_embeddings
         learned = architecture.position_embedding == PositionEmbedding.learned
         super().__init__(
@@ -88,6 +96,7 @@ class Transformer(GPTModel):
                 config,
                 vp_stage=stage.vp_stage,
                 share_prompts=model.share_prompts,
+                split_norms=model.lora.is_on,
                 modules=INVARIANT if model.batch_invariant else ORDINARY,
             ),
             vocab_size=padded_vocab_size(architecture.vocab_size, divisor=model.make_vocab_divisible_by, tp=parallel.tp),
@@ -105,11 +114,15 @@ class Transformer(GPTModel):
         if learned and stage.pre_process:
             positions = self.embedding.position_embeddings.weight  # Megatron-Core makes it in torch's default precision
             positions.data = positions.data.to(config.params_dtype)  # not Module.to: the planner's fake tensors cannot be swapped
+        if model.lora.is_on:
+            attach(self, model.lora)
 
     def _preprocess(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **options: Any) -> tuple:
         embedded, rotary, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **options)
         if rotary is not None and isinstance(packed_seq_params, SegmentedPackedSeqParams):
             rotary = rotary[packed_seq_params.positions]  # slot by slot: a row goes on behind its prompt, not at 0
+        if self._embedding_needs_gradient and self.pre_process and torch.is_grad_enabled():
+            embedded = embedded.detach().requires_grad_()
         return (embedded, rotary, *rest)
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
@@ -145,7 +158,7 @@ class LanguageModel(Transformer):
 
 
 class ScalarModel(Transformer):
-    """A value or reward model: a linear head in float32 gives `num_outputs` numbers per position."""
+    """A value or reward model: a linear head in float32 gives as many numbers per position as `head` has outputs."""
 
     def __init__(
         self,
@@ -154,22 +167,40 @@ class ScalarModel(Transformer):
         parallel: ParallelConfig,
         *,
         load: bool,
-        num_outputs: int = 1,
+        head: ScalarHead = VALUES,
         stage: Stage = WHOLE,
         config: TransformerConfig | None = None,
     ) -> None:
         super().__init__(architecture, model, parallel, load=load, tied=False, stage=stage, config=config)
-        self.num_outputs = num_outputs
+        self.head = head
         if not stage.post_process:
             return
         device = self.output_layer.weight.device
         self.output_layer = None  # nothing is projected onto the vocabulary
-        self.score_head = torch.nn.Linear(architecture.hidden_size, num_outputs, dtype=torch.float32, device=device)
+        self.score_head = self._linear(head, device)
         generator = torch.Generator(device="cpu").manual_seed(0)  # the same head on every rank
         with torch.no_grad():
             noise = torch.randn(self.score_head.weight.shape, generator=generator, device="cpu") / math.sqrt(architecture.hidden_size + 1)
             self.score_head.weight.copy_(noise)
-            self.score_head.bias.zero_()
+            if head.has_bias:
+                self.score_head.bias.zero_()
+
+    def combine_outputs(self, weights: Sequence[float], head: ScalarHead) -> None:
+        """Replace the head by `head`, whose one output is the weighted sum of all outputs."""
+        self.head, several = head, self.head
+        if not self.post_process:
+            return
+        old = self.score_head
+        factors = torch.tensor([list(weights)], dtype=torch.float32, device=old.weight.device)
+        self.score_head = self._linear(head, old.weight.device)
+        with torch.no_grad():
+            self.score_head.weight.copy_(factors @ old.weight)
+            if head.has_bias:
+                self.score_head.bias.copy_(factors[0] @ old.bias if several.has_bias else torch.zeros_like(self.score_head.bias))
+
+    def _linear(self, head: ScalarHead, device: torch.device) -> torch.nn.Linear:
+        size = self.config.hidden_size
+        return torch.nn.Linear(size, head.num_outputs, bias=head.has_bias, dtype=torch.float32, device=device)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         # GPTModel's and LanguageModule's versions expect an output layer.
@@ -188,14 +219,11 @@ def build_language_model(
 
 
 def build_scalar_model(
-    architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool, num_outputs: int = 1, seed: int = 0
+    architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool, head: ScalarHead = VALUES, seed: int = 0
 ) -> list[ScalarModel]:
     """This rank's chunks of a value or reward model, as `build_language_model`."""
     config = transformer_config(architecture, model, parallel, load=True)
-    chunks = [
-        ScalarModel(architecture, model, parallel, load=True, num_outputs=num_outputs, stage=stage, config=config)
-        for stage in stages(parallel)
-    ]
+    chunks = [ScalarModel(architecture, model, parallel, load=True, head=head, stage=stage, config=config) for stage in stages(parallel)]
     if not load:
         initialise(chunks, seed)
     return chunks

@@ -4,14 +4,14 @@
       aligner.json   kind of model, format version, checksums; the file that makes the directory a checkpoint
       manifest.json  SHA-256 and size of every other file
       config.json    the architecture, in Hugging Face's form       tokenizer files
-      weights/       Megatron-Core distributed checkpoint of the module
+      weights/       Megatron-Core distributed checkpoint of the module; of a model with adapters, them and the head alone
       optimizer/     the same of the optimizer's state, in a form that any layout can read
       state.pt       per-rank random-generator states and the layout that they belong to
       state.json     step, optimizer version, learning-rate schedule, validation metrics, whatever the training loop adds
       config.yaml    the resolved config of the run
 
-`checkpoint_files` has the rules of publication, `async_save` writes the large files, `manifest` and `safe_pickle` look at all of them
-before anything is loaded.
+`checkpoint_files` has the rules of publication, `checkpoint_weights` reads weights, `async_save` writes the large files, `manifest` and
+`safe_pickle` look at all of them before anything is loaded.
 """
 
 from __future__ import annotations
@@ -20,26 +20,24 @@ import errno
 import json
 import os
 import shutil
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from aligner.errors import CheckpointError, describe_os_error
-from aligner.models import async_save, checkpoint_optimizer, checkpoint_size, disk_space, manifest, safe_pickle
+from aligner.models import async_save, checkpoint_adapters, checkpoint_optimizer, checkpoint_size, disk_space, manifest, safe_pickle
 from aligner.models import checkpoint_files as files
-from aligner.models.build import ScalarModel, Transformer
+from aligner.models.build import ScalarModel
 from aligner.models.checkpoint_files import BEST, LATEST, MARKER, read_marker, resolve, step_directory
-from aligner.models.families import architecture_from_hf, architecture_to_hf
+from aligner.models.checkpoint_weights import kind_of, load_same, load_source, load_weights, read, sharded_state
+from aligner.models.families import architecture_to_hf
 from aligner.models.generators import generator_state, set_generator_state
 from aligner.models.trainable import TrainableModel
 from aligner.parallel.collectives import broadcast_object, gather_objects, raise_everywhere
-from aligner.parallel.mcore import dist_checkpointing
 
 __all__ = [
     "BEST",
@@ -49,6 +47,8 @@ __all__ = [
     "SaveRequest",
     "copy_tokenizer",
     "load",
+    "load_same",
+    "load_source",
     "load_weights",
     "read_marker",
     "read_state",
@@ -130,28 +130,16 @@ def start_save(checkpoints: Path, model: TrainableModel, request: SaveRequest, *
     made: list[Path] = []
     _on_rank_0(lambda: made.append(_start(final, model, request, generators)))
     writing = broadcast_object(made[0] if made else None)
-    planned = [async_save.plan(_sharded_state(model.chunks), writing / "weights")]
+    planned = [async_save.plan(sharded_state(model.chunks), writing / "weights")]
     if _has_optimizer_state(model) and not request.weights_only:
-        shards = checkpoint_optimizer.sharded_state(model.optimizer, _sharded_state(model.chunks))
+        shards = checkpoint_optimizer.sharded_state(model.optimizer, sharded_state(model.chunks))
         planned.append(async_save.plan({"optimizer": shards}, writing / "optimizer"))
     _check_room(writing, checkpoint_size.planned_bytes(planned))
-    marker: dict[str, Any] = {"kind": _kind(model.chunks), "step": request.step}
+    marker: dict[str, Any] = {"kind": kind_of(model.chunks), "step": request.step, **checkpoint_adapters.to_marker(model.chunks[0])}
     if isinstance(model.chunks[0], ScalarModel):
-        marker["num_outputs"] = model.chunks[0].num_outputs
+        marker |= model.chunks[0].head.to_marker()
     writer = async_save.FileWriter(planned, writing, in_background=in_background)
     return PendingSave(writing, final, marker, writer)
-
-
-def load_weights(chunks: Sequence[Transformer], path: Path, *, verify: bool = True) -> None:
-    """Fill the chunks of a model from a checkpoint of this project, written at any layout. Every rank calls it.
-
-    A scalar model may start from a language model's checkpoint: its head then keeps its initialisation. With `verify` the files that are
-    read are compared with their SHA-256 first. Raises CheckpointError.
-    """
-    directory = resolve(path)
-    if verify:
-        manifest.verify(directory, needed=lambda name: not name.startswith("optimizer/"))
-    _load_weights(chunks, directory)
 
 
 def load(model: TrainableModel, path: Path, *, verify: bool = True) -> dict[str, Any]:
@@ -163,7 +151,7 @@ def load(model: TrainableModel, path: Path, *, verify: bool = True) -> dict[str,
     if verify:
         manifest.verify(directory, needed=lambda _: True)
     model.wake()
-    _load_weights(model.chunks, directory)
+    load_same(model.chunks, directory, verify=False)
     state = read_state(directory)
     if model.optimizer is not None:
         if state["scheduler"] is None:
@@ -192,15 +180,6 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
     for name in (*names, "added_tokens.json", "chat_template.jinja", "generation_config.json"):
         if (source / name).exists():
             shutil.copyfile(source / name, destination / name)
-
-
-def _kind(chunks: Sequence[Transformer]) -> str:
-    return "scalar" if isinstance(chunks[0], ScalarModel) else "language"
-
-
-def _sharded_state(chunks: Sequence[Transformer]) -> dict[str, Any]:
-    """The weights with their place in the whole model, under whose names they are on disk, whatever the chunks are called here."""
-    return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
 
 
 def _layout(model: TrainableModel) -> dict[str, int]:
@@ -279,59 +258,10 @@ def _reserve(path: Path) -> None:
             file.write(bytes(RESERVED_BYTES))
 
 
-def _load_weights(chunks: Sequence[Transformer], directory: Path) -> None:
-    kind = read_marker(directory)["kind"]
-    _check_architecture(directory, chunks[0])
-    wanted = _sharded_state(chunks)
-    if isinstance(chunks[0], ScalarModel) and kind == "language":
-        wanted = {
-            chunk: {name: shard for name, shard in part.items() if not name.startswith("score_head.")} for chunk, part in wanted.items()
-        }
-    elif kind != _kind(chunks):
-        raise CheckpointError(f"{directory}: a {kind} model's checkpoint cannot be loaded into a {_kind(chunks)} model")
-    loaded = _read(wanted, directory / "weights")
-    for number, chunk in enumerate(chunks):
-        _fill(chunk, loaded[f"model{number}"], directory / "weights")
-
-
-def _check_architecture(directory: Path, chunk: Transformer) -> None:
-    """Megatron-Core lets vocabularies of different sizes pass, and knows nothing of norms' epsilons or rotary bases."""
-    saved = asdict(architecture_from_hf(json.loads((directory / "config.json").read_text())))
-    ours = asdict(architecture_from_hf(architecture_to_hf(chunk.architecture)))
-    free = {"max_position_embeddings", "initializer_range"} | ({"tied_embeddings"} if isinstance(chunk, ScalarModel) else set())
-    if differing := [
-        f"{name} is {saved[name]} there and {ours[name]} here" for name in ours if saved[name] != ours[name] and name not in free
-    ]:
-        raise CheckpointError(f"{directory}: does not fit the model: {', '.join(differing)}")
-
-
-def _fill(chunk: Transformer, loaded: dict[str, Any], directory: Path) -> None:
-    chunk.load_state_dict(loaded, strict=False)
-    missing = {name for name, _ in chunk.named_parameters()} - loaded.keys() - {"score_head.weight", "score_head.bias"}
-    if missing:
-        raise CheckpointError(f"{directory}: holds no value for {sorted(missing)[:3]}")
-
-
 def _load_optimizer(model: TrainableModel, directory: Path) -> None:
-    wanted = checkpoint_optimizer.sharded_state(model.optimizer, _sharded_state(model.chunks), is_loading=True)
-    loaded = _read({"optimizer": wanted}, directory)["optimizer"]
+    wanted = checkpoint_optimizer.sharded_state(model.optimizer, sharded_state(model.chunks), is_loading=True)
+    loaded = read({"optimizer": wanted}, directory)["optimizer"]
     try:
         checkpoint_optimizer.restore(model.optimizer, loaded)
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: cannot be continued at this layout: {error}") from error
-
-
-def _read(wanted: dict[str, Any], directory: Path) -> dict[str, Any]:
-    error: CheckpointError | None = None
-    try:
-        if dist.get_rank() == 0:
-            safe_pickle.check(directory)
-    except (CheckpointError, OSError) as refused:
-        error = refused if isinstance(refused, CheckpointError) else CheckpointError(f"{directory}: cannot be read: {refused}")
-    raise_everywhere(error)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return dist_checkpointing.load(wanted, str(directory))
-    except (KeyError, OSError, dist_checkpointing.core.CheckpointingException, TorchCheckpointException) as error:
-        raise CheckpointError(f"{directory}: cannot be read into the model: {error}") from error

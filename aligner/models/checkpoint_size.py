@@ -34,6 +34,8 @@ def estimated_bytes(model: TrainableModel) -> int:
     own = 0.0
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
+            if chunk.lora.is_on and not parameter.requires_grad:  # of a model with adapters, they are saved alone
+                continue
             copies = expert_copies if ".experts." in name else dense_copies
             own += parameter.numel() * (parameter.element_size() + _optimizer_bytes(model)) / copies
     return int(sum(gather_objects(own)) * OVERHEAD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -157,6 +158,60 @@ class Recompute(str, Enum):
     full = "full"  # everything but each layer's input
 
 
+class LoraTarget(str, Enum):
+    """Linear layers that get adapters. `qkv` is `q`, `k` and `v`; `fc1` is `gate` and `up`; `experts` is both layers of every expert."""
+
+    qkv = "qkv"
+    q = "q"
+    k = "k"
+    v = "v"
+    proj = "proj"
+    fc1 = "fc1"
+    gate = "gate"
+    up = "up"
+    fc2 = "fc2"
+    experts = "experts"
+
+
+def _default_targets() -> list[LoraTarget]:
+    return [LoraTarget.qkv, LoraTarget.proj, LoraTarget.fc1, LoraTarget.fc2]
+
+
+@dataclass(kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021, 2106.09685): the weights W stay as they are, W + scaling B A is what the model computes with."""
+
+    rank: int = 0  # 0: every weight is trained
+    alpha: float = 16.0  # scaling = alpha / rank
+    rslora: bool = False  # scaling = alpha / sqrt(rank) (2312.03732)
+    dropout: float = 0.0  # of what goes into the adapters, in training
+    targets: list[LoraTarget] = field(default_factory=_default_targets)
+    path: str = ""  # an adapter to start from: in PEFT's format, or a checkpoint's step_... directory; empty: B = 0, the model as it is
+
+    def __post_init__(self) -> None:
+        self.targets = list(self.targets)
+        if self.rank < 0:
+            raise ConfigError(f"model.lora.rank={self.rank}: must not be negative (0 is off)")
+        if self.alpha <= 0:
+            raise ConfigError(f"model.lora.alpha={self.alpha}: must be positive")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"model.lora.dropout={self.dropout}: must be in [0, 1)")
+        if not self.targets:
+            raise ConfigError(f"model.lora.targets=[]: name at least one; allowed: {', '.join(LoraTarget.__members__)}")
+        if self.path and not self.rank:
+            raise ConfigError(f"model.lora.path={self.path}: needs model.lora.rank, the rank of the adapter there")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether adapters are trained instead of the weights."""
+        return self.rank > 0
+
+    @property
+    def scaling(self) -> float:
+        """What the product of the two matrices is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     """One model of a run. From `micro_batch_size` to `recompute` settings change memory and speed, never the numbers."""
@@ -178,6 +233,7 @@ class ModelConfig:
     make_vocab_divisible_by: int = 128
     router_aux_loss_coef: float = 0.0  # of the experts' load-balancing loss, averaged over tokens
     router_z_loss_coef: float = 0.0  # of the squared log-sum-exp of the router's logits, averaged over tokens
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "logits_chunk_size", "make_vocab_divisible_by"):
@@ -193,6 +249,11 @@ class ModelConfig:
             raise ConfigError("model.fp8=true: needs model.transformer_engine=true")
         if self.batch_invariant and self.transformer_engine:
             raise ConfigError("model.batch_invariant=true: needs model.transformer_engine=false: its sums depend on the batch")
+        if self.batch_invariant and self.lora.is_on:
+            raise ConfigError(
+                "model.batch_invariant=true: the engine computes with merged weights, whose log-probs have other last bits; "
+                "allowed with model.lora.rank=0"
+            )
         if self.packing and not self.micro_batch_tokens:
             raise ConfigError("model.packing=true: needs model.micro_batch_tokens, the tokens that one packed row may hold")
         if self.share_prompts and not self.packing:

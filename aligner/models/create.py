@@ -10,17 +10,21 @@ from pathlib import Path
 from aligner.errors import ConfigError
 from aligner.models import checkpoint
 from aligner.models.build import Transformer, build_language_model, build_scalar_model
+from aligner.models.checkpoint_adapters import weights_digest
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.guard import Guard, GuardConfig
+from aligner.models.lora import initialise_adapters
 from aligner.models.megatron_config import check_divisible
 from aligner.models.optimizer import OptimizerConfig
+from aligner.models.peft import load_peft
 from aligner.models.policy import MegatronPolicy
 from aligner.models.reward import MegatronRewardModel
+from aligner.models.scalar_head import VALUES, ScalarHead, read_head
 from aligner.models.trainable import TrainableModel, Training
 from aligner.models.value import MegatronValueModel
-from aligner.models.weights import load_hf
 from aligner.parallel import platform
+from aligner.parallel.collectives import from_rank_0
 from aligner.parallel.exact import check_arithmetic
 from aligner.parallel.topology import ParallelConfig, Topology
 
@@ -107,29 +111,84 @@ def create_policy(
 
 
 def create_value_model(
-    config: ModelConfig, architecture: Architecture, parallel: ParallelConfig, topology: Topology, training: Training
+    config: ModelConfig,
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    topology: Topology,
+    training: Training,
+    *,
+    output_weights: Sequence[float] = (),
 ) -> MegatronValueModel:
-    """A value model, usually from a reward model's checkpoint (same head). Every rank calls it."""
+    """A value model, usually from a reward model's checkpoint, whose head it goes on with. Every rank calls it.
+
+    `output_weights`: how the outputs of a reward model with several make one value. Raises ConfigError where they are missing.
+    """
     check_divisible(architecture, parallel)
-    chunks = build_scalar_model(architecture, config, parallel, load=bool(config.path), seed=topology.seed)
-    return MegatronValueModel(_ready(chunks, config, topology, training))
+    found = head_of(config) or VALUES
+    head = replace(found, pooling=VALUES.pooling)
+    if head.num_outputs > 1 and len(output_weights) != head.num_outputs:
+        raise ConfigError(
+            f"reward.attribute_weights={list(output_weights)}: the critic starts from a reward model with {head.num_outputs} outputs "
+            f"({', '.join(head.outputs)}), allowed: one weight for each"
+        )
+    chunks = build_scalar_model(architecture, config, parallel, load=bool(config.path), head=head, seed=topology.seed)
+    load_source(chunks, config)
+    for chunk in chunks:
+        chunk.combine_outputs(output_weights if head.num_outputs > 1 else (1.0,), VALUES)
+    _start_adapters(chunks, config, topology.seed)
+    return MegatronValueModel(TrainableModel(chunks, topology, training))
+
+
+def head_of(config: ModelConfig) -> ScalarHead | None:
+    """The head that the model at `config.path` has; None for a language model, and where there is no path."""
+    source = source_directory(config)
+    return None if source is None else read_head(source)
 
 
 def create_reward_model(
-    config: ModelConfig, architecture: Architecture, parallel: ParallelConfig, topology: Topology, training: Training
+    config: ModelConfig,
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    topology: Topology,
+    training: Training,
+    *,
+    head: ScalarHead | None = None,
 ) -> MegatronRewardModel:
-    """A reward model. Every rank calls it."""
+    """A reward model with this head; with that of `config.path` where none is given. Every rank calls it."""
     check_divisible(architecture, parallel)
-    chunks = build_scalar_model(architecture, config, parallel, load=bool(config.path), seed=topology.seed)
+    head = head or head_of(config) or ScalarHead()
+    chunks = build_scalar_model(architecture, config, parallel, load=bool(config.path), head=head, seed=topology.seed)
     return MegatronRewardModel(_ready(chunks, config, topology, training))
 
 
 def _ready(chunks: Sequence[Transformer], config: ModelConfig, topology: Topology, training: Training) -> TrainableModel:
     """Weights first: the optimizer takes its main copy from them."""
+    load_source(chunks, config)
+    _start_adapters(chunks, config, topology.seed)
+    return TrainableModel(chunks, topology, training)
+
+
+def _start_adapters(chunks: Sequence[Transformer], config: ModelConfig, seed: int) -> None:
+    """New adapters, where `config` asks for some, or the ones that it names: PEFT's, or a checkpoint's on the same weights."""
+    if not config.lora.is_on:
+        return
+    source = source_directory(config)
+    digest = f"random weights of seed {seed}" if source is None else from_rank_0(lambda: weights_digest(source))
+    for chunk in chunks:
+        chunk.base, chunk.base_digest = "" if source is None else str(source.absolute()), digest
+    initialise_adapters(chunks, seed)
+    if not config.lora.path:
+        return
+    path = Path(config.lora.path)
+    if (path / checkpoint.MARKER).exists():
+        checkpoint.load_same(chunks, path)
+    else:
+        load_peft(chunks, path)
+
+
+def load_source(chunks: Sequence[Transformer], config: ModelConfig) -> None:
+    """Fill the chunks from `config.path`, where there is one; adapters that they have add nothing afterwards."""
     source = source_directory(config)
     if source is not None:
-        if (source / checkpoint.MARKER).exists():
-            checkpoint.load_weights(chunks, source)
-        else:
-            load_hf(chunks, source)
-    return TrainableModel(chunks, topology, training)
+        checkpoint.load_source(chunks, source)
+    initialise_adapters(chunks, seed=0)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from aligner.models.build import LanguageModel, ScalarModel
 from aligner.models.placement import Placement
+from aligner.models.scalar_head import Pooling
 from aligner.parallel.context import sum_over_ranks
 from aligner.parallel.exact import EXACT
-from aligner.parallel.logprobs import FAST, linear_logprobs
+from aligner.parallel.logprobs import FAST, Projection, linear_logprobs, linear_logprobs_of, linear_topk
 from aligner.parallel.mcore import copy_to_tensor_model_parallel_region
 from aligner.types import TokenOutputs
 
@@ -31,23 +32,37 @@ def token_outputs(
     Returns:
         logprobs and entropy, float32 [B, S], 0 where the mask is False.
     """
-    hidden = module.whole_sequences(hidden, grads_are_partial=True)
-    selected, places = _select(hidden, placement.next_token_of, mask)
-    if not module.config.sequence_parallel:
-        # Sums the ranks' parts of the gradient. On `selected`, whose gradient is contiguous: Megatron reduces a *copy* of one that is not.
-        selected = copy_to_tensor_model_parallel_region(selected)
-    weight, start = module.vocabulary_weight()
-    logprobs, entropy = linear_logprobs(
-        selected,
-        weight,
-        tokens.reshape(-1)[places],
-        vocab_start=start,
-        group=module.pg_collection.tp,
-        temperature=temperature,
-        chunk_size=module.logits_chunk_size,
-        arithmetic=EXACT if module.batch_invariant else FAST,
-    )
+    selected, places = _for_vocabulary(module, hidden, placement, mask)
+    weight, projection = _projection(module, temperature)
+    logprobs, entropy = linear_logprobs(selected, weight, tokens.reshape(-1)[places], projection)
     return TokenOutputs(logprobs=_scatter(module, logprobs, places, mask.shape), entropy=_scatter(module, entropy, places, mask.shape))
+
+
+def named_outputs(
+    module: LanguageModel, hidden: Tensor, placement: Placement, *, tokens: Tensor, named: Tensor, mask: Tensor, temperature: float
+) -> TokenOutputs:
+    """As `token_outputs` without entropy, and besides topk_logprobs float32 [B, S, K] of the tokens that `named` (int64 [B, S, K]) has for
+    each position. One projection serves both."""
+    selected, places = _for_vocabulary(module, hidden, placement, mask)
+    weight, projection = _projection(module, temperature)
+    wanted = torch.cat([tokens.reshape(-1)[places][:, None], named.flatten(0, 1)[places]], dim=1)
+    logprobs = linear_logprobs_of(selected, weight, wanted, projection)
+    return TokenOutputs(
+        logprobs=_scatter(module, logprobs[:, 0], places, mask.shape), topk_logprobs=_scatter(module, logprobs[:, 1:], places, mask.shape)
+    )
+
+
+def topk_outputs(
+    module: LanguageModel, hidden: Tensor, placement: Placement, *, mask: Tensor, k: int, below: int, temperature: float
+) -> TokenOutputs:
+    """The `k` likeliest tokens (ids less than `below`) in place of each that `mask` selects, and their log-probs: [B, S, k], likeliest
+    first. No gradient."""
+    selected, places = _for_vocabulary(module, hidden, placement, mask)
+    weight, projection = _projection(module, temperature)
+    found, logprobs = linear_topk(selected, weight, k, projection, below=below)
+    return TokenOutputs(
+        topk_tokens=_scatter(module, found, places, mask.shape), topk_logprobs=_scatter(module, logprobs, places, mask.shape)
+    )
 
 
 def value_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, mask: Tensor) -> TokenOutputs:
@@ -58,15 +73,49 @@ def value_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, 
 
 
 def score_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, lengths: Tensor, width: int) -> TokenOutputs:
-    """Score of each sequence, from its last token's hidden state: float32 [B, K]. `width` is the S of the batch."""
+    """Scores of each sequence, as the head pools: float32 [B, K]. `width` is the S of the batch.
+
+    The mean over tokens is that of their scores, which is the score of their mean: what context-parallel ranks hold adds up.
+    """
     hidden = module.whole_sequences(hidden, grads_are_partial=False)
-    rows = torch.arange(lengths.shape[0], device=lengths.device)
-    last = torch.zeros(lengths.shape[0], width, dtype=torch.bool, device=lengths.device)
-    last[rows, lengths - 1] = True
-    selected, places = _select(hidden, placement.token_of, last)
-    scores = module.score_head(selected.float())
+    positions = torch.arange(width, device=lengths.device)
+    is_mean = module.head.pooling is Pooling.mean
+    pooled = positions < lengths[:, None] if is_mean else positions == lengths[:, None] - 1
+    selected, places = _select(hidden, placement.token_of, pooled)
+    scores, rows = module.score_head(selected.float()), places // width
+    if is_mean:
+        scores = scores / lengths[rows, None]
     whole = torch.zeros(lengths.shape[0], scores.shape[1], dtype=scores.dtype, device=scores.device)
-    return TokenOutputs(scores=sum_over_ranks(whole.index_put((places // width,), scores), module.pg_collection.cp))
+    return TokenOutputs(scores=sum_over_ranks(whole.index_put((rows,), scores, accumulate=is_mean), module.pg_collection.cp))
+
+
+def step_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, mask: Tensor) -> TokenOutputs:
+    """Score of what ends at each token that `mask` selects, from that token's own hidden state: float32 [B, S], 0 elsewhere."""
+    hidden = module.whole_sequences(hidden, grads_are_partial=False)
+    selected, places = _select(hidden, placement.token_of, mask)
+    return TokenOutputs(step_scores=_scatter(module, module.score_head(selected.float())[:, 0], places, mask.shape))
+
+
+def _for_vocabulary(module: LanguageModel, hidden: Tensor, placement: Placement, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_select`, ready to be projected onto this rank's part of the vocabulary."""
+    hidden = module.whole_sequences(hidden, grads_are_partial=True)
+    selected, places = _select(hidden, placement.next_token_of, mask)
+    if not module.config.sequence_parallel:
+        # Sums the ranks' parts of the gradient. On `selected`, whose gradient is contiguous: Megatron reduces a *copy* of one that is not.
+        selected = copy_to_tensor_model_parallel_region(selected)
+    return selected, places
+
+
+def _projection(module: LanguageModel, temperature: float) -> tuple[Tensor, Projection]:
+    """(this rank's rows of the output layer, how they are applied)."""
+    weight, start = module.vocabulary_weight()
+    return weight, Projection(
+        vocab_start=start,
+        group=module.pg_collection.tp,
+        temperature=temperature,
+        chunk_size=module.logits_chunk_size,
+        arithmetic=EXACT if module.batch_invariant else FAST,
+    )
 
 
 def _select(hidden: Tensor, index: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,5 +125,7 @@ def _select(hidden: Tensor, index: Tensor, mask: Tensor) -> tuple[Tensor, Tensor
 
 
 def _scatter(module: LanguageModel | ScalarModel, selected: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-    flat = torch.zeros(shape.numel(), dtype=selected.dtype, device=selected.device).index_put((places,), selected)
-    return sum_over_ranks(flat.view(shape), module.pg_collection.cp)
+    """[B, S, ...] with the rows of `selected` [N, ...] in these places of `shape` [B, S], 0 elsewhere."""
+    rest = selected.shape[1:]
+    flat = torch.zeros(shape.numel(), *rest, dtype=selected.dtype, device=selected.device).index_put((places,), selected)
+    return sum_over_ranks(flat.view(*shape, *rest), module.pg_collection.cp)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, Layout, shard
+from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Layout, shard
+from aligner.models.scalar_head import HEAD
 
 _RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
 _FUSED_NORMS = {
@@ -23,10 +24,10 @@ _FUSED_NORMS = {
 
 
 def initialise(chunks: list[Any], seed: int) -> None:
-    """Fill the parameters of a model's chunks (not a scalar model's head, which fills itself). Norms start at one, biases at zero."""
+    """Fill the parameters of a model's chunks, but for a scalar model's head and for adapters. Norms start at one, biases at zero."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            if name.startswith("score_head.") or parameter.device.type == "meta":
+            if name.startswith(HEAD) or ADAPTER in name or parameter.device.type == "meta":
                 continue
             with torch.no_grad():
                 _fill(chunk, name, parameter, seed)

@@ -20,6 +20,7 @@ from aligner.parallel.mcore import (
     TransformerConfig,
     get_gpt_layer_local_spec,
     get_num_layers_to_build,
+    submodules_of,
     transformer_engine_specs,
 )
 
@@ -68,18 +69,28 @@ ORDINARY = LayerModules()
 
 
 def block_spec(
-    config: TransformerConfig, *, vp_stage: int | None = None, share_prompts: bool = False, modules: LayerModules = ORDINARY
+    config: TransformerConfig,
+    *,
+    vp_stage: int | None = None,
+    share_prompts: bool = False,
+    split_norms: bool = False,
+    modules: LayerModules = ORDINARY,
 ) -> TransformerBlockSubmodules:
     """The layer specification with our router, for every layer of this rank's chunk `vp_stage`: Transformer Engine's modules where the
-    config asks for them, else Megatron-Core's local ones with our `modules`, whose core attention alone knows shared prompts."""
+    config asks for them, else Megatron-Core's local ones with our `modules`, whose core attention alone knows shared prompts.
+
+    `split_norms`: no norm is fused with the linear layer behind it, whose input somebody wants to see.
+    """
     if config.transformer_impl == "transformer_engine":
-        layer, norm = transformer_engine_specs(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+        layer, norm = transformer_engine_specs(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, split_norms=split_norms
+        )
         if share_prompts:
             layer.submodules.self_attention.submodules.core_attention = CoreAttention
     else:
         layer, norm = _local_layer(config, modules), modules.norm
     if config.num_moe_experts:
-        layer.submodules.mlp.submodules.router = Router
+        submodules_of(layer.submodules.mlp).router = Router
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=norm)
 
 
@@ -98,6 +109,6 @@ def _local_layer(config: TransformerConfig, modules: LayerModules) -> Any:
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = modules.norm
     if not config.num_moe_experts:
-        mlp = layer.submodules.mlp.submodules
+        mlp = submodules_of(layer.submodules.mlp)
         mlp.linear_fc1, mlp.linear_fc2 = modules.column_linear, modules.row_linear
     return layer

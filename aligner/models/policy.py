@@ -12,10 +12,10 @@ from aligner.metrics import Metric
 from aligner.models import heads
 from aligner.models.build import LanguageModel
 from aligner.models.placement import Placement
-from aligner.models.trainable import TrainableModel
+from aligner.models.trainable import Field, TrainableModel
 from aligner.models.weights import export_hf
 from aligner.protocols import Loss
-from aligner.types import MaskedBatch, TokenOutputs
+from aligner.types import DistillationBatch, MaskedBatch, TokenOutputs
 
 
 class MegatronPolicy:
@@ -43,6 +43,30 @@ class MegatronPolicy:
         """log pi of the tokens in `loss_mask`, float32 [B, S] on the CPU, 0 elsewhere; no gradient, no dropout."""
         return self.model.run(batch, self._outputs, "logprobs")
 
+    def topk(self, batch: MaskedBatch, k: int, *, below: int) -> tuple[Tensor, Tensor]:
+        """The `k` likeliest tokens in place of each in `loss_mask`, int64 [B, S, k], and their log-probs, float32; both 0 elsewhere.
+
+        Of the tokens with ids less than `below`: a model may have embeddings that stand for none. On the CPU, likeliest first; no gradient,
+        no dropout. Raises ConfigError where there are fewer tokens than `k`.
+        """
+
+        def outputs(hidden: Tensor, part: MaskedBatch, placement: Placement) -> TokenOutputs:
+            module, mask = self.chunks[-1], part.loss_mask
+            return heads.topk_outputs(module, hidden, placement, mask=mask, k=k, below=below, temperature=self.temperature)
+
+        shape = (batch.tokens.shape[1], k)
+        found = self.model.run_fields(
+            batch, outputs, {"topk_tokens": Field(shape=shape, dtype=torch.int64), "topk_logprobs": Field(shape=shape)}
+        )
+        return found["topk_tokens"], found["topk_logprobs"]
+
+    def named_logprobs(self, batch: DistillationBatch) -> TokenOutputs:
+        """What a loss of a DistillationBatch reads, without gradient: logprobs, and topk_logprobs of the teacher's tokens, on the CPU."""
+        shape = tuple(batch.teacher_tokens.shape[1:])
+        return TokenOutputs(
+            **self.model.run_fields(batch, self._outputs, {"logprobs": Field(shape=shape[:1]), "topk_logprobs": Field(shape=shape)})
+        )
+
     def train_step(self, batch: MaskedBatch, loss: Loss) -> dict[str, Metric]:
         """One optimizer step on a loss of log-probs (and entropy). Returns metrics over the global batch."""
         return self.model.train_step(batch, self._outputs, loss)
@@ -56,6 +80,16 @@ class MegatronPolicy:
         self.model.sleep()
 
     def _outputs(self, hidden: Tensor, batch: MaskedBatch, placement: Placement) -> TokenOutputs:
+        if isinstance(batch, DistillationBatch):
+            return heads.named_outputs(
+                self.chunks[-1],
+                hidden,
+                placement,
+                tokens=batch.tokens,
+                named=batch.teacher_tokens,
+                mask=batch.loss_mask,
+                temperature=self.temperature,
+            )
         return heads.token_outputs(
             self.chunks[-1], hidden, placement, tokens=batch.tokens, mask=batch.loss_mask, temperature=self.temperature
         )
@@ -64,11 +98,14 @@ class MegatronPolicy:
 class ReferencePolicy:
     """The policy as it was at construction, or at `renew`: its weights wait in host memory and are put in the module's place for a pass.
 
-    One set of activations and one module serve both; the frozen copy costs host memory only, and device memory during the pass.
+    One set of activations and one module serve both; the frozen copy costs host memory only, and device memory during the pass. Of a policy
+    with adapters only they are kept, since nothing else changes: new ones have B = 0, so that the reference is the adapters switched off.
+    `whole`: everything is kept, for weights that training leaves alone and `restore` does not.
     """
 
-    def __init__(self, policy: MegatronPolicy) -> None:
+    def __init__(self, policy: MegatronPolicy, *, whole: bool = False) -> None:
         self._policy = policy
+        self._whole = whole
         self._weights = [p.detach().to("cpu", copy=True) for p in self._parameters()]
 
     def logprobs(self, batch: MaskedBatch) -> Tensor:
@@ -80,6 +117,11 @@ class ReferencePolicy:
         """As `logprobs` of each batch; the frozen weights are brought once."""
         with self._in_place():
             return [self._policy.logprobs(batch) for batch in batches]
+
+    def topk(self, batch: MaskedBatch, k: int, *, below: int) -> tuple[Tensor, Tensor]:
+        """As `MegatronPolicy.topk`, under the frozen weights."""
+        with self._in_place():
+            return self._policy.topk(batch, k, below=below)
 
     def renew(self) -> None:
         """Freeze the policy's weights of now instead."""
@@ -110,4 +152,7 @@ class ReferencePolicy:
                     parameter.data = data
 
     def _parameters(self) -> list[torch.nn.Parameter]:
-        return [parameter for chunk in self._policy.chunks for parameter in chunk.parameters()]
+        return [p for chunk in self._policy.chunks for p in chunk.parameters() if p.requires_grad or self._keeps_all(chunk)]
+
+    def _keeps_all(self, chunk: LanguageModel) -> bool:
+        return self._whole or not chunk.lora.is_on

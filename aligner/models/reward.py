@@ -1,4 +1,4 @@
-"""The reward model: a transformer with a linear head on the last token."""
+"""The reward model: a transformer with a linear head on the last token, the mean of all, or the ends of steps."""
 
 from __future__ import annotations
 
@@ -7,25 +7,39 @@ from torch import Tensor
 from aligner.metrics import Metric
 from aligner.models import heads
 from aligner.models.placement import Placement
+from aligner.models.scalar_head import ScalarHead
 from aligner.models.trainable import TrainableModel
 from aligner.protocols import Loss
-from aligner.types import PreferenceBatch, TokenBatch, TokenOutputs
+from aligner.types import LabeledBatch, PreferenceBatch, StepBatch, TokenBatch, TokenOutputs
+
+ScoredBatch = TokenBatch | PreferenceBatch | LabeledBatch
 
 
 class MegatronRewardModel:
-    """Scores of whole sequences (prompt and response). Methods are collective over the component."""
+    """Scores of whole sequences (prompt and response), or of their steps. Methods are collective over the component."""
 
     def __init__(self, model: TrainableModel) -> None:
         self.model = model
 
-    def scores(self, batch: TokenBatch | PreferenceBatch) -> Tensor:
+    @property
+    def head(self) -> ScalarHead:
+        """What the scores are of."""
+        return self.model.chunks[-1].head
+
+    def scores(self, batch: ScoredBatch) -> Tensor:
         """Float32 [B, K] on the CPU. No gradient."""
         return self.model.run(batch, self._outputs, "scores")
 
-    def train_step(self, batch: PreferenceBatch, loss: Loss) -> dict[str, Metric]:
+    def step_scores(self, batch: StepBatch) -> Tensor:
+        """Float32 [B, S] on the CPU: of the steps that end at the tokens in `loss_mask`; 0 elsewhere. No gradient."""
+        return self.model.run(batch, self._outputs, "step_scores")
+
+    def train_step(self, batch: PreferenceBatch | LabeledBatch | StepBatch, loss: Loss) -> dict[str, Metric]:
         """One optimizer step on a loss of scores. Returns metrics over the global batch."""
         return self.model.train_step(batch, self._outputs, loss)
 
-    def _outputs(self, hidden: Tensor, batch: TokenBatch | PreferenceBatch, placement: Placement) -> TokenOutputs:
+    def _outputs(self, hidden: Tensor, batch: ScoredBatch | StepBatch, placement: Placement) -> TokenOutputs:
         module, width = self.model.chunks[-1], batch.tokens.shape[1]
+        if isinstance(batch, StepBatch):
+            return heads.step_outputs(module, hidden, placement, mask=batch.loss_mask)
         return heads.score_outputs(module, hidden, placement, lengths=batch.lengths, width=width)

@@ -1,7 +1,8 @@
 """Megatron-Core's checkpoint directories hold pickles, which run code of their author's choice when they are loaded: a look before that.
 
 `.metadata` is unpickled by torch without restrictions, so it is first read with an unpickler that knows only the classes of which such a
-file is made. Byte objects (Transformer Engine's extra states) and `common.pt` must load as plain data. Tensors are read as such by torch.
+file is made. Byte objects (Transformer Engine's extra states, 0.19's common state) and `common.pt` must load as plain data. Tensors are
+read as such by torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from aligner.errors import CheckpointError
 
-_METADATA, _COMMON = ".metadata", "common.pt"
+_METADATA, COMMON = ".metadata", "common.pt"
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _PLANNER_MODULE = "torch.distributed.checkpoint.planner"
 _METADATA_CLASSES = (
@@ -54,7 +55,8 @@ def _member(kind: Any, name: str) -> Enum:
 
 def check(directory: Path) -> None:
     """Raise CheckpointError where a Megatron-Core checkpoint directory holds a pickle that does more than hold data; runs none of it."""
-    load_data(directory / _COMMON)
+    if (directory / COMMON).exists():  # Megatron-Core 0.19 writes a byte object in its place
+        load_data(directory / COMMON)
     metadata = _read_metadata(directory / _METADATA)
     for index, stored in metadata.storage_data.items():
         if Path(stored.relative_path).name != stored.relative_path:

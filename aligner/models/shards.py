@@ -12,11 +12,11 @@ from torch import Tensor
 
 from aligner.models.build import Transformer
 from aligner.models.families import weight_names
-from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, Rule
+from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Rule
 from aligner.models.initialise import global_name
+from aligner.models.scalar_head import HEAD
 from aligner.parallel import platform
 
-HEAD = "score_head."
 _EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 
 
@@ -47,25 +47,42 @@ class ParameterShard:
 
 
 def named_shards(chunks: Sequence[Transformer]) -> list[ParameterShard]:
-    """Every parameter of this rank's chunks. No communication."""
+    """Every parameter of this rank's chunks but those of adapters. No communication."""
     found = []
     for chunk in chunks:
         table = weight_names(chunk.architecture)
         for local_name, parameter in chunk.named_parameters():
+            if ADAPTER in local_name:
+                continue
             name = global_name(chunk, local_name)
             is_copy = name == OUTPUT_LAYER and chunk.share_embeddings_and_output_weights
-            place = Place(
-                name=name,
-                stage=chunk.pg_collection.pp.rank(),
-                expert_rank=chunk.pg_collection.ep.rank() if _EXPERT.fullmatch(name) else None,
-                shape=tuple(parameter.shape),
-                dtype=parameter.dtype,
-                split_dim=parameter.partition_dim if is_split(parameter) else None,
-                is_copy=is_copy,
-            )
+            place = _place(chunk, name, parameter, is_copy=is_copy)
             rule = None if name.startswith(HEAD) else table.find(EMBEDDING if is_copy else name)
             found.append(ParameterShard(place=place, parameter=parameter, rule=rule))
     return found
+
+
+def adapter_shards(chunks: Sequence[Transformer]) -> dict[str, tuple[Place, Tensor]]:
+    """Every parameter of this rank's adapters by its global name. No communication."""
+    found = {}
+    for chunk in chunks:
+        for local_name, parameter in chunk.named_parameters():
+            if ADAPTER in local_name:
+                place = _place(chunk, global_name(chunk, local_name), parameter)
+                found[place.name] = (place, parameter)
+    return found
+
+
+def _place(chunk: Transformer, name: str, parameter: Tensor, *, is_copy: bool = False) -> Place:
+    return Place(
+        name=name,
+        stage=chunk.pg_collection.pp.rank(),
+        expert_rank=chunk.pg_collection.ep.rank() if _EXPERT.fullmatch(name) else None,
+        shape=tuple(parameter.shape),
+        dtype=parameter.dtype,
+        split_dim=parameter.partition_dim if is_split(parameter) and parameter.partition_dim >= 0 else None,
+        is_copy=is_copy,
+    )
 
 
 def is_split(parameter: Tensor) -> bool:
@@ -76,8 +93,13 @@ def is_split(parameter: Tensor) -> bool:
 
 def all_places(chunks: Sequence[Transformer]) -> list[Place]:
     """Every parameter of the whole model once, in Hugging Face's order, heads last. Collective over each pipeline-parallel group."""
+    return places_everywhere(chunks, [shard.place for shard in named_shards(chunks) if not shard.place.is_copy])
+
+
+def places_everywhere(chunks: Sequence[Transformer], here: Sequence[Place]) -> list[Place]:
+    """The places of this rank and those of all other stages and expert-parallel ranks, in an order that is the same everywhere."""
     first = chunks[0]
-    mine = [place for shard in named_shards(chunks) if not shard.place.is_copy for place in _on_all_expert_ranks(shard.place, first)]
+    mine = [place for own in here for place in _on_all_expert_ranks(own, first)]
     pp = first.pg_collection.pp
     stages: list[list[Place]] = [mine]
     if pp.size() > 1:
@@ -115,6 +137,16 @@ def shard_anywhere(chunk: Transformer, place: Place, own: Tensor | None) -> Tens
         own = _broadcast(place, own, ep, place.expert_rank)
     assert own is not None
     return own
+
+
+def gather_plain(chunk: Transformer, place: Place, shard: Tensor) -> Tensor:
+    """The full tensor of which every tensor-parallel rank holds an equal share along the place's dimension. Collective."""
+    group = tensor_group(chunk, place)
+    if place.split_dim is None or group.size() == 1:
+        return shard
+    parts = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, shard.contiguous(), group=group)
+    return torch.cat(parts, dim=place.split_dim)
 
 
 def _broadcast(place: Place, own: Tensor | None, group: dist.ProcessGroup, source: int) -> Tensor:

@@ -7,7 +7,7 @@ layout. See `aligner.protocols`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from aligner.parallel.collectives import all_ranks, broadcast_object, gather_ass
 from aligner.parallel.micro_batches import MicroBatching, Plan, plan, plan_families
 from aligner.parallel.topology import Topology
 from aligner.protocols import Loss
-from aligner.rows import num_rows
+from aligner.rows import num_rows, pad_columns
 from aligner.types import Batch, LossOutput, PreferenceBatch, TokenBatch, TokenOutputs
 
 FP8_TOKENS = 16  # 8-bit matrix products want sizes that are multiples of this
@@ -50,6 +50,14 @@ class Training:
     router_aux_loss_coef: float = 0.0
     router_z_loss_coef: float = 0.0
     guard: Guard = field(default_factory=lambda: Guard(GuardConfig()))  # against updates that are not finite
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """What one row has of an output: [S] or [S, K] per token, [K] per sequence."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
 
 
 class TrainableModel:
@@ -116,19 +124,24 @@ class TrainableModel:
 
     def run(self, batch: Batch, outputs: passes.Outputs, field: str) -> Tensor:
         """The output `field` of every row, on the CPU: [B, S] for a per-token field, [B, K] for scores. Collective."""
-        width = batch.tokens.shape[1]
+        columns = (self.chunks[-1].head.num_outputs,) if field == "scores" else (batch.tokens.shape[1],)
+        return self.run_fields(batch, outputs, {field: Field(shape=columns)})[field]
+
+    def run_fields(self, batch: Batch, outputs: passes.Outputs, fields: Mapping[str, Field]) -> dict[str, Tensor]:
+        """Several outputs of every row from one pass, on the CPU, by name. Collective."""
         layout = self._plan(batch)
         results = passes.forward(self.runners, self._micro_batches(batch, layout), outputs)
-        tensors = [getattr(result, field) for result in results]
-        columns = self.chunks[-1].num_outputs if field == "scores" else width
-        if field != "scores":
-            tensors = [torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors]
-        own = [row for part in layout[self.topology.dp_rank] for row in part]
-        local = torch.cat(tensors) if tensors else torch.zeros(len(own), columns, device=platform.device())
-        if self.topology.pp_size > 1:  # only the last stage has them
-            torch.distributed.broadcast(local, group=self.topology.pp_group, group_src=self.topology.pp_size - 1)
         rows = [[row for part in replica for row in part] for replica in layout]
-        return gather_assigned_rows(local, rows, group=self.topology.dp_group).cpu()
+        found = {}
+        for name, one in fields.items():
+            tensors = [getattr(result, name) for result in results]
+            tensors = [pad_columns(t, one.shape[0]) if t.shape[1:] != one.shape else t for t in tensors]
+            num_own = len(rows[self.topology.dp_rank])
+            local = torch.cat(tensors) if tensors else torch.zeros(num_own, *one.shape, dtype=one.dtype, device=platform.device())
+            if self.topology.pp_size > 1:  # only the last stage has them
+                torch.distributed.broadcast(local, group=self.topology.pp_group, group_src=self.topology.pp_size - 1)
+            found[name] = gather_assigned_rows(local, rows, group=self.topology.dp_group).cpu()
+        return found
 
     def train_step(self, batch: Batch, outputs: passes.Outputs, loss: Loss) -> dict[str, Metric]:
         """One optimizer step over all rows. Collective. Returns the loss's metrics over the global batch and `optim/*`.

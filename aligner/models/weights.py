@@ -17,7 +17,9 @@ from aligner.errors import CheckpointError
 from aligner.models.build import ScalarModel, Transformer
 from aligner.models.families import architecture_to_hf, weight_names
 from aligner.models.families.mapping import OUTPUT_LAYER, Layout, NameTable, Rule, shard, to_hf, to_megatron
-from aligner.models.shards import HEAD, ParameterShard, Place, all_places, named_shards, shard_anywhere, tensor_group
+from aligner.models.lora import MergedWeights
+from aligner.models.scalar_head import HEAD, HF_HEADS, ScalarHead
+from aligner.models.shards import ParameterShard, Place, all_places, named_shards, shard_anywhere, tensor_group
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -39,9 +41,8 @@ class HFWeights:
         else:
             raise CheckpointError(f"{directory}: no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read")
         files = {name: file for name, file in files.items() if not re.fullmatch(table.ignored, name)}
-        headless = not any(name.startswith(table.base_prefix) for name in files)
-        whole = (_LM_HEAD, HEAD)
-        self._stored = {name if not headless or name.startswith(whole) else table.base_prefix + name: name for name in files}
+        prefix = "" if any(name.startswith(table.base_prefix) for name in files) else table.base_prefix
+        self._stored = {_canonical(name, prefix): name for name in files}
         self._files = files
         self._handles = {name: safe_open(directory / name, framework="pt") for name in sorted(set(files.values()))}
 
@@ -63,8 +64,16 @@ class HFWeights:
         return tensor
 
 
-def load_hf(chunks: Sequence[Transformer], directory: Path) -> None:
-    """Fill this rank's shards from a Hugging Face directory; heads that it lacks (a new value head) keep their initialisation.
+def _canonical(name: str, prefix: str) -> str:
+    """A tensor's name in the whole language model, whose files may leave out `prefix`; a classifying head's is Megatron's."""
+    if name.startswith(HF_HEADS):
+        return HEAD + name.split(".", 1)[1]
+    return name if name == _LM_HEAD else prefix + name
+
+
+def load_hf(chunks: Sequence[Transformer], directory: Path, *, with_head: bool = True) -> None:
+    """Fill this rank's shards from a Hugging Face directory; heads that it lacks (a new value head) keep their initialisation, and all do
+    without `with_head`.
 
     No communication. Raises CheckpointError for a tensor that is missing (anywhere in the model, on every rank alike), has the wrong shape,
     or is in the files but belongs to no parameter.
@@ -75,7 +84,7 @@ def load_hf(chunks: Sequence[Transformer], directory: Path) -> None:
         for part in named_shards(chunks):
             if part.rule is not None:
                 part.parameter.copy_(_import(chunks[0], part, part.rule, source))
-            elif part.place.name in source.names():
+            elif with_head and part.place.name in source.names():
                 part.parameter.copy_(source.get_shaped(part.place.name, part.parameter.shape))
 
 
@@ -109,11 +118,11 @@ def export_hf(chunks: Sequence[Transformer]) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, full tensor in the parameter's dtype) in the order of Hugging Face's model; heads last, tied copies never.
 
     Collective over the whole component: every rank consumes the stream to its end, and every rank gets every tensor, one at a time.
-    A tensor is to be used, or copied, before the next one is asked for; it may be the parameter itself.
+    A tensor is to be used, or copied, before the next one is asked for; it may be the parameter itself. Adapters are in the weights.
     """
     chunk = chunks[0]
     table = weight_names(chunk.architecture)
-    own = {part.place.name: part.parameter.detach() for part in named_shards(chunks) if not part.place.is_copy}
+    own = MergedWeights({part.place.name: part.parameter for part in named_shards(chunks) if not part.place.is_copy}, chunks)
     for place in all_places(chunks):
         tensor = shard_anywhere(chunk, place, own.get(place.name))
         if place.name.startswith(HEAD):
@@ -148,13 +157,19 @@ def _gather(chunk: Transformer, place: Place, rule: Rule, tensor: Tensor) -> Ten
 
 
 def save_hf(chunks: Sequence[Transformer], directory: Path, *, writer: bool) -> None:
-    """Write `config.json` and sharded safetensors. Every rank calls it; the one `writer` writes, holding one file's tensors at a time."""
-    architecture, config = chunks[0].architecture, chunks[0].config
+    """Write `config.json` and sharded safetensors. Every rank calls it; the one `writer` writes, holding one file's tensors at a time.
+
+    A reward model becomes an `AutoModelForSequenceClassification`; where it averages over tokens or scores each of them, and so for a value
+    model, an `AutoModelForTokenClassification`.
+    """
+    architecture, config, head = chunks[0].architecture, chunks[0].config, _head(chunks[0])
     if writer:
         directory.mkdir(parents=True, exist_ok=True)
         for old in (directory / INDEX_FILE, directory / SINGLE_FILE, *directory.glob("model-*-of-*.safetensors")):
             old.unlink(missing_ok=True)  # an index that stayed would have the tensors of the export before read
         hf_config = architecture_to_hf(architecture) | {"dtype": str(config.params_dtype).removeprefix("torch.")}
+        if head is not None:
+            hf_config |= head.to_hf(hf_config["architectures"][0])
         (directory / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
     sizes, written = [0], 0
     pending: dict[str, Tensor] = {}
@@ -162,6 +177,7 @@ def save_hf(chunks: Sequence[Transformer], directory: Path, *, writer: bool) -> 
     for name, tensor in export_hf(chunks):
         if not writer:
             continue
+        name = head.hf_name(name, architecture.family) if head is not None and name.startswith(HEAD) else name
         num_bytes = tensor.numel() * tensor.element_size()
         if pending and sizes[-1] + num_bytes > MAX_FILE_BYTES:
             save_file(pending, directory / f"part-{written}.safetensors", metadata={"format": "pt"})
@@ -173,6 +189,10 @@ def save_hf(chunks: Sequence[Transformer], directory: Path, *, writer: bool) -> 
     if writer:
         save_file(pending, directory / f"part-{written}.safetensors", metadata={"format": "pt"})
         _name_files(directory, weight_map, written + 1, sum(sizes))
+
+
+def _head(chunk: Transformer) -> ScalarHead | None:
+    return chunk.head if isinstance(chunk, ScalarModel) else None
 
 
 def _name_files(directory: Path, weight_map: dict[str, int], num_files: int, num_bytes: int) -> None:

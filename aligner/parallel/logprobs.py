@@ -10,7 +10,7 @@ d log pi(y) / dz_j = 1[j = y] - p_j,  dH / dz_j = -p_j (log p_j + H).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -43,34 +43,100 @@ def row_sums(weights: Tensor) -> Tensor:
 FAST = Arithmetic(project=lambda hidden, weight: hidden @ weight.t(), add_up=row_sums)
 
 
-def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    vocab_start: int = 0,
-    group: dist.ProcessGroup | None = None,
-    temperature: float = 1.0,
-    chunk_size: int = 1024,
-    arithmetic: Arithmetic = FAST,
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Projection:
+    """How hidden states become log-probs. Raises ConfigError for a temperature that is not positive."""
+
+    vocab_start: int = 0  # the global id of the first row of this rank's part of the output layer
+    group: dist.ProcessGroup | None = None  # tensor-parallel ranks, over which everything is collective; None for one rank
+    temperature: float = 1.0  # the sampling temperature, which divides the logits
+    chunk_size: int = 1024  # tokens projected at a time
+    arithmetic: Arithmetic = FAST
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ConfigError(f"temperature={self.temperature}: log-probabilities need a positive temperature")
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """float32 [N, V_local]."""
+        return _scaled(self.arithmetic.project(hidden, weight), self.temperature)
+
+    def chunks(self, num_rows: int) -> Iterator[slice]:
+        """The rows that are projected together."""
+        return (slice(start, start + self.chunk_size) for start in range(0, num_rows, self.chunk_size))
+
+
+WHOLE = Projection()
+
+
+def linear_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, projection: Projection = WHOLE) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of each position's target token.
 
     Args:
-        hidden: [N, H] hidden states, the same on every rank of `group`; their gradient is this rank's part of a sum over the group.
+        hidden: [N, H] hidden states, the same on every rank of the group; their gradient is this rank's part of a sum over the group.
         weight: [V_local, H], this rank's rows of the output layer, vocabulary padding removed (a rank may be left with none).
         targets: int64 [N], global token ids.
-        vocab_start: the global id of `weight`'s first row.
-        group: tensor-parallel group, None for one rank. Collective over it.
-        temperature: the sampling temperature, which divides the logits.
-        chunk_size: tokens projected at a time.
 
     Returns:
-        (logprobs, entropy), float32 [N], the same on every rank of `group`.
+        (logprobs, entropy), float32 [N], the same on every rank of the group.
     """
-    if temperature <= 0:
-        raise ConfigError(f"temperature={temperature}: log-probabilities need a positive temperature")
-    return _LinearLogprobs.apply(hidden, weight, targets, vocab_start, group, temperature, chunk_size, arithmetic)
+    return _LinearLogprobs.apply(hidden, weight, targets, projection)
+
+
+def linear_logprobs_of(hidden: Tensor, weight: Tensor, targets: Tensor, projection: Projection = WHOLE) -> Tensor:
+    """Log-probability of several tokens in each position, float32 [N, M]: `targets` int64 [N, M]. Else as `linear_logprobs`.
+
+    In a row the first target may be one of the others, which differ from each other.
+    """
+    return _LinearLogprobsOf.apply(hidden, weight, targets, projection)
+
+
+@torch.no_grad()
+def linear_topk(hidden: Tensor, weight: Tensor, k: int, projection: Projection = WHOLE, *, below: int) -> tuple[Tensor, Tensor]:
+    """The `k` likeliest tokens of each position, int64 [N, k], likeliest first, and their log-probs, float32 [N, k]. No gradient.
+
+    Arguments as of `linear_logprobs`; only tokens with ids less than `below` are looked at (embeddings may have more rows than there are
+    words), though all count in the normaliser. Every rank finds the best of its own words, and the best of all are among these. Raises
+    ConfigError where there are fewer than `k` words.
+    """
+    group, start_id = projection.group, projection.vocab_start
+    tokens = torch.empty(hidden.shape[0], k, dtype=torch.int64, device=hidden.device)
+    logprobs = torch.empty(hidden.shape[0], k, dtype=torch.float32, device=hidden.device)
+    size = max(0, min(weight.shape[0], below - start_id))
+    _check_vocabulary(size, k, group, hidden.device)
+    for rows in projection.chunks(hidden.shape[0]):
+        z = projection.logits(hidden[rows], weight)
+        peak, total = _normaliser(z, projection)
+        best, places = z[:, :size].topk(min(k, size), dim=1)
+        missing = (0, k - best.shape[1])  # every rank sends as many
+        best = torch.nn.functional.pad(best, missing, value=-torch.inf)
+        places = torch.nn.functional.pad(places + start_id, missing)
+        order = _beside(best, group).sort(dim=1, descending=True, stable=True)
+        logprobs[rows] = order.values[:, :k].float() - log_normalizer(peak, total)[:, None]
+        tokens[rows] = _beside(places, group).gather(1, order.indices[:, :k])
+    return tokens, logprobs
+
+
+def _check_vocabulary(size: int, k: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    whole = int(_reduce(torch.tensor(size, device=device), dist.ReduceOp.SUM, group))
+    if not 1 <= k <= whole:
+        raise ConfigError(f"top_k={k}: must be at least 1 and at most the {whole} words of the vocabulary")
+
+
+def _normaliser(z: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
+    """(maximum, sum of exp(z - maximum)) of each row [N] over the whole vocabulary."""
+    group = projection.group
+    peak = _reduce(_row_maxima(z), dist.ReduceOp.MAX, group)
+    return peak, _reduce(projection.arithmetic.add_up((z - peak[:, None]).exp_()), dist.ReduceOp.SUM, group)
+
+
+def _beside(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[N, ranks * M] of every rank's [N, M], side by side."""
+    if group is None or group.size() == 1:
+        return local
+    parts = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(parts, local.contiguous(), group=group)
+    return torch.cat(parts, dim=1)
 
 
 def _reduce(x: Tensor, op: dist.ReduceOp, group: dist.ProcessGroup | None) -> Tensor:
@@ -81,50 +147,96 @@ def _reduce(x: Tensor, op: dist.ReduceOp, group: dist.ProcessGroup | None) -> Te
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, vocab_start, group, temperature, chunk_size, arithmetic):
+    def forward(ctx, hidden, weight, targets, projection):
         logprobs, entropy, logsumexp = (hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3))
         kept: Tensor | None = None  # a batch of one chunk keeps its logits, so that its backward pass need not project again
-        for start in range(0, hidden.shape[0], chunk_size):
-            rows = slice(start, start + chunk_size)
-            z = _scaled(arithmetic.project(hidden[rows], weight), temperature)
-            peak = _reduce(_row_maxima(z), dist.ReduceOp.MAX, group)
+        for rows in projection.chunks(hidden.shape[0]):
+            z = projection.logits(hidden[rows], weight)
+            peak = _reduce(_row_maxima(z), dist.ReduceOp.MAX, projection.group)
             p = (z - peak[:, None]).exp_()
-            local, owned = _local_targets(targets[rows], vocab_start, weight.shape[0])
+            local, owned = _local_targets(targets[rows], projection.vocab_start, weight.shape[0])
             target_z = torch.where(owned, z.gather(1, local[:, None])[:, 0], 0.0) if z.shape[1] else torch.zeros_like(peak)
-            total = arithmetic.add_up(p)
-            sums = _reduce(torch.stack([total, _row_dots(p, z).to(total.dtype), target_z.to(total.dtype)]), dist.ReduceOp.SUM, group)
+            total = projection.arithmetic.add_up(p)
+            sums = _reduce(
+                torch.stack([total, _row_dots(p, z).to(total.dtype), target_z.to(total.dtype)]), dist.ReduceOp.SUM, projection.group
+            )
             logsumexp[rows] = log_normalizer(peak, sums[0])
             logprobs[rows] = sums[2].float() - logsumexp[rows]
             entropy[rows] = logsumexp[rows] - sums[1] / sums[0]
-            kept = z if hidden.shape[0] <= chunk_size else None
+            kept = z if hidden.shape[0] <= projection.chunk_size else None
             del z, p  # before the next chunk's are made
         ctx.save_for_backward(hidden, weight, targets, logsumexp, entropy, kept)
-        ctx.vocab_start, ctx.temperature, ctx.chunk_size = vocab_start, temperature, chunk_size
+        ctx.projection = projection
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, targets, logsumexp, entropy, kept = ctx.saved_tensors
+        projection = ctx.projection
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_weight = _weight_gradient(ctx, weight)
         wants_entropy = bool(grad_entropy.any())
-        for start in range(0, hidden.shape[0], ctx.chunk_size):
-            rows = slice(start, start + ctx.chunk_size)
-            z = kept if kept is not None else _scaled(hidden[rows] @ weight.t(), ctx.temperature)
-            scale = grad_logprobs[rows] / ctx.temperature
+        for rows in projection.chunks(hidden.shape[0]):
+            z = kept if kept is not None else _scaled(hidden[rows] @ weight.t(), projection.temperature)
+            scale = grad_logprobs[rows] / projection.temperature
             grad = z - logsumexp[rows, None]  # in place from here on: a new [chunk, V] tensor costs as much as the arithmetic on it
             if wants_entropy:
-                slope = grad_entropy[rows, None] / ctx.temperature
+                slope = grad_entropy[rows, None] / projection.temperature
                 grad = grad.exp().mul_((grad + entropy[rows, None]).mul_(slope).add_(scale[:, None])).neg_()
             else:
                 grad = grad.exp_().mul_(-scale[:, None])
-            local, owned = _local_targets(targets[rows], ctx.vocab_start, weight.shape[0])
+            local, owned = _local_targets(targets[rows], projection.vocab_start, weight.shape[0])
             if z.shape[1]:
                 grad.scatter_add_(1, local[:, None], torch.where(owned, scale, 0.0)[:, None])
             grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
-            grad_weight += grad.t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[rows]
+        return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), None, None
+
+
+class _LinearLogprobsOf(torch.autograd.Function):
+    """Several targets per row: d log pi(y) / dz_j = 1[j = y] - p_j, summed over them with their gradients."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, projection):
+        logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        logsumexp = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        for rows in projection.chunks(hidden.shape[0]):
+            z = projection.logits(hidden[rows], weight)
+            peak, total = _normaliser(z, projection)
+            local, owned = _local_targets(targets[rows], projection.vocab_start, weight.shape[0])
+            own = torch.where(owned, z.gather(1, local), 0.0) if z.shape[1] else z.new_zeros(local.shape)
+            logsumexp[rows] = log_normalizer(peak, total)
+            logprobs[rows] = _reduce(own, dist.ReduceOp.SUM, projection.group).float() - logsumexp[rows, None]
+        ctx.save_for_backward(hidden, weight, targets, logsumexp)
+        ctx.projection = projection
+        return logprobs
+
+    @staticmethod
+    def backward(ctx, grad_logprobs):
+        hidden, weight, targets, logsumexp = ctx.saved_tensors
+        projection = ctx.projection
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = _weight_gradient(ctx, weight)
+        for rows in projection.chunks(hidden.shape[0]):
+            z = _scaled(hidden[rows] @ weight.t(), projection.temperature)
+            scale = grad_logprobs[rows] / projection.temperature
+            grad = (z - logsumexp[rows, None]).exp_().mul_(-scale.sum(dim=1, keepdim=True))
+            local, owned = _local_targets(targets[rows], projection.vocab_start, weight.shape[0])
+            own = torch.where(owned, scale, 0.0)
+            for column in (slice(0, 1), slice(1, None)) if z.shape[1] else ():  # in one call two additions to one place would race on a GPU
+                grad.scatter_add_(1, local[:, column], own[:, column])
+            grad = grad.to(hidden.dtype)
+            grad_hidden[rows] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[rows]
+        return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), None, None
+
+
+def _weight_gradient(ctx, weight: Tensor) -> Tensor | None:
+    """Zeros to add to, float32 [V_local, H]; None where the weight, the second argument, is frozen."""
+    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

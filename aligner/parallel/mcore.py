@@ -7,8 +7,11 @@ without CUDA the CPU platform is installed first; that cannot be postponed, sinc
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import logging
 import queue
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +22,15 @@ from aligner.parallel import torch_adam
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
 warnings.filterwarnings("ignore", message=r".*\.grad attribute of a Tensor that is not a leaf.*")
+# 0.19 says on every start that GPTModel and its own ways to save, and to read older checkpoints, will be replaced one day, and that it
+# chose a layout of the optimizer's buffers by itself.
+for _name in (
+    "models.gpt.gpt_model",
+    "dist_checkpointing.strategies.torch",
+    "dist_checkpointing.strategies.common",
+    "distributed.distributed_data_parallel",
+):
+    logging.getLogger(f"megatron.core.{_name}").setLevel(logging.ERROR)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # "Transformer Engine / Apex are not installed": the local layers are what we asked for
@@ -28,6 +40,7 @@ with warnings.catch_warnings():
         cpu_platform.install()
     from megatron.core import __version__ as version
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -39,10 +52,16 @@ with warnings.catch_warnings():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.layers import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        set_tensor_model_parallel_attributes,
+    )
     from megatron.core.tensor_parallel.mappings import (
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
     )
     from megatron.core.transformer import MegatronModule, TransformerConfig
     from megatron.core.transformer.identity_op import IdentityOp
@@ -56,17 +75,36 @@ with warnings.catch_warnings():
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 
+# Checkpoints of 0.19: planned for another package of NVIDIA's unless it is told that a thread of ours writes; common state within.
+_LATER = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+SAVE_PLAN = {"async_strategy": "mcore"} if _LATER else {}
+NEEDS_COMMON_FILE = not _LATER
+
+
 def has_transformer_engine() -> bool:
     """Whether NVIDIA's Transformer Engine can be used here."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def transformer_engine_specs(*, num_experts: int | None, qk_layernorm: bool) -> tuple[Any, Any]:
-    """(specification of a layer, its norm) out of Transformer Engine's modules. Only where `has_transformer_engine`."""
-    from megatron.core.extensions.transformer_engine import TENorm
+def submodules_of(spec: Any) -> Any:
+    """What the module of a specification is made of; 0.19 gives its class and these as a `functools.partial`."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
+
+
+def transformer_engine_specs(*, num_experts: int | None, qk_layernorm: bool, split_norms: bool = False) -> tuple[Any, Any]:
+    """(specification of a layer, its norm) out of Transformer Engine's modules; `split_norms`: each norm a module of its own, instead of
+    being fused with the linear layer behind it. Only where `has_transformer_engine`."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-    return get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, moe_grouped_gemm=False, qk_layernorm=qk_layernorm), TENorm
+    layer = get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, moe_grouped_gemm=False, qk_layernorm=qk_layernorm)
+    if split_norms:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
+        parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        if not num_experts:
+            submodules_of(parts.mlp).linear_fc1 = TEColumnParallelLinear
+    return layer, TENorm
 
 
 def initialize_user_buffers(shape: tuple[int, int], *, tp: int, fp8: bool) -> None:
@@ -101,6 +139,7 @@ __all__ = [
     "PackedSeqParams",
     "ProcessGroupCollection",
     "RowParallelLinear",
+    "ShardedTensor",
     "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
@@ -117,6 +156,9 @@ __all__ = [
     "has_transformer_engine",
     "initialize_user_buffers",
     "parallel_state",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "set_tensor_model_parallel_attributes",
     "switch_load_balancing_loss_func",
     "tensor_parallel",
     "transformer_engine_specs",

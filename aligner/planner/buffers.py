@@ -23,6 +23,8 @@ class Parameter:
     is_expert: bool = False  # its replicas are the expert-data-parallel ranks
     is_split: bool = False  # over the tensor-parallel ranks (the expert-tensor-parallel ones for an expert)
     own_bucket: bool = False  # the tied embedding
+    is_frozen: bool = False  # it is in no buffer, and has neither gradient nor optimizer state
+    is_adapter: bool = False  # of a linear layer, which rollout engines have it merged with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,8 +112,9 @@ def state_bytes(parameters: Sequence[Parameter], replication: Replication, *, dp
 
     Parameters in 4 bytes are their own main weights.
     """
-    total = StateBytes(weights=0, gradients=0, optimizer=0)
-    kinds = sorted(parameters, key=lambda p: (p.is_expert, p.itemsize))  # stable: the module's order within a kind
+    total = frozen_bytes([p for p in parameters if p.is_frozen])
+    trained = [p for p in parameters if not p.is_frozen]
+    kinds = sorted(trained, key=lambda p: (p.is_expert, p.itemsize))  # stable: the module's order within a kind
     for (is_expert, itemsize), group in groupby(kinds, key=lambda p: (p.is_expert, p.itemsize)):
         own = list(group)
         shards = replication.expert_shards if is_expert else replication.dense_shards
@@ -139,6 +142,8 @@ def approximate_state_bytes(parameters: Sequence[Parameter], replication: Replic
     for p in parameters:
         shards = (replication.expert_shards if p.is_expert else replication.dense_shards) if replication.distributed else 1
         weights += p.numel * p.itemsize
+        if p.is_frozen:
+            continue
         gradients += p.numel * 4
         optimizer += p.numel * (replication.moment_bytes + (replication.main_bytes if p.itemsize == 2 else 0)) // shards
     return StateBytes(weights=weights, gradients=gradients, optimizer=optimizer)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from aligner.errors import AlignerError
 from aligner.models.config import Architecture, PositionEmbedding, Recompute
+from aligner.models.families.mapping import ADAPTER
 from aligner.parallel.topology import ParallelConfig, initialize
 from aligner.planner.buffers import Parameter
 from aligner.planner.config import Device
@@ -83,6 +84,8 @@ def _parameter(name: str, parameter: Tensor) -> Parameter:
         is_expert=not marks.get("allreduce", True),
         is_split=bool(marks.get("tensor_model_parallel", False)),
         own_bucket=bool(marks.get("shared_embedding", False)),
+        is_frozen=not parameter.requires_grad,
+        is_adapter=ADAPTER in name,
     )
 
 
@@ -138,6 +141,7 @@ class BlockBytes:
     ends: int  # what a block of layers adds once: its input and output, and the final norm's on the last stage
     backward: int  # most that the backward pass holds on top of what waits, one layer's recomputation included
     forward: int  # most that a pass without gradient holds
+    kept: int = 0  # that stays allocated after the first pass: the buffer in which sequence parallelism gathers a layer's input
 
 
 def measure_block(component: Component, rows: int, length: int, device: Device) -> BlockBytes:
@@ -146,21 +150,23 @@ def measure_block(component: Component, rows: int, length: int, device: Device) 
     `length` counts the whole sequence. Layers of experts are measured as the dense layer with the same work per token; see
     `expert_extra_bytes` for what routing adds.
     """
-    with _block(component, 1, rows, length, device) as (block, hidden, rotary), LiveStorage() as tracker:
-        out = _forward(block, hidden, rotary)
-        one = tracker.live
-        del out
+    with _block(component, 1, rows, length, device) as (block, hidden, rotary):
+        _without_gradient(block, hidden, rotary)  # now what stays is there, and counts for no layer
+        with LiveStorage() as tracker:
+            out = _forward(block, hidden, rotary)
+            one = tracker.live
+            del out
     with _block(component, 2, rows, length, device) as (block, hidden, rotary):
-        forward = _peak_without_gradient(block, hidden, rotary)
+        forward, kept = _without_gradient(block, hidden, rotary)
         with LiveStorage() as tracker:
             out = _forward(block, hidden, rotary)
             two = tracker.live
-            for parameter in block.parameters():
+            for parameter in (p for p in block.parameters() if p.requires_grad):
                 parameter.register_post_accumulate_grad_hook(_drop_grad)
             tracker.restart()
             out.backward(torch.zeros_like(out))
             backward = max(0, tracker.peak - two)
-    return BlockBytes(layer=two - one, ends=2 * one - two, backward=backward, forward=forward)
+    return BlockBytes(layer=two - one, ends=2 * one - two, backward=backward, forward=forward, kept=kept)
 
 
 @contextmanager
@@ -186,11 +192,12 @@ def _forward(block: Any, hidden: Tensor, rotary: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def _peak_without_gradient(block: Any, hidden: Tensor, rotary: Tensor | None) -> int:
+def _without_gradient(block: Any, hidden: Tensor, rotary: Tensor | None) -> tuple[int, int]:
+    """(most that the first pass holds, its input included and what stays left out; what stays)."""
     with LiveStorage() as tracker:
         block.eval()
         block(hidden, attention_mask=None, rotary_pos_emb=rotary)
-        return tracker.peak + hidden.numel() * hidden.element_size()
+        return tracker.peak - tracker.live + hidden.numel() * hidden.element_size(), tracker.live
 
 
 def _drop_grad(parameter: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from aligner.errors import ConfigError
 from aligner.models.divisible import check_divisible
@@ -134,7 +134,7 @@ def engine_weight_bytes(component: Component, shards: Sequence[Sequence[Sequence
     split = whole = 0
     for stage, chunks in enumerate(shards):
         for p in (p for chunk in chunks for p in chunk):
-            if stage and p.own_bucket:
+            if p.is_adapter or (stage and p.own_bucket):
                 continue
             size = p.numel * p.itemsize * (component.parallel.ep if p.is_expert else 1)
             tensor = component.parallel.etp if p.is_expert else component.parallel.tp
@@ -155,7 +155,8 @@ class Scales:
     def block(self, component: Component, passes: MicroBatches) -> dry_run.BlockBytes:
         """The activations of the component's layers at these micro-batches, measured."""
         p, model = component.parallel, component.model
-        key = repr((component.architecture, p.tp, p.sequence_parallel, p.cp, model.recompute, model.dtype, passes.rows, passes.length))
+        parts = (p.tp, p.sequence_parallel, p.cp, model.recompute, model.dtype, model.lora, passes.rows, passes.length)
+        key = repr((component.architecture, *parts))
         if key not in self._known:
             self._known[key] = dry_run.measure_block(component, passes.rows, passes.length, self.device)
         return self._known[key]
@@ -163,8 +164,7 @@ class Scales:
     def scaled_block(self, component: Component, passes: MicroBatches) -> dry_run.BlockBytes:
         """As `block`, from one row's measure: activations are proportional to rows."""
         one = self.block(component, replace(passes, rows=1))
-        layer, ends, backward, forward = (size * passes.rows for size in (one.layer, one.ends, one.backward, one.forward))
-        return dry_run.BlockBytes(layer=layer, ends=ends, backward=backward, forward=forward)
+        return dry_run.BlockBytes(**{name: size * passes.rows for name, size in asdict(one).items()})
 
 
 def plan_component(component: Component, cluster: ClusterConfig, scales: Scales) -> ComponentPlan:

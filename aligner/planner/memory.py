@@ -89,9 +89,10 @@ def _parts(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Ph
     else:
         parts |= _inference(component, sizes, stage)
         if phase == Phase.ref_logprobs:
-            parts["reference"] = state.weights
+            parts["reference"] = trained_bytes(component, state)
     if engine is not None and engine.asynchronous:
         parts |= _generation(component, engine)
+    parts["gather buffer"] = max(sizes.train.kept, sizes.inference.kept)
     if component.parallel.tp_comm_overlap:
         parts["exchange buffers"] = (
             _OVERLAP_BUFFERS * boundary_bytes(component, train_micro_batches(component)) * component.parallel.tp // 2
@@ -99,6 +100,11 @@ def _parts(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Ph
     parts["lost between blocks"] = int(sum(parts.values()) * cluster.fragmentation)
     parts["context and communicators"] = int((cluster.reserved_gib + cluster.communicator_gib * communicators(component)) * GIB)
     return {name: size for name, size in parts.items() if size}
+
+
+def trained_bytes(component: Component, state: StateBytes) -> int:
+    """A rank's weights that are trained: with adapters these alone, whose gradients take 4 bytes an element."""
+    return state.gradients * component.dtype_bytes // 4 if component.model.lora.is_on else state.weights
 
 
 def _training(component: Component, sizes: Sizes, stage: int) -> dict[str, int]:
@@ -150,7 +156,7 @@ def head_bytes(component: Component, passes: MicroBatches, *, training: bool) ->
     if not training:
         return gathered + selected + chunk * vocabulary * 8
     narrow = item if item < 4 else 0
-    weight_gradient = vocabulary * architecture.hidden_size * (4 + item)
+    weight_gradient = 0 if component.model.lora.is_on else vocabulary * architecture.hidden_size * (4 + item)
     return gathered + 3 * selected + chunk * vocabulary * (8 + narrow) + weight_gradient
 
 
@@ -192,7 +198,7 @@ def _generation(component: Component, engine: Engine) -> dict[str, int]:
     step = max(prefill_bytes(component, engine), cache // architecture.num_layers)
     logits = 3 * 4 * batch * padded_vocabulary(component)
     parts = {"KV cache": cache, "prefill and sampling": step + logits}
-    if component.engine_reshards:
+    if component.engine_reshards or component.model.lora.is_on:
         parts["refit buckets"] = 2 * engine.bucket_bytes
     return parts
 
@@ -231,11 +237,11 @@ def host_memory(component: Component, sizes: Sizes, cluster: ClusterConfig) -> d
     fullest = max(sizes.stages, key=lambda state: state.weights + state.optimizer)
     parts = {"processes": int(HOST_PROCESS_GIB * GIB) * ranks}
     if component.has_reference:
-        parts["reference"] = ranks * fullest.weights
+        parts["reference"] = ranks * trained_bytes(component, fullest)
     if component.optimizer is not None and component.optimizer.offload:
         parts["optimizer (between training phases)"] = ranks * fullest.optimizer
     if component.engine is not None and component.engine.offload and component.engine_holds_weights:
         parts["policy weights (while sampling)"] = ranks * fullest.weights
     if component.optimizer is not None and component.saves_asynchronously:
-        parts["checkpoint being written"] = ranks * (fullest.weights // component.dp + fullest.optimizer)
+        parts["checkpoint being written"] = ranks * (trained_bytes(component, fullest) // component.dp + fullest.optimizer)
     return parts

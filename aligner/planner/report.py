@@ -27,7 +27,7 @@ COLUMNS = {  # of the memory table, and the parts that each adds up
     "engine": ("engine weights", "refit buckets", "KV cache", "prefill and sampling"),
     "activations": ("activations", "backward workspace"),
     "logits": ("logits",),
-    "other": ("exchange buffers", "lost between blocks", "context and communicators"),
+    "other": ("gather buffer", "exchange buffers", "lost between blocks", "context and communicators"),
 }
 WIDTH = 140
 

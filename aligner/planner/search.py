@@ -103,7 +103,9 @@ class Estimator:
 
     def _pieces_of(self, component: Component) -> _Pieces:
         p = component.parallel
-        key = repr((component.architecture, component.head, p.tp, p.sequence_parallel, p.ep, p.etp, component.model.dtype))
+        key = repr(
+            (component.architecture, component.head, p.tp, p.sequence_parallel, p.ep, p.etp, component.model.dtype, component.model.lora)
+        )
         if key not in self._pieces:
             split = ParallelConfig(tp=p.tp, sequence_parallel=p.sequence_parallel, ep=p.ep, etp=p.etp)
             one = replace(component, parallel=split, architecture=replace(component.architecture, num_layers=1))

@@ -5,7 +5,8 @@
 * Tensor-, context- and expert-parallel collectives and pipeline sends wait for each other and for the computation (no overlap); of the
   gradient's reduce-scatter and the weights' all-gather half is hidden behind it (`DATA_PARALLEL_OVERLAP`).
 * A group whose ranks fit on a node talks over NVLink, any other over the network.
-* A backward pass costs two forward passes; full recomputation adds one, selective the attention's quadratic part.
+* A backward pass costs two forward passes, of frozen weights under adapters one; full recomputation adds one, selective the attention's
+  quadratic part. What the adapters themselves compute and exchange is not in it.
 * Decoding reads the engine's weights and the cache once per token, and no layer takes less than `launch_microseconds`. All sequences of a
   batch run to their full length.
 * Host work, data loading, checkpoints and stragglers are not in it.
@@ -27,6 +28,7 @@ from aligner.planner.memory import (
     kv_bytes_per_token,
     padded_vocabulary,
     train_micro_batches,
+    trained_bytes,
 )
 from aligner.planner.schedule import MicroBatches, pipeline_slots, stage_layers
 from aligner.planner.workload import Component, Engine, Head, Phase
@@ -87,7 +89,13 @@ def model_flops(component: Component, tokens: int, length: int) -> float:
     """Useful FLOPs of one training pass over `tokens` tokens (forward and backward, no recomputation): what MFU counts."""
     linear, quadratic = layer_flops(component, length)
     head = 2 * component.architecture.hidden_size * padded_vocabulary(component) if component.head == Head.language else 0
-    return 3.0 * tokens * ((linear + quadratic) * component.architecture.num_layers + head)
+    products = 3.0 - _frozen(component)
+    return tokens * ((products * linear + 3.0 * quadratic) * component.architecture.num_layers + products * head)
+
+
+def _frozen(component: Component) -> float:
+    """Forward passes' worth of matrix products that a backward pass is spared: those for the gradients of weights under adapters."""
+    return 1.0 if component.model.lora.is_on else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,11 +150,12 @@ def _one_pass(component: Component, passes: MicroBatches, cluster: ClusterConfig
     tokens = passes.tokens / p.cp
     rate = peak_flops(component, cluster)
     linear, quadratic = layer_flops(component, passes.length)
-    flops = layers * tokens * (linear * times + quadratic * (times + extra_attention)) / p.tp
+    frozen = _frozen(component) if times > 1.0 else 0.0
+    flops = layers * tokens * (linear * (times - frozen) + quadratic * (times + extra_attention)) / p.tp
     logits = 0.0
     if component.head == Head.language:
         selected = passes.rows * min(component.work.response_length, passes.length) / p.cp
-        projections = 1.0 if times == 1.0 else 4.0  # the backward pass projects again
+        projections = 1.0 if times == 1.0 else 4.0 - frozen  # the backward pass projects again
         logits = 2 * selected * a.hidden_size * padded_vocabulary(component) / p.tp * projections / rate
     collectives = 1.0 if times == 1.0 else times - 1.0  # a backward pass moves what one forward pass moves
     hidden = tokens * a.hidden_size * component.dtype_bytes
@@ -209,8 +218,9 @@ def _update(component: Component, sizes: Sizes, cluster: ClusterConfig) -> dict[
     p, ranks = component.parallel, component.dp * component.parallel.cp
     fullest = max(sizes.stages, key=lambda state: state.gradients)
     span = p.tp * ranks
-    exchange = all_gather(fullest.gradients, ranks, span, cluster) + all_gather(fullest.weights, ranks, span, cluster)
-    memory = 2 * fullest.optimizer + fullest.gradients + fullest.weights
+    weights = trained_bytes(component, fullest)
+    exchange = all_gather(fullest.gradients, ranks, span, cluster) + all_gather(weights, ranks, span, cluster)
+    memory = 2 * fullest.optimizer + fullest.gradients + weights
     return {
         "data parallel": exchange * (1 - DATA_PARALLEL_OVERLAP),
         "optimizer": memory / (cluster.hbm_gb_per_second * GIGA * cluster.achievable_bandwidth),

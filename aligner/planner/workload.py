@@ -73,7 +73,7 @@ class Component:
     optimizer: OptimizerConfig | None  # None: frozen
     work: Work
     engine: Engine | None = None
-    has_reference: bool = False  # a frozen copy of the weights in host memory, on the device for a pass
+    has_reference: bool = False  # a frozen copy of what is trained in host memory, on the device for a pass
     saves_asynchronously: bool = False  # a copy of what is saved waits in host memory
 
     @property
@@ -89,7 +89,7 @@ class Component:
     @property
     def engine_holds_weights(self) -> bool:
         """Whether sampling needs weights of its own."""
-        return self.engine is not None and (self.engine.asynchronous or self.engine_reshards)
+        return self.engine is not None and (self.engine.asynchronous or self.engine_reshards or self.model.lora.is_on)
 
     @property
     def engine_reshards(self) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.errors import DataError
+from aligner.files import publish
 
 _RESERVED = ("step", "time")
 
@@ -65,18 +66,13 @@ class MetricsFile:
     """Appends steps to a file. A step that is logged again right away is merged into its line.
 
     On resume from the checkpoint of step k the lines of later steps (the part of the earlier attempt that was lost) are cut, by writing a
-    new file and renaming it, so that no step appears twice.
+    new file in its place, so that no step appears twice.
     """
 
     def __init__(self, path: Path, *, resumed_step: int = 0) -> None:
         records = read_metrics(path) if path.exists() else []
         kept = [record for record in records if record.step <= resumed_step]
-        draft = path.with_name(f"{path.name}.draft")
-        with draft.open("wb") as file:
-            file.writelines(_encode(record) for record in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+        publish(path, lambda new: new.write_bytes(b"".join(map(_encode, kept))))
         self.num_cut = len(records) - len(kept)
         self._last = kept[-1] if kept else None
         self._file = path.open("r+b", buffering=0)  # nothing may be left to a later write: it would come at another place

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aligner.errors import DataError
+from aligner.files import publish
 from aligner.reporting.jsonl import json_number
 from aligner.types import FinishReason, SampleRow
 
@@ -23,19 +23,12 @@ _VISIBLE = {"\n": "⏎", "\t": "⇥"}
 def write_rows(directory: Path, step: int, rows: Sequence[SampleRow]) -> Path:
     """Write the rows of a step (atomically: a reader sees all or nothing; a repeated step replaces its file) and return the path."""
     path = directory / f"step_{step:06d}.jsonl"
-    draft = path.with_name(path.name + ".draft")
-    with draft.open("w", encoding="utf-8") as file:
-        for row in rows:
-            record = {
-                "prompt": row.prompt,
-                "response": row.response,
-                "reward": json_number(row.reward),
-                "finish_reason": row.finish_reason.value,
-            }
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    records = [
+        {"prompt": row.prompt, "response": row.response, "reward": json_number(row.reward), "finish_reason": row.finish_reason.value}
+        for row in rows
+    ]
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    publish(path, lambda new: new.write_text("".join(lines), encoding="utf-8"))
     return path
 
 

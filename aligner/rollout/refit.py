@@ -20,6 +20,7 @@ from torch import Tensor
 
 from aligner.errors import EngineError
 from aligner.models.build import LanguageModel
+from aligner.models.lora import MergedWeights
 from aligner.models.offload import HostMemory
 from aligner.parallel import platform
 from aligner.parallel.reshard import Move, plan
@@ -134,9 +135,10 @@ class OwnWeights:
         """
         sources = named_parameters(self._chunks)
         together(lambda: check_sources(self._moves, sources, self._chunks[0]), "checking the weights to send", error=EngineError)
-        self._refill.run(sources, self._tensors)
+        merged = MergedWeights(sources, self._chunks)
+        self._refill.run(merged, self._tensors)
         held = {move.name: self._tensors[move.name].narrow(move.dim, 0, move.target.size(self.shards.index)) for move in self._moves}
-        wanted = verify.expected(self._moves, sources, self._lanes) if self._verified else None
+        wanted = verify.expected(self._moves, merged, self._lanes) if self._verified else None
         together(lambda: self._check_arrived(held, wanted), "checking the weights that arrived", error=EngineError)
         if self._training is not None:
             self._training.move_out()

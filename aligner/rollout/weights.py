@@ -14,7 +14,7 @@ from torch import Tensor
 from aligner.models.build import LanguageModel
 from aligner.models.config import Architecture, Normalization, PositionEmbedding
 from aligner.models.families import weight_names
-from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, Layout
+from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Layout
 from aligner.models.initialise import global_name
 from aligner.models.shards import Place, all_places, tensor_group
 from aligner.parallel.reshard import Move, Sharding, even, grouped, padded, replicated
@@ -115,12 +115,15 @@ def _layer(prefix: str, affine: Callable[..., Affine], tensors: Mapping[str, Ten
 
 
 def named_parameters(chunks: Sequence[LanguageModel]) -> dict[str, Tensor]:
-    """This rank's training parameters by global name. The last stage's copy of a tied embedding is left out: the first stage has it."""
+    """This rank's training parameters by global name, without adapters'.
+
+    The last stage's copy of a tied embedding is left out: the first stage has it.
+    """
     return {
         global_name(chunk, name): parameter
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
-        if not (name == OUTPUT_LAYER and chunk.share_embeddings_and_output_weights)
+        if ADAPTER not in name and not (name == OUTPUT_LAYER and chunk.share_embeddings_and_output_weights)
     }
 
 
@@ -172,8 +175,13 @@ def held_here(move: Move, chunk: LanguageModel) -> bool:
 
 
 def usable_in_place(chunk: LanguageModel, *, tp: int) -> bool:
-    """Whether every rank holds, for `tp` ranks that share the model in rollouts, all that it needs: it can read the training parameters."""
+    """Whether every rank holds, for `tp` ranks that share the model in rollouts, all that it needs: it can read the training parameters.
+
+    Not those of a model with adapters: the engine computes with weights that have them in.
+    """
     groups, architecture = chunk.pg_collection, chunk.architecture
+    if chunk.lora.is_on:
+        return False
     same = groups.tp.size() == tp and groups.pp.size() == 1 and architecture.num_key_value_heads % tp == 0
     if not architecture.num_experts:
         return same

@@ -158,6 +158,13 @@ class RewardClient:
         pieces = [self._lane.submit(lambda part=part: self._scored(part)) for part in parts]
         return combine(pieces, lambda rewards: Scores.of(torch.cat(rewards)))
 
+    def attributes(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """All scores of token sequences, float32 [B, K], as the model gives them. Waits for them; raises what went wrong."""
+        piece = self._config.rows_per_request
+        parts = [wire.RewardRequest(batch=padded_tokens(rows[start : start + piece])) for start in range(0, len(rows), piece)]
+        pieces = [self._lane.submit(lambda part=part: self._asked(part)) for part in parts]
+        return torch.cat([one.result() for one in pieces])
+
     def close(self) -> None:
         """End the threads; calls under way fail with ServerUnreachable. Happens at exit by itself."""
         atexit.unregister(self.close)
@@ -169,13 +176,28 @@ class RewardClient:
         if self._texts is not None:
             prompts, responses, answers = zip(*(self._texts(rollout) for rollout in rollouts), strict=True)
             texts = wire.RewardTexts(prompts=list(prompts), responses=list(responses), answers=list(answers))
-        request = wire.RewardRequest(batch=padded_tokens([rollout.tokens for rollout in rollouts]), texts=texts)
-        arrays = self._recovery.call(wire.REWARD_MODEL, wire.encode_reward(request), self._config.request_timeout_seconds)
-        scores = torch.from_numpy(arrays["rewards"])
+        scores = self._asked(wire.RewardRequest(batch=padded_tokens([rollout.tokens for rollout in rollouts]), texts=texts))
         if self._reduce is not None:
             return self._reduce(scores)
         if scores.shape[1] != 1:
             raise RequestRejected(
-                f"reward_model: {scores.shape[1]} attributes per row; give RewardClient a `reduce` to make one reward of them"
+                f"reward_model: {scores.shape[1]} attributes per row; give reward.attribute_weights (RewardClient: a `reduce`), to "
+                "make one reward of them"
             )
         return scores[:, 0]
+
+    def _asked(self, request: wire.RewardRequest) -> Tensor:
+        arrays = self._recovery.call(wire.REWARD_MODEL, wire.encode_reward(request), self._config.request_timeout_seconds)
+        return torch.from_numpy(arrays["rewards"])
+
+
+def weighted_sum(weights: Sequence[float]) -> Callable[[Tensor], Tensor]:
+    """A `reduce` for RewardClient: rewards [B] from scores [B, K]. It raises RequestRejected where a row has another number of scores."""
+    factors = torch.tensor(list(weights), dtype=torch.float32)
+
+    def reduce(scores: Tensor) -> Tensor:
+        if scores.shape[1] != len(factors):
+            raise RequestRejected(f"reward_model: {scores.shape[1]} attributes per row, and reward.attribute_weights has {len(factors)}")
+        return scores @ factors
+
+    return reduce

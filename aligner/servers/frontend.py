@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from aligner.errors import ServerError
+from aligner.errors import ServerError, TritonDied
 from aligner.servers import watchdog
 from aligner.servers.config import ServerConfig
-from aligner.servers.processes import processes_with_variable, start_ticks
+from aligner.servers.processes import parent, processes_with_variable, start_ticks, unburied_children
 from aligner.servers.tensors import TensorSpec
 from aligner.servers.wire import Endpoint
 
@@ -69,19 +69,19 @@ class Frontend:
         """Return when every endpoint answers; `stop_requested` ends the wait.
 
         Raises:
-            ServerError: Triton died, was not ready in time, or was not waited for; its output is in the `log` file.
+            TritonDied: it did, or a Python stub of it; its output is in the `log` file.
+            ServerError: Triton was not ready in time, or was not waited for.
         """
         started = time.monotonic()
         self._thread.start()
-        seen = False
         while not self._ready.wait(0.1):
-            alive = any("tritonserver --id" in command for command in processes_with_variable(self._marker).values())
-            seen = seen or alive
             waited = time.monotonic() - started
+            if isinstance(self._error, TritonDied):
+                raise TritonDied(f"{self._error}; see {self._log}")
             if self._error is not None:
                 raise ServerError(f"PyTriton did not start: {self._error}") from self._error
-            if seen and not alive:
-                raise ServerError(f"tritonserver died while starting; see {self._log}")
+            if self._lost_stub():
+                raise TritonDied(f"a Python stub of tritonserver died while starting; see {self._log}")
             if stop_requested():
                 raise ServerError("a signal ended it while it was starting")
             if waited > self._config.ready_timeout_seconds:
@@ -103,7 +103,8 @@ class Frontend:
         """Let Triton send its last answers, end its processes and remove everything it made. Callable more than once."""
         self._processes = {}
         self._stop.set()
-        if self._thread.is_alive() and self._error is None and self._ready.is_set():
+        # A thread that still waits for a Triton that is gone is waited for too: it sets the environment back.
+        if self._thread.is_alive() and self._error is None:
             self._thread.join(timeout=self._config.shutdown_timeout_seconds)
         if self._watchdog.stdin is not None and not self._watchdog.stdin.closed:
             self._watchdog.stdin.close()  # the watchdog takes this for our end and removes what is left
@@ -122,6 +123,12 @@ class Frontend:
     def _start_watchdog(self) -> subprocess.Popen:
         command = [sys.executable, "-S", "-E", watchdog.__file__, str(os.getpid()), self._marker, str(self._workspace)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def _lost_stub(self) -> bool:
+        """Whether one of Triton's children is dead. While it starts it does not look, and waits for good for what the stub says."""
+        found = processes_with_variable(self._marker)
+        servers = [pid for pid, command in found.items() if "tritonserver --id" in command and parent(pid) == os.getpid()]
+        return any(unburied_children(pid) for pid in servers)
 
     def _run(self) -> None:
         try:

@@ -7,8 +7,6 @@ Files appear whole or not at all, and are on the disk before `append` returns. T
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from aligner.errors import ServerError
+from aligner.files import publish
 from aligner.servers.identity import TrainIdentity, digest_of
 
 SUFFIX = ".safetensors"
@@ -33,7 +32,7 @@ class Journal:
         self._lock = threading.Lock()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for unfinished in folder.glob(f".*{SUFFIX}"):
+            for unfinished in folder.glob(f".*{SUFFIX}.new"):
                 unfinished.unlink()
         except OSError as error:
             raise ServerError(f"the journal {folder} cannot be opened: {error}") from error
@@ -50,7 +49,7 @@ class Journal:
             fields = {name: str(value) for name, value in asdict(identity).items()}
             contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
             try:
-                _write(path, save(contiguous, metadata=fields))
+                publish(path, lambda new: new.write_bytes(save(contiguous, metadata=fields)))
             except OSError as error:
                 raise ServerError(
                     f"the journal of what the critic is trained on cannot be written: {path}: {error.strerror or error}; step "
@@ -126,23 +125,3 @@ def _identity_of(path: Path) -> TrainIdentity:
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ServerError(f"{path} is no entry of the journal: {error}; move it away") from error
     return identity
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Atomically, and on the disk on return."""
-    temporary = path.with_name(f".{path.name}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):  # the first error counts
-            temporary.unlink(missing_ok=True)
-        raise
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

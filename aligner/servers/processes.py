@@ -17,12 +17,20 @@ def start_ticks(pid: int) -> int | None:
 
     With the pid it names one process for good, although pids are reused.
     """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    after_name = stat.rpartition(")")[2].split()  # the name may hold spaces and brackets; state is the field after it
-    return None if after_name[0] in "ZX" else int(after_name[19])
+    stat = _stat(pid)
+    return None if stat is None or stat[0] in "ZX" else int(stat[19])
+
+
+def parent(pid: int) -> int | None:
+    """The parent's pid; None if there is no such process."""
+    stat = _stat(pid)
+    return None if stat is None else int(stat[1])
+
+
+def unburied_children(pid: int) -> list[int]:
+    """Children of `pid` that have ended and that it has not waited for: zombies."""
+    stats = {int(entry.name): _stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    return [child for child, stat in stats.items() if stat is not None and int(stat[1]) == pid and stat[0] == "Z"]
 
 
 def processes_with_variable(assignment: str) -> dict[int, str]:
@@ -38,3 +46,12 @@ def processes_with_variable(assignment: str) -> dict[int, str]:
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # gone since the listing, or another user's: not one of ours
     return {pid: command for pid, command in found.items() if start_ticks(pid) is not None}
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat from the third on: state, parent, ..."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return stat.rpartition(")")[2].split()  # the name, which is before, may hold spaces and brackets

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aligner.errors import ServerError
+from aligner.errors import ServerError, TritonDied
 from aligner.parallel.progress import IDLE, Progress
 from aligner.servers.access import Access
 from aligner.servers.address import advertised_host
@@ -35,6 +35,7 @@ from aligner.servers.kserve import AnswerError
 from aligner.servers.ledger import Refused
 from aligner.servers.registry import Publication, make_registration
 from aligner.servers.supervisor import Supervisor
+from aligner.servers.wire import Endpoint
 
 DRAIN_SECONDS = 1.0  # an error answer needs a moment to leave through Triton
 FOLLOWER_SECONDS = 3.0  # ranks other than 0 wait so much longer, so that rank 0 can still answer its client
@@ -98,6 +99,11 @@ class _Service:
     secret: Path
     publication: Publication | None
     progress: Progress
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Of its operations, in their order."""
+        return [operation.endpoint for operation in self.operations.values()]
 
 
 class _StopSignal:
@@ -186,15 +192,12 @@ def _open(service: _Service, control: ControlGroup, intake: Intake, stop: _StopS
         publication = Publication(service.services_dir, registration, config.heartbeat_seconds)
     cleanup.callback(publication.withdraw)
     incarnation = publication.registration.incarnation
-    endpoints = [operation.endpoint for operation in service.operations.values()]
     access = Access.for_server(service.secret, config)
     health = Health(service.name, incarnation, publication.registration.attempt, control.size, config=config)
-    gateway = Gateway(config, access, endpoints, service.limits, health)
+    gateway = Gateway(config, access, service.endpoints, service.limits, health)
     cleanup.callback(gateway.stop)
     gateway.start()
-    frontend = Frontend(config, incarnation, service.services_dir / f"{service.name}.triton.log", endpoints, intake.submit)
-    cleanup.callback(frontend.stop)
-    frontend.start(lambda: stop.requested)
+    frontend = _start_frontend(service, incarnation, intake, stop, cleanup)
     gateway.connect(frontend.socket)
     health.pulse.begin(None)
     control.broadcast(Command())  # a first round, so that a server that says it is ready is
@@ -204,6 +207,27 @@ def _open(service: _Service, control: ControlGroup, intake: Intake, stop: _StopS
     registration = publication.ready(url)
     print(f"server: {registration.describe()} is ready, {control.size} rank(s)", flush=True)
     return _Open(gateway=gateway, frontend=frontend, publication=publication, health=health)
+
+
+def _start_frontend(service: _Service, incarnation: str, intake: Intake, stop: _StopSignal, cleanup: contextlib.ExitStack) -> Frontend:
+    """Start Triton; a second time where it dies on the way, which its Python backend does now and then on a busy machine
+    (boost::interprocess::lock_exception, triton-inference-server/server issue 8882). Nothing has been asked of it by then.
+
+    Raises TritonDied the second time, and what else `Frontend.start` raises at once.
+    """
+    log = service.services_dir / f"{service.name}.triton.log"
+    for may_die in (True, False):
+        frontend = Frontend(service.config, incarnation, log, service.endpoints, intake.submit)
+        cleanup.callback(frontend.stop)
+        try:
+            frontend.start(lambda: stop.requested)
+            break
+        except TritonDied as error:
+            if not may_die:
+                raise
+            print(f"warning: {service.name}: {error}; it is started once more", file=sys.stderr, flush=True)
+            frontend.stop()
+    return frontend
 
 
 def _lead_loop(service: _Service, control: ControlGroup, intake: Intake, supervisor: Supervisor, stop: _StopSignal, pulse: Pulse) -> None:

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pytriton.server.triton_server_config import TritonServerConfig
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy
 
-from aligner.errors import ServerError
+from aligner.errors import ServerError, TritonDied
 
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 10.0
@@ -24,14 +25,20 @@ MAX_PATH_BYTES = 100  # the kernel's limit is 107
 
 
 class SocketTriton(Triton):
-    """`still_wanted` is asked while it waits for Triton to start; `Triton.run` raises ServerError once it says no."""
+    """`still_wanted` is asked while it waits for Triton to start.
+
+    `run` raises ServerError once that says no, and TritonDied where Triton has ended.
+    """
 
     def __init__(self, config: TritonConfig, workspace: Path, path: Path, still_wanted: Callable[[], bool]) -> None:
         if len(str(path).encode()) > MAX_PATH_BYTES:
             raise ServerError(f"{path}: too long for a socket's path (at most {MAX_PATH_BYTES} bytes); set TMPDIR to a shorter one")
         policy = TritonLifecyclePolicy(launch_triton_on_startup=False, local_model_store=True)
         super().__init__(config=config, workspace=workspace, triton_lifecycle_policy=policy)
-        self._triton_server_config["http_address"] = f"unix:{path}"
+        arguments = _Arguments()
+        arguments.update_config(self._triton_server_config.server_args())
+        arguments["http_address"] = f"unix:{path}"
+        self._triton_server_config = arguments
         self._path = path
         self._still_wanted = still_wanted
 
@@ -44,9 +51,21 @@ class SocketTriton(Triton):
 
     def _wait_for(self, target: str) -> None:
         while not answers(self._path, target):
+            if not self._is_alive_impl():
+                raise TritonDied("tritonserver died while starting")
             if not self._still_wanted():
                 raise ServerError(f"Triton was not waited for any longer; {target} had not answered")
             time.sleep(POLL_SECONDS)
+
+
+class _Arguments(TritonServerConfig):
+    """With a flag that PyTriton knows but cannot pass on, since it has no value.
+
+    The models' configurations are complete. To look for something to add, Triton would run a stub of each before the one that stays.
+    """
+
+    def to_args_list(self) -> list[str]:
+        return [*super().to_args_list(), "--disable-auto-complete-config"]
 
 
 class _SocketConnection(http.client.HTTPConnection):

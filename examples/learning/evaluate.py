@@ -30,12 +30,25 @@ Reward = Callable[[list[str], list[str], list[str | None]], list[float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Means over `num_samples` responses: their reward; per response token, the KL to the start in nats and the start's own surprise."""
+    """Means over `num_samples` responses: their reward; per response token, the KL to the start in nats and the start's own surprise.
+
+    `samples` are what the means are of, all of a prompt one after the other."""
 
     reward: float
     kl: float
     nll: float  # -log p of the response's tokens under the start model: how much like its own text it finds them
     num_samples: int
+    samples: Sequence[Sample] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One response: its reward, tokens (the end token included), and the sums of KL and surprise over them."""
+
+    reward: float
+    num_tokens: int
+    kl: float
+    nll: float
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer, *, max_length: int = 64) -> list[Prompt]:
@@ -53,14 +66,26 @@ def measure(
     policy, reference = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (trained, start))
     rows = [prompt for prompt in prompts for _ in range(samples)]
     generator = torch.Generator().manual_seed(seed)
-    responses, kl, nll, count = [], 0.0, 0.0, 0
+    responses, sums = [], []
     for begin in range(0, len(rows), 512):
         part = rows[begin : begin + 512]
-        sampled, part_kl, part_nll, alive = _sample(policy, reference, part, max_response_length, tokenizer, generator)
+        sampled, kl, nll, alive = _sample(policy, reference, part, max_response_length, tokenizer, generator)
         responses += [tokenizer.decode(row[keep].tolist()) for row, keep in zip(sampled, alive, strict=True)]
-        kl, nll, count = kl + part_kl, nll + part_nll, count + int(alive.sum())
+        sums += zip(alive.sum(1).tolist(), kl.tolist(), nll.tolist(), strict=True)
     scores = reward([row.text for row in rows], responses, [row.answer for row in rows])
-    return Measured(reward=sum(scores) / len(scores), kl=kl / count, nll=nll / count, num_samples=len(rows))
+    found = [Sample(reward=score, num_tokens=count, kl=kl, nll=nll) for score, (count, kl, nll) in zip(scores, sums, strict=True)]
+    return _means(found)
+
+
+def _means(samples: Sequence[Sample]) -> Measured:
+    tokens = sum(sample.num_tokens for sample in samples)
+    return Measured(
+        reward=sum(sample.reward for sample in samples) / len(samples),
+        kl=sum(sample.kl for sample in samples) / tokens,
+        nll=sum(sample.nll for sample in samples) / tokens,
+        num_samples=len(samples),
+        samples=samples,
+    )
 
 
 @torch.inference_mode()
@@ -71,21 +96,22 @@ def _sample(
     max_response_length: int,
     tokenizer: Tokenizer,
     generator: torch.Generator,
-) -> tuple[Tensor, float, float, Tensor]:
-    """Responses [B, T], the sums of KL and surprise over their tokens, and which positions are theirs (their end token included)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Responses [B, T], the sums of KL and of surprise over the tokens of each [B], and which are theirs [B, T] (end token included)."""
     width = max(len(row.tokens) for row in rows)
     tokens = torch.full((len(rows), width), tokenizer.pad_id)
     shown = torch.zeros_like(tokens)
     for row, prompt in enumerate(rows):
         tokens[row, width - len(prompt.tokens) :] = torch.tensor(prompt.tokens)
         shown[row, width - len(prompt.tokens) :] = 1
-    alive, kept, kl, nll = torch.ones(len(rows), dtype=torch.bool), [], 0.0, 0.0
+    alive, kept = torch.ones(len(rows), dtype=torch.bool), []
+    kl, nll = torch.zeros(2, len(rows), dtype=torch.float64)
     steppers, drawn = (_Stepper(policy), _Stepper(reference)), tokens
     for _ in range(max_response_length):
         logp, logq = (stepper.next_logprobs(drawn, shown) for stepper in steppers)
         drawn = torch.multinomial(logp.exp(), 1, generator=generator)
-        kl += float((logp.exp() * (logp - logq)).sum(-1)[alive].double().sum())
-        nll -= float(logq.gather(1, drawn).squeeze(1)[alive].double().sum())
+        kl += (logp.exp() * (logp - logq)).sum(-1).double() * alive
+        nll -= logq.gather(1, drawn).squeeze(1).double() * alive
         tokens, shown = torch.cat([tokens, drawn], dim=1), torch.cat([shown, torch.ones_like(drawn)], dim=1)
         kept.append(alive)
         alive = alive & (drawn.squeeze(1) != tokenizer.eos_id)

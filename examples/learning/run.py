@@ -11,14 +11,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import resource
 import shutil
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,12 +22,9 @@ sys.path.insert(0, str(EXAMPLES / "demo"))  # its task
 
 from arithmetic import TaskFiles, generate  # noqa: E402
 from cases import CASES, COMMON, MAX_RESPONSE_LENGTH, Case  # noqa: E402
+from launching import CaseFailed, Launch, launch, prepare, refuse_foreign  # noqa: E402
 
 MARK = "made_by_examples_learning"
-LIMIT_SECONDS, GRACE_SECONDS = 1200.0, 60.0  # for one case, and for its end where it takes longer
-
-# recipe, run directory, settings -> CPU seconds of the run and all that it started
-Launch = Callable[[str, Path, Sequence[str]], float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,10 +36,6 @@ class Options:
     steps: int = 0
     sft: Sequence[str] = ()
     samples: int = 16
-
-
-class CaseFailed(Exception):
-    """A run did not come to its end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +61,7 @@ class Row:
 def main() -> int:
     arguments = _arguments()
     root = arguments.directory.absolute()
-    if root.exists() and any(root.iterdir()) and not (root / MARK).exists():
-        print(f"error: --directory {root} exists and was not made by this program; name another, or remove it", file=sys.stderr)
+    if refuse_foreign(root, MARK):
         return 2
     chosen = [case for case in CASES if not arguments.only or case.name in arguments.only]
     if unknown := set(arguments.only) - {case.name for case in CASES}:
@@ -89,10 +76,7 @@ def main() -> int:
 
 def run(root: Path, cases: Sequence[Case], options: Options, launch: Launch) -> int:
     """Make the start, run `cases` from it one after another, print and write the table; the exit code."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    root.mkdir(parents=True, exist_ok=True)
-    (root / MARK).touch()
+    prepare(root, MARK)
     files = generate(options.seed, root / "data")
     start = make_start(root, files, options, launch)
     judge = Judge(start, files, options.samples)
@@ -187,33 +171,6 @@ def rollouts_of(directory: Path, recipe: str) -> int:
     rounds = sum(step.values.get("rollout/rounds", 1.0) for step in read_metrics(directory / "metrics.jsonl") if step.step)
     per_round = config.algorithm.rollouts_per_step + (config.algorithm.greedy_per_round if recipe == "grpo" else 0)
     return round(rounds * per_round)
-
-
-def launch(recipe: str, directory: Path, settings: Sequence[str]) -> float:
-    """Run every component of a recipe in processes of their own, output to <directory>.log. Raises CaseFailed; returns CPU seconds."""
-    log = directory.with_suffix(".log")
-    command = [sys.executable, "-u", "-m", "aligner.cli", "launch", "local", recipe, *settings, f"run.directory={directory}"]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    usage, in_time = _await(process)
-    if not in_time:
-        raise CaseFailed(f"did not end within {LIMIT_SECONDS:g} s: {log}")
-    if process.returncode:
-        raise CaseFailed(f"exit code {process.returncode}: {log}")
-    return usage.ru_utime + usage.ru_stime
-
-
-def _await(process: subprocess.Popen) -> tuple[resource.struct_rusage, bool]:
-    """What a process and its children used, and whether it ended within LIMIT_SECONDS; it is ended where it does not."""
-    started, stops = time.monotonic(), [(LIMIT_SECONDS, signal.SIGTERM), (LIMIT_SECONDS + GRACE_SECONDS, signal.SIGKILL)]
-    while True:
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if pid:
-            process.returncode = os.waitstatus_to_exitcode(status)
-            return usage, len(stops) == 2
-        if stops and time.monotonic() - started > stops[0][0]:
-            process.send_signal(stops.pop(0)[1])  # the launcher ends its components when it is told to end
-        time.sleep(0.1)
 
 
 def write(root: Path, rows: Sequence[Row], failed: Mapping[str, str]) -> None:

@@ -226,13 +226,14 @@ def sampled_ahead(directory: Path, topology, parallel, inputs: dict) -> None:
     parts = {"engine": engine, "reference": None, "reward": Lengths(), "topology": topology, "train": prompts, "order": order}
     rest = {"validation": [], "validation_sampling": sampling, "accuracy": None, "decode": str, "pad_id": 0, "seed": 3}
     rounds = AsyncRounds(OnlineTask(**parts, **rest, max_response_length=24), 2, ahead, engine.gate, last=4)
-    is_trained = threading.Event()
+    is_trained, is_waiting = threading.Event(), threading.Event()
     between_steps, steps = engine.gate.between_steps, 0
 
     def wait_at_the_tenth(settle: Callable[[], None]) -> int | None:
         nonlocal steps
         steps += 1
         if steps % 10 == 0:
+            is_waiting.set()
             assert is_trained.wait(60)
         return between_steps(settle)
 
@@ -241,9 +242,11 @@ def sampled_ahead(directory: Path, topology, parallel, inputs: dict) -> None:
     weights, taken = [_copy(policy)], []
     for step in range(1, 5):
         taken += rounds.take(step, Clock()).rollouts
+        is_waiting.clear()
         is_trained.clear()
         policy.train_step(inputs["batch"], sft_loss)
         weights.append(_copy(policy))
+        is_waiting.wait(5 * (step < 4))  # on a busy machine a round may not have begun by now; one that is over no longer waits
         is_trained.set()
         rounds.trained(policy.version)
     engine.shutdown()

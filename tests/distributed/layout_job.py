@@ -1,4 +1,4 @@
-"""One layout, every kind of model: two training steps on a fixed batch, for `objectives` and `preferences` one with each loss of theirs.
+"""One layout, every kind of model: two training steps on a fixed batch, for kinds with several losses one with each of them.
 Rank 0 writes losses, gradients and weights to a file.
 
 usage: layout_job.py SPEC OUTPUT      (SPEC: JSON of the fields of `Spec`)
@@ -30,11 +30,12 @@ class Spec:
     distributed_optimizer: bool = False
     experts: bool = False  # a mixture of experts instead of a dense model
     num_layers: int = 2
+    lora: dict = field(default_factory=dict)  # fields of LoraConfig; `path` is where an adapter is to be written before
     kinds: tuple[str, ...] = KINDS
 
 
 def make_batch(kind: str):
-    from aligner.types import LabeledBatch, PolicyBatch, PreferenceBatch, ValueBatch
+    from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, PreferenceBatch, StepBatch, ValueBatch
 
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(3, VOCAB, (ROWS, WIDTH), generator=generator)
@@ -53,14 +54,29 @@ def make_batch(kind: str):
         advantages = floats[1][:, :1] * mask
         others = {"ref_logprobs": others[0], "rollout_logprobs": others[1]}
         return PolicyBatch(**common, old_logprobs=floats[0] * 0.3 - 4.0, advantages=advantages, **others)
+    if kind == "distill":
+        named = torch.rand(ROWS, WIDTH, VOCAB, generator=generator).argsort(dim=2)[..., :5] * mask[..., None]
+        logprobs = -3 * torch.rand(ROWS, WIDTH, 5, generator=generator) * mask[..., None]
+        return DistillationBatch(**common, teacher_tokens=named, teacher_logprobs=logprobs)
     if kind == "value":
         return ValueBatch(**common, old_values=floats[0], returns=floats[1])
+    if kind == "steps":  # every fourth token ends a step; one in three was not judged
+        ends = mask & (positions % 4 == 3) & (torch.rand(ROWS, WIDTH, generator=generator) < 0.7)
+        labels = torch.rand(ROWS, WIDTH, generator=generator).round(decimals=1) * ends
+        return StepBatch(**(common | {"loss_mask": ends}), step_labels=labels)
+    if kind == "regression":  # of two attributes; rows have one label or both
+        labels = 4 * torch.rand(ROWS, 2, generator=generator)
+        labels[[0, 2, 5], 0] = labels[[1, 6], 1] = -100.0
+        return LabeledBatch(**common, labels=labels)
+    if kind == "steerlm":
+        coefficients = torch.randn(ROWS, 1, generator=generator)
+        return LabeledBatch(**common, labels=coefficients)
     if kind in ("reward", "dpo"):
         reference = floats[0] * 0.1 - 4.0 if kind == "dpo" else None
         return PreferenceBatch(**common, margins=torch.zeros(ROWS // 2), ref_logprobs=reference)
-    if kind == "preferences":
+    if kind in ("preferences", "reward_mean"):
         margins = torch.tensor([0.5, -1.0, 2.0, 1.5])
-        return PreferenceBatch(**common, margins=margins, ref_logprobs=floats[0] * 0.1 - 4.0)
+        return PreferenceBatch(**common, margins=margins, ref_logprobs=floats[0] * 0.1 - 4.0 if kind == "preferences" else None)
     if kind == "kto":
         labels = torch.tensor([1.0, -1, -1, 1, -1, 1, 1, -1])[:, None]
         return LabeledBatch(**common, labels=labels, ref_logprobs=floats[0] * 0.1 - 4.0)
@@ -79,27 +95,72 @@ def make_architecture(kind: str, experts: bool, num_layers: int):
 
 
 def make_model(kind: str, spec: Spec, topology, optimizer):
-    from aligner.models.config import Dtype, ModelConfig, Recompute
+    from aligner.models.config import Dtype, LoraConfig, LoraTarget, ModelConfig, Recompute
     from aligner.models.create import create_policy, create_reward_model, create_value_model, training
+    from aligner.models.scalar_head import Pooling, ScalarHead
     from aligner.parallel.topology import ParallelConfig
 
     parallel = ParallelConfig(**spec.parallel)
-    settings = {"micro_batch_size": 1 if kind in ("dpo", "preferences", "reward") else 2} | spec.model
+    settings = {"micro_batch_size": 1 if kind in ("dpo", "preferences", "reward", "reward_mean") else 2} | spec.model
     if "recompute" in settings:
         settings["recompute"] = Recompute(settings["recompute"])
+    if spec.lora:
+        settings["lora"] = LoraConfig(**(spec.lora | {"targets": [LoraTarget(target) for target in spec.lora["targets"]]}))
     config = ModelConfig(dtype=Dtype.float32, make_vocab_divisible_by=8, logits_chunk_size=16, **settings)
-    create = {"value": create_value_model, "reward": create_reward_model}.get(kind, create_policy)
+    heads = {
+        "reward": ScalarHead(),
+        "reward_mean": ScalarHead(pooling=Pooling.mean),
+        "regression": ScalarHead(outputs=("good", "long")),
+        "steps": ScalarHead(outputs=("step",), pooling=Pooling.tokens),
+    }
+    create = create_value_model if kind == "value" else partial(create_reward_model, head=heads[kind]) if kind in heads else create_policy
     temperature = 0.8 if kind in ("ppo", "objectives") else 1.0
     how = training(config, optimizer, total_steps=10, temperature=temperature)
     return create(config, make_architecture(kind, spec.experts, spec.num_layers), parallel, topology, how)
 
 
+def write_adapter(spec: Spec) -> None:
+    """A PEFT directory at `spec.lora["path"]`, whose B's are not zero."""
+    from safetensors.torch import save_file
+
+    from aligner.models.config import LoraConfig, LoraTarget
+    from aligner.models.peft import CONFIG_FILE, WEIGHTS_FILE, peft_config, projections
+
+    architecture = make_architecture("dpo", spec.experts, spec.num_layers)
+    lora = LoraConfig(**(spec.lora | {"targets": [LoraTarget(target) for target in spec.lora["targets"]]}))
+    hidden, inner = architecture.hidden_size, architecture.expert_ffn_hidden_size or architecture.ffn_hidden_size
+    rows = {"q_proj": hidden, "k_proj": hidden // 2, "v_proj": hidden // 2, "o_proj": hidden, "down_proj": hidden, "w2": hidden}
+    generator, tensors = torch.Generator().manual_seed(5), {}
+    for one in projections(architecture, lora):
+        kind = one.name.rsplit(".", 1)[1]
+        inputs = inner if kind in ("down_proj", "w2") else hidden
+        tensors[f"base_model.model.{one.name}.lora_A.weight"] = torch.randn(lora.rank, inputs, generator=generator) * 0.2
+        tensors[f"base_model.model.{one.name}.lora_B.weight"] = torch.randn(rows.get(kind, inner), lora.rank, generator=generator) * 0.2
+    directory = Path(lora.path)
+    directory.mkdir()
+    save_file(tensors, directory / WEIGHTS_FILE)
+    (directory / CONFIG_FILE).write_text(json.dumps(peft_config(architecture, lora, base="")))
+
+
+def make_steps(kind: str) -> list:
+    """The batch and the loss of each training step."""
+    from aligner.losses.steerlm import steerlm_loss
+
+    found = [(make_batch(kind), loss) for loss in make_losses(kind)]
+    if kind == "preferences":  # of single responses too
+        found += [(make_batch("kto"), make_losses("kto")[0]), (make_batch("steerlm"), steerlm_loss)]
+    return found
+
+
 def make_losses(kind: str) -> list:
-    """The loss of each training step."""
+    """Those that are taken of one batch."""
+    from aligner.algorithms.distillation import distillation_terms
+    from aligner.algorithms.process_reward_model import process_loss
     from aligner.losses.aggregation import Aggregation
+    from aligner.losses.distillation import Divergence
     from aligner.losses.policy import policy_loss
     from aligner.losses.preference import dpo_loss
-    from aligner.losses.reward import BradleyTerry, bradley_terry_loss
+    from aligner.losses.reward import BradleyTerry, bradley_terry_loss, regression_loss
     from aligner.losses.sft import sft_loss
     from aligner.losses.unpaired import kto_loss
     from aligner.losses.value import value_loss
@@ -108,12 +169,18 @@ def make_losses(kind: str) -> list:
         return objectives()
     if kind == "preferences":
         return preferences()
+    if kind == "distill":
+        return [partial(distillation_terms, ce_coef=0.3, divergence=one, temperature=1.5) for one in Divergence]
+    if kind == "reward_mean":
+        return [partial(bradley_terry_loss, variant=one, centre_coef=0.1) for one in (BradleyTerry.margin, BradleyTerry.scaled)]
     losses = {
         "ppo": partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.2, entropy_coef=0.01, aggregation=Aggregation.token_mean),
         "dpo": partial(dpo_loss, beta=0.1),
         "value": partial(value_loss, clip=0.2),
         "reward": partial(bradley_terry_loss, variant=BradleyTerry.standard),
         "sft": sft_loss,
+        "regression": partial(regression_loss, attributes=("good", "long")),
+        "steps": process_loss,
         "kto": partial(kto_loss, kl=0.7, beta=0.1, undesirable_weight=1.5, sft_coef=0.3),
     }
     return [losses[kind]] * 2
@@ -143,32 +210,44 @@ def objectives() -> list:
 
 
 def preferences() -> list:
-    """Losses of sums and of means, with a reference, without one, and of margins."""
+    """Every loss of pairs: of sums and of means, with a reference, without one, and of margins."""
     from aligner.losses.pairs import DPOVariant
     from aligner.losses.preference import dpo_loss
 
-    settings = [
-        {"variant": DPOVariant.ipo, "sft_coef": 0.5},
-        {"variant": DPOVariant.rpo_bwd_kl, "eta": 2.0},
-        {"variant": DPOVariant.apo_zero, "average_logprobs": True, "beta": 2.0, "sft_coef": 0.5},
-        {"variant": DPOVariant.simpo, "gamma": 0.5, "beta": 2.0},
-        {"variant": DPOVariant.orpo},
+    own = {
+        DPOVariant.ipo: {"sft_coef": 0.5},
+        DPOVariant.rpo_bwd_kl: {"eta": 2.0},
+        DPOVariant.apo_zero: {"average_logprobs": True, "beta": 2.0, "sft_coef": 0.5},
+        DPOVariant.simpo: {"gamma": 0.5, "beta": 2.0},
+        DPOVariant.dpop: {"dpop_coef": 5.0},
+    }
+    smoothing = {variant: 0.1 for variant in DPOVariant if variant.takes_smoothing}
+    return [
+        partial(dpo_loss, **({"beta": 0.3, "variant": one, "label_smoothing": smoothing.get(one, 0.0)} | own.get(one, {})))
+        for one in DPOVariant
     ]
-    return [partial(dpo_loss, **({"beta": 0.3} | one)) for one in settings]
 
 
 def gradients(chunks) -> dict[str, torch.Tensor]:
-    """Full gradients by Hugging Face name: the gradient buffers put in the weights' place and exported."""
+    """Full gradients by Hugging Face's, or PEFT's, name: the gradient buffers put in the weights' place and exported."""
+    from aligner.models.peft import export_adapters
     from aligner.models.weights import export_hf
 
-    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
     weights = [p.data for p in parameters]
     for p in parameters:
         p.data = p.main_grad.data
-    full = {name: tensor.clone() for name, tensor in export_hf(chunks)}
+    export = export_adapters if chunks[0].lora.is_on else export_hf
+    full = {name: tensor.clone() for name, tensor in export(chunks)}
     for p, data in zip(parameters, weights, strict=True):
         p.data = data
     return full
+
+
+def teacher_and_student(model, batch) -> torch.Tensor:
+    """As a teacher the likeliest tokens and their log-probs, as a student those of the tokens that a teacher named."""
+    tokens, logprobs = model.topk(batch, 4, below=VOCAB)
+    return torch.cat([tokens.float(), logprobs, model.named_logprobs(batch).topk_logprobs], dim=2)
 
 
 def train(kind: str, spec: Spec, topology) -> dict:
@@ -178,15 +257,16 @@ def train(kind: str, spec: Spec, topology) -> dict:
     optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-3, warmup_steps=0, distributed=spec.distributed_optimizer, clip_grad=0.5, eps=1e-4)
     model = make_model(kind, spec, topology, optimizer)
     batch = make_batch(kind)
-    outputs = {"value": "values", "reward": "scores"}.get(kind, "logprobs")
-    result: dict = {"outputs": [getattr(model, outputs)(batch)], "metrics": [], "gradients": []}
-    for loss in make_losses(kind):
-        metrics = model.train_step(batch, loss)
+    scores = dict.fromkeys(("reward", "reward_mean", "regression"), "scores") | {"value": "values", "steps": "step_scores"}
+    outputs = partial(teacher_and_student, model) if kind == "distill" else getattr(model, scores.get(kind, "logprobs"))
+    result: dict = {"outputs": [outputs(batch)], "metrics": [], "gradients": []}
+    for given, loss in make_steps(kind):
+        metrics = model.train_step(given, loss)
         result["metrics"].append({name: metric.value() for name, metric in metrics.items()})
         if not spec.distributed_optimizer:  # a distributed optimizer's rank holds its own shard of the reduced gradient only
             result["gradients"].append(gradients(model.model.chunks))
     result["weights"] = {name: tensor.clone() for name, tensor in export_hf(model.model.chunks)}
-    result["outputs"].append(getattr(model, outputs)(batch))
+    result["outputs"].append(outputs(batch))
     return result
 
 
@@ -197,6 +277,9 @@ def main() -> None:
     from aligner.parallel.topology import ParallelConfig, initialize
 
     topology = initialize(ParallelConfig(**spec.parallel), seed=11)
+    if spec.lora and dist.get_rank() == 0:
+        write_adapter(spec)
+    dist.barrier()
     results = {kind: train(kind, spec, topology) for kind in spec.kinds}
     if dist.get_rank() == 0:
         torch.save(results, Path(sys.argv[2]))

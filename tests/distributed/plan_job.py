@@ -2,7 +2,7 @@
 
 usage: plan_job.py measure SPEC DIRECTORY     (on every rank of the layout; writes rank<N>.json)
        plan_job.py predict SPECS DIRECTORY    (one process; SPECS: an object of specs by name; writes plan.json)
-SPEC is JSON: {"ranks", "parallel", "optimizer", "recompute", "dtype", "experts", "head", "rows", "tied"}.
+SPEC is JSON: {"ranks", "parallel", "optimizer", "recompute", "dtype", "experts", "head", "rows", "tied", "rank" (of adapters)}.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LENGTH, RESPONSE, VOCABULARY = 128, 127, 250
 
 
 def component(spec: dict):
-    from aligner.models.config import Architecture, Dtype, Family, ModelConfig, Recompute
+    from aligner.models.config import Architecture, Dtype, Family, LoraConfig, ModelConfig, Recompute
     from aligner.models.optimizer import OptimizerConfig
     from aligner.parallel.topology import ParallelConfig
     from aligner.planner.workload import Component, Head, Phase, Work
@@ -45,6 +45,7 @@ def component(spec: dict):
             make_vocab_divisible_by=8,
             logits_chunk_size=64,
             recompute=Recompute(spec.get("recompute", "none")),
+            lora=LoraConfig(rank=spec.get("rank", 0)),
         ),
         parallel=ParallelConfig(**spec.get("parallel", {})),
         optimizer=OptimizerConfig(lr=1e-3, min_lr=1e-3, warmup_steps=0, **spec.get("optimizer", {})),
@@ -74,6 +75,7 @@ def measure(spec: dict, directory: Path) -> None:
     from aligner.losses.value import value_loss
     from aligner.models import create
     from aligner.parallel import launch
+    from aligner.parallel.mcore import parallel_state
     from aligner.parallel.topology import initialize
     from aligner.planner.dry_run import LiveStorage
 
@@ -90,9 +92,10 @@ def measure(spec: dict, directory: Path) -> None:
     trainable = model.model
     found = {
         "weights": storage_bytes(p.data for chunk in trainable.chunks for p in chunk.parameters()),
-        "gradients": storage_bytes(p.main_grad for chunk in trainable.chunks for p in chunk.parameters()),
+        "gradients": storage_bytes(p.main_grad for chunk in trainable.chunks for p in chunk.parameters() if p.requires_grad),
         "optimizer": storage_bytes(optimizer_state(trainable.optimizer)),
         "peak": tracker.peak,
+        "gathered": storage_bytes(parallel_state.get_global_memory_buffer().buffer.values()),
         "stage": topology.pp_rank,
         "parameters": sum(p.numel() for chunk in trainable.chunks for p in chunk.parameters()),
         "replica": trainable.chunks[0].pg_collection.dp_cp.rank(),
@@ -150,6 +153,7 @@ def predict_one(spec: dict) -> dict:
     return {
         "state": exact,
         "fullest": [asdict(state) for state in planned.sizes.stages],
+        "gathered": max(planned.sizes.train.kept, planned.sizes.inference.kept),
         "activations": [planned.activations(Phase.train, stage) for stage in stages],
         "parameters": list(planned.stage_parameters),
         "model_parameters": planned.model_parameters,

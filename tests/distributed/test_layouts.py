@@ -15,11 +15,13 @@ import torch
 
 JOB = Path(__file__).parent / "layout_job.py"
 KINDS = ["ppo", "dpo", "value"]
-WITH_OBJECTIVES = ["dp2", "tp2_cp2_packed", "token_budget"]  # layouts whose jobs train with every loss of a policy, and on preferences, too
+SCORES = ["reward_mean", "regression", "steps"]
+WITH_OBJECTIVES = ["dp2", "tp2_cp2_packed", "token_budget"]  # layouts whose jobs train with every other loss too
 PACKED = {"micro_batch_tokens": 48, "packing": True}
 SHARED = PACKED | {"share_prompts": True}
 ROUTER = {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01}
 SP = {"tp": 2, "sequence_parallel": True}
+OTHERS = ["reward", "sft", "distill", "regression", "steps"]
 FOUR = {"num_layers": 4}  # instead of two: several to a pipeline stage, or one to each of its chunks
 
 DENSE = {  # name: (processes, what differs from the single process)
@@ -82,7 +84,7 @@ def _single(spec: dict, kinds: list[str]) -> dict:
 def _of(layout: str, kind: str, results, run_distributed, tmp_path: Path) -> tuple[dict, dict]:
     """What one process and a dense layout make of a kind of model; each job trains several kinds."""
     processes, spec = DENSE[layout]
-    kinds = [*KINDS, "objectives", "preferences", "kto"]
+    kinds = [*KINDS, "objectives", "preferences", *SCORES]
     one = _run(results, run_distributed, tmp_path, 1, _single(spec, KINDS if "num_layers" in spec else kinds))
     many = _run(results, run_distributed, tmp_path, processes, spec | {"kinds": kinds if layout in WITH_OBJECTIVES else KINDS})
     return one[kind], many[kind]
@@ -118,13 +120,20 @@ def test_every_loss_of_a_policy(layout, results, run_distributed, tmp_path):
     _assert_equal(one, many)
 
 
-@pytest.mark.parametrize("kind", ["preferences", "kto"])
 @pytest.mark.parametrize("layout", WITH_OBJECTIVES)
-def test_losses_on_preferences(kind, layout, results, run_distributed, tmp_path):
-    """Sums and means over responses, the supervised term, margins and labels: each counts pairs or responses, whatever the layout."""
-    one, many = _of(layout, kind, results, run_distributed, tmp_path)
-    assert len(one["gradients"]) == {"preferences": 5, "kto": 2}[kind]
+def test_losses_on_preferences(layout, results, run_distributed, tmp_path):
+    """Sums and means over responses, the supervised term, margins and labels: each counts pairs or responses, whatever the layout. All
+    losses of pairs, then KTO and SteerLM 2."""
+    one, many = _of(layout, "preferences", results, run_distributed, tmp_path)
+    assert len(one["gradients"]) == 19
     _assert_equal(one, many)
+
+
+@pytest.mark.parametrize("kind", SCORES)
+@pytest.mark.parametrize("layout", WITH_OBJECTIVES)
+def test_losses_of_scores(kind, layout, results, run_distributed, tmp_path):
+    """Means over a sequence that may lie on several ranks; labels some of which are missing, in other numbers on each replica; steps."""
+    _assert_equal(*_of(layout, kind, results, run_distributed, tmp_path))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,11 +148,11 @@ def test_layout_of_experts_equals_single_process(kind, layout, results, run_dist
     _assert_equal(one[kind], many[kind])
 
 
-@pytest.mark.parametrize("kind", ["reward", "sft"])
-@pytest.mark.parametrize("layout", ["tp2_cp2_packed", "pp2_interleaved"])
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("layout", ["tp2_cp2_packed", "pp2_interleaved", "dp2"])
 def test_other_kinds_of_model(kind, layout, results, run_distributed, tmp_path):
-    """Scores come from one token on one context-parallel rank; an untied output layer is on the last stage alone."""
-    kinds = ["reward", "sft"]
+    """Scores come from one token on one context-parallel rank; an untied output layer is on the last stage alone; of a distilled token K
+    words are looked up in the shards of the vocabulary, for every divergence."""
     processes, spec = DENSE[layout]
-    one = _run(results, run_distributed, tmp_path, 1, _single(spec, kinds))
-    _assert_equal(one[kind], _run(results, run_distributed, tmp_path, processes, spec | {"kinds": kinds})[kind])
+    one = _run(results, run_distributed, tmp_path, 1, _single(spec, OTHERS))
+    _assert_equal(one[kind], _run(results, run_distributed, tmp_path, processes, spec | {"kinds": OTHERS})[kind])

@@ -16,6 +16,7 @@ LAYOUTS = {
     "untied": {"ranks": 1, "tied": False},
     "tp2": {"ranks": 2, "parallel": {"tp": 2}},
     "tp2_sp": {"ranks": 2, "parallel": {"tp": 2, "sequence_parallel": True}},
+    "tp2_sp_adapters": {"ranks": 2, "parallel": {"tp": 2, "sequence_parallel": True}, "rank": 4},
     "pp2": {"ranks": 2, "parallel": {"pp": 2}},
     "pp2_interleaved": {"ranks": 2, "parallel": {"pp": 2, "vpp": 2}},
     "cp2": {"ranks": 2, "parallel": {"cp": 2}},
@@ -49,6 +50,7 @@ def test_sizes_are_the_real_ones(name: str, plans, run_distributed, tmp_path: Pa
         assert plan["parameters"][stage] == rank["parameters"]
         exact = plan["state"][f"{stage}/{rank['replica']}"]
         assert {key: rank[key] for key in exact} == exact
+        assert rank["gathered"] == plan["gathered"] and bool(rank["gathered"]) == (name == "tp2_sp")
         assert plan["activations"][stage] == pytest.approx(rank["peak"], rel=0.2)
     for stage, fullest in enumerate(plan["fullest"]):
         own = [rank for rank in ranks if rank["stage"] == stage]

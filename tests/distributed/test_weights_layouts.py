@@ -85,6 +85,21 @@ def test_weights_of_every_family(layout, models, tmp_path, run_distributed):
         source, written = (load_file(path / "model.safetensors") for path in (models / name, tmp_path / "out" / name))
         assert written.keys() == source.keys()
         assert all(torch.equal(written[key], tensor) for key, tensor in source.items())
+    if "llama" in names:
+        scores_are_those_of_transformers(tmp_path)
+
+
+@torch.no_grad()
+def scores_are_those_of_transformers(folder: Path) -> None:
+    """A reward model that was exported from the layout, row by row (this config has no padding token)."""
+    from transformers import AutoModelForSequenceClassification
+
+    path = folder / "out" / "reward_llama"
+    model, report = AutoModelForSequenceClassification.from_pretrained(path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and model.config.id2label == {0: "good", 1: "long"}
+    logits = torch.cat([model.eval()(row[None]).logits for row in torch.load(folder / "tokens.pt")])
+    scores = torch.load(path / "scores.pt")
+    assert scores.std() > 0.1 and (logits - scores).abs().max() < 1e-4
 
 
 def test_fewer_key_value_heads_than_ranks(models, tmp_path, run_distributed):

@@ -108,6 +108,26 @@ def check_value_model(folder: Path, name: str, parallel, topology) -> None:
     assert names[-2:] == ["score_head.bias", "score_head.weight"] and "lm_head.weight" not in names
 
 
+def check_reward_model(folder: Path, name: str, parallel, topology) -> None:
+    """Exported from this layout for transformers to score with; what it scores here is beside it."""
+    from aligner.models.config import Dtype, ModelConfig
+    from aligner.models.create import create_reward_model, read_architecture
+    from aligner.models.scalar_head import ScalarHead
+    from aligner.models.trainable import Training
+    from aligner.models.weights import save_hf
+    from aligner.types import TokenBatch
+
+    config = ModelConfig(path=str(folder / name), make_vocab_divisible_by=8, dtype=Dtype.float32)
+    head, frozen = ScalarHead(outputs=("good", "long")), Training(optimizer=None, micro_batch_size=2)
+    reward = create_reward_model(config, read_architecture(config, vocab_size=0), parallel, topology, frozen, head=head)
+    target = folder / "out" / f"reward_{name}"
+    save_hf(reward.model.chunks, target, writer=dist.get_rank() == 0)
+    tokens = torch.load(folder / "tokens.pt")
+    scores = reward.scores(TokenBatch(tokens=tokens, lengths=torch.full((tokens.shape[0],), tokens.shape[1])))
+    if dist.get_rank() == 0:
+        torch.save(scores, target / "scores.pt")
+
+
 def main() -> None:
     settings, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     launch.initialize("gloo", timeout_seconds=60, fingerprint="weights")
@@ -125,6 +145,8 @@ def main() -> None:
     last = sys.argv[-1]
     check_policy(folder, last, Dtype.bfloat16, layouts[last], topology)
     check_value_model(folder, last, layouts[last], topology)
+    if "llama" in layouts:
+        check_reward_model(folder, "llama", layouts["llama"], topology)
     launch.shutdown()
 
 

@@ -101,6 +101,38 @@ class FakePolicy:
         yield from ()
 
 
+class FakeMovingReference:
+    """Log-probs are -1.5 on every masked token; it writes down what it was made of."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def logprobs(self, batch: MaskedBatch) -> Tensor:
+        return -1.5 * batch.loss_mask
+
+    def renew(self, step: int) -> None:
+        self.log.append(f"renewed {step}")
+
+    def restore(self, step: int) -> None:
+        self.log.append(f"restored {step}")
+
+
+class FakeKept:
+    """Files of an iteration in memory, by name and part."""
+
+    def __init__(self, log: list[str], what: str = "") -> None:
+        self.log = log
+        self.what = what
+        self.parts: dict[tuple[str, int], list] = {}
+
+    def read(self, name: str, part: int) -> list | None:
+        return self.parts.get((name, part))
+
+    def write(self, name: str, part: int, items: Sequence) -> None:
+        self.log.append(f"write {self.what or name[:14]} {part}")
+        self.parts[name, part] = list(items)
+
+
 class FakeReward:
     """A score per rollout."""
 

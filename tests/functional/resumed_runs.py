@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from training_jobs import Job, kill
+from training_jobs import Job, eventually, kill, without_times
 
 
 def kill_after(job: Job, step: int) -> None:
     """SIGKILL to every process of the job once metrics.jsonl has this step."""
     job.reached(step)
+    kill_all(job)
+
+
+def kill_when(job: Job, condition: Callable[[], object]) -> None:
+    """The same once the condition is true. Raises AssertionError where the job ends first."""
+    assert eventually(lambda: condition() or job.process.poll() is not None, 120) and job.process.poll() is None, job.output()
+    kill_all(job)
+
+
+def kill_all(job: Job) -> None:
+    """SIGKILL to every process of the job."""
     while processes := job.processes():  # again for what was being started meanwhile
         for pid in processes:
             kill(pid)
@@ -21,6 +33,20 @@ def kill_after(job: Job, step: int) -> None:
 def weights(directory: Path) -> bytes:
     """The exported model's file."""
     return (directory / "export" / "model.safetensors").read_bytes()
+
+
+def kept(run: Path, folder: str) -> dict[str, bytes]:
+    """What a run that trains in iterations has kept of them, by file."""
+    return {str(path.relative_to(run)): path.read_bytes() for path in sorted((run / folder).rglob("*.json"))}
+
+
+def same_iterations(one: Path, other: Path, folder: str, *, last_step: int) -> None:
+    """Raise AssertionError where two runs have not sampled, learnt and reported the same."""
+    assert kept(one, folder) == kept(other, folder)
+    assert weights(one) == weights(other)
+    last = f"checkpoints/policy/step_{last_step:06d}"
+    same_tensors(optimizer_and_weights(one / last), optimizer_and_weights(other / last))
+    assert without_times(one) == without_times(other)
 
 
 def optimizer_and_weights(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,8 +26,11 @@ def free_port() -> int:
 class ToyServer:
     """The ranks of one toy server; `log(rank)` is what a rank printed."""
 
-    def __init__(self, kind: str, services_dir: Path, *, num_ranks: int = 1, port: int = 0) -> None:
+    def __init__(
+        self, kind: str, services_dir: Path, *, num_ranks: int = 1, port: int = 0, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.services_dir = services_dir
+        self._environment = environment or {}
         services_dir.parent.mkdir(parents=True, exist_ok=True)
         rendezvous = str(free_port())
         self._logs = [services_dir.parent / f"{kind}.{rendezvous}.{rank}.log" for rank in range(num_ranks)]
@@ -38,7 +41,7 @@ class ToyServer:
 
     def _start(self, kind: str, rank: int, variables: dict[str, str], port: int) -> ForkedProcess:
         command = [str(Path(__file__).parent / "toy_server.py"), kind, str(self.services_dir), "--port", str(port)]
-        environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **self._environment}
         return preloaded().start(command, environment, self._logs[rank], Path.cwd())
 
     def log(self, rank: int = 0) -> str:
@@ -66,7 +69,7 @@ def _rank_variables(rank: int, num_ranks: int, rendezvous: str) -> dict[str, str
 
 
 @contextmanager
-def toy_server(kind: str, services_dir: Path, **options: int) -> Iterator[ToyServer]:
+def toy_server(kind: str, services_dir: Path, **options: object) -> Iterator[ToyServer]:
     """A toy server that is gone when the block ends."""
     server = ToyServer(kind, services_dir, **options)
     try:

@@ -37,7 +37,7 @@ def learning(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up there
     spec.loader.exec_module(module)
     yield module
-    for name in ("cases", "evaluate", "arithmetic"):
+    for name in ("cases", "evaluate", "launching", "arithmetic"):
         sys.modules.pop(name, None)
 
 

@@ -1,4 +1,4 @@
-"""DPO, killed with SIGKILL and resumed, equals a run that was not killed, to the last bit."""
+"""DPO, killed with SIGKILL and resumed, equals a run that was not killed, to the last bit; with a stored reference too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from resumed_runs import kill_after, optimizer_and_weights, same_tensors, weights
+from resumed_runs import kill_after, kill_when, optimizer_and_weights, same_tensors, weights
 from training_jobs import Job, run_job, script, steps_of, tiny_settings, without_times, write_task
 
 pytestmark = pytest.mark.timeout(600)
@@ -66,3 +66,29 @@ def test_the_metrics_are_equal(runs: tuple[Path, Path]) -> None:
     assert steps_of(killed) == list(range(1, NUM_STEPS + 1))
     assert without_times(killed) == without_times(whole)
     assert without_times(whole)[-1]["preference/margin"] > 0.01
+
+
+def test_killed_while_the_reference_is_stored_and_after_it(tmp_path: Path) -> None:
+    """In the middle of the pass, whose files are then gone on with, and in the middle of the training, which goes on with all of them."""
+    write_task(tmp_path)
+    common = [one for one in settings(tmp_path) if not one.startswith("loop.")]
+    common += ["loop.max_steps=14", "loop.save_every=4", "algorithm.reference=precomputed", "algorithm.reference_part_size=5"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_job(TRAIN, whole, common)
+    assert len(stored(whole)) == 40  # 100 pairs to train on, and the same to validate, in files of five
+    with Job(TRAIN, killed, common) as job:
+        kill_when(job, lambda: len(stored(killed)) >= 2)
+    before = len(stored(killed))
+    assert 2 <= before < 40
+    with Job(TRAIN, killed, common) as job:
+        kill_after(job, 6)
+        assert f"resumed after step {before}\n" in job.output()  # of the pass
+    output = run_job(TRAIN, killed, common)
+    assert "resumed after step" in output and "the reference's log-probs of" not in output  # of the training; nothing is left to compute
+    assert stored(killed) == stored(whole)
+    assert weights(killed) == weights(whole)
+    assert without_times(killed) == without_times(whole)
+
+
+def stored(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((run / "reference").glob("*.safetensors"))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -131,7 +132,7 @@ def test_a_failing_handler_reaches_the_client_and_ends_every_rank(
         with pytest.raises(ServerUnreachable, match=rf"{expected}.*Waited for another server \(2 s, .* none has taken its place"):
             critic_client.values(token_batch([1, token])).result()
         assert all(code != 0 for code in server.exit_codes())
-    assert eventually(lambda: processes_of(server, incarnation) == {}, 10)
+    assert eventually(lambda: processes_of(server, incarnation) == {}, 60)
 
 
 def test_killing_the_server_fails_the_pending_call_and_leaves_nothing(tmp_path: Path, critic_client: CriticClient) -> None:
@@ -146,11 +147,11 @@ def test_killing_the_server_fails_the_pending_call_and_leaves_nothing(tmp_path: 
             pending.result(timeout=1)
         os.kill(registration.pid, signal.SIGKILL)
         with pytest.raises(ServerUnreachable, match=rf"pid {registration.pid} .*its process {registration.pid} no longer exists"):
-            pending.result(timeout=20)
+            pending.result(timeout=60)
         assert server.exit_codes() == [-signal.SIGKILL]
-    assert eventually(lambda: processes_of(server, registration.incarnation) == {}, 10)
-    assert eventually(lambda: not any(copy.exists() for copy in copies), 10)
-    assert eventually(lambda: not list(Path("/dev/shm").glob(f"pytrtion{registration.pid}-*")), 10)
+    assert eventually(lambda: processes_of(server, registration.incarnation) == {}, 60)
+    assert eventually(lambda: not any(copy.exists() for copy in copies), 60)
+    assert eventually(lambda: not list(Path("/dev/shm").glob(f"pytrtion{registration.pid}-*")), 60)
 
 
 def test_the_death_of_tritonserver_ends_the_server(tmp_path: Path) -> None:
@@ -168,6 +169,46 @@ def check_death_of(server: ToyServer, incarnation: str, victim: str) -> None:
     assert server.exit_codes() == [1]
     assert f"process {pid} of Triton died" in server.log()
     assert processes_of(server, incarnation) == {}
+
+
+# Triton starts its stubs with the first `bash` of PATH. Each file of deaths is one.
+DEADLY_BASH = """#!/bin/sh
+for death in "$DEATHS"/death-*; do
+  if [ -e "$death" ]; then rm "$death"; kill -9 {victim}; exit; fi
+done
+exec /bin/bash "$@"
+"""
+VICTIMS = {"stub": "$$", "tritonserver": "$PPID"}
+
+
+def deaths_while_triton_starts(folder: Path, victim: str, number: int) -> dict[str, str]:
+    """The environment in which `number` times a process of Triton dies while it starts."""
+    folder.mkdir()
+    (folder / "bash").write_text(DEADLY_BASH.format(victim=VICTIMS[victim]))
+    (folder / "bash").chmod(0o700)
+    for index in range(number):
+        (folder / f"death-{index}").touch()
+    return {"DEATHS": str(folder), "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_death_while_triton_starts_is_mended_once(tmp_path: Path, victim: str) -> None:
+    """Its Python backend aborts now and then while it loads models."""
+    environment = deaths_while_triton_starts(tmp_path / "bin", victim, 1)
+    client = RewardClient(tmp_path / "services", config=CONFIG, access=run_access(tmp_path), texts=rollout_texts)
+    with toy_server("reward", tmp_path / "services", environment=environment) as server, contextlib.closing(client):
+        assert client.score([rollout("AB", "A")]).result().rewards.tolist() == pytest.approx([0.2])
+        assert server.log().count("died while starting") == server.log().count("it is started once more") == 1
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_second_death_while_triton_starts_ends_the_server(tmp_path: Path, victim: str) -> None:
+    with toy_server("reward", tmp_path / "services", environment=deaths_while_triton_starts(tmp_path / "bin", victim, 2)) as server:
+        assert server.exit_codes() == [1]
+        assert server.log().count("it is started once more") == 1
+        assert "died while starting; see" in server.log().splitlines()[-1]
+        assert not (tmp_path / "services" / "reward.json").exists()
+    assert not [command for command in processes_with_variable(f"DEATHS={tmp_path / 'bin'}").values() if "triton" in command]
 
 
 def test_a_signal_while_triton_starts_ends_the_server(tmp_path: Path) -> None:

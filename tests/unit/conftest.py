@@ -87,22 +87,23 @@ def load_policy(topology) -> Callable[..., Any]:
 def make_model(topology) -> Callable[..., Any]:
     """`make_model(kind, optimizer=None, seed=0, architecture=..., config=..., training=...)`: a random policy, value or reward model.
 
-    kind: "policy", "value" or "reward"; the last three are fields of `Architecture`, `ModelConfig` and `Training`.
+    kind: "policy", "value" or "reward" (with its `head`); others are fields of `Architecture`, `ModelConfig` and `Training`.
     """
     from aligner.models.build import LanguageModel, ScalarModel
     from aligner.models.config import Architecture, Family, ModelConfig
     from aligner.models.policy import MegatronPolicy
     from aligner.models.reward import MegatronRewardModel
+    from aligner.models.scalar_head import VALUES, ScalarHead
     from aligner.models.trainable import TrainableModel, Training
     from aligner.models.value import MegatronValueModel
     from aligner.parallel.topology import ParallelConfig
 
-    def make(kind: str, *, optimizer: Any = None, seed: int = 0, architecture=None, config=None, training=None) -> Any:
+    def make(kind: str, *, optimizer: Any = None, seed: int = 0, architecture=None, config=None, training=None, head=None) -> Any:
         sizes = {"family": Family.qwen2, "num_layers": 2, "hidden_size": 32, "num_key_value_heads": 2, "ffn_hidden_size": 48}
         sizes |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "qkv_bias": True} | (architecture or {})
         model = ModelConfig(**({"make_vocab_divisible_by": 8, "logits_chunk_size": 16} | (config or {})))
-        builder = LanguageModel if kind == "policy" else ScalarModel
-        module = builder(Architecture(**sizes), model, ParallelConfig(), load=False)
+        head = {"value": {"head": VALUES}, "reward": {"head": head or ScalarHead()}}.get(kind, {})
+        module = (ScalarModel if head else LanguageModel)(Architecture(**sizes), model, ParallelConfig(), load=False, **head)
         randomize(module, seed)
         trainable = TrainableModel([module], topology, Training(optimizer=optimizer, **({"total_steps": 10} | (training or {}))))
         if kind == "policy":

@@ -8,9 +8,11 @@ import pytest
 
 from aligner.config import compose, from_yaml, to_yaml
 from aligner.errors import ConfigError
+from aligner.models.config import ModelConfig
 from aligner.rewards.config import NamedRewardConfig, OnError
 from aligner.schema import nearest, schema_keys
-from aligner.schemas import ModelConfig, RewardConfig, TrainGRPO
+from aligner.schemas import TrainGRPO
+from aligner.servers.components import RewardConfig
 
 
 @dataclass(kw_only=True, slots=True)

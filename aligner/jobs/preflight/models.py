@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aligner.jobs.programs import Job
 from aligner.models.config import ModelConfig
-from aligner.schemas import OnlineRun, TrainPPO, TrainRewardModel
+from aligner.schemas import ConstitutionalAI, OnlineRun, TrainPPO, TrainRewardModel, WritingRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,13 +18,18 @@ class UsedModel:
     config: ModelConfig
     is_scalar: bool  # has one number per token instead of logits
     needs_head: bool  # a scalar head that is not in the files would be random, and never be trained
+    reads_text: bool = False  # it is sent texts, not token ids: its tokenizer may be another one
 
 
 def used_models(config: Job) -> list[UsedModel]:
     """Every model that a component of this job loads, the trained one first; where a reward is a function, its tokenizer's."""
-    rewards = isinstance(config, TrainRewardModel)
+    scores = isinstance(config, WritingRun) and config.scores
+    rewards = scores or isinstance(config, TrainRewardModel)
     name = "actor" if isinstance(config, OnlineRun) else "trainer"
-    found = [UsedModel(component=name, key="model", config=config.model, is_scalar=rewards, needs_head=False)]
+    found = [UsedModel(component=name, key="model", config=config.model, is_scalar=rewards, needs_head=scores)]
+    if isinstance(config, ConstitutionalAI) and config.judge.path:
+        judge = replace(config.model, path=config.judge.path, tokenizer="")
+        found.append(UsedModel(component="judge", key="judge", config=judge, is_scalar=False, needs_head=False, reads_text=True))
     if not isinstance(config, OnlineRun):
         return found
     if isinstance(config, TrainPPO):

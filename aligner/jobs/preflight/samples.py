@@ -9,9 +9,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from aligner.algorithms.chains import Pairs
+from aligner.algorithms.self_rewarding import JudgedBy
+from aligner.data.cases import load_cases
+from aligner.data.constitution import load_constitution
+from aligner.data.demonstrations import load_demonstrations
+from aligner.data.distillation import load_distillation
 from aligner.data.preferences import load_preferences
 from aligner.data.prompts import load_prompts
+from aligner.data.proposals import load_proposals
+from aligner.data.regression import load_regression
 from aligner.data.report import LoadReport
+from aligner.data.requests import load_requests, load_unlabelled
+from aligner.data.sampled import load_sampled
+from aligner.data.steps import load_steps
 from aligner.data.supervised import load_supervised
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.unpaired import load_unpaired
@@ -21,7 +32,22 @@ from aligner.jobs.preflight.models import used_models
 from aligner.jobs.preflight.tokenizers import tokenizer_of
 from aligner.jobs.programs import Job
 from aligner.protocols import RewardModel
-from aligner.schemas import OnlineRun, TrainKTO, TrainSFT
+from aligner.schemas import (
+    Annotate,
+    ConstitutionalAI,
+    Generate,
+    OnlineRun,
+    TrainDistillation,
+    TrainKTO,
+    TrainProcessRewardModel,
+    TrainRegressionRewardModel,
+    TrainSelfRewarding,
+    TrainSFT,
+    TrainSPIN,
+    TrainSteerLM2,
+    WriteProposals,
+    WriteTeacherLogprobs,
+)
 
 NUM_RECORDS = 200  # an even number: some formats have pairs of lines
 MANY_LEFT_OUT = 0.5  # part of the sample
@@ -49,17 +75,38 @@ class Scores:
     empty: list[float] = field(default_factory=list)
     num_with_answer: int = 0
     accuracy: str = ""
+    judge: str = ""  # what the policy is asked where it judges itself
 
 
-def load_sample(config: Job, location: str, tokenizer: Tokenizer) -> tuple[Sequence[Any], LoadReport]:
-    """The usable ones of the first records, and the report. Raises DataError listing the bad lines."""
+def load_sample(config: Job, location: str, tokenizer: Tokenizer, first: int | None = NUM_RECORDS) -> tuple[Sequence[Any], LoadReport]:
+    """The usable ones of the first records (None: of all), and the report. Raises DataError listing the bad lines."""
+    if isinstance(config, TrainSPIN):
+        return load_demonstrations(location, config.data, tokenizer, first=first)
     if isinstance(config, OnlineRun):
-        return load_prompts(location, config.data, tokenizer, first=NUM_RECORDS)
-    if isinstance(config, TrainSFT):
-        return load_supervised(location, config.data, tokenizer, first=NUM_RECORDS)
+        return load_prompts(location, config.data, tokenizer, first=first)
+    if isinstance(config, Generate):
+        return load_requests(location, config.data, tokenizer, first=first)
+    if isinstance(config, ConstitutionalAI):
+        load_constitution(config.data.constitution)
+        cases, report = load_cases(location, config.data, tokenizer, given=config.algorithm.pairs is Pairs.given, first=first)
+        return [case.prompt for case in cases], report
+    if isinstance(config, Annotate):
+        return load_unlabelled(location, config.data, tokenizer, first=first)
+    if isinstance(config, WriteProposals):
+        return load_sampled(location, config.data, tokenizer, config.algorithm.sought, first=first)
+    if isinstance(config, TrainSteerLM2):
+        return load_proposals(location, config.data, tokenizer, first=first)
+    if isinstance(config, TrainDistillation):
+        return load_distillation(location, config.data, tokenizer, first=first)
+    if isinstance(config, (TrainSFT, WriteTeacherLogprobs)):
+        return load_supervised(location, config.data, tokenizer, first=first)
+    if isinstance(config, TrainRegressionRewardModel):
+        return load_regression(location, config.data, tokenizer, first=first)
+    if isinstance(config, TrainProcessRewardModel):
+        return load_steps(location, config.data, tokenizer, first=first)
     if isinstance(config, TrainKTO):
-        return load_unpaired(location, config.data, tokenizer, first=NUM_RECORDS)
-    return load_preferences(location, config.data, tokenizer, first=NUM_RECORDS)
+        return load_unpaired(location, config.data, tokenizer, first=first)
+    return load_preferences(location, config.data, tokenizer, first=first)
 
 
 def _observe_data(context: Context) -> Sample:
@@ -68,7 +115,7 @@ def _observe_data(context: Context) -> Sample:
     summaries, content, left_out, num_bad = [], hashlib.sha256(), 0.0, 0
     for location in filter(None, (config.data.train, config.data.validation)):
         examples, report = load_sample(config, location, tokenizer)
-        content.update(repr(examples).encode())
+        content.update(repr(list(examples)).encode())
         used = report.num_kept / max(1, report.num_records)
         left_out, num_bad = max(left_out, 1 - used), num_bad + report.num_bad
         summaries.append(report.summary())
@@ -96,9 +143,9 @@ def _observe_reward(context: Context) -> Scores:
     config = context.config
     if not isinstance(config, OnlineRun):
         return Scores()
-    named = local_rewards(config)
+    named, judge = local_rewards(config), _asked(config)
     if not named:
-        return Scores()
+        return Scores(judge=judge)
     tokenizer = tokenizer_of(used_models(config)[0])
     prompts = load_sample(config, config.data.train, tokenizer)[0][:NUM_SCORED]
     scores: dict[str, list[list[float]]] = {}
@@ -118,7 +165,24 @@ def _observe_reward(context: Context) -> Scores:
         empty=empty,
         num_with_answer=sum(prompt.answer is not None for prompt in prompts),
         accuracy=config.accuracy.function,
+        judge=judge,
     )
+
+
+def _asked(config: OnlineRun) -> str:
+    """What the policy is asked where it judges itself; '' elsewhere. Raises ConfigError for a template that cannot be used."""
+    if not isinstance(config, TrainSelfRewarding) or config.algorithm.judge is not JudgedBy.policy:
+        return ""
+    from aligner.jobs.self_rewarding import ask_about  # Megatron-Core comes with it
+    from aligner.models.create import context_length, read_architecture
+
+    model = used_models(config)[0]
+    tokenizer = tokenizer_of(model)
+    prompts, _ = load_sample(config, config.data.train, tokenizer)
+    context = context_length(model.config, read_architecture(model.config, vocab_size=tokenizer.vocab_size))
+    asking = ask_about(config, prompts, (), tokenizer=tokenizer, context=context)
+    size = len(asking.ask(prompts[0], ()))
+    return f"the policy judges itself, {config.algorithm.num_judgements} times: asked about {prompts[0].source} in {size} tokens"
 
 
 def local_rewards(config: OnlineRun) -> dict[str, tuple[str, Callable[[Decode], RewardModel]]]:
@@ -155,10 +219,12 @@ def _score(reward: Any, prompts: Sequence[Any], responses: Sequence[list[int]], 
 def judge_reward(context: Context, seen: Mapping[int, Scores]) -> Finding:
     """A warning where an empty response is worth as much as the answers."""
     first = seen[0]
+    accuracy = f"; {first.accuracy} judges validation" if first.accuracy else ""
+    if first.judge:
+        return Finding(level=Level.ok, found=f"{first.judge}{accuracy}")
     if not first.function and not first.accuracy:
         text = "no reward function: a reward model scores" if isinstance(context.config, OnlineRun) else "this run has no rewards"
         return Finding(level=Level.ok, found=text)
-    accuracy = f"; {first.accuracy} judges validation" if first.accuracy else ""
     if not first.function:
         return Finding(level=Level.ok, found=f"a reward model scores{accuracy}")
     empty = sum(first.empty) / len(first.empty)

@@ -23,6 +23,7 @@ class Tokens:
 
     described: dict[str, str] = field(default_factory=dict)  # component -> a few words
     digests: dict[str, str] = field(default_factory=dict)  # component -> of the sample's ids and the special tokens
+    apart: list[str] = field(default_factory=list)  # components that may have a tokenizer of their own
     notes: list[str] = field(default_factory=list)  # what a person should know, though it is no mistake
 
 
@@ -47,7 +48,8 @@ def _observe(context: Context) -> Tokens:
             raise ConfigError(f"{model.component} ({model.key}): {error}") from error
         digests[model.component] = digest(tokenizer)
         notes += found if digests[model.component] not in list(digests.values())[:-1] else []  # once for the same tokenizer
-    return Tokens(described=described, digests=digests, notes=notes)
+    apart = [model.component for model in used_models(context.config) if model.reads_text]
+    return Tokens(described=described, digests=digests, apart=apart, notes=notes)
 
 
 def look(tokenizer: Tokenizer, config: Job) -> tuple[str, list[str]]:
@@ -84,7 +86,7 @@ def judge(context: Context, seen: Mapping[int, Tokens]) -> Finding:
         text = f"{who(context.allocation, others)}: another tokenizer under the same path than on {context.allocation.node_of(0)}"
         return Finding(level=Level.fatal, found=text, advice="put models on a file system that all nodes share")
     main, *rest = first.digests
-    if different := [name for name in rest if first.digests[name] != first.digests[main]]:
+    if different := [name for name in rest if name not in first.apart and first.digests[name] != first.digests[main]]:
         text = f"the tokenizer of {' and '.join(different)} is not that of the {main}, whose token ids it is sent"
         advice = "train the reward model and critic on the actor's tokenizer"
         return Finding(level=Level.fatal, found=text, advice=advice)

@@ -15,10 +15,10 @@ from aligner.jobs.preflight.models import UsedModel, used_models
 from aligner.jobs.programs import Job
 from aligner.models.checkpoint_files import MARKER, read_marker, resolve
 from aligner.models.config import Architecture
+from aligner.models.scalar_head import HF_HEADS
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _MOST_HEADER_BYTES = 100 << 20  # what the format itself allows
-_HEAD = "score_head."
 _LM_HEAD = "lm_head.weight"
 _OUTPUT_LAYER = "output_layer.weight"
 
@@ -59,8 +59,8 @@ def check_model(model: UsedModel) -> tuple[str, list[str]]:
         return words, []
     tensors, num_bytes = check_safetensors(source)
     check_names(source, read_architecture(model.config, vocab_size=0), set(tensors), is_scalar=model.is_scalar)
-    if model.needs_head and not any(name.startswith(_HEAD) for name in tensors):
-        raise CheckpointError(f"{model.key}.path={model.config.path}: has no {_HEAD}*: its scores would be those of a random head")
+    if model.needs_head and not any(name.startswith(HF_HEADS) for name in tensors):
+        raise CheckpointError(f"{model.key}.path={model.config.path}: has no {HF_HEADS[0]}*: its scores would be those of a random head")
     return f"{source}: {len(tensors)} tensors, {num_bytes / 2**30:.1f} GiB", []
 
 
@@ -137,7 +137,7 @@ def check_names(directory: Path, architecture: Architecture, names: set[str], *,
 
     table = weight_names(architecture)
     headless = not any(name.startswith(table.base_prefix) for name in names)
-    present = {name if not headless or name.startswith((_LM_HEAD, _HEAD)) else table.base_prefix + name for name in names}
+    present = {name if not headless or name.startswith((_LM_HEAD, *HF_HEADS)) else table.base_prefix + name for name in names}
     missing = [name for name in _needed(architecture, is_scalar) if name not in present]
     if missing:
         raise CheckpointError(f"{directory}: no tensor named {missing[0]}, and {len(missing) - 1} more are missing")

@@ -11,9 +11,12 @@ import yaml
 from aligner.algorithms.dpo import DPOConfig
 from aligner.algorithms.grpo import GRPOConfig
 from aligner.algorithms.kto import KTOConfig
+from aligner.algorithms.online_distillation import OnlineDistillationConfig
 from aligner.algorithms.online_dpo import OnlineDPOConfig
 from aligner.algorithms.ppo import PPOConfig
 from aligner.algorithms.rejection_sampling import RejectionSamplingConfig
+from aligner.algorithms.self_rewarding import SelfRewardingConfig
+from aligner.algorithms.spin import SPINConfig
 from aligner.config import from_yaml
 
 FOLDER = Path(__file__).parents[3] / "conf" / "algorithm"
@@ -21,8 +24,11 @@ OTHERS = {
     "ppo": PPOConfig,
     "kto": KTOConfig,
     "apo_zero_kto": KTOConfig,
+    "online_distill": OnlineDistillationConfig,
     "online_dpo": OnlineDPOConfig,
     "rejection_sampling": RejectionSamplingConfig,
+    "spin": SPINConfig,
+    "self_rewarding": SelfRewardingConfig,
 }
 # Losses on pairs, in the settings of aligner/algorithms/dpo.py.
 PAIRS = {

@@ -171,8 +171,9 @@ def test_pairs_made_equal_by_truncation_are_bad(jsonl, chars):
 def test_real_comparisons_split_at_the_last_assistant_turn(shared_data):
     tokenizer = load_tokenizer(shared_data("stories260k"))
     path = str(shared_data("hh_harmless") / "comparisons.jsonl")
-    pairs, report = preferences(path, tokenizer, max_length=4096)
-    assert report.num_kept == report.num_records == 1500
+    pairs, report = preferences(path, tokenizer, max_length=4096, bad_lines=BadLines.skip)
+    assert (report.num_kept, report.num_bad) == (1496, 4)  # whose chosen response is a space
+    assert report.problems[0] == f"{path}:87: the chosen response is ' ', expected text"
     for pair in pairs:
         for row in (pair.chosen, pair.rejected):
             start = row.loss_mask.index(True)

@@ -84,6 +84,16 @@ def test_stories_continuation_has_no_space_of_its_own(shared_data):
         assert tokenizer.decode(ids) == prefix + text
 
 
+def test_a_sampled_response_is_read_so_that_it_is_encoded_as_it_was(shared_data):
+    """What a model wrote and is to learn from: by itself it would read "She" and be learnt as "Lily.She"."""
+    tokenizer = load_tokenizer(shared_data("stories260k"))
+    prompt = tokenizer.encode("There was a girl named Lily.", add_special=True)
+    for text in (" She loved to play.", "\n\nShe", ""):
+        sampled = tokenizer.continuation("There was a girl named Lily.", text)
+        assert tokenizer.decode_after(prompt, [*sampled, tokenizer.eos_id]) == text
+    assert tokenizer.decode_after(prompt, [2], skip_special=False) == "</s>"
+
+
 def test_damaged_tokenizer_directory_without_json_config(shared_data, tmp_path):
     shutil.copy(shared_data("stories260k") / "tokenizer.json", tmp_path)
     with pytest.raises(ConfigError, match="no end-of-sequence token|does not load"):

@@ -10,18 +10,17 @@ from aligner.config import schema_of, to_yaml
 from aligner.data.config import PromptDataConfig
 from aligner.errors import ConfigError
 from aligner.jobs.gap import Options, load
-from aligner.jobs.programs import RECIPES
 from aligner.models.config import ModelConfig
-from aligner.schemas import OnlineRun, TrainGRPO, TrainSFT
+from aligner.schemas import TrainGRPO, TrainPPO, TrainSFT, TrainSPIN
 
-ONLINE = [schema for schema, _ in RECIPES.values() if issubclass(schema, OnlineRun)]
+SCHEMAS = [TrainSFT, TrainSPIN, TrainGRPO, TrainPPO]
 
 
 def test_a_run_directory_says_what_it_is(tmp_path: Path) -> None:
-    for schema in ONLINE:
-        assert schema_of(ONLINE, to_yaml(schema())) is schema
-    with pytest.raises(ConfigError, match="the saved config is of none of TrainGRPO, "):
-        schema_of(ONLINE, to_yaml(TrainSFT()))
+    for schema in SCHEMAS:
+        assert schema_of(SCHEMAS, to_yaml(schema())) is schema
+    with pytest.raises(ConfigError, match="the saved config is of none of TrainSFT, "):
+        schema_of(SCHEMAS, "anything: 1")
     config = TrainGRPO(model=ModelConfig(path="start"), data=PromptDataConfig(train="prompts.jsonl"))
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     found = load(str(tmp_path), ["rollout.tp=2", "rollout.sampling.stop_strings=[a,b]"], random_prompts=False)
@@ -36,7 +35,7 @@ def test_a_run_directory_says_what_it_is(tmp_path: Path) -> None:
         load(str(tmp_path), ["rollout.tq=2"], random_prompts=False)
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="data.train is required"):
         load("grpo", [], random_prompts=False)
     with pytest.raises(ConfigError, match="--tokens 0: must be at least 1"):
@@ -45,3 +44,6 @@ def test_what_is_refused() -> None:
         Options(ulps=-1)
     with pytest.raises(ConfigError, match="config sft: this kind of run does not sample; allowed: grpo, "):
         load("sft", [], random_prompts=False)
+    (tmp_path / "config.yaml").write_text(to_yaml(TrainSFT()))  # SPIN has all of its settings, and more
+    with pytest.raises(ConfigError, match=f"config {tmp_path}: this kind of run does not sample"):
+        load(str(tmp_path), [], random_prompts=False)

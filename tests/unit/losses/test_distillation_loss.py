@@ -47,18 +47,53 @@ def test_the_slope_of_the_forward_kl_is_the_difference_of_the_distributions():
     torch.testing.assert_close(student.grad[0, 1:], (STUDENT - TEACHER).expand(2, 2))
 
 
+@pytest.mark.parametrize("divergence", ["forward_kl", "backward_kl"])
+def test_the_tail_bucket_by_hand(divergence):
+    """The teacher has (0.72, 0.18 | 0.1), the student (0.15, 0.15 | 0.7): the mass outside counts as a third outcome."""
+    student = given(STUDENT, 0.3).requires_grad_()
+    result = distillation_loss(student, given(TEACHER, 0.9), MASK, divergence=Divergence(divergence), tail_bucket=True)
+    result.total.backward()
+    pairs = [(0.72, 0.15), (0.18, 0.15), (0.1, 0.7)]
+    ways = {"forward_kl": [t * math.log(t / s) for t, s in pairs], "backward_kl": [s * math.log(s / t) for t, s in pairs]}
+    assert result.total.item() == pytest.approx(2 * sum(ways[divergence]))
+    assert student.grad.isfinite().all() and not student.grad[0, 0].any()
+
+
+def test_with_the_tail_bucket_mass_outside_the_k_is_learnt():
+    """Logits of 5 tokens, 2 of them named, with equal odds: renormalised there is nothing to learn; with the bucket the mass moves."""
+    teacher = tensor([0.48, 0.48], dtype=torch.float64).log().expand(1, 3, 2)
+    logits = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+    named = logits.log_softmax(-1)[:2].expand(1, 3, 2)
+    plain, bucket = (
+        torch.autograd.grad(distillation_loss(named, teacher, MASK, tail_bucket=tail).total, logits, retain_graph=True)[0]
+        for tail in (False, True)
+    )
+    assert plain.abs().max() < 1e-12
+    torch.testing.assert_close(bucket, 2 * tensor([0.2 - 0.48] * 2 + [0.2 - 0.04 / 3] * 3, dtype=torch.float64))
+
+
+def test_a_tail_that_rounds_to_nothing_is_finite():
+    sure = tensor([1.0, 1e-12]).log()[None, None].expand(1, 3, 2)
+    student = sure.clone().requires_grad_()
+    result = distillation_loss(student, sure, MASK, tail_bucket=True)
+    result.total.backward()
+    assert result.total.item() == pytest.approx(0, abs=1e-6) and student.grad.isfinite().all()
+
+
 def test_temperature_divides_both():
     """At 1/2 probabilities are squared: (16/17, 1/17) and (1/2, 1/2). Logits are as good as log-probs."""
     result = distillation_loss(given(STUDENT, 1.0), given(TEACHER, 50.0), MASK, temperature=0.5)
     assert result.total.item() == pytest.approx(2 * (16 / 17 * math.log(32 / 17) + 1 / 17 * math.log(2 / 17)))
 
 
+@pytest.mark.parametrize("tail_bucket", [False, True])
 @pytest.mark.parametrize("divergence", list(Divergence))
-def test_gradcheck_and_zero_where_equal(divergence):
+def test_gradcheck_and_zero_where_equal(divergence, tail_bucket):
     generator = torch.Generator().manual_seed(1)
-    teacher, student = (torch.randn(2, 3, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    wide = (torch.randn(2, 3, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    teacher, student = (logits.log_softmax(dim=-1)[..., :4] for logits in wide)
     mask = tensor([[False, True, True], [False, True, False]])
-    options = {"divergence": divergence, "teacher_weight": 0.3, "temperature": 1.7}
+    options = {"divergence": divergence, "teacher_weight": 0.3, "temperature": 1.7, "tail_bucket": tail_bucket}
     assert torch.autograd.gradcheck(lambda x: distillation_loss(x, teacher, mask, **options).total, (student.clone().requires_grad_(),))
     same = teacher.clone().requires_grad_()
     result = distillation_loss(same, teacher, mask, **options)

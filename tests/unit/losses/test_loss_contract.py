@@ -7,10 +7,13 @@ from functools import partial
 import pytest
 import torch
 
+from aligner.algorithms.distillation import distillation_terms
+from aligner.algorithms.process_reward_model import process_loss
 from aligner.losses.correction import Correction, CorrectionConfig
+from aligner.losses.distillation import Divergence
 from aligner.losses.policy import Aggregation, policy_loss
 from aligner.losses.preference import DPOVariant, dpo_loss
-from aligner.losses.reward import BradleyTerry, bradley_terry_loss, regression_loss
+from aligner.losses.reward import MISSING_LABEL, BradleyTerry, bradley_terry_loss, regression_loss
 from aligner.losses.sft import sft_loss
 from aligner.losses.steerlm import steerlm_loss
 from aligner.losses.surrogates import Objective
@@ -18,9 +21,9 @@ from aligner.losses.unpaired import kto_loss
 from aligner.losses.value import value_loss
 from aligner.metrics import merge, values
 from aligner.rows import select_rows
-from aligner.types import LabeledBatch, PolicyBatch, PreferenceBatch, TokenOutputs, ValueBatch
+from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, PreferenceBatch, StepBatch, TokenOutputs, ValueBatch
 
-B, S = 6, 7
+B, S, K = 6, 7, 3
 PPO = partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.3, aggregation_constant=5, dual_clip=3.0, entropy_coef=0.1, kl_coef=0.2)
 BAND = CorrectionConfig(kind=Correction.band)
 LOSSES = {
@@ -41,16 +44,21 @@ LOSSES = {
     "kto_averaged": (partial(kto_loss, kl=0.3, beta=0.4, average_logprobs=True), LabeledBatch),
     "regression": (partial(regression_loss, attributes=["help"]), LabeledBatch),
     "steerlm": (steerlm_loss, LabeledBatch),
+    "steps": (process_loss, StepBatch),
+    **{f"distill_{d.value}": (partial(distillation_terms, divergence=d, ce_coef=0.2), DistillationBatch) for d in Divergence},
 }
 TENSORS = {
     PolicyBatch: "old_logprobs advantages ref_logprobs rollout_logprobs",
     ValueBatch: "old_values returns",
     PreferenceBatch: "ref_logprobs",
     LabeledBatch: "ref_logprobs",
+    StepBatch: "step_labels",
+    DistillationBatch: "teacher_logprobs",
 }
+PER_TOKEN = ("logprobs", "entropy", "values", "step_scores", "topk_logprobs")
 
 
-def make(kind, seed=0, empty=False):
+def make(kind, seed=0, empty=False, has_missing=False):
     """A random batch of `kind` and outputs with gradient; row 5 (for pairs, rows 4 and 5) is filler with an empty mask."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(B, S, generator=generator) < 0.6
@@ -58,12 +66,18 @@ def make(kind, seed=0, empty=False):
     mask[:, 0] = False
     mask[-2 if kind is PreferenceBatch else -1 :] = False
     parts = {"tokens": torch.zeros(B, S, dtype=torch.int64), "lengths": torch.full((B,), S), "loss_mask": mask & (not empty)}
-    parts |= {name: torch.randn(B, S, generator=generator) for name in TENSORS.get(kind, "").split()}
+    shape = (B, S, K) if kind is DistillationBatch else (B, S)
+    parts |= {name: torch.randn(shape, generator=generator) for name in TENSORS.get(kind, "").split()}
     if kind is PreferenceBatch:
         parts["margins"] = torch.randn(B // 2, generator=generator)
     if kind is LabeledBatch:
         parts["labels"] = torch.randn(B, 1, generator=generator).sign()
-    outputs = {name: torch.randn(B, S, generator=generator) for name in ("logprobs", "entropy", "values")}
+        if has_missing:
+            parts["labels"][3] = MISSING_LABEL
+    if kind is DistillationBatch:
+        parts["teacher_tokens"] = torch.zeros(shape, dtype=torch.int64)
+    outputs = {name: torch.randn(B, S, generator=generator) for name in PER_TOKEN[:-1]}
+    outputs["topk_logprobs"] = torch.randn(B, S, K, generator=generator)
     outputs["scores"] = torch.randn(B, 1, generator=generator)
     return kind(**parts), {name: x.requires_grad_() for name, x in outputs.items()}
 
@@ -84,7 +98,7 @@ def test_padding_changes_nothing(name):
         for part in TENSORS.get(kind, "").split():
             parts[part][padding] = garbage
         spoiled = {key: x.detach().clone() for key, x in outputs.items()}
-        for key in ("logprobs", "entropy", "values"):
+        for key in PER_TOKEN:
             spoiled[key][padding] = garbage
         filler = padding.all(dim=1)
         spoiled["scores"][filler] = garbage
@@ -113,7 +127,7 @@ def test_an_empty_mask_is_a_finite_zero(name):
 @pytest.mark.parametrize("cuts", [(0, 2, 4, 6), (0, 2, 6), (0, 4, 6)])
 def test_any_split_into_micro_batches_gives_the_same_sums(name, cuts):
     loss, kind = LOSSES[name]
-    batch, outputs = make(kind)
+    batch, outputs = make(kind, has_missing=name == "regression")
     whole = loss(TokenOutputs(**outputs), batch)
     whole.total.backward()
     parts, split = [], {key: x.detach().clone().requires_grad_() for key, x in outputs.items()}

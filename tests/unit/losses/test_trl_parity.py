@@ -19,7 +19,7 @@ from aligner.losses.surrogates import Objective
 from aligner.rows import select_rows
 from aligner.types import PolicyBatch, TokenOutputs
 
-trl = pytest.importorskip("trl", reason="parity with TRL needs trl, which the `dev` extra installs")
+trl = pytest.importorskip("trl", reason="parity with TRL needs trl 1.16, which the `dev` extra installs on Python 3.11 and later")
 
 GROUP, PROMPT, LENGTHS = 4, 2, (5, 3, 6, 1, 4, 2, 6, 3)
 WIDTH, ROWS = max(LENGTHS), len(LENGTHS)

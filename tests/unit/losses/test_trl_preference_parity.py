@@ -16,7 +16,7 @@ from aligner.losses.reward import BradleyTerry, bradley_terry_loss
 from aligner.losses.unpaired import kl_baseline, kto_loss, mean_log_ratio
 from aligner.types import LabeledBatch, PreferenceBatch, TokenOutputs
 
-trl = pytest.importorskip("trl", reason="parity with TRL needs trl, which the `dev` extra installs")
+trl = pytest.importorskip("trl", reason="parity with TRL needs trl 1.16, which the `dev` extra installs on Python 3.11 and later")
 
 # Three pairs of a prompt of one token; chosen responses are of one length, so that a mean over tokens is one of means over responses too.
 LENGTHS = torch.tensor([4, 6, 4, 2, 4, 3])  # prompt and response; rows chosen and rejected in turn

@@ -105,9 +105,11 @@ def test_vocabulary_weight_has_no_padding():
 
 def test_scalar_models_have_the_same_float32_head_and_no_output_layer():
     from aligner.models.build import ScalarModel
+    from aligner.models.scalar_head import Pooling, ScalarHead
 
     config = ModelConfig(dtype=Dtype.bfloat16)
-    one, other = (ScalarModel(sizes(tied_embeddings=False), config, ParallelConfig(), load=False, num_outputs=3) for _ in range(2))
+    head = ScalarHead(outputs=("a", "b", "c"), pooling=Pooling.tokens)
+    one, other = (ScalarModel(sizes(tied_embeddings=False), config, ParallelConfig(), load=False, head=head) for _ in range(2))
     assert one.score_head.weight.shape == (3, 32) and one.score_head.weight.dtype == torch.float32
     assert torch.equal(one.score_head.weight, other.score_head.weight) and not one.score_head.bias.any()
     assert "output_layer.weight" not in dict(one.named_parameters())

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,14 @@ from aligner.errors import CheckpointError
 from aligner.models.optimizer import OptimizerConfig
 from aligner.types import LabeledBatch
 
+# Megatron-Core 0.19 writes one file per rank, with the common state in it.
+ONE_FILE = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 19)
 FILES = (
     *("aligner.json", "manifest.json", "config.json", "config.yaml", "state.json", "state.pt", "tokenizer.json"),
     *(
         f"{part}/{name}"
         for part in ("weights", "optimizer")
-        for name in (".metadata", "common.pt", "metadata.json", "__0_0.distcp", "__0_1.distcp")
+        for name in (".metadata", "metadata.json", "__0_0.distcp", *(() if ONE_FILE else ("common.pt", "__0_1.distcp")))
     ),
 )
 
@@ -107,9 +110,19 @@ def test_weights_alone_are_verified_without_the_optimizer(folder, make_model):
     chunks = make_model("policy").model.chunks
     (folder / "step_000002" / "optimizer" / "__0_0.distcp").unlink()
     checkpoint.load_weights(chunks, folder)
-    (folder / "step_000002" / "weights" / "__0_1.distcp").write_bytes(b"nothing")
-    with pytest.raises(CheckpointError, match="weights/__0_1.distcp is damaged"):
+    (folder / "step_000002" / "weights" / "__0_0.distcp").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="weights/__0_0.distcp is damaged"):
         checkpoint.load_weights(chunks, folder)
+
+
+def test_a_checkpoint_of_a_later_megatron_is_refused_by_name(folder, model, monkeypatch):
+    from aligner.models import checkpoint_weights
+
+    for part in ("weights", "optimizer"):
+        (folder / "step_000002" / part / "common.pt").unlink(missing_ok=True)
+    monkeypatch.setattr(checkpoint_weights, "NEEDS_COMMON_FILE", True)
+    with pytest.raises(CheckpointError, match=r"step_000002.* has no common.pt, which Megatron-Core .* needs and 0.19 does not write"):
+        load(model, folder, verify=False)
 
 
 # Pickles. Whoever can write a checkpoint can write its manifest too: these are refused without it.
@@ -162,7 +175,9 @@ def test_common_state_and_random_states_that_run_code_are_refused(folder, model,
     torch.save({"optimizer": Harmful(mark)}, folder / "step_000002" / "optimizer" / "common.pt")
     with pytest.raises(CheckpointError, match="optimizer/common.pt: holds more than data"):
         load(model, folder, verify=False)
-    shutil.copyfile(folder / "step_000001" / "optimizer" / "common.pt", folder / "step_000002" / "optimizer" / "common.pt")
+    (folder / "step_000002" / "optimizer" / "common.pt").unlink()
+    if not ONE_FILE:
+        shutil.copyfile(folder / "step_000001" / "optimizer" / "common.pt", folder / "step_000002" / "optimizer" / "common.pt")
     torch.save(Harmful(mark), folder / "step_000002" / "state.pt")
     with pytest.raises(CheckpointError, match="state.pt: holds more than data"):
         load(model, folder, verify=False)

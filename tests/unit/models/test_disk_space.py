@@ -50,7 +50,7 @@ def test_the_estimate_is_about_the_size(trained, tmp_path, monkeypatch, dtype):
     path = save(model, tmp_path, 1)
     (planned,) = asked
     written = sum(file.stat().st_size for folder in ("weights", "optimizer") for file in (path / folder).glob("*.distcp"))
-    assert 0.95 * planned < checkpoint_size.estimated_bytes(model) < 1.02 * planned  # besides tensors there are 10 kB of settings
+    assert 0.93 * planned < checkpoint_size.estimated_bytes(model) < 1.02 * planned  # besides tensors there are 10 kB of settings
     assert planned / 1.02 <= written < planned + 2000 * 4 * len(list(model.module.parameters()))  # each tensor has a header
 
 

@@ -59,9 +59,9 @@ def test_only_masked_positions_are_projected(make_model, monkeypatch):
     policy, batch = make_model("policy", training={"micro_batch_size": 2}), labeled(prompt=5)
     seen = []
 
-    def recorded(hidden, weight, targets, **options):
+    def recorded(hidden, weight, targets, projection):
         seen.append((hidden.shape[0], targets.shape[0], weight.shape[0]))
-        return linear_logprobs(hidden, weight, targets, **options)
+        return linear_logprobs(hidden, weight, targets, projection)
 
     linear_logprobs = heads.linear_logprobs
     monkeypatch.setattr(heads, "linear_logprobs", recorded)

@@ -199,15 +199,18 @@ def test_a_directory_without_safetensors(hf_directory, load_policy, tmp_path):
 def test_score_head_of_the_wrong_width(hf_directory, topology, tmp_path):
     from aligner.models.build import ScalarModel
     from aligner.models.config import ModelConfig
+    from aligner.models.scalar_head import ScalarHead
     from aligner.models.weights import load_hf, save_hf
     from aligner.parallel.topology import ParallelConfig
 
     architecture = architecture_from_hf(json.loads((hf_directory("llama_multi_head") / "config.json").read_text()))
-    one, three = (ScalarModel(architecture, ModelConfig(), ParallelConfig(), load=False, num_outputs=n) for n in (1, 3))
+    one, three = (
+        ScalarModel(architecture, ModelConfig(), ParallelConfig(), load=False, head=ScalarHead(outputs=tuple("abc"[:n]))) for n in (1, 3)
+    )
     save_hf([one], tmp_path, writer=True)
     with pytest.raises(CheckpointError, match="score_head.weight"):
         load_hf([three], tmp_path)
-    again = ScalarModel(architecture, ModelConfig(), ParallelConfig(), load=False)
+    again = ScalarModel(architecture, ModelConfig(), ParallelConfig(), load=False, head=ScalarHead())
     torch.nn.init.zeros_(again.score_head.weight)
     load_hf([again], tmp_path)
     assert torch.equal(again.score_head.weight, one.score_head.weight)

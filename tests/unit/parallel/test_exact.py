@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from aligner.parallel import exact
-from aligner.parallel.logprobs import FAST, linear_logprobs
+from aligner.parallel.logprobs import FAST, Projection, linear_logprobs
 
 GENERATOR = 4
 
@@ -93,12 +93,14 @@ def test_attention_of_a_query_depends_on_what_it_sees_alone():
 
 def test_logprobs_are_the_ordinary_ones_for_any_chunk_of_tokens():
     hidden, weight, targets = noise(23, 16), noise(301, 16), torch.arange(23) * 13
-    expected = linear_logprobs(hidden, weight, targets, temperature=0.7, arithmetic=FAST)
-    whole = linear_logprobs(hidden, weight, targets, temperature=0.7, arithmetic=exact.EXACT)
+    expected = linear_logprobs(hidden, weight, targets, Projection(temperature=0.7, arithmetic=FAST))
+    whole = linear_logprobs(hidden, weight, targets, Projection(temperature=0.7, arithmetic=exact.EXACT))
     torch.testing.assert_close(whole, expected, rtol=0, atol=1e-5)
     for chunk in (1, 5, 22):
-        assert torch.equal(linear_logprobs(hidden, weight, targets, temperature=0.7, chunk_size=chunk, arithmetic=exact.EXACT)[0], whole[0])
-    one = linear_logprobs(hidden[7:8], weight, targets[7:8], temperature=0.7, arithmetic=exact.EXACT)
+        assert torch.equal(
+            linear_logprobs(hidden, weight, targets, Projection(temperature=0.7, chunk_size=chunk, arithmetic=exact.EXACT))[0], whole[0]
+        )
+    one = linear_logprobs(hidden[7:8], weight, targets[7:8], Projection(temperature=0.7, arithmetic=exact.EXACT))
     assert torch.equal(one[0], whole[0][7:8])
 
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from aligner.errors import ConfigError
-from aligner.parallel.logprobs import linear_logprobs
+from aligner.parallel.logprobs import Projection, linear_logprobs
 
 N, H, V = 11, 5, 13
 
@@ -34,7 +34,7 @@ def test_by_hand():
     assert logprobs.tolist() == pytest.approx([math.log(1 / 4), math.log(5 / 8)], abs=1e-6)
     by_hand = -(1 / 8 * math.log(1 / 8) + 1 / 4 * math.log(1 / 4) + 5 / 8 * math.log(5 / 8))
     assert entropy.tolist() == pytest.approx([by_hand, by_hand], abs=1e-6)
-    logprobs, _ = linear_logprobs(hidden, torch.eye(3), torch.tensor([0, 1]), temperature=0.5)
+    logprobs, _ = linear_logprobs(hidden, torch.eye(3), torch.tensor([0, 1]), Projection(temperature=0.5))
     assert logprobs.tolist() == pytest.approx([math.log(1 / 30), math.log(4 / 30)], abs=1e-6)
 
 
@@ -47,7 +47,7 @@ def test_values_and_gradients_equal_autograd(chunk_size, temperature):
     of_logprobs, of_entropy = (torch.randn(N, generator=generator) for _ in range(2))
     expected = reference(reference_hidden, reference_weight, targets, temperature)
     ((expected[0] * of_logprobs).sum() + (expected[1] * of_entropy).sum()).backward()
-    logprobs, entropy = linear_logprobs(hidden, weight, targets, temperature=temperature, chunk_size=chunk_size)
+    logprobs, entropy = linear_logprobs(hidden, weight, targets, Projection(temperature=temperature, chunk_size=chunk_size))
     assert logprobs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(logprobs, expected[0].float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy, expected[1].float(), rtol=1e-5, atol=1e-5)
@@ -61,7 +61,7 @@ def test_gradient_of_one_output_alone(which):
     hidden, weight, targets = inputs(torch.float32)
     reference_hidden, reference_weight, _ = inputs(torch.float32)
     reference(reference_hidden, reference_weight, targets)[which].sum().backward()
-    linear_logprobs(hidden, weight, targets, chunk_size=3)[which].sum().backward()
+    linear_logprobs(hidden, weight, targets, Projection(chunk_size=3))[which].sum().backward()
     torch.testing.assert_close(hidden.grad, reference_hidden.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weight.grad, reference_weight.grad, rtol=1e-4, atol=1e-5)
 
@@ -69,7 +69,7 @@ def test_gradient_of_one_output_alone(which):
 def test_vocab_start_shifts_the_targets():
     hidden, weight, targets = inputs(torch.float32)
     expected = linear_logprobs(hidden, weight, targets)
-    shifted = linear_logprobs(hidden, weight, targets + 100, vocab_start=100)
+    shifted = linear_logprobs(hidden, weight, targets + 100, Projection(vocab_start=100))
     assert torch.equal(shifted[0], expected[0]) and torch.equal(shifted[1], expected[1])
 
 
@@ -91,7 +91,7 @@ def test_no_token_at_all():
 
 def test_bfloat16_keeps_float32_results():
     hidden, weight, targets = inputs(torch.bfloat16)
-    logprobs, entropy = linear_logprobs(hidden, weight, targets, chunk_size=4)
+    logprobs, entropy = linear_logprobs(hidden, weight, targets, Projection(chunk_size=4))
     assert logprobs.dtype == entropy.dtype == torch.float32
     expected = reference(hidden, weight, targets)
     torch.testing.assert_close(logprobs, expected[0].float(), rtol=0, atol=0.05)
@@ -102,7 +102,7 @@ def test_bfloat16_keeps_float32_results():
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
 def test_temperature_must_be_positive(temperature):
     with pytest.raises(ConfigError, match=f"temperature={temperature}"):
-        linear_logprobs(*inputs(torch.float32), temperature=temperature)
+        linear_logprobs(*inputs(torch.float32), Projection(temperature=temperature))
 
 
 class _LargestTensor(TorchDispatchMode):
@@ -123,7 +123,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits():
     hidden = torch.randn(tokens, 8, requires_grad=True)
     weight = torch.randn(vocab, 8, requires_grad=True)
     with _LargestTensor() as seen:
-        logprobs, entropy = linear_logprobs(hidden, weight, torch.arange(tokens) % vocab, chunk_size=chunk)
+        logprobs, entropy = linear_logprobs(hidden, weight, torch.arange(tokens) % vocab, Projection(chunk_size=chunk))
         (logprobs.sum() + entropy.sum()).backward()
     assert seen.elements == chunk * vocab  # of tokens * vocab = 16 times as many
     assert hidden.grad is not None and weight.grad is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -57,7 +58,7 @@ class Texts(HTMLParser):
 def test_the_command_writes_one_page_with_curves_and_samples(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(run)]) == 0
     out = capsys.readouterr().out
-    assert "reward   0.100   0.400" in out and "before (step 0) and after (step 3)" in out
+    assert re.search(r"reward +0\.100 +0\.400", out) and "before (step 0) and after (step 3)" in out
     page = (run / "report.html").read_text(encoding="utf-8")
     read = Texts(page)
     assert read.tags.count("svg") == 3  # rollout reward, validation reward, KL: the run has no other

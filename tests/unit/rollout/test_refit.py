@@ -136,10 +136,11 @@ def test_weights_in_place_are_not_given_back(make_model):
     assert samples(engine) == before
 
 
-def chunk_of(*, tp=1, pp=1, ep=1, expert_tp=1, num_experts=0, groups=4):
+def chunk_of(*, tp=1, pp=1, ep=1, expert_tp=1, num_experts=0, groups=4, adapters=False):
     sizes = {"tp": tp, "pp": pp, "ep": ep, "expt_tp": expert_tp}
     collection = SimpleNamespace(**{name: SimpleNamespace(size=lambda size=size: size) for name, size in sizes.items()})
-    return SimpleNamespace(pg_collection=collection, architecture=SimpleNamespace(num_experts=num_experts, num_key_value_heads=groups))
+    architecture = SimpleNamespace(num_experts=num_experts, num_key_value_heads=groups)
+    return SimpleNamespace(pg_collection=collection, architecture=architecture, lora=SimpleNamespace(is_on=adapters))
 
 
 @pytest.mark.parametrize(
@@ -147,6 +148,7 @@ def chunk_of(*, tp=1, pp=1, ep=1, expert_tp=1, num_experts=0, groups=4):
     [
         ({}, 1, True),
         ({"tp": 2}, 2, True),
+        ({"tp": 2, "adapters": True}, 2, False),  # the engine has them merged
         ({"tp": 2}, 1, False),
         ({"tp": 1}, 2, False),
         ({"pp": 2}, 1, False),

@@ -312,7 +312,7 @@ def complete(critic: CriticHistory, disk: Disk, step: int) -> None:
 @pytest.mark.parametrize("block", range(4))
 def test_random_deaths(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """50 schedules each: at every request the server may die before it, in it or after it, answer late, or get it twice."""
-    monkeypatch.setattr("aligner.servers.journal.os.fsync", lambda descriptor: None)  # the machine stays up in this test
+    monkeypatch.setattr("aligner.files.os.fsync", lambda descriptor: None)  # the machine stays up in this test
     monkeypatch.setattr("builtins.print", lambda *words, **options: None)
     num_deaths = 0
     for seed in range(50):

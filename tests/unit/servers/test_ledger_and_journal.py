@@ -229,7 +229,7 @@ def test_a_damaged_or_half_written_entry(tmp_path: Path) -> None:
     (request,) = chain(1)
     journal_of(tmp_path, [request])
     (path,) = tmp_path.iterdir()
-    (tmp_path / f".{path.name}").write_bytes(b"half of it")
+    (tmp_path / f".{path.name}.new").write_bytes(b"half of it")
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     journal = Journal(tmp_path)
@@ -250,7 +250,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("aligner.servers.journal.os.fsync", full)
+    monkeypatch.setattr("aligner.files.os.fsync", full)
     with pytest.raises(ServerError, match=rf"{tmp_path}/00000002.*: No space left on device; step 2 was not sent"):
         journal.append(second, arrays(2))
     assert journal.entries == [first] and len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,226 @@
+"""Chains of Constitutional AI (see `constitution.py`): settings, what is made of a prompt, and the records that come of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from aligner.algorithms.ai_feedback import Judgement
+from aligner.algorithms.writing import Record
+from aligner.data.cases import Case
+from aligner.data.constitution import Principle
+from aligner.errors import ConfigError
+
+TOO_LONG = "too_long"
+
+
+class Pairs(str, Enum):
+    """Which two responses are compared."""
+
+    none = "none"
+    revised = "revised"  # the last revision with the response that it came from
+    sampled = "sampled"  # two responses that are sampled
+    given = "given"  # those of the records; nothing is sampled
+
+
+class Learnt(str, Enum):
+    """Which revisions become supervised records."""
+
+    last = "last"
+    every = "every"
+
+
+class Broken(str, Enum):
+    """What becomes of a chain in which a step goes wrong."""
+
+    drop = "drop"  # it is left out
+    shorten = "shorten"  # it ends with its last whole revision, if it has one
+
+
+@dataclass(kw_only=True, slots=True)
+class ConstitutionConfig:
+    """Settings of critiques, revisions and comparisons."""
+
+    num_chains: int = 1  # of every prompt
+    num_revisions: int = 1  # rounds of critique and revision; 0: responses are only compared
+    learnt: Learnt = Learnt.last
+    broken: Broken = Broken.drop
+    pairs: Pairs = Pairs.revised
+    num_questions: int = 1  # principles by which two responses are compared, each with its question; log-odds are averaged
+    min_probability: float = 0.5  # of the better response: comparisons below it, and ties, are undecided and left out
+    min_mass: float = 0.0  # probability that the judge must have on its two answers: comparisons below it are left out
+    part_size: int = 256  # prompts per file: what a job that is killed does again, at most
+    batch_size: int = 16  # questions that are answered together, each of four rows
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_chains", 1), ("num_revisions", 0), ("num_questions", 1), ("part_size", 1), ("batch_size", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least {least}")
+        for name, least, most in (("min_probability", 0.5, 1.0), ("min_mass", 0.0, 1.0)):
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be from {least} to {most}")
+        if not self.num_revisions and self.pairs in (Pairs.none, Pairs.revised):
+            raise ConfigError(
+                f"algorithm.num_revisions=0: with algorithm.pairs={self.pairs.value} there is nothing to write; allowed: sampled"
+            )
+        if self.pairs is Pairs.given and (self.num_revisions or self.num_chains > 1):
+            raise ConfigError(
+                f"algorithm.pairs=given: nothing is sampled; allowed: num_revisions=0, num_chains=1, not {self.num_revisions} and "
+                f"{self.num_chains}"
+            )
+
+    @property
+    def samples_per_chain(self) -> int:
+        """Texts that the engine samples for one chain, at most."""
+        return 0 if self.pairs is Pairs.given else 1 + 2 * self.num_revisions + (self.pairs is Pairs.sampled)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """A critique and the revision that followed it."""
+
+    principle: str
+    critique: str
+    revision: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Chain:
+    """What was made of a case. `fault` says what went wrong, '' for nothing: the chain ends there."""
+
+    case: Case
+    number: int  # of the case's chains
+    row: int  # its place in the part
+    principles: list[Principle]
+    draft: str = ""
+    rounds: list[Round] = field(default_factory=list)
+    fault: str = ""
+    second: str = ""  # another response to the case
+    second_fault: str = ""
+
+    @property
+    def newest(self) -> str:
+        """The last revision, or the draft."""
+        return self.rounds[-1].revision if self.rounds else self.draft
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Two responses that are to be compared; `kinds` say what they are."""
+
+    first: str
+    second: str
+    kinds: tuple[str, str]
+
+
+def supervised_records(trace: Mapping[str, Any]) -> list[Record]:
+    """What is learnt of a trace, as `train_sft` reads it: `{prompt, response}`, with how the response came to be."""
+    rounds = trace["rounds"]
+    return [
+        {
+            "prompt": trace["prompt"],
+            "response": rounds[number]["revision"],
+            "source": trace["source"],
+            "draft": trace["draft"],
+            "principles": [one["principle"] for one in rounds[: number + 1]],
+            "critiques": [one["critique"] for one in rounds[: number + 1]],
+            "revisions": [one["revision"] for one in rounds[: number + 1]],
+        }
+        for number in trace["learnt"]
+    ]
+
+
+def preference_records(trace: Mapping[str, Any]) -> list[Record]:
+    """The trace's preference, as `train_reward_model` and `train_dpo` read it: the rewards differ by the log-odds."""
+    found = trace.get("comparison")
+    if found is None or found["left_out"]:
+        return []
+    better, worse = ("first", "second") if found["margin"] > 0 else ("second", "first")
+    margin = abs(found["margin"])
+    return [
+        {
+            "prompt": trace["prompt"],
+            "chosen": found[better],
+            "rejected": found[worse],
+            "chosen_reward": margin / 2,
+            "rejected_reward": -margin / 2,
+            "probability": max(found["probability"], 1 - found["probability"]),
+            "chosen_is": found["kinds"][0 if better == "first" else 1],
+            "questions": found["questions"],
+            "source": trace["source"],
+        }
+    ]
+
+
+def losses_of(trace: Mapping[str, Any]) -> list[str]:
+    """What of a trace is not used, and why: `left_out/<name>` or `shortened/<name>` of a chain, `left_out/comparison_<name>`."""
+    fault, comparison = trace["fault"], trace.get("comparison", {"left_out": ""})
+    found = [f"{'shortened' if trace['learnt'] else 'left_out'}/{fault}"] if fault else []
+    reason = comparison["left_out"]
+    return [*found, f"left_out/comparison_{reason}"] if reason and reason != fault else found
+
+
+def trace_metrics(traces: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of a part: how many chains and comparisons are used, and by name how many are not."""
+    counts = Counter(name for trace in traces for name in losses_of(trace))
+    found = {name: float(count) for name, count in sorted(counts.items())}
+    found["constitution/supervised"] = float(sum(len(trace["learnt"]) for trace in traces))
+    revised = [trace for trace in traces if trace["rounds"]]
+    if revised:
+        found["constitution/unchanged"] = sum(trace["rounds"][-1]["revision"] == trace["draft"] for trace in revised) / len(revised)
+    compared = [trace for trace in traces if "comparison" in trace]
+    if compared:
+        records = [record for trace in compared for record in preference_records(trace)]
+        found["preference/pairs"] = float(len(records))
+        kinds = Counter(str(record["chosen_is"]) for record in records)
+        found |= {f"preference/{kind}_chosen": kinds[kind] / len(records) for kind in sorted(kinds)}
+    return found
+
+
+def trace_of(chain: Chain, config: ConstitutionConfig) -> dict[str, Any]:
+    """`learnt` are the rounds whose revisions are supervised records."""
+    case, rounds = chain.case, chain.rounds
+    whole = rounds and (not chain.fault or config.broken is Broken.shorten)
+    learnt = [] if not whole else list(range(len(rounds))) if config.learnt is Learnt.every else [len(rounds) - 1]
+    return {
+        "source": case.prompt.source,
+        "chain": chain.number,
+        "prompt": case.as_json,
+        "draft": case.response(chain.draft) if chain.draft else "",
+        "rounds": [{"principle": one.principle, "critique": one.critique, "revision": case.response(one.revision)} for one in rounds],
+        "fault": chain.fault,
+        "learnt": learnt,
+    }
+
+
+def pair_of(chain: Chain, config: ConstitutionConfig) -> Pair | str:
+    """The two responses of a chain that are compared, or why there are none."""
+    if config.pairs is Pairs.given:
+        first, second = chain.case.pair
+        pair = Pair(first=first, second=second, kinds=("first", "second"))
+    elif config.pairs is Pairs.sampled:
+        if chain.second_fault or not chain.second:
+            return chain.second_fault or chain.fault
+        pair = Pair(first=chain.draft, second=chain.second, kinds=("first", "second"))
+    else:
+        if not chain.rounds or (chain.fault and config.broken is Broken.drop):
+            return chain.fault
+        pair = Pair(first=chain.newest, second=chain.draft, kinds=("revision", "draft"))
+    return "identical" if pair.first == pair.second else pair
+
+
+def comparison_of(case: Case, pair: Pair, judgement: Judgement | None, config: ConstitutionConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {"first": case.response(pair.first), "second": case.response(pair.second), "kinds": list(pair.kinds)}
+    if judgement is None:
+        return found | {"left_out": TOO_LONG}
+    probability = judgement.probability
+    reason = ""
+    if judgement.mass < config.min_mass:
+        reason = "not_understood"
+    elif not judgement.margin or max(probability, 1 - probability) < config.min_probability:
+        reason = "undecided"
+    odds = [list(both) for both in judgement.log_odds]
+    return found | {"margin": judgement.margin, "probability": probability, "log_odds": odds, "mass": judgement.mass, "left_out": reason}

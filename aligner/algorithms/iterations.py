@@ -1,0 +1,276 @@
+"""Training in iterations on pairs of the policy's own responses: what SPIN (`spin.py`) and self-rewarding (`self_rewarding.py`) share.
+
+Iteration i: the policy of now becomes the reference and answers the iteration's prompts; pairs are made of what it wrote; then
+`epochs_per_iteration` passes over them with a loss of `aligner.losses.pairs`. An iteration has as many steps as all of its prompts would
+need, so that `loop.max_steps` says how many iterations there are, whatever becomes of the pairs.
+
+Whatever is made for an iteration is kept in files, a part at a time, and is a function of weights, prompts, settings and seeds alone: a run
+that is killed goes on with the parts that it had, in the middle of an iteration or of what comes before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from aligner.algorithms.dpo import PairLossConfig
+from aligner.algorithms.epochs import Stateless
+from aligner.algorithms.loop import Clock, StepResult
+from aligner.algorithms.online import OnlineTask
+from aligner.algorithms.online_dpo import MovingReference
+from aligner.algorithms.rollouts import collect, sample_rows, sample_seeds
+from aligner.algorithms.selection import updates_of
+from aligner.data.collate import preference_batch
+from aligner.data.loader import EpochSampler
+from aligner.data.preferences import PreferencePair
+from aligner.errors import CheckpointError, ConfigError
+from aligner.losses.preference import dpo_loss
+from aligner.metrics import merge, values
+from aligner.protocols import Policy
+from aligner.types import FinishReason, Prompt, SampleRow
+
+Item = TypeVar("Item")
+
+
+@dataclass(kw_only=True, slots=True)
+class IterationConfig(PairLossConfig):
+    """How an iteration is made and learnt from, under `algorithm.`."""
+
+    batch_size: int = 64  # pairs per update
+    prompts_per_iteration: int = 0  # 0: all of them
+    epochs_per_iteration: int = 1  # passes over an iteration's pairs
+    sampled_together: int = 1024  # prompts per file of what is sampled: what a run that is killed while it samples does again, at most
+
+    def __post_init__(self) -> None:
+        PairLossConfig.__post_init__(self)
+        for name in ("batch_size", "epochs_per_iteration", "sampled_together"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        if self.prompts_per_iteration < 0:
+            raise ConfigError(f"algorithm.prompts_per_iteration={self.prompts_per_iteration}: must not be negative (0: all prompts)")
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Pairs per update."""
+        return self.batch_size
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Responses sampled per training step, in the mean over an iteration, where each prompt gets one."""
+        return -(-self.batch_size // self.epochs_per_iteration)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps in one training step."""
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What the policy wrote; `ended` where it stopped by itself. `reward`: None where there is none."""
+
+    tokens: tuple[int, ...]
+    ended: bool
+    reward: float | None = None
+
+
+class Kept(Protocol[Item]):
+    """Files of what an iteration is made of, a part at a time. Collective; every rank gets what was read."""
+
+    def read(self, name: str, part: int) -> list[Item] | None:
+        """None where that part has not been written whole."""
+
+    def write(self, name: str, part: int, items: Sequence[Item]) -> None:
+        """All of it, or nothing where the process ends meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Iteration:
+    """One of them: `number` from 1, the `name` of its files, and its prompts (positions in the data) as they are sampled together."""
+
+    number: int
+    name: str
+    parts: tuple[tuple[int, ...], ...]
+
+    @property
+    def rows(self) -> list[int]:
+        """All of its prompts."""
+        return [row for part in self.parts for row in part]
+
+
+class PairIterations(Stateless, ABC):
+    """The algorithm over its parts, but for how pairs are made of responses. Every rank constructs one.
+
+    `prompts` are those of data.train; `group_size` responses are sampled to each. `settings`: text that says how; files of other settings
+    are not gone on with. `rewarded`: the task's reward judges the responses, and is kept with them.
+    """
+
+    area: ClassVar[str]  # of the metric that says which iteration it is
+
+    def __init__(
+        self,
+        config: IterationConfig,
+        policy: Policy,
+        task: OnlineTask,
+        reference: MovingReference,
+        answers: Kept[Answer],
+        *,
+        prompts: Sequence[Prompt],
+        settings: str,
+        group_size: int = 1,
+        rewarded: bool = False,
+    ) -> None:
+        if config.prompts_per_iteration > len(prompts):
+            raise ConfigError(
+                f"algorithm.prompts_per_iteration={config.prompts_per_iteration}: data.train has {len(prompts)} usable prompts"
+            )
+        self.config = config
+        self.policy = policy
+        self.task = task
+        self.reference = reference
+        self.answers = answers
+        self.prompts = prompts
+        self.settings = settings
+        self.group_size = group_size
+        self.rewarded = rewarded
+        self.num_prompts = config.prompts_per_iteration or len(prompts)
+        self.steps_per_iteration = -(-self.num_prompts * config.epochs_per_iteration // config.batch_size)
+        self.loss = partial(dpo_loss, **config.settings())
+        self.iteration = 0  # that is under way: all that it needs has been made
+        self.name = ""  # of its files
+        self.reference_step = 0  # after which the reference was the policy
+        self._sampler = EpochSampler(len(prompts), self.num_prompts, task.seed)
+
+    @abstractmethod
+    def prepare(self, iteration: Iteration, answers: Sequence[Answer], clock: Clock) -> tuple[dict[str, float], Sequence[SampleRow]]:
+        """Make what is learnt from of the iteration's responses: metrics, and rows to show (none: the responses as they were sampled)."""
+
+    @abstractmethod
+    def recall(self, iteration: Iteration, answers: Sequence[Answer]) -> None:
+        """The same from files alone. Raises CheckpointError where they are no longer there."""
+
+    @abstractmethod
+    def pairs(self, iteration: int, position: int) -> tuple[list[PreferencePair], dict[str, float]]:
+        """What step number `position` (from 0) of this iteration learns from, and what is to be said of it."""
+
+    def step(self, step: int, clock: Clock) -> StepResult:
+        iteration, position = divmod(step - 1, self.steps_per_iteration)
+        metrics: dict[str, float] = {f"{self.area}/iteration": float(iteration + 1)}
+        samples: Sequence[SampleRow] = ()
+        if iteration + 1 != self.iteration:
+            found, samples = self._begin(iteration + 1, step - 1, clock)
+            metrics |= found
+        pairs, found = self.pairs(self.iteration, position)
+        metrics |= found
+        if pairs:
+            metrics |= self._update(pairs, step, clock)
+        return StepResult(metrics=metrics, samples=samples)
+
+    def state(self) -> dict[str, Any]:
+        return {"iteration": self.iteration, "name": self.name, "reference_step": self.reference_step}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError where what the iteration is made of is no longer there."""
+        self.iteration, self.name, self.reference_step = state["iteration"], state["name"], state["reference_step"]
+        if self.reference_step:
+            self.reference.restore(self.reference_step)
+        if self.iteration:
+            iteration = Iteration(number=self.iteration, name=self.name, parts=self._parts(self.iteration))
+            self.recall(iteration, self.read(self.answers, iteration, "responses"))
+
+    def summary(self) -> str:
+        """How long an iteration is, for the log."""
+        return f"an iteration is {self.steps_per_iteration} steps on {self.num_prompts} prompts"
+
+    def kept(self, files: Kept[Item], iteration: Iteration, make: Callable[[int, Sequence[int]], list[Item]]) -> list[Item]:
+        """The items of all parts: those that are there are read, `make(number, prompts)` gives the others, which are written."""
+        found: list[Item] = []
+        for number, rows in enumerate(iteration.parts):
+            part = files.read(iteration.name, number)
+            if part is None:
+                part = make(number, rows)
+                files.write(iteration.name, number, part)
+            found += part
+        return found
+
+    def read(self, files: Kept[Item], iteration: Iteration, what: str) -> list[Item]:
+        """The items of all parts. Raises CheckpointError where one is missing, or damaged."""
+        parts = [files.read(iteration.name, number) for number in range(len(iteration.parts))]
+        if missing := [number for number, items in enumerate(parts) if items is None]:
+            raise CheckpointError(f"part {missing[0]} of the {what} {iteration.name} of this run is no longer there, or damaged")
+        return [item for items in parts for item in items]
+
+    def _begin(self, number: int, finished: int, clock: Clock) -> tuple[dict[str, float], Sequence[SampleRow]]:
+        """The policy of now becomes the reference, and answers the prompts of iteration `number`.
+
+        What `state` says changes at the very end: where something fails on the way, the run goes on before all this.
+        """
+        if finished:
+            with clock.phase("reference"):
+                self.reference.renew(finished)
+        iteration = Iteration(number=number, name=self._name(number, finished), parts=self._parts(number))
+        self.policy.sleep()
+        with clock.phase("generate"):
+            self.task.engine.refit(self.policy.version)
+            answers, samples = self._answers(iteration)
+        found, rows = self.prepare(iteration, answers, clock)
+        self.iteration, self.name = number, iteration.name
+        self.reference_step = finished
+        return answer_metrics(answers) | found, rows or samples
+
+    def _answers(self, iteration: Iteration) -> tuple[list[Answer], list[SampleRow]]:
+        """The responses to the prompts of the iteration, those to one prompt side by side; and some as text, where any were sampled now."""
+        size, samples = self.group_size, []
+        seeds = sample_seeds(self.task.seed, iteration.number, self.num_prompts * size)
+
+        def sample(number: int, rows: Sequence[int]) -> list[Answer]:
+            first = number * self.config.sampled_together * size
+            prompts = [self.prompts[row] for row in rows for _ in range(size)]
+            collected = collect(self.task.engine, prompts, seeds[first : first + len(prompts)], scorers=self.task.scorers())
+            samples.extend([] if samples else sample_rows(collected, self.task.decode))
+            rewards = [
+                reward if valid and self.rewarded else None
+                for reward, valid in zip(collected.rewards.tolist(), collected.valid.tolist(), strict=True)
+            ]
+            return [
+                Answer(tokens=one.response, ended=one.finish_reason is FinishReason.stop, reward=reward)
+                for one, reward in zip(collected.rollouts, rewards, strict=True)
+            ]
+
+        return self.kept(self.answers, iteration, sample), samples
+
+    def _update(self, pairs: Sequence[PreferencePair], step: int, clock: Clock) -> dict[str, float]:
+        task = self.task
+        (batch,) = updates_of(
+            preference_batch(pairs, task.pad_id), self.config.batch_size, 1, key=f"{task.seed}/{step}", least=task.topology.dp_size
+        )
+        with clock.phase("ref_logprobs"):
+            batch = replace(batch, ref_logprobs=self.reference.logprobs(batch))
+        with clock.phase("train"):
+            metrics = values(merge([self.policy.train_step(batch, self.loss)]))
+        seconds = clock.seconds["time/ref_logprobs"] + clock.seconds["time/train"]
+        return metrics | {"data/tokens_per_second": int(batch.lengths.sum()) / seconds}
+
+    def _parts(self, number: int) -> tuple[tuple[int, ...], ...]:
+        """The prompts of an iteration, positions in `prompts`, as they are sampled together."""
+        rows, size = self._sampler.indices(number - 1), self.config.sampled_together
+        return tuple(tuple(rows[start : start + size]) for start in range(0, len(rows), size))
+
+    def _name(self, number: int, finished: int) -> str:
+        """Of what the policy that has finished this step makes: other weights, prompts or settings make another name."""
+        prompts = [self.prompts[row].tokens for part in self._parts(number) for row in part]
+        content = hashlib.sha256(repr((self.task.seed, self.settings, self.config.sampled_together, prompts)).encode()).hexdigest()
+        return f"iteration_{number:04d}_step_{finished:06d}_version_{self.policy.version:06d}_{content[:12]}"
+
+
+def answer_metrics(answers: Sequence[Answer]) -> dict[str, float]:
+    """What is said of an iteration's responses."""
+    ended = sum(answer.ended for answer in answers)
+    return {
+        "rollout/response_length": sum(len(answer.tokens) for answer in answers) / len(answers),
+        "rollout/truncated_fraction": 1 - ended / len(answers),
+    }

@@ -1,0 +1,174 @@
+"""On-policy distillation (GKD, Agarwal et al. 2023, 2306.13649): the student learns what the teacher would have said in the student's text.
+
+One step: sample responses to prompts; the teacher's log-probs in each of their places; updates of the student, with `signal`
+
+    topk      on divergence(teacher, student), both renormalised over the teacher's K likeliest tokens (backward KL unless set otherwise)
+    sampled   on PPO's clipped surrogate with the advantage log teacher - log student of each sampled token, whose gradient is that of
+              -KL(student || teacher) over the whole vocabulary, estimated from one token per place.
+
+`topk` has less variance, but does not see what the student does outside the teacher's K tokens; `sampled` does. Gradients do not go through
+the sampling itself, as in the paper. Against `distillation.py`: the text is the student's, so it learns where it errs; the teacher is asked
+at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from aligner.algorithms.distillation import DivergenceConfig, distillation_terms
+from aligner.algorithms.loop import Clock, StepResult
+from aligner.algorithms.online import OnlineTask
+from aligner.algorithms.rollouts import collect, response_metrics, sample_rows, sample_seeds
+from aligner.algorithms.rounds import OnPolicyRounds, Rounds
+from aligner.algorithms.selection import updates_of
+from aligner.data.collate import rollout_batch
+from aligner.errors import ConfigError
+from aligner.losses.aggregation import Aggregation
+from aligner.losses.distillation import Divergence
+from aligner.losses.gap import with_gap
+from aligner.losses.policy import policy_loss
+from aligner.metrics import merge, values
+from aligner.protocols import Policy
+from aligner.types import DistillationBatch, MaskedBatch, PolicyBatch, RolloutBatch
+
+REPORTS = ("validation/reverse_kl", "validation/response_length")  # of a validation
+
+
+class Signal(str, Enum):
+    """What of the teacher is learnt from; see the module's text."""
+
+    topk = "topk"
+    sampled = "sampled"
+
+
+@dataclass(kw_only=True, slots=True)
+class OnlineDistillationConfig(DivergenceConfig):
+    """Settings of on-policy distillation. Those of the divergence are for signal=topk."""
+
+    divergence: Divergence = Divergence.backward_kl
+    signal: Signal = Signal.topk
+    top_k: int = 64  # of the teacher's likeliest tokens; signal=topk
+    prompts_per_step: int = 64
+    group_size: int = 1  # responses sampled per prompt
+    mini_batch_size: int = 64  # responses per update, at most
+    num_epochs: int = 1
+    clip_eps: float = 0.2  # of the ratio; signal=sampled
+
+    def __post_init__(self) -> None:
+        DivergenceConfig.__post_init__(self)
+        for name in ("top_k", "prompts_per_step", "group_size", "mini_batch_size", "num_epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        if self.clip_eps <= 0:
+            raise ConfigError(f"algorithm.clip_eps={self.clip_eps}: must be above 0")
+        if self.signal is Signal.sampled and self.ce_coef:
+            raise ConfigError(f"algorithm.ce_coef={self.ce_coef}: the text is the student's own; allowed with signal=sampled: 0")
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Responses sampled in one training step."""
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps in one training step."""
+        return -(-self.rollouts_per_step // self.mini_batch_size) * self.num_epochs
+
+
+class Teacher(Protocol):
+    """A frozen policy, in the student's processes. Collective."""
+
+    def logprobs(self, batch: MaskedBatch) -> Tensor:
+        """As `Policy.logprobs`."""
+
+    def topk(self, batch: MaskedBatch, k: int, *, below: int) -> tuple[Tensor, Tensor]:
+        """As `aligner.models.policy.MegatronPolicy.topk`."""
+
+
+class OnlineDistillation:
+    """The algorithm over its parts. Every rank constructs one.
+
+    `below`: one more than the largest id of the tokenizer. `judged`: the rollouts have rewards, which are reported and not learnt from.
+    """
+
+    def __init__(
+        self,
+        config: OnlineDistillationConfig,
+        policy: Policy,
+        task: OnlineTask,
+        teacher: Teacher,
+        *,
+        below: int,
+        judged: bool = False,
+        rounds: Rounds | None = None,
+    ) -> None:
+        self.config = config
+        self.policy = policy
+        self.task = task
+        self.teacher = teacher
+        self.below = below
+        self.judged = judged
+        self.rounds = rounds or OnPolicyRounds(task, config.group_size)
+        clip = {"clip_eps_low": config.clip_eps, "clip_eps_high": config.clip_eps, "aggregation": Aggregation.token_mean}
+        by_topk = with_gap(partial(distillation_terms, **config.settings()))
+        self.loss = by_topk if config.signal is Signal.topk else partial(policy_loss, **clip)
+
+    def step(self, step: int, clock: Clock) -> StepResult:
+        task, config = self.task, self.config
+        self.policy.sleep()  # a checkpoint may have woken it
+        collected = self.rounds.take(step, clock)
+        batch = rollout_batch(collected.rollouts, task.pad_id)
+        metrics = response_metrics(collected, clock.seconds["time/generate"])
+        if not self.judged:
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("rollout/reward")}
+        with clock.phase("teacher_logprobs"):
+            examples, found = self.examples(batch)
+        with clock.phase("train"):
+            key, least = f"{task.seed}/{step}", task.topology.dp_size
+            parts = updates_of(examples, config.mini_batch_size, config.num_epochs, key=key, least=least)
+            metrics |= values(merge([self.policy.train_step(part, self.loss) for part in parts]))
+        self.policy.sleep()  # sampling comes next
+        self.rounds.trained(self.policy.version)
+        return StepResult(metrics=metrics | found, samples=sample_rows(collected, task.decode))
+
+    def examples(self, batch: RolloutBatch) -> tuple[DistillationBatch | PolicyBatch, dict[str, float]]:
+        """What is trained on, and what is known of it beforehand."""
+        sampled = batch.rollout_logprobs if self.task.compares_logprobs else None
+        common = {"tokens": batch.tokens, "lengths": batch.lengths, "loss_mask": batch.loss_mask, "rollout_logprobs": sampled}
+        if self.config.signal is Signal.topk:
+            named, logprobs = self.teacher.topk(batch, self.config.top_k, below=self.below)
+            mass = logprobs[batch.loss_mask].double().exp().sum(dim=1).mean().item()
+            return DistillationBatch(**common, teacher_tokens=named, teacher_logprobs=logprobs), {"teacher/mass": mass}
+        teacher, student = self.teacher.logprobs(batch), self.policy.logprobs(batch)
+        apart = {"distillation/reverse_kl": (student - teacher)[batch.loss_mask].double().mean().item()}
+        return PolicyBatch(**common, old_logprobs=student, advantages=teacher - student), apart
+
+    def validate(self) -> Mapping[str, float]:
+        """Log student - log teacher of a token, the mean over samples for the validation prompts: an estimate of KL(student || teacher)."""
+        task = self.task
+        if not task.validation:
+            return {}
+        prompts = list(task.validation)
+        collected = collect(task.engine, prompts, sample_seeds(task.seed, 0, len(prompts)), scorers=task.scorers())
+        batch = rollout_batch(collected.rollouts, task.pad_id)
+        apart = (self.policy.logprobs(batch) - self.teacher.logprobs(batch))[batch.loss_mask]
+        task.keep_samples(sample_rows(collected, task.decode))
+        return {
+            "validation/reverse_kl": apart.double().mean().item(),
+            "validation/response_length": batch.loss_mask.sum(dim=1).double().mean().item(),
+        }
+
+    def finish(self) -> None:
+        """Nothing runs on after a step."""
+
+    def state(self) -> dict[str, Any]:
+        return {"rounds": self.rounds.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.rounds.load_state(state["rounds"], self.policy.version)

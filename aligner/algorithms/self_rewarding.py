@@ -1,0 +1,292 @@
+"""Self-rewarding language models (Yuan et al. 2024, 2401.10020): the policy learns from which of its responses it judges to be the better.
+
+Iteration i: the policy of now becomes the reference, samples `group_size` responses to each prompt, and scores every one of them as a judge
+(`judge.py`), `num_judgements` times. The best and the worst of a group are a pair; then `epochs_per_iteration` passes over the pairs with a
+loss of `aligner.losses.pairs`. With `judge=reward` the run's reward scores instead: iterative DPO (2312.11456).
+
+Against SPIN (`spin.py`): no given responses, so that the policy may become better than its data. Against online DPO (`online_dpo.py`): a
+whole iteration is sampled at once and trained on for many steps, which is cheap where sampling and judging are not.
+
+`length_control` is that of Meta-Rewarding (Wu et al. 2024, 2407.19594): judges like long responses, so that of those that are nearly the
+best the shortest is chosen, and of those that are nearly the worst the longest is rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+
+from aligner.algorithms import validation
+from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, Kept, PairIterations
+from aligner.algorithms.judge import Judge, Judgement, judged, judgement_metrics, score_pattern
+from aligner.algorithms.loop import Clock
+from aligner.algorithms.online import OnlineTask
+from aligner.algorithms.online_dpo import MovingReference
+from aligner.algorithms.rollouts import ScoredRollouts, sample_seeds
+from aligner.algorithms.selection import Pairing, Pairs, pairs_by_length, pairs_of
+from aligner.data.demonstrations import answered
+from aligner.data.loader import EpochSampler
+from aligner.data.preferences import PreferencePair
+from aligner.errors import ConfigError, RunHalted
+from aligner.protocols import Policy
+from aligner.types import FinishReason, Prompt, SampleRow, SamplingConfig
+
+NUM_SHOWN = 4  # responses in a table
+EXCERPT_CHARACTERS = 200  # of a judgement that does not parse
+
+
+class JudgedBy(str, Enum):
+    """Who scores the responses."""
+
+    policy = "policy"  # the model itself, asked in words
+    reward = "reward"  # what `reward` names
+
+
+@dataclass(kw_only=True, slots=True)
+class SelfRewardingConfig(IterationConfig):
+    """Settings of self-rewarding."""
+
+    group_size: int = 4  # responses sampled per prompt
+    judge: JudgedBy = JudgedBy.policy
+    num_judgements: int = 3  # of each response; their mean is its score
+    judge_template: str = ""  # a file with {prompt} and {response}; empty: the paper's, additive from 0 to 5
+    score_pattern: str = r"(?i)score:\s*([0-9]+(?:\.[0-9]+)?)"  # its one group is the score; the last place where it matches counts
+    lowest_score: float = 0.0  # others do not parse
+    highest_score: float = 5.0
+    judge_temperature: float = 0.7
+    judge_top_p: float = 0.9
+    max_judgement_length: int = 256  # tokens
+    min_gap: float = 0.0  # best and worst whose scores differ by no more than this are a tie: left out and counted
+    length_control: float = 0.0  # part of the range of a group's scores from its best, and from its worst, in which length decides; 0: off
+    drop_truncated: bool = True  # responses that were cut at the length limit are in no pair
+
+    def __post_init__(self) -> None:
+        IterationConfig.__post_init__(self)
+        for name, least in (("group_size", 2), ("num_judgements", 1), ("max_judgement_length", 1), ("min_gap", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least {least}")
+        if not self.loss.needs_reference:
+            raise ConfigError(f"algorithm.loss={self.loss.value}: needs one with a reference, such as sigmoid")
+        if not 0 <= self.length_control < 0.5:
+            raise ConfigError(f"algorithm.length_control={self.length_control}: must be at least 0 and below 0.5, or best is worst")
+        if self.lowest_score >= self.highest_score:
+            raise ConfigError(f"algorithm.lowest_score={self.lowest_score}: must be below highest_score={self.highest_score}")
+        if self.judge_template and self.judge is JudgedBy.reward:
+            raise ConfigError(f"algorithm.judge_template={self.judge_template}: with judge=reward nobody is asked; allowed: judge=policy")
+        if not self.judge_temperature and self.num_judgements > 1:
+            raise ConfigError(f"algorithm.num_judgements={self.num_judgements}: with judge_temperature=0 all are the same; allowed: 1")
+        score_pattern(self.score_pattern)
+        self.judge_sampling()
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Responses sampled per training step, in the mean over an iteration."""
+        return -(-self.batch_size * self.group_size // self.epochs_per_iteration)
+
+    @property
+    def judgements_per_step(self) -> int:
+        """Judgements sampled per training step, in the mean over an iteration."""
+        return self.rollouts_per_step * self.num_judgements if self.judge is JudgedBy.policy else 0
+
+    def judge_sampling(self) -> SamplingConfig:
+        """How judgements are drawn. Raises ConfigError for what cannot be."""
+        return SamplingConfig(temperature=self.judge_temperature, top_p=self.judge_top_p, max_response_length=self.max_judgement_length)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """An iteration's responses with what they are worth; None where no valid score was given."""
+
+    answers: Sequence[Answer]
+    scores: Sequence[float | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """What is learnt from, and how many best and worst ones are left out: ties, and pairs of the same tokens."""
+
+    pairs: list[PreferencePair] = field(default_factory=list)
+    num_ties: int = 0
+    num_identical: int = 0
+
+
+class SelfRewarding(PairIterations):
+    """The algorithm over its parts. Every rank constructs one.
+
+    `judge` and the files of its `judgements`: None where the task's reward scores. `rewarded`: there is such a reward; beside a judge it is
+    reported. `settings`: text that says how responses and judgements are sampled, and by what they are scored.
+    """
+
+    area = "self_rewarding"
+
+    def __init__(
+        self,
+        config: SelfRewardingConfig,
+        policy: Policy,
+        task: OnlineTask,
+        reference: MovingReference,
+        answers: Kept[Answer],
+        *,
+        judge: Judge | None = None,
+        judgements: Kept[Judgement] | None = None,
+        rewarded: bool = True,
+        settings: str = "",
+    ) -> None:
+        if (judge is None) != (judgements is None) or (judge is None) != (config.judge is JudgedBy.reward):
+            raise ValueError(f"judge is {judge} and judgements is {judgements}, with algorithm.judge={config.judge.value}")
+        size, shown = config.group_size, repr((config.group_size, settings))
+        super().__init__(config, policy, task, reference, answers, prompts=task.train, settings=shown, group_size=size, rewarded=rewarded)
+        self.judge = judge
+        self.judgements = judgements
+        self._chosen = Chosen()
+
+    def prepare(self, iteration: Iteration, answers: Sequence[Answer], clock: Clock) -> tuple[dict[str, float], Sequence[SampleRow]]:
+        """Scores, and pairs. Raises RunHalted where no response has a score: training would never begin."""
+        if self.judge is None:
+            scored, metrics = self._scored(answers), {}
+        else:
+            with clock.phase("judge"):
+                judgements = self._judge(iteration, answers)
+            scored, metrics = self._scored(answers, judgements), judgement_metrics(judgements)
+            metrics |= _agreement(answers, scored.scores, self.group_size)
+            self._check_parsed(judgements)
+        found, self._chosen = self._choose(iteration, scored)
+        return metrics | found, self._rows(iteration, scored)
+
+    def recall(self, iteration: Iteration, answers: Sequence[Answer]) -> None:
+        judgements = None if self.judgements is None else self.read(self.judgements, iteration, "judgements")
+        _, self._chosen = self._choose(iteration, self._scored(answers, judgements))
+
+    def pairs(self, iteration: int, position: int) -> tuple[list[PreferencePair], dict[str, float]]:
+        """All pairs of an iteration, `epochs_per_iteration` times, are spread evenly over its steps: none weighs more than another."""
+        pairs, steps, epochs = self._chosen.pairs, self.steps_per_iteration, self.config.epochs_per_iteration
+        total = len(pairs) * epochs
+        if not total:
+            return [], {"pairs/in_update": 0.0}
+        order, first = EpochSampler(len(pairs), 1, self.task.seed), (iteration - 1) * total  # other epochs than in iterations before
+        places = range(first + position * total // steps, first + (position + 1) * total // steps)
+        return [pairs[order.indices(place)[0]] for place in places], {"pairs/in_update": float(len(places))}
+
+    def validate(self) -> Mapping[str, float]:
+        """As in all online runs, with the judge's scores for rewards, where there is one; and how much of what it said does not parse."""
+        self.policy.sleep()
+        self.task.engine.refit(self.policy.version)
+        if self.judge is None:
+            return self.task.validate()
+        said: list[Judgement] = []
+        metrics = validation.validate(self.task, partial(self._rejudged, self.judge, said))
+        counts = judgement_metrics(said)
+        unparsed = {"validation/judgements_unparsed": counts["judge/unparsed"] / max(1.0, counts["judge/judgements"])}
+        return metrics | unparsed if metrics else {}
+
+    def _rejudged(self, judge: Judge, said: list[Judgement], collected: ScoredRollouts) -> ScoredRollouts:
+        prompts = [rollout.prompt for rollout in collected.rollouts]
+        seeds = sample_seeds(self.task.seed, 0, len(prompts) * judge.num_judgements)  # the same at every validation
+        judgements = judge.judge(prompts, [rollout.response for rollout in collected.rollouts], seeds)
+        said += judgements
+        return judged(collected, judgements)
+
+    def _judge(self, iteration: Iteration, answers: Sequence[Answer]) -> list[Judgement]:
+        """Of all responses of the iteration, in their order."""
+        size, count = self.group_size, self.judge.num_judgements
+        # A judge's draws are not those of the responses: iterations are counted the other way.
+        seeds = sample_seeds(self.task.seed, -iteration.number, len(answers) * count)
+
+        def judge(number: int, rows: Sequence[int]) -> list[Judgement]:
+            first = number * self.config.sampled_together * size
+            last = first + len(rows) * size
+            prompts = [self.prompts[row] for row in rows for _ in range(size)]
+            responses = [answer.tokens for answer in answers[first:last]]
+            return self.judge.judge(prompts, responses, seeds[first * count : last * count])
+
+        return self.kept(self.judgements, iteration, judge)
+
+    def _scored(self, answers: Sequence[Answer], judgements: Sequence[Judgement] | None = None) -> Scored:
+        given = [answer.reward for answer in answers] if judgements is None else [judgement.score for judgement in judgements]
+        return Scored(answers=answers, scores=given)
+
+    def _choose(self, iteration: Iteration, scored: Scored) -> tuple[dict[str, float], Chosen]:
+        """The pairs of an iteration, and what is said of them and of the scores."""
+        config, size = self.config, self.group_size
+        scores = torch.tensor([0.0 if score is None else score for score in scored.scores], dtype=torch.float32)
+        valid = torch.tensor([score is not None for score in scored.scores], dtype=torch.bool)
+        lengths = torch.tensor([len(answer.tokens) for answer in scored.answers])
+        ended = torch.tensor([answer.ended for answer in scored.answers], dtype=torch.bool)
+        allowed = valid & ended if config.drop_truncated else valid
+        common: dict[str, Any] = {"group_size": size, "min_gap": config.min_gap}
+        if config.length_control:
+            found = pairs_by_length(scores, allowed, lengths, slack=config.length_control, **common)
+        else:
+            found = pairs_of(scores, allowed, pairing=Pairing.best_worst, seed=0, **common)
+        chosen = self._learnt(iteration, scored.answers, found)
+        groups = len(scored.answers) // size
+        metrics = {
+            "rollout/reward": scores[valid].double().mean().item(),
+            "rollout/reward_std": scores[valid].double().std(correction=0).item() if valid.any() else float("nan"),
+            "rollout/rewards_invalid": float((~valid).sum()),
+            "pairs/count": float(len(chosen.pairs)),
+            "pairs/ties": float(chosen.num_ties),
+            "pairs/identical": float(chosen.num_identical),
+            "pairs/prompts_without_any": 1 - len(chosen.pairs) / groups,
+        }
+        if len(found.gaps):
+            metrics["pairs/reward_gap"] = found.gaps.double().mean().item()
+            metrics["pairs/length_gap"] = (lengths[found.chosen] - lengths[found.rejected]).double().mean().item()
+        return metrics, chosen
+
+    def _learnt(self, iteration: Iteration, answers: Sequence[Answer], found: Pairs) -> Chosen:
+        rows, pairs = iteration.rows, []
+        for better, worse, gap in zip(found.chosen.tolist(), found.rejected.tolist(), found.gaps.tolist(), strict=True):
+            one, other = answers[better].tokens, answers[worse].tokens
+            if one != other:
+                prompt = self.prompts[rows[better // self.group_size]]
+                pairs.append(PreferencePair(chosen=answered(prompt, one), rejected=answered(prompt, other), margin=gap))
+        return Chosen(pairs=pairs, num_ties=found.num_ties, num_identical=len(found.gaps) - len(pairs))
+
+    def _check_parsed(self, judgements: Sequence[Judgement]) -> None:
+        if any(judgement.parsed for judgement in judgements):
+            return
+        said = next((text for judgement in judgements for text in judgement.texts), None)
+        what = "all are too long to be judged" if said is None else f"a judgement ends {said[-EXCERPT_CHARACTERS:]!r}"
+        raise RunHalted(
+            f"none of {len(judgements)} responses got a score from {self.config.lowest_score} to {self.config.highest_score} by "
+            f"algorithm.score_pattern={self.config.score_pattern}: {what}. A model that cannot judge needs examples of it in its SFT data, "
+            "a longer algorithm.max_judgement_length, or another algorithm.judge_template"
+        )
+
+    def _rows(self, iteration: Iteration, scored: Scored) -> list[SampleRow]:
+        rows = [row for row in iteration.rows for _ in range(self.group_size)]
+        return [
+            _row(self.prompts[row], replace(answer, reward=score), self.task)
+            for row, answer, score in list(zip(rows, scored.answers, scored.scores, strict=True))[:NUM_SHOWN]
+        ]
+
+
+def _row(prompt: Prompt, answer: Answer, task: OnlineTask) -> SampleRow:
+    return SampleRow(
+        prompt=prompt.text or task.decode(prompt.tokens),
+        response=task.decode(answer.tokens),
+        reward=float("nan") if answer.reward is None else answer.reward,
+        finish_reason=FinishReason.stop if answer.ended else FinishReason.length,
+    )
+
+
+def _agreement(answers: Sequence[Answer], scores: Sequence[float | None], size: int) -> dict[str, float]:
+    """Where there are rewards beside the judge's scores: their mean, and how often both prefer the same of two responses to a prompt."""
+    rewards = [answer.reward for answer in answers if answer.reward is not None]
+    if not rewards:
+        return {}
+    agreed: list[bool] = []
+    for start in range(0, len(answers), size):
+        both = [(a.reward, s) for a, s in zip(answers[start : start + size], scores[start : start + size], strict=True)]
+        known = [(reward, score) for reward, score in both if reward is not None and score is not None]
+        for position, (reward, score) in enumerate(known):
+            order = [(reward - r) * (score - s) for r, s in known[:position]]
+            agreed += [product > 0 for product in order if product]
+    metrics = {"judge/reward": sum(rewards) / len(rewards)}
+    return metrics | ({"judge/agreement": sum(agreed) / len(agreed)} if agreed else {})

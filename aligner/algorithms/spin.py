@@ -1,0 +1,105 @@
+"""Self-play fine-tuning (SPIN, Chen et al. 2024, 2401.01335): the policy learns to prefer the data to what it wrote itself before.
+
+Iteration i: the policy of now becomes the reference and answers the prompts; then `epochs_per_iteration` passes over the pairs (chosen: the
+given response, rejected: its own) with a loss of `aligner.losses.pairs`,
+
+    -log sigma(beta ((l_chosen - ref_chosen) - (l_rejected - ref_rejected))).
+
+Against DPO (`dpo.py`): nobody compares responses, supervised data are enough. Against `online_dpo.py`: no reward, and the samples are one
+iteration old. Against SFT (`sft.py`): it goes on where SFT has converged, until the policy's responses cannot be told from the data's.
+
+Responses are kept in files, a part at a time, and what they are is a function of weights, prompts and seeds alone: a run that is killed
+goes on with those that it had, in the middle of an iteration or of its sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, Kept, PairIterations
+from aligner.algorithms.loop import Clock
+from aligner.algorithms.online import OnlineTask
+from aligner.algorithms.online_dpo import MovingReference
+from aligner.data.collate import supervised_batch
+from aligner.data.demonstrations import Demonstration
+from aligner.data.loader import EpochSampler
+from aligner.data.preferences import PreferencePair
+from aligner.errors import ConfigError
+from aligner.protocols import Policy
+from aligner.types import SampleRow
+
+REPORTS = ("validation/loss",)  # of a validation
+
+
+@dataclass(kw_only=True, slots=True)
+class SPINConfig(IterationConfig):
+    """Settings of SPIN."""
+
+    epochs_per_iteration: int = 2
+    validation_batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        IterationConfig.__post_init__(self)
+        if self.validation_batch_size < 1:
+            raise ConfigError(f"algorithm.validation_batch_size={self.validation_batch_size}: must be at least 1")
+        if not self.loss.needs_reference or self.loss.needs_margins:
+            raise ConfigError(f"algorithm.loss={self.loss.value}: needs one with a reference and without rewards, such as sigmoid")
+
+
+class SPIN(PairIterations):
+    """The algorithm over its parts. Every rank constructs one.
+
+    `settings`: text that says how responses are sampled; files of other settings are not gone on with.
+    """
+
+    area = "spin"
+
+    def __init__(
+        self,
+        config: SPINConfig,
+        policy: Policy,
+        task: OnlineTask,
+        reference: MovingReference,
+        answers: Kept[Answer],
+        *,
+        train: Sequence[Demonstration],
+        validation: Sequence[Demonstration],
+        settings: str = "",
+    ) -> None:
+        super().__init__(config, policy, task, reference, answers, prompts=[one.prompt for one in train], settings=settings)
+        self.train = train
+        self.validation = validation
+        self._order = EpochSampler(self.num_prompts, config.batch_size, task.seed)
+        self._examples: list[tuple[Demonstration, Answer]] = []
+
+    def prepare(self, iteration: Iteration, answers: Sequence[Answer], clock: Clock) -> tuple[dict[str, float], Sequence[SampleRow]]:
+        self.recall(iteration, answers)
+        return {}, ()
+
+    def recall(self, iteration: Iteration, answers: Sequence[Answer]) -> None:
+        self._examples = [(self.train[row], answer) for row, answer in zip(iteration.rows, answers, strict=True)]
+
+    def pairs(self, iteration: int, position: int) -> tuple[list[PreferencePair], dict[str, float]]:
+        rows = self._order.indices((iteration - 1) * self.steps_per_iteration + position)
+        pairs = pairs_of([self._examples[row] for row in rows])
+        return pairs, {"spin/identical": 1 - len(pairs) / len(rows)}
+
+    def validate(self) -> Mapping[str, float]:
+        """Mean token cross-entropy of the validation responses."""
+        total, count, size = 0.0, 0, self.config.validation_batch_size
+        for start in range(0, len(self.validation), size):
+            rows = [one.row(one.response) for one in self.validation[start : start + size]]
+            batch = supervised_batch(rows, self.task.pad_id)
+            total -= self.policy.logprobs(batch).double().sum().item()
+            count += int(batch.loss_mask.sum())
+        return {"validation/loss": total / count} if count else {}
+
+
+def pairs_of(examples: Sequence[tuple[Demonstration, Answer]]) -> list[PreferencePair]:
+    """The given response chosen, the policy's own rejected; those that are the same teach nothing and are left out."""
+    return [
+        PreferencePair(chosen=given.row(given.response), rejected=given.row(answer.tokens), margin=0.0)
+        for given, answer in examples
+        if given.response != answer.tokens
+    ]

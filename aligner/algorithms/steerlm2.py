@@ -1,0 +1,142 @@
+"""SteerLM 2 (2406.08673): the policy Q(y|a,x) is brought towards the responses y that have the attributes a.
+
+One step: a batch of prompts, each with n responses that were sampled from a proposal Q'; the log-probs of the policy of now; one update on
+
+    sum_i (w_i - b_i) * (-log Q(y_i|a,x)) / (mean response tokens),     w, b: `aligner.losses.steerlm`.
+
+Against SteerLM 1 (SFT on conversations with labels): a response counts for as much as it has the attributes it was asked for, not as if it
+had them. Against DPO (`dpo.py`): all n responses are weighed at once, by an attribute model's probabilities instead of an order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aligner.algorithms.epochs import BatchConfig, Stateless
+from aligner.algorithms.loop import Clock, StepResult
+from aligner.data.collate import supervised_batch
+from aligner.data.loader import EpochSampler
+from aligner.data.proposals import OF_PROPOSAL, ProposedGroup
+from aligner.errors import DataError
+from aligner.losses.steerlm import importance_weights, response_coefficients, steerlm_loss
+from aligner.metrics import values
+from aligner.protocols import Policy
+from aligner.types import LabeledBatch
+
+REPORTS = ("validation/kl",)  # of a validation
+
+
+class Proposal(str, Enum):
+    """Where log Q'(y|a,x) comes from."""
+
+    records = "records"
+    start = "start"  # the model that the run starts from, where it sampled the responses: it is asked at every step
+
+
+@dataclass(kw_only=True, slots=True)
+class SteerLM2Config(BatchConfig):
+    """Settings of SteerLM 2."""
+
+    batch_size: int = 16  # prompts, each with all of its responses
+    validation_batch_size: int = 16
+    proposal: Proposal = Proposal.records
+
+
+class Reference(Protocol):
+    """The model that the run starts from, frozen."""
+
+    def logprobs(self, batch: LabeledBatch) -> Tensor:
+        """As `Policy.logprobs`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weighed:
+    """A batch whose labels are the coefficients of `steerlm_loss`, and how far the policy is from what is aimed at."""
+
+    batch: LabeledBatch
+    aim: Tensor  # w, float64 [B]
+    policy: Tensor  # b
+    group_size: int
+
+    @property
+    def kl(self) -> Tensor:
+        """KL(w || b) of each group, nats."""
+        per_row = torch.where(self.aim > 0, self.aim * (self.aim.log() - self.policy.log()), 0.0)
+        return per_row.view(-1, self.group_size).sum(dim=1)
+
+    @property
+    def effective(self) -> Tensor:
+        """How many equal weights w stands for in each group, from 1 to n."""
+        return 1 / self.aim.square().view(-1, self.group_size).sum(dim=1)
+
+
+class SteerLM2(Stateless):
+    """The algorithm over its parts. Every rank constructs one. `reference`: None where the records say what Q' is.
+
+    Raises DataError where neither says it.
+    """
+
+    def __init__(
+        self,
+        config: SteerLM2Config,
+        policy: Policy,
+        reference: Reference | None,
+        *,
+        train: Sequence[ProposedGroup],
+        validation: Sequence[ProposedGroup],
+        pad_id: int,
+        seed: int,
+    ) -> None:
+        if reference is None and (lacking := [group for group in (*train, *validation) if group.proposals is None]):
+            raise DataError(
+                f"{lacking[0].rows[0].source}: the responses of {len(lacking)} records have no {OF_PROPOSAL!r}; "
+                "allowed: algorithm.proposal=start, where model.path sampled them"
+            )
+        self.config = config
+        self.policy = policy
+        self.reference = reference
+        self.train = train
+        self.validation = validation
+        self.pad_id = pad_id
+        self.order = EpochSampler(len(train), config.batch_size, seed)
+
+    def step(self, step: int, clock: Clock) -> StepResult:
+        groups = [self.train[i] for i in self.order.indices(step - 1)]
+        with clock.phase("logprobs"):
+            found = self.weigh(groups)
+        with clock.phase("train"):
+            metrics = values(self.policy.train_step(found.batch, steerlm_loss))
+        metrics["steerlm/kl"] = found.kl.mean().item()
+        metrics["steerlm/effective_responses"] = found.effective.mean().item()
+        metrics["data/tokens_per_second"] = int(found.batch.lengths.sum()) / (clock.seconds["time/logprobs"] + clock.seconds["time/train"])
+        return StepResult(metrics=metrics | {"data/epoch": self.order.epoch(step)})
+
+    def weigh(self, groups: Sequence[ProposedGroup]) -> Weighed:
+        """The rows of these groups with their coefficients under the policy of now."""
+        size = len(groups[0].rows)
+        batch = supervised_batch([row for group in groups for row in group.rows], self.pad_id)
+        targets = _column([group.targets for group in groups])
+        if self.reference is None:
+            proposals = _column([group.proposals for group in groups])
+        else:
+            proposals = self.reference.logprobs(batch).double().sum(dim=1)
+        aim = importance_weights(targets, proposals, group_size=size)
+        policy = importance_weights(self.policy.logprobs(batch).double().sum(dim=1), proposals, group_size=size)
+        coefficients = response_coefficients(aim, policy, batch.loss_mask.sum(dim=1), group_size=size)
+        return Weighed(batch=replace(batch, labels=coefficients[:, None]), aim=aim, policy=policy, group_size=size)
+
+    def validate(self) -> Mapping[str, float]:
+        """KL(w || b), the mean over the validation groups."""
+        size = self.config.validation_batch_size
+        parts = [self.weigh(self.validation[start : start + size]).kl for start in range(0, len(self.validation), size)]
+        return {"validation/kl": torch.cat(parts).mean().item()} if parts else {}
+
+
+def _column(groups: Sequence[Sequence[float] | None]) -> Tensor:
+    return torch.tensor([number for group in groups for number in group or ()], dtype=torch.float64)

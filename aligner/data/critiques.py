@@ -1,0 +1,153 @@
+"""What Constitutional AI asks a model: for a critique, for a revision, and which of two responses is better (2212.08073, sections 3 and 4).
+
+Texts are framed as the paper's dialogues,
+
+    Human: ... Assistant: {response} CritiqueRequest: {request} Critique: {critique} RevisionRequest: {request} Revision:
+
+each part behind an empty line; messages go through the chat template, with the requests as turns of the user. A round sees the prompt and
+the response that it is about, not the rounds before: a revision has the form of a response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from aligner.data.cases import HUMAN_MARK, Case, framed
+from aligner.data.constitution import Comparison, Constitution, Example
+from aligner.data.encoding import PromptStyle, encode_prompt
+from aligner.data.records import ASSISTANT_MARK, Conversation, Message
+from aligner.data.tokenizer import Tokenizer
+
+CRITIQUE_REQUEST, CRITIQUE = "\n\nCritiqueRequest:", "\n\nCritique:"
+REVISION_REQUEST, REVISION = "\n\nRevisionRequest:", "\n\nRevision:"
+MARKS = (HUMAN_MARK, ASSISTANT_MARK, CRITIQUE_REQUEST, CRITIQUE, REVISION_REQUEST, REVISION)  # what follows one is no longer the answer
+ANSWER, OPTIONS = "The answer is:", (" (A)", " (B)")
+UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # bytes that are no text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turns:
+    """One round of a response: what is asked of it, and what has been answered so far."""
+
+    response: str
+    critique_request: str
+    critique: str = ""
+    revision_request: str = ""  # empty: the critique is asked for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """Which of two responses to a dialogue is better."""
+
+    dialogue: str
+    question: str
+    first: str
+    second: str
+
+    @property
+    def text(self) -> str:
+        """The multiple-choice question."""
+        return (
+            f"Consider the following conversation between a human and an assistant:\n\n{self.dialogue}\n\n{self.question}\n"
+            f"Options:\n(A) {self.first}\n\n(B) {self.second}"
+        )
+
+    @property
+    def turned(self) -> Question:
+        """With the responses in the other order."""
+        return replace(self, first=self.second, second=self.first)
+
+
+class Framing:
+    """Token ids of what is asked. Texts are encoded with a begin token where `add_bos` and the tokenizer have one."""
+
+    def __init__(self, tokenizer: Tokenizer, constitution: Constitution, *, add_bos: bool) -> None:
+        self._tokenizer = tokenizer
+        self._style = PromptStyle(apply_chat_template=False, add_bos=add_bos)
+        examples, comparisons = constitution.examples, constitution.comparisons
+        self._shown = "".join(f"{_written(framed(one.prompt), _turns_of(one))} {one.revision}" for one in examples)
+        self._shown_turns = _joined([(*_said((_user(one.prompt),), _turns_of(one)), _assistant(one.revision)) for one in examples])
+        self._compared = "".join(f"{_question_of(one).text}\n\n{ANSWER} ({one.answer})\n\n" for one in comparisons)
+        self._compared_turns = _joined([(_user(_question_of(one).text), _assistant(f"{ANSWER} ({one.answer})")) for one in comparisons])
+        self._options = [tokenizer.continuation(ANSWER, option) for option in OPTIONS]
+
+    def turns(self, case: Case, turns: Turns) -> list[int]:
+        """Ids of what precedes the critique, or the revision, of a response to the case."""
+        if case.messages is None:
+            return self._encode(self._shown + _written(str(case.said), turns))
+        return self._encode(_behind_system(case.messages, self._shown_turns, turns))
+
+    def options(self, question: Question, *, chat: bool) -> list[tuple[list[int], int]]:
+        """For (A) and for (B): ids of the question with this answer, and how many of them precede the answer."""
+        if chat:
+            head = self._encode((*self._compared_turns, _user(question.text)))
+            head += self._tokenizer.continuation("\n", ANSWER)
+        else:
+            head = self._encode(f"{self._compared}{question.text}\n\n{ANSWER}")
+        return [([*head, *option], len(head)) for option in self._options]
+
+    def read(self, response: Sequence[int], *, ended: bool, chat: bool) -> tuple[str, str]:
+        """(the text of a response, what is wrong with it). Nothing is: ''; else truncated, empty or unreadable.
+
+        `ended`: it stopped by itself. Unreadable is one with bytes that are no text, or with a special token in its midst (another turn).
+        """
+        text = self._tokenizer.decode(response)
+        body = response[:-1] if ended else response
+        has_special = self._tokenizer.decode(body) != self._tokenizer.decode(body, skip_special=False)
+        if not chat:
+            cut = min((at for at in map(text.find, MARKS) if at >= 0), default=len(text))
+            ended, text = ended or cut < len(text), text[:cut]
+        text = text.strip()
+        if not ended:
+            return text, "truncated"
+        if not text:
+            return text, "empty"
+        return text, "unreadable" if has_special or UNREADABLE in text else ""
+
+    def _encode(self, said: str | Conversation) -> list[int]:
+        return encode_prompt(self._tokenizer, said, self._style)
+
+
+def _turns_of(example: Example) -> Turns:
+    return Turns(
+        response=example.response,
+        critique_request=example.critique_request,
+        critique=example.critique,
+        revision_request=example.revision_request,
+    )
+
+
+def _question_of(one: Comparison) -> Question:
+    dialogue = framed(one.prompt).removesuffix(ASSISTANT_MARK).strip()
+    return Question(dialogue=dialogue, question=one.question, first=one.first, second=one.second)
+
+
+def _user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def _assistant(text: str) -> Message:
+    return Message(role="assistant", content=text)
+
+
+def _joined(parts: Sequence[Conversation]) -> Conversation:
+    return tuple(message for part in parts for message in part)
+
+
+def _written(said: str, turns: Turns) -> str:
+    """A round as text, up to where the model goes on."""
+    text = f"{said} {turns.response}{CRITIQUE_REQUEST} {turns.critique_request}{CRITIQUE}"
+    return f"{text} {turns.critique}{REVISION_REQUEST} {turns.revision_request}{REVISION}" if turns.revision_request else text
+
+
+def _said(messages: Conversation, turns: Turns) -> Conversation:
+    """A round as messages, up to where the model goes on."""
+    found = (*messages, _assistant(turns.response), _user(turns.critique_request))
+    return (*found, _assistant(turns.critique), _user(turns.revision_request)) if turns.revision_request else found
+
+
+def _behind_system(messages: Conversation, shown: Conversation, turns: Turns) -> Conversation:
+    """The round with examples before it; a system message stays the first."""
+    cut = int(messages[0].role == "system")
+    return (*messages[:cut], *shown, *_said(messages[cut:], turns))

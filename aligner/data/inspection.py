@@ -1,0 +1,152 @@
+"""Examples as the model will see them, for people to read: their lengths, which of them are there twice, and their text with what is learnt
+marked."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from aligner.data.demonstrations import Demonstration
+from aligner.data.labels import MISSING
+from aligner.data.preferences import PreferencePair
+from aligner.data.proposals import ProposedGroup
+from aligner.data.regression import LabelledExample
+from aligner.data.requests import Request, Unlabelled
+from aligner.data.sampled import SampledGroup
+from aligner.data.steps import SteppedExample
+from aligner.data.supervised import SupervisedExample
+from aligner.data.teacher import DistilledExample
+from aligner.data.tokenizer import Tokenizer
+from aligner.data.unpaired import UnpairedExample
+from aligner.errors import DataError
+from aligner.types import Prompt
+
+Example = (
+    Prompt
+    | Request
+    | Unlabelled
+    | SupervisedExample
+    | Demonstration
+    | PreferencePair
+    | UnpairedExample
+    | LabelledExample
+    | SteppedExample
+    | DistilledExample
+    | SampledGroup
+    | ProposedGroup
+)
+BRACKETS = ("[[", "]]")
+COLOURS = ("\x1b[30;42m", "\x1b[0m")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One sequence of tokens; `note` is behind it in a listing: labels, or what it is for."""
+
+    tokens: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """One example: its rows, and where it comes from."""
+
+    source: str
+    rows: tuple[Row, ...]
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for examples with the same tokens."""
+        return tuple(row.tokens for row in self.rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lengths:
+    """Of rows, in tokens."""
+
+    least: int
+    middle: float
+    p95: int
+    most: int
+
+
+def view_of(example: Example) -> View:
+    """An example of any kind. Raises DataError for one that is none of them."""
+    if isinstance(example, (Prompt, Request, Unlabelled)):
+        return _view_of_unlearnt(example)
+    if isinstance(example, (SampledGroup, ProposedGroup)):
+        return _view_of_group(example)
+    if isinstance(example, (SupervisedExample, DistilledExample)):
+        return View(source=example.source, rows=(_row(example),))
+    if isinstance(example, Demonstration):
+        return View(source=example.prompt.source, rows=(_row(example.row(example.response), "the response that is given"),))
+    if isinstance(example, PreferencePair):
+        margin = f", better by {example.margin:g}" if example.margin else ""
+        return View(source=example.source, rows=(_row(example.chosen, f"chosen{margin}"), _row(example.rejected, "rejected")))
+    if isinstance(example, LabelledExample):
+        labels = ", ".join("-" if label == MISSING else f"{label:g}" for label in example.labels)
+        return View(source=example.row.source, rows=(_row(example.row, f"labels: {labels}"),))
+    if isinstance(example, SteppedExample):
+        return View(source=example.row.source, rows=(_row(example.row, f"steps: {', '.join(f'{label:g}' for label in example.labels)}"),))
+    if isinstance(example, UnpairedExample):
+        return View(source=example.row.source, rows=(_row(example.row, "desirable" if example.desirable else "undesirable"),))
+    raise DataError(f"an example is a {type(example).__name__}, which cannot be shown")
+
+
+def _view_of_unlearnt(example: Prompt | Request | Unlabelled) -> View:
+    """One of those that are answered or scored, not learnt."""
+    if isinstance(example, Unlabelled):
+        rows = [_unlearnt(tokens, f"turn {turn}, to be scored") for turn, tokens in zip(example.turns, example.rows, strict=True)]
+        return View(source=example.source, rows=tuple(rows))
+    if isinstance(example, Request):
+        return View(source=example.prompt.source, rows=(_unlearnt(example.prompt.tokens, "to be answered"),))
+    return View(source=example.source, rows=(_unlearnt(example.tokens, f"answer: {example.answer}" if example.answer else ""),))
+
+
+def _view_of_group(example: SampledGroup | ProposedGroup) -> View:
+    """All responses to a prompt; of those with log-probs, these."""
+    notes = [f"response {number}" for number in range(1, len(example.rows) + 1)]
+    if isinstance(example, ProposedGroup):
+        proposals = example.proposals or ("not given",) * len(notes)
+        known = zip(notes, example.targets, proposals, strict=True)
+        notes = [f"{note}: log P(a|x,y) + log P(y|x) {target:g}, log Q(y|a,x) {proposal}" for note, target, proposal in known]
+    rows = tuple(_row(row, note) for row, note in zip(example.rows, notes, strict=True))
+    return View(source=example.rows[0].source, rows=rows)
+
+
+def lengths_of(views: Sequence[View]) -> Lengths:
+    """Of all rows of at least one example; p95: the least length that 95% of them do not exceed."""
+    found = sorted(len(row.tokens) for view in views for row in view.rows)
+    return Lengths(least=found[0], middle=median(found), p95=found[-(-95 * len(found) // 100) - 1], most=found[-1])
+
+
+def duplicates(views: Sequence[View]) -> list[tuple[str, str]]:
+    """(source, source of the first with the same tokens) of every example that was there before."""
+    first: dict[Hashable, str] = {}
+    return [(view.source, first[view.key]) for view in views if first.setdefault(view.key, view.source) != view.source]
+
+
+def render(row: Row, tokenizer: Tokenizer, marks: tuple[str, str] = BRACKETS) -> str:
+    """The text of a row, special tokens too, each run of learnt tokens between `marks`."""
+    pieces, start, size = [], 0, len(row.tokens)
+    written = ""
+    for stop in range(1, size + 1):
+        if stop < size and row.loss_mask[stop] == row.loss_mask[start]:
+            continue
+        whole = tokenizer.decode(row.tokens[:stop], skip_special=False)
+        # A tokenizer may leave out the space at the beginning of what it is given: pieces are cut from the whole text.
+        apart = tokenizer.decode(row.tokens[start:stop], skip_special=False)
+        piece = whole[len(written) :] if whole.startswith(written) else apart
+        pieces.append(f"{marks[0]}{piece}{marks[1]}" if row.loss_mask[start] else piece)
+        written, start = whole, stop
+    return "".join(pieces)
+
+
+def _unlearnt(tokens: tuple[int, ...], note: str) -> Row:
+    return Row(tokens=tokens, loss_mask=(False,) * len(tokens), note=note)
+
+
+def _row(example: SupervisedExample | DistilledExample, note: str = "") -> Row:
+    return Row(tokens=example.tokens, loss_mask=example.loss_mask, note=note)

@@ -1,0 +1,106 @@
+"""Responses with labels, for regression reward models (HelpSteer, 2311.09528; SteerLM's attribute prediction, 2310.05344)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+
+from aligner.data.collate import supervised_batch
+from aligner.data.encoding import Encoded, PromptStyle, encode_conversation, encode_plain, encode_response
+from aligner.data.labelled import LABEL_START, TURN_START, VALUE_TO_TEXT, LabelledRecord, is_labelled, parse_labelled
+from aligner.data.labels import parse_labels
+from aligner.data.records import ConversationRecord, field_text, parse_supervised, raw_object
+from aligner.data.report import LoadReport, Tally
+from aligner.data.reward_config import RegressionDataConfig
+from aligner.data.sources import RawRecord, read_records
+from aligner.data.supervised import SupervisedExample, fit_length
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import DataError
+from aligner.types import LabeledBatch
+
+_TEXT_TO_VALUE = "TEXT_TO_VALUE"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelledExample:
+    """A row to be scored, and one number per attribute; `aligner.data.labels.MISSING` where nobody gave one."""
+
+    row: SupervisedExample
+    labels: tuple[float, ...]
+
+
+def load_regression(
+    location: str, config: RegressionDataConfig, tokenizer: Tokenizer, *, first: int | None = None
+) -> tuple[list[LabelledExample], LoadReport]:
+    """All usable examples at `location` (`config.train` or `config.validation`), and what was left out or cut.
+
+    A conversation is one example for each of its turns that has a label. `first`: only of so many records.
+    Raises: DataError listing all bad lines; DataError where no example is left.
+    """
+    tally = Tally(location, config.bad_lines)
+    style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
+
+    def convert(raw: RawRecord) -> list[LabelledExample]:
+        examples, cut = [], 0
+        for encoded, labels in _judged(raw, config.attributes, tokenizer, style):
+            fitted = fit_length(encoded, config.max_length, config.over_long)
+            cut += fitted is not encoded
+            row = SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source)
+            examples.append(LabelledExample(row=row, labels=labels))
+        tally.truncated += cut > 0
+        return examples
+
+    records = tally.convert(((raw.source, raw) for raw in read_records(location, first)), convert)
+    return list(chain.from_iterable(records)), tally.finish()
+
+
+def labelled_batch(examples: Sequence[LabelledExample], pad_id: int) -> LabeledBatch:
+    """Rows with labels float32 [B, K]."""
+    labels = torch.tensor([example.labels for example in examples], dtype=torch.float32)
+    return replace(supervised_batch([example.row for example in examples], pad_id), labels=labels)
+
+
+def attribute_text(record: LabelledRecord, turn: int) -> str:
+    """The text that an attribute model scores for a turn: the conversation up to it, without labels, and the mark of one."""
+    written = replace(record, turns=record.turns[: turn + 1]).unlabelled()
+    return "".join(text for text, _ in written.segments()).removesuffix(TURN_START) + LABEL_START
+
+
+def _judged(
+    raw: RawRecord, attributes: Sequence[str], tokenizer: Tokenizer, style: PromptStyle
+) -> Iterator[tuple[Encoded, tuple[float, ...]]]:
+    record = raw_object(raw)
+    if is_labelled(raw):
+        yield from _judged_turns(raw, record, attributes, tokenizer, style)
+        return
+    labels = parse_labels(_label(record), attributes, "field 'label'")
+    if "text" in record:
+        yield encode_plain(tokenizer, field_text(record, "text"), style), labels
+        return
+    parsed = parse_supervised(raw)
+    if isinstance(parsed, ConversationRecord):
+        yield encode_conversation(tokenizer, parsed.messages), labels
+    else:
+        yield encode_response(tokenizer, parsed.prompt, parsed.response, style), labels
+
+
+def _judged_turns(
+    raw: RawRecord, record: dict[str, object], attributes: Sequence[str], tokenizer: Tokenizer, style: PromptStyle
+) -> Iterator[tuple[Encoded, tuple[float, ...]]]:
+    given = {**record, "type": VALUE_TO_TEXT if record.get("type") in (None, _TEXT_TO_VALUE) else record["type"]}
+    parsed = parse_labelled(replace(raw, value=given))
+    judged = [number for number, turn in enumerate(parsed.turns) if turn.label]
+    if not judged:
+        raise DataError("field 'conversations' has no turn with a label, expected at least one")
+    for number in judged:
+        labels = parse_labels(parsed.turns[number].label, attributes, f"field 'conversations[{number}]': label")
+        yield encode_plain(tokenizer, attribute_text(parsed, number), style), labels
+
+
+def _label(record: dict[str, object]) -> object:
+    if "label" not in record:
+        raise DataError(f"has the fields {sorted(map(str, record))}, expected a field 'label' with a number for each attribute")
+    return record["label"]

@@ -1,0 +1,105 @@
+"""Responses in judged steps, for process reward models (2305.20050, 2312.08935)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from aligner.data.collate import supervised_batch
+from aligner.data.config import OverLong
+from aligner.data.encoding import PromptStyle, encode_prompt
+from aligner.data.labels import MISSING, parse_step_labels
+from aligner.data.records import Conversation, parse_prompt, raw_object, shown, text_of
+from aligner.data.report import LoadReport, Tally, TooLong
+from aligner.data.reward_config import StepDataConfig
+from aligner.data.sources import RawRecord, read_records
+from aligner.data.supervised import SupervisedExample
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import DataError
+from aligner.types import StepBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SteppedExample:
+    """A prompt and a response; `row.loss_mask` is True on the last token of every judged step, and `labels` has theirs in order."""
+
+    row: SupervisedExample
+    labels: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Record:
+    prompt: str | Conversation
+    steps: tuple[str, ...]
+    labels: tuple[float, ...]
+
+
+def load_steps(
+    location: str, config: StepDataConfig, tokenizer: Tokenizer, *, first: int | None = None
+) -> tuple[list[SteppedExample], LoadReport]:
+    """All usable examples at `location` (`config.train` or `config.validation`), and what was left out or cut.
+
+    `first`: only of so many records.
+    Raises: DataError listing all bad lines; DataError where no example is left.
+    """
+    tally = Tally(location, config.bad_lines)
+    style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
+
+    def convert(raw: RawRecord) -> SteppedExample:
+        whole = _encode(_parse(raw), raw.source, config.step_separator, tokenizer, style)
+        fitted = _fit(whole, config)
+        tally.truncated += fitted is not whole
+        return fitted
+
+    return tally.convert(((raw.source, raw) for raw in read_records(location, first)), convert), tally.finish()
+
+
+def step_batch(examples: Sequence[SteppedExample], pad_id: int) -> StepBatch:
+    """Rows with the labels of their steps in place."""
+    rows = supervised_batch([example.row for example in examples], pad_id)
+    labels = torch.zeros(rows.tokens.shape, dtype=torch.float32)
+    labels[rows.loss_mask] = torch.tensor([label for example in examples for label in example.labels], dtype=torch.float32)
+    return StepBatch(tokens=rows.tokens, lengths=rows.lengths, loss_mask=rows.loss_mask, step_labels=labels)
+
+
+def _parse(raw: RawRecord) -> _Record:
+    record = raw_object(raw)
+    name = "steps" if "steps" in record else "completions"
+    if name not in record or "labels" not in record:
+        raise DataError(f"has the fields {shown(sorted(map(str, record)))}, expected {{prompt, steps (or completions), labels}}")
+    steps = record[name]
+    if not isinstance(steps, list) or not steps:
+        raise DataError(f"field {name!r} is {shown(steps)}, expected a non-empty list of strings")
+    texts = tuple(text_of(step, f"field '{name}[{i}]'") for i, step in enumerate(steps))
+    labels = parse_step_labels(record["labels"], len(texts), "field 'labels'")
+    return _Record(prompt=parse_prompt(raw, "prompt").prompt, steps=texts, labels=labels)
+
+
+def _encode(record: _Record, source: str, separator: str, tokenizer: Tokenizer, style: PromptStyle) -> SteppedExample:
+    """Each step with its separator is the continuation of what is before it; the prompt's text is what a plain prompt has."""
+    tokens = encode_prompt(tokenizer, record.prompt, style)
+    written = record.prompt if isinstance(record.prompt, str) and not style.apply_chat_template else ""
+    mask = [False] * len(tokens)
+    for step, label in zip(record.steps, record.labels, strict=True):
+        ids = tokenizer.continuation(written or "\n", step + separator)  # nothing is the beginning of a text here
+        tokens, written = [*tokens, *ids], written + step + separator
+        mask += [False] * (len(ids) - 1) + [label != MISSING]
+    row = SupervisedExample(tokens=tuple(tokens), loss_mask=tuple(mask), source=source)
+    return SteppedExample(row=row, labels=tuple(label for label in record.labels if label != MISSING))
+
+
+def _fit(example: SteppedExample, config: StepDataConfig) -> SteppedExample:
+    tokens, mask = example.row.tokens, example.row.loss_mask
+    if len(tokens) <= config.max_length:
+        return example
+    if config.over_long == OverLong.drop:
+        raise TooLong
+    if config.over_long == OverLong.bad:
+        raise DataError(f"has {len(tokens)} tokens, allowed: at most max_length={config.max_length} (data.over_long=drop or truncate)")
+    kept = sum(mask[: config.max_length])
+    if not kept:
+        raise DataError(f"has no judged step within max_length={config.max_length} ({len(tokens)} tokens), expected a shorter prompt")
+    row = SupervisedExample(tokens=tokens[: config.max_length], loss_mask=mask[: config.max_length], source=example.row.source)
+    return SteppedExample(row=row, labels=example.labels[:kept])

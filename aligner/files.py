@@ -1,0 +1,31 @@
+"""Files that are either not there or complete."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def publish(path: Path, write: Callable[[Path], object]) -> None:
+    """`write` a new file, which gets its name `path` once all of it is on disk; a file of that name is replaced.
+
+    For files with one writer at a time. Raises what `write` raises, and OSError; nothing of the new file is left then.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.new")
+    try:
+        write(new)
+        with new.open("rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(new, path)
+    except Exception:
+        with contextlib.suppress(OSError):  # the first error counts
+            new.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

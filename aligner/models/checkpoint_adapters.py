@@ -1,0 +1,125 @@
+"""What a checkpoint of a model with adapters holds: they alone (and a head), and where the weights are that they belong to."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aligner.errors import CheckpointError
+from aligner.models.build import Transformer
+from aligner.models.checkpoint_files import MARKER
+from aligner.models.config import LoraConfig, LoraTarget
+from aligner.models.families.mapping import ADAPTER
+from aligner.models.initialise import global_name
+from aligner.models.lora import Adapter, named_adapters
+from aligner.models.scalar_head import HEAD
+from aligner.parallel.mcore import ShardedTensor, parallel_state
+
+LORA = "lora"  # key of a marker
+_LOOKED_AT = 65536  # bytes at the beginning, the middle and the end of a file
+
+
+def whole_state(chunk: Transformer) -> dict[str, Any]:
+    """All parameters of a chunk but adapters', with their place in the whole model."""
+    return {name: shard for name, shard in chunk.sharded_state_dict().items() if ADAPTER not in name}
+
+
+def saved_state(chunk: Transformer) -> dict[str, Any]:
+    """What a checkpoint of this chunk holds: what is trained."""
+    return head_state(chunk) | adapter_state(chunk, dict(named_adapters(chunk))) if chunk.lora.is_on else whole_state(chunk)
+
+
+def head_state(chunk: Transformer) -> dict[str, Any]:
+    """Of a value or reward model's last chunk: the head's parameters; of others nothing."""
+    return {name: shard for name, shard in chunk.sharded_state_dict().items() if name.startswith(HEAD)}
+
+
+def adapter_state(chunk: Transformer, adapters: Mapping[str, Adapter]) -> dict[str, ShardedTensor]:
+    """Parameters of adapters, by their names in the chunk, with their place in the whole model; `adapters` by their layer's name there."""
+    found = {}
+    for layer, adapter in adapters.items():
+        if adapter.pairs.is_expert:
+            replica = parallel_state.get_expert_data_parallel_rank()
+        else:
+            replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        rank, size = adapter.group.rank(), adapter.group.size()
+        for own, parameter in adapter.named_parameters():
+            name, dim = f"{layer}{ADAPTER}{own}", parameter.partition_dim
+            offsets = [(dim, rank, size)] if dim >= 0 else []
+            same = (0, 0 if dim >= 0 else rank, replica)
+            found[name] = ShardedTensor.from_rank_offsets(global_name(chunk, name), parameter, *offsets, replica_id=same)
+    return found
+
+
+def weights_digest(source: Path) -> str:
+    """Changes with the weights in a directory, wherever it is; reads little of it, however large they are.
+
+    Of a checkpoint it is its marker's, which has the digest of every file; of Hugging Face files that of their sizes and of some places.
+    """
+    if (source / MARKER).exists():
+        return hashlib.sha256((source / MARKER).read_bytes()).hexdigest()
+    content = hashlib.sha256()
+    for path in sorted(source.glob("*.safetensors")):
+        size = path.stat().st_size
+        content.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for place in (0, size // 2, max(0, size - _LOOKED_AT)):
+                file.seek(place)
+                content.update(file.read(_LOOKED_AT))
+    return content.hexdigest()
+
+
+def to_marker(chunk: Transformer) -> dict[str, Any]:
+    """For a checkpoint's marker; nothing where the model has no adapters."""
+    lora = chunk.lora
+    if not lora.is_on:
+        return {}
+    described = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "targets": [target.value for target in lora.targets]}
+    return {LORA: described, "base": chunk.base, "base_digest": chunk.base_digest}
+
+
+def check_same(marker: Mapping[str, Any], chunk: Transformer, directory: Path) -> None:
+    """Raise CheckpointError unless the checkpoint is of a model with the same adapters on the same weights, or both have none."""
+    here, there = to_marker(chunk).get(LORA), marker.get(LORA)
+    if here != there:
+        raise CheckpointError(
+            f"{directory}: was saved with {there or 'no adapters'}, the model has {here or 'none'} (model.lora): it cannot be continued so"
+        )
+    if here and marker["base_digest"] != chunk.base_digest:
+        ours, theirs = chunk.base or "random ones of this run.seed", marker["base"] or "random ones of another run.seed"
+        raise CheckpointError(
+            f"{directory}: its adapters belong to other weights ({theirs}) than this run's ({ours}): they have been replaced"
+        )
+
+
+def saved_lora(marker: Mapping[str, Any]) -> LoraConfig:
+    """The adapters that a marker describes."""
+    described = marker[LORA]
+    return LoraConfig(**{**described, "targets": [LoraTarget(target) for target in described["targets"]]})
+
+
+def base_of(marker: Mapping[str, Any], directory: Path) -> Path:
+    """Where the weights are that a checkpoint's adapters belong to. Raises CheckpointError where they are not there, or others are."""
+    base = marker["base"]
+    if not base:
+        raise CheckpointError(f"{directory}: its adapters belong to random weights that are in no file; start such runs from model.path")
+    if not Path(base).is_dir():
+        raise CheckpointError(f"{directory}: its adapters belong to the model in {base}, which is not there; a link to it there is enough")
+    if weights_digest(Path(base)) != marker["base_digest"]:
+        raise CheckpointError(f"{directory}: its adapters belong to the model that was in {base}; other weights are there now")
+    return Path(base)
+
+
+@torch.no_grad()
+def merge(chunk: Transformer, adapters: Mapping[str, Adapter], loaded: Mapping[str, Any]) -> None:
+    """Put adapters into the weights of a chunk; `loaded` has the adapters' parameters by their names in the chunk, and a head's."""
+    chunk.load_state_dict({name: tensor for name, tensor in loaded.items() if name.startswith(HEAD)}, strict=False)
+    for layer, adapter in adapters.items():
+        for own, parameter in adapter.named_parameters():
+            parameter.copy_(loaded[f"{layer}{ADAPTER}{own}"])
+        weight = chunk.get_submodule(layer).weight
+        weight.copy_(adapter.merged(weight))

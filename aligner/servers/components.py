@@ -1,0 +1,86 @@
+"""What is said of the components behind servers: the critic and the reward."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from aligner.errors import ConfigError
+from aligner.models.config import ModelConfig
+from aligner.models.optimizer import OptimizerConfig
+from aligner.parallel.topology import ParallelConfig
+from aligner.rewards.config import NamedRewardConfig, RewardFunctionConfig, check_parts
+from aligner.servers.config import ServerConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class CriticConfig:
+    """The critic component of a PPO run: a value model behind a server."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)  # path: usually a reward model's checkpoint
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    num_processes: int = 1  # ranks, however they are started
+    clip: float = 0.2  # of the value around the old value; 0: off
+    mini_batch_size: int = 128  # rollouts per optimizer step
+    num_epochs: int = 1
+    accept_gap: bool = False  # let a critic join that was not trained on all that the policy was; else the run ends, saying what is missing
+
+    def __post_init__(self) -> None:
+        for name in ("num_processes", "mini_batch_size", "num_epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"critic.{name}={getattr(self, name)}: must be at least 1")
+        if self.clip < 0:
+            raise ConfigError(f"critic.clip={self.clip}: must not be negative (0 is off)")
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardConfig:
+    """Who scores responses: a Python function (`function.function`), the weighted sum of several (`functions`), or a reward model
+    (`model.path`); behind a server with `serve`.
+    """
+
+    serve: bool = False  # a component of its own behind PyTriton; else a function in the actor's processes
+    function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
+    functions: dict[str, NamedRewardConfig] = field(default_factory=dict)  # by name, instead of `function`
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    attribute_weights: list[float] = field(default_factory=list)  # of a reward model with several outputs: the reward is their weighted sum
+    server: ServerConfig = field(default_factory=ServerConfig)
+    num_processes: int = 1  # ranks, however they are started
+
+    def __post_init__(self) -> None:
+        if self.num_processes < 1:
+            raise ConfigError(f"reward.num_processes={self.num_processes}: must be at least 1")
+        if not all(map(math.isfinite, self.attribute_weights)) or (self.attribute_weights and not any(self.attribute_weights)):
+            raise ConfigError(f"reward.attribute_weights={self.attribute_weights}: must be finite, and not all of them 0")
+        if self.functions and self.function.function:
+            raise ConfigError(
+                f"reward.function.function={self.function.function} and reward.functions.{', '.join(self.functions)}: give one of the two; "
+                "a single function is one of reward.functions too"
+            )
+        check_parts(self.functions)
+        served = [name for name, part in self.functions.items() if part.served]
+        if served and not self.serve:
+            raise ConfigError(f"reward.functions.{served[0]}.served=true: needs reward.serve=true, and reward.model.path")
+        if self.functions and self.serve and not served:
+            raise ConfigError(
+                f"reward.serve=true: none of reward.functions ({', '.join(self.functions)}) is the reward model; add one with served=true"
+            )
+
+    def check_named(self) -> None:
+        """Raise ConfigError where nothing says how responses are scored (the settings of a run may be shown before they are complete)."""
+        if self.function.function or (self.functions and not self.serve):
+            return
+        if not self.serve:
+            raise ConfigError(
+                "reward.function.function='': name a reward function, or set reward.serve=true with reward.model.path to use a reward model"
+            )
+        if not self.model.path:
+            raise ConfigError("reward.model.path='': name the reward model's checkpoint, or a function in reward.function.function")
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether Python functions or endpoints score responses, alone or beside a reward model."""
+        return bool(self.function.function or self.functions)

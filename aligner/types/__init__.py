@@ -1,0 +1,56 @@
+"""The typed records that flow between the stages of a run.
+
+One alignment rule holds everywhere: every `[B, S]` tensor describes *token t itself*, and position 0 is 0 (or False). `logprobs[b, t]` is
+log pi(tokens[b, t] | tokens[b, :t]); `values[b, t]` is the value of the state in which token t was chosen. Only `models/forward.py` shifts.
+`loss_mask` is True on response tokens, on the end-of-sequence token that the policy produced, and False on prompt and padding.
+"""
+
+from __future__ import annotations
+
+from aligner.types.batches import (
+    Batch,
+    DistillationBatch,
+    LabeledBatch,
+    MaskedBatch,
+    PolicyBatch,
+    PreferenceBatch,
+    RolloutBatch,
+    StepBatch,
+    TokenBatch,
+    ValueBatch,
+)
+from aligner.types.outputs import (
+    LossOutput,
+    TokenOutputs,
+)
+from aligner.types.rollouts import (
+    FinishReason,
+    LogprobKind,
+    Prompt,
+    Rollout,
+    SampleRow,
+    SamplingConfig,
+    Scores,
+)
+
+__all__ = [
+    "Batch",
+    "DistillationBatch",
+    "FinishReason",
+    "LabeledBatch",
+    "LogprobKind",
+    "LossOutput",
+    "MaskedBatch",
+    "PolicyBatch",
+    "PreferenceBatch",
+    "Prompt",
+    "Rollout",
+    "RolloutBatch",
+    "SampleRow",
+    "SamplingConfig",
+    "Scores",
+    "StepBatch",
+    "TokenBatch",
+    "TokenOutputs",
+    "ValueBatch",
+]

@@ -1,0 +1,220 @@
+"""Rows of tokens with what a loss reads of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aligner.types.checks import check_tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenBatch:
+    """What every forward pass needs: tokens int64 [B, S] (right-padded) and lengths int64 [B]."""
+
+    tokens: Tensor
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        b, s = self.tokens.shape
+        check_tensors(self, {"tokens": (self.tokens, torch.int64, (b, s)), "lengths": (self.lengths, torch.int64, (b,))})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutBatch:
+    """Rollouts as tensors: loss_mask bool [B, S], rollout_logprobs float32 [B, S], prompt_ids int64 [B], truncated bool [B]."""
+
+    tokens: Tensor
+    lengths: Tensor
+    loss_mask: Tensor
+    rollout_logprobs: Tensor
+    prompt_ids: Tensor
+    truncated: Tensor
+
+    def __post_init__(self) -> None:
+        b, s = self.tokens.shape
+        check_tensors(
+            self,
+            {
+                "tokens": (self.tokens, torch.int64, (b, s)),
+                "lengths": (self.lengths, torch.int64, (b,)),
+                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
+                "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
+                "prompt_ids": (self.prompt_ids, torch.int64, (b,)),
+                "truncated": (self.truncated, torch.bool, (b,)),
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyBatch:
+    """What a policy loss reads: float32 [B, S] old_logprobs, advantages; optional ref_logprobs, rollout_logprobs.
+
+    `old_logprobs` None says that the batch is trained on once, by the policy that sampled it: the ratio is then 1, with gradient.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    loss_mask: Tensor
+    old_logprobs: Tensor | None
+    advantages: Tensor
+    ref_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        b, s = self.tokens.shape
+        check_tensors(
+            self,
+            {
+                "tokens": (self.tokens, torch.int64, (b, s)),
+                "lengths": (self.lengths, torch.int64, (b,)),
+                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
+                "old_logprobs": (self.old_logprobs, torch.float32, (b, s)),
+                "advantages": (self.advantages, torch.float32, (b, s)),
+                "ref_logprobs": (self.ref_logprobs, torch.float32, (b, s)),
+                "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueBatch:
+    """What the value loss reads: float32 [B, S] old_values, returns."""
+
+    tokens: Tensor
+    lengths: Tensor
+    loss_mask: Tensor
+    old_values: Tensor
+    returns: Tensor
+
+    def __post_init__(self) -> None:
+        b, s = self.tokens.shape
+        check_tensors(
+            self,
+            {
+                "tokens": (self.tokens, torch.int64, (b, s)),
+                "lengths": (self.lengths, torch.int64, (b,)),
+                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
+                "old_values": (self.old_values, torch.float32, (b, s)),
+                "returns": (self.returns, torch.float32, (b, s)),
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreferenceBatch:
+    """P pairs as 2P rows, chosen and rejected interleaved (row 2i chosen, 2i+1 rejected); margins float32 [P].
+
+    Optional, float32 [2P, S]: ref_logprobs; rollout_logprobs of rows that were sampled.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    loss_mask: Tensor
+    margins: Tensor
+    ref_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        b, s = self.tokens.shape
+        if b % 2:
+            raise ValueError(f"PreferenceBatch.tokens has {b} rows; chosen and rejected rows come in pairs")
+        check_tensors(
+            self,
+            {
+                "tokens": (self.tokens, torch.int64, (b, s)),
+                "lengths": (self.lengths, torch.int64, (b,)),
+                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
+                "margins": (self.margins, torch.float32, (b // 2,)),
+                "ref_logprobs": (self.ref_logprobs, torch.float32, (b, s)),
+                "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabeledBatch:
+    """Supervised rows: loss_mask bool [B, S]. Optional: labels float32 [B, K]; float32 [B, S] ref_logprobs, rollout_logprobs of rows that
+    were sampled."""
+
+    tokens: Tensor
+    lengths: Tensor
+    loss_mask: Tensor
+    labels: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        b, s = self.tokens.shape
+        k = self.labels.shape[-1] if self.labels is not None else 0
+        check_tensors(
+            self,
+            {
+                "tokens": (self.tokens, torch.int64, (b, s)),
+                "lengths": (self.lengths, torch.int64, (b,)),
+                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
+                "labels": (self.labels, torch.float32, (b, k)),
+                "ref_logprobs": (self.ref_logprobs, torch.float32, (b, s)),
+                "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBatch:
+    """Responses in steps: loss_mask (bool [B, S]) is True on the last token of each judged step, step_labels (float32 [B, S]) has from 0
+    (bad) to 1 (good) there."""
+
+    tokens: Tensor
+    lengths: Tensor
+    loss_mask: Tensor
+    step_labels: Tensor
+
+    def __post_init__(self) -> None:
+        b, s = self.tokens.shape
+        check_tensors(
+            self,
+            {
+                "tokens": (self.tokens, torch.int64, (b, s)),
+                "lengths": (self.lengths, torch.int64, (b,)),
+                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
+                "step_labels": (self.step_labels, torch.float32, (b, s)),
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillationBatch:
+    """Rows with what a teacher says of every token that is learnt: its K likeliest tokens in that place, int64 [B, S, K], and their
+    log-probs over its whole vocabulary, float32 [B, S, K]; both are 0 where loss_mask (bool [B, S]) is False.
+
+    Optional, float32 [B, S]: rollout_logprobs of rows that were sampled.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    loss_mask: Tensor
+    teacher_tokens: Tensor
+    teacher_logprobs: Tensor
+    rollout_logprobs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        b, s = self.tokens.shape
+        k = self.teacher_tokens.shape[-1]
+        check_tensors(
+            self,
+            {
+                "tokens": (self.tokens, torch.int64, (b, s)),
+                "lengths": (self.lengths, torch.int64, (b,)),
+                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
+                "teacher_tokens": (self.teacher_tokens, torch.int64, (b, s, k)),
+                "teacher_logprobs": (self.teacher_logprobs, torch.float32, (b, s, k)),
+                "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
+            },
+        )
+
+
+MaskedBatch = RolloutBatch | PolicyBatch | ValueBatch | PreferenceBatch | LabeledBatch | StepBatch | DistillationBatch
+Batch = TokenBatch | MaskedBatch

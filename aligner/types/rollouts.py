@@ -1,0 +1,168 @@
+"""Prompts, how they are answered, and what comes back."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from aligner.errors import ConfigError
+from aligner.types.checks import check_tensors
+
+
+class FinishReason(str, Enum):
+    """Why a response ended."""
+
+    stop = "stop"  # the policy produced a stop token (which is part of the response)
+    length = "length"  # the response was cut at the allowed length
+
+
+class LogprobKind(str, Enum):
+    """What an engine's log-probs are of: the whole vocabulary, before top-k, top-p and penalties, in both cases."""
+
+    sampled = "sampled"  # at the sampling temperature
+    raw = "raw"  # at temperature 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One prompt: `id` is its position in the data set (stable across epochs and resumes), `source` is `file:line`."""
+
+    id: int
+    tokens: tuple[int, ...]
+    source: str
+    text: str = ""
+    answer: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """One sampled response. `logprobs` are the sampler's over the whole vocabulary: at the sampling temperature, unless `logprob_kind`
+    says otherwise.
+
+    In a conversation with an environment the response is everything after the prompt, and `written` says which of its tokens the policy
+    wrote; those of the environment have log-prob 0 and are never learnt from. `reward` is the environment's, where it gives one, and
+    `counts` what it counted; where it `failed` (and by option did not end the run) there is no reward.
+    """
+
+    prompt: Prompt
+    response: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    policy_version: int  # that sampled its last token
+    seed: int
+    logprob_kind: LogprobKind = LogprobKind.sampled
+    oldest_version: int | None = None  # that sampled its first token, where the weights changed on the way
+    written: tuple[bool, ...] | None = None  # None: all
+    num_turns: int = 1
+    reward: float | None = None
+    counts: Mapping[str, float] = field(default_factory=dict)
+    failed: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.response) != len(self.logprobs):
+            raise ValueError(f"Rollout.logprobs has {len(self.logprobs)} entries for {len(self.response)} response tokens")
+        if self.written is not None and len(self.written) != len(self.response):
+            raise ValueError(f"Rollout.written has {len(self.written)} entries for {len(self.response)} response tokens")
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and response."""
+        return self.prompt.tokens + self.response
+
+    @property
+    def num_written(self) -> int:
+        """Tokens of the response that the policy wrote."""
+        return len(self.response) if self.written is None else sum(self.written)
+
+
+_TINY, _HUGE = sys.float_info.min, sys.float_info.max
+_SAMPLING_RANGES = {
+    "temperature": (0, _HUGE, "finite and not negative (0 is greedy)"),
+    "top_k": (0, math.inf, "not negative (0 is off)"),
+    "top_p": (_TINY, 1, "above 0 and at most 1 (1 is off)"),
+    "min_p": (0, 1, "from 0 to 1 (0 is off)"),
+    "min_response_length": (0, math.inf, "not negative (0 is off)"),
+    "max_response_length": (1, math.inf, "at least 1"),
+    "repetition_penalty": (_TINY, _HUGE, "finite and above 0 (1 is off)"),
+    "presence_penalty": (-2, 2, "from -2 to 2 (0 is off)"),
+    "frequency_penalty": (-2, 2, "from -2 to 2 (0 is off)"),
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingConfig:
+    """How the next token is drawn. The log-probs of a rollout are at `temperature`, over the whole vocabulary, before all else here."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # keep the k likeliest tokens; 0: off
+    top_p: float = 1.0  # of these, the smallest set of likeliest tokens with this share of the probability; 1: off
+    min_p: float = 0.0  # of these, the tokens at least this times as likely as the likeliest; 0: off
+    min_response_length: int = 0  # tokens before which no stop token or stop string ends a response
+    max_response_length: int = 256  # tokens, the end-of-sequence token included
+    stop_token_ids: list[int] = field(default_factory=list)  # besides the tokenizer's end-of-sequence token
+    stop_strings: list[str] = field(default_factory=list)  # in the response's text; the token that completes one is kept and is the last
+    repetition_penalty: float = 1.0  # divides (negative: multiplies) the logits of tokens in the prompt or the response; 1: off
+    presence_penalty: float = 0.0  # taken from the logits of tokens in the response; 0: off
+    frequency_penalty: float = 0.0  # taken from the logits of tokens in the response as often as they occur there; 0: off
+    raw_logprobs: bool = False  # log-probs at temperature 1 too
+
+    def __post_init__(self) -> None:
+        for name, (least, most, allowed) in _SAMPLING_RANGES.items():
+            value = getattr(self, name)
+            if not least <= value <= most:  # so too where it is not a number
+                raise ConfigError(f"sampling.{name}={value}: must be {allowed}")
+        if self.min_response_length > self.max_response_length:
+            raise ConfigError(
+                f"sampling.min_response_length={self.min_response_length}: must be at most max_response_length={self.max_response_length}"
+            )
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ConfigError(f"sampling.stop_token_ids={self.stop_token_ids}: must not be negative")
+        if "" in self.stop_strings:
+            raise ConfigError(f"sampling.stop_strings={self.stop_strings}: must not be empty strings")
+
+    def reshaping(self) -> list[str]:
+        """The settings, as `name=value`, by which tokens are drawn from another distribution than that of their log-probs."""
+        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_response_length": 0, "repetition_penalty": 1.0}
+        off |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+        return [f"{name}={getattr(self, name)}" for name, value in off.items() if getattr(self, name) != value]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """What judges say of B rollouts: rewards float32 [B], `valid` bool [B], and by name the parts [B] that the rewards were made of.
+
+    A row that is not valid has no reward (it failed, by option, instead of ending the run): nothing is learnt from it, and it is counted.
+    A reward that is not finite in a valid row is the guard's business (`guard.reward`).
+    """
+
+    rewards: Tensor
+    valid: Tensor
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.rewards.shape)
+        if len(shape) != 1:
+            raise ValueError(f"Scores.rewards has shape {shape}, expected [B]")
+        check_tensors(self, {"rewards": (self.rewards, torch.float32, shape), "valid": (self.valid, torch.bool, shape)})
+        check_tensors(self, {f"parts[{name}]": (part, torch.float32, shape) for name, part in self.parts.items()})
+
+    @classmethod
+    def of(cls, rewards: Tensor) -> Scores:
+        """All of them valid, made of no parts."""
+        return cls(rewards=rewards, valid=torch.ones(rewards.shape, dtype=torch.bool))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRow:
+    """One rollout as text, for people to read."""
+
+    prompt: str
+    response: str
+    reward: float
+    finish_reason: FinishReason

@@ -1,0 +1,102 @@
+"""Adapters in whole runs: SFT at TP2 that is stopped and goes on, GRPO from its checkpoint; the base model's weights nobody changes."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from training_jobs import grpo_settings, launcher, metrics_of, run_job, series, tiny_settings, write_task
+
+pytestmark = pytest.mark.timeout(600)
+LORA = ("model.lora.rank=4", "model.lora.dropout=0.1", "optimizer.lr=1e-2")
+
+
+def write_base(folder: Path) -> None:
+    """A random model in Hugging Face's format, with the task's tokenizer, in folder/base."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(folder / "tokenizer", folder / "base")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("llama", vocab_size=18, max_position_embeddings=32, tie_word_embeddings=True, **sizes)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+
+
+def write_answers(folder: Path) -> None:
+    """Prompts like `3+4=`, answered with even digits."""
+    draw = random.Random(1)
+    prompts = [f"{draw.randrange(10)}+{draw.randrange(10)}=" for _ in range(64)]
+    records = [{"prompt": prompt, "response": "".join(draw.choices("02468", k=4))} for prompt in prompts]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def on_base(folder: Path, settings: list[str]) -> list[str]:
+    """The same settings for adapters on the base model."""
+    return [*(s for s in settings if not s.startswith(("model.architecture.", "model.tokenizer="))), f"model.path={folder / 'base'}", *LORA]
+
+
+@pytest.fixture(scope="module")
+def sft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of SFT by two tensor-parallel ranks."""
+    folder = tmp_path_factory.mktemp("lora")
+    write_task(folder)
+    write_base(folder)
+    write_answers(folder)
+    kept = [setting for setting in tiny_settings(folder) if not setting.startswith(("data.", "rollout."))]
+    settings = [*on_base(folder, kept), f"data.train={folder / 'answers.jsonl'}", "data.max_length=16", "algorithm.batch_size=32"]
+    settings += ["num_processes=2", "parallel.tp=2", "parallel.sequence_parallel=true"]
+    run_job(launcher("sft"), folder / "sft", [*settings, "loop.max_steps=3"])
+    assert "resumed after step 3" in run_job(launcher("sft"), folder / "sft", [*settings, "loop.max_steps=6"])
+    return folder / "sft"
+
+
+def test_what_it_leaves_is_one_model(sft: Path) -> None:
+    """The merged export is the base with the adapter's products added, to rounding; nothing else differs from the base."""
+    losses = series(sft, "sft/loss")
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.1
+    base, merged = (load_file(directory / "model.safetensors") for directory in (sft.parent / "base", sft / "export"))
+    adapter = load_file(sft / "adapter" / "adapter_model.safetensors")
+    config = json.loads((sft / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 16.0, str(sft.parent / "base"))
+    for name, tensor in merged.items():
+        pair = [adapter.pop(f"base_model.model.{name.removesuffix('.weight')}.lora_{kind}.weight", None) for kind in "BA"]
+        added = 4.0 * pair[0] @ pair[1] if pair[0] is not None else torch.zeros_like(tensor)
+        assert torch.equal(tensor, base[name]) == (pair[0] is None)
+        torch.testing.assert_close(tensor, base[name] + added, rtol=1e-5, atol=1e-6)
+    assert not adapter
+
+
+def test_grpo_samples_from_what_it_trains(sft: Path) -> None:
+    """From the checkpoint of adapters, which is merged, with new ones on top."""
+    folder = sft.parent
+    settings = [s for s in on_base(folder, grpo_settings(folder)) if not s.startswith("model.path=")]
+    settings += [f"model.path={sft / 'checkpoints' / 'policy'}", "reward.function.function=aligner.rewards.builtin:length"]
+    settings += ["loop.max_steps=3", "rollout.verify_refit=checksum"]
+    run_job(launcher("grpo"), folder / "grpo", settings)
+    lines = [line.values for line in metrics_of(folder / "grpo") if line.step]
+    assert len(lines) == 3 and all(line["rollout/logprob_gap"] < 1e-4 for line in lines)
+    assert lines[-1]["policy/ref_kl"] > 1e-6
+
+
+def test_a_stored_reference_is_the_model_without_the_adapters(sft: Path) -> None:
+    """DPO whose reference was asked before the first step takes the steps of one that switches its adapters off for every batch."""
+    folder = sft.parent
+    pairs = [{"prompt": f"{i % 10}+{i % 7}=", "chosen": "2468"[: 1 + i % 4], "rejected": "13579"[: 1 + i % 5]} for i in range(64)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    kept = [setting for setting in tiny_settings(folder) if not setting.startswith(("data.", "rollout."))]
+    settings = [*on_base(folder, kept), f"data.train={folder / 'pairs.jsonl'}", "data.max_length=16", "algorithm.batch_size=16"]
+    for kind in ("live", "precomputed"):
+        run_job(launcher("dpo"), folder / kind, [*settings, f"algorithm.reference={kind}", "loop.max_steps=4", "run.export_hf=false"])
+    for name in ("preference/loss", "preference/margin", "optim/grad_norm"):
+        live, stored = (series(folder / kind, name) for kind in ("live", "precomputed"))
+        assert len(live) == 4 and stored == pytest.approx(live, rel=1e-3, abs=1e-5)
+    assert series(folder / "live", "preference/loss")[-1] < 0.69

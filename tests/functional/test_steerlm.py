@@ -1,0 +1,61 @@
+"""SteerLM 1 and 2 from beginning to end: an attribute model labels a data set, policies learn from it, and do what is asked of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from training_jobs import ROOT, Job, eventually, kill, run_job, script
+
+from aligner.jobs.programs import RECIPES
+
+pytestmark = pytest.mark.timeout(900)
+SHOWN = ["logging.tensorboard=false", "logging.progress=plain"]
+KILLED = ("labels", "response")  # run directories: of one job of each kind that writes
+
+
+def program():
+    """examples/learning/steerlm.py as a module."""
+    spec = importlib.util.spec_from_file_location("learning_steerlm", ROOT / "examples" / "learning" / "steerlm.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def launch(recipe: str, directory: Path, settings: Sequence[str]) -> None:
+    """One job; those in KILLED are killed when their first part is there, and started again."""
+    command, settings = script(RECIPES[recipe][1]), [*settings, *SHOWN]
+    if directory.name in KILLED:
+        settings.append("algorithm.part_size=20")
+        part = directory / "written" / "parts" / "part_000000.jsonl"
+        with Job(command, directory, settings) as job:
+            assert eventually(lambda: part.exists() or job.process.poll() is not None, 120), job.output()
+            for pid in job.processes():
+                kill(pid)
+            job.process.wait()
+        first = part.read_bytes()
+        run_job(command, directory, settings)
+        assert part.read_bytes() == first
+        return
+    run_job(command, directory, settings)
+
+
+def test_the_requested_attribute_moves(tmp_path: Path) -> None:
+    """Labels are the rule's for most stories; SteerLM 1 moves the attribute, and SteerLM 2, on what it sampled, moves it further."""
+    steerlm = program()
+    found = steerlm.run(tmp_path, launch)
+    labelled = [record["conversations"][-1] for record in steerlm.read(tmp_path / "labels" / "written" / "records.jsonl")]
+    right = sum(turn["label"] == f"joy:{steerlm.joy(turn['value'])}" for turn in labelled)
+    assert len(labelled) == 400 and right >= 300
+    groups = steerlm.read(tmp_path / "attributes" / "written" / "records.jsonl")
+    assert {len(group["responses"]) for group in groups} == {8}
+    assert all(json.dumps(one["log(Q(y|a,x))"]) for group in groups for one in group["responses"])
+    assert found.passed, found

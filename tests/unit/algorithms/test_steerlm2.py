@@ -1,0 +1,135 @@
+"""SteerLM 2: records, weights and the update's gradient by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.algorithms.loop import Clock
+from aligner.algorithms.steerlm2 import Proposal, SteerLM2, SteerLM2Config
+from aligner.data.config import BadLines, ProposalDataConfig
+from aligner.data.proposals import ProposedGroup, load_proposals
+from aligner.data.supervised import SupervisedExample
+from aligner.errors import ConfigError, DataError
+from aligner.losses.steerlm import steerlm_loss
+from aligner.types import TokenOutputs
+
+
+def row(*response: int) -> SupervisedExample:
+    return SupervisedExample(tokens=(1, *response), loss_mask=(False, *[True] * len(response)), source="x:1")
+
+
+def group(proposals: tuple[float, ...] | None = (-0.7, -0.7)) -> ProposedGroup:
+    """Responses of one and three tokens; the first one has three times the target."""
+    return ProposedGroup(rows=(row(5), row(6, 7, 8)), targets=(math.log(0.3), math.log(0.1)), proposals=proposals)
+
+
+def steerlm(policy, groups, reference=None, **settings) -> SteerLM2:
+    return SteerLM2(SteerLM2Config(**settings), policy, reference, train=groups, validation=groups, pad_id=0, seed=1)
+
+
+def test_weights_by_hand(fakes) -> None:
+    """w = 3/4, 1/4. A policy of log-prob -1 a token: b = softmax(-1, -3) = 0.8808, 0.1192. Two tokens on average, two responses:
+    coefficients 2 (w - b) / 2 = w - b; the loss is their sum with NLLs 1 and 3, over one group (two rows of 1/2)."""
+    found = steerlm(fakes.FakePolicy([]), [group()]).weigh([group()])
+    b = 1 / (1 + math.exp(-2))
+    assert found.aim.tolist() == pytest.approx([0.75, 0.25]) and found.policy.tolist() == pytest.approx([b, 1 - b])
+    assert found.batch.labels.flatten().tolist() == pytest.approx([0.75 - b, b - 0.75])
+    assert found.kl.tolist() == pytest.approx([0.75 * math.log(0.75 / b) + 0.25 * math.log(0.25 / (1 - b))])
+    assert found.effective.tolist() == pytest.approx([1 / (0.75**2 + 0.25**2)])
+    loss = steerlm_loss(TokenOutputs(logprobs=-1.0 * found.batch.loss_mask), found.batch)
+    assert loss.total.item() == pytest.approx((0.75 - b) * 1 + (b - 0.75) * 3, abs=1e-6) and loss.count.item() == 2
+
+
+def test_a_proposal_that_is_the_start(fakes) -> None:
+    """The reference says -2 a token: Q' = -2, -6; what the records say is not looked at, and need not be there."""
+    made = steerlm(fakes.FakePolicy([]), [group(proposals=None)], fakes.FakePolicy([], level=-2.0), proposal=Proposal.start)
+    found = made.weigh([group(proposals=None)])
+    assert found.aim.tolist() == pytest.approx(torch.tensor([math.log(0.3) + 2, math.log(0.1) + 6]).softmax(0).tolist())
+    assert found.policy.tolist() == pytest.approx(torch.tensor([1.0, 3.0]).softmax(0).tolist())
+    with pytest.raises(DataError, match=r"x:1: the responses of 2 records have no 'log\(Q\(y\|a,x\)\)'; allowed: algorithm.proposal=start"):
+        steerlm(fakes.FakePolicy([]), [group(proposals=None)])
+
+
+def test_steps_bring_a_model_to_what_is_aimed_at(make_model) -> None:
+    from aligner.models.optimizer import OptimizerConfig
+
+    policy = make_model("policy", optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-3, warmup_steps=0, weight_decay=0.0))
+    algorithm = steerlm(policy, [group()], batch_size=1)
+    before = algorithm.validate()["validation/kl"]
+    metrics = [algorithm.step(step, Clock()).metrics for step in range(1, 13)]
+    assert metrics[0]["steerlm/kl"] == pytest.approx(before, rel=1e-5) and before > 0.02
+    assert algorithm.validate()["validation/kl"] < before / 5
+
+
+RECORD = {
+    "system": "s",
+    "prompt_turns": [{"from": "User", "value": "a"}],
+    "label": "quality:4",
+    "responses": [
+        {"from": "Assistant", "value": "b", "log(P(a|x,y))": -1, "log(P(y|x))": -2, "log(Q(y|a,x))": -3},
+        {"from": "Assistant", "value": "c", "log(P(a|x,y))": -0.5, "log(P(y|x))": -4, "log(Q(y|a,x))": -5},
+    ],
+}
+
+
+class Characters:
+    """One id per character."""
+
+    bos_id, eos_id, path = 1, 2, "x"
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return [ord(c) for c in text]
+
+    def continuation(self, prefix: str, text: str, **_: object) -> list[int]:
+        return self.encode(text)
+
+
+def load(path: Path, **settings):
+    return load_proposals(str(path), ProposalDataConfig(train=str(path), **settings), Characters())
+
+
+def test_records(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(RECORD) + "\n")
+    (found,), _ = load(path)
+    assert found.targets == (-3.0, -4.5) and found.proposals == (-3.0, -5.0)
+    text = "<extra_id_0>System\ns\n<extra_id_1>User\na\n<extra_id_1>Assistant\n<extra_id_2>quality:4\n"
+    for one, answer in zip(found.rows, "bc", strict=True):
+        assert "".join(map(chr, one.tokens[1:-1])) == f"{text}{answer}\n<extra_id_1>" and one.tokens[-1] == 2
+        assert sum(one.loss_mask) == len(f"{answer}\n<extra_id_1>") + 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"responses": RECORD["responses"][:1]}, "field 'responses' has 1 responses, expected at least 2"),
+        ({"label": ""}, "field 'label' is '', expected a non-empty string"),
+        ({"prompt_turns": []}, "field 'prompt_turns' is [], expected a non-empty list"),
+        ({"responses": [RECORD["responses"][0], RECORD["responses"][1] | {"log(P(y|x))": None}]}, "[1]': 'log(P(y|x))' is None"),
+        ({"responses": [RECORD["responses"][0], "b"]}, "field 'responses[1]' is 'b', expected {from, value, label}"),
+    ],
+)
+def test_bad_records(tmp_path: Path, changed: dict, text: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in (RECORD, RECORD | changed)))
+    with pytest.raises(DataError) as caught:
+        load(path)
+    assert f"{path}:2: " in str(caught.value) and text in str(caught.value)
+    kept, report = load(path, bad_lines=BadLines.skip)
+    assert len(kept) == 1 and report.num_bad == 1
+
+
+def test_groups_of_one_size(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    more = RECORD | {"responses": [*RECORD["responses"], RECORD["responses"][0]]}
+    path.write_text("".join(json.dumps(one) + "\n" for one in (RECORD, more)))
+    with pytest.raises(DataError, match=r"records have \[2, 3\] responses, expected the same number in all"):
+        load(path)
+    assert [len(one.rows) for one in load(path, num_responses=2)[0]] == [2, 2]
+    with pytest.raises(ConfigError, match="algorithm.batch_size=0"):
+        SteerLM2Config(batch_size=0)

@@ -1,0 +1,382 @@
+"""Adapters in one process: what they add, what is trained, what is saved, and what other programs make of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from aligner.errors import CheckpointError, ConfigError
+from aligner.losses.sft import sft_loss
+from aligner.models.config import Dtype, LoraConfig, LoraTarget, ModelConfig, Recompute
+from aligner.models.generators import generator_state, set_generator_state
+from aligner.models.optimizer import OptimizerConfig
+from aligner.types import LabeledBatch
+
+ALL = [LoraTarget.qkv, LoraTarget.proj, LoraTarget.fc1, LoraTarget.fc2, LoraTarget.experts]
+
+
+def make_batch() -> LabeledBatch:
+    generator = torch.Generator().manual_seed(2)
+    tokens, lengths = torch.randint(3, 61, (4, 12), generator=generator), torch.tensor([12, 7, 10, 12])
+    positions = torch.arange(12)
+    mask = (positions >= 3) & (positions < lengths[:, None])
+    return LabeledBatch(tokens=torch.where(positions < lengths[:, None], tokens, 0), lengths=lengths, loss_mask=mask)
+
+
+def adam() -> OptimizerConfig:
+    return OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0)
+
+
+@pytest.fixture
+def make_policy(load_policy, hf_directory):
+    """`make_policy(name, optimizer=..., config=ModelConfig fields, **LoraConfig fields)`: a random model of transformers, with adapters."""
+
+    def make(name: str = "qwen2", *, path=None, optimizer=None, config=None, **lora):
+        settings = {"rank": 4, "targets": ALL} | lora
+        return load_policy(path or hf_directory(name), optimizer=optimizer, config={"lora": LoraConfig(**settings)} | (config or {}))
+
+    return make
+
+
+def train(policy, steps: int) -> list[float]:
+    batch = make_batch()
+    return [policy.train_step(batch, sft_loss)["sft/loss"].value() for _ in range(steps)]
+
+
+def weights(policy, *, adapters: bool) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in policy.module.named_parameters() if (".adapter." in name) == adapters}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def hf_logprobs(model, batch) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model.eval()(batch.tokens).logits.float()
+    found = torch.log_softmax(logits[:, :-1], dim=-1).gather(-1, batch.tokens[:, 1:, None])[..., 0]
+    return torch.nn.functional.pad(found, (1, 0)) * batch.loss_mask
+
+
+def test_only_adapters_are_trained_and_new_ones_change_nothing(make_policy, load_policy, hf_directory):
+    policy, plain, batch = make_policy(optimizer=adam()), load_policy(hf_directory("qwen2")), make_batch()
+    assert torch.equal(policy.logprobs(batch), plain.logprobs(batch))
+    base, adapters = weights(policy, adapters=False), weights(policy, adapters=True)
+    losses = train(policy, 3)
+    assert losses[2] < losses[0] - 0.2
+    assert equal(weights(policy, adapters=False), base)
+    assert not any(torch.equal(tensor, adapters[name]) for name, tensor in weights(policy, adapters=True).items())
+    for name, parameter in policy.module.named_parameters():
+        assert ("main_grad" in parameter.__dict__) == parameter.requires_grad == (".adapter." in name)
+
+
+def test_the_optimizer_keeps_nothing_of_frozen_weights(make_policy):
+    """Of the adapters two moments, and in bfloat16 a main copy; gradients are as many (buffers are padded to multiples of 128)."""
+    policy = make_policy(optimizer=adam(), config={"dtype": Dtype.bfloat16})
+    train(policy, 1)
+    size = sum(tensor.numel() for tensor in weights(policy, adapters=True).values())
+    (part,) = policy.model.optimizer.chained_optimizers
+    main = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
+    moments = [value for state in part.optimizer.state.values() for value in state.values() if value.dim()]
+    assert sum(parameter.numel() for parameter in main) == size and {parameter.dtype for parameter in main} == {torch.float32}
+    assert sum(moment.numel() for moment in moments) == 2 * size
+    (buffer,) = policy.model.runners[0].buffers
+    assert size <= buffer.grad_data.numel() < 1.1 * size + 128
+
+
+def test_the_product_is_what_the_paper_says(make_policy):
+    """Query, key and value of a layer with 2 key-value groups, by hand: rows of the fused output are [q q k v] of each group."""
+    policy = make_policy(rank=2, alpha=6.0, targets=[LoraTarget.q, LoraTarget.v])
+    linear = policy.module.decoder.layers[0].self_attention.linear_qkv
+    adapter, x = linear.adapter, torch.randn(3, 1, 32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        adapter.b["q"].copy_(torch.randn(32, 2, generator=generator))
+        adapter.b["v"].copy_(torch.randn(16, 2, generator=generator))
+        a_q, a_v = adapter.a.split(2)
+        q, v = (3.0 * x @ a.t() @ adapter.b[part].t() for a, part in ((a_q, "q"), (a_v, "v")))
+        k = torch.zeros(3, 1, 16)
+        expected = torch.cat([q[..., :16], k[..., :8], v[..., :8], q[..., 16:], k[..., 8:], v[..., 8:]], dim=-1)
+        torch.testing.assert_close(adapter(x), expected)
+        base = x @ linear.weight.t() + linear.bias
+        torch.testing.assert_close(linear(x)[0], base + expected)
+        torch.testing.assert_close(x @ adapter.merged(linear.weight).t() + linear.bias, base + expected)
+
+
+def test_scaling() -> None:
+    assert LoraConfig(rank=16, alpha=32.0).scaling == 2.0
+    assert LoraConfig(rank=16, alpha=32.0, rslora=True).scaling == 8.0
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "mixtral"])
+def test_merged_and_peft_exports_give_the_same_logits(name, make_policy, hf_directory, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from aligner.models.peft import load_peft, save_peft
+    from aligner.models.weights import save_hf
+
+    policy, batch = make_policy(name, optimizer=adam()), make_batch()
+    before = policy.logprobs(batch)
+    train(policy, 2)
+    ours = policy.logprobs(batch)
+    assert (ours - before).abs().max() > 0.1
+    save_hf(policy.chunks, tmp_path / "merged", writer=True)
+    torch.testing.assert_close(hf_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), batch), ours, rtol=0, atol=1e-4)
+    save_peft(policy.chunks, tmp_path / "adapter", writer=True)
+    again = make_policy(name)
+    load_peft(again.chunks, tmp_path / "adapter")
+    assert equal(weights(again, adapters=True), weights(policy, adapters=True))
+    peft = pytest.importorskip("peft")
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hf_directory(name)), tmp_path / "adapter")
+    torch.testing.assert_close(hf_logprobs(theirs, batch), ours, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "lora"),
+    [
+        ("qwen2", ["q_proj", "v_proj", "up_proj"], {"targets": [LoraTarget.q, LoraTarget.v, LoraTarget.up], "rslora": True}),
+        ("gpt2", ["attn.c_proj", "c_fc"], {"targets": [LoraTarget.proj, LoraTarget.fc1]}),
+    ],
+)
+def test_an_adapter_made_by_peft(name, modules, lora, make_policy, hf_directory, tmp_path):
+    """Its logits, and the same files back: GPT-2's two layers called c_proj are told apart."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    from aligner.models.peft import CONFIG_FILE, load_peft, save_peft
+
+    settings = peft.LoraConfig(r=3, lora_alpha=12, use_rslora=lora.get("rslora", False), target_modules=modules, init_lora_weights=False)
+    settings.fan_in_fan_out, settings.task_type = name == "gpt2", "CAUSAL_LM"
+    theirs, batch = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(hf_directory(name)), settings), make_batch()
+    theirs.save_pretrained(tmp_path / "theirs")
+    policy = make_policy(name, rank=3, alpha=12.0, path=hf_directory(name), **lora)
+    load_peft(policy.chunks, tmp_path / "theirs")
+    torch.testing.assert_close(policy.logprobs(batch), hf_logprobs(theirs, batch), rtol=0, atol=1e-4)
+    assert (policy.logprobs(batch) - make_policy(name, **lora).logprobs(batch)).abs().max() > 0.01
+    save_peft(policy.chunks, tmp_path / "ours", writer=True)
+    one, other = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("ours", "theirs"))
+    assert equal(one, other)
+    assert json.loads((tmp_path / "ours" / CONFIG_FILE).read_text())["target_modules"] == sorted(modules)
+
+
+def test_a_run_continues_bitwise_from_adapters_alone(make_policy, tmp_path):
+    from aligner.models import checkpoint
+
+    one = make_policy(optimizer=adam(), dropout=0.3)
+    train(one, 2)
+    saved = checkpoint.save(tmp_path, one.model, checkpoint.SaveRequest(step=2, state={"at": 2}))
+    size = sum(path.stat().st_size for path in (saved / "weights").iterdir())
+    assert size < sum(tensor.nbytes for tensor in weights(one, adapters=False).values())
+    expected = train(one, 2)
+    two = make_policy(optimizer=adam(), dropout=0.3)
+    assert checkpoint.load(two.model, saved) == {"at": 2}
+    assert train(two, 2) == expected
+    assert all(equal(weights(two, adapters=which), weights(one, adapters=which)) for which in (True, False))
+    other = make_policy(optimizer=adam(), rank=2)
+    with pytest.raises(CheckpointError, match="saved with .*'rank': 4.*the model has .*'rank': 2"):
+        checkpoint.load(other.model, saved)
+
+
+def test_a_checkpoint_of_adapters_is_a_model_to_start_from(make_policy, load_policy, hf_directory, tmp_path):
+    from aligner.models import checkpoint
+
+    base = shutil.copytree(hf_directory("qwen2"), tmp_path / "base")
+    policy, batch = make_policy(path=base, optimizer=adam()), make_batch()
+    train(policy, 2)
+    saved = checkpoint.save(tmp_path, policy.model, checkpoint.SaveRequest(step=2, state={}))
+    ours = policy.logprobs(batch)
+    torch.testing.assert_close(load_policy(saved).logprobs(batch), ours, rtol=0, atol=1e-5)  # merged
+    again = load_policy(base, config={"lora": LoraConfig(rank=4, targets=ALL, path=str(saved))})  # the same adapters
+    assert equal(weights(again, adapters=True), weights(policy, adapters=True))
+    further = make_policy(path=saved, rank=2, optimizer=adam())  # new adapters on top
+    torch.testing.assert_close(further.logprobs(batch), ours, rtol=0, atol=1e-5)
+    assert not any(bool(b.any()) for name, b in weights(further, adapters=True).items() if ".b." in name)
+    marker = json.loads((saved / "aligner.json").read_text())
+    assert marker["base"] == str(base)
+    assert marker["lora"] == {"rank": 4, "alpha": 16.0, "rslora": False, "targets": [target.value for target in ALL]}
+    file = base / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.raises(CheckpointError, match="its adapters belong to the model that was in .*base; other weights are there now"):
+        load_policy(saved)
+    with pytest.raises(CheckpointError, match="belong to other weights .*base. than this run's"):
+        checkpoint.load(make_policy(path=base, optimizer=adam()).model, saved)
+    shutil.rmtree(base)
+    with pytest.raises(CheckpointError, match="base, which is not there; a link to it"):
+        load_policy(saved)
+
+
+def test_dropout_is_of_training_alone_and_the_same_when_computed_again(make_policy):
+    policy, batch = make_policy(optimizer=adam(), dropout=0.5), make_batch()
+    generators, others = generator_state(), train(make_policy(optimizer=adam()), 2)
+    losses = train(policy, 2)
+    assert torch.equal(policy.logprobs(batch), policy.logprobs(batch))
+    assert losses[0] == others[0] and losses[1] != others[1]  # B is zero at first
+    set_generator_state(generators)
+    again = make_policy(optimizer=adam(), dropout=0.5, config={"recompute": Recompute.full})
+    assert train(again, 2) == pytest.approx(losses, rel=1e-6)
+
+
+def test_the_reference_is_the_adapters_switched_off(make_policy, load_policy, hf_directory, tmp_path):
+    from aligner.models import checkpoint
+    from aligner.models.policy import ReferencePolicy
+
+    policy, batch = make_policy(optimizer=adam()), make_batch()
+    reference, off = ReferencePolicy(policy), load_policy(hf_directory("qwen2")).logprobs(batch)
+    train(policy, 2)
+    ours = policy.logprobs(batch)
+    assert torch.equal(reference.logprobs(batch), off) and torch.equal(policy.logprobs(batch), ours)
+    held = sum(tensor.numel() for tensor in reference._weights)
+    assert held == sum(tensor.numel() for tensor in weights(policy, adapters=True).values())
+    saved = checkpoint.save(tmp_path, policy.model, checkpoint.SaveRequest(step=2, state={}, weights_only=True))
+    train(policy, 1)
+    reference.restore(partial(checkpoint.load_same, path=saved))
+    assert torch.equal(reference.logprobs(batch), ours)
+
+
+def test_a_teacher_in_the_same_module_has_no_adapters(make_policy, load_policy, tmp_path):
+    from aligner.models import create
+    from aligner.models.policy import ReferencePolicy
+    from aligner.models.weights import save_hf
+
+    policy, batch = make_policy(optimizer=adam()), make_batch()
+    train(policy, 2)
+    save_hf(policy.chunks, tmp_path, writer=True)  # trained: another model than the student's base
+    student = make_policy(optimizer=adam())
+    train(student, 1)
+    ours, teacher = student.logprobs(batch), ReferencePolicy(student, whole=True)
+    teacher.restore(partial(create.load_source, config=ModelConfig(path=str(tmp_path), lora=LoraConfig(rank=4, targets=ALL))))
+    assert torch.equal(teacher.logprobs(batch), load_policy(tmp_path).logprobs(batch))
+    assert torch.equal(student.logprobs(batch), ours)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_the_engine_samples_from_merged_weights(name, make_policy, logprob_gap):
+    from aligner.rollout.config import RolloutConfig, VerifyRefit
+    from aligner.rollout.create import create_engine
+    from aligner.types import Prompt, SamplingConfig
+
+    policy = make_policy(name, optimizer=adam())
+    engine = create_engine(policy, RolloutConfig(verify_refit=VerifyRefit.checksum), eos_id=2, decode=None)
+    prompts = [Prompt(id=n, tokens=(3 + n, 7, 9), source="test") for n in range(3)]
+    for version in (1, 2):
+        train(policy, 1)
+        engine.refit(version)
+        rollouts = [rollout for part in engine.generate(prompts, [1, 2, 3], SamplingConfig(max_response_length=8)) for rollout in part]
+        assert logprob_gap(policy, rollouts).max() < 1e-4
+    engine.shutdown()
+
+
+def test_a_reward_model_trains_adapters_and_its_head(make_model, tmp_path):
+    from aligner.losses.reward import BradleyTerry, bradley_terry_loss
+    from aligner.models import checkpoint
+    from aligner.models.lora import initialise_adapters
+    from aligner.models.peft import load_peft, save_peft
+    from aligner.models.weights import save_hf
+    from aligner.types import PreferenceBatch
+
+    batch = make_batch()
+    pairs = PreferenceBatch(tokens=batch.tokens, lengths=batch.lengths, loss_mask=batch.loss_mask, margins=torch.zeros(2))
+    reward = make_model("reward", optimizer=adam(), config={"lora": LoraConfig(rank=2)})
+    initialise_adapters(reward.model.chunks, 0)
+    save_hf(reward.model.chunks, tmp_path / "base", writer=True)
+    trained = {name for name, parameter in reward.model.module.named_parameters() if parameter.requires_grad}
+    assert "score_head.weight" in trained and all(".adapter." in name or name.startswith("score_head.") for name in trained)
+    for _ in range(2):
+        reward.train_step(pairs, partial(bradley_terry_loss, variant=BradleyTerry.standard))
+    saved, ours = checkpoint.save(tmp_path, reward.model, checkpoint.SaveRequest(step=2, state={})), reward.scores(pairs)
+    again = make_model("reward", optimizer=adam(), config={"lora": LoraConfig(rank=2)})
+    checkpoint.load(again.model, saved)
+    assert torch.equal(again.scores(pairs), ours)
+    with pytest.raises(CheckpointError, match="its adapters belong to random weights"):
+        checkpoint.load_weights(again.model.chunks, saved)
+    save_peft(reward.model.chunks, tmp_path / "adapter", writer=True)
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        scores = torch.cat([theirs(row[None, :length]).logits for row, length in zip(pairs.tokens, pairs.lengths.tolist(), strict=True)])
+    torch.testing.assert_close(scores, ours, rtol=0, atol=1e-4)
+    theirs.save_pretrained(tmp_path / "theirs")
+    new = make_model("reward", seed=5, config={"lora": LoraConfig(rank=2)})
+    with torch.no_grad():
+        for name, parameter in reward.model.module.named_parameters():
+            new.model.module.get_parameter(name).copy_(torch.zeros(()) if ".adapter." in name or "score_head" in name else parameter)
+    load_peft(new.model.chunks, tmp_path / "theirs")  # with the head
+    assert torch.equal(new.scores(pairs), ours)
+
+
+def test_a_critic_on_a_reward_model_of_several_outputs(make_model, topology, tmp_path):
+    """Its checkpoint has the head of one output, whatever the weights under its adapters have."""
+    from aligner.losses.value import value_loss
+    from aligner.models import checkpoint, create
+    from aligner.models.scalar_head import ScalarHead
+    from aligner.models.trainable import Training
+    from aligner.models.weights import save_hf
+    from aligner.parallel.topology import ParallelConfig
+    from aligner.types import ValueBatch
+
+    save_hf(make_model("reward", head=ScalarHead(outputs=("a", "b"))).model.chunks, tmp_path / "base", writer=True)
+    config = ModelConfig(path=str(tmp_path / "base"), make_vocab_divisible_by=8, lora=LoraConfig(rank=2))
+
+    def make(config: ModelConfig):
+        training, architecture = Training(optimizer=adam()), create.read_architecture(config, vocab_size=0)
+        return create.create_value_model(config, architecture, ParallelConfig(), topology, training, output_weights=(1.0, 0.5))
+
+    critic, batch = make(config), make_batch()
+    zeros = torch.zeros(batch.tokens.shape)
+    values = ValueBatch(tokens=batch.tokens, lengths=batch.lengths, loss_mask=batch.loss_mask, old_values=zeros, returns=zeros + 1)
+    critic.train_step(values, partial(value_loss, clip=None))
+    saved = checkpoint.save(tmp_path, critic.model, checkpoint.SaveRequest(step=1, state={}))
+    merged = make(ModelConfig(path=str(saved), make_vocab_divisible_by=8))
+    torch.testing.assert_close(merged.values(values), critic.values(values), rtol=0, atol=1e-5)
+
+
+def test_what_cannot_be_is_refused(make_policy, hf_directory, tmp_path):
+    from aligner.models.peft import load_peft, save_peft
+
+    for fields, message in (
+        ({"rank": -1}, "model.lora.rank=-1"),
+        ({"rank": 2, "alpha": 0.0}, "model.lora.alpha=0.0"),
+        ({"rank": 2, "dropout": 1.0}, "model.lora.dropout=1.0"),
+        ({"rank": 2, "targets": []}, "model.lora.targets"),
+        ({"path": "somewhere"}, "model.lora.path=somewhere: needs model.lora.rank"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            LoraConfig(**fields)
+    with pytest.raises(ConfigError, match="model.batch_invariant=true: .*allowed with model.lora.rank=0"):
+        ModelConfig(batch_invariant=True, lora=LoraConfig(rank=2))
+    with pytest.raises(ConfigError, match="the model has no such layer"):
+        make_policy(targets=[LoraTarget.experts])
+    with pytest.raises(ConfigError, match="models of family gpt2 have q, k and v in one; allowed: qkv"):
+        make_policy("gpt2", targets=[LoraTarget.v])
+    with pytest.raises(CheckpointError, match="no adapter_config.json there"):
+        load_peft(make_policy().chunks, tmp_path)
+    save_peft(make_policy(rank=2, targets=[LoraTarget.q]).chunks, tmp_path, writer=True)
+    with pytest.raises(ConfigError, match="model.lora.rank=4: the adapter at .* has r=2"):
+        load_peft(make_policy().chunks, tmp_path)
+    with pytest.raises(ConfigError, match="model.lora.alpha=8.0.* has lora_alpha=16"):
+        load_peft(make_policy(rank=2, alpha=8.0).chunks, tmp_path)
+    with pytest.raises(CheckpointError, match="k_proj.lora_A.weight is missing there .model.lora.targets.; 8 differ"):
+        load_peft(make_policy(rank=2, targets=[LoraTarget.qkv]).chunks, tmp_path)
+    ours, file = make_policy(rank=2, targets=[LoraTarget.q]), tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    for field, value, allowed in (
+        ("init_lora_weights", "pissa", "True, False, gaussian, eva, orthogonal"),
+        ("use_dora", True, "False"),
+        ("rank_pattern", {"q_proj": 3}, "{}"),
+        ("peft_type", "LOHA", "LORA"),
+        ("modules_to_save", ["embed_tokens"], "none"),
+    ):
+        file.write_text(json.dumps(config | {field: value}))
+        with pytest.raises(ConfigError, match=f"{field}=.*is not supported; allowed: {allowed}"):
+            load_peft(ours.chunks, tmp_path)
+    file.write_text(json.dumps(config)[:-9])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_peft(ours.chunks, tmp_path)

@@ -1,0 +1,61 @@
+"""What a rank holds, exchanges and computes of a model whose weights are frozen under adapters, by hand."""
+
+from __future__ import annotations
+
+from aligner.models.config import Architecture, Dtype, LoraConfig, ModelConfig
+from aligner.models.optimizer import OptimizerConfig
+from aligner.parallel.topology import ParallelConfig
+from aligner.planner import memory, timing
+from aligner.planner.buffers import Parameter, Replication, StateBytes, approximate_state_bytes, state_bytes
+from aligner.planner.config import ClusterConfig
+from aligner.planner.dry_run import BlockBytes
+from aligner.planner.workload import Component, Head, Phase, Work
+
+
+def test_frozen_weights_have_neither_gradients_nor_optimizer_state() -> None:
+    weight = Parameter(name="linear.weight", numel=1000, itemsize=2, is_frozen=True)
+    adapter = Parameter(name="linear.adapter.a", numel=30, itemsize=2, is_adapter=True)
+    one = Replication(distributed=False, dense_shards=2, expert_shards=2, bucket_elements=None)
+    # 1,030 weights of 2 bytes; 30 gradients of 4; 30 times two moments and a main weight of 4 each.
+    expected = StateBytes(weights=2060, gradients=120, optimizer=360)
+    assert state_bytes([weight, adapter], one) == expected
+    assert approximate_state_bytes([weight, adapter], one) == expected
+    spread = Replication(distributed=True, dense_shards=2, expert_shards=2, bucket_elements=None)
+    # The adapter's buffer ends at a multiple of 128, of which each shard owns 64: the first one all 30.
+    assert state_bytes([weight, adapter], spread) == StateBytes(weights=2256, gradients=512, optimizer=360)
+
+
+def component(rank: int) -> Component:
+    """Two layers of 64 wide on four ranks, tp 2; each step has a reference pass."""
+    return Component(
+        name="trainer",
+        head=Head.language,
+        num_ranks=4,
+        architecture=Architecture(num_layers=2, hidden_size=64, vocab_size=256),
+        model=ModelConfig(dtype=Dtype.bfloat16, micro_batch_size=2, lora=LoraConfig(rank=rank)),
+        parallel=ParallelConfig(tp=2, sequence_parallel=True),
+        optimizer=OptimizerConfig(),
+        work=Work(phases=(Phase.ref_logprobs, Phase.train), rows=8, length=64, response_length=32, update_rows=8, num_updates=1),
+        has_reference=True,
+    )
+
+
+def test_the_reference_and_what_is_exchanged_are_the_adapters_alone() -> None:
+    state = StateBytes(weights=10_000, gradients=400, optimizer=900)
+    block = BlockBytes(layer=1, ends=2, backward=3, forward=4, kept=5)
+    sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=0)
+    found = {m.phase: m.parts for m in memory.phase_memory(component(4), sizes, ClusterConfig(), (0,))}
+    # 100 trained elements have 400 bytes of gradients and 200 of bfloat16 weights.
+    assert found[Phase.ref_logprobs]["reference"] == 200
+    assert memory.host_memory(component(4), sizes, ClusterConfig(gpus_per_node=4))["reference"] == 800
+    assert all(parts["gather buffer"] == 5 and parts["weights"] == 10_000 for parts in found.values())
+    full = {m.phase: m.parts for m in memory.phase_memory(component(0), sizes, ClusterConfig(), (0,))}
+    assert full[Phase.ref_logprobs]["reference"] == 10_000
+    # The vocabulary's 128 rows of this rank have no gradient: 4 bytes to add it up in, 2 for the product.
+    assert full[Phase.train]["logits"] - found[Phase.train]["logits"] == 128 * 64 * 6
+    times = [{t.phase: t.parts for t in timing.phase_times(component(rank), sizes, ClusterConfig())} for rank in (0, 4)]
+    with_weights, adapters = (time[Phase.train]["data parallel"] for time in times)
+    assert adapters < with_weights
+    linear, quadratic = timing.layer_flops(component(4), 64)
+    head = 2 * 64 * 256
+    assert timing.model_flops(component(4), 10, 64) == 10 * (2 * (2 * linear + 3 * quadratic) + 2 * head)

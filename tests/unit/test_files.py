@@ -1,0 +1,52 @@
+"""A file has its name once it is complete, and not before."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from aligner.files import publish
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "record.json"
+    publish(path, lambda new: new.write_text("one"))
+    seen = []
+
+    def write(new: Path) -> None:
+        new.write_text("two")
+        seen.append(path.read_text())
+
+    publish(path, write)
+    assert seen == ["one"] and path.read_text() == "two" and list(path.parent.iterdir()) == [path]
+
+
+def test_an_unfinished_one_is_in_nobodys_way(tmp_path: Path) -> None:
+    """A process that was killed leaves it; the next one writes over it."""
+    path = tmp_path / "record.json"
+    (tmp_path / ".record.json.new").write_text("half of something longer than what follows")
+    publish(path, lambda new: new.write_text("whole"))
+    assert path.read_text() == "whole" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("where", ["write", "fsync"])
+def test_an_error_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    path = tmp_path / "record.json"
+    publish(path, lambda new: new.write_text("one"))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write(new: Path) -> None:
+        new.write_text("tw")
+        if where == "write":
+            full()
+
+    if where == "fsync":
+        monkeypatch.setattr("aligner.files.os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        publish(path, write)
+    assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
