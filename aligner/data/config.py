@@ -69,24 +69,33 @@ class PromptDataConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class SFTDataConfig:
-    """Prompts with responses. `train`, `validation` as in `PromptDataConfig`; `max_length` counts prompt, response and end token."""
+class _ExampleDataConfig:
+    """What examples to learn from have in common. `train`, `validation` as in `PromptDataConfig`; `max_length` in tokens."""
 
     train: str = "???"  # required
     validation: str = ""
     max_length: int = 1024
     over_long: OverLong = OverLong.bad
-    prompt_field: str = ""  # with response_field: their names; both empty: `messages`, `prompt`/`response` or `input`/`output`
-    response_field: str = ""
-    learn: Learn = Learn.responses
-    apply_chat_template: bool = False
-    add_bos: bool = True
     bad_lines: BadLines = BadLines.fail
 
     def __post_init__(self) -> None:
         _require_at_least(2, max_length=self.max_length)
         _require_member(BadLines, bad_lines=self.bad_lines)
         _require_member(OverLong, over_long=self.over_long)
+
+
+@dataclass(kw_only=True, slots=True)
+class SFTDataConfig(_ExampleDataConfig):
+    """Prompts with responses; `max_length` counts prompt, response and end token."""
+
+    prompt_field: str = ""  # with response_field: their names; both empty: `messages`, `prompt`/`response` or `input`/`output`
+    response_field: str = ""
+    learn: Learn = Learn.responses
+    apply_chat_template: bool = False
+    add_bos: bool = True
+
+    def __post_init__(self) -> None:
+        _ExampleDataConfig.__post_init__(self)
         _require_member(Learn, learn=self.learn)
         if bool(self.prompt_field) != bool(self.response_field):
             raise ConfigError(
@@ -96,21 +105,11 @@ class SFTDataConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class PreferenceDataConfig:
-    """Chosen and rejected responses. `train`, `validation` as in `PromptDataConfig`; `max_length` holds for each of the two."""
+class PreferenceDataConfig(_ExampleDataConfig):
+    """Chosen and rejected responses; `max_length` holds for each of the two."""
 
-    train: str = "???"  # required
-    validation: str = ""
-    max_length: int = 1024
-    over_long: OverLong = OverLong.bad
     apply_chat_template: bool = False
     add_bos: bool = True
-    bad_lines: BadLines = BadLines.fail
-
-    def __post_init__(self) -> None:
-        _require_at_least(2, max_length=self.max_length)
-        _require_member(BadLines, bad_lines=self.bad_lines)
-        _require_member(OverLong, over_long=self.over_long)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -122,20 +121,9 @@ class UnpairedDataConfig(PreferenceDataConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class DistillationDataConfig:
+class DistillationDataConfig(_ExampleDataConfig):
     """What a teacher says of examples. `train`, `validation` are directories that `teacher_logprobs` wrote, or files of NeMo-Aligner's
     `{tokens, labels, loss_mask, topk_logits, topk_token_ids}`."""
-
-    train: str = "???"  # required
-    validation: str = ""
-    max_length: int = 1024
-    over_long: OverLong = OverLong.bad
-    bad_lines: BadLines = BadLines.fail
-
-    def __post_init__(self) -> None:
-        _require_at_least(2, max_length=self.max_length)
-        _require_member(BadLines, bad_lines=self.bad_lines)
-        _require_member(OverLong, over_long=self.over_long)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -154,22 +142,15 @@ class DemonstrationDataConfig(SFTDataConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class ProposalDataConfig:
-    """Several responses to each prompt, with log-probs. `train`, `validation` as in `PromptDataConfig`; `max_length` holds for each row."""
+class ProposalDataConfig(_ExampleDataConfig):
+    """Several responses to each prompt, with log-probs; `max_length` holds for each row."""
 
-    train: str = "???"  # required
-    validation: str = ""
-    max_length: int = 1024
-    over_long: OverLong = OverLong.bad
     num_responses: int = 0  # the first so many of each record; 0: all, and all records have as many
     add_bos: bool = True
-    bad_lines: BadLines = BadLines.fail
 
     def __post_init__(self) -> None:
-        _require_at_least(2, max_length=self.max_length)
+        _ExampleDataConfig.__post_init__(self)
         _require_at_least(0, num_responses=self.num_responses)
-        _require_member(BadLines, bad_lines=self.bad_lines)
-        _require_member(OverLong, over_long=self.over_long)
         if self.over_long is OverLong.truncate:
             raise ConfigError("data.over_long=truncate: log-probs are of whole responses; allowed: bad, drop")
 

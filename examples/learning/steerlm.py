@@ -3,7 +3,7 @@
 The task: stories such as `the cat sings weeps grins sulks` about whom they are asked about. The attribute `joy` is a rule: how many of
 the four verbs are glad. The chain is the one of docs/steerlm.md:
 
-    attribute model on judged stories -> it labels all stories -> SteerLM 1 on the labels, some of which are then spoilt ->
+    attribute model on judged stories -> it labels all stories -> SteerLM 1 on the labels, half of which are then spoilt ->
     responses that it samples under requested attributes, with log Q', log P(y|x) and log P(a|x,y) -> SteerLM 2 on these
 
 SteerLM 1 takes a label on trust; SteerLM 2 asks the attribute model about every response.
@@ -24,7 +24,7 @@ from pathlib import Path
 WHO = ("cat", "dog", "king", "fish", "boy", "bird")
 GLAD, SAD = ("sings", "grins", "plays", "wins"), ("weeps", "sulks", "falls", "moans")
 VERBS, LEVELS = 4, range(5)  # of a story; of joy
-SPOILT = 0.25  # of the labels for SteerLM 1
+SPOILT = 0.5  # of the labels for SteerLM 1
 HELD_OUT = ("boy", "bird")  # SteerLM 2 is not trained on requests about them
 FORMAT = ("<extra_id_0>", "<extra_id_1>", "<extra_id_2>", "System", "User", "Assistant", "joy", ":", "\n", "0", "1", "2", "3", "4")
 WORDS = ("tell", " of", " the", "the", *(f" {word}" for word in (*WHO, *GLAD, *SAD)))
@@ -33,7 +33,7 @@ SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "un
 SAMPLING = ("data.max_prompt_length=48", "rollout.sampling.max_response_length=24", "model.make_vocab_divisible_by=1")
 
 # Margins: levels between asking SteerLM 1 for none and for all; parts of its error, and of the KL, that SteerLM 2 takes away.
-GAP, CLOSER, KL_FALLS = 1.5, 0.15, 0.2
+GAP, CLOSER, KL_FALLS = 1.0, 0.15, 0.05
 
 WRITTEN = Path("written") / "records.jsonl"  # of a run that writes a data set
 MARK = "made_by_examples_learning_steerlm"
