@@ -70,9 +70,15 @@ def student_settings(task: Path, teacher: Path) -> list[str]:
     return [*model_settings(task), *data, *sizes, "loop.max_steps=60", "loop.save_every=10", "loop.validate_every=20"]
 
 
-def test_a_student_that_is_killed(task: Path, teacher: Path) -> None:
-    whole, killed, settings = task / "whole", task / "killed", student_settings(task, teacher)
-    run_job(LEARN, whole, settings)
+@pytest.fixture(scope="module")
+def student(task: Path, teacher: Path) -> Path:
+    """A run that nothing disturbed."""
+    run_job(LEARN, task / "student", student_settings(task, teacher))
+    return task / "student"
+
+
+def test_a_student_that_is_killed(task: Path, teacher: Path, student: Path) -> None:
+    whole, killed, settings = student, task / "killed", student_settings(task, teacher)
     with Job(LEARN, killed, [*settings, "loop.save_every=1"]) as job:  # while it saves
         kill_when(job, lambda: 12 in steps_of(killed) and list((killed / "checkpoints" / "policy").glob(f"{WRITING}*")))
     with Job(LEARN, killed, settings) as job:
@@ -86,11 +92,11 @@ def test_a_student_that_is_killed(task: Path, teacher: Path) -> None:
     assert losses[-1] < losses[0] / 4 and agreement[-1] > agreement[0] + 0.2
 
 
-def test_on_the_students_own_samples(task: Path) -> None:
+def test_on_the_students_own_samples(task: Path, student: Path) -> None:
     """In two parts as in one, and nearer to the teacher; a teacher of another shape is refused."""
     settings = [
         *tiny_settings(task),
-        *("algorithm.prompts_per_step=16", "algorithm.mini_batch_size=8", "algorithm.top_k=6", f"teacher.path={task / 'whole' / 'export'}"),
+        *("algorithm.prompts_per_step=16", "algorithm.mini_batch_size=8", "algorithm.top_k=6", f"teacher.path={student / 'export'}"),
         *(f"data.validation={task / 'prompts.jsonl'}", "loop.validate_every=4"),
     ]
     whole, parts, program = task / "online_whole", task / "online_parts", script("train_online_distill.py")
