@@ -6,7 +6,8 @@ usage: engine_job.py TP MODEL_DIRECTORY OUTPUT_DIRECTORY    (TP is 2, or 1 for t
 from __future__ import annotations
 
 import sys
-import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -226,28 +227,24 @@ def sampled_ahead(directory: Path, topology, parallel, inputs: dict) -> None:
     parts = {"engine": engine, "reference": None, "reward": Lengths(), "topology": topology, "train": prompts, "order": order}
     rest = {"validation": [], "validation_sampling": sampling, "accuracy": None, "decode": str, "pad_id": 0, "seed": 3}
     rounds = AsyncRounds(OnlineTask(**parts, **rest, max_response_length=24), 2, ahead, engine.gate, last=4)
-    is_trained, is_waiting = threading.Event(), threading.Event()
-    between_steps, steps = engine.gate.between_steps, 0
+    gate, steps = engine.gate, Counter()
+    between_steps, num_holds = gate.between_steps, gate._wanted
 
     def wait_at_the_tenth(settle: Callable[[], None]) -> int | None:
-        nonlocal steps
-        steps += 1
-        if steps % 10 == 0:
-            is_waiting.set()
-            assert is_trained.wait(60)
+        """Of a round but the first: until its weights are to be replaced."""
+        number = gate._ended + 1
+        steps[number] += 1
+        if steps[number] == 10:
+            assert eventually(lambda: gate._wanted - num_holds >= number - 1)
         return between_steps(settle)
 
-    engine.gate.between_steps = wait_at_the_tenth
-    is_trained.set()
+    gate.between_steps = wait_at_the_tenth
     weights, taken = [_copy(policy)], []
     for step in range(1, 5):
         taken += rounds.take(step, Clock()).rollouts
-        is_waiting.clear()
-        is_trained.clear()
         policy.train_step(inputs["batch"], sft_loss)
         weights.append(_copy(policy))
-        is_waiting.wait(5 * (step < 4))  # on a busy machine a round may not have begun by now; one that is over no longer waits
-        is_trained.set()
+        assert step == 4 or eventually(lambda step=step: steps[step + 1] >= 10 or gate._ended > step)
         rounds.trained(policy.version)
     engine.shutdown()
     rounds.close()
@@ -267,6 +264,14 @@ def sampled_ahead(directory: Path, topology, parallel, inputs: dict) -> None:
         partial += oldest < rollout.policy_version
     assert partial > 2
     assert len(set(map(str, gather_objects([(one.seed, one.response, one.oldest_version, one.policy_version) for one in taken])))) == 1
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether it came true within a minute."""
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 def _copy(policy) -> list[torch.Tensor]:
