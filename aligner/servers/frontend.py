@@ -25,7 +25,7 @@ import numpy as np
 from aligner.errors import ServerError, TritonDied
 from aligner.servers import watchdog
 from aligner.servers.config import ServerConfig
-from aligner.servers.processes import parent, processes_with_variable, start_ticks, unburied_children
+from aligner.servers.processes import parent, processes_with_variable, start_ticks, zombie_children
 from aligner.servers.tensors import TensorSpec
 from aligner.servers.wire import Endpoint
 
@@ -128,7 +128,7 @@ class Frontend:
         """Whether one of Triton's children is dead. While it starts it does not look, and waits for good for what the stub says."""
         found = processes_with_variable(self._marker)
         servers = [pid for pid, command in found.items() if "tritonserver --id" in command and parent(pid) == os.getpid()]
-        return any(unburied_children(pid) for pid in servers)
+        return any(zombie_children(pid) for pid in servers)
 
     def _run(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -27,10 +28,15 @@ def parent(pid: int) -> int | None:
     return None if stat is None else int(stat[1])
 
 
-def unburied_children(pid: int) -> list[int]:
-    """Children of `pid` that have ended and that it has not waited for: zombies."""
-    stats = {int(entry.name): _stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
-    return [child for child, stat in stats.items() if stat is not None and int(stat[1]) == pid and stat[0] == "Z"]
+def zombie_children(pid: int) -> list[int]:
+    """Children of `pid` that have ended and that it has not waited for."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(PermissionError):  # another user's, where /proc is mounted with hidepid=1
+            stat = _stat(int(entry.name)) if entry.name.isdigit() else None
+            if stat is not None and stat[0] == "Z" and int(stat[1]) == pid:
+                found.append(int(entry.name))
+    return found
 
 
 def processes_with_variable(assignment: str) -> dict[int, str]:

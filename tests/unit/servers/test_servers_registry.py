@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aligner.errors import ServerError, ServerUnreachable
-from aligner.servers.processes import processes_with_variable, start_ticks
+from aligner.servers.processes import parent, processes_with_variable, start_ticks, zombie_children
 from aligner.servers.registry import (
     Liveness,
     Publication,
@@ -203,6 +203,25 @@ def test_processes_are_found_by_their_environment() -> None:
     assert processes_with_variable(f"ALIGNER_TEST_MARK={os.getpid()}0") == {}
     child.communicate()
     assert start_ticks(child.pid) is None
+
+
+def test_a_dead_child_is_a_zombie_until_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert parent(child.pid) == os.getpid() and child.pid not in zombie_children(os.getpid())
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert child.pid in zombie_children(os.getpid()) and zombie_children(child.pid) == []
+
+    def of_others_is_hidden(path: Path) -> str:
+        if str(path) == "/proc/1/stat":
+            raise PermissionError(path)
+        return read_text(path)
+
+    read_text = Path.read_text
+    monkeypatch.setattr(Path, "read_text", of_others_is_hidden)  # /proc with hidepid=1
+    assert child.pid in zombie_children(os.getpid())
+    child.wait()
+    assert parent(child.pid) is None and child.pid not in zombie_children(os.getpid())
 
 
 def wait_until(condition) -> None:
