@@ -122,7 +122,9 @@ class RunCheckpointer:
         request = checkpoint.SaveRequest(
             step=step, state=state, config_yaml=self._session.config_yaml, tokenizer=self._tokenizer, validation=validation
         )
-        return checkpoint.start_save(self._folders[0], self._model, request, in_background=self._config.asynchronous)
+        return checkpoint.start_save(
+            self._folders[0], self._model, request, in_background=self._config.asynchronous, read_back=self._config.read_back
+        )
 
     def _publish(self, save: _SaveUnderWay) -> None:
         self._under_way = None
@@ -200,7 +202,9 @@ class CriticCheckpointer:
         self._end()
         state = {"ledger": self._ledger.state()}
         saved = checkpoint.SaveRequest(step=step, state=state, config_yaml=self._session.config_yaml, tokenizer=self._tokenizer)
-        began = checkpoint.start_save(self._folder, self._model, saved, in_background=self._config.asynchronous)
+        began = checkpoint.start_save(
+            self._folder, self._model, saved, in_background=self._config.asynchronous, read_back=self._config.read_back
+        )
         self._under_way = (step, mark, began)
         return str(began.final) if self._config.asynchronous and not request.wait else self._end()
 

@@ -3,6 +3,7 @@
     step_000030/
       aligner.json   kind of model, format version, checksums; the file that makes the directory a checkpoint
       manifest.json  SHA-256 and size of every other file
+      sums.json      of every tensor a sum over its bits, taken from memory before it was written
       config.json    the architecture, in Hugging Face's form       tokenizer files
       weights/       Megatron-Core distributed checkpoint of the module; of a model with adapters, them and the head alone
       optimizer/     the same of the optimizer's state, in a form that any layout can read
@@ -20,7 +21,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,16 @@ import torch
 import torch.distributed as dist
 
 from aligner.errors import CheckpointError, describe_os_error
-from aligner.models import async_save, checkpoint_adapters, checkpoint_optimizer, checkpoint_size, disk_space, manifest, safe_pickle
+from aligner.models import (
+    async_save,
+    checkpoint_adapters,
+    checkpoint_optimizer,
+    checkpoint_size,
+    checkpoint_sums,
+    disk_space,
+    manifest,
+    safe_pickle,
+)
 from aligner.models import checkpoint_files as files
 from aligner.models.build import ScalarModel
 from aligner.models.checkpoint_files import BEST, LATEST, MARKER, read_marker, resolve, step_directory
@@ -37,7 +47,7 @@ from aligner.models.checkpoint_weights import kind_of, load_same, load_source, l
 from aligner.models.families import architecture_to_hf
 from aligner.models.generators import generator_state, set_generator_state
 from aligner.models.trainable import TrainableModel
-from aligner.parallel.collectives import broadcast_object, gather_objects, raise_everywhere
+from aligner.parallel.collectives import broadcast_object, from_rank_0, gather_objects, raise_everywhere
 
 __all__ = [
     "BEST",
@@ -75,12 +85,29 @@ class SaveRequest:
     weights_only: bool = False  # without the optimizer: it can initialise a model but not continue a run
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Contents:
+    """What the tensors of a checkpoint were when it was begun."""
+
+    directory: Path
+    vocabulary: int
+    sums: Mapping[str, checkpoint_sums.Sum]
+    read_back: Mapping[str, Sequence[Any]]  # by folder: the shapes and places of what is read back before the checkpoint is published
+
+    def check(self) -> None:
+        """Compare what is on disk with what was in memory. Collective. Raises CheckpointError."""
+        for folder, shards in self.read_back.items():
+            found = checkpoint_sums.read_back(self.directory / folder, shards, vocabulary=self.vocabulary)
+            checkpoint_sums.compare(self.sums, found, f"{self.directory / folder}: as it was read back")
+
+
 class PendingSave:
     """A checkpoint whose files are being written. The model may be trained on meanwhile. Every rank holds one."""
 
-    def __init__(self, writing: Path, final: Path, marker: Mapping[str, Any], writer: async_save.FileWriter) -> None:
+    def __init__(self, contents: _Contents, final: Path, marker: Mapping[str, Any], writer: async_save.FileWriter) -> None:
         self.final = final
-        self._writing = writing
+        self._contents = contents
+        self._writing = contents.directory
         self._marker = marker
         self._writer = writer
 
@@ -99,6 +126,7 @@ class PendingSave:
             _on_rank_0(lambda: (self._writing / RESERVED).unlink())  # its room is for the metadata
             for part in self._writer.planned:
                 async_save.write_metadata(part)
+            self._contents.check()
             digests = {name: entry for part in gather_objects(self._writer.digests) for name, entry in part.items()}
             _on_rank_0(lambda: self._finish(digests))
         except CheckpointError:
@@ -108,6 +136,7 @@ class PendingSave:
         return self.final
 
     def _finish(self, digests: Mapping[str, manifest.Digest]) -> None:
+        checkpoint_sums.write(self._writing, self._contents.sums)
         manifest.write(self._writing, digests)
         files.write_marker(self._writing, self._marker)
         files.publish(self._writing, self.final)
@@ -118,11 +147,13 @@ def save(checkpoints: Path, model: TrainableModel, request: SaveRequest) -> Path
     return start_save(checkpoints, model, request, in_background=False).publish()
 
 
-def start_save(checkpoints: Path, model: TrainableModel, request: SaveRequest, *, in_background: bool) -> PendingSave:
+def start_save(
+    checkpoints: Path, model: TrainableModel, request: SaveRequest, *, in_background: bool, read_back: bool = False
+) -> PendingSave:
     """Begin a checkpoint of the model as it is now; `publish` of the result ends it. Every rank calls it.
 
-    With `in_background` it returns as soon as the state is copied to host memory. Raises CheckpointError where the directory cannot be
-    written to; the checkpoints before it stay as they are.
+    With `in_background` it returns as soon as the state is copied to host memory; with `read_back`, `publish` reads all of it once more,
+    into host memory, and compares. Raises CheckpointError where the directory cannot be written to; the checkpoints before it stay.
     """
     final = step_directory(checkpoints, request.step)
     model.wake()
@@ -130,16 +161,32 @@ def start_save(checkpoints: Path, model: TrainableModel, request: SaveRequest, *
     made: list[Path] = []
     _on_rank_0(lambda: made.append(_start(final, model, request, generators)))
     writing = broadcast_object(made[0] if made else None)
-    planned = [async_save.plan(sharded_state(model.chunks), writing / "weights")]
-    if _has_optimizer_state(model) and not request.weights_only:
-        shards = checkpoint_optimizer.sharded_state(model.optimizer, sharded_state(model.chunks))
-        planned.append(async_save.plan({"optimizer": shards}, writing / "optimizer"))
+    states = _states(model, with_optimizer=_has_optimizer_state(model) and not request.weights_only)
+    contents = _contents(writing, model, states, read_back=read_back)
+    planned = [async_save.plan(state, writing / folder) for folder, state in states.items()]
     _check_room(writing, checkpoint_size.planned_bytes(planned))
     marker: dict[str, Any] = {"kind": kind_of(model.chunks), "step": request.step, **checkpoint_adapters.to_marker(model.chunks[0])}
     if isinstance(model.chunks[0], ScalarModel):
         marker |= model.chunks[0].head.to_marker()
     writer = async_save.FileWriter(planned, writing, in_background=in_background)
-    return PendingSave(writing, final, marker, writer)
+    return PendingSave(contents, final, marker, writer)
+
+
+def _states(model: TrainableModel, *, with_optimizer: bool) -> dict[str, Any]:
+    """By folder, the sharded state of what is in memory."""
+    weights = sharded_state(model.chunks)
+    if not with_optimizer:
+        return {"weights": weights}
+    shards = checkpoint_optimizer.sharded_state(model.optimizer, weights)
+    # A rank that holds padding only has none.
+    return {"weights": sharded_state(model.chunks), "optimizer": {"optimizer": shards} if shards else {}}
+
+
+def _contents(writing: Path, model: TrainableModel, states: Mapping[str, Any], *, read_back: bool) -> _Contents:
+    vocabulary = model.chunks[0].architecture.vocab_size
+    sums = checkpoint_sums.saved(checkpoint_sums.find(states.values(), vocabulary=vocabulary))
+    shards = {folder: [one.without_data() for one in checkpoint_sums.tensors(state)] for folder, state in states.items()}
+    return _Contents(directory=writing, vocabulary=vocabulary, sums=sums, read_back=shards if read_back else {})
 
 
 def load(model: TrainableModel, path: Path, *, verify: bool = True) -> dict[str, Any]:
@@ -156,13 +203,18 @@ def load(model: TrainableModel, path: Path, *, verify: bool = True) -> dict[str,
     if model.optimizer is not None:
         if state["scheduler"] is None:
             raise CheckpointError(f"{directory}: holds no optimizer state; it can initialise a model but not continue a run")
-        if state["version"] > 0:
-            _load_optimizer(model, directory / "optimizer")
+        model.version = state["version"]
+        if model.version > 0:
+            _load_optimizer(model, directory)
         else:
             model.optimizer.reload_model_params()
         model.scheduler.num_steps = 0  # loading *adds* the saved number of steps
         model.scheduler.load_state_dict(state["scheduler"])
     model.version = state["version"]
+    if wanted := from_rank_0(lambda: checkpoint_sums.read(directory)):
+        states = _states(model, with_optimizer=_has_optimizer_state(model))
+        found = checkpoint_sums.find(states.values(), vocabulary=model.chunks[0].architecture.vocab_size)
+        checkpoint_sums.compare(wanted, found, str(directory))
     saved = safe_pickle.load_data(directory / "state.pt")
     if saved["layout"] == _layout(model):  # at another layout the generators stay freshly seeded
         set_generator_state(saved["generators"][dist.get_rank()])
@@ -259,9 +311,17 @@ def _reserve(path: Path) -> None:
 
 
 def _load_optimizer(model: TrainableModel, directory: Path) -> None:
-    wanted = checkpoint_optimizer.sharded_state(model.optimizer, sharded_state(model.chunks), is_loading=True)
-    loaded = read({"optimizer": wanted}, directory)["optimizer"]
+    weights = sharded_state(model.chunks)
+    wanted = checkpoint_optimizer.sharded_state(model.optimizer, weights, is_loading=True)
+    loaded = read({"optimizer": wanted} if wanted else {}, directory / "optimizer").get("optimizer", {})
     try:
-        checkpoint_optimizer.restore(model.optimizer, loaded)
+        strangers = checkpoint_optimizer.restore(model.optimizer, weights, loaded, step=model.version)
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: cannot be continued at this layout: {error}") from error
+    if named := sorted({name for part in gather_objects(strangers) for name in part}):
+        raise CheckpointError(
+            f"{directory}: the optimizer's state is not that of the weights ({len(named)} parameters, the first is {named[0]}). Until "
+            "checkpoints had sums.json, layouts whose gradient buffers are padded between buckets were saved so: with tied embeddings "
+            "over pipeline stages, or with a number of data-parallel ranks that is no power of two. The weights are right: "
+            f"model.path={directory} starts a new run from them"
+        )

@@ -21,6 +21,7 @@ class CheckpointConfig:
 
     asynchronous: bool = False  # go on training while a thread writes the files; costs host memory for one copy of the saved state
     verify: bool = True  # compare every file with its SHA-256 before a checkpoint is loaded
+    read_back: bool = False  # read a checkpoint back before it becomes `latest`; costs host memory for one copy of what a rank writes
     keep: int = 0  # newest checkpoints that stay; 0: all
     best_metric: str = ""  # of validation, e.g. validation/accuracy; the best checkpoints stay and `best` names the first of them
     best_mode: BestMode = BestMode.max

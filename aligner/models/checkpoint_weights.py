@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from aligner.errors import CheckpointError
-from aligner.models import checkpoint_adapters, manifest, safe_pickle
+from aligner.models import checkpoint_adapters, checkpoint_sums, manifest, safe_pickle
 from aligner.models.build import ScalarModel, Transformer
 from aligner.models.checkpoint_files import MARKER, read_marker, resolve
 from aligner.models.families import architecture_from_hf, architecture_to_hf
@@ -21,7 +21,7 @@ from aligner.models.families.mapping import ADAPTER
 from aligner.models.lora import make_adapters
 from aligner.models.scalar_head import HEAD, read_head
 from aligner.models.weights import load_hf
-from aligner.parallel.collectives import raise_everywhere
+from aligner.parallel.collectives import from_rank_0, raise_everywhere
 from aligner.parallel.mcore import NEEDS_COMMON_FILE, dist_checkpointing, version
 
 
@@ -56,6 +56,8 @@ def load_weights(chunks: Sequence[Transformer], path: Path, *, verify: bool = Tr
         states = [checkpoint_adapters.whole_state(chunk) for chunk in chunks]
         for chunk, state in zip(chunks, _read_states(chunks, directory, states, with_head=with_head), strict=True):
             _fill(chunk, state, directory)
+        found = checkpoint_sums.find(map(checkpoint_adapters.whole_state, chunks), vocabulary=chunks[0].architecture.vocab_size)
+        checkpoint_sums.compare(from_rank_0(lambda: checkpoint_sums.read(directory)), found, str(directory))
         return
     # The head is saved with the adapters: that of a critic has one output, whatever the reward model under it has.
     load_source(chunks, checkpoint_adapters.base_of(marker, directory), verify=verify, with_head=False)

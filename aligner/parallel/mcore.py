@@ -11,6 +11,7 @@ import inspect
 import logging
 import queue
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,8 @@ with warnings.catch_warnings():
         cpu_platform.install()
     from megatron.core import __version__ as version
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -84,6 +86,22 @@ NEEDS_COMMON_FILE = not _LATER
 def has_transformer_engine() -> bool:
     """Whether NVIDIA's Transformer Engine can be used here."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def _refuse_corruption(record: logging.LogRecord) -> bool:
+    """A logging filter: what upstream only warns of ends the save."""
+    if "data corruption" in record.getMessage():
+        raise RuntimeError(f"Megatron-Core {version}: {record.getMessage()}")
+    return True
+
+
+# It fills with zeros what it has cut out of the optimizer's buffers at the wrong place (Megatron-LM pull request 5077).
+logging.getLogger("megatron.core.optimizer.distrib_optimizer").addFilter(_refuse_corruption)
+
+
+def sharded_leaves(state: Any) -> Iterator[Any]:
+    """The sharded tensors, and factories of such, of a sharded state."""
+    return (value for value in nested_values(state) if isinstance(value, ShardedTensor | ShardedTensorFactory))
 
 
 def submodules_of(spec: Any) -> Any:
@@ -140,6 +158,7 @@ __all__ = [
     "ProcessGroupCollection",
     "RowParallelLinear",
     "ShardedTensor",
+    "ShardedTensorFactory",
     "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
@@ -159,6 +178,7 @@ __all__ = [
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "set_tensor_model_parallel_attributes",
+    "sharded_leaves",
     "switch_load_balancing_loss_func",
     "tensor_parallel",
     "transformer_engine_specs",

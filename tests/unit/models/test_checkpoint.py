@@ -88,7 +88,7 @@ def test_layout_of_a_checkpoint(make_model, tmp_path):
     path = checkpoint.save(tmp_path / "checkpoints", policy.model, request)
     assert path == tmp_path / "checkpoints" / "step_000007"
     assert {p.name for p in path.iterdir()} == {
-        *("aligner.json", "manifest.json", "config.json", "config.yaml", "weights", "optimizer", "state.pt", "state.json"),
+        *("aligner.json", "manifest.json", "sums.json", "config.json", "config.yaml", "weights", "optimizer", "state.pt", "state.json"),
         *("tokenizer.json", "chat_template.jinja"),
     }
     assert (path / "config.yaml").read_text() == "a: 1\n" and json.loads((path / "config.json").read_text())["model_type"] == "qwen2"
@@ -153,7 +153,7 @@ def test_spread_experts_of_an_optimizer_that_is_not_distributed():
     one, two = (SimpleNamespace(param_groups=[], chained_optimizers=[object()] * number) for number in (1, 2))
     for optimizer, loaded in ((one, {0: {}, 1: {}}), (two, {"optimizer": {}, 0: {}, 1: {}})):
         with pytest.raises(CheckpointError, match=r"spread over ranks otherwise \(parallel.ep\).*needs optimizer.distributed=true"):
-            checkpoint_optimizer.restore(optimizer, loaded)
+            checkpoint_optimizer.restore(optimizer, {}, loaded, step=1)
 
 
 def test_a_resumed_run_follows_its_own_configs_schedule(make_model, tmp_path):

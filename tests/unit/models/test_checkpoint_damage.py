@@ -19,7 +19,7 @@ from aligner.types import LabeledBatch
 # Megatron-Core 0.19 writes one file per rank, with the common state in it.
 ONE_FILE = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 19)
 FILES = (
-    *("aligner.json", "manifest.json", "config.json", "config.yaml", "state.json", "state.pt", "tokenizer.json"),
+    *("aligner.json", "manifest.json", "sums.json", "config.json", "config.yaml", "state.json", "state.pt", "tokenizer.json"),
     *(
         f"{part}/{name}"
         for part in ("weights", "optimizer")

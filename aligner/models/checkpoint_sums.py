@@ -1,0 +1,160 @@
+"""Sums over the bit patterns of what a checkpoint holds: taken in memory before anything is written, compared after it has been loaded.
+
+The sum of a tensor is that of its elements' bit patterns, each times an odd number for each of its indices in the whole model's tensor,
+modulo 2^64. So it adds up over any split, and an element that changed or went to another place shows. Padding of vocabularies is left out:
+it depends on the layout. `sums.json` of a checkpoint has, per tensor, the sum, the number of elements and their type.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.errors import CheckpointError
+from aligner.models import checkpoint_files as files
+from aligner.parallel.collectives import gather_objects
+from aligner.parallel.mcore import ShardedTensor, dist_checkpointing, sharded_leaves
+
+SUMS = "sums.json"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ELEMENTS_AT_A_TIME = 1 << 22  # bounds the 64-bit copies that are summed
+_MODULUS = 1 << 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sum:
+    """Of a whole tensor."""
+
+    sum: str  # hexadecimal
+    elements: int
+    dtype: str
+
+
+@dataclass(slots=True)
+class _Copies:
+    """(elements, sum) of every set of ranks that together hold a tensor, by the number of that set; 0s are the one that is saved."""
+
+    dtype: str
+    by_replica: dict[tuple[int, ...], tuple[int, int]]
+
+    def add(self, replica: tuple[int, ...], elements: int, total: int) -> None:
+        known, so_far = self.by_replica.get(replica, (0, 0))
+        self.by_replica[replica] = (known + elements, (so_far + total) % _MODULUS)
+
+
+Found = Mapping[str, _Copies]
+
+
+def find(states: Iterable[Any], *, vocabulary: int) -> Found:
+    """The sums of sharded states, the same on every rank. Collective. `vocabulary`: rows of an embedding that are not padding."""
+    shards = [shard for state in states for shard in tensors(state)]
+    own: dict[str, _Copies] = {}
+    totals = torch.stack([_sum(shard, vocabulary).cpu() for shard in shards]).tolist() if shards else []
+    for shard, total in zip(shards, totals, strict=True):
+        copies = own.setdefault(shard.key, _Copies(dtype=str(shard.data.dtype), by_replica={}))
+        copies.add(_replica(shard), _within(shard, vocabulary).numel(), total)
+    whole: dict[str, _Copies] = {}
+    for part in gather_objects(own):
+        for key, copies in part.items():
+            kept = whole.setdefault(key, _Copies(dtype=copies.dtype, by_replica={}))
+            for replica, (elements, total) in copies.by_replica.items():
+                kept.add(replica, elements, total)
+    return whole
+
+
+def saved(found: Found) -> dict[str, Sum]:
+    """The sums of the copies that are saved."""
+    sums = {}
+    for key, copies in sorted(found.items()):
+        elements, total = next(one for replica, one in copies.by_replica.items() if not any(replica))
+        sums[key] = Sum(sum=f"{total:016x}", elements=elements, dtype=copies.dtype)
+    return sums
+
+
+def write(directory: Path, sums: Mapping[str, Sum]) -> None:
+    """Make `sums.json` in the directory of a checkpoint that is being written."""
+    files.write_text(directory / SUMS, json.dumps({key: asdict(one) for key, one in sums.items()}, indent=1) + "\n")
+
+
+def read(directory: Path) -> dict[str, Sum]:
+    """What a checkpoint says of itself; empty for one of an earlier version."""
+    path = directory / SUMS
+    return {key: Sum(**entry) for key, entry in json.loads(path.read_text()).items()} if path.exists() else {}
+
+
+def compare(wanted: Mapping[str, Sum], found: Found, what: str) -> None:
+    """Raise CheckpointError where a tensor is not what was saved, in any copy of it. Types that were converted cannot be compared."""
+    wrong = [key for key, copies in found.items() if key in wanted and not _is(copies, wanted[key])]
+    if wrong:
+        raise CheckpointError(
+            f"{what}: {len(wrong)} of {len(found)} tensors are not those that were in memory when they were saved ({SUMS}): "
+            f"{', '.join(sorted(wrong)[:3])}{', ...' if len(wrong) > 3 else ''}"
+        )
+
+
+def read_back(directory: Path, shards: Sequence[ShardedTensor], *, vocabulary: int) -> Found:
+    """The sums of what a distributed checkpoint directory holds of `shards`, read into host memory of its own. Every rank calls it."""
+    blank = {str(number): replace(shard, data=torch.empty(shard.local_shape, dtype=shard.dtype)) for number, shard in enumerate(shards)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = dist_checkpointing.load(dict(blank), str(directory))
+    return find([{name: replace(shard, data=loaded[name]) for name, shard in blank.items()}], vocabulary=vocabulary)
+
+
+def tensors(state: Any) -> Iterator[ShardedTensor]:
+    """The sharded tensors of a sharded state, those that factories make of a parameter among them."""
+    for leaf in sharded_leaves(state):
+        if isinstance(leaf, ShardedTensor):
+            yield leaf
+        else:
+            yield from tensors(leaf.build())
+
+
+def _is(copies: _Copies, wanted: Sum) -> bool:
+    if copies.dtype != wanted.dtype:
+        return True
+    whole = [total for elements, total in copies.by_replica.values() if elements == wanted.elements]
+    return bool(whole) and all(f"{total:016x}" == wanted.sum for total in whole)
+
+
+def _replica(shard: ShardedTensor) -> tuple[int, ...]:
+    return (shard.replica_id,) if isinstance(shard.replica_id, int) else tuple(shard.replica_id)
+
+
+def _within(shard: ShardedTensor, vocabulary: int) -> Tensor:
+    """What of a shard is not padding."""
+    if not shard.allow_shape_mismatch:
+        return shard.data
+    return shard.data[: max(0, vocabulary - shard.global_offset[shard.prepend_axis_num])]
+
+
+def _sum(shard: ShardedTensor, vocabulary: int) -> Tensor:
+    """An int64 scalar on the tensor's device."""
+    data = _within(shard, vocabulary).detach()
+    first = math.prod(2 * index + 1 for index in shard.global_offset[: shard.prepend_axis_num])
+    return _weighted(data, shard.global_offset[shard.prepend_axis_num :]) * (first % (1 << 63))
+
+
+def _weighted(data: Tensor, offset: tuple[int, ...]) -> Tensor:
+    """Of a tensor whose first element has the indices `offset`."""
+    if not data.numel():
+        return torch.zeros((), dtype=torch.int64, device=data.device)
+    if data.dim() > 1 and data.shape[0] == 1:
+        return _weighted(data[0], offset[1:]) * (2 * offset[0] + 1)
+    if data.dim() > 1 and data.numel() > _ELEMENTS_AT_A_TIME:
+        rows = max(1, _ELEMENTS_AT_A_TIME * data.shape[0] // data.numel())
+        starts = range(0, data.shape[0], rows)
+        return torch.stack([_weighted(data[start : start + rows], (offset[0] + start, *offset[1:])) for start in starts]).sum()
+    sums = data.view(_BITS[data.element_size()])
+    for dim in reversed(range(data.dim())):
+        indices = torch.arange(offset[dim], offset[dim] + data.shape[dim], device=data.device)
+        sums = (sums * (2 * indices + 1)).sum(dim=-1)
+    return sums.long()
