@@ -17,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (2 for a mistake in what was asked, with one line that says which)."""
     arguments, message = _parse(argv), ""
     try:
-        code = arguments.run(arguments)
+        with outcomes.unless_ended_early(os.environ):
+            code = arguments.run(arguments)
     except AlignerError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code, message = ExitCode.refused, str(error)

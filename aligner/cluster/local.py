@@ -9,9 +9,10 @@
         expect_services=("critic",),
     )
 
-The run ends when every rank of the main components has ended. When a process fails (a non-zero exit, or a server that ends while the main
-component still runs, whatever its exit code: PyTriton's parent exits 0 after Triton crashed) the main component has `grace_seconds` to
-notice, save a checkpoint and stop; then everything is ended, by SIGTERM and then SIGKILL, with all descendants. Linux only.
+The run ends when every rank of the main components has ended. It is done where they have written `done.json`, and nothing else says so.
+When a process fails (a non-zero exit, a main component that leaves without it, or a server that ends while the main component still runs,
+whatever its exit code: PyTriton's parent exits 0 after Triton crashed) the main component has `grace_seconds` to notice, save a checkpoint
+and stop; then everything is ended, by SIGTERM and then SIGKILL, with all descendants. Linux only.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TextIO
 
 from aligner.cluster import processes
@@ -49,9 +51,9 @@ def launch(
     environment: Mapping[str, str] | None = None,
     stream: TextIO | None = None,
 ) -> int:
-    """Run the components to their end and return the exit code: 0, or that of the process that failed first.
+    """Run the components to their end and return the exit code: 0 with `done.json`, or that of the process that failed first.
 
-    A process killed by signal n counts as 128 + n, a server that left with 0 too early as 1; Ctrl-C gives 130, SIGTERM 143, SIGHUP 129, or
+    A process killed by signal n counts as 128 + n, one that left with 0 too early as 1; Ctrl-C gives 130, SIGTERM 143, SIGHUP 129, or
     75 where the main components saved a checkpoint and stopped in order.
     `environment` replaces this process's environment as the base of the ranks' one; `stream` replaces stdout.
 
@@ -93,6 +95,7 @@ class _Run:
         self._signals = signals
         self._services = services
         self._run_directory = run_directory
+        self._done_before = _identity(run_directory.done)  # by an earlier start of the run
         self._restarts = 0
         self._ranks: list[Rank] = []
         self._started = time.monotonic()
@@ -121,7 +124,7 @@ class _Run:
             self._pump(_POLL_SECONDS)
             if self._signals.received:
                 return self._stop_on_signal()
-            if all(rank.exit_code == 0 for rank in self._mains()):
+            if all(rank.exit_code == 0 for rank in self._mains()) and self._is_done():
                 self._console.note(f"{self._main_names()} finished after {time.monotonic() - self._started:.1f} s")
                 return 0
             if any(rank.exit_code == ExitCode.stopped for rank in self._mains()):
@@ -147,11 +150,15 @@ class _Run:
             if rank.exit_code is None and rank.poll():
                 self._console.drain(rank.channel)
 
+    def _is_done(self) -> bool:
+        """Whether the main components have said so: `done.json` is of this start. It is there before any of their ranks leaves."""
+        return _identity(self._run_directory.done) not in (None, self._done_before)
+
     def _first_failure(self) -> Rank | None:
-        """A rank that ended with an error, else a server that ended at all."""
+        """A rank that ended with an error, else a server that ended at all, or a rank of a main component before the run was done."""
         ended = [rank for rank in self._ranks if rank.exit_code is not None]
         wrong = [rank for rank in ended if rank.exit_code]
-        early = [rank for rank in ended if not rank.component.main]
+        early = [rank for rank in ended if not (rank.component.main and self._is_done())]
         return next(iter(wrong + early), None)
 
     def _may_restart(self, failed: Rank) -> bool:
@@ -176,7 +183,7 @@ class _Run:
     def _stopped_in_order(self) -> int:
         """A main component ended by itself before its last step, with a checkpoint."""
         self._wait_for_mains()
-        self._failed = next((rank for rank in self._mains() if rank.exit_code not in (None, 0, ExitCode.stopped)), None)
+        self._failed = next((rank for rank in self._mains() if rank.exit_code not in (None, ExitCode.stopped)), None)
         if self._failed is not None:
             return self._failed.exit_code or 1
         self._console.note(f"{self._main_names()} stopped before the last step, with a checkpoint; the same command goes on from there")
@@ -252,3 +259,12 @@ class _Run:
         self._console.note(f"its last {len(lines)} lines (all of them in {failed.channel.log_path}):" if lines else "it wrote nothing")
         for line in lines:
             self._console.note(f"  | {line}")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Of a file that is only ever replaced as a whole; None where there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns

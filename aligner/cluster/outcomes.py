@@ -3,20 +3,28 @@
 `srun` reports one code for all tasks of a step: with `--kill-on-bad-exit` mostly 137, of a task that it killed itself, and after the loss
 of a node even 0. So a rank that leaves writes `<rank>.json` into the directory that ALIGNER_OUTCOMES names (set by the conductor, new for
 every start of a component). A rank that was killed leaves nothing.
+
+A program has done its work where its function returns, and nowhere else: `unless_ended_early` sees to it that what user code does (a reward
+function that calls `os._exit(0)`, a file that calls `sys.exit()` when it is imported) is not taken for success.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from aligner.cluster.exit_codes import ExitCode
 
 VARIABLE = "ALIGNER_OUTCOMES"
+# Of a process that trains or writes, in a message about its end.
+TOO_EARLY = "by itself before the last step, without done.json: user code, such as a reward function, most likely called exit"
 # What one rank says outweighs what the others made of its end: a refusal explains the broken connections around it.
 _PRECEDENCE = (ExitCode.refused, ExitCode.halted, ExitCode.failed, ExitCode.stopped, ExitCode.done)
 
@@ -35,9 +43,8 @@ def record(environ: Mapping[str, str], code: int, message: str = "") -> None:
     """Write this rank's outcome where ALIGNER_OUTCOMES asks for it. A directory that cannot be written is reported, and nothing more."""
     if not environ.get(VARIABLE):
         return
-    rank = int(environ.get("SLURM_PROCID", environ.get("RANK", "0")))
-    outcome = Outcome(rank=rank, code=int(code), message=message, time=time.time())
-    path = Path(environ[VARIABLE]) / f"{rank}.json"
+    outcome = Outcome(rank=_rank(environ), code=int(code), message=message, time=time.time())
+    path = Path(environ[VARIABLE]) / f"{outcome.rank}.json"
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,6 +52,44 @@ def record(environ: Mapping[str, str], code: int, message: str = "") -> None:
         os.replace(temporary, path)
     except OSError as error:  # the process is leaving with an error of its own, which must be what is seen
         print(f"warning: {path}: cannot record this rank's end: {error}", flush=True)
+
+
+@contextmanager
+def unless_ended_early(environ: Mapping[str, str]) -> Iterator[None]:
+    """Meanwhile this process does not end with exit code 0: what would end it so ends it with 1, and where that was is said and recorded.
+
+    Processes forked from it end as they like, and other exit codes stay what they are. What native code does cannot be seen from here:
+    launchers look for `done.json`.
+    """
+    process, leave = os.getpid(), os._exit
+
+    def refuse(where: str) -> int:
+        message = f"rank {_rank(environ)} was ended with exit code 0 before its work was done, by {where}"
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        record(environ, ExitCode.failed, message)
+        return ExitCode.failed
+
+    def leave_early(status: int) -> None:
+        if status == 0 and os.getpid() == process:
+            caller = sys._getframe(1)
+            status = int(refuse(f"os._exit in {caller.f_code.co_filename}:{caller.f_lineno} ({caller.f_code.co_name})"))
+        leave(status)
+
+    os._exit = leave_early
+    try:
+        yield
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            record(environ, end.code if isinstance(end.code, int) else ExitCode.failed)
+            raise
+        last = traceback.extract_tb(end.__traceback__)[-1]
+        raise SystemExit(int(refuse(f"sys.exit in {last.filename}:{last.lineno} ({last.name})"))) from end
+    finally:
+        os._exit = leave
+
+
+def _rank(environ: Mapping[str, str]) -> int:
+    return int(environ.get("SLURM_PROCID", environ.get("RANK", "0")))
 
 
 def read(directory: Path) -> list[Outcome]:

@@ -13,6 +13,7 @@ from aligner.cluster import processes
 from aligner.cluster.component import Component, rank_environment
 from aligner.cluster.config import LocalLauncherConfig
 from aligner.cluster.console import Channel, Console
+from aligner.cluster.outcomes import TOO_EARLY
 
 _GUARD_MARGIN_SECONDS = 15.0
 
@@ -44,9 +45,11 @@ class Rank:
         return True
 
     def ending(self) -> str:
-        """How it ended, for a person."""
+        """How it ended, for a person; it has not ended well."""
         if self._signal is not None:
             return f"was killed by {signal.Signals(self._signal).name} (exit code {self.exit_code})"
+        if self.component.main and self.exit_code == 0:
+            return f"ended with exit code 0 {TOO_EARLY}"
         return f"ended with exit code {self.exit_code}"
 
     def reap(self) -> None:

@@ -10,7 +10,7 @@ from aligner.environments.environment import Environment
 from aligner.environments.exchange import Converting, EnvironmentFollowUp
 from aligner.environments.observing import observation_tokens, surroundings
 from aligner.errors import ConfigError
-from aligner.rewards.load import load_reward_function
+from aligner.rewards.load import load_reward_function, raised
 from aligner.types import Prompt
 
 
@@ -19,10 +19,9 @@ def build_environment(config: EnvironmentConfig) -> Environment:
     made = load_reward_function(config.function, "environment")
     try:
         environment = made(**config.arguments)
-    except Exception as error:  # whatever user code raises
-        raise ConfigError(
-            f"environment.function={config.function}: cannot be made from {dict(config.arguments)}: {type(error).__name__}: {error}"
-        ) from error
+    except (Exception, SystemExit) as error:  # whatever user code raises
+        given = f"environment.function={config.function}: cannot be made from {dict(config.arguments)}"
+        raise ConfigError(f"{given}: {raised(error)}") from error
     if not isinstance(environment, Environment):
         raise ConfigError(
             f"environment.function={config.function}: gave a {type(environment).__name__} without reset(prompt) or step(state, turn)"

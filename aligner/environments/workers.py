@@ -165,7 +165,10 @@ class Awaiting:
 
 async def _await(awaitable: Awaitable[Any]) -> Any:
     """A coroutine, which is all that an event loop takes from another thread, of anything that can be awaited."""
-    return await awaitable
+    try:
+        return await awaitable
+    except SystemExit as error:  # it would end the loop's thread, and with it everything else that is awaited
+        raise RuntimeError(f"the coroutine ended with {error!r}") from error
 
 
 def _position(thread: threading.Thread | None) -> str:

@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -46,18 +47,27 @@ def build_reward_function(config: RewardFunctionConfig) -> RewardFunction:
         return loaded
     try:
         made = loaded(**config.arguments)
-    except Exception as error:
-        raise ConfigError(f"reward function {config.function!r} cannot be made from arguments {dict(config.arguments)}: {error}") from error
+    except (Exception, SystemExit) as error:
+        given = f"reward function {config.function!r} cannot be made from arguments {dict(config.arguments)}"
+        raise ConfigError(f"{given}: {raised(error)}") from error
     if not callable(made):
         raise ConfigError(f"reward function {config.function!r} returned a {type(made).__name__} for its arguments, expected a function")
     return made
 
 
+def raised(error: BaseException) -> str:
+    """What user code raised, for a person."""
+    if isinstance(error, SystemExit):
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return f"it ended the program (sys.exit({error.code!r}) at {last.filename}:{last.lineno})"
+    return f"{type(error).__name__}: {error}"
+
+
 def _import_module(name: str, named: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:  # whatever user code raises while it is imported
-        raise ConfigError(f"{named}: cannot import {name!r}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever user code raises while it is imported
+        raise ConfigError(f"{named}: cannot import {name!r}: {raised(error)}") from error
 
 
 def _import_file(location: str, named: str) -> ModuleType:
@@ -75,7 +85,7 @@ def _import_file(location: str, named: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ConfigError(f"{named}: cannot import {path}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{named}: cannot import {path}: {raised(error)}") from error
     return module

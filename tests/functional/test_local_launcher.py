@@ -29,8 +29,22 @@ _IGNORES_TERM = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_I
 _QUICK = LocalLauncherConfig(grace_seconds=1.0, shutdown_timeout_seconds=1.0, ready_timeout_seconds=30.0)
 
 
+# As the jobs do it: a new file, before any rank of the main component leaves.
+_DONE = """
+import os
+done = os.path.join(os.path.dirname(os.environ['ALIGNER_LEASE']), 'done.json')
+open(done + os.environ['RANK'], 'w').close()
+os.replace(done + os.environ['RANK'], done)
+"""
+
+
 def _python(name: str, code: str, **settings) -> Component:
     return Component(name=name, command=(sys.executable, "-S", "-c", code), **settings)
+
+
+def _main(name: str, code: str, **settings) -> Component:
+    """A main component that comes to its end."""
+    return _python(name, f"{code}\n{_DONE}", main=True, **settings)
 
 
 def _run(tmp_path: Path, *components: Component, config: LocalLauncherConfig = _QUICK, **settings) -> tuple[int, str, RunDirectory]:
@@ -69,12 +83,11 @@ def test_the_run_ends_with_the_main_component(tmp_path: Path) -> None:
     code, output, run = _run(
         tmp_path,
         _python("critic", _writes_pid(tmp_path / "critic") + _SLEEP),
-        _python(
+        _main(
             "actor",
             f"import os, time\nwhile not os.path.exists({str(tmp_path / 'critic')!r}): time.sleep(0.05)\n"
             "e = os.environ; print(e['RANK'], e['WORLD_SIZE'], e['MASTER_ADDR'], e['OMP_NUM_THREADS'], 'from', e['LOCAL_RANK'])",
             num_processes=2,
-            main=True,
             env={"OMP_NUM_THREADS": "1"},
         ),
     )
@@ -88,7 +101,7 @@ def test_the_run_ends_with_the_main_component(tmp_path: Path) -> None:
 
 def test_ranks_of_a_component_share_a_port_that_other_components_do_not_have(tmp_path: Path) -> None:
     show = "import os; print('port', os.environ['MASTER_PORT'])"
-    code, _, run = _run(tmp_path, _python("a", show, num_processes=2, main=True), _python("b", show, main=True))
+    code, _, run = _run(tmp_path, _main("a", show, num_processes=2), _main("b", show))
     ports = [run.log(name, rank).read_text() for name, rank in (("a", 0), ("a", 1), ("b", 0))]
     assert code == 0
     assert ports[0] == ports[1] != ports[2]
@@ -137,6 +150,25 @@ def test_a_server_that_leaves_with_zero_is_a_failure(tmp_path: Path) -> None:
     assert "FAILED: component critic, rank 0, ended with exit code 0" in output
 
 
+def test_only_done_json_is_success(tmp_path: Path) -> None:
+    """Whatever ends a process with 0: also where one rank of several leaves, and where an earlier start of the run was done."""
+    code, output, _ = _run(tmp_path, _main("actor", "pass"))
+    assert code == 0 and "actor finished" in output
+    leaves = "import os, time\nif os.environ['RANK'] == '1': os._exit(0)\ntime.sleep(600)"
+    code, output, _ = _run(tmp_path, _python("critic", _SLEEP), _python("actor", leaves, num_processes=2, main=True))
+    assert code == 1
+    said = "ended with exit code 0 by itself before the last step, without done.json: user code, such as a reward function, most likely"
+    assert f"FAILED: component actor, rank 1, {said} called exit" in output and "finished" not in output
+
+
+def test_a_rank_that_leaves_with_zero_has_not_stopped_in_order(tmp_path: Path) -> None:
+    code, output, _ = _run(
+        tmp_path, _python("actor", "raise SystemExit(75 * int(__import__('os').environ['RANK']))", num_processes=2, main=True)
+    )
+    assert code == 1
+    assert "FAILED: component actor, rank 0, ended with exit code 0 by itself" in output and "the same command goes on" not in output
+
+
 def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
     code, output, _ = _run(tmp_path, Component(name="actor", command=("/no/such/program",), main=True))
     assert code == 127
@@ -147,7 +179,7 @@ def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     wait = f"import os, time\nwhile not os.path.exists({str(pid)!r}): time.sleep(0.05)"
     deaf = _IGNORES_TERM.replace("print(", _writes_pid(pid).strip() + "; print(")
-    code, output, _ = _run(tmp_path, _python("critic", deaf), _python("actor", wait, main=True))
+    code, output, _ = _run(tmp_path, _python("critic", deaf), _main("actor", wait))
     assert code == 0
     assert "critic did not end 1 s after SIGTERM: killing" in output
     assert not _alive(_pid(pid))
@@ -157,7 +189,7 @@ def test_a_grandchild_that_left_the_group_and_lost_its_parent_is_ended(tmp_path:
     pid = tmp_path / "grandchild"
     daemon = f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    {_writes_pid(pid).strip()}\n    time.sleep(600)\n"
     actor = daemon + f"while not os.path.exists({str(pid)!r}): time.sleep(0.05)"
-    code, _, _ = _run(tmp_path, _python("actor", actor, main=True))
+    code, _, _ = _run(tmp_path, _main("actor", actor))
     assert code == 0
     assert not _alive(_pid(pid))
 
@@ -275,6 +307,7 @@ from aligner.cluster.component import Component
 from aligner.cluster.local import launch
 from aligner.cluster.run_directory import RunDirectory
 main = "import sys, os, time\\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)\\nprint('terminal', sys.stdout.isatty())"
+main += sys.argv[2]
 other = "import sys, time\\nprint('noise', flush=True); open(sys.argv[1], 'w').close(); time.sleep(600)"
 flag = sys.argv[1] + ".flag"
 components = [
@@ -285,7 +318,7 @@ raise SystemExit(launch(components, run_directory=RunDirectory(Path(sys.argv[1])
 """
     reader, writer = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "run")],
+        [sys.executable, "-c", code, str(tmp_path / "run"), _DONE],
         env={**os.environ, "PYTHONPATH": str(_ROOT)},
         stdout=writer,
         stderr=writer,
@@ -316,7 +349,7 @@ def test_a_server_that_dies_is_started_again_where_that_is_wanted(tmp_path: Path
     )
     actor = f"import os, time\nwhile not os.path.exists({str(second)!r}): time.sleep(0.05)"
     config = LocalLauncherConfig(grace_seconds=1.0, shutdown_timeout_seconds=1.0, max_server_restarts=1)
-    code, output, run = _run(tmp_path, _python("critic", critic), _python("actor", actor, main=True), config=config)
+    code, output, run = _run(tmp_path, _python("critic", critic), _main("actor", actor), config=config)
     assert code == 0
     assert "critic ended with exit code 7; starting it again (1 of 1)" in output
     assert "FAILED" not in output

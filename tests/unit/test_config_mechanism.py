@@ -279,6 +279,17 @@ def test_exit_code_that_a_program_returns(returned, monkeypatch, conf, tmp_path)
     assert [outcome.code for outcome in outcomes.read(tmp_path / "outcomes")] == [returned or 0]
 
 
+def test_a_program_that_user_code_ends_with_zero_has_failed(monkeypatch, conf, tmp_path, capsys):
+    monkeypatch.setattr("aligner.config.conf_directory", lambda: conf)
+    monkeypatch.setenv("ALIGNER_OUTCOMES", str(tmp_path / "outcomes"))
+    main = entrypoint(Root, "train")(lambda config: sys.exit(0))
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 1
+    assert "error: rank 0 was ended with exit code 0 before its work was done, by sys.exit in" in capsys.readouterr().err
+    assert [outcome.code for outcome in outcomes.read(tmp_path / "outcomes")] == [1]
+
+
 def test_program_help_and_cfg(capsys, monkeypatch, conf):
     monkeypatch.setattr("aligner.config.conf_directory", lambda: conf)
     ran = []

@@ -14,6 +14,7 @@ from enum import Enum
 
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.lease import Lease
+from aligner.cluster.outcomes import TOO_EARLY
 from aligner.cluster.services import is_ready
 from aligner.cluster.slurm.client import JobRecord
 from aligner.cluster.slurm.config import OnFailure
@@ -129,8 +130,10 @@ class Attempt:
         if ending is Ending.stopped:
             return Verdict(ending=ending, reason="stopped in order, with a checkpoint")
         self._show(actor, outcome.rank if outcome else 0)
-        reason = self._doomed[1] + "; " if self._doomed else ""
-        return Verdict(ending=ending, reason=reason + actor.describe_end())
+        reason = (self._doomed[1] + "; " if self._doomed else "") + actor.describe_end()
+        if (outcome.code if outcome else actor.srun_code()) == ExitCode.done:
+            reason += f"; where that was its own exit code, it ended {TOO_EARLY}"
+        return Verdict(ending=ending, reason=reason)
 
     def _stop_in_order(self) -> Verdict | None:
         """Tell the actor once; give it up when its time is over."""

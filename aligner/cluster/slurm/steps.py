@@ -39,13 +39,17 @@ class Step:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
+    def srun_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
     def outcome(self) -> outcomes.Outcome | None:
         """What explains its end; None where every rank was killed."""
         return outcomes.decisive(outcomes.read(self._outcomes))
 
     def describe_end(self) -> str:
         """For a person."""
-        outcome, code = self.outcome(), self._process.poll()
+        outcome, code = self.outcome(), self.srun_code()
         if outcome is None:
             return f"{self.name} was killed, or its node was lost (srun's exit code {code})"
         message = f": {outcome.message}" if outcome.message else ""

@@ -113,8 +113,22 @@ def test_srun_that_says_all_is_well_after_a_lost_node_is_not_believed(world) -> 
     world.slurm = replace(world.slurm, on_actor_failure=OnFailure.end)
     world.behaves(actor="exit 0")
     assert world.conduct() == 1
-    assert "actor was killed, or its node was lost (srun's exit code 0)" in world.text()
+    assert (
+        "actor was killed, or its node was lost (srun's exit code 0); where that was its own exit code, it ended by itself" in world.text()
+    )
     assert world.cancelled() == []  # the follow-up goes on
+
+
+def test_an_actor_that_ends_with_zero_before_the_last_step_has_crashed(world) -> None:
+    """As one whose reward function calls `os._exit(0)`, from native code."""
+    world.slurm = replace(world.slurm, on_actor_failure=OnFailure.end)
+    world.behaves(actor="reaches 4; says 0; exit 0")
+    assert world.conduct() == 1
+    assert (
+        "crashed: actor: rank 0 ended with exit code 0; where that was its own exit code, it ended by itself before the last"
+        in world.text()
+    )
+    assert world.cancelled() == []
 
 
 def test_no_restart_where_slurm_is_ending_the_job(world) -> None:

@@ -95,3 +95,16 @@ def test_config_refuses_a_timeout(timeout):
 def test_config_refuses_arguments_for_nothing():
     with pytest.raises(ConfigError, match="function is empty"):
         RewardFunctionConfig(arguments={"target": "x"})
+
+
+@pytest.mark.parametrize("text", ["import sys\n\nsys.exit(0)", "raise SystemExit"])
+def test_a_file_that_ends_the_program_when_it_is_imported_is_refused(tmp_path, text):
+    (tmp_path / "mine.py").write_text(text + "\n")
+    with pytest.raises(ConfigError, match=r"cannot import .*mine.py: it ended the program \(sys.exit\(.*\) at .*mine.py:[13]\)"):
+        load_reward_function(f"{tmp_path}/mine.py:reward")
+
+
+def test_a_factory_that_ends_the_program_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("def make(target):\n    raise SystemExit(0)\n")
+    with pytest.raises(ConfigError, match=r"cannot be made from arguments {'target': 'a'}: it ended the program \(sys.exit\(0\)"):
+        build_reward_function(RewardFunctionConfig(function=f"{tmp_path}/mine.py:make", arguments={"target": "a"}))

@@ -297,6 +297,14 @@ def test_an_asynchronous_environment() -> None:
         collect(engine, [(3,)])
     assert len(loops) == 1
 
+    class Leaving(Echo):
+        async def step(self, state: list[Turn], turn: Turn) -> Observation:
+            raise SystemExit(0)
+
+    engine = engine_of(scripted({0: [(7, EOS)]})[0], Leaving(), timeout_seconds=5.0)
+    with pytest.raises(EpisodeError, match=r"raised RuntimeError: the coroutine ended with SystemExit\(0\); it was in turn 1"):
+        collect(engine, [(3,)])
+
 
 class Quiz:
     """Deterministic: as many tokens as the turn had, up to four, none of which ends a turn; done when the turn had one token only."""
