@@ -2,7 +2,8 @@
 
 A schema is a tree of `@dataclass(kw_only=True, slots=True)`; its defaults are the only ones. `conf/<name>.yaml` and the groups beside it
 (conf/algorithm/grpo.yaml, chosen by a `defaults` list or `algorithm=grpo`) hold deviations; `key=value` arguments come last. A key or value
-that the schema does not know raises ConfigError, wherever it was written.
+that the schema does not know raises ConfigError, wherever it was written; so does a preset of another recipe: a comment in it says whose it
+is (`# Recipes: dpo, online_dpo`; without one, of all that have its settings).
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from typing import Any, TypeVar
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
@@ -132,7 +135,8 @@ def choose_file(name: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
     chosen = [argument.removeprefix("config=") for argument in arguments if argument.startswith("config=")]
     others = [argument for argument in arguments if not argument.startswith("config=")]
     if chosen and not belongs_to(chosen[-1], name):
-        raise ConfigError(f"config={chosen[-1]}: this program takes {name}, or a file whose name begins with {name}_")
+        own = ", ".join(sorted(file.stem for file in conf_directory().glob("*.yaml") if belongs_to(file.stem, name)))
+        raise ConfigError(f"config={chosen[-1]}: this program is of {name}; allowed: {own}, or another whose name begins with {name}_")
     return (chosen[-1] if chosen else name), others
 
 
@@ -166,12 +170,13 @@ def _compose_node(schema: type, name: str, overrides: Sequence[str], config_dir:
         raise ConfigError(f"there is no {config_dir / name}.yaml")
     try:
         _check_overrides(overrides, keys, config_dir)
+        named, others = _split(overrides, keys)
+        _check_presets(name, others, config_dir)
         with hydra.initialize_config_dir(config_dir=str(config_dir.resolve()), version_base="1.3"):
             store = ConfigStore.instance()  # Hydra's own registry; it is filled anew for every composition
             store.store(name=_SCHEMA, node=_structured(schema))
             # The schema comes first in the defaults list, so no YAML file has to name it and every later one is checked against it.
             store.store(name=_ENTRY, node={"defaults": [_SCHEMA, name, "_self_"]})
-            named, others = _split(overrides, keys)
             node = hydra.compose(_ENTRY, others)
             for override in named:
                 _apply(node, override)
@@ -254,6 +259,42 @@ def _check_overrides(overrides: Sequence[str], keys: list[SchemaKey], config_dir
             raise ConfigError(f"{text!r}: {key} takes the name of a file in {config_dir / key}")
 
 
+def _check_presets(name: str, overrides: Sequence[str], config_dir: Path) -> None:
+    """Raise ConfigError for a file of a group, given here or in a `defaults` list, that is of other recipes than `conf/<name>.yaml`."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    searched = next((override.value() for override in reversed(parsed) if override.key_or_group == "hydra.searchpath"), None) or []
+    folders = [config_dir, *(Path(str(place).removeprefix("file://")) for place in searched)]
+    for override in parsed:  # first: Hydra knows nothing better for a group that the recipe does not have than to add it
+        _check_preset(name, f"{override.key_or_group}/{override.value()}", folders)
+    with hydra.initialize_config_dir(config_dir=str(config_dir.resolve()), version_base="1.3"):
+        ConfigStore.instance().store(name=_ENTRY, node={"defaults": [name, "_self_"]})
+        loader = GlobalHydra.instance().config_loader()
+        for default in loader.compute_defaults_list(_ENTRY, list(overrides), RunMode.RUN).defaults:
+            _check_preset(name, default.config_path or "", folders)
+
+
+def _check_preset(name: str, file: str, folders: Sequence[Path]) -> None:
+    path = next((found for folder in folders if (found := folder / f"{file}.yaml").is_file()), None)
+    if path is None or _takes(name, path):
+        return
+    group = file.rpartition("/")[0]
+    own = sorted({other.stem for folder in folders for other in (folder / group).glob("*.yaml") if _takes(name, other)})
+    recipes, allowed = ", ".join(_recipes_of(path)), ", ".join(own) or "none"
+    raise ConfigError(f"{group}={path.stem}: a preset of {recipes}, given to {name}; allowed: {allowed}")
+
+
+def _takes(name: str, preset: Path) -> bool:
+    """Whether a preset may be given to `conf/<name>.yaml`."""
+    recipes = _recipes_of(preset)
+    return not recipes or any(belongs_to(name, recipe) for recipe in recipes)
+
+
+def _recipes_of(preset: Path) -> list[str]:
+    """The recipes that a preset says it is for; empty: all that have its settings."""
+    found = re.search(r"^# Recipes: (.+)$", preset.read_text(), re.MULTILINE)
+    return re.split(r"[,\s]+", found[1].strip()) if found else []
+
+
 def _unknown(key: str, keys: list[SchemaKey], where: str) -> ConfigError:
     near = nearest(key, keys)
     hint = f"did you mean {near}?" if near else "see --help for all keys"
@@ -280,7 +321,16 @@ def _explain(error: BaseException, keys: list[SchemaKey]) -> ConfigError:
 
 def _help(schema: type, name: str, overrides: Sequence[str]) -> str:
     node, directory = _compose_node(schema, name, overrides, conf_directory()), conf_directory()
-    groups = {path.name: sorted(option.stem for option in path.glob("*.yaml")) for path in sorted(directory.iterdir()) if path.is_dir()}
+    keys = list(schema_keys(schema))
+    groups = {
+        path.name: [
+            option.stem
+            for option in sorted(path.glob("*.yaml"))
+            if _takes(name, option) and (is_known(path.name, keys) or _recipes_of(option))  # of settings that there are
+        ]
+        for path in sorted(directory.iterdir())
+        if path.is_dir()
+    }
     lines = [
         f"usage: {Path(sys.argv[0]).name} [config=NAME] [key=value ...] [group=option ...] [--help] [--cfg]",
         f"\nComposes {name}.yaml and the given settings; --cfg prints the result as YAML. YAML of your own: 'hydra.searchpath=[file:///dir]'.",
@@ -288,7 +338,7 @@ def _help(schema: type, name: str, overrides: Sequence[str]) -> str:
         *(f"  {group}={'|'.join(options)}" for group, options in groups.items() if options),
         "\nSettings:",
     ]
-    for key in schema_keys(schema):
+    for key in keys:
         if key.section:
             continue
         if "*" in key.key:

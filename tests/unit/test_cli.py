@@ -166,7 +166,7 @@ def test_a_job_file_is_chosen_by_name(monkeypatch, capsys):
     assert start(reward, "config=online_dpo_70b", "--cfg", "data.train=x", monkeypatch=monkeypatch) == 0
     assert "runs/online_dpo_70b" in capsys.readouterr().out
     assert start(actor, "config=sft_70b", monkeypatch=monkeypatch) == 2
-    assert "config=sft_70b: this program takes ppo, or a file whose name begins with ppo_" in capsys.readouterr().err
+    assert "config=sft_70b: this program is of ppo; allowed: ppo, ppo_175b, ppo_70b, " in capsys.readouterr().err
 
 
 def test_a_refused_slurm_launch(capsys) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aligner.cluster import outcomes
-from aligner.config import compose, entrypoint, fingerprint, from_yaml, to_yaml
+from aligner.config import choose_file, compose, entrypoint, fingerprint, from_yaml, to_yaml
 from aligner.errors import CheckpointError, ConfigError, DataError, RunHalted, ServerTimeout
 from aligner.schema import nearest, schema_keys
 
@@ -187,6 +187,36 @@ def test_missing_option_lists_the_options(conf):
     assert "algorithm/gpro" in message and "grpo" in message and "sequence" in message
 
 
+@pytest.fixture
+def presets(conf):
+    """conf/ with presets of two recipes, `train` and `serve`, and a directory of the user's own."""
+    (conf / "algorithm" / "sequence.yaml").write_text("# Another recipe's.\n# Recipes: serve, other\n{}\n")
+    (conf / "algorithm" / "grpo.yaml").write_text("# Recipes: train\ngroup_size: 4\n")
+    (conf / "train_on_it.yaml").write_text("defaults: [train, override algorithm: sequence, _self_]\n")
+    own = conf / "own" / "algorithm"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("# Recipes: train\ngroup_size: 6\n")
+    (own / "any.yaml").write_text("group_size: 7\n")
+    (own / "theirs.yaml").write_text("# Recipes: serve\ngroup_size: 8\n")
+    return conf
+
+
+def test_a_preset_of_another_recipe_is_refused_wherever_it_is_chosen(presets):
+    for overrides, name in ((["algorithm=sequence"], "train"), ([], "train_on_it")):
+        assert refusal(presets, *overrides, name=name) == f"algorithm=sequence: a preset of serve, other, given to {name}; allowed: grpo"
+    message = refusal(presets, "+algorithm=grpo", name="plain")  # a recipe that has no presets of its own
+    assert message == "algorithm=grpo: a preset of train, given to plain; allowed: none"
+    assert make(presets, "algorithm=grpo", name="train_on_it").algorithm.group_size == 4  # what was chosen there is not used
+
+
+def test_presets_of_ones_own_say_whose_they_are_or_fit_all(presets):
+    where = f"hydra.searchpath=[file://{presets / 'own'}]"
+    assert make(presets, where, "algorithm=mine").algorithm.group_size == 6
+    assert make(presets, where, "algorithm=any").algorithm.group_size == 7
+    message = refusal(presets, where, "algorithm=theirs")
+    assert message == "algorithm=theirs: a preset of serve, given to train; allowed: any, grpo, mine"
+
+
 def test_missing_file_and_broken_yaml(conf):
     assert "there is no" in refusal(conf, name="nothing")
     (conf / "plain.yaml").write_text("steps: [1\n")
@@ -305,6 +335,22 @@ def test_program_help_and_cfg(capsys, monkeypatch, conf):
     assert ran == []
     main([])
     assert ran == [make(conf)]
+
+
+def test_help_lists_ones_own_presets(capsys, monkeypatch, presets):
+    monkeypatch.setattr("aligner.config.conf_directory", lambda: presets)
+    (presets / "unknown").mkdir()
+    (presets / "unknown" / "section.yaml").write_text("{}\n")
+    entrypoint(Root, "train")(lambda config: None)(["--help"])
+    groups = capsys.readouterr().out.partition("Groups:\n")[2].partition("\n\n")[0].split("\n")
+    assert groups == ["  algorithm=grpo", "  model=small|wide"]
+
+
+def test_a_file_of_another_recipe_is_refused(presets):
+    assert choose_file("train", ["config=train_on_it", "steps=3"]) == ("train_on_it", ["steps=3"])
+    with pytest.raises(ConfigError) as caught:
+        choose_file("grpo", ["config=ppo_70b"])
+    assert str(caught.value).startswith("config=ppo_70b: this program is of grpo; allowed: grpo, grpo_70b, ")
 
 
 def test_bug_keeps_its_traceback(tmp_path, conf):

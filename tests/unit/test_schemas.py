@@ -9,6 +9,7 @@ from typing import get_type_hints
 import pytest
 import yaml
 
+from aligner import cli
 from aligner.config import compose, conf_directory, from_yaml, to_yaml
 from aligner.errors import ConfigError
 from aligner.jobs.local import launch_local
@@ -98,22 +99,51 @@ def test_job_files_compose_and_round_trip(name: str) -> None:
 
 @pytest.mark.parametrize("name", GROUP_FILES)
 def test_group_files_compose(name: str) -> None:
-    """A file of a group belongs to the recipe that its name ends with (experiment/demo_ppo), else to recipes with a section that has its
-    settings; the section is the same in all of them: one is enough."""
+    """A file of a group belongs to the recipes that it names, else to those with a section that has its settings; the section is the same
+    in all of them: one is enough."""
     group, stem = name.split("/")
     settings = (yaml.safe_load((CONF / f"{name}.yaml").read_text()) or {}).keys() - {"defaults"}
     sections = {recipe: get_type_hints(schema).get(group) for recipe, schema in SCHEMAS.items()}
-    named = sorted((recipe for recipe in SCHEMAS if f"_{stem}".endswith(f"_{recipe}")), key=len, reverse=True)  # online_dpo before dpo
-    recipes = named or [recipe for recipe, kind in sections.items() if kind and settings <= {field.name for field in fields(kind)}]
+    knowing = [recipe for recipe, kind in sections.items() if kind and settings <= {field.name for field in fields(kind)}]
+    recipes = named_in(name) or knowing
     assert recipes, f"conf/{name}.yaml belongs to no recipe"
+    assert group == "experiment" or set(recipes) <= set(knowing)
     for recipe in recipes[:1]:
-        chosen = yaml.safe_load((CONF / f"{recipe}.yaml").read_text())["defaults"]
-        has_one = any(isinstance(entry, dict) and group in entry for entry in chosen)
-        config = compose(SCHEMAS[recipe], recipe, [*GIVEN, f"{group}={stem}" if has_one else f"+{group}={stem}"])
+        config = compose(SCHEMAS[recipe], recipe, [*GIVEN, choice(recipe, name)])
         written = yaml.safe_load((CONF / f"{name}.yaml").read_text())
         section = config if group == "experiment" else getattr(config, group)
         for key, value, got in leaves({k: v for k, v in written.items() if k != "defaults"}, section):
             assert got == value, f"conf/{name}.yaml: {key}"
+
+
+def named_in(name: str) -> list[str]:
+    """The recipes that a file of a group says it is for."""
+    lines = (CONF / f"{name}.yaml").read_text().splitlines()
+    return [recipe for line in lines if line.startswith("# Recipes: ") for recipe in line.removeprefix("# Recipes: ").split(", ")]
+
+
+def choice(recipe: str, name: str) -> str:
+    """The argument that chooses the file of a group."""
+    group, stem = name.split("/")
+    chosen = yaml.safe_load((CONF / f"{recipe}.yaml").read_text())["defaults"]
+    return f"{group}={stem}" if any(isinstance(entry, dict) and group in entry for entry in chosen) else f"+{group}={stem}"
+
+
+@pytest.mark.parametrize("name", [name for name in GROUP_FILES if name.startswith(("algorithm/", "experiment/"))])
+def test_a_preset_is_refused_by_every_other_recipe(name: str) -> None:
+    """Some set nothing, or what several recipes have: without a word a run of one would get another's name, or its settings."""
+    own = named_in(name)
+    assert own and set(own) <= set(SCHEMAS)
+    message = f"{name.replace('/', '=')}: a preset of {', '.join(own)}, given to"
+    for recipe in SCHEMAS.keys() - set(own):
+        with pytest.raises(ConfigError, match=f"^{message} {recipe}; allowed: "):
+            compose(SCHEMAS[recipe], recipe, [*GIVEN, choice(recipe, name)])
+
+
+@pytest.mark.parametrize("command", ["plan", "launch local", "launch slurm --dry-run", "data validate", "gap"])
+def test_commands_refuse_a_preset_of_another_recipe(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*command.split(), "grpo", "algorithm=kto", *GIVEN]) == 2
+    assert "algorithm=kto: a preset of kto, given to grpo; allowed: cispo, dapo, " in capsys.readouterr().err
 
 
 def leaves(node: object, schema: object, prefix: str = "") -> list[tuple[str, object, object]]:
