@@ -208,6 +208,16 @@ def test_dynamic_sampling_goes_on_until_there_are_enough_groups(make) -> None:
     assert asked == [sample_seeds(RUN_SEED, number, 4) for number in (1, 2, 3, 4)]
 
 
+def test_a_reward_that_failed_is_no_signal(make) -> None:
+    """One of each group of round 1 has no reward, which stands as 0 beside 1 and 2: what is learnt from is round 2, whole."""
+    failing = {1: [1.0, math.nan, math.nan, 2.0], 2: [0.0, 1.0, 3.0, 1.0]}
+    algorithm = make(failing, {"guard": GuardConfig(reward=NonFiniteReward.skip)}, dynamic_sampling=True, normalize_std=False)
+    metrics = algorithm.step(1, Clock()).metrics
+    assert [row[0] for row in learnt(algorithm)] == [-0.5, 0.5, 1, -1]
+    assert (metrics["rollout/rounds"], metrics["rollout/groups_surplus"], metrics["rollout/groups_without_signal"]) == (2, 0, 0.5)
+    assert metrics["rollout/rewards_not_finite"] == 2.0
+
+
 def test_dynamic_sampling_that_finds_too_little(make) -> None:
     scarce = {1: [1.0, 1, 0, 1], 2: [0.0, 0, 1, 1]}
     algorithm = make(scarce, dynamic_sampling=True, max_rounds_per_step=2)

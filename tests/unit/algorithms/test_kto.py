@@ -99,6 +99,28 @@ def test_the_kl_reaches_the_loss_and_belongs_to_the_whole_batch(fakes) -> None:
     assert seen["kl"] == 0.0
 
 
+class PairPolicy:
+    """The log-prob of a response token is -(the prompt's token) * (its own) / 100: it depends on which prompt a response stands behind."""
+
+    def logprobs(self, batch: LabeledBatch) -> torch.Tensor:
+        return -batch.tokens * batch.tokens[:, :1] / 100 * batch.loss_mask
+
+
+def test_the_kl_is_of_the_mismatched_rows(fakes) -> None:
+    """Reference 0.5 below 0 per token, whatever stands before it. Behind their own prompts the responses give
+    0.5 - 0.05, 1 - 0.24 and 0.5 - 0.6: mean 1.11 / 3. Moved on by one, (1, 20), (2, 5), (3, 6, 6): 0.5 - 0.2, 0.5 - 0.1 and 1 - 0.36.
+    """
+    algorithm = kto(fakes, policy=PairPolicy(), reference=FakeReference(-0.5), validation=EXAMPLES, validation_batch_size=3)
+    assert algorithm.validate()["validation/kl"] == pytest.approx((0.3 + 0.4 + 0.64) / 3)
+    seen = {}
+    algorithm.policy.train_step = lambda batch, loss: seen.update(kl=loss.keywords["kl"], prompts=batch.tokens[:, 0].tolist()) or {}
+    algorithm.step(1, Clock())
+    order = [prompt - 1 for prompt in seen["prompts"]]
+    responses = [EXAMPLES[order[index - 1]].response for index in range(3)]  # each prompt's, in the order of this step's batch
+    ratios = [sum(0.5 - (row + 1) * token / 100 for token in response) for row, response in zip(order, responses, strict=True)]
+    assert seen["kl"] == pytest.approx(sum(ratios) / 3)
+
+
 def test_apo_zero_makes_no_pass_for_a_kl(fakes) -> None:
     log: list[str] = []
     reference = FakeReference()

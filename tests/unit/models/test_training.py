@@ -87,18 +87,61 @@ def test_micro_batches_filled_up_to_one_size_give_the_same_numbers(make_model):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
 
 
+def mean_loss(module, batch) -> torch.Tensor:
+    """Mean negative log-likelihood over the masked tokens, by autograd through the plain module."""
+    hidden = module(batch.tokens, torch.arange(WIDTH).expand_as(batch.tokens), None).transpose(0, 1)
+    log_p = torch.log_softmax(hidden @ module.vocabulary_weight()[0].t(), dim=-1)
+    chosen = log_p[:, :-1].gather(2, batch.tokens[:, 1:, None])[:, :, 0]
+    return -chosen[batch.loss_mask[:, 1:]].mean()
+
+
 def test_the_gradient_is_that_of_the_global_mean(make_model):
     """d(sum / count) by autograd through the plain module, against what the optimizer is given."""
     batch = make_batch("sft")
     policy = make_model("policy", optimizer=adam(clip_grad=0.0, distributed=False), training={"micro_batch_size": 3})
     reference = make_model("policy").module.requires_grad_()
-    hidden = reference(batch.tokens, torch.arange(WIDTH).expand_as(batch.tokens), None).transpose(0, 1)
-    log_p = torch.log_softmax(hidden @ reference.vocabulary_weight()[0].t(), dim=-1)
-    chosen = log_p[:, :-1].gather(2, batch.tokens[:, 1:, None])[:, :, 0]
-    (-chosen[batch.loss_mask[:, 1:]].mean()).backward()
+    mean_loss(reference, batch).backward()
     policy.train_step(batch, sft_loss)
     for (name, p), q in zip(policy.module.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.main_grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def by_torch(reference, batch, settings: OptimizerConfig, total_steps: int) -> list[tuple[float, float]]:
+    """(gradient norm, learning rate) of updates of `reference` by torch alone: mean NLL, `clip_grad_norm_`, AdamW, a linear schedule."""
+    decayed = [p for p in reference.parameters() if p.dim() > 1]
+    plain = [p for p in reference.parameters() if p.dim() == 1]  # norms and biases: Megatron-Core does not shrink them
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(settings.beta1, settings.beta2), eps=settings.eps)
+    seen = []
+    for step in range(1, total_steps + 1):
+        falling = (step - settings.warmup_steps) / (total_steps - settings.warmup_steps)
+        rate = settings.lr * step / settings.warmup_steps if falling <= 0 else settings.lr - falling * (settings.lr - settings.min_lr)
+        optimizer.zero_grad()
+        mean_loss(reference, batch).backward()
+        norm = torch.nn.utils.clip_grad_norm_(list(reference.parameters()), settings.clip_grad)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        seen.append((norm.item(), rate))
+    return seen
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_updates_are_those_of_adamw_with_clipping_warm_up_and_decay(make_model, distributed):
+    """Settings with which each matters: all gradients are longer than `clip_grad`, betas and weight decay far from the usual ones."""
+    settings = adam(lr=4e-3, min_lr=1e-3, decay=Decay.linear, warmup_steps=3, weight_decay=0.5, beta1=0.7, beta2=0.8, clip_grad=0.4)
+    settings = replace(settings, distributed=distributed)
+    batch, total_steps = make_batch("sft"), 8
+    policy = make_model("policy", optimizer=settings, training={"micro_batch_size": 3, "total_steps": total_steps})
+    reference = make_model("policy").module.requires_grad_()
+    expected = by_torch(reference, batch, settings, total_steps)
+    for norm, rate in expected:
+        metrics = policy.train_step(batch, sft_loss)
+        assert metrics["optim/lr"].value() == pytest.approx(rate)
+        assert metrics["optim/grad_norm"].value() == pytest.approx(norm, rel=1e-4)
+        assert norm > 2 * settings.clip_grad
+    for (name, p), q in zip(policy.module.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_training_learns(make_model):
