@@ -47,6 +47,14 @@ def test_the_slope_of_the_forward_kl_is_the_difference_of_the_distributions():
     torch.testing.assert_close(student.grad[0, 1:], (STUDENT - TEACHER).expand(2, 2))
 
 
+@pytest.mark.parametrize("divergence", list(Divergence))
+def test_the_teacher_is_not_taught(divergence):
+    """A teacher with a gradient (an ensemble's member, the student's own average) would come to meet the student."""
+    student, teacher = given(STUDENT, 0.3).requires_grad_(), given(TEACHER, 0.9).requires_grad_()
+    distillation_loss(student, teacher, MASK, divergence=divergence).total.backward()
+    assert teacher.grad is None and student.grad.any()
+
+
 @pytest.mark.parametrize("divergence", ["forward_kl", "backward_kl"])
 def test_the_tail_bucket_by_hand(divergence):
     """The teacher has (0.72, 0.18 | 0.1), the student (0.15, 0.15 | 0.7): the mass outside counts as a third outcome."""

@@ -138,6 +138,14 @@ def test_correction_by_hand(kind, level, factors, corrected):
         assert metrics["rollout/importance_weight_max"].value() == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize("kind", list(Correction))
+def test_the_correction_has_no_gradient(kind):
+    """It weighs what was sampled; through w = exp(old - engine) the policy would learn to move the weights instead."""
+    old = OLD.clone().requires_grad_()
+    factors, metrics = correction_weights(old, ENGINE, MASK, CorrectionConfig(kind=kind))
+    assert not factors.requires_grad and not any(getattr(metric, "total", OLD).requires_grad for metric in metrics.values())
+
+
 def test_the_correction_scales_the_surrogate_and_not_the_count():
     options = {"rollout_logprobs": ENGINE, "correction": CorrectionConfig(kind=Correction.band)}
     result, gradient = loss(Objective.reinforce, BY_TOKEN, Aggregation.token_mean, **options)
