@@ -25,7 +25,7 @@ from aligner.parallel.mcore import ShardedTensor, dist_checkpointing, sharded_le
 
 SUMS = "sums.json"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ELEMENTS_AT_A_TIME = 1 << 22  # bounds the 64-bit copies that are summed
+_ELEMENTS_AT_A_TIME = {"cpu": 1 << 16, "cuda": 1 << 24}  # bounds the 64-bit copies that are summed: on a CPU they stay in its cache
 _MODULUS = 1 << 64
 
 
@@ -149,8 +149,9 @@ def _weighted(data: Tensor, offset: tuple[int, ...]) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=data.device)
     if data.dim() > 1 and data.shape[0] == 1:
         return _weighted(data[0], offset[1:]) * (2 * offset[0] + 1)
-    if data.dim() > 1 and data.numel() > _ELEMENTS_AT_A_TIME:
-        rows = max(1, _ELEMENTS_AT_A_TIME * data.shape[0] // data.numel())
+    at_a_time = _ELEMENTS_AT_A_TIME[data.device.type]
+    if data.dim() > 1 and data.numel() > at_a_time:
+        rows = max(1, at_a_time * data.shape[0] // data.numel())
         starts = range(0, data.shape[0], rows)
         return torch.stack([_weighted(data[start : start + rows], (offset[0] + start, *offset[1:])) for start in starts]).sum()
     sums = data.view(_BITS[data.element_size()])
