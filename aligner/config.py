@@ -100,9 +100,9 @@ def entrypoint(schema: type[T], name: str) -> Callable[[Callable[[T], int | None
 
     `config=<name>_70b` among the arguments chooses that file instead, which builds on `<name>`'s.
     `--help` prints every setting with its value and meaning, `--cfg` the resolved YAML (??? for what is required and not given). The
-    program ends with the exit code that `main` returns (None: 0), and with 0 in no other way. An AlignerError ends it with one line on stderr (ALIGNER_TRACEBACK=1 adds
-    where it came from) and the code of `aligner.cluster.exit_codes`: 2 for ConfigError and DataError, 78 for RunHalted, 1 for the others.
-    Anything else is a bug and keeps its traceback and exit code 1.
+    program ends with the exit code that `main` returns (None: 0), and with 0 in no other way. An AlignerError ends it with one line on
+    stderr (ALIGNER_TRACEBACK=1 adds where it came from) and the code of `aligner.cluster.exit_codes`: 2 for ConfigError and DataError, 78
+    for RunHalted, 1 for the others. Anything else is a bug and keeps its traceback and exit code 1.
     """
 
     def decorate(main: Callable[[T], int | None]) -> Callable[..., None]:
