@@ -48,14 +48,19 @@ class Spec:
 def force_buckets(size: int) -> None:
     """Make every gradient buffer of this process, on every pipeline stage, close a bucket after `size` elements."""
     from megatron.core.distributed import distributed_data_parallel as module
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    class Buffer(module._ParamAndGradBuffer):
-        def __init__(self, *args, **kwargs) -> None:
-            bound = inspect.signature(super().__init__).bind(*args, **kwargs)
+    def forced(call):
+        def calling(*args, **kwargs):
+            bound = inspect.signature(call).bind(*args, **kwargs)
             bound.arguments["bucket_size"] = size
-            super().__init__(*bound.args, **bound.kwargs)
+            return call(*bound.args, **bound.kwargs)
 
-    module._ParamAndGradBuffer = Buffer
+        return calling
+
+    module._ParamAndGradBuffer = forced(module._ParamAndGradBuffer)
+    if (layout := getattr(DistributedOptimizer, "_compute_per_buffer_param_layout", None)) is not None:  # Megatron-Core 0.19
+        DistributedOptimizer._compute_per_buffer_param_layout = staticmethod(forced(layout))
 
 
 def make_model(spec: Spec, topology):
