@@ -9,6 +9,7 @@ is (`# Recipes: dpo, online_dpo`; without one, of all that have its settings).
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import sys
@@ -233,12 +234,50 @@ def _structured(schema: type) -> DictConfig:
 
 def _to_object(schema: type[T], node: Any) -> T:
     try:
+        _check_numbers(OmegaConf.to_container(node, resolve=True), list(schema_keys(schema)))
         config = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:
         raise _explain(error, list(schema_keys(schema))) from error
+    except ConfigError as error:
+        raise _as_typed(error, node) from error
     if not isinstance(config, schema):
         raise ConfigError(f"the composed config is a {type(config).__name__}, expected {schema.__name__}")
     return config
+
+
+def _check_numbers(value: Any, keys: list[SchemaKey], key: str = "") -> None:
+    """Raise ConfigError for NaN, infinity or an integer that no 64 bits hold, in a setting that is a number.
+
+    What is below a `dict[str, Any]` is the user's own code's business.
+    """
+    if isinstance(value, (dict, list)):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, entry in entries:
+            _check_numbers(entry, keys, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, (int, float)) and not (abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)):
+        known = max((one for one in keys if is_known(key, [one])), key=lambda one: len(one.key))
+        if "Any" not in known.type:
+            allowed = "a number of 64 bits" if isinstance(value, int) else "a finite number"
+            raise ConfigError(f"{key}={value}: must be {allowed}")
+
+
+def _as_typed(error: ConfigError, node: Any, key: str = "") -> ConfigError:
+    """The error of a section's own check, with its setting as it is written here: a section may be in several places, or below others."""
+    for name in node if OmegaConf.is_dict(node) else ():
+        if OmegaConf.is_missing(node, name) or not OmegaConf.is_dict(section := node[name]):
+            continue
+        try:
+            OmegaConf.to_object(section)
+        except ConfigError as found:
+            if str(found) == str(error):
+                return _as_typed(error, section, f"{key}.{name}" if key else str(name))
+        except OmegaConfBaseException:  # something is missing there; this is not the error that is looked for
+            continue
+    parts, kind = key.split("."), OmegaConf.get_type(node).__name__
+    for written in (*(".".join(parts[start:]) for start in range(len(parts))), kind):
+        if key and str(error).startswith(f"{written}."):
+            return ConfigError(key + str(error).removeprefix(written))
+    return ConfigError(f"{key}.{error}") if key and re.split(r"[= ]", str(error))[0] in node else error
 
 
 def _check_overrides(overrides: Sequence[str], keys: list[SchemaKey], config_dir: Path) -> None:

@@ -287,7 +287,10 @@ def warn_of_shortage(session: Session, model: TrainableModel, folder: Path, conf
 
 
 def keep(folders: list[Path], config: CheckpointConfig) -> None:
-    """Point `best` at the best checkpoint and remove those that need not stay, all components' of a step together. On one rank."""
+    """Point `best` at the best checkpoint and remove those that need not stay, all components' of a step together. On one rank.
+
+    The newest pair that is known to be sound stays, however old; where none is, nothing is removed.
+    """
     complete = [files.complete_steps(folder) for folder in folders]
     own = complete[0]
     best = _best_steps(own, config)
@@ -296,6 +299,12 @@ def keep(folders: list[Path], config: CheckpointConfig) -> None:
     latest = (files.pointed_step(folder, files.LATEST) for folder in folders)
     protected = {*best, *(step for step in latest if step is not None)}
     paired = [step for step in own if all(step in steps for steps in complete)]
+    if not config.keep or not paired:
+        return
+    sound = next((step for step in reversed(paired) if all(files.is_sound(steps[step]) for steps in complete)), None)
+    if sound is None:  # the older ones are all there is to go back to
+        return
+    protected.add(sound)
     for step in files.steps_to_remove(sorted(set().union(*complete)), paired, keep=config.keep, protected=protected):
         files.remove_step(folders, step)
 

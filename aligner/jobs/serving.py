@@ -39,7 +39,9 @@ def serve_critic(config: TrainPPO) -> None:
         check_rollout_length(model_config, architecture, config)
         _check_mini_batches(config, here.topology.dp_size)
         updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs
-        training = create.training(model_config, critic.optimizer, total_steps=config.loop.max_steps * updates, guard=ReportingGuard())
+        training = create.training(
+            model_config, critic.optimizer, total_steps=config.loop.max_steps * updates, guard=ReportingGuard(config.guard)
+        )
         weights = config.reward.attribute_weights
         model = create.create_value_model(model_config, architecture, critic.parallel, here.topology, training, output_weights=weights)
         ledger = load_critic(here, model.model, config.checkpoint, accept_gap=critic.accept_gap)

@@ -37,6 +37,7 @@ from aligner.models import (
     checkpoint_size,
     checkpoint_sums,
     disk_space,
+    finite,
     manifest,
     safe_pickle,
 )
@@ -153,10 +154,12 @@ def start_save(
     """Begin a checkpoint of the model as it is now; `publish` of the result ends it. Every rank calls it.
 
     With `in_background` it returns as soon as the state is copied to host memory; with `read_back`, `publish` reads all of it once more,
-    into host memory, and compares. Raises CheckpointError where the directory cannot be written to; the checkpoints before it stay.
+    into host memory, and compares. Raises CheckpointError where the directory cannot be written to, or a number of the model is not finite;
+    the checkpoints before it stay.
     """
     final = step_directory(checkpoints, request.step)
     model.wake()
+    finite.check_before_save(model)
     generators = gather_objects(generator_state())
     made: list[Path] = []
     _on_rank_0(lambda: made.append(_start(final, model, request, generators)))
@@ -165,7 +168,8 @@ def start_save(
     contents = _contents(writing, model, states, read_back=read_back)
     planned = [async_save.plan(state, writing / folder) for folder, state in states.items()]
     _check_room(writing, checkpoint_size.planned_bytes(planned))
-    marker: dict[str, Any] = {"kind": kind_of(model.chunks), "step": request.step, **checkpoint_adapters.to_marker(model.chunks[0])}
+    marker: dict[str, Any] = {"kind": kind_of(model.chunks), "step": request.step, files.FINITE: True}
+    marker |= checkpoint_adapters.to_marker(model.chunks[0])
     if isinstance(model.chunks[0], ScalarModel):
         marker |= model.chunks[0].head.to_marker()
     writer = async_save.FileWriter(planned, writing, in_background=in_background)

@@ -25,6 +25,7 @@ from aligner.errors import CheckpointError
 
 MARKER = "aligner.json"
 MANIFEST = "manifest.json"
+FINITE = "finite"  # in the marker: the numbers were looked at before they were written
 FORMAT = 2
 LATEST, BEST = "latest", "best"
 WRITING, REMOVING, REPLACED = ".writing_", ".removing_", ".replaced_"
@@ -100,6 +101,18 @@ def read_marker(directory: Path) -> dict[str, Any]:
     if text != _sealed({key: value for key, value in marker.items() if key != "checksum"}):
         raise CheckpointError(f"{path} is damaged: it does not have its own checksum")
     return marker
+
+
+def is_sound(directory: Path) -> bool:
+    """Whether a checkpoint is known to be finite and has all of its files in their sizes (their contents are not read)."""
+    try:
+        marker = read_marker(directory)
+        manifest = (directory / MANIFEST).read_bytes()
+        if not marker.get(FINITE) or hashlib.sha256(manifest).hexdigest() != marker["manifest"]:
+            return False
+        return all((directory / name).stat().st_size == entry["size"] for name, entry in json.loads(manifest).items())
+    except (OSError, CheckpointError):
+        return False
 
 
 def new_writing_directory(final: Path) -> Path:

@@ -101,6 +101,11 @@ class Architecture:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"architecture.{name}={value}: must be at least 1")
+        for name in ("norm_eps", "initializer_range", "rope_llama3_factor"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"architecture.{name}={getattr(self, name)}: must be finite and not negative")
+        if not 0 < self.rope_theta < math.inf:
+            raise ConfigError(f"architecture.rope_theta={self.rope_theta}: must be finite and above 0")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"architecture.num_key_value_heads={self.num_key_value_heads}: must divide num_attention_heads={self.num_attention_heads}"

@@ -3,6 +3,10 @@
 A bad update never reaches the weights. `stop` ends the run after its last whole step; `skip` leaves the update out; `roll_back` ends every
 component, and whoever starts the run again finds it going on from the last checkpoint of all of them, without the training step whose batch
 it was. A critic behind a server leaves its update out whatever the setting is, and says so in its reply: the actor decides for both.
+
+An update whose loss and gradient are finite is made, and may still leave parameters that are not, or that are absurd (the learning rate,
+a fault of the hardware). Main weights and moments have changed then too, and no copy of them is kept, so it cannot be left out any more:
+`skip` acts as `roll_back`. Neither the weights nor anything after them is ever saved.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from aligner.errors import ConfigError, RollBack, RunHalted
 
 SKIPPED = "optim/skipped"
 SKIPPED_IN_A_ROW = "optim/skipped_in_a_row"
+SPOILT = "optim/spoilt"  # updates that were made and left parameters that are not sound; only in metrics of a model that has such
 
 
 class NonFinite(str, Enum):
@@ -82,6 +87,7 @@ class GuardConfig:
     non_finite: NonFinite = NonFinite.stop  # in a loss or gradient: end the run, leave the update out, or restart without the step
     max_skips: int = 3  # updates left out one after the other; one more ends the run
     max_roll_backs: int = 3  # in the whole run; one more ends it
+    max_weight: float = 1e6  # largest magnitude of a trained parameter after an update; 0: any that is finite
     reward: NonFiniteReward = NonFiniteReward.stop  # skip: such a response gets no weight
     logprob_gap: LogprobGapConfig = field(default_factory=LogprobGapConfig)
 
@@ -89,6 +95,8 @@ class GuardConfig:
         for name in ("max_skips", "max_roll_backs"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"guard.{name}={getattr(self, name)}: must not be negative")
+        if not 0 <= self.max_weight < math.inf:
+            raise ConfigError(f"guard.max_weight={self.max_weight}: must be finite and not negative (0: any finite weight)")
 
 
 class Guard:
@@ -96,6 +104,7 @@ class Guard:
 
     def __init__(self, config: GuardConfig) -> None:
         self._config = config
+        self.max_weight = config.max_weight
         self.skipped_in_a_row = 0
 
     def accept(self) -> None:
@@ -112,23 +121,40 @@ class Guard:
         if self.skipped_in_a_row > self._config.max_skips:
             raise RunHalted(f"{what}: {self.skipped_in_a_row} updates in a row (guard.max_skips={self._config.max_skips})")
 
+    def spoilt(self, what: str) -> None:
+        """An update was made and left bad parameters. Raises RunHalted or RollBack."""
+        _give_up(self._config, what)
+
 
 class ReportingGuard(Guard):
     """The guard of a model behind a server: it leaves updates out, counts them, and leaves the decision to its client (`judge_reply`)."""
-
-    def __init__(self) -> None:
-        super().__init__(GuardConfig())
 
     def refuse(self, what: str) -> None:
         self.skipped_in_a_row += 1
         print(f"guard: {what}; the update is left out and reported", flush=True)
 
+    def spoilt(self, what: str) -> None:
+        self.skipped_in_a_row += 1  # every later update is one of these weights too
+        print(f"guard: {what}; this is reported, and these weights are not saved", flush=True)
+
+
+def _give_up(config: GuardConfig, what: str, step: int | None = None) -> None:
+    """End the run, or have it go back to its newest checkpoint, after an update (of training step `step`) that cannot be taken back."""
+    unsaved = f"{what}; it cannot be taken back: nothing of these weights is saved, the newest checkpoint is from before"
+    if config.non_finite is NonFinite.stop:
+        raise RunHalted(f"{unsaved} (guard.non_finite=stop)")
+    raise RollBack(f"{unsaved}, and the run goes back to it (guard.non_finite={config.non_finite.value})", step)
+
 
 def judge_reply(config: GuardConfig, metrics: Mapping[str, float], *, step: int) -> None:
-    """Decide over updates that a served critic left out of training step `step`, by the metrics of its reply.
+    """Decide over updates that a served critic left out of training step `step`, or that spoilt it, by the metrics of its reply.
 
     Raises RunHalted or RollBack, as a `Guard` would. Every rank calls it with the same metrics.
     """
+    if metrics.get(SPOILT, 0.0):
+        _give_up(
+            config, f"an update of the critic in step {step} left parameters that are not finite or absurd (see the critic's log)", step
+        )
     skipped = int(metrics[SKIPPED]) if SKIPPED in metrics else 0
     if not skipped:
         return

@@ -33,7 +33,7 @@ class HostMemory:
     @classmethod
     def of_training_state(cls, runners: list[Any], optimizer: Any) -> HostMemory:
         """The optimizer's state and main weights, and the gradient buffers, of one model."""
-        return cls(kept=lambda: _optimizer_tensors(optimizer), scratch=lambda: _gradients(runners))
+        return cls(kept=lambda: optimizer_tensors(optimizer), scratch=lambda: _gradients(runners))
 
     @property
     def is_out(self) -> bool:
@@ -82,7 +82,7 @@ def _gradients(runners: list[Any]) -> list[Tensor]:
     return [buffer.grad_data for runner in runners for buffer in (*runner.buffers, *runner.expert_parallel_buffers)]
 
 
-def _optimizer_tensors(optimizer: Any) -> list[Tensor]:
+def optimizer_tensors(optimizer: Any) -> list[Tensor]:
     """Moments and float32 main weights of Megatron-Core's (chained) optimizer that are tensors of their own, not views of the model's."""
     found: list[Tensor] = []
     for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:

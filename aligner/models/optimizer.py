@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 
 from aligner.errors import ConfigError
+
+MAX_LR = 10.0  # a step of Adam moves a weight by about the learning rate
 
 
 class Decay(str, Enum):
@@ -38,11 +41,18 @@ class OptimizerConfig:
     offload: bool = False  # between training phases the optimizer's state and the gradients wait in host memory
 
     def __post_init__(self) -> None:
-        if self.lr <= 0 or not 0 <= self.min_lr <= self.lr:
-            raise ConfigError(f"optimizer.lr={self.lr}, min_lr={self.min_lr}: need 0 <= min_lr <= lr and lr > 0")
-        for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_grad"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"optimizer.{name}={getattr(self, name)}: must not be negative")
+        if not (0 < self.lr <= MAX_LR and 0 <= self.min_lr <= self.lr):
+            raise ConfigError(f"optimizer.lr={self.lr}, min_lr={self.min_lr}: need 0 <= min_lr <= lr and 0 < lr <= {MAX_LR:g}")
+        for name in ("warmup_steps", "decay_steps", "clip_grad"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"optimizer.{name}={getattr(self, name)}: must be finite and not negative")
+        if not 0 <= self.lr * self.weight_decay < 1:
+            raise ConfigError(f"optimizer.weight_decay={self.weight_decay}: must not be negative, and lr * weight_decay must be below 1")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"optimizer.{name}={getattr(self, name)}: must be at least 0 and below 1")
+        if not 0 < self.eps < 1:
+            raise ConfigError(f"optimizer.eps={self.eps}: must be above 0 and below 1")
         if self.precision_aware and not self.distributed:
             raise ConfigError("optimizer.precision_aware=true: needs optimizer.distributed=true")
 

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.metrics import Max, Mean, Metric, Sum, without_values
+from aligner.models import finite
 from aligner.models import forward as passes
 from aligner.models.auxiliary import AuxiliaryLosses
 from aligner.models.build import Transformer
 from aligner.models.generators import generator_state, set_generator_state
-from aligner.models.guard import SKIPPED, SKIPPED_IN_A_ROW, Guard, GuardConfig
+from aligner.models.guard import SKIPPED, SKIPPED_IN_A_ROW, SPOILT, Guard, GuardConfig
 from aligner.models.offload import HostMemory
 from aligner.models.optimizer import OptimizerConfig, build_optimizer, build_scheduler
 from aligner.models.placement import Splits, input_shape
@@ -148,6 +149,7 @@ class TrainableModel:
 
         Where a loss or the gradient is not finite, the guard decides on every rank alike: it raises RunHalted or RollBack, or the update is
         left out: weights, optimizer, schedule and random generators are then those before the call, and no value of this batch is reported.
+        An update after which a parameter is not finite, or absurdly large, cannot be taken back: the guard then never goes on from it.
         Raises ConfigError where a data-parallel replica would get no row.
         """
         if num_rows(batch) // _unit(batch) < self.topology.dp_size:
@@ -172,6 +174,9 @@ class TrainableModel:
         self.scheduler.step(1)  # before the update: the first update of a warm-up must not have a learning rate of 0
         _, grad_norm, _ = self.optimizer.step()
         self.version += 1
+        if spoilt := finite.spoilt_parameters(self.runners, self.guard.max_weight):
+            self.guard.spoilt(f"optimizer step {self.version} was made and left {spoilt}")
+            return without_values(self._reduce(metrics) | self.auxiliary.metrics()) | {SPOILT: Sum(total=1)} | self._optimizer_metrics(None)
         return self._reduce(metrics) | self.auxiliary.metrics() | self._optimizer_metrics(float(grad_norm))
 
     def _optimizer_metrics(self, grad_norm: float | None) -> dict[str, Metric]:

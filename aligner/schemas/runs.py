@@ -23,7 +23,7 @@ class RunConfig:
     """Where a run lives and how its processes meet."""
 
     directory: str = "runs/default"  # checkpoints, logs, metrics and registrations; the same directory again resumes the run
-    seed: int = 1
+    seed: int = 1  # from 0 to 2^63 - 1
     export_hf: bool = True  # write the final policy as a Hugging Face model to <directory>/export
     start_timeout_seconds: float = 300.0  # until all ranks of a component have met
     collective_timeout_seconds: float = 1800.0
@@ -33,6 +33,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.directory:
             raise ConfigError("run.directory='': name a directory")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"run.seed={self.seed}: must be from 0 to {2**63 - 1}")
         for name in ("start_timeout_seconds", "collective_timeout_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"run.{name}={getattr(self, name)}: must be above 0")

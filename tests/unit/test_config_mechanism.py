@@ -1,5 +1,6 @@
 """Composition with a toy schema and YAML files made here: what is accepted, and how everything else is refused."""
 
+import math
 import subprocess
 import sys
 import textwrap
@@ -175,6 +176,39 @@ def test_wrong_value_in_yaml_names_the_file(conf):
 
 def test_own_check_of_the_dataclass(conf):
     assert refusal(conf, "algorithm.group_size=1") == "algorithm.group_size=1: must be at least 2"
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("key", ["algorithm.kl_coef", "algorithm.clip", "algorithm.betas"])
+def test_numbers_that_are_not_finite(conf, key, number):
+    written, place = (f"[0.9,{number}]", f"{key}.1") if key.endswith("betas") else (number, key)
+    assert refusal(conf, "model.path=x", f"{key}={written}") == f"{place}={number}: must be a finite number"
+
+
+def test_numbers_of_ones_own_code_may_be_infinite(conf):
+    assert make(conf, "model.path=x", "+algorithm.arguments.most=inf").algorithm.arguments == {"most": math.inf}
+
+
+def test_integers_that_no_64_bits_hold(conf):
+    assert refusal(conf, "model.path=x", f"steps={2**70}") == f"steps={2**70}: must be a number of 64 bits"
+
+
+@dataclass(kw_only=True, slots=True)
+class Server:
+    algorithm: Algorithm = field(default_factory=Algorithm)
+
+
+@dataclass(kw_only=True, slots=True)
+class TwoPlaces:
+    first: Server = field(default_factory=Server)
+    second: Server = field(default_factory=Server)
+
+
+@pytest.mark.parametrize("place", ["first.algorithm", "second.algorithm"])
+def test_a_section_names_its_setting_as_it_is_written(place):
+    """Its own check knows one name only, `algorithm.group_size`."""
+    with pytest.raises(ConfigError, match=f"^{place}.group_size=1: must be at least 2$"):
+        from_yaml(TwoPlaces, "", [f"{place}.group_size=1"])
 
 
 def test_missing_required_value(conf):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
@@ -10,12 +12,13 @@ import pytest
 import yaml
 
 from aligner import cli
-from aligner.config import compose, conf_directory, from_yaml, to_yaml
+from aligner.config import _check_numbers, compose, conf_directory, from_yaml, to_yaml
 from aligner.errors import ConfigError
 from aligner.jobs.local import launch_local
 from aligner.jobs.programs import RECIPES, SCRIPTS, recipe_of
 from aligner.models.config import ModelConfig
 from aligner.rewards.config import RewardFunctionConfig
+from aligner.schema import named_as, schema_keys
 from aligner.schemas import (
     Annotate,
     ConstitutionalAI,
@@ -181,6 +184,42 @@ def test_bad_values(make, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make()
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("schema", list(dict.fromkeys(SCHEMAS.values())))
+def test_every_number_must_be_finite(schema: type) -> None:
+    keys = list(schema_keys(schema))
+    numbers = [key for key in keys if "float" in key.type]
+    assert len(numbers) > 20
+    for key in numbers:
+        name = named_as(key.key, "")
+        value = [math.nan] if "list" in key.type else {"x": math.nan} if "dict" in key.type else math.nan
+        for part in reversed(name.split(".")):
+            value = {part: value}
+        with pytest.raises(ConfigError, match=rf"^{re.escape(name)}(\.0|\.x)?=nan: must be a finite number$"):
+            _check_numbers(value, keys)
+
+
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    [
+        ("optimizer.lr=1e30", "optimizer.lr=1e+30, min_lr=0.0: need 0 <= min_lr <= lr and 0 < lr <= 10"),
+        ("critic.optimizer.lr=1e30", "critic.optimizer.lr=1e+30, min_lr=0.0: need 0 <= min_lr"),
+        ("critic.optimizer.beta1=1", "critic.optimizer.beta1=1.0: must be at least 0 and below 1"),
+        ("optimizer.beta2=-0.1", "optimizer.beta2=-0.1: must be at least 0 and below 1"),
+        ("optimizer.eps=0", "optimizer.eps=0.0: must be above 0"),
+        ("optimizer.weight_decay=2e6", "optimizer.weight_decay=2000000.0: must not be negative, and lr * weight_decay must be below 1"),
+        (f"run.seed={2**63}", f"run.seed={2**63}: must be"),
+        ("run.seed=-1", "run.seed=-1: must be from 0 to 9223372036854775807"),
+        ("model.architecture.rope_theta=0", "model.architecture.rope_theta=0.0: must be finite and above 0"),
+        ("model.architecture.norm_eps=-1", "model.architecture.norm_eps=-1.0: must be finite and not negative"),
+        ("reward.functions.a.url=http://x reward.functions.a.num_threads=0", "reward.functions.a.num_threads=0: must be at least 1"),
+        ("rollout.sampling.top_p=2", "rollout.sampling.top_p=2.0: must be above 0 and at most 1"),
+    ],
+)
+def test_numbers_that_cannot_work_are_named_as_they_are_written(setting: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(error)}"):
+        from_yaml(TrainPPO, "", ["optimizer.min_lr=0", "critic.optimizer.min_lr=0", "data.train=x", *setting.split()])
 
 
 def test_a_reward_must_be_named() -> None:

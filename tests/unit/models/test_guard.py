@@ -8,11 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from aligner.errors import ConfigError, RollBack, RunHalted
+from aligner.errors import CheckpointError, ConfigError, RollBack, RunHalted
 from aligner.losses.sft import sft_loss
 from aligner.metrics import Max, Mean, Sum, merge, values, without_values
+from aligner.models import checkpoint
 from aligner.models.generators import generator_state
-from aligner.models.guard import SKIPPED, SKIPPED_IN_A_ROW, Guard, GuardConfig, NonFinite, ReportingGuard, judge_reply
+from aligner.models.guard import SKIPPED, SKIPPED_IN_A_ROW, SPOILT, Guard, GuardConfig, NonFinite, ReportingGuard, judge_reply
 from aligner.models.optimizer import OptimizerConfig
 from aligner.types import LabeledBatch, LossOutput
 
@@ -93,7 +94,7 @@ def test_the_end_of_the_run_says_what_was_not_finite(guarded, policy, error):
 
 
 def test_a_served_model_leaves_the_decision_to_its_client(guarded, capsys):
-    model = guarded(ReportingGuard())
+    model = guarded(ReportingGuard(GuardConfig()))
     parts = [model.train_step(make_batch(number), loss) for number, loss in enumerate((bad_gradient, bad_gradient, sft_loss))]
     reply = values(merge(parts))
     assert (reply[SKIPPED], reply[SKIPPED_IN_A_ROW]) == (2, 2) and math.isfinite(reply["sft/loss"])
@@ -109,6 +110,79 @@ def test_a_served_model_leaves_the_decision_to_its_client(guarded, capsys):
     judge_reply(GuardConfig(), {SKIPPED: 0.0}, step=7)
 
 
+# Updates that were made and left bad parameters.
+
+
+def spoil_next_update(policy, value: float) -> None:
+    """The optimizer's next step, whose gradient is sound, leaves `value` in one of the parameters."""
+    step, parameter = policy.model.optimizer.step, policy.model.module.decoder.final_layernorm.weight
+
+    def spoiling():
+        result = step()
+        with torch.no_grad():
+            parameter[3] = value
+        return result
+
+    policy.model.optimizer.step = spoiling
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, -1e29])
+@pytest.mark.parametrize(("setting", "error"), [("stop", RunHalted), ("skip", RollBack), ("roll_back", RollBack)])
+def test_an_update_that_leaves_a_bad_parameter_is_not_gone_on_from(guarded, setting, error, value):
+    policy = guarded(Guard(GuardConfig(non_finite=NonFinite(setting))))
+    policy.train_step(make_batch(0), sft_loss)
+    spoil_next_update(policy, value)
+    with pytest.raises(error) as raised:
+        policy.train_step(make_batch(1), sft_loss)
+    message = str(raised.value)
+    magnitude = "nan" if math.isnan(value) else f"{abs(value):.3g}"
+    assert "optimizer step 2 was made and left 1 of " in message and f"final_layernorm.weight: {magnitude} on rank 0" in message
+    assert f"(guard.non_finite={setting})" in message and "the weights are those" not in message and "cannot be taken back" in message
+    assert policy.version == 2  # what would be saved is no longer the step before
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_what_is_too_large_is_a_setting(make_model, distributed):
+    optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-2, warmup_steps=0, distributed=distributed)
+    for most, error in ((0.0, None), (1e30, None), (1e28, RunHalted)):
+        policy = make_model("policy", optimizer=optimizer, training={"guard": Guard(GuardConfig(max_weight=most))})
+        spoil_next_update(policy, 1e29)
+        if error is None:
+            policy.train_step(make_batch(0), sft_loss)
+        else:
+            with pytest.raises(error, match=r"above guard.max_weight=1e\+28 \(largest magnitudes: .*: 1e\+29"):
+                policy.train_step(make_batch(0), sft_loss)
+
+
+def test_a_served_model_that_was_spoilt_ends_the_run_of_its_client(guarded, capsys):
+    model = guarded(ReportingGuard(GuardConfig()))
+    spoil_next_update(model, math.nan)
+    reply = values(merge([model.train_step(make_batch(number), sft_loss) for number in range(2)]))  # the second is NaN throughout
+    assert reply[SPOILT] == 1 and reply[SKIPPED] == 2
+    assert "guard: optimizer step 1 was made and left 1 of " in capsys.readouterr().out
+    for setting, error in ((NonFinite.stop, RunHalted), (NonFinite.skip, RollBack), (NonFinite.roll_back, RollBack)):
+        with pytest.raises(error, match="an update of the critic in step 7 left parameters that are not finite") as raised:
+            judge_reply(GuardConfig(non_finite=setting, max_skips=9), reply, step=7)
+        assert error is RunHalted or raised.value.step == 7
+
+
+@pytest.mark.parametrize("part", ["weights", "exp_avg_sq"])
+def test_nothing_that_is_not_finite_is_published(guarded, tmp_path, part):
+    policy = guarded(Guard(GuardConfig()))
+    policy.train_step(make_batch(0), sft_loss)
+    checkpoint.save(tmp_path, policy.model, checkpoint.SaveRequest(step=1, state={}))
+    tensor = policy.model.module.decoder.final_layernorm.weight
+    if part != "weights":
+        states = policy.model.optimizer.chained_optimizers[0].optimizer.state
+        tensor = next(iter(states.values()))[part]
+    with torch.no_grad():
+        tensor.view(-1)[0] = math.inf
+    with pytest.raises(CheckpointError, match=f"1 of .* tensors of the {'weights' if part == 'weights' else 'optimizer'} are not finite"):
+        checkpoint.save(tmp_path, policy.model, checkpoint.SaveRequest(step=2, state={}))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000001"]
+    assert checkpoint.resolve(tmp_path).name == "step_000001"
+
+
 def test_metrics_without_values_change_nothing_that_they_are_merged_with():
     known = {"a/mean": Mean(total=3.0, count=2), "a/sum": Sum(total=4.0), "a/max": Max(maximum=-5.0)}
     bad = {"a/mean": Mean(total=math.nan, count=2), "a/sum": Sum(total=math.inf), "a/max": Max(maximum=math.nan)}
@@ -118,3 +192,5 @@ def test_metrics_without_values_change_nothing_that_they_are_merged_with():
 def test_settings():
     with pytest.raises(ConfigError, match="guard.max_skips=-1"):
         GuardConfig(max_skips=-1)
+    with pytest.raises(ConfigError, match="guard.max_weight=nan"):
+        GuardConfig(max_weight=math.nan)

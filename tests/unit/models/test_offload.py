@@ -44,19 +44,19 @@ def test_sleep_frees_and_training_goes_on_bit_for_bit(make_model, distributed, d
 
 
 def test_moments_and_main_weights_leave(make_model):
-    from aligner.models.offload import _optimizer_tensors
+    from aligner.models.offload import optimizer_tensors
 
     model = policy(make_model, offload=True, distributed=True, dtype="bfloat16").model
     model.sleep()
     model.wake()
     assert not model.host.is_out
-    awake = [t.untyped_storage().nbytes() for t in _optimizer_tensors(model.optimizer)]
+    awake = [t.untyped_storage().nbytes() for t in optimizer_tensors(model.optimizer)]
     assert all(awake)
     model.sleep()
-    assert not any(t.untyped_storage().nbytes() for t in _optimizer_tensors(model.optimizer))
+    assert not any(t.untyped_storage().nbytes() for t in optimizer_tensors(model.optimizer))
     model.sleep()  # twice is once
     model.wake()
-    assert [t.untyped_storage().nbytes() for t in _optimizer_tensors(model.optimizer)] == awake
+    assert [t.untyped_storage().nbytes() for t in optimizer_tensors(model.optimizer)] == awake
 
 
 def test_without_the_option_nothing_moves(make_model):
