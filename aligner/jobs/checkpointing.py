@@ -16,10 +16,11 @@ from typing import Any
 
 from aligner.cluster.run_directory import CRITIC, POLICY
 from aligner.errors import CheckpointError, ConfigError
+from aligner.jobs.pairs import find_pair
 from aligner.jobs.session import Session
 from aligner.models import checkpoint
 from aligner.models import checkpoint_files as files
-from aligner.models.checkpoint_config import BestMode, CheckpointConfig
+from aligner.models.checkpoint_config import BestMode, CheckpointConfig, DamagedCheckpoint
 from aligner.models.checkpoint_size import shortage
 from aligner.models.trainable import TrainableModel
 from aligner.parallel.collectives import from_rank_0, gather_objects
@@ -28,7 +29,6 @@ from aligner.servers.ledger import Ledger
 from aligner.servers.payloads import SaveRequest
 
 UNPAIRED = "unpaired_"
-MENDING = "What it lacks must be in the journal, or the run ends (critic.accept_gap=true goes on without)"
 
 
 @dataclass(slots=True)
@@ -53,10 +53,12 @@ class RunCheckpointer:
         tokenizer: Path,
         config: CheckpointConfig,
         critic: Critic | None = None,
+        damaged: DamagedCheckpoint = DamagedCheckpoint.fall_back,
     ) -> None:
         self._session = session
         self._model = model
         self._config = config
+        self._damaged = damaged
         self._folders = [session.directory.checkpoints / folder for folder in ((name, CRITIC) if critic is not None else (name,))]
         self._tokenizer = tokenizer
         self._critic = critic
@@ -64,15 +66,18 @@ class RunCheckpointer:
         self._under_way: _SaveUnderWay | None = None
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Restore the newest checkpoint of this run that has its partner, if there is one, and remove what a killed run left."""
+        """Restore the newest checkpoint of this run that has its partner, if there is one, and remove what a killed run left.
+
+        Damaged ones are passed over and set aside, or raise CheckpointError (`run.damaged_checkpoint`).
+        """
         own = self._folders[0]
         warn_of_shortage(self._session, self._model, own, self._config)
-        step, message = from_rank_0(self._find)
-        if message:
-            self._session.say(message)
+        from_rank_0(lambda: files.clean(self._folders))
+        falls_back = self._damaged is DamagedCheckpoint.fall_back
+        step = find_pair(self._session, self._folders, verify=self._config.verify and falls_back).policy
         if not step:
             return 0, {}
-        state = checkpoint.load(self._model, files.step_directory(own, step), verify=self._config.verify)
+        state = checkpoint.load(self._model, files.step_directory(own, step), verify=self._config.verify and not falls_back)
         from_rank_0(lambda: _continue_from(own, step))
         self._published = step
         return step, state
@@ -138,13 +143,6 @@ class RunCheckpointer:
         critic = self._critic
         if critic is not None:
             from_rank_0(lambda: critic.checkpointed(save.step))
-
-    def _find(self) -> tuple[int, str]:
-        files.clean(self._folders)
-        if self._critic is None:
-            return max(files.complete_steps(self._folders[0]), default=0), ""
-        pair = newest_pair(*self._folders)
-        return pair.policy, pair.message
 
     def _check_metric(self, validation: Mapping[str, float]) -> None:
         metric = self._config.best_metric
@@ -226,57 +224,28 @@ def _saved_ledger(path: Path) -> Mapping[str, Any]:
     return state["ledger"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
-    """Which steps a run resumes after (0: it starts anew), and what to say where they are not simply the newest."""
-
-    policy: int = 0
-    critic: int = 0
-    message: str = ""
-
-
-def newest_pair(policy: Path, critic: Path) -> Pair:
-    """The newest step that both folders have. Where they have none in common: the policy's newest, and the critic's newest up to it.
-
-    What a critic lacks then its client sends it again from the journal, or refuses to go on (`servers.history`). Both components ask this
-    of the same files, so they agree. `loop.save_every` bounds how many steps a missing partner costs.
-    """
-    policies, critics = list(files.complete_steps(policy)), list(files.complete_steps(critic))
-    if both := sorted(set(policies) & set(critics)):
-        step, newest = both[-1], policies[-1]
-        message = f"warning: there is no critic checkpoint of step {newest}: the run resumes after step {step}, the newest that has both"
-        return Pair(policy=step, critic=step, message=message if newest != step else "")
-    if not policies:
-        return Pair()
-    newest = policies[-1]
-    older = [step for step in critics if step <= newest]
-    if not older:
-        message = f"warning: the policy resumes after step {newest}, there is no critic checkpoint up to it: the critic starts anew"
-        return Pair(policy=newest, message=f"{message}. {MENDING}")
-    message = f"warning: the policy resumes after step {newest}, the newest critic checkpoint is of step {older[-1]}: it is behind"
-    return Pair(policy=newest, critic=older[-1], message=f"{message}. {MENDING}")
-
-
-def load_critic(session: Session, model: TrainableModel, config: CheckpointConfig, *, accept_gap: bool = False) -> Ledger:
+def load_critic(
+    session: Session,
+    model: TrainableModel,
+    config: CheckpointConfig,
+    *,
+    accept_gap: bool = False,
+    damaged: DamagedCheckpoint = DamagedCheckpoint.fall_back,
+) -> Ledger:
     """Restore the critic's checkpoint that belongs to the policy's. Returns what it was trained on; nothing, where it starts anew.
 
     Raises CheckpointError where the checkpoint does not say that, or belongs to another run.
     """
     folder = session.directory.checkpoints / CRITIC
-
-    def find() -> Pair:
-        files.clean([folder])
-        return newest_pair(session.directory.checkpoints / POLICY, folder)
-
     warn_of_shortage(session, model, folder, config)
-    pair = from_rank_0(find)
-    if pair.message:
-        session.say(pair.message)
+    from_rank_0(lambda: files.clean([folder]))
+    falls_back = damaged is DamagedCheckpoint.fall_back
+    pair = find_pair(session, (session.directory.checkpoints / POLICY, folder), verify=config.verify and falls_back)
     ledger = Ledger(from_rank_0(session.directory.run_id), accepts_gap=accept_gap)
     if pair.critic:
         path = files.step_directory(folder, pair.critic)
         ledger.load_state(from_rank_0(lambda: _saved_ledger(path)), checkpoint_step=pair.critic)
-        checkpoint.load(model, path, verify=config.verify)
+        checkpoint.load(model, path, verify=config.verify and not falls_back)
     return ledger
 
 

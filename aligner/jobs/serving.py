@@ -44,7 +44,8 @@ def serve_critic(config: TrainPPO) -> None:
         )
         weights = config.reward.attribute_weights
         model = create.create_value_model(model_config, architecture, critic.parallel, here.topology, training, output_weights=weights)
-        ledger = load_critic(here, model.model, config.checkpoint, accept_gap=critic.accept_gap)
+        damaged = config.run.damaged_checkpoint
+        ledger = load_critic(here, model.model, config.checkpoint, accept_gap=critic.accept_gap, damaged=damaged)
         step = ledger.checkpoint_step
         here.say(f"critic: resumed after step {step}" if step else f"critic: starts from {model_config.path or 'random weights'}")
         if publication is not None:

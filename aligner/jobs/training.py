@@ -33,7 +33,8 @@ def train_to_end(
     `critic` saves and resumes with it. Returns the exit code: 0, or 75 where a signal or the end of its time stopped the run before the
     last step. Every rank calls it.
     """
-    keeper = RunCheckpointer(here, model, name=name, tokenizer=tokenizer, config=config.checkpoint, critic=critic)
+    damaged = config.run.damaged_checkpoint
+    keeper = RunCheckpointer(here, model, name=name, tokenizer=tokenizer, config=config.checkpoint, critic=critic, damaged=damaged)
     last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=shown, guard=config.guard)
     export_at_end(here, config, last, model.chunks, tokenizer)
     return conclude(here, last, config.loop.max_steps)

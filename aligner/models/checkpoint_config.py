@@ -15,6 +15,13 @@ class BestMode(str, Enum):
     min = "min"
 
 
+class DamagedCheckpoint(str, Enum):
+    """What a run does whose newest checkpoint is damaged."""
+
+    fall_back = "fall_back"
+    stop = "stop"
+
+
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
     """Applies to the actor and the critic alike; what is kept of one is kept of the other."""

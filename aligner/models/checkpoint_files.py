@@ -3,6 +3,7 @@
     <folder>/step_000030/          complete, and never changed again
     <folder>/.writing_step_...     not complete: nobody sees it, the next start of the run removes it
     <folder>/.removing_step_...    half removed; its partner in the other folder goes too
+    <folder>/damaged_step_...      set aside: it is not gone on from, and never removed
     <folder>/latest, best          the name of a step's directory
 
 A directory gets its final name when every byte of it is on disk, `latest` moves after that, and what is removed loses its name first, so
@@ -11,6 +12,7 @@ that a kill at any moment leaves complete checkpoints only.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -29,6 +31,7 @@ FINITE = "finite"  # in the marker: the numbers were looked at before they were 
 FORMAT = 2
 LATEST, BEST = "latest", "best"
 WRITING, REMOVING, REPLACED = ".writing_", ".removing_", ".replaced_"
+DAMAGED = "damaged_"
 _STEP = re.compile(r"step_(\d{6,})")
 
 
@@ -147,6 +150,22 @@ def remove_step(folders: Sequence[Path], step: int) -> None:
             path.rename(gone)
     for gone in reversed(hidden):  # the first one stays till the end: it says that its partners go
         discard(gone)
+
+
+def set_aside(directory: Path) -> None:
+    """Give a damaged checkpoint a name that nobody takes for one; `latest` then names the newest that is left.
+
+    Actor and critic may come here at once, each for both of their folders: the second one finds it done.
+    """
+    folder = directory.parent
+    names = (f"{DAMAGED}{directory.name}{number}" for number in ("", *(f".{n}" for n in range(2, 1000))))
+    aside = next(folder / name for name in names if not (folder / name).exists())
+    with contextlib.suppress(FileNotFoundError):
+        directory.rename(aside)
+    sync_directory(folder)
+    left = complete_steps(folder)
+    if left and (pointed := pointed_step(folder, LATEST)) is not None and pointed not in left:
+        point(folder, LATEST, left[max(left)])
 
 
 def clean(folders: Sequence[Path]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, describe_os_error
 from aligner.models import checkpoint_files as files
 from aligner.parallel.collectives import from_rank_0, gather_objects
 
@@ -64,7 +64,8 @@ def verify(directory: Path, *, needed: Callable[[str], bool]) -> None:
     more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
     older = from_rank_0(lambda: _older(directory))
     intact = next((path.name for path in reversed(older) if not damage(path, needed=lambda _: True)), None)
-    advice = f"{intact} is intact: move {directory.name} away to go on from it" if intact else "no older checkpoint beside it is intact"
+    mending = f"move {directory.name} away to go on from it, or let run.damaged_checkpoint=fall_back do it"
+    advice = f"{intact} is intact: {mending}" if intact else "no older checkpoint beside it is intact"
     raise CheckpointError(f"{directory}: {damaged[0]}{more}; {advice}")
 
 
@@ -90,6 +91,8 @@ def _read_or_why_not(directory: Path) -> tuple[dict[str, Digest], str]:
         return read(directory), ""
     except CheckpointError as error:
         return {}, str(error)
+    except OSError as error:  # it may just have been set aside by the run's other component
+        return {}, describe_os_error(error, directory)
 
 
 def _compare(path: Path, name: str, expected: Digest) -> str:

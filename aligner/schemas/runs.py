@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from aligner.algorithms.loop import LoopConfig
 from aligner.cluster.slurm.config import SlurmConfig
 from aligner.errors import ConfigError
-from aligner.models.checkpoint_config import CheckpointConfig
+from aligner.models.checkpoint_config import CheckpointConfig, DamagedCheckpoint
 from aligner.models.config import ModelConfig
 from aligner.models.guard import GuardConfig
 from aligner.models.optimizer import OptimizerConfig
@@ -25,6 +25,7 @@ class RunConfig:
     directory: str = "runs/default"  # checkpoints, logs, metrics and registrations; the same directory again resumes the run
     seed: int = 1  # from 0 to 2^63 - 1
     export_hf: bool = True  # write the final policy as a Hugging Face model to <directory>/export
+    damaged_checkpoint: DamagedCheckpoint = DamagedCheckpoint.fall_back  # on the newest intact one, the other set aside; or the run ends
     start_timeout_seconds: float = 300.0  # until all ranks of a component have met
     collective_timeout_seconds: float = 1800.0
     stall_timeout_seconds: float = 1200.0  # a component without any progress for so long writes its stacks and ends; 0: never

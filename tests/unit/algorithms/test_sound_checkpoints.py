@@ -10,13 +10,13 @@ import torch
 
 from aligner.algorithms.loop import Clock, LoopConfig, StepResult, run
 from aligner.cluster.run_directory import CRITIC, POLICY, RunDirectory
-from aligner.errors import RunHalted
-from aligner.jobs.checkpointing import RunCheckpointer, keep
+from aligner.errors import CheckpointError, RunHalted
+from aligner.jobs.checkpointing import RunCheckpointer, keep, load_critic
 from aligner.jobs.session import Session
 from aligner.losses.sft import sft_loss
 from aligner.models import checkpoint
 from aligner.models import checkpoint_files as files
-from aligner.models.checkpoint_config import CheckpointConfig
+from aligner.models.checkpoint_config import CheckpointConfig, DamagedCheckpoint
 from aligner.models.optimizer import OptimizerConfig
 from aligner.servers.ledger import Ledger
 from aligner.types import LabeledBatch
@@ -45,11 +45,14 @@ def critic(session, make_model, fakes):
             self.damage(checkpoint.save(session.directory.checkpoints / CRITIC, model, checkpoint.SaveRequest(step=step, state=state)))
             return super().save(step)
 
-    return Critic([])
+    made = Critic([])
+    made.model = model
+    return made
 
 
-def keeper(session: Session, model, critic=None, **config) -> RunCheckpointer:
-    return RunCheckpointer(session, model, name=POLICY, tokenizer=session.directory.path, config=CheckpointConfig(**config), critic=critic)
+def keeper(session: Session, model, critic=None, damaged=DamagedCheckpoint.fall_back, **config) -> RunCheckpointer:
+    settings, tokenizer = CheckpointConfig(**config), session.directory.path
+    return RunCheckpointer(session, model, name=POLICY, tokenizer=tokenizer, config=settings, critic=critic, damaged=damaged)
 
 
 def steps(session: Session, name: str = POLICY) -> list[int]:
@@ -127,3 +130,72 @@ def test_nothing_is_pruned_where_no_checkpoint_is_known_to_be_finite(session, po
     assert steps(session) == [1, 2]
     keeper(session, policy.model, keep=1).save(3, {}, {})
     assert steps(session) == [3]
+
+
+# Damage that is found when a run starts again.
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle of the largest file: its size stays."""
+    largest = max(path.rglob("*.distcp"), key=lambda file: file.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 0x04
+    largest.write_bytes(data)
+
+
+def saved(session: Session, policy, *numbers: int, critic=None) -> Path:
+    """A folder with these steps, whose state says which step they are."""
+    for step in numbers:
+        policy.model.version = 0
+        keeper(session, policy.model, critic).save(step, {"step": step}, {})
+    return session.directory.checkpoints / POLICY
+
+
+def test_a_run_goes_on_from_the_newest_intact_checkpoint(session, policy, capsys):
+    folder = saved(session, policy, 1, 2, 3, 4)
+    flip(folder / "step_000004")
+    (folder / "step_000003" / "aligner.json").write_text("{")
+    assert keeper(session, policy.model).load() == (2, {"step": 2})
+    said = capsys.readouterr().out
+    assert "step_000004: weights/__0_" in said and "step_000003/aligner.json is damaged" in said
+    assert "The run goes on after step 2, the newest that is intact (run.damaged_checkpoint=fall_back)" in said
+    assert steps(session) == [1, 2] and (folder / "latest").read_text() == "step_000002\n"
+    assert all((folder / f"damaged_step_00000{step}" / "weights").is_dir() for step in (3, 4))  # nothing is deleted
+    assert keeper(session, policy.model).load() == (2, {"step": 2})
+    assert "damaged" not in capsys.readouterr().out
+    saved(session, policy, 3)
+    flip(folder / "step_000003")
+    keeper(session, policy.model).load()
+    assert (folder / "damaged_step_000003").is_dir() and (folder / "damaged_step_000003.2").is_dir()
+
+
+def test_a_run_may_stop_instead(session, policy):
+    folder = saved(session, policy, 1, 2)
+    flip(folder / "step_000002")
+    with pytest.raises(CheckpointError, match="step_000001 is intact: .*or let run.damaged_checkpoint=fall_back do it"):
+        keeper(session, policy.model, damaged=DamagedCheckpoint.stop).load()
+    assert steps(session) == [1, 2]
+
+
+def test_a_run_does_not_begin_anew_by_itself(session, policy):
+    folder = saved(session, policy, 1, 2)
+    for step in (1, 2):
+        flip(folder / f"step_00000{step}")
+    for _ in range(2):  # and none is set aside, or the second start would
+        with pytest.raises(CheckpointError, match="no intact checkpoint is left to go on from: .*step_000002.*step_000001.*to begin anew"):
+            keeper(session, policy.model).load()
+
+
+@pytest.mark.parametrize("first", ["actor", "critic"])
+@pytest.mark.parametrize("part", [POLICY, CRITIC])
+def test_actor_and_critic_fall_back_alike(session, policy, critic, part, first):
+    """Whichever part is damaged, and whichever component starts first and sets it aside."""
+    saved(session, policy, 2, 4, 6, critic=critic)
+    flip(session.directory.checkpoints / part / "step_000006")
+    starts = {
+        "actor": lambda: keeper(session, policy.model, critic).load()[0],
+        "critic": lambda: load_critic(session, critic.model, CheckpointConfig()).checkpoint_step,
+    }
+    assert starts[first]() == 4
+    assert [start() for start in starts.values()] == [4, 4]
+    assert (session.directory.checkpoints / part / "damaged_step_000006").is_dir()
