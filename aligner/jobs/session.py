@@ -19,6 +19,7 @@ from aligner.cluster.lease import watch_lease
 from aligner.cluster.run_directory import RunDirectory
 from aligner.config import fingerprint, to_yaml
 from aligner.errors import AlignerError, describe_os_error
+from aligner.jobs.changes import check_changes
 from aligner.parallel import launch, platform, topology
 from aligner.parallel.collective_marks import marked
 from aligner.parallel.collectives import from_rank_0
@@ -83,7 +84,7 @@ def session(config: Any, run: RunConfig, parallel: ParallelConfig, *, component:
     layout = topology.initialize(parallel, seed=run.seed)
     directory = RunDirectory(Path(run.directory))
     yaml = to_yaml(config)
-    incarnation = from_rank_0(lambda: _open(directory, component, yaml if writes_config else ""))
+    incarnation = from_rank_0(lambda: _open(directory, component, config, yaml if writes_config else ""))
     progress = Progress()
     place = Place(
         component=component,
@@ -115,12 +116,17 @@ def session(config: Any, run: RunConfig, parallel: ParallelConfig, *, component:
         watch.stop()
 
 
-def _open(directory: RunDirectory, component: str, config_yaml: str) -> str:
-    """Make the run directory and write the configuration into it (where there is one). Returns a name for this start of the component."""
+def _open(directory: RunDirectory, component: str, config: Any, config_yaml: str) -> str:
+    """Make the run directory and write the configuration into it (where there is one). Returns a name for this start of the component.
+
+    Raises ConfigError where the directory is another experiment's.
+    """
     try:
         directory.create()
         clear_last_report(directory.stacks, component)
         if config_yaml:
+            if changes := check_changes(directory, type(config), config_yaml, allowed=config.run.allow_changes):
+                print(changes, flush=True)
             directory.config.write_text(config_yaml)
     except OSError as error:
         raise AlignerError(f"the run directory cannot be used: {describe_os_error(error, directory)}") from error

@@ -26,6 +26,7 @@ class RunConfig:
     seed: int = 1  # from 0 to 2^63 - 1
     export_hf: bool = True  # write the final policy as a Hugging Face model to <directory>/export
     damaged_checkpoint: DamagedCheckpoint = DamagedCheckpoint.fall_back  # on the newest intact one, the other set aside; or the run ends
+    allow_changes: bool = False  # resume with settings that make it another experiment than the checkpoint's
     start_timeout_seconds: float = 300.0  # until all ranks of a component have met
     collective_timeout_seconds: float = 1800.0
     stall_timeout_seconds: float = 1200.0  # a component without any progress for so long writes its stacks and ends; 0: never
