@@ -354,6 +354,17 @@ def data_parallel(directory: Path, topology, parallel, inputs: dict, output: Pat
     assert policy.version == 0 and torch.equal(policy.logprobs(inputs["batch"]), result["logprobs"])
     request = checkpoint.SaveRequest(step=1, state={"thing": object()})  # only rank 0 writes it
     result["unwritable"] = raised(CheckpointError, lambda: checkpoint.save(output / "checkpoints", policy.model, request))
+    policy.model.guard, step = Guard(GuardConfig()), policy.model.optimizer.step
+
+    def spoiling():
+        made = step()
+        if topology.rank == 1:  # as a fault of one device would
+            policy.module.decoder.final_layernorm.weight.data[0] = float("inf")
+        return made
+
+    policy.model.optimizer.step = spoiling
+    result["spoilt"] = raised(AlignerError, lambda: policy.train_step(inputs["batch"], sft_loss))
+    result["unsound"] = raised(CheckpointError, lambda: checkpoint.save(output / "checkpoints", policy.model, request))
     if topology.rank == 0:
         (output / "checkpoints").mkdir(exist_ok=True)
         (output / "checkpoints" / "latest").write_text("step_000001\n")

@@ -144,5 +144,7 @@ def test_two_replicas_agree_on_results_and_on_errors(run_distributed, directory,
         assert "the gradient of optimizer step 1 is not finite (its norm on rank 1: nan, the loss of" in got["nan"]
         assert got["skipped"] == 1
         assert "writing a checkpoint failed: Object of type object is not JSON serializable" in got["unwritable"]
+        assert "optimizer step 1 was made and left 1 of " in got["spoilt"] and "final_layernorm.weight: inf on rank 1)" in got["spoilt"]
+        assert "rank 1: 1 of " in got["unsound"] and "tensors of the weights are not finite; nothing is saved" in got["unsound"]
         assert "latest names step_000001, which is not a complete checkpoint" in got["latest"]
     assert not (tmp_path / "checkpoints" / "step_000001").exists()
