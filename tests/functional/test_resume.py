@@ -48,8 +48,11 @@ def test_three_steps_and_three_more_equal_six(task: Path, uninterrupted: Path) -
     run_job(TRAIN, run, [*settings(task, max_steps=3), slow_reward(task, 0.0)])
     assert steps_of(run) == [1, 2, 3]
     three = weights(run)
+    with Job(TRAIN, run, [*settings(task), slow_reward(task, 0.0), "run.seed=2"]) as job:  # another experiment
+        assert "step_000003 was made with other settings: run.seed: 1 -> 2. " in job.finish(2)
+    assert steps_of(run) == [1, 2, 3]
     output = run_job(TRAIN, run, [*settings(task), slow_reward(task, 0.0)])
-    assert "resumed after step 3" in output
+    assert "resumed after step 3" in output and "settings changed since step_000003: loop.max_steps: 3 -> 6" in output
     assert without_times(run) == without_times(uninterrupted)
     assert weights(run) == weights(uninterrupted)
     assert weights(run) != three
