@@ -25,6 +25,9 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "neither model nor tokenizer": (GRPO, ["model.tokenizer="], ["model.tokenizer=''", "or give model.path"]),
     "vocabulary": (GRPO, [SMALL_VOCABULARY], ["ids up to 17", "18 tokens", "model.vocab_size is 17", "at least 18"]),
     "bad line": (GRPO, ["data.train={}/bad.jsonl"], ["bad.jsonl:2"]),
+    "not a number": (GRPO, ["algorithm.kl_coef=nan"], ["algorithm.kl_coef=nan: must be a finite number"]),
+    "a learning rate without bound": (GRPO, ["optimizer.lr=inf"], ["optimizer.lr=inf: must be a finite number"]),
+    "a seed of 70 bits": (GRPO, [f"run.seed={2**70}"], [f"run.seed={2**70}: must be a number of 64 bits"]),
     "no data file": (GRPO, ["data.train={}/nothing.jsonl"], ["{}/nothing.jsonl"]),
     "prompts all too long": (GRPO, ["data.max_prompt_length=2"], ["prompts.jsonl"]),
     "longer than the context": (
