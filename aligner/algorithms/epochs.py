@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from aligner.algorithms.learnt import of_mask
 from aligner.algorithms.loop import Clock, StepResult
 from aligner.data.loader import EpochSampler
 from aligner.errors import ConfigError
 from aligner.metrics import values
 from aligner.protocols import Loss, Trainable
-from aligner.types import MaskedBatch
+from aligner.types import MaskedBatch, PreferenceBatch
 
 Example = TypeVar("Example")
 Model = TypeVar("Model", bound=Trainable)
@@ -94,7 +95,8 @@ class EpochTraining(Stateless, ABC, Generic[Example, Model]):
         with clock.phase("train"):
             metrics = values(self.model.train_step(batch, self.loss))
         metrics["data/tokens_per_second"] = int(batch.lengths.sum()) / clock.seconds["time/train"]
-        return StepResult(metrics=metrics | {"data/epoch": self.order.epoch(step)})
+        found = of_mask(batch.loss_mask, unit=2 if isinstance(batch, PreferenceBatch) else 1)
+        return StepResult(metrics=metrics | found | {"data/epoch": self.order.epoch(step)})
 
     def examples_of(self, step: int) -> list[Example]:
         """Those that `step` (from 1) trains on."""

@@ -13,6 +13,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from aligner.algorithms.learnt import TOKENS_SEEN, accounted
 from aligner.algorithms.loop import Clock
 from aligner.algorithms.rollouts import ScoredRollouts, joined
 from aligner.algorithms.rounds import Rounds
@@ -41,6 +42,14 @@ class Groups:
         """What is reported of them."""
         metrics = {"rollout/rounds": float(self.num_rounds), "rollout/groups_surplus": float(self.num_surplus)}
         return metrics if self.without_signal is None else metrics | {"rollout/groups_without_signal": self.without_signal}
+
+    def dropped(self, group_size: int) -> dict[str, float]:
+        """The account (`aligner.algorithms.learnt`) of what was sampled and is not among what was chosen."""
+        rows, surplus = len(self.sampled.rollouts) - len(self.chosen.rollouts), self.num_surplus * group_size
+        if not rows:
+            return {}
+        tokens = sum(one.num_written for one in self.sampled.rollouts) - sum(one.num_written for one in self.chosen.rollouts)
+        return accounted(samples=0, seen=rows, surplus=surplus, no_signal=rows - surplus) | {TOKENS_SEEN: float(tokens)}
 
 
 def whole_round(rounds: Rounds, step: int, clock: Clock, *, group_size: int) -> Groups:

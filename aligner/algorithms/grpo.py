@@ -22,6 +22,7 @@ from torch import Tensor
 from aligner.algorithms.estimators import check_estimator
 from aligner.algorithms.experience import finite_rows, masked_mean, mini_batches, shaped
 from aligner.algorithms.groups import Exhausted, Groups, groups_with_signal, whole_round
+from aligner.algorithms.learnt import of_rows, totals
 from aligner.algorithms.loop import Clock, StepResult
 from aligner.algorithms.objective import ObjectiveConfig
 from aligner.algorithms.online import OnlineTask
@@ -159,6 +160,10 @@ class GRPO:
         self.moments = rewarded.moments
         metrics = response_metrics(groups.sampled, clock.seconds["time/generate"]) | policy_metrics | dict(rewarded.metrics)
         metrics |= groups.metrics() | self._hold_kl(policy_batch, old_logprobs, policy_metrics)
+        weighs = policy_batch.loss_mask & (policy_batch.advantages != 0)
+        cut = batch.truncated if config.mask_truncated else torch.zeros_like(batch.truncated)
+        learnt = of_rows(weighs, batch.loss_mask, no_reward=~groups.chosen.valid, truncated=cut, no_signal=torch.ones_like(cut))
+        metrics |= totals([learnt, groups.dropped(config.group_size)])
         return StepResult(metrics=metrics, samples=sample_rows(groups.sampled, task.decode))
 
     def experience(

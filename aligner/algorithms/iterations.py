@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from aligner.algorithms.dpo import PairLossConfig
 from aligner.algorithms.epochs import Stateless
+from aligner.algorithms.learnt import TOKENS
 from aligner.algorithms.loop import Clock, StepResult
 from aligner.algorithms.online import OnlineTask
 from aligner.algorithms.online_dpo import MovingReference
@@ -165,7 +166,7 @@ class PairIterations(Stateless, ABC):
             found, samples = self._begin(iteration + 1, step - 1, clock)
             metrics |= found
         pairs, found = self.pairs(self.iteration, position)
-        metrics |= found
+        metrics |= found | {TOKENS: float(sum(sum(row.loss_mask) for pair in pairs for row in (pair.chosen, pair.rejected)))}
         if pairs:
             metrics |= self._update(pairs, step, clock)
         return StepResult(metrics=metrics, samples=samples)

@@ -21,6 +21,7 @@ from typing import Protocol
 from torch import Tensor
 
 from aligner.algorithms.epochs import Stateless
+from aligner.algorithms.learnt import of_mask
 from aligner.algorithms.loop import Clock, StepResult
 from aligner.algorithms.reference import ReferenceLogprobs, check_reference
 from aligner.data.loader import EpochSampler
@@ -148,7 +149,7 @@ class KTO(Stateless):
             metrics = values(self.policy.train_step(judged.matched, partial(self.loss, kl=kl)))
         seconds = sum(clock.seconds[f"time/{phase}"] for phase in ("ref_logprobs", "logprobs", "train"))
         metrics["data/tokens_per_second"] = int(judged.matched.lengths.sum()) / seconds
-        return StepResult(metrics=metrics | {"data/epoch": self.order.epoch(step)})
+        return StepResult(metrics=metrics | of_mask(judged.matched.loss_mask) | {"data/epoch": self.order.epoch(step)})
 
     def validate(self) -> Mapping[str, float]:
         """The loss and what goes with it on the validation responses, as `validation/*`; z is of all of them."""

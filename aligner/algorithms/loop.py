@@ -160,13 +160,13 @@ def run(
     progress: Progress | None = None,
     left_out: LeftOut | None = None,
     budget: TimeBudget | None = None,
-    alarm: Alarm | None = None,
+    alarms: Sequence[Alarm] = (),
 ) -> int:
     """Train from the newest checkpoint (or from the start) to `config.max_steps`. Every rank calls it. Returns the last finished step.
 
     `open_reporter(start_step)` makes the reporter once the step to start from is known. What is done is recorded in `progress`; the steps
     in `left_out` are counted and not trained on. Where another step would not be saved within `budget` the run stops, as after a signal;
-    where the `alarm` says so it raises RunHalted, with the step saved.
+    where one of the `alarms` says so it raises RunHalted, with the step saved.
     """
     progress, budget = progress or Progress(), budget or TimeBudget()
     finished = _resume(algorithm, checkpointer, progress)
@@ -191,7 +191,7 @@ def run(
                     with progress.phase("validate"):
                         validation = _report(algorithm, config, reporter, step, result)
                 checkpointer.poll()
-                halt = _heed(alarm, reporter, step, result)
+                halt = _heed(alarms, reporter, step, result)
                 if halt or _due(step, config.save_every) or step == config.max_steps:
                     with budget.save():
                         saved = _save(algorithm, checkpointer, step, validation, progress)
@@ -260,12 +260,13 @@ def _report(algorithm: Algorithm, config: LoopConfig, reporter: Reporter, step: 
     return validation
 
 
-def _heed(alarm: Alarm | None, reporter: Reporter, step: int, result: StepResult) -> str:
-    """Note what the alarm says of a step. Returns why the run is to end; empty where it goes on."""
-    verdict = alarm.judge(step, result.metrics) if alarm is not None else Verdict()
-    if verdict.note:
-        reporter.note(verdict.note)
-    return verdict.halt
+def _heed(alarms: Sequence[Alarm], reporter: Reporter, step: int, result: StepResult) -> str:
+    """Note what the alarms say of a step. Returns why the run is to end; empty where it goes on."""
+    verdicts = [alarm.judge(step, result.metrics) for alarm in alarms]
+    for verdict in verdicts:
+        if verdict.note:
+            reporter.note(verdict.note)
+    return "; ".join(verdict.halt for verdict in verdicts if verdict.halt)
 
 
 def _end_where(halt: str, checkpointer: Checkpointer) -> None:

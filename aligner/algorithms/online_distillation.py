@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from aligner.algorithms.distillation import DivergenceConfig, distillation_terms
+from aligner.algorithms.learnt import of_mask
 from aligner.algorithms.loop import Clock, StepResult
 from aligner.algorithms.online import OnlineTask
 from aligner.algorithms.rollouts import collect, response_metrics, sample_rows, sample_seeds
@@ -135,7 +136,8 @@ class OnlineDistillation:
             metrics |= values(merge([self.policy.train_step(part, self.loss) for part in parts]))
         self.policy.sleep()  # sampling comes next
         self.rounds.trained(self.policy.version)
-        return StepResult(metrics=metrics | found, samples=sample_rows(collected, task.decode))
+        metrics |= of_mask(batch.loss_mask) | found
+        return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
 
     def examples(self, batch: RolloutBatch) -> tuple[DistillationBatch | PolicyBatch, dict[str, float]]:
         """What is trained on, and what is known of it beforehand."""

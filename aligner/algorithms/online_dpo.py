@@ -17,9 +17,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from aligner.algorithms.dpo import PairLossConfig
+from aligner.algorithms.learnt import of_rows
 from aligner.algorithms.loop import Clock, StepResult
 from aligner.algorithms.online import OnlineTask
 from aligner.algorithms.rollouts import ScoredRollouts, response_metrics, sample_rows, sample_seeds
@@ -133,6 +135,9 @@ class OnlineDPO:
         batch = rollout_batch(collected.rollouts, task.pad_id)
         pairs = self.pair(batch, collected, seed=sample_seeds(task.seed, step, 1)[0])
         metrics = response_metrics(collected, clock.seconds["time/generate"]) | self.pair_metrics(pairs)
+        paired = torch.zeros(len(collected.rollouts), dtype=torch.bool)
+        paired[pairs.rows] = True
+        metrics |= of_rows(batch.loss_mask & paired[:, None], batch.loss_mask, no_reward=~collected.valid, not_paired=~paired)
         if len(pairs.gaps):
             examples = self.examples(batch, pairs)
             if self.reference is not None:

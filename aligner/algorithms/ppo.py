@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.experience import finite_rows, masked_mean, mini_batches, shaped
+from aligner.algorithms.learnt import of_rows
 from aligner.algorithms.loop import Clock, StepResult
 from aligner.algorithms.objective import ObjectiveConfig
 from aligner.algorithms.online import OnlineTask
@@ -124,6 +125,8 @@ class PPO:
             self.kl_coef = adapt_kl_coef(self.kl_coef, mean_kl, self.config.kl_target, self.config.kl_horizon, len(collected.rollouts))
         metrics = response_metrics(collected, clock.seconds["time/generate"]) | values(policy_metrics) | critic_metrics
         metrics |= {"policy/kl": mean_kl, "policy/kl_coef": used_kl_coef} | dict(rewarded.metrics)
+        # The critic's batch: while it warms up it is the only one that learns.
+        metrics |= of_rows(value_batch.loss_mask, batch.loss_mask, no_reward=~collected.valid, truncated=batch.truncated)
         self._mark_before = None
         return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
 

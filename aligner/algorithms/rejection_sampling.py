@@ -15,8 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from aligner.algorithms.learnt import of_rows
 from aligner.algorithms.loop import Clock, StepResult
 from aligner.algorithms.online import OnlineTask
 from aligner.algorithms.rollouts import ScoredRollouts, response_metrics, sample_rows
@@ -79,6 +81,7 @@ class RejectionSampling:
         batch = rollout_batch(collected.rollouts, task.pad_id)
         kept = self.select(batch, collected)
         metrics = response_metrics(collected, clock.seconds["time/generate"]) | self.kept_metrics(kept, batch, collected)
+        metrics |= self.account(kept, batch, collected)
         if len(kept):
             with clock.phase("train"):
                 parts = updates_of(
@@ -122,6 +125,21 @@ class RejectionSampling:
             metrics["kept/reward"] = collected.rewards[kept].double().mean().item()
             metrics["kept/response_length"] = batch.loss_mask[kept].sum(dim=1).double().mean().item()
         return metrics
+
+    def account(self, kept: Tensor, batch: RolloutBatch, collected: ScoredRollouts) -> dict[str, float]:
+        """What was learnt from, and why the rest was not."""
+        config, learnt = self.config, torch.zeros(len(collected.rollouts), dtype=torch.bool)
+        learnt[kept] = True
+        never = torch.zeros_like(learnt)
+        return of_rows(
+            batch.loss_mask & learnt[:, None],
+            batch.loss_mask,
+            no_reward=~collected.valid,
+            truncated=batch.truncated if config.drop_truncated else never,
+            no_signal=~with_spread(collected.rewards, collected.valid, config.group_size) if config.require_spread else never,
+            below_min_reward=never if config.min_reward is None else collected.rewards < config.min_reward,
+            not_best=~never,
+        )
 
     def validate(self) -> Mapping[str, float]:
         return self.task.validate()

@@ -20,10 +20,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from aligner.algorithms import validation
 from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, Kept, PairIterations
 from aligner.algorithms.judge import Judge, Judgement, judged, judgement_metrics, score_pattern
+from aligner.algorithms.learnt import accounted
 from aligner.algorithms.loop import Clock
 from aligner.algorithms.online import OnlineTask
 from aligner.algorithms.online_dpo import MovingReference
@@ -234,6 +236,7 @@ class SelfRewarding(PairIterations):
             "pairs/identical": float(chosen.num_identical),
             "pairs/prompts_without_any": 1 - len(chosen.pairs) / groups,
         }
+        metrics |= _account(chosen, valid=valid, ended=ended | (not config.drop_truncated))
         if len(found.gaps):
             metrics["pairs/reward_gap"] = found.gaps.double().mean().item()
             metrics["pairs/length_gap"] = (lengths[found.chosen] - lengths[found.rejected]).double().mean().item()
@@ -265,6 +268,14 @@ class SelfRewarding(PairIterations):
             _row(self.prompts[row], replace(answer, reward=score), self.task)
             for row, answer, score in list(zip(rows, scored.answers, scored.scores, strict=True))[:NUM_SHOWN]
         ]
+
+
+def _account(chosen: Chosen, *, valid: Tensor, ended: Tensor) -> dict[str, float]:
+    """What an iteration learns from; responses that are in no pair could be, unless they have no score or no end."""
+    learnt, seen, unscored = 2 * len(chosen.pairs), len(valid), int((~valid).sum())
+    cut, identical = int((valid & ~ended).sum()), 2 * chosen.num_identical
+    others = seen - learnt - unscored - cut - identical
+    return accounted(samples=learnt, seen=seen, no_reward=unscored, truncated=cut, identical=identical, not_paired=others)
 
 
 def _row(prompt: Prompt, answer: Answer, task: OnlineTask) -> SampleRow:

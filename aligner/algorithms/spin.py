@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, Kept, PairIterations
+from aligner.algorithms.learnt import accounted
 from aligner.algorithms.loop import Clock
 from aligner.algorithms.online import OnlineTask
 from aligner.algorithms.online_dpo import MovingReference
@@ -75,7 +76,8 @@ class SPIN(PairIterations):
 
     def prepare(self, iteration: Iteration, answers: Sequence[Answer], clock: Clock) -> tuple[dict[str, float], Sequence[SampleRow]]:
         self.recall(iteration, answers)
-        return {}, ()
+        seen, learnt = len(self._examples), len(pairs_of(self._examples))
+        return accounted(samples=learnt, seen=seen, identical=seen - learnt), ()
 
     def recall(self, iteration: Iteration, answers: Sequence[Answer]) -> None:
         self._examples = [(self.train[row], answer) for row, answer in zip(iteration.rows, answers, strict=True)]

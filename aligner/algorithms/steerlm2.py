@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.epochs import BatchConfig, Stateless
+from aligner.algorithms.learnt import of_mask
 from aligner.algorithms.loop import Clock, StepResult
 from aligner.data.collate import supervised_batch
 from aligner.data.loader import EpochSampler
@@ -115,7 +116,8 @@ class SteerLM2(Stateless):
         metrics["steerlm/kl"] = found.kl.mean().item()
         metrics["steerlm/effective_responses"] = found.effective.mean().item()
         metrics["data/tokens_per_second"] = int(found.batch.lengths.sum()) / (clock.seconds["time/logprobs"] + clock.seconds["time/train"])
-        return StepResult(metrics=metrics | {"data/epoch": self.order.epoch(step)})
+        weighs = found.batch.loss_mask & (found.batch.labels != 0)
+        return StepResult(metrics=metrics | of_mask(weighs) | {"data/epoch": self.order.epoch(step)})
 
     def weigh(self, groups: Sequence[ProposedGroup]) -> Weighed:
         """The rows of these groups with their coefficients under the policy of now."""

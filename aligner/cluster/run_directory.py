@@ -129,6 +129,11 @@ class RunDirectory:
         return self.path / "left_out.json"
 
     @property
+    def learnt_nothing(self) -> Path:
+        """Why the run is of no use although it has come to its last step."""
+        return self.path / "learnt_nothing.txt"
+
+    @property
     def health(self) -> Path:
         """`<component>.<rank>.json`: what every rank does, and since when."""
         return self.path / "health"

@@ -35,7 +35,7 @@ def train_distillation(config: TrainDistillation) -> int:
         tokenizer, architecture = load_model_files(config.model)
         check_length(config.model, architecture, config.data.max_length)
         train, report = load_distillation(config.data.train, config.data, tokenizer)
-        here.say(report.summary())
+        here.trains_on(report)
         validation = load_distillation(config.data.validation, config.data, tokenizer)[0] if config.data.validation else []
         if config.algorithm.tail_bucket:
             check_logprobs(train)

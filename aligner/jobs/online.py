@@ -148,7 +148,7 @@ def build_task(
 def load_prompt_sets(here: Session, config: OnlineRun, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt]]:
     """The prompts of data.train and data.validation; says what was left out. Raises DataError listing all bad lines."""
     prompts, report = load_prompts(config.data.train, config.data, tokenizer)
-    here.say(report.summary())
+    here.trains_on(report)
     return prompts, load_validation_prompts(config.data, tokenizer)[0] if config.data.validation else []
 
 

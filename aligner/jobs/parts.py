@@ -10,9 +10,10 @@ from pathlib import Path
 
 from aligner.algorithms import loop
 from aligner.algorithms.gap_alarm import GapAlarm
+from aligner.algorithms.learnt import LearntNothingAlarm, is_empty
 from aligner.algorithms.time_budget import TimeBudget, seconds_left
 from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, RunHalted
 from aligner.jobs.left_out import LeftOutSteps
 from aligner.jobs.session import Session
 from aligner.models import create
@@ -21,10 +22,14 @@ from aligner.models.checkpoint import copy_tokenizer
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.guard import GuardConfig
 from aligner.models.peft import save_peft
+from aligner.models.trainable import TrainableModel
 from aligner.models.weights import save_hf
+from aligner.parallel.collectives import from_rank_0
 from aligner.reporting.config import LoggingConfig
 from aligner.reporting.formats import Column
+from aligner.reporting.jsonl import StepMetrics, read_metrics
 from aligner.reporting.reporter import Reporter, SilentReporter
+from aligner.reporting.summary import learnt_from
 from aligner.schemas import OnlineRun, TrainerRun
 
 
@@ -77,20 +82,61 @@ def run_loop(
     logging: LoggingConfig,
     shown: Sequence[Column],
     guard: GuardConfig,
+    model: TrainableModel | None = None,
 ) -> int:
-    """`loop.run` with the run's reporter, closed at the end whatever happens. Returns the last finished step."""
+    """`loop.run` with the run's reporter, closed at the end whatever happens. Returns the last finished step.
+
+    `model` is what is trained, None where nothing is. Raises RunHalted, besides, where it has learnt nothing and that is to end the run.
+    """
+    watch = None if model is None else LearntNothingAlarm(guard, model.fingerprint)
     with ExitStack() as stack:
-        open_reporter = reporting(here, logging, shown, total_steps=config.max_steps)
-        return loop.run(
+        reporter = reporting(here, logging, shown, total_steps=config.max_steps)
+
+        def open_reporter(start: int) -> loop.Reporter:
+            if watch is not None:
+                watch.begin(start)
+            return stack.enter_context(reporter(start))
+
+        last = loop.run(
             algorithm,
             config,
             checkpointer=keeper,
-            open_reporter=lambda start: stack.enter_context(open_reporter(start)),
+            open_reporter=open_reporter,
             progress=here.progress,
             budget=TimeBudget(seconds_left(os.environ)),
             left_out=LeftOutSteps(here.directory.left_out, most=guard.max_roll_backs),
-            alarm=GapAlarm(guard.logprob_gap, command=f"aligner gap {here.directory.path}"),
+            alarms=[GapAlarm(guard.logprob_gap, command=f"aligner gap {here.directory.path}"), *([watch] if watch is not None else [])],
         )
+    if watch is not None and last == config.max_steps:
+        _judge_whole_run(here, watch)
+    return last
+
+
+def _judge_whole_run(here: Session, watch: LearntNothingAlarm) -> None:
+    """Say what the run learnt from. Raises RunHalted where that is nothing: also at the next start, which has no step left to take."""
+    kept = here.directory.learnt_nothing
+    if watch.num_steps:
+        why = watch.whole_run(has_learnt_before=from_rank_0(lambda: _has_learnt(here.directory.metrics)))
+        from_rank_0(lambda: kept.write_text(why) if why else kept.unlink(missing_ok=True))
+    else:
+        why = from_rank_0(lambda: kept.read_text() if kept.exists() else "")
+    verdict = watch.verdict(why)
+    if verdict.halt:
+        raise RunHalted(f"{verdict.halt}; nothing is exported")
+    here.say(verdict.note or from_rank_0(lambda: learnt_from(_steps(here.directory.metrics))))
+    for report in here.reports:
+        if report.num_kept < report.num_records or report.num_truncated:
+            here.say(report.summary())
+
+
+def _has_learnt(metrics: Path) -> bool:
+    """Whether a step in this file has learnt, as far as it says."""
+    steps = [step for step in _steps(metrics) if step.step]
+    return not steps or not all(is_empty(step.values) for step in steps)
+
+
+def _steps(metrics: Path) -> list[StepMetrics]:
+    return read_metrics(metrics) if metrics.exists() else []  # a disk that is full costs lines, not the run
 
 
 def export_at_end(

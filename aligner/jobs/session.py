@@ -18,6 +18,7 @@ from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.lease import watch_lease
 from aligner.cluster.run_directory import RunDirectory
 from aligner.config import fingerprint, to_yaml
+from aligner.data.report import LoadReport
 from aligner.errors import AlignerError, describe_os_error
 from aligner.jobs.changes import check_changes
 from aligner.parallel import launch, platform, topology
@@ -40,6 +41,7 @@ class Session:
     directory: RunDirectory
     config_yaml: str
     progress: Progress = field(default_factory=Progress)
+    reports: list[LoadReport] = field(default_factory=list)  # of the data that it trains on
 
     @property
     def is_first(self) -> bool:
@@ -50,6 +52,11 @@ class Session:
         """A line for the person who watches, from rank 0."""
         if self.is_first:
             print(text, flush=True)
+
+    def trains_on(self, report: LoadReport) -> None:
+        """Say what was read; what was not used of it is said again at the end."""
+        self.reports.append(report)
+        self.say(report.summary())
 
 
 def see_own_gpus(config: Any, local_rank: int) -> None:

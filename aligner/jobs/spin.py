@@ -52,6 +52,6 @@ def _load(
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Fills `sets`; gives `build_task` the prompts. No response is sampled in a validation."""
     sets["train"], report = load_demonstrations(config.data.train, config.data, tokenizer)
-    here.say(report.summary())
+    here.trains_on(report)
     sets["validation"] = load_demonstrations(config.data.validation, config.data, tokenizer)[0] if config.data.validation else []
     return [one.prompt for one in sets["train"]], []

@@ -24,7 +24,7 @@ def train_steerlm2(config: TrainSteerLM2) -> int:
         tokenizer, architecture = load_model_files(config.model)
         check_length(config.model, architecture, config.data.max_length)
         train, report = load_proposals(config.data.train, config.data, tokenizer)
-        here.say(report.summary())
+        here.trains_on(report)
         validation = load_proposals(config.data.validation, config.data, tokenizer)[0] if config.data.validation else []
         training = create.training(config.model, config.optimizer, total_steps=config.loop.max_steps, guard=Guard(config.guard))
         policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)

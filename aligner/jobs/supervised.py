@@ -192,5 +192,5 @@ def _prepare(config: OnData) -> tuple[Tokenizer, Architecture, Training]:
 def _load(here: Session, config: OnData, load: Callable[[str], tuple[list[Example], LoadReport]]) -> tuple[list[Example], list[Example]]:
     """(training examples, validation examples: none where no file is named). Bad lines are found before any model is built."""
     train, report = load(config.data.train)
-    here.say(report.summary())
+    here.trains_on(report)
     return train, load(config.data.validation)[0] if config.data.validation else []

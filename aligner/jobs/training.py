@@ -35,6 +35,6 @@ def train_to_end(
     """
     damaged = config.run.damaged_checkpoint
     keeper = RunCheckpointer(here, model, name=name, tokenizer=tokenizer, config=config.checkpoint, critic=critic, damaged=damaged)
-    last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=shown, guard=config.guard)
+    last = run_loop(here, algorithm, keeper, config.loop, logging=config.logging, shown=shown, guard=config.guard, model=model)
     export_at_end(here, config, last, model.chunks, tokenizer)
     return conclude(here, last, config.loop.max_steps)

@@ -18,6 +18,7 @@ from enum import Enum
 
 from aligner.errors import ConfigError, RollBack, RunHalted
 
+UPDATES = "optim/updates"  # that were made
 SKIPPED = "optim/skipped"
 SKIPPED_IN_A_ROW = "optim/skipped_in_a_row"
 SPOILT = "optim/spoilt"  # updates that were made and left parameters that are not sound; only in metrics of a model that has such
@@ -36,6 +37,13 @@ class NonFiniteReward(str, Enum):
 
     stop = "stop"
     skip = "skip"
+
+
+class LearntNothing(str, Enum):
+    """What updates that teach nothing lead to."""
+
+    stop = "stop"
+    warn = "warn"
 
 
 class GapStatistic(str, Enum):
@@ -82,13 +90,15 @@ class LogprobGapConfig:
 
 @dataclass(kw_only=True, slots=True)
 class GuardConfig:
-    """NaN and infinity in losses, gradients and rewards (`docs/running.md`), and a gap between engine and trainer."""
+    """NaN and infinity in losses, gradients and rewards (`docs/running.md`), runs that learn nothing, a gap between engine and trainer."""
 
     non_finite: NonFinite = NonFinite.stop  # in a loss or gradient: end the run, leave the update out, or restart without the step
     max_skips: int = 3  # updates left out one after the other; one more ends the run
     max_roll_backs: int = 3  # in the whole run; one more ends it
     max_weight: float = 1e6  # largest magnitude of a trained parameter after an update; 0: any that is finite
     reward: NonFiniteReward = NonFiniteReward.stop  # skip: such a response gets no weight
+    learnt_nothing: LearntNothing = LearntNothing.stop  # a run whose updates are empty, or change no weight: end it, or say so
+    learnt_nothing_steps: int = 10  # in a row, after which that is decided; and at the end of the run
     logprob_gap: LogprobGapConfig = field(default_factory=LogprobGapConfig)
 
     def __post_init__(self) -> None:
@@ -97,6 +107,8 @@ class GuardConfig:
                 raise ConfigError(f"guard.{name}={getattr(self, name)}: must not be negative")
         if not 0 <= self.max_weight < math.inf:
             raise ConfigError(f"guard.max_weight={self.max_weight}: must be finite and not negative (0: any finite weight)")
+        if self.learnt_nothing_steps < 1:
+            raise ConfigError(f"guard.learnt_nothing_steps={self.learnt_nothing_steps}: must be at least 1")
 
 
 class Guard:

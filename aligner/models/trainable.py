@@ -21,7 +21,7 @@ from aligner.models import forward as passes
 from aligner.models.auxiliary import AuxiliaryLosses
 from aligner.models.build import Transformer
 from aligner.models.generators import generator_state, set_generator_state
-from aligner.models.guard import SKIPPED, SKIPPED_IN_A_ROW, SPOILT, Guard, GuardConfig
+from aligner.models.guard import SKIPPED, SKIPPED_IN_A_ROW, SPOILT, UPDATES, Guard, GuardConfig
 from aligner.models.offload import HostMemory
 from aligner.models.optimizer import OptimizerConfig, build_optimizer, build_scheduler
 from aligner.models.placement import Splits, input_shape
@@ -90,6 +90,7 @@ class TrainableModel:
             mcore.initialize_user_buffers((length, self.config.hidden_size), tp=topology.tp_size, fp8=bool(self.config.fp8))
         self.auxiliary = AuxiliaryLosses(self.chunks, aux=training.router_aux_loss_coef, z=training.router_z_loss_coef)
         self.host = HostMemory()
+        self._shows_weights = optimizer is not None and not optimizer.precision_aware
         if optimizer is None:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
@@ -183,9 +184,22 @@ class TrainableModel:
         """Of an update, or of one that was left out."""
         rate = Max(maximum=self.optimizer.param_groups[0]["lr"])
         if grad_norm is not None:
-            return {"optim/grad_norm": Mean(total=grad_norm, count=1), "optim/lr": rate, SKIPPED: Sum(total=0)}
+            return {"optim/grad_norm": Mean(total=grad_norm, count=1), "optim/lr": rate, SKIPPED: Sum(total=0), UPDATES: Sum(total=1)}
         in_a_row = Max(maximum=self.guard.skipped_in_a_row)
-        return {"optim/grad_norm": Mean(total=0.0, count=0), "optim/lr": rate, SKIPPED: Sum(total=1), SKIPPED_IN_A_ROW: in_a_row}
+        made = {SKIPPED: Sum(total=1), SKIPPED_IN_A_ROW: in_a_row, UPDATES: Sum(total=0)}
+        return {"optim/grad_norm": Mean(total=0.0, count=0), "optim/lr": rate, **made}
+
+    def fingerprint(self) -> list[int]:
+        """Sums of the bit patterns of this rank's part of what the optimizer updates: the float32 main weights where the model's are
+        bfloat16, so that an update which these do not show yet counts. Empty of a frozen model, and where the optimizer hides a part.
+        """
+        if not self._shows_weights:
+            return []
+        self.wake()
+        sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        parameters = [p.detach() for group in self.optimizer.param_groups for p in group["params"] if p.numel()]
+        sums = [p.view(sizes[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
+        return torch.stack(sums).tolist() if sums else []
 
     def sleep(self) -> None:
         """Between training phases: move what only training needs to host memory, where the optimizer's config asks for it."""

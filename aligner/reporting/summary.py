@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from aligner.algorithms.learnt import SAMPLES, SEEN, TOKENS, TOKENS_SEEN, is_empty, reasons, totals
+from aligner.models.guard import SKIPPED, UPDATES
 from aligner.reporting.formats import Column, seconds, sparkline
 from aligner.reporting.jsonl import StepMetrics, read_metrics
 
@@ -29,7 +31,33 @@ def summary(metrics_path: Path, columns: Sequence[Column]) -> str:
         name, *numbers, course = row
         cells = [name.ljust(widths[0])] + [text.rjust(width) for text, width in zip(numbers, widths[1:-1], strict=True)]
         lines.append("  ".join([*cells, course]).rstrip())
-    return "\n".join(lines)
+    return "\n".join([*lines, *filter(None, [learnt_from(records)])])
+
+
+def learnt_from(records: Sequence[StepMetrics]) -> str:
+    """What share of a run's samples, tokens and updates was learnt from, and why the rest was not; empty where its steps do not say.
+
+    learnt from 120 of 640 samples (18.8%), 1,432 of 9,112 tokens (15.7%), 12 updates; left out: 81.2% not among the best (algorithm.keep)
+    """
+    steps = [record.values for record in records if record.step and TOKENS in record.values]
+    if not steps:
+        return ""
+    counts = totals(steps)
+    made, skipped, empty = counts.get(UPDATES, 0.0), counts.get(SKIPPED, 0.0), sum(map(is_empty, steps))
+    learnt = [
+        _of(counts.get(SAMPLES, 0.0), counts.get(SEEN, 0.0), "samples"),
+        _of(counts[TOKENS], counts.get(TOKENS_SEEN, 0.0), "tokens"),
+        _of(made, made + skipped, "updates"),
+    ]
+    left = reasons(counts) + ([f"{skipped:,.0f} updates by the guard"] if skipped else [])
+    text = f"learnt from {', '.join(filter(None, learnt))}" + (f"; left out: {', '.join(left)}" if left else "")
+    return text + (f"; nothing in {empty:,} of {len(steps):,} steps" if empty else "")
+
+
+def _of(part: float, whole: float, what: str) -> str:
+    if part >= whole:
+        return f"{part:,.0f} {what}" if part else ""
+    return f"{part:,.0f} of {whole:,.0f} {what} ({part / whole:.1%})"
 
 
 def _heading(records: Sequence[StepMetrics]) -> str:

@@ -162,9 +162,8 @@ def test_only_done_json_is_success(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_leaves_with_zero_has_not_stopped_in_order(tmp_path: Path) -> None:
-    code, output, _ = _run(
-        tmp_path, _python("actor", "raise SystemExit(75 * int(__import__('os').environ['RANK']))", num_processes=2, main=True)
-    )
+    leaves = "import os; raise SystemExit(75 * int(os.environ['RANK']))"
+    code, output, _ = _run(tmp_path, _python("actor", leaves, num_processes=2, main=True))
     assert code == 1
     assert "FAILED: component actor, rank 0, ended with exit code 0 by itself" in output and "the same command goes on" not in output
 

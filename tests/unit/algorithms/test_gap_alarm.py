@@ -127,5 +127,5 @@ def test_a_run_that_it_ends_has_the_step_logged_and_saved_as_a_pair() -> None:
     made = Run()
     alarm = GapAlarm(LogprobGapConfig(warn=1.5, stop=2.5), command="aligner gap runs/x")
     with pytest.raises(RunHalted, match=r"in step 3 is above guard\.logprob_gap\.stop=2\.5"):
-        run(made, LoopConfig(max_steps=9), checkpointer=made, open_reporter=lambda start: made, alarm=alarm)
+        run(made, LoopConfig(max_steps=9), checkpointer=made, open_reporter=lambda start: made, alarms=[alarm])
     assert made.events == ["log 1", "log 2", "warning", "log 3", "finish", "save 3", "settle"]

@@ -275,3 +275,20 @@ def test_bfloat16_updates_smaller_than_its_resolution_add_up(make_model):
         policy.train_step(batch, sft_loss)
     moved = (weight.detach().float() - before).abs()[before > 0.55]
     assert moved.numel() > 10 and moved.max() >= 0.0039
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("dtype", list(Dtype))
+def test_the_fingerprint_shows_every_update(dtype, distributed, make_model):
+    """Also one that bfloat16 weights do not show yet; and none where there was none, or one too small for float32."""
+    found = {}
+    for lr in (1e-7, 1e-30):
+        policy = make_model("policy", optimizer=adam(lr=lr, min_lr=lr, weight_decay=0.0, distributed=distributed), config={"dtype": dtype})
+        before, weights = policy.model.fingerprint(), weights_of(policy)
+        assert before and policy.model.fingerprint() == before
+        metrics = policy.train_step(make_batch("sft"), sft_loss)
+        assert metrics["optim/updates"].value() == 1
+        found[lr] = policy.model.fingerprint() != before
+        if lr == 1e-30:
+            assert all(torch.equal(old, new) for old, new in zip(weights, weights_of(policy), strict=True))
+    assert found == {1e-7: True, 1e-30: False}

@@ -102,6 +102,20 @@ def test_summary(tmp_path: Path) -> None:
     ]
 
 
+def test_summary_says_what_was_learnt_from(tmp_path: Path) -> None:
+    """Two steps of four responses: two learnt from, five cut and one without a reward; the second step was empty."""
+    path = tmp_path / "metrics.jsonl"
+    counts = '"learnt/samples_seen": 4, "learnt/tokens_seen": 20, "left_out/truncated"'
+    path.write_text(
+        f'{{"step": 1, "time": 1.0, "learnt/tokens": 9, "learnt/samples": 2, {counts}: 2, "optim/updates": 1, "optim/skipped": 1}}\n'
+        f'{{"step": 2, "time": 2.0, "learnt/tokens": 0, "learnt/samples": 0, {counts}: 3, "left_out/no_reward": 1}}\n'
+    )
+    assert summary(path, _COLUMNS).splitlines()[-1] == (
+        "learnt from 2 of 8 samples (25.0%), 9 of 40 tokens (22.5%), 1 of 2 updates (50.0%); left out: 62.5% cut at the length limit, "
+        "12.5% without a valid reward, 1 updates by the guard; nothing in 1 of 2 steps"
+    )
+
+
 def test_summary_of_nothing(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     assert summary(tmp_path / "metrics.jsonl", _COLUMNS) == f"no steps in {tmp_path / 'metrics.jsonl'}"
