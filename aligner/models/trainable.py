@@ -91,6 +91,7 @@ class TrainableModel:
         self.auxiliary = AuxiliaryLosses(self.chunks, aux=training.router_aux_loss_coef, z=training.router_z_loss_coef)
         self.host = HostMemory()
         self._shows_weights = optimizer is not None and not optimizer.precision_aware
+        self._clips = optimizer is not None and optimizer.clip_grad > 0
         if optimizer is None:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
@@ -184,7 +185,9 @@ class TrainableModel:
         """Of an update, or of one that was left out."""
         rate = Max(maximum=self.optimizer.param_groups[0]["lr"])
         if grad_norm is not None:
-            return {"optim/grad_norm": Mean(total=grad_norm, count=1), "optim/lr": rate, SKIPPED: Sum(total=0), UPDATES: Sum(total=1)}
+            # Where nothing is clipped Megatron-Core may not measure the norm, and gives 0: that would say that there was no gradient.
+            norm = {"optim/grad_norm": Mean(total=grad_norm, count=1)} if grad_norm or self._clips else {}
+            return {**norm, "optim/lr": rate, SKIPPED: Sum(total=0), UPDATES: Sum(total=1)}
         in_a_row = Max(maximum=self.guard.skipped_in_a_row)
         made = {SKIPPED: Sum(total=1), SKIPPED_IN_A_ROW: in_a_row, UPDATES: Sum(total=0)}
         return {"optim/grad_norm": Mean(total=0.0, count=0), "optim/lr": rate, **made}

@@ -278,6 +278,16 @@ def test_bfloat16_updates_smaller_than_its_resolution_add_up(make_model):
 
 
 @pytest.mark.parametrize("distributed", [True, False])
+def test_a_gradient_that_is_not_measured_is_not_said_to_be_zero(distributed, make_model):
+    """Megatron-Core gives a norm of 0 where it clips nothing."""
+    policy = make_model("policy", optimizer=adam(clip_grad=0.0, distributed=distributed))
+    metrics = policy.train_step(make_batch("sft"), sft_loss)
+    assert "optim/grad_norm" not in metrics or metrics["optim/grad_norm"].value() > 0
+    clipped = make_model("policy", optimizer=adam(distributed=distributed))
+    assert clipped.train_step(make_batch("sft"), sft_loss)["optim/grad_norm"].value() > 0
+
+
+@pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.parametrize("dtype", list(Dtype))
 def test_the_fingerprint_shows_every_update(dtype, distributed, make_model):
     """Also one that bfloat16 weights do not show yet; and none where there was none, or one too small for float32."""
