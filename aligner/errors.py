@@ -58,6 +58,10 @@ class CheckpointError(AlignerError):
     """A checkpoint is missing, incomplete or does not fit the model."""
 
 
+class ModelFilesError(CheckpointError, ConfigError):
+    """The files of the model that a setting names are damaged, incomplete or not what their config.json says."""
+
+
 class EngineError(AlignerError):
     """A rollout engine cannot generate what was asked for."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from aligner.models import checkpoint, create
 from aligner.models.build import Transformer, build_language_model, build_scalar_model
 from aligner.models.config import Dtype, ModelConfig
 from aligner.models.divisible import check_divisible
+from aligner.models.hf_files import CONFIG_FILE, read_json
 from aligner.models.scalar_head import read_head
 from aligner.models.weights import save_hf
 from aligner.parallel import launch, platform, topology
@@ -27,7 +27,7 @@ def hf_to_megatron(source: Path, target: Path, parallel: ParallelConfig) -> Path
 
     Raises CheckpointError where the source is no model, or the target holds a checkpoint already.
     """
-    if not (source / "config.json").exists():
+    if not (source / CONFIG_FILE).exists():
         raise CheckpointError(f"--from-hf {source}: no config.json there")
     if (target / checkpoint.LATEST).exists():
         raise CheckpointError(f"--to-megatron {target}: holds a checkpoint already; name an empty directory")
@@ -50,7 +50,7 @@ def megatron_to_hf(source: Path, target: Path, parallel: ParallelConfig) -> None
     checkpoint, or the target holds a model already.
     """
     directory = checkpoint.resolve(source)
-    if (target / "config.json").exists():
+    if (target / CONFIG_FILE).exists():
         raise CheckpointError(f"--to-hf {target}: holds a model already; name an empty directory")
     head = read_head(directory)
     here = _world(parallel)
@@ -85,7 +85,7 @@ def _world(parallel: ParallelConfig) -> Topology:
 
 def _dtype(directory: Path) -> Dtype:
     """The precision that the weights are in, so that none is lost and no bit invented."""
-    config = json.loads((directory / "config.json").read_text())
+    config = read_json(directory / CONFIG_FILE)
     return Dtype.bfloat16 if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" else Dtype.float32
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from aligner.models.build import ScalarModel, Transformer
 from aligner.models.checkpoint_files import MARKER, read_marker, resolve
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.families.mapping import ADAPTER
+from aligner.models.hf_files import CONFIG_FILE, read_json
 from aligner.models.lora import make_adapters
 from aligner.models.scalar_head import HEAD, read_head
 from aligner.models.weights import load_hf
@@ -125,7 +125,8 @@ def _heads_absent(chunk: Transformer, directory: Path) -> tuple[str, ...]:
 
 def _check_architecture(directory: Path, chunk: Transformer) -> None:
     """Megatron-Core lets vocabularies of different sizes pass, and knows nothing of norms' epsilons or rotary bases."""
-    saved = asdict(architecture_from_hf(json.loads((directory / "config.json").read_text())))
+    file = directory / CONFIG_FILE
+    saved = asdict(architecture_from_hf(read_json(file), where=str(file)))
     ours = asdict(architecture_from_hf(architecture_to_hf(chunk.architecture)))
     free = {"max_position_embeddings", "initializer_range"} | ({"tied_embeddings"} if isinstance(chunk, ScalarModel) else set())
     if differing := [

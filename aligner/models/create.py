@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from aligner.models.checkpoint_adapters import weights_digest
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.guard import Guard, GuardConfig
+from aligner.models.hf_files import CONFIG_FILE, read_json
 from aligner.models.lora import initialise_adapters
 from aligner.models.megatron_config import check_divisible
 from aligner.models.optimizer import OptimizerConfig
@@ -43,8 +43,8 @@ def source_directory(config: ModelConfig) -> Path | None:
         raise ConfigError(f"model.path={config.path}: no such directory")
     if (path / checkpoint.LATEST).exists() or (path / checkpoint.MARKER).exists():
         return checkpoint.resolve(path)
-    if not (path / "config.json").exists():
-        raise ConfigError(f"model.path={config.path}: neither a Hugging Face model (config.json) nor a checkpoint ({checkpoint.MARKER})")
+    if not (path / CONFIG_FILE).exists():
+        raise ConfigError(f"model.path={config.path}: neither a Hugging Face model ({CONFIG_FILE}) nor a checkpoint ({checkpoint.MARKER})")
     return path
 
 
@@ -52,7 +52,7 @@ def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
     """The architecture of `config`: its path's, else the one written in the config with the tokenizer's vocabulary size."""
     source = source_directory(config)
     if source is not None:
-        architecture = architecture_from_hf(json.loads((source / "config.json").read_text()))
+        architecture = architecture_from_hf(read_json(source / CONFIG_FILE), where=str(source / CONFIG_FILE))
     else:
         architecture = replace(config.architecture, vocab_size=config.architecture.vocab_size or vocab_size)
         _check_family(architecture)
@@ -65,7 +65,7 @@ def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
 
 def _check_family(architecture: Architecture) -> None:
     """Raise ConfigError for a model that no Hugging Face config describes: its export would be another model."""
-    described, ours = asdict(architecture_from_hf(architecture_to_hf(architecture))), asdict(architecture)
+    described, ours = asdict(architecture_from_hf(architecture_to_hf(architecture), where="architecture")), asdict(architecture)
     for name, value in ours.items():
         if described[name] != value:
             raise ConfigError(f"architecture.{name}={value}: models of family {architecture.family.value} have {described[name]}")

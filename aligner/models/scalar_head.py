@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from aligner.errors import CheckpointError
 from aligner.models.checkpoint_files import MARKER, read_marker
 from aligner.models.config import Family
+from aligner.models.hf_files import CONFIG_FILE, read_json
 
 HEAD = "score_head."  # begins the names of its parameters
 HF_HEADS = ("score.", "classifier.")  # the same in Hugging Face's models
@@ -82,7 +82,7 @@ def read_head(directory: Path) -> ScalarHead | None:
                 f"{directory}: its marker does not say how the head pools: it was written by an older version; train it again"
             )
         return ScalarHead(outputs=tuple(marker["outputs"]), pooling=Pooling(marker["pooling"]))
-    config = json.loads((directory / "config.json").read_text())
+    config = read_json(directory / CONFIG_FILE)
     (name, *_) = config.get("architectures") or ("",)
     if not name.endswith((_SEQUENCES, _TOKENS)):
         return None

@@ -13,19 +13,19 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from aligner.errors import CheckpointError
+from aligner.errors import ModelFilesError
 from aligner.models.build import ScalarModel, Transformer
 from aligner.models.families import architecture_to_hf, weight_names
 from aligner.models.families.mapping import OUTPUT_LAYER, Layout, NameTable, Rule, shard, to_hf, to_megatron
+from aligner.models.hf_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, stored_tensors
 from aligner.models.lora import MergedWeights
 from aligner.models.scalar_head import HEAD, HF_HEADS, ScalarHead
 from aligner.models.shards import ParameterShard, Place, all_places, named_shards, shard_anywhere, tensor_group
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 MAX_FILE_BYTES = 5 * 2**30
 SLICE_BYTES = 16 * 2**20  # of a tensor whose columns are split, gathered at a time
 _LM_HEAD = "lm_head.weight"
+_DTYPES = ("F64", "F32", "F16", "BF16")  # those of quantized weights mean something else than their numbers
 
 
 class HFWeights:
@@ -33,34 +33,29 @@ class HFWeights:
 
     def __init__(self, directory: Path, table: NameTable) -> None:
         self.directory = directory
-        if (directory / INDEX_FILE).exists():
-            files: dict[str, str] = json.loads((directory / INDEX_FILE).read_text())["weight_map"]
-        elif (directory / SINGLE_FILE).exists():
-            with safe_open(directory / SINGLE_FILE, framework="pt") as handle:
-                files = dict.fromkeys(handle.keys(), SINGLE_FILE)
-        else:
-            raise CheckpointError(f"{directory}: no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read")
-        files = {name: file for name, file in files.items() if not re.fullmatch(table.ignored, name)}
-        prefix = "" if any(name.startswith(table.base_prefix) for name in files) else table.base_prefix
-        self._stored = {_canonical(name, prefix): name for name in files}
-        self._files = files
-        self._handles = {name: safe_open(directory / name, framework="pt") for name in sorted(set(files.values()))}
+        tensors = {name: one for name, one in stored_tensors(directory)[0].items() if not re.fullmatch(table.ignored, name)}
+        if others := [f"{name} is {one.dtype}" for name, one in tensors.items() if one.dtype not in _DTYPES]:
+            raise ModelFilesError(f"{directory}: {others[0]} ({len(others)} such): not read; allowed: {', '.join(_DTYPES)}")
+        prefix = "" if any(name.startswith(table.base_prefix) for name in tensors) else table.base_prefix
+        self._stored = {_canonical(name, prefix): name for name in tensors}
+        self._files = {name: one.file for name, one in tensors.items()}
+        self._handles = {name: safe_open(directory / name, framework="pt") for name in sorted(set(self._files.values()))}
 
     def names(self) -> set[str]:
         return set(self._stored)
 
     def get(self, name: str) -> Tensor:
-        """The full tensor. Raises CheckpointError where the directory has none of that name."""
+        """The full tensor. Raises ModelFilesError where the directory has none of that name."""
         if name not in self._stored:
-            raise CheckpointError(f"{self.directory}: no tensor named {name}")
+            raise ModelFilesError(f"{self.directory}: no tensor named {name}")
         stored = self._stored[name]
         return self._handles[self._files[stored]].get_tensor(stored)
 
     def get_shaped(self, name: str, shape: torch.Size) -> Tensor:
-        """The full tensor. Raises CheckpointError where it is missing or has another shape."""
+        """The full tensor. Raises ModelFilesError where it is missing or has another shape."""
         tensor = self.get(name)
         if tensor.shape != shape:
-            raise CheckpointError(f"{self.directory}: {name} is {tuple(tensor.shape)}, the model's config makes it {tuple(shape)}")
+            raise ModelFilesError(f"{self.directory}: {name} is {tuple(tensor.shape)}, the model's config makes it {tuple(shape)}")
         return tensor
 
 
@@ -75,7 +70,7 @@ def load_hf(chunks: Sequence[Transformer], directory: Path, *, with_head: bool =
     """Fill this rank's shards from a Hugging Face directory; heads that it lacks (a new value head) keep their initialisation, and all do
     without `with_head`.
 
-    No communication. Raises CheckpointError for a tensor that is missing (anywhere in the model, on every rank alike), has the wrong shape,
+    No communication. Raises ModelFilesError for a tensor that is missing (anywhere in the model, on every rank alike), has the wrong shape,
     or is in the files but belongs to no parameter.
     """
     source = HFWeights(directory, weight_names(chunks[0].architecture))
@@ -89,17 +84,17 @@ def load_hf(chunks: Sequence[Transformer], directory: Path, *, with_head: bool =
 
 
 def _check_names(chunk: Transformer, source: HFWeights) -> None:
-    """Raise CheckpointError where the directory's tensors are not those of the whole model."""
+    """Raise ModelFilesError where the directory's tensors are not those of the whole model."""
     is_scalar = isinstance(chunk, ScalarModel)
     table, architecture = weight_names(chunk.architecture), chunk.architecture
     names = (name for name in table.names(architecture) if not (is_scalar and name == OUTPUT_LAYER))
     needed = [hf_name for name in names for hf_name in table.find(name).hf_names]
     if missing := [name for name in needed if name not in source.names()]:
-        raise CheckpointError(f"{source.directory}: no tensor named {missing[0]}, and {len(missing) - 1} more are missing")
+        raise ModelFilesError(f"{source.directory}: no tensor named {missing[0]}, and {len(missing) - 1} more are missing")
     # A tied file may repeat the embedding; a scalar model has no use for an output layer.
     unknown = sorted(n for n in source.names() - set(needed) if n != _LM_HEAD and not (is_scalar and n.startswith(HEAD)))
     if unknown:
-        raise CheckpointError(f"{source.directory}: {len(unknown)} tensors belong to no parameter of the model, e.g. {unknown[:3]}")
+        raise ModelFilesError(f"{source.directory}: {len(unknown)} tensors belong to no parameter of the model, e.g. {unknown[:3]}")
 
 
 def _import(chunk: Transformer, part: ParameterShard, rule: Rule, source: HFWeights) -> Tensor:
@@ -170,7 +165,7 @@ def save_hf(chunks: Sequence[Transformer], directory: Path, *, writer: bool) -> 
         hf_config = architecture_to_hf(architecture) | {"dtype": str(config.params_dtype).removeprefix("torch.")}
         if head is not None:
             hf_config |= head.to_hf(hf_config["architectures"][0])
-        (directory / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
+        (directory / CONFIG_FILE).write_text(json.dumps(hf_config, indent=2) + "\n")
     sizes, written = [0], 0
     pending: dict[str, Tensor] = {}
     weight_map: dict[str, int] = {}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from aligner.errors import CheckpointError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where
@@ -15,10 +12,9 @@ from aligner.jobs.preflight.models import UsedModel, used_models
 from aligner.jobs.programs import Job
 from aligner.models.checkpoint_files import MARKER, read_marker, resolve
 from aligner.models.config import Architecture
+from aligner.models.hf_files import stored_tensors
 from aligner.models.scalar_head import HF_HEADS
 
-INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-_MOST_HEADER_BYTES = 100 << 20  # what the format itself allows
 _LM_HEAD = "lm_head.weight"
 _OUTPUT_LAYER = "output_layer.weight"
 
@@ -57,7 +53,7 @@ def check_model(model: UsedModel) -> tuple[str, list[str]]:
         if not model.is_scalar and kind != "language":
             raise CheckpointError(f"{model.key}.path={model.config.path}: a {kind} model's checkpoint; a language model is needed")
         return words, []
-    tensors, num_bytes = check_safetensors(source)
+    tensors, num_bytes = stored_tensors(source)
     check_names(source, read_architecture(model.config, vocab_size=0), set(tensors), is_scalar=model.is_scalar)
     if model.needs_head and not any(name.startswith(HF_HEADS) for name in tensors):
         raise CheckpointError(f"{model.key}.path={model.config.path}: has no {HF_HEADS[0]}*: its scores would be those of a random head")
@@ -84,51 +80,6 @@ def check_checkpoint(directory: Path) -> tuple[str, str]:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, its manifest says {entry.size}")
     total = sum(entry.size for entry in entries.values())
     return f"{directory}: step {marker['step']}, {len(entries)} files, {total / 2**30:.1f} GiB", str(marker["kind"])
-
-
-def check_safetensors(directory: Path) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Names with shapes, and the bytes, of all safetensors files of a directory. Raises CheckpointError for a file that is missing, cut
-    short or not what the index says."""
-    if (directory / INDEX_FILE).exists():
-        try:
-            index: dict[str, str] = json.loads((directory / INDEX_FILE).read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{directory / INDEX_FILE} is damaged: {error}") from error
-    elif (directory / SINGLE_FILE).exists():
-        index = {}
-    else:
-        raise CheckpointError(f"{directory}: no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read")
-    shapes: dict[str, tuple[int, ...]] = {}
-    total = 0
-    for file in sorted(set(index.values())) or [SINGLE_FILE]:
-        header, size = read_header(directory / file)
-        total += size
-        for name, entry in header.items():
-            shapes[name] = tuple(entry["shape"])
-        if missing := [name for name, where in index.items() if where == file and name not in header]:
-            raise CheckpointError(f"{directory / file}: has no {missing[0]}, which {INDEX_FILE} says it has ({len(missing)} such)")
-    return shapes, total
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """(entries by tensor, bytes of the file). The file must be exactly as long as its header says."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 2 <= length <= min(size - 8, _MOST_HEADER_BYTES):
-                raise CheckpointError(f"{path} ({size} bytes) does not begin like a safetensors file: cut short, or a Git LFS pointer?")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: its header cannot be read: {error}") from error
-    if 8 + length + end != size:
-        raise CheckpointError(f"{path} has {size} bytes, its header says {8 + length + end}: cut short, or still being copied")
-    return header, size
 
 
 def check_names(directory: Path, architecture: Architecture, names: set[str], *, is_scalar: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
 from aligner.models.families import gpt2, llama, mixtral, nemotron, qwen2, qwen3, qwen3_moe
+from aligner.models.families.hf_config import UNCHANGED, HFConfig
 from aligner.models.families.mapping import NameTable
 
 FAMILIES = {
@@ -20,12 +21,21 @@ FAMILIES = {
 }
 
 
-def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
-    """Read a Hugging Face `config.json`. Raises ConfigError for a family or a variant that is not supported."""
-    model_type = hf.get("model_type")
-    if model_type not in Family.__members__:
-        raise ConfigError(f"config.json: model_type={model_type!r} is not supported; allowed: {', '.join(Family.__members__)}")
-    return FAMILIES[Family[model_type]].from_hf(hf)
+def architecture_from_hf(hf: dict[str, Any], *, where: str = "config.json") -> Architecture:
+    """Read a Hugging Face `config.json`, which messages call `where`.
+
+    Raises ConfigError for a family that is not supported, and for a key whose value changes the numbers and is not computed here.
+    """
+    try:
+        model_type = hf.get("model_type")
+        if not isinstance(model_type, str) or model_type not in Family.__members__:
+            raise ConfigError(f"model_type={model_type!r} is not supported; allowed: {', '.join(Family.__members__)}")
+        config = HFConfig(hf)
+        config.check_classes()
+        config.only(UNCHANGED)
+        return FAMILIES[Family[model_type]].from_hf(config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def architecture_to_hf(architecture: Architecture) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from aligner.errors import ConfigError
 from aligner.models.config import Activation, Architecture, Family, Normalization, PositionEmbedding
+from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, Layout, NameTable, rule
 
 NAMES = NameTable(
@@ -46,32 +46,35 @@ _ACTIVATIONS = {
     "silu": Activation.silu,
     "relu2": Activation.squared_relu,
 }
-# What else of a GPT-2 config changes the numbers, and the only value of it that is computed here.
-_FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+# What else of a GPT-2 config changes the numbers, and the only values of it that are computed here. Dropout is not, but every file of GPT-2
+# itself says 0.1.
+_FIXED = {
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "reorder_and_upcast_attn": (False,),
+    "add_cross_attention": (False,),
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), (0.1, 0.0)),
+}
 
 
-def from_hf(hf: dict[str, Any]) -> Architecture:
+def from_hf(hf: HFConfig) -> Architecture:
     """The architecture in a Hugging Face config. Raises ConfigError for variants that Megatron-Core's layers do not compute."""
-    for name, value in _FIXED.items():
-        if hf.get(name, value) != value:
-            raise ConfigError(f"config.json: {name}={hf[name]} is not supported for model_type gpt2; allowed: {value}")
-    activation = hf.get("activation_function", "gelu_new")
-    if activation not in _ACTIVATIONS:
-        raise ConfigError(f"config.json: activation_function={activation!r} is not supported; allowed: {', '.join(_ACTIVATIONS)}")
+    hf.only(_FIXED)
+    hidden_size, heads = hf.size("n_embd", "hidden_size"), hf.size("n_head", "num_attention_heads")
     return Architecture(
         family=Family.gpt2,
-        num_layers=hf["n_layer"],
-        hidden_size=hf["n_embd"],
-        num_attention_heads=hf["n_head"],
-        num_key_value_heads=hf["n_head"],
-        ffn_hidden_size=hf.get("n_inner") or 4 * hf["n_embd"],
-        vocab_size=hf["vocab_size"],
-        max_position_embeddings=hf["n_positions"],
-        norm_eps=hf.get("layer_norm_epsilon", 1e-5),
-        tied_embeddings=hf.get("tie_word_embeddings", True),
-        initializer_range=hf.get("initializer_range", 0.02),
+        num_layers=hf.size("n_layer", "num_hidden_layers"),
+        hidden_size=hidden_size,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        ffn_hidden_size=hf.size("n_inner", absent=4 * hidden_size, null=4 * hidden_size),
+        vocab_size=hf.size("vocab_size"),
+        max_position_embeddings=hf.size("n_positions", "max_position_embeddings"),
+        norm_eps=hf.number("layer_norm_epsilon", 1e-5),
+        tied_embeddings=hf.flag("tie_word_embeddings", True),
+        initializer_range=hf.number("initializer_range", 0.02),
         gated_mlp=False,
-        activation=_ACTIVATIONS[activation],
+        activation=hf.choice("activation_function", _ACTIVATIONS, "gelu_new"),
         normalization=Normalization.layer_norm,
         linear_bias=True,
         position_embedding=PositionEmbedding.learned,
@@ -81,7 +84,7 @@ def from_hf(hf: dict[str, Any]) -> Architecture:
 def to_hf(architecture: Architecture) -> dict[str, Any]:
     """The Hugging Face config of an architecture."""
     a = architecture
-    return _FIXED | {
+    return {key: value for key, (value, *_) in _FIXED.items()} | {
         "model_type": a.family.value,
         "architectures": ["GPT2LMHeadModel"],
         "n_layer": a.num_layers,

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from aligner.errors import ConfigError
-from aligner.models.config import Architecture, Family
+from aligner.models.config import Activation, Architecture, Family
+from aligner.models.families.hf_config import LLAMA3_ROPE, HFConfig
 from aligner.models.families.names import llama_like
 
 NAMES = llama_like(attention={})
-# Megatron-Core applies Llama 3.1's rotary scaling with these constants; only the factor is a parameter there.
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SILU = {"silu": Activation.silu, "swish": Activation.silu}
+# What else changes the numbers of Llama and of its descendants, and the only values of it that are computed here.
+DROPOUT = {"attention_dropout": (0.0, None)}
+BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
 
 
-def from_hf(hf: dict[str, Any]) -> Architecture:
+def from_hf(hf: HFConfig) -> Architecture:
     """The architecture in a Hugging Face config. Raises ConfigError for variants that Megatron-Core's layers do not compute."""
-    if hf.get("attention_bias") or hf.get("mlp_bias"):
-        raise ConfigError("config.json: attention_bias / mlp_bias = true is not supported for model_type llama")
+    hf.only(BIASES)
     return common_from_hf(hf, Family.llama)
 
 
@@ -25,27 +26,34 @@ def to_hf(architecture: Architecture) -> dict[str, Any]:
     return common_to_hf(architecture) | {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False}
 
 
-def common_from_hf(hf: dict[str, Any], family: Family) -> Architecture:
-    """The fields that Llama and its descendants (Qwen2, Qwen3, Mixtral) share."""
-    if hf.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"config.json: hidden_act={hf['hidden_act']!r}: only 'silu' is supported for model_type {family.value}")
-    heads = hf["num_attention_heads"]
-    theta, llama3_factor = rope_from_hf(hf)
+def common_from_hf(
+    hf: HFConfig, family: Family, *, key_value_heads: int = 0, head_dim: int = 0, theta: float = 10000.0, norm_eps: float = 1e-6
+) -> Architecture:
+    """The fields that Llama and its descendants (Qwen2, Qwen3, Mixtral) share.
+
+    The numbers are those of a file that leaves them out; 0: as many key-value heads as heads, the hidden size by the heads.
+    """
+    hf.only(DROPOUT)
+    heads = hf.size("num_attention_heads")
+    base, llama3_factor, fraction = hf.rope(theta=theta)
+    if fraction != 1:
+        raise hf.refusal("partial_rotary_factor", fraction, "1.0")
     return Architecture(
         family=family,
-        num_layers=hf["num_hidden_layers"],
-        hidden_size=hf["hidden_size"],
+        num_layers=hf.size("num_hidden_layers"),
+        hidden_size=hf.size("hidden_size"),
         num_attention_heads=heads,
-        num_key_value_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=hf.get("head_dim") or 0,
-        ffn_hidden_size=hf["intermediate_size"],
-        vocab_size=hf["vocab_size"],
-        max_position_embeddings=hf["max_position_embeddings"],
-        rope_theta=theta,
+        num_key_value_heads=hf.size("num_key_value_heads", absent=key_value_heads or heads, null=heads),
+        head_dim=hf.size("head_dim", absent=head_dim, null=0),
+        ffn_hidden_size=hf.size("intermediate_size"),
+        vocab_size=hf.size("vocab_size"),
+        max_position_embeddings=hf.size("max_position_embeddings"),
+        rope_theta=base,
         rope_llama3_factor=llama3_factor,
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
-        tied_embeddings=hf.get("tie_word_embeddings", False),
-        initializer_range=hf.get("initializer_range", 0.02),
+        norm_eps=hf.number("rms_norm_eps", norm_eps),
+        tied_embeddings=hf.flag("tie_word_embeddings", False),
+        initializer_range=hf.number("initializer_range", 0.02),
+        activation=hf.choice("hidden_act", SILU, "silu"),
     )
 
 
@@ -73,18 +81,3 @@ def common_to_hf(a: Architecture) -> dict[str, Any]:
         "initializer_range": a.initializer_range,
         "attention_dropout": 0.0,
     }
-
-
-def rope_from_hf(hf: dict[str, Any]) -> tuple[float, float]:
-    """(theta, Llama 3.1 scaling factor or 0). transformers 5 writes `rope_parameters`, version 4 `rope_theta` and `rope_scaling`."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, 0.0
-    if kind != "llama3":
-        raise ConfigError(f"config.json: rope_type={kind!r} is not supported; allowed: 'default', 'llama3'")
-    for name, expected in LLAMA3_ROPE.items():
-        if rope.get(name, expected) != expected:
-            raise ConfigError(f"config.json: {name}={rope[name]} of rope_type 'llama3' is not supported; allowed: {expected}")
-    return theta, float(rope["factor"])

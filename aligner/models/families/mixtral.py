@@ -5,25 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
 from aligner.models.families import llama
+from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.names import experts, llama_like
 
 NAMES = llama_like(attention={}, mlp=experts("block_sparse_moe", gate="w1", up="w3", down="w2"))
 
 
-def from_hf(hf: dict[str, Any]) -> Architecture:
-    """The architecture in a Hugging Face config. Raises ConfigError where sliding-window attention is on."""
-    if hf.get("sliding_window"):
-        raise ConfigError(f"config.json: sliding_window={hf['sliding_window']} is not supported for model_type mixtral; allowed: null")
-    # Absent fields have the values of transformers' MixtralConfig.
-    common = llama.common_from_hf({"rms_norm_eps": 1e-5, "rope_theta": 1e6} | hf, Family.mixtral)
+_FIXED = {"sliding_window": (None,), "router_jitter_noise": (0.0,)}
+
+
+def from_hf(hf: HFConfig) -> Architecture:
+    """The architecture in a Hugging Face config. Raises ConfigError where sliding-window attention or noise in the router is on."""
+    hf.only(_FIXED)
     return replace(
-        common,
-        num_experts=hf.get("num_local_experts", 8),
-        experts_per_token=hf.get("num_experts_per_tok", 2),
-        expert_ffn_hidden_size=hf["intermediate_size"],
+        llama.common_from_hf(hf, Family.mixtral, key_value_heads=8, theta=1e6, norm_eps=1e-5),
+        num_experts=hf.size("num_local_experts", "num_experts", absent=8),
+        experts_per_token=hf.size("num_experts_per_tok", absent=2),
+        expert_ffn_hidden_size=hf.size("intermediate_size"),
     )
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from aligner.errors import ConfigError
 from aligner.models.config import Activation, Architecture, Family, Normalization
-from aligner.models.families import names
-from aligner.models.families.llama import rope_from_hf
+from aligner.models.families import llama, names
+from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.mapping import NameTable, rule
 
 NAMES = NameTable(
@@ -22,42 +21,33 @@ NAMES = NameTable(
 )
 
 
-def from_hf(hf: dict[str, Any]) -> Architecture:
+def from_hf(hf: HFConfig) -> Architecture:
     """The architecture in a Hugging Face config. Raises ConfigError for biases, scaled rotary embeddings and other activations."""
-    for name in ("attention_bias", "mlp_bias"):
-        if hf.get(name):
-            raise ConfigError(f"config.json: {name}=true is not supported for model_type nemotron")
-    if hf.get("hidden_act", "relu2") != "relu2":
-        raise ConfigError(f"config.json: hidden_act={hf['hidden_act']!r}: only 'relu2' is supported for model_type nemotron")
-    theta, llama3_factor = rope_from_hf(hf)
+    theta, llama3_factor, fraction = hf.rope(fraction=0.5)
     if llama3_factor:
-        raise ConfigError("config.json: rope_type='llama3' is not supported for model_type nemotron; allowed: 'default'")
-    heads = hf["num_attention_heads"]
+        raise hf.refusal("rope_type", "llama3", '"default"')
+    # Nemotron-4's own files say `rope_percent` too, which transformers does not read.
+    hf.only(llama.BIASES | llama.DROPOUT | {"rope_percent": (fraction,)})
+    heads = hf.size("num_attention_heads")
     return Architecture(
         family=Family.nemotron,
-        num_layers=hf["num_hidden_layers"],
-        hidden_size=hf["hidden_size"],
+        num_layers=hf.size("num_hidden_layers"),
+        hidden_size=hf.size("hidden_size"),
         num_attention_heads=heads,
-        num_key_value_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=hf.get("head_dim") or 0,
-        ffn_hidden_size=hf["intermediate_size"],
-        vocab_size=hf["vocab_size"],
-        max_position_embeddings=hf["max_position_embeddings"],
+        num_key_value_heads=hf.size("num_key_value_heads", absent=heads, null=heads),
+        head_dim=hf.size("head_dim", absent=0, null=0),
+        ffn_hidden_size=hf.size("intermediate_size"),
+        vocab_size=hf.size("vocab_size"),
+        max_position_embeddings=hf.size("max_position_embeddings"),
         rope_theta=theta,
-        rotary_fraction=_rotary_fraction(hf),
-        norm_eps=hf.get("norm_eps", 1e-5),
-        tied_embeddings=hf.get("tie_word_embeddings", False),
-        initializer_range=hf.get("initializer_range", 0.0134),
+        rotary_fraction=fraction,
+        norm_eps=hf.number("norm_eps", 1e-5),
+        tied_embeddings=hf.flag("tie_word_embeddings", False),
+        initializer_range=hf.number("initializer_range", 0.0134),
         gated_mlp=False,
-        activation=Activation.squared_relu,
+        activation=hf.choice("hidden_act", {"relu2": Activation.squared_relu}, "relu2"),
         normalization=Normalization.layer_norm_1p,
     )
-
-
-def _rotary_fraction(hf: dict[str, Any]) -> float:
-    """transformers 5 writes it into `rope_parameters`, version 4 beside it (Nemotron-4 files say `rope_percent` too); 0.5 where absent."""
-    rope = hf.get("rope_parameters") or {}
-    return rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", hf.get("rope_percent", 0.5)))
 
 
 def to_hf(architecture: Architecture) -> dict[str, Any]:

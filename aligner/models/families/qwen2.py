@@ -5,19 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
 from aligner.models.families import llama
+from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.names import QKV_BIAS, llama_like
 
 NAMES = llama_like(attention=QKV_BIAS)
+KEY_VALUE_HEADS = 32  # of files that do not say
 
 
-def from_hf(hf: dict[str, Any]) -> Architecture:
+def from_hf(hf: HFConfig) -> Architecture:
     """The architecture in a Hugging Face config. Raises ConfigError where sliding-window attention is on."""
-    if hf.get("use_sliding_window"):
-        raise ConfigError("config.json: use_sliding_window=true is not supported for model_type qwen2")
-    return replace(llama.common_from_hf(hf, Family.qwen2), qkv_bias=True)
+    full_attention(hf)
+    return replace(llama.common_from_hf(hf, Family.qwen2, key_value_heads=KEY_VALUE_HEADS), qkv_bias=True)
+
+
+def full_attention(hf: HFConfig) -> None:
+    """Raise ConfigError where some layers see a window only."""
+    hf.only({"use_sliding_window": (False,), "layer_types": (None, ["full_attention"] * hf.size("num_hidden_layers"))})
 
 
 def to_hf(architecture: Architecture) -> dict[str, Any]:

@@ -5,20 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
-from aligner.models.families import llama
+from aligner.models.families import llama, qwen2
+from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.names import QK_NORM, llama_like
 
 NAMES = llama_like(attention=QK_NORM)
 
 
-def from_hf(hf: dict[str, Any]) -> Architecture:
+def from_hf(hf: HFConfig) -> Architecture:
     """The architecture in a Hugging Face config. Raises ConfigError for attention biases and sliding-window attention."""
-    for name in ("attention_bias", "use_sliding_window"):
-        if hf.get(name):
-            raise ConfigError(f"config.json: {name}=true is not supported for model_type qwen3")
-    return replace(llama.common_from_hf(hf, Family.qwen3), qk_norm=True)
+    hf.only({"attention_bias": (False,)})
+    qwen2.full_attention(hf)
+    return replace(llama.common_from_hf(hf, Family.qwen3, key_value_heads=qwen2.KEY_VALUE_HEADS, head_dim=128), qk_norm=True)
 
 
 def to_hf(architecture: Architecture) -> dict[str, Any]:

@@ -5,30 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
 from aligner.models.families import llama
+from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.names import QK_NORM, experts, llama_like
 
 NAMES = llama_like(attention=QK_NORM, mlp=experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"))
 
 
-def from_hf(hf: dict[str, Any]) -> Architecture:
+# Experts in every layer, each of which sees the whole context.
+_FIXED = {"attention_bias": (False,), "use_sliding_window": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
+
+
+def from_hf(hf: HFConfig) -> Architecture:
     """The architecture in a Hugging Face config. Raises ConfigError for biases, sliding-window attention and layers without experts."""
-    for name in ("attention_bias", "use_sliding_window"):
-        if hf.get(name):
-            raise ConfigError(f"config.json: {name}=true is not supported for model_type qwen3_moe")
-    if hf.get("decoder_sparse_step", 1) != 1:
-        raise ConfigError(f"config.json: decoder_sparse_step={hf['decoder_sparse_step']} is not supported; allowed: 1 (experts everywhere)")
-    if hf.get("mlp_only_layers"):
-        raise ConfigError(f"config.json: mlp_only_layers={hf['mlp_only_layers']} is not supported; allowed: [] (experts everywhere)")
+    hf.only(_FIXED)
     return replace(
-        llama.common_from_hf(hf, Family.qwen3_moe),
+        llama.common_from_hf(hf, Family.qwen3_moe, key_value_heads=4),
         qk_norm=True,
-        num_experts=hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"],  # transformers 5 writes the latter
-        experts_per_token=hf["num_experts_per_tok"],
-        expert_ffn_hidden_size=hf["moe_intermediate_size"],
-        normalize_expert_weights=hf.get("norm_topk_prob", False),
+        num_experts=hf.size("num_experts", "num_local_experts"),  # transformers 5 writes the latter
+        experts_per_token=hf.size("num_experts_per_tok"),
+        expert_ffn_hidden_size=hf.size("moe_intermediate_size"),
+        normalize_expert_weights=hf.flag("norm_topk_prob", False),
     )
 
 

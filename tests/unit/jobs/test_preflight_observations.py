@@ -10,6 +10,7 @@ from aligner.errors import CheckpointError, ConfigError, DataError, LaunchError,
 from aligner.jobs.preflight import filesystem, ports, samples, sizing, tokenizers, versions, weights
 from aligner.jobs.preflight.devices import host_bytes
 from aligner.jobs.preflight.items import Level
+from aligner.models import hf_files
 from aligner.models.config import Architecture
 from aligner.rewards.config import NamedRewardConfig
 
@@ -155,17 +156,17 @@ def write_safetensors(path, shapes):
 def test_headers_of_safetensors(tmp_path):
     file = tmp_path / "model.safetensors"
     write_safetensors(file, {"a": (2, 3), "b": (4,)})
-    shapes, size = weights.check_safetensors(tmp_path)
-    assert shapes == {"a": (2, 3), "b": (4,)} and size == file.stat().st_size
+    tensors, size = hf_files.stored_tensors(tmp_path)
+    assert {name: one.shape for name, one in tensors.items()} == {"a": (2, 3), "b": (4,)} and size == file.stat().st_size
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="cut short, or still being copied"):
-        weights.check_safetensors(tmp_path)
+        hf_files.stored_tensors(tmp_path)
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     with pytest.raises(CheckpointError, match="Git LFS pointer"):
-        weights.check_safetensors(tmp_path)
+        hf_files.stored_tensors(tmp_path)
     file.unlink()
     with pytest.raises(CheckpointError, match="no model.safetensors and no"):
-        weights.check_safetensors(tmp_path)
+        hf_files.stored_tensors(tmp_path)
 
 
 def test_an_index_and_its_files(tmp_path):
@@ -173,13 +174,13 @@ def test_an_index_and_its_files(tmp_path):
     write_safetensors(tmp_path / "one.safetensors", {"a": (2,)})
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"one\.safetensors: has no b"):
-        weights.check_safetensors(tmp_path)
+        hf_files.stored_tensors(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"two\.safetensors is missing"):
-        weights.check_safetensors(tmp_path)
+        hf_files.stored_tensors(tmp_path)
     index.write_text("{")
     with pytest.raises(CheckpointError, match="is damaged"):
-        weights.check_safetensors(tmp_path)
+        hf_files.stored_tensors(tmp_path)
 
 
 def test_names_that_a_model_needs(tmp_path):

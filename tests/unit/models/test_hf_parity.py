@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aligner.errors import CheckpointError, ConfigError
-from aligner.models.config import Architecture
-from aligner.models.families import architecture_from_hf, architecture_to_hf
+from aligner.models.families import architecture_from_hf
 
 MODELS = ["llama", "llama_tied_llama3_rope", "llama_multi_head", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied"]
 MODELS += ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "nemotron", "gpt2"]
@@ -214,106 +213,6 @@ def test_score_head_of_the_wrong_width(hf_directory, topology, tmp_path):
     torch.nn.init.zeros_(again.score_head.weight)
     load_hf([again], tmp_path)
     assert torch.equal(again.score_head.weight, one.score_head.weight)
-
-
-# What is wrong with a directory: its config.
-
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "vocab_size": 61,
-    "max_position_embeddings": 64,
-}
-
-
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-QWEN3_MOE = LLAMA | {"model_type": "qwen3_moe"} | _EXPERTS
-MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-NEMOTRON = LLAMA | {"model_type": "nemotron"}
-GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 61}
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; allowed: 1"),
-        (QWEN3_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported; allowed: []"),
-        (QWEN3_MOE | {"attention_bias": True}, "attention_bias=true is not supported for model_type qwen3_moe"),
-        (QWEN3_MOE | {"use_sliding_window": True}, "use_sliding_window=true is not supported for model_type qwen3_moe"),
-        (QWEN3_MOE | {"num_experts_per_tok": 5}, "experts_per_token=5: must be from 1 to num_experts=4"),
-        (MIXTRAL | {"sliding_window": 4096}, "sliding_window=4096 is not supported for model_type mixtral"),
-        (NEMOTRON | {"hidden_act": "silu"}, "hidden_act='silu': only 'relu2' is supported for model_type nemotron"),
-        (NEMOTRON | {"mlp_bias": True}, "mlp_bias=true is not supported for model_type nemotron"),
-        (
-            NEMOTRON | {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
-            "rope_type='llama3' is not supported for model_type nemotron",
-        ),
-        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported for model_type gpt2"),
-        (GPT2 | {"activation_function": "tanh"}, "activation_function='tanh' is not supported; allowed: gelu_new"),
-    ],
-)
-def test_unsupported_variants_of_other_families_are_named(config, message):
-    with pytest.raises(ConfigError) as caught:
-        architecture_from_hf(config)
-    assert message in str(caught.value)
-
-
-def test_fields_that_have_had_several_names():
-    """Qwen3's own files say `num_experts`, transformers 5 writes `num_local_experts`; a head's rotated part moved too."""
-    renamed = {key: value for key, value in QWEN3_MOE.items() if key != "num_experts"} | {"num_local_experts": 4}
-    assert architecture_from_hf(renamed) == architecture_from_hf(QWEN3_MOE)
-    assert architecture_from_hf(NEMOTRON).rotary_fraction == 0.5
-    assert architecture_from_hf(NEMOTRON | {"partial_rotary_factor": 0.25}).rotary_fraction == 0.25
-    new = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
-    assert architecture_from_hf(NEMOTRON | {"rope_parameters": new}) == architecture_from_hf(NEMOTRON | {"partial_rotary_factor": 0.25})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "mamba"}, "model_type='mamba' is not supported; allowed: llama, qwen2, qwen3, mixtral, qwen3_moe, nemotron, gpt2"),
-        ({"model_type": None}, "model_type=None"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, "rope_type='linear'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "low_freq_factor=2.0"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=true is not supported for model_type qwen2"),
-        ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window=true is not supported for model_type qwen3"),
-        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=true"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
-        ({"head_dim": 7}, "head_dim=7"),
-    ],
-)
-def test_unsupported_configs_are_named(change, message):
-    with pytest.raises(ConfigError) as caught:
-        architecture_from_hf(LLAMA | change)
-    assert message in str(caught.value)
-
-
-def test_architecture_round_trip():
-    for change in (
-        {},
-        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_theta": 5e5},
-        {"model_type": "qwen2", "tie_word_embeddings": True, "rms_norm_eps": 1e-6},
-        {"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 2},
-        QWEN3_MOE,
-        QWEN3_MOE | {"norm_topk_prob": False},
-        MIXTRAL | {"num_key_value_heads": 2},
-        NEMOTRON | {"partial_rotary_factor": 0.25, "norm_eps": 1e-4},
-        GPT2 | {"n_inner": 40, "activation_function": "gelu", "tie_word_embeddings": False},
-    ):
-        architecture = architecture_from_hf(LLAMA | change)
-        assert architecture_from_hf(json.loads(json.dumps(architecture_to_hf(architecture)))) == architecture
-    plain = architecture_from_hf(LLAMA)
-    assert plain == Architecture(
-        num_layers=2, hidden_size=32, ffn_hidden_size=48, vocab_size=61, max_position_embeddings=64, norm_eps=1e-6, tied_embeddings=False
-    )
-    assert plain.head_dim == 8 and plain.rope_theta == 10000.0
 
 
 def test_paths_that_hold_no_model(load_policy, tmp_path):

@@ -1,0 +1,136 @@
+"""What a Hugging Face `config.json` says, read as transformers reads it. What would change the numbers and is not computed here is refused.
+
+Keys that transformers' model of the family does not look at are not looked at here either.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from aligner.errors import ConfigError
+
+T = TypeVar("T")
+
+# Of every family: the values that leave the model as it is, the one of a file without the key first. The last ones belong to other families
+# (Gemma, Granite, Cohere): who writes them into a file of these means a model that is computed differently.
+UNCHANGED: Mapping[str, tuple[Any, ...]] = {
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "quantization_config": (None,),
+    "per_layer_config": (None, {}),
+    "pruned_heads": (None, {}),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "attention_multiplier": (None,),
+    "query_pre_attn_scalar": (None,),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (None, 1)),
+}
+# Megatron-Core applies Llama 3.1's rotary scaling with these constants; only the factor is a parameter there.
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_CLASSES = ("ForCausalLM", "LMHeadModel", "Model", "ForSequenceClassification", "ForTokenClassification")
+
+
+class HFConfig:
+    """The keys of one file. Every method raises ConfigError naming key, value and what is allowed; the caller puts the file before it."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self.model_type = values.get("model_type")
+
+    def refusal(self, key: str, value: Any, allowed: str) -> ConfigError:
+        """The error for a value that is not computed here."""
+        return ConfigError(f"{key}={json.dumps(value)} is not supported for model_type {self.model_type}; allowed: {allowed}")
+
+    def check_classes(self) -> None:
+        """The classes in `architectures`, where there are any, have to be the family's own language models and classifiers."""
+        found = self._values.get("architectures")
+        prefix = str(self.model_type).replace("_", "")
+        allowed = [(prefix + suffix).lower() for suffix in _CLASSES]
+        if found is not None and not (isinstance(found, list) and all(str(name).lower() in allowed for name in found)):
+            raise self.refusal("architectures", found, f"{prefix.capitalize()}... with {', '.join(_CLASSES)}")
+
+    def only(self, unchanged: Mapping[str, tuple[Any, ...]]) -> None:
+        """Refuse any other value of these keys; a key that is absent has its first one."""
+        for key, allowed in unchanged.items():
+            value = self._values.get(key, allowed[0])
+            if value not in allowed:
+                raise self.refusal(key, value, " or ".join(json.dumps(one) for one in allowed))
+
+    def size(self, *keys: str, absent: int | None = None, null: int | None = None) -> int:
+        """A whole number >= 1, called by one of `keys`; `absent` and `null` stand in where the file leaves it out or says null."""
+        given = {key: self._values[key] for key in keys if key in self._values}
+        if len({json.dumps(value) for value in given.values()}) > 1:
+            texts = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+            raise ConfigError(f"{' and '.join(texts)} are two values of one size for model_type {self.model_type}; allowed: one")
+        if not given:
+            if absent is None:
+                raise ConfigError(f"there is no {keys[0]}, which every file of model_type {self.model_type} has")
+            return absent
+        key, value = next(iter(given.items()))
+        if value is None and null is not None:
+            return null
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.refusal(key, value, "a whole number >= 1")
+        return value
+
+    def number(self, key: str, absent: float) -> float:
+        """A finite number >= 0."""
+        return self._number(key, self._values.get(key, absent))
+
+    def flag(self, key: str, absent: bool) -> bool:
+        """true or false."""
+        value = self._values.get(key, absent)
+        if not isinstance(value, bool):
+            raise self.refusal(key, value, "true or false")
+        return value
+
+    def choice(self, key: str, options: Mapping[str, T], absent: str) -> T:
+        """What the value stands for."""
+        value = self._values.get(key, absent)
+        if not isinstance(value, str) or value not in options:
+            raise self.refusal(key, value, " or ".join(json.dumps(option) for option in options))
+        return options[value]
+
+    def rope(self, *, theta: float = 10000.0, fraction: float = 1.0) -> tuple[float, float, float]:
+        """Of the rotary embedding: base, Llama 3.1's scaling factor (0: not scaled), part of a head's dimensions that is rotated.
+
+        Version 4 of transformers writes `rope_theta` and `rope_scaling`, version 5 `rope_parameters`. Where a file has both, `rope_scaling`
+        counts and nothing of `rope_parameters` is looked at; what it leaves out stands beside it, or is `theta` and `fraction`.
+        """
+        source = "rope_scaling" if self._values.get("rope_scaling") else "rope_parameters"
+        rope = self._values.get(source) or {}
+        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+            raise self.refusal(source, rope, "one object for all layers")
+        base = self._number(f"{source}.rope_theta" if "rope_theta" in rope else "rope_theta", self._beside(rope, "rope_theta", theta))
+        part = self._beside(rope, "partial_rotary_factor", fraction)
+        if base == 0:
+            raise self.refusal("rope_theta", base, "a number > 0")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "default":
+            if rope.get("factor") not in (None, 1):
+                raise self.refusal(f"{source}.factor", rope["factor"], "1 without a rope_type: nothing is scaled")
+            return base, 0.0, self._number("partial_rotary_factor", part)
+        if kind != "llama3":
+            raise self.refusal(f"{source}.rope_type", kind, '"default" or "llama3"')
+        given = {"original_max_position_embeddings": self._values.get("max_position_embeddings")} | rope
+        if "original_max_position_embeddings" in self._values:
+            given["original_max_position_embeddings"] = self._values["original_max_position_embeddings"]
+        for key, expected in LLAMA3_ROPE.items():
+            if given.get(key) != expected:
+                raise self.refusal(f"{source}.{key}", given.get(key), f'{expected} where rope_type is "llama3"')
+        factor = self._number(f"{source}.factor", rope.get("factor"))
+        if factor < 1:
+            raise self.refusal(f"{source}.factor", factor, 'at least 1 where rope_type is "llama3"')
+        return base, factor, self._number("partial_rotary_factor", part)
+
+    def _beside(self, rope: Mapping[str, Any], key: str, absent: float) -> Any:
+        """In the rotary object, else at the file's top level."""
+        return rope[key] if key in rope else self._values.get(key, absent)
+
+    def _number(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            raise self.refusal(key, value, "a finite number >= 0")
+        return float(value)

@@ -1,0 +1,308 @@
+"""A Hugging Face config.json is read as transformers reads it; what changes the numbers and is not computed is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import re
+from dataclasses import asdict
+from importlib import import_module
+
+import pytest
+
+from aligner.errors import ConfigError
+from aligner.models.config import Architecture, Family
+from aligner.models.families import architecture_from_hf, architecture_to_hf
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 32,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "max_position_embeddings": 8192,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FILES = {
+    "llama": LLAMA,
+    "qwen2": LLAMA | {"model_type": "qwen2"},
+    "qwen3": LLAMA | {"model_type": "qwen3"},
+    "mixtral": LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": LLAMA | {"model_type": "qwen3_moe"} | EXPERTS,
+    "nemotron": LLAMA | {"model_type": "nemotron", "hidden_size": 128},
+    "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 61},
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+
+
+def theirs(hf: dict) -> dict:
+    """What transformers makes of a file, in our terms."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[hf["model_type"]].from_dict(copy.deepcopy(hf))
+    heads = config.num_attention_heads
+    read = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": heads,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tied_embeddings": config.tie_word_embeddings,
+        "initializer_range": config.initializer_range,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "norm_eps": next(getattr(config, key) for key in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon") if hasattr(config, key)),
+    }
+    if hf["model_type"] == "gpt2":
+        return read | {"ffn_hidden_size": config.n_inner or 4 * config.n_embd}
+    rope = config.rope_parameters
+    assert rope["rope_type"] in ("default", "llama3")
+    read |= {"rope_theta": rope["rope_theta"], "rope_llama3_factor": rope["factor"] if rope["rope_type"] == "llama3" else 0.0}
+    read |= {"rotary_fraction": rope.get("partial_rotary_factor", 1.0), "ffn_hidden_size": config.intermediate_size}
+    if hasattr(config, "num_local_experts"):
+        read |= {"num_experts": config.num_local_experts, "experts_per_token": config.num_experts_per_tok}
+        read |= {"expert_ffn_hidden_size": getattr(config, "moe_intermediate_size", config.intermediate_size)}
+    if hasattr(config, "norm_topk_prob"):
+        read |= {"normalize_expert_weights": config.norm_topk_prob}
+    return read
+
+
+ROPES = {
+    "v4": {"rope_theta": 5e5},
+    "v4 with null": {"rope_theta": 5e5, "rope_scaling": None},
+    "v5": {"rope_parameters": PLAIN},
+    "v5 and nothing else": {"rope_parameters": {"rope_theta": 3e4}},
+    "empty": {"rope_parameters": {}, "rope_scaling": {}},
+    "type, as it was first called": {"rope_scaling": {"type": "default"}, "rope_theta": 5e5},
+    "both names of the type": {"rope_scaling": {"type": "yarn", "rope_type": "default"}, "rope_theta": 5e5},
+    "both objects": {"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "default", "rope_theta": 2e4}},
+    "both objects, the base in the one that does not count": {"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "default"}},
+    "the base in both places": {"rope_parameters": {"rope_theta": 2e4}, "rope_theta": 5e5},
+}
+SCALED = {
+    "v4": {"rope_scaling": LLAMA3, "rope_theta": 5e5},
+    "v5": {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+    "both objects": {"rope_parameters": PLAIN, "rope_scaling": LLAMA3, "rope_theta": 5e5},
+    "the length it was trained for is the model's": {
+        "rope_scaling": {k: v for k, v in LLAMA3.items() if k[:8] != "original"},
+        "rope_theta": 5e5,
+    },
+    "that length at the top": {
+        "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 4},
+        "original_max_position_embeddings": 8192,
+        "rope_theta": 5e5,
+    },
+}
+USUAL = {
+    "as it is": {},
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    "harmless keys": {"_name_or_path": "x", "torch_dtype": "float16", "use_cache": False, "made_up": 3, "architectures": None},
+}
+ROTATED = [family for family in FILES if family != "gpt2"]
+READ = (
+    [(family, name, change) for family in FILES for name, change in USUAL.items()]
+    + [(family, name, change) for family in ROTATED for name, change in ROPES.items()]
+    + [(family, name, change) for family in ROTATED if family != "nemotron" for name, change in SCALED.items()]
+    + [(family, "heads", {"head_dim": 4, "num_key_value_heads": 16}) for family in ROTATED]
+    + [(family, "null heads", {"num_key_value_heads": None}) for family in ("llama", "qwen2", "qwen3", "nemotron")]
+    + [(family, "null head_dim", {"head_dim": None}) for family in ("llama", "mixtral", "nemotron")]
+    + [(family, "epsilon", {"rms_norm_eps": 1e-3, "norm_eps": 1e-3, "layer_norm_epsilon": 1e-3}) for family in FILES]
+    + [("nemotron", "fraction", {"partial_rotary_factor": 0.25, "head_dim": 8})]
+    + [("nemotron", "fraction of v5", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}, "head_dim": 8})]
+    + [("qwen2", "a window that is off", {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 0})]
+    + [("qwen3", "full layers by name", {"layer_types": ["full_attention"] * 2})]
+    + [("llama", "the other name of silu", {"hidden_act": "swish"}), ("qwen3_moe", "normalised", {"norm_topk_prob": True})]
+    + [("gpt2", "inner", {"n_inner": 40}), ("gpt2", "null inner", {"n_inner": None}), ("gpt2", "no dropout", {"resid_pdrop": 0.0})]
+)
+
+
+@pytest.mark.parametrize(("family", "change"), [(f, c) for f, _, c in READ], ids=[f"{f}: {name}" for f, name, _ in READ])
+def test_an_architecture_is_what_transformers_reads(family, change):
+    hf = FILES[family] | change
+    expected = theirs(hf)
+    before = copy.deepcopy(hf)
+    ours = asdict(architecture_from_hf(hf))
+    assert {name: ours[name] for name in expected} == expected
+    assert hf == before
+
+
+def test_the_number_of_experts_has_two_names():
+    """Qwen3's own files say `num_experts`, transformers 5 writes `num_local_experts`."""
+    renamed = {key: value for key, value in FILES["qwen3_moe"].items() if key != "num_experts"} | {"num_local_experts": 4}
+    assert architecture_from_hf(renamed) == architecture_from_hf(FILES["qwen3_moe"])
+    assert theirs(renamed)["num_experts"] == 4
+
+
+WINDOW = "sliding_attention"
+REFUSED = [
+    # Rotary embeddings: the kinds of transformers that are not computed, and what is none.
+    *[(family, {"rope_parameters": PLAIN, "rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"') for family in ROTATED],
+    *[("llama", {"rope_parameters": {"rope_type": kind}}, f'rope_type="{kind}"') for kind in ("linear", "dynamic", "longrope", "invented")],
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_scaling.rope_type="yarn" is not supported for model_type llama'),
+    ("llama", {"rope_scaling": {"rope_type": None}}, "rope_scaling.rope_type=null"),
+    ("llama", {"rope_scaling": {"factor": 4.0}}, "rope_scaling.factor=4.0"),
+    ("llama", {"rope_scaling": "yarn"}, 'rope_scaling="yarn"'),
+    ("llama", {"rope_parameters": {"full_attention": PLAIN}}, "rope_parameters="),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor=null"),
+    ("llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 8.0}}, "rope_scaling.high_freq_factor=8.0"),
+    ("llama", {"rope_scaling": LLAMA3, "original_max_position_embeddings": 64}, "original_max_position_embeddings=64"),
+    ("llama", {"rope_scaling": LLAMA3 | {"factor": 0.5}}, "rope_scaling.factor=0.5"),
+    ("llama", {"rope_theta": None}, "rope_theta=null"),
+    ("llama", {"rope_theta": 0}, "rope_theta=0"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ("nemotron", {"rope_scaling": LLAMA3}, 'rope_type="llama3" is not supported for model_type nemotron'),
+    ("nemotron", {"rope_percent": 0.25}, "rope_percent=0.25"),
+    # Attention and feed-forward layers.
+    *[(family, {"attention_bias": True}, "attention_bias=true") for family in ("llama", "qwen3", "qwen3_moe", "nemotron")],
+    *[(family, {"mlp_bias": True}, "mlp_bias=true") for family in ("llama", "nemotron")],
+    *[(family, {"use_sliding_window": True}, "use_sliding_window=true") for family in ("qwen2", "qwen3", "qwen3_moe")],
+    *[(family, {"layer_types": ["full_attention", WINDOW]}, "layer_types=") for family in ("qwen2", "qwen3")],
+    ("mixtral", {"sliding_window": 4096}, "sliding_window=4096 is not supported for model_type mixtral; allowed: null"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+    *[(family, {"hidden_act": "gelu"}, 'hidden_act="gelu"') for family in ROTATED],
+    *[(family, {"attention_dropout": 0.1}, "attention_dropout=0.1") for family in ROTATED],
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported for model_type qwen3_moe; allowed: 1"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
+    ("qwen3_moe", {"num_experts_per_tok": 5}, "experts_per_token=5: must be from 1 to num_experts=4"),
+    ("qwen3_moe", {"num_local_experts": 8}, "num_experts=4 and num_local_experts=8"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=false"),
+    ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=true"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention=true"),
+    ("gpt2", {"activation_function": "tanh"}, 'activation_function="tanh"'),
+    ("gpt2", {"attn_pdrop": 0.3}, "attn_pdrop=0.3"),
+    ("gpt2", {"hidden_size": 128}, "n_embd=64 and hidden_size=128"),
+    # Of every family.
+    *[(family, {"is_causal": False}, "is_causal=false") for family in FILES],
+    ("llama", {"quantization_config": {"quant_method": "gptq"}}, 'quantization_config={"quant_method": "gptq"}'),
+    ("llama", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config="),
+    ("qwen2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+    ("llama", {"residual_multiplier": 0.22}, "residual_multiplier=0.22"),
+    ("llama", {"architectures": ["MistralForCausalLM"]}, 'architectures=["MistralForCausalLM"] is not supported for model_type llama'),
+    ("qwen2", {"architectures": ["Qwen2ForRewardModel"]}, 'architectures=["Qwen2ForRewardModel"]'),
+    ("llama", {"architectures": "LlamaForCausalLM"}, 'architectures="LlamaForCausalLM"'),
+    # Values of another kind than transformers' own checks allow.
+    ("llama", {"hidden_size": "64"}, 'hidden_size="64"'),
+    ("llama", {"num_hidden_layers": 2.0}, "num_hidden_layers=2.0"),
+    ("llama", {"num_attention_heads": True}, "num_attention_heads=true"),
+    ("llama", {"vocab_size": 0}, "vocab_size=0"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=NaN"),
+    ("llama", {"tie_word_embeddings": "false"}, 'tie_word_embeddings="false"'),
+    ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3: must divide"),
+    ("llama", {"head_dim": 7}, "head_dim=7"),
+    ("llama", {"hidden_size": 65}, "hidden_size=65"),
+    (
+        "llama",
+        {"model_type": "mamba"},
+        "model_type='mamba' is not supported; allowed: llama, qwen2, qwen3, mixtral, qwen3_moe, nemotron, gpt2",
+    ),
+    ("llama", {"model_type": None}, "model_type=None"),
+    ("llama", {"model_type": ["llama"]}, "model_type=['llama']"),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "message"), REFUSED, ids=[f"{f}: {message}" for f, _, message in REFUSED])
+def test_what_is_not_computed_is_refused_by_name_and_value(family, change, message):
+    with pytest.raises(ConfigError) as caught:
+        architecture_from_hf(FILES[family] | change, where="some/config.json")
+    assert str(caught.value).startswith("some/config.json: ") and message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", FILES)
+def test_a_size_that_is_missing_is_named(family):
+    for key in FILES[family].keys() - {"model_type"}:
+        rest = {name: value for name, value in FILES[family].items() if name != key}
+        if family == "mixtral" and key in ("num_local_experts", "num_experts_per_tok"):
+            continue
+        with pytest.raises(ConfigError, match=f"there is no {key}, which every file of model_type {family} has"):
+            architecture_from_hf(rest)
+
+
+class Recorder(dict):
+    """Notes which keys were asked for."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.asked: set[str] = set()
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key):
+        self.asked.add(key)
+        return super().__contains__(key)
+
+
+# What transformers' models look at besides, and why it does not matter here.
+NO_MATTER = {
+    "pad_token_id",  # no gradient into one row of the embedding
+    "_attn_implementation",  # how, not what
+    "use_cache",
+    "output_router_logits",  # `model.router_aux_loss_coef` is ours
+    "router_aux_loss_coef",
+    "sliding_window",  # where `use_sliding_window` is off (Mixtral's is looked at)
+    "summary_type",  # heads that are not loaded
+    "summary_use_proj",
+    "summary_activation",
+    "summary_proj_to_labels",
+    "summary_first_dropout",
+    "summary_last_dropout",
+    "problem_type",
+    "num_labels",
+    "classifier_dropout",
+    "hidden_dropout",
+}
+
+
+@pytest.mark.parametrize("family", FILES)
+def test_every_key_that_transformers_looks_at_is_looked_at_here(family):
+    modeling = import_module(f"transformers.models.{family}.modeling_{family}")
+    source = inspect.getsource(modeling)
+    used = set(re.findall(r"config\.([a-z_0-9]+)", source)) | set(re.findall(r'getattr\((?:self\.)?config, "([a-z_0-9]+)"', source))
+    assert len(used) > 10
+    recorder = Recorder(FILES[family])
+    architecture_from_hf(recorder)
+    assert used - recorder.asked - NO_MATTER == set()
+
+
+@pytest.mark.parametrize("family", FILES)
+def test_transformers_own_defaults_are_read(family):
+    """A file that transformers writes of a config nobody changed, and of one that was read, is the same architecture to both."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for config in (CONFIG_MAPPING[family](), CONFIG_MAPPING[family].from_dict(copy.deepcopy(FILES[family]))):
+        written = json.loads(config.to_json_string(use_diff=False))
+        expected, ours = theirs(written), asdict(architecture_from_hf(written))
+        assert {name: ours[name] for name in expected} == expected
+
+
+def test_what_we_write_is_read_as_it_was():
+    changes = {"llama": {"rope_scaling": LLAMA3, "rope_theta": 5e5}, "qwen2": {"tie_word_embeddings": True}, "qwen3": {"head_dim": 16}}
+    changes |= {"nemotron": {"partial_rotary_factor": 0.5, "norm_eps": 1e-4, "head_dim": 4}, "gpt2": {"activation_function": "gelu"}}
+    changes |= {"qwen3_moe": {"norm_topk_prob": True}, "mixtral": {"num_key_value_heads": 2}}
+    for family, change in changes.items():
+        architecture = architecture_from_hf(FILES[family] | change)
+        written = json.loads(json.dumps(architecture_to_hf(architecture)))
+        assert architecture_from_hf(written) == architecture and architecture.family is Family[family]
+        expected = theirs(written)
+        assert {name: asdict(architecture)[name] for name in expected} == expected
+
+
+def test_a_file_with_sizes_only():
+    assert architecture_from_hf(LLAMA) == Architecture(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        ffn_hidden_size=48,
+        vocab_size=61,
+        max_position_embeddings=8192,
+        norm_eps=1e-6,
+        tied_embeddings=False,
+    )
