@@ -32,7 +32,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 
 from aligner.cluster import outcomes
 from aligner.cluster.exit_codes import ExitCode, exit_code_of
-from aligner.errors import AlignerError, ConfigError
+from aligner.errors import AlignerError, ConfigError, describe_os_error, is_storage_error
 from aligner.schema import SchemaKey, is_entry, is_known, named_as, nearest, schema_keys
 
 T = TypeVar("T")
@@ -120,6 +120,11 @@ def entrypoint(schema: type[T], name: str) -> Callable[[Callable[[T], int | None
                 outcomes.record(os.environ, exit_code_of(error), str(error))
                 raise SystemExit(int(exit_code_of(error))) from error
             except Exception as error:
+                if isinstance(error, OSError) and is_storage_error(error):  # no bug, and it says all: a full disk, one that is read-only
+                    message = f"rank {outcomes.rank_of(os.environ)}: {describe_os_error(error, 'a file of the run')}"
+                    print(f"error: {message}", file=sys.stderr, flush=True)
+                    outcomes.record(os.environ, ExitCode.failed, message)
+                    raise SystemExit(int(ExitCode.failed)) from error
                 outcomes.record(os.environ, ExitCode.failed, f"{type(error).__name__}: {error}")
                 raise
             outcomes.record(os.environ, code)

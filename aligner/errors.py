@@ -86,6 +86,11 @@ class RequestRejected(ServerError):
     """The server answered with an error: carries its message."""
 
 
+def is_storage_error(error: OSError) -> bool:
+    """Whether a file system is in trouble, or refuses: what no change of the program mends."""
+    return error.errno in _STORAGE
+
+
 def describe_os_error(error: OSError, path: os.PathLike[str] | str) -> str:
     """What failed, in one line: what the error number means, the file, the number's name. `path` stands in where the error names none."""
     where = error.filename or os.fspath(path)

@@ -35,6 +35,7 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.services import ServiceWatch
 from aligner.cluster.signals import StopSignals, exclusive
 from aligner.errors import LaunchError
+from aligner.user_code import was_calling
 
 __all__ = ["Component", "launch"]
 
@@ -169,7 +170,9 @@ class _Run:
         """End what is left of a server and start all of its ranks again, with the same registration to be waited for."""
         component, self._failed = failed.component, None
         self._restarts += 1
-        self._console.note(f"{failed.name} {failed.ending()}; starting it again ({self._restarts} of {self._config.max_server_restarts})")
+        self._console.note(
+            f"{failed.name} {self._ending(failed)}; starting it again ({self._restarts} of {self._config.max_server_restarts})"
+        )
         old = [rank for rank in self._ranks if rank.component is component]
         sessions = {rank.pid for rank in old}
         processes.end(lambda: processes.of_sessions(sessions), self._config.shutdown_timeout_seconds, self._pump)
@@ -190,9 +193,9 @@ class _Run:
         return ExitCode.stopped
 
     def _stop_on_failure(self, failed: Rank) -> int:
-        self._console.note(f"{failed.name} {failed.ending()} while the run was going on")
+        self._console.note(f"{failed.name} {self._ending(failed)} while the run was going on")
         if not failed.component.main:
-            self._services.gone(failed.component.name, f"{failed.name} {failed.ending()}, and the launcher does not restart it")
+            self._services.gone(failed.component.name, f"{failed.name} {self._ending(failed)}, and the launcher does not restart it")
         if any(rank.exit_code is None for rank in self._mains()):
             self._console.note(
                 f"{self._main_names()} may take {self._config.grace_seconds:g} s to save a checkpoint and stop; then all are ended"
@@ -250,15 +253,20 @@ class _Run:
         """Say what went wrong, last of all, where it is seen."""
         for rank in self._ranks:
             if rank is not self._failed and rank.exit_code not in (None, 0, ExitCode.stopped) and not rank.stopped_by_us:
-                self._console.note(f"{rank.name} {rank.ending()}")
+                self._console.note(f"{rank.name} {self._ending(rank)}")
         if self._failed is None:
             return
         failed = self._failed
         lines = failed.channel.last_lines(self._config.num_failure_lines)
-        self._console.note(f"FAILED: component {failed.component.name}, rank {failed.rank}, {failed.ending()}")
+        self._console.note(f"FAILED: component {failed.component.name}, rank {failed.rank}, {self._ending(failed)}")
         self._console.note(f"its last {len(lines)} lines (all of them in {failed.channel.log_path}):" if lines else "it wrote nothing")
         for line in lines:
             self._console.note(f"  | {line}")
+
+    def _ending(self, rank: Rank) -> str:
+        """How it ended, with the user code that it was in where a signal killed it: a crash in native code names nobody."""
+        called = was_calling(self._run_directory.calls(rank.component.name, rank.rank)) if rank.was_killed else ""
+        return rank.ending() + (f" while it called {called}" if called else "")
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -43,7 +43,7 @@ def record(environ: Mapping[str, str], code: int, message: str = "") -> None:
     """Write this rank's outcome where ALIGNER_OUTCOMES asks for it. A directory that cannot be written is reported, and nothing more."""
     if not environ.get(VARIABLE):
         return
-    outcome = Outcome(rank=_rank(environ), code=int(code), message=message, time=time.time())
+    outcome = Outcome(rank=rank_of(environ), code=int(code), message=message, time=time.time())
     path = Path(environ[VARIABLE]) / f"{outcome.rank}.json"
     temporary = path.with_suffix(".tmp")
     try:
@@ -64,7 +64,7 @@ def unless_ended_early(environ: Mapping[str, str]) -> Iterator[None]:
     process, leave = os.getpid(), os._exit
 
     def refuse(where: str) -> int:
-        message = f"rank {_rank(environ)} was ended with exit code 0 before its work was done, by {where}"
+        message = f"rank {rank_of(environ)} was ended with exit code 0 before its work was done, by {where}"
         print(f"error: {message}", file=sys.stderr, flush=True)
         record(environ, ExitCode.failed, message)
         return ExitCode.failed
@@ -88,7 +88,8 @@ def unless_ended_early(environ: Mapping[str, str]) -> Iterator[None]:
         os._exit = leave
 
 
-def _rank(environ: Mapping[str, str]) -> int:
+def rank_of(environ: Mapping[str, str]) -> int:
+    """This process's rank, as its launcher says."""
     return int(environ.get("SLURM_PROCID", environ.get("RANK", "0")))
 
 

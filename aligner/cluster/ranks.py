@@ -44,6 +44,11 @@ class Rank:
             self.exit_code = 128 + status.si_status
         return True
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it."""
+        return self._signal is not None
+
     def ending(self) -> str:
         """How it ended, for a person; it has not ended well."""
         if self._signal is not None:

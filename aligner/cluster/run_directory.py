@@ -9,8 +9,9 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from aligner.errors import LaunchError
+from aligner.errors import ConfigError, LaunchError, describe_os_error
 
+LEAST_FREE_BYTES = 16 << 20  # what a checkpoint reserves for its small files
 POLICY, CRITIC, REWARD_MODEL, REFERENCE = "policy", "critic", "reward_model", "reference"  # folders below `checkpoints`
 
 
@@ -147,6 +148,10 @@ class RunDirectory:
         """Raw stdout and stderr of one process."""
         return self.logs / f"{component}.{rank}.log"
 
+    def calls(self, component: str, rank: int) -> Path:
+        """Which user code the process is calling (`aligner.user_code`)."""
+        return self.health / f"{component}.{rank}.calls"
+
     def service(self, component: str) -> Path:
         """Where a server of this name registers itself."""
         return self.services / f"{component}.json"
@@ -155,23 +160,37 @@ class RunDirectory:
         """Make the directory (mode 0700: it holds the servers' access token) and its sub-directories; existing ones stay.
 
         Raises:
-            LaunchError: the path exists and is no directory, belongs to someone else, or others may write to it.
+            ConfigError: the path exists and is no directory, belongs to someone else, others may write to it, it cannot be written to, or
+                there is no room.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise LaunchError(f"run directory {self.path} exists and is not a directory")
+        try:
+            return self._create()
+        except OSError as error:
+            raise ConfigError(f"run.directory={self.path}: {describe_os_error(error, self.path)}") from error
+
+    def _create(self) -> RunDirectory:
+        for path in (self.path, *self.path.parents):
+            if path.exists() and not path.is_dir():
+                raise ConfigError(f"run.directory={self.path}: {path} exists and is not a directory")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(mode=0o700, exist_ok=True)
         status = self.path.stat()
         if status.st_uid != os.getuid():
-            raise LaunchError(f"run directory {self.path} belongs to user {status.st_uid}, this process runs as {os.getuid()}")
+            raise ConfigError(f"run.directory={self.path}: belongs to user {status.st_uid}, this process runs as {os.getuid()}")
         if status.st_mode & 0o022:
-            raise LaunchError(
-                f"run directory {self.path} can be written by others (mode {status.st_mode & 0o777:o}): "
+            raise ConfigError(
+                f"run.directory={self.path}: can be written by others (mode {status.st_mode & 0o777:o}): "
                 f"they could replace its services and checkpoints. Mend with: chmod 700 {self.path}"
             )
         for sub in (self.tensorboard, self.logs, self.services, self.checkpoints, self.rollouts, self.export, self.journal, self.health):
             sub.mkdir(mode=0o700, exist_ok=True)
         self._identify()
+        status = os.statvfs(self.path)
+        if (free := status.f_bavail * status.f_frsize) < LEAST_FREE_BYTES:
+            raise ConfigError(
+                f"run.directory={self.path}: {free / 2**20:.1f} MiB are free there, allowed: at least {LEAST_FREE_BYTES >> 20} MiB, "
+                "without which no checkpoint can be begun"
+            )
         return self
 
     def run_id(self) -> str:

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from aligner.cluster.run_directory import RunDirectory
-from aligner.errors import LaunchError
+from aligner.errors import ConfigError, LaunchError, describe_os_error
 
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -51,9 +51,14 @@ def exclusive(run_directory: RunDirectory) -> Iterator[None]:
 
     Raises:
         LaunchError: another launcher holds it.
+        ConfigError: it cannot be written.
     """
     path = run_directory.path / "launcher.lock"
-    with path.open("a") as file:
+    try:
+        lock = path.open("a")
+    except OSError as error:
+        raise ConfigError(f"run.directory={run_directory.path}: {describe_os_error(error, path)}") from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

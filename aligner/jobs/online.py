@@ -35,7 +35,7 @@ from aligner.protocols import RewardModel
 from aligner.rewards.compose import composed_reward, formula
 from aligner.rewards.local import function_reward
 from aligner.rewards.unjudged import Unjudged
-from aligner.rollout.config import check_splits
+from aligner.rollout.config import check_cache, check_splits
 from aligner.rollout.create import create_engine
 from aligner.rollout.engine import Capabilities
 from aligner.schemas import OnlineRun, TrainGRPO, TrainPPO
@@ -111,6 +111,8 @@ def build_task(
     check_divisible(architecture, config.parallel)
     check_splits(architecture, tp=config.rollout.tp or config.parallel.tp, world_size=here.topology.world_size)
     prompts, validation = (load or partial(load_prompt_sets, here, config))(tokenizer)
+    longest = max((len(prompt.tokens) for prompt in (*prompts, *validation)), default=0)
+    check_cache(config.rollout, longest_prompt=longest, context=create.context_length(config.model, architecture))
     follow_up = None
     if config.environment.function:
         follow_up = environment_follow_up(config.environment, tokenizer, [*prompts, *validation])

@@ -78,7 +78,7 @@ def serve_reward_model(config: OnlineRun) -> None:
             function = build_reward_function(reward.function)
             if isinstance(function, OnSamples):
                 raise ConfigError(f"reward.serve=true: {reward.function.function} wants whole samples, and a server is sent texts only")
-            service = FunctionRewardService(function, decode=tokenizer.decode)
+            service = FunctionRewardService(function, name=reward.function.function, decode=tokenizer.decode)
         else:
             training = create.training(model_config, None)
             model = create.create_reward_model(model_config, architecture, reward.parallel, here.topology, training)

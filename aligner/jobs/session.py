@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import platform as machine
 import uuid
@@ -13,17 +14,18 @@ from typing import Any
 
 import torch
 
+from aligner import user_code
 from aligner.cluster import outcomes
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.lease import watch_lease
 from aligner.cluster.run_directory import RunDirectory
 from aligner.config import fingerprint, to_yaml
 from aligner.data.report import LoadReport
-from aligner.errors import AlignerError, describe_os_error
+from aligner.errors import ConfigError, describe_os_error
 from aligner.jobs.changes import check_changes
 from aligner.parallel import launch, platform, topology
 from aligner.parallel.collective_marks import marked
-from aligner.parallel.collectives import from_rank_0
+from aligner.parallel.collectives import from_rank_0, raise_everywhere
 from aligner.parallel.progress import Progress
 from aligner.parallel.topology import ParallelConfig, Topology
 from aligner.parallel.watch import Place, Watch, clear_last_report
@@ -92,6 +94,7 @@ def session(config: Any, run: RunConfig, parallel: ParallelConfig, *, component:
     directory = RunDirectory(Path(run.directory))
     yaml = to_yaml(config)
     incarnation = from_rank_0(lambda: _open(directory, component, config, yaml if writes_config else ""))
+    _record_calls(directory, component, layout.rank)
     progress = Progress()
     place = Place(
         component=component,
@@ -111,6 +114,7 @@ def session(config: Any, run: RunConfig, parallel: ParallelConfig, *, component:
         last_words=lambda text: outcomes.record(os.environ, ExitCode.failed, " ".join(text.splitlines()[:2])),
     )
     watch.start()
+    faulthandler.enable(file=2)
     try:
         with marked(progress):
             yield Session(topology=layout, directory=directory, config_yaml=yaml, progress=progress)
@@ -123,10 +127,20 @@ def session(config: Any, run: RunConfig, parallel: ParallelConfig, *, component:
         watch.stop()
 
 
+def _record_calls(directory: RunDirectory, component: str, rank: int) -> None:
+    """Every rank calls it; raises ConfigError on all of them where one cannot write."""
+    refused: ConfigError | None = None
+    try:
+        user_code.record_in(directory.calls(component, rank))
+    except OSError as error:
+        refused = ConfigError(f"run.directory={directory.path}: rank {rank}: {describe_os_error(error, directory)}")
+    raise_everywhere(refused)
+
+
 def _open(directory: RunDirectory, component: str, config: Any, config_yaml: str) -> str:
     """Make the run directory and write the configuration into it (where there is one). Returns a name for this start of the component.
 
-    Raises ConfigError where the directory is another experiment's.
+    Raises ConfigError where the directory is another experiment's, or cannot be used.
     """
     try:
         directory.create()
@@ -136,5 +150,5 @@ def _open(directory: RunDirectory, component: str, config: Any, config_yaml: str
                 print(changes, flush=True)
             directory.config.write_text(config_yaml)
     except OSError as error:
-        raise AlignerError(f"the run directory cannot be used: {describe_os_error(error, directory)}") from error
+        raise ConfigError(f"run.directory={directory.path}: {describe_os_error(error, directory)}") from error
     return uuid.uuid4().hex

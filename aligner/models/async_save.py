@@ -56,7 +56,7 @@ def plan(state: dict[str, Any], directory: Path) -> PlannedDirectory:
         try:
             request = dist_checkpointing.save(state, str(directory), async_sharded_save=True, **SAVE_PLAN)
         except OSError as error:
-            raise CheckpointError(f"writing a checkpoint failed: {describe_os_error(error, directory)}") from error
+            raise CheckpointError(f"writing a checkpoint failed: rank {dist.get_rank()}: {describe_os_error(error, directory)}") from error
     return PlannedDirectory(path=directory, request=request, results={})
 
 
@@ -120,7 +120,7 @@ def write_metadata(part: PlannedDirectory) -> None:
             for finalize in part.request.finalize_fns:
                 finalize()
         except (TorchCheckpointException, OSError) as error:
-            raise CheckpointError(f"writing a checkpoint failed: {explain(error, part.path)}") from error
+            raise CheckpointError(f"writing a checkpoint failed: rank {dist.get_rank()}: {explain(error, part.path)}") from error
 
 
 def _copy_to_host(part: PlannedDirectory) -> None:

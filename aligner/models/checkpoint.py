@@ -254,7 +254,7 @@ def _on_rank_0(action: Callable[[], Any]) -> None:
         except CheckpointError as failed:
             error = failed
         except Exception as failed:  # of whatever kind: the other ranks wait to hear of it
-            what = describe_os_error(failed, "a file of the checkpoint") if isinstance(failed, OSError) else str(failed)
+            what = f"rank 0: {describe_os_error(failed, 'a file of the checkpoint')}" if isinstance(failed, OSError) else str(failed)
             error = CheckpointError(f"writing a checkpoint failed: {what}")
             error.__cause__ = failed
     raise_everywhere(error)

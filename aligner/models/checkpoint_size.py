@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from aligner.errors import ConfigError
 from aligner.models.async_save import PlannedDirectory
 from aligner.models.disk_space import free_bytes, size_text
 from aligner.models.trainable import TrainableModel
@@ -44,12 +45,17 @@ def estimated_bytes(model: TrainableModel) -> int:
 def shortage(model: TrainableModel, directory: Path, *, keep: int) -> str:
     """A warning where fewer checkpoints than the run wants to have at a time fit; empty where there is room. Collective.
 
-    `keep`: how many stay; 0 keeps all. A checkpoint is complete before an older one goes.
+    `keep`: how many stay; 0 keeps all. A checkpoint is complete before an older one goes. Raises ConfigError where not even one fits.
     """
     size, wanted = estimated_bytes(model), keep + 1 if keep else ALWAYS_ROOM_FOR
     free = from_rank_0(lambda: free_bytes(directory))
     if free >= size * wanted:
         return ""
+    if free < size:
+        raise ConfigError(
+            f"run.directory: {directory}: a checkpoint takes about {size_text(size)} and {size_text(free)} are free: not even one fits; "
+            "make room there, or name another directory"
+        )
     return (
         f"warning: {directory}: a checkpoint takes about {size_text(size)} and {size_text(free)} are free: "
         f"room for {free // max(size, 1)}, the run wants {wanted} at a time (checkpoint.keep={keep})"

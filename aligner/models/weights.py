@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from aligner.errors import ModelFilesError
+from aligner.errors import CheckpointError, ModelFilesError
 from aligner.models.build import ScalarModel, Transformer
+from aligner.models.disk_space import explain
 from aligner.models.families import architecture_to_hf, weight_names
 from aligner.models.families.mapping import OUTPUT_LAYER, Layout, NameTable, Rule, shard, to_hf, to_megatron
 from aligner.models.hf_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, stored_tensors
@@ -155,7 +156,7 @@ def save_hf(chunks: Sequence[Transformer], directory: Path, *, writer: bool) -> 
     """Write `config.json` and sharded safetensors. Every rank calls it; the one `writer` writes, holding one file's tensors at a time.
 
     A reward model becomes an `AutoModelForSequenceClassification`; where it averages over tokens or scores each of them, and so for a value
-    model, an `AutoModelForTokenClassification`.
+    model, an `AutoModelForTokenClassification`. Raises CheckpointError naming rank and file where it cannot be written.
     """
     architecture, config, head = chunks[0].architecture, chunks[0].config, _head(chunks[0])
     if writer:
@@ -175,15 +176,22 @@ def save_hf(chunks: Sequence[Transformer], directory: Path, *, writer: bool) -> 
         name = head.hf_name(name, architecture.family) if head is not None and name.startswith(HEAD) else name
         num_bytes = tensor.numel() * tensor.element_size()
         if pending and sizes[-1] + num_bytes > MAX_FILE_BYTES:
-            save_file(pending, directory / f"part-{written}.safetensors", metadata={"format": "pt"})
+            _write(pending, directory / f"part-{written}.safetensors")
             pending, written = {}, written + 1
             sizes.append(0)
         pending[name] = tensor.cpu().contiguous().clone()
         weight_map[name] = written
         sizes[-1] += num_bytes
     if writer:
-        save_file(pending, directory / f"part-{written}.safetensors", metadata={"format": "pt"})
+        _write(pending, directory / f"part-{written}.safetensors")
         _name_files(directory, weight_map, written + 1, sum(sizes))
+
+
+def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"writing the model failed: rank {dist.get_rank()}: {path}: {explain(error, path.parent)}") from error
 
 
 def _head(chunk: Transformer) -> ScalarHead | None:

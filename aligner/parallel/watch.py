@@ -23,7 +23,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from aligner.errors import AlignerError, describe_os_error
+from aligner.errors import ConfigError, describe_os_error
 from aligner.parallel.progress import AWAITING, IDLE, Progress, from_json, to_json
 from aligner.parallel.stall import RankState, Verdict, diagnose
 
@@ -114,13 +114,13 @@ class Watch:
         return self._stacks / f"{self._place.component}.report.txt"
 
     def start(self) -> None:
-        """Begin. Raises AlignerError where the run directory cannot be written to."""
+        """Begin. Raises ConfigError where the run directory cannot be written to."""
         try:
             self._stacks.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._health.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.record()
         except OSError as error:
-            raise AlignerError(describe_os_error(error, self._health)) from error
+            raise ConfigError(f"run.directory: rank {self._place.rank}: {describe_os_error(error, self._health)}") from error
         self._arm()
         self._thread.start()
 

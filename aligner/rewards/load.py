@@ -15,6 +15,7 @@ from types import ModuleType
 from aligner.errors import ConfigError
 from aligner.rewards.config import RewardFunctionConfig
 from aligner.rewards.forms import Factory, RewardFunction
+from aligner.user_code import calling
 
 FORMS = "package.module:name, package.module.name or path/to/file.py:name"
 
@@ -30,7 +31,9 @@ def load_reward_function(spec: str, what: str = "reward function") -> Callable:
         location, _, name = spec.rpartition(".")
     if not location or not name or spec.endswith(".py"):
         raise ConfigError(f"{what} {spec!r}: expected {FORMS}")
-    module = _import_file(location, f"{what} {spec!r}") if location.endswith(".py") else _import_module(location, f"{what} {spec!r}")
+    named = f"{what} {spec!r}"
+    with calling(f"the import of {named}"):
+        module = _import_file(location, named) if location.endswith(".py") else _import_module(location, named)
     names = vars(module)
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
@@ -46,7 +49,8 @@ def build_reward_function(config: RewardFunctionConfig) -> RewardFunction:
     if not config.arguments and not isinstance(loaded, Factory):
         return loaded
     try:
-        made = loaded(**config.arguments)
+        with calling(f"reward function {config.function}"):
+            made = loaded(**config.arguments)
     except (Exception, SystemExit) as error:
         given = f"reward function {config.function!r} cannot be made from arguments {dict(config.arguments)}"
         raise ConfigError(f"{given}: {raised(error)}") from error

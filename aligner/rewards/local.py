@@ -13,7 +13,9 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeGuard
 
+import numpy as np
 import torch
 
 from aligner.errors import AlignerError, ConfigError
@@ -22,6 +24,7 @@ from aligner.rewards.forms import OnSamples, RewardFunction
 from aligner.rewards.load import build_reward_function
 from aligner.rewards.samples import Samples
 from aligner.types import Rollout, Scores
+from aligner.user_code import calling
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 MAX_HANGING = 8  # calls that may go on for ever beside the run: each keeps a thread
@@ -68,7 +71,7 @@ class FunctionReward:
         """Start scoring; resolves to B rewards on CPU.
 
         The future raises RewardError, naming function and sample, where the function raises, takes longer than `timeout_seconds` for the
-        call, or returns anything but a list of B numbers, unless `on_error` is `invalid`.
+        call, or returns anything but B numbers (a list, a NumPy array, a tensor), unless `on_error` is `invalid`.
         """
         return self._executor.submit(self._score, list(rollouts))
 
@@ -134,8 +137,10 @@ class FunctionReward:
 
         def run() -> None:
             try:
-                result = function(list(samples.samples)) if isinstance(function, OnSamples) else function(*samples.texts())
-                outcome.put((asyncio.run(_await(result)) if inspect.isawaitable(result) else result, None))
+                with calling(f"reward function {self._name}"):
+                    result = function(list(samples.samples)) if isinstance(function, OnSamples) else function(*samples.texts())
+                    result = asyncio.run(_await(result)) if inspect.isawaitable(result) else result
+                outcome.put((result, None))
             except BaseException as error:  # handed to the waiting thread, which raises it
                 outcome.put((None, error))
 
@@ -168,10 +173,11 @@ class FunctionReward:
         return f"it fails for no sample alone, only for the {len(samples)} together, from {samples.describe(0)}"
 
     def _checked(self, result: object, samples: Samples) -> list[float]:
-        """The result as B numbers; RewardError naming the first sample whose entry is none.
+        """The result, a list, a NumPy array or a tensor, as B numbers; RewardError naming the first sample whose entry is none.
 
         NaN and infinity are numbers here, whatever gave them: what they lead to is the same for every kind of reward (`guard.reward`).
         """
+        result = result.tolist() if _is_array(result) else result
         if not isinstance(result, (list, tuple)):
             raise RewardError(
                 f"reward function {self._name} returned a {type(result).__name__}, expected a list of {len(samples)} numbers; "
@@ -181,12 +187,14 @@ class FunctionReward:
             raise RewardError(
                 f"reward function {self._name} returned {len(result)} numbers for {len(samples)} responses, from {samples.describe(0)}"
             )
-        for i, x in enumerate(result):
+        rewards = [_only(x.tolist()) if _is_array(x) else x for x in result]
+        for i, x in enumerate(rewards):
             if not isinstance(x, numbers.Real):
                 raise RewardError(
-                    f"reward function {self._name} returned {x!r} ({type(x).__name__}), expected a number, for {samples.describe(i)}"
+                    f"reward function {self._name} returned {result[i]!r} ({type(result[i]).__name__}), expected a number, "
+                    f"for {samples.describe(i)}"
                 )
-        return [_float32(x) for x in result]
+        return [_float32(x) for x in rewards]
 
 
 class Complaints:
@@ -209,6 +217,15 @@ def function_reward(config: RewardFunctionConfig, decode: Callable[[Sequence[int
         raise ConfigError("function is empty; name a reward function, or use a reward model")
     function = build_reward_function(config)
     return FunctionReward(function, decode, config.timeout_seconds, name=config.function, on_error=config.on_error)
+
+
+def _is_array(x: object) -> TypeGuard[np.generic | np.ndarray | torch.Tensor]:
+    return isinstance(x, (np.generic, np.ndarray, torch.Tensor))
+
+
+def _only(x: object) -> object:
+    """What a list of one holds: a model's output for one sample often has a dimension of one."""
+    return _only(x[0]) if isinstance(x, list) and len(x) == 1 else x
 
 
 def _float32(x: numbers.Real) -> float:

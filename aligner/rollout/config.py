@@ -11,6 +11,8 @@ from aligner.rollout.tensorrt_llm_config import TensorRTLLMConfig
 from aligner.rollout.vllm_config import VLLMConfig
 from aligner.types import SamplingConfig
 
+PAGE_SIZE = 16  # tokens of a page of the key-value cache, where no kernel wants another
+
 
 class EngineKind(str, Enum):
     """Which engine samples."""
@@ -102,6 +104,17 @@ class RolloutConfig:
             raise ConfigError(f"{setting}: rollout.engine={self.engine.value} samples between training phases; allowed: megatron, or 0")
         if self.offload:
             raise ConfigError(f"{setting}: sampling and training need their weights at once; allowed: with rollout.offload=false, or 0")
+
+
+def check_cache(config: RolloutConfig, *, longest_prompt: int, context: int) -> None:
+    """Raise ConfigError where the built-in engine's key-value cache is stated and cannot hold the longest prompt with its response."""
+    length = min(longest_prompt + config.sampling.max_response_length, context) - 1  # the last token is never looked at
+    needed = -(-length // PAGE_SIZE) * PAGE_SIZE
+    if config.engine is EngineKind.megatron and 0 < config.kv_cache_tokens < needed:
+        raise ConfigError(
+            f"rollout.kv_cache_tokens={config.kv_cache_tokens}: the longest prompt has {longest_prompt} tokens and needs {needed} with its "
+            f"response (whole pages of {PAGE_SIZE}); allowed: 0 (as many as are needed), or at least {needed}"
+        )
 
 
 def check_splits(architecture: Architecture, *, tp: int, world_size: int) -> None:

@@ -33,7 +33,7 @@ from aligner.rollout.attention import (
     plan_prefill,
     prefill_attention,
 )
-from aligner.rollout.config import Kernels
+from aligner.rollout.config import PAGE_SIZE, Kernels
 from aligner.rollout.feed_forward import ACTIVATIONS, expand, mix, route
 from aligner.rollout.flash import flash_attention
 from aligner.rollout.graphs import CudaCapture, DecodeGraphs
@@ -50,9 +50,6 @@ class Shards:
     index: int = 0
     count: int = 1
     group: dist.ProcessGroup | None = None
-
-
-PAGE_SIZE = 16  # tokens, where no kernel wants another
 
 
 class Decoder:

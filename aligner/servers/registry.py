@@ -19,7 +19,7 @@ from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from aligner.errors import ServerError, ServerUnreachable
+from aligner.errors import ServerError, ServerUnreachable, describe_os_error
 from aligner.servers.processes import node_identity, start_ticks
 
 ATTEMPT = "ALIGNER_ATTEMPT"
@@ -249,12 +249,20 @@ class Publication:
         return self._failure
 
     def withdraw(self) -> None:
-        """Remove the registration unless another server has taken the name. Callable more than once."""
+        """Remove the registration unless another server has taken the name. Callable more than once.
+
+        Where it cannot be removed (a file system in trouble) that is said, and no error: the process may be leaving with one, which counts,
+        and a registration of a process that is gone is recognised as such.
+        """
         self._stop.set()
         self._thread.join(timeout=self._heartbeat_seconds + 5.0)
-        found = read_registration(self._path)
-        if found is not None and found[0].incarnation == self.registration.incarnation:
-            self._path.unlink(missing_ok=True)
+        try:
+            found = read_registration(self._path)
+            if found is not None and found[0].incarnation == self.registration.incarnation:
+                self._path.unlink(missing_ok=True)
+        except (OSError, ServerError) as error:
+            reason = describe_os_error(error, self._path) if isinstance(error, OSError) else error
+            print(f"warning: {self.registration.name} leaves its registration behind: {reason}", flush=True)
 
     def _write(self, registration: Registration) -> None:
         temporary = self._path.with_suffix(f".{registration.incarnation}.tmp")

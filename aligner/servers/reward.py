@@ -11,6 +11,7 @@ from torch import Tensor
 from aligner.servers.intake import Operation
 from aligner.servers.wire import REWARD_MODEL, RewardRequest, RewardTexts
 from aligner.types import TokenBatch
+from aligner.user_code import calling
 
 TextReward = Callable[[list[str], list[str], list[str | None]], Sequence[float]]  # prompts, responses, answers -> one reward each
 
@@ -54,8 +55,9 @@ class FunctionRewardService:
     then: the prompt is empty and the response is the whole text.
     """
 
-    def __init__(self, function: TextReward, *, decode: Callable[[list[int]], str] | None = None) -> None:
+    def __init__(self, function: TextReward, *, name: str = "", decode: Callable[[list[int]], str] | None = None) -> None:
         self._function = function
+        self._name = name or repr(function)
         self._decode = decode
 
     def check(self, request: RewardRequest) -> None:
@@ -66,7 +68,8 @@ class FunctionRewardService:
     def score(self, request: RewardRequest) -> Tensor:
         """Rewards float32 [B, 1]."""
         texts = request.texts or self._decoded(request.batch)
-        rewards = list(self._function(texts.prompts, texts.responses, texts.answers))
+        with calling(f"reward function {self._name}"):
+            rewards = list(self._function(texts.prompts, texts.responses, texts.answers))
         if len(rewards) != len(texts.responses):
             raise ValueError(f"the reward function returned {len(rewards)} rewards for {len(texts.responses)} responses")
         return torch.tensor(rewards, dtype=torch.float32)[:, None]

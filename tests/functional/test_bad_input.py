@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from preloaded import preloaded
 from training_jobs import ROOT, SAYS_77, Job, grpo_settings, launcher, ppo_settings, script, write_task
+
+from aligner.models.config import Architecture
+from aligner.models.families import architecture_to_hf, weight_names
+from aligner.models.families.mapping import EMBEDDING
 
 pytestmark = pytest.mark.timeout(300)
 GRPO, CRITIC, REWARD, SFT = "train_grpo.py", "serve_critic.py", "serve_reward_model.py", "train_sft.py"
@@ -41,6 +48,11 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "critic's context": (CRITIC, ["rollout.sampling.max_response_length=25"], ["=33: longer than the model's context of 32 tokens"]),
     "critic's model": (CRITIC, ["critic.model.path={}/nothing"], ["{}/nothing: no such directory"]),
     "no reward model": (REWARD, ["reward.function.function="], ["reward.model.path=''"]),
+    "a cache without room": (GRPO, ["rollout.kv_cache_tokens=3"], ["rollout.kv_cache_tokens=3: the longest prompt has", "at least 16"]),
+    "a Git LFS pointer": (GRPO, ["model.path={}/pointer", "model.seq_length=32"], ["{}/pointer/model.safetensors is a Git LFS pointer"]),
+    "a missing tensor": (GRPO, ["model.path={}/small", "model.seq_length=32"], ["{}/small: no tensor named model.layers.0."]),
+    "scaled in one of two places": (GRPO, ["model.path={}/yarn"], ['{}/yarn/config.json: rope_scaling.rope_type="yarn" is not supported']),
+    "a run directory below a file": (GRPO, ["run.directory={}/bad.jsonl/run"], ["{}/bad.jsonl exists and is not a directory"]),
     "sft data of another kind": (SFT, ["data.train={}/prompts.jsonl", "data.max_length=16"], ["prompts.jsonl:1"]),
 }
 
@@ -49,6 +61,14 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bad_input")
     write_task(folder)
+    plain = Architecture(num_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, ffn_hidden_size=64, vocab_size=18)
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    small = save({name: torch.zeros(17, 32) for name in weight_names(plain).find(EMBEDDING).hf_names})
+    yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    for name, weights, change in (("pointer", pointer, {}), ("small", small, {}), ("yarn", small, yarn)):
+        shutil.copytree(folder / "tokenizer", folder / name)
+        (folder / name / "config.json").write_text(json.dumps(architecture_to_hf(plain) | change))
+        (folder / name / "model.safetensors").write_bytes(weights)
     (folder / "bad.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="\n{"prompt": "3+3="}\n')
     return folder
 
@@ -72,7 +92,7 @@ def refusals(task: Path) -> dict[str, dict[str, object]]:
         removed = [setting.removeprefix("~") for setting in given if setting.startswith("~")]
         base = [setting for setting in good(task, name) if not any(setting.lstrip("+").startswith(key) for key in removed)]
         given = [setting for setting in given if not setting.startswith("~")]
-        jobs.append([name, [*base, *given, f"run.directory={task / f'run{index}'}"]])
+        jobs.append([name, [*base, f"run.directory={task / f'run{index}'}", *given]])
     (task / "jobs.json").write_text(json.dumps(jobs))
     command = [str(Path(__file__).parent / "refused_jobs.py"), str(task / "jobs.json"), str(task / "results.json")]
     code, output = preloaded().run(command, environment(), ROOT, timeout=250)

@@ -374,3 +374,19 @@ def test_a_main_component_that_stops_in_order_is_no_failure(tmp_path: Path) -> N
     assert "FAILED" not in output
     assert run.log("actor", 1).read_text() == f"local-{os.getpid()}.0\n"
     assert not run.lease.exists()
+
+
+def test_user_code_that_a_process_died_in_is_named(tmp_path: Path) -> None:
+    dies = f"""
+import os, pathlib, signal, sys
+sys.path.insert(0, {str(_ROOT)!r})
+from aligner import user_code
+health = pathlib.Path(os.environ["ALIGNER_LEASE"]).parent / "health"
+user_code.record_in(health / "actor.0.calls")
+with user_code.calling("reward function rewards.py:crashes"):
+    os.kill(os.getpid(), signal.SIGSEGV)
+"""
+    code, output, _ = _run(tmp_path, _main("actor", dies))
+    assert code == 128 + signal.SIGSEGV
+    said = "component actor, rank 0, was killed by SIGSEGV (exit code 139) while it called reward function rewards.py:crashes"
+    assert f"FAILED: {said}" in output

@@ -387,6 +387,22 @@ def test_a_file_of_another_recipe_is_refused(presets):
     assert str(caught.value).startswith("config=ppo_70b: this program is of grpo; allowed: grpo, grpo_70b, ")
 
 
+def test_a_full_disk_is_one_line_with_rank_and_file(conf, monkeypatch, capsys):
+    """No bug: exit code 1, as starting again may mend it."""
+    monkeypatch.setattr("aligner.config.conf_directory", lambda: conf)
+    monkeypatch.setenv("RANK", "3")
+
+    @entrypoint(Root, "train")
+    def main(config):
+        raise OSError(28, "No space left on device", "/run/metrics.jsonl")
+
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 1
+    said = "error: rank 3: the file system is full: /run/metrics.jsonl (ENOSPC: No space left on device)"
+    assert capsys.readouterr().err.strip() == said
+
+
 def test_bug_keeps_its_traceback(tmp_path, conf):
     program = tmp_path / "program.py"
     program.write_text(

@@ -23,6 +23,7 @@ from aligner.cluster.slurm.requests import StopRequests
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec
 from aligner.cluster.slurm.steps import Place, Step
 from aligner.errors import LaunchError
+from aligner.user_code import was_calling
 
 POLL_SECONDS = 0.25
 _SHOWN_LINES = 20
@@ -126,11 +127,11 @@ class Attempt:
         outcome = actor.outcome()
         ending = _ENDINGS.get(ExitCode(outcome.code), Ending.crashed) if outcome and outcome.code in set(ExitCode) else Ending.crashed
         if ending is Ending.crashed and self._requests.stop:
-            return Verdict(ending=Ending.stopped, reason=f"it had to stop; {actor.describe_end()}")
+            return Verdict(ending=Ending.stopped, reason=f"it had to stop; {self._describe_end(actor)}")
         if ending is Ending.stopped:
             return Verdict(ending=ending, reason="stopped in order, with a checkpoint")
         self._show(actor, outcome.rank if outcome else 0)
-        reason = (self._doomed[1] + "; " if self._doomed else "") + actor.describe_end()
+        reason = (self._doomed[1] + "; " if self._doomed else "") + self._describe_end(actor)
         if (outcome.code if outcome else actor.srun_code()) == ExitCode.done:
             reason += f"; where that was its own exit code, it ended {TOO_EARLY}"
         return Verdict(ending=ending, reason=reason)
@@ -190,17 +191,17 @@ class Attempt:
         self._place.sweep([step.name])
         self._show(step, outcome.rank if outcome else 0)
         if outcome is not None and outcome.code in (ExitCode.refused, ExitCode.halted):
-            return Verdict(ending=_ENDINGS[ExitCode(outcome.code)], reason=step.describe_end())
+            return Verdict(ending=_ENDINGS[ExitCode(outcome.code)], reason=self._describe_end(step))
         allowed = self._slurm.on_server_failure is OnFailure.restart and self.restarts < self._slurm.max_server_restarts
-        self._history.add("server_died", component=step.name, reason=step.describe_end(), restarted=allowed)
+        self._history.add("server_died", component=step.name, reason=self._describe_end(step), restarted=allowed)
         if allowed:
             self.restarts += 1
             self._place.run.service(step.name).unlink(missing_ok=True)
             self._restart_at[step.name] = time.monotonic() + self._slurm.restart_delay_seconds
-            self._say(f"{step.describe_end()}; starting it again ({self.restarts} of {self._slurm.max_server_restarts})")
+            self._say(f"{self._describe_end(step)}; starting it again ({self.restarts} of {self._slurm.max_server_restarts})")
             return None
-        self._say(f"{step.describe_end()}; {self._actor.name} may take {self._slurm.grace_seconds:g} s to notice and stop")
-        self._doomed = (time.monotonic() + self._slurm.grace_seconds, step.describe_end())
+        self._say(f"{self._describe_end(step)}; {self._actor.name} may take {self._slurm.grace_seconds:g} s to notice and stop")
+        self._doomed = (time.monotonic() + self._slurm.grace_seconds, self._describe_end(step))
         return None
 
     def _watch_for_the_end(self) -> Verdict | None:
@@ -213,10 +214,18 @@ class Attempt:
                 return Verdict(ending=Ending.done, reason=f"step {self._spec.max_steps} is reached; not every rank had left")
         return None
 
+    def _describe_end(self, step: Step) -> str:
+        """How it ended, with the user code that its ranks were in where all were killed: a crash in native code names nobody."""
+        called: set[str] = set()
+        if step.outcome() is None:
+            called = {was_calling(self._place.run.calls(step.name, rank)) for rank in range(step.component.num_ranks)} - {""}
+        return step.describe_end() + (f" while it called {'; '.join(sorted(called))}" if called else "")
+
     def _show(self, step: Step, rank: int) -> None:
         """The last lines of the rank that explains a step's end."""
         lines = self._place.last_lines(step.component, rank, _SHOWN_LINES)
-        self._say(f"{step.describe_end()}. Its last lines ({self._place.run.log(step.name, rank)}):" if lines else step.describe_end())
+        end = self._describe_end(step)
+        self._say(f"{end}. Its last lines ({self._place.run.log(step.name, rank)}):" if lines else end)
         for line in lines:
             self._say(f"  | {line}")
 

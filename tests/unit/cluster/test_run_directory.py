@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from aligner.cluster.run_directory import RunDirectory
-from aligner.errors import LaunchError
+from aligner.errors import ConfigError
 
 
 def test_create_makes_private_directories_and_keeps_what_is_there(tmp_path: Path) -> None:
@@ -38,11 +41,33 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
     path.chmod(0o777)
-    with pytest.raises(LaunchError, match=r"can be written by others \(mode 777\).*chmod 700"):
+    with pytest.raises(ConfigError, match=r"can be written by others \(mode 777\).*chmod 700"):
         RunDirectory(path).create()
 
 
 def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(LaunchError, match="is not a directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
+        RunDirectory(tmp_path / "run").create()
+
+
+def test_a_directory_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=f"run.directory={tmp_path}/file/a/b: {tmp_path}/file exists and is not a directory"):
+        RunDirectory(tmp_path / "file" / "a" / "b").create()
+
+
+@pytest.mark.parametrize(("number", "said"), [(errno.ENOSPC, "the file system is full"), (errno.EROFS, "mounted read-only")])
+def test_a_file_system_that_takes_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, said: str) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(ConfigError, match=f"run.directory={tmp_path}/run: {said if number == errno.ENOSPC else '.*' + said}"):
+        RunDirectory(tmp_path / "run").create()
+
+
+def test_a_disk_that_is_nearly_full_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=3, f_frsize=1 << 20))
+    with pytest.raises(ConfigError, match=r"run.directory=.*run: 3.0 MiB are free there, allowed: at least 16 MiB"):
         RunDirectory(tmp_path / "run").create()

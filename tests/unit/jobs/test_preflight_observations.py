@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from aligner.errors import CheckpointError, ConfigError, DataError, LaunchError, ServerError
+from aligner.errors import CheckpointError, ConfigError, DataError, ServerError
 from aligner.jobs.preflight import filesystem, ports, samples, sizing, tokenizers, versions, weights
 from aligner.jobs.preflight.devices import host_bytes
 from aligner.jobs.preflight.items import Level
@@ -49,13 +49,13 @@ def test_the_run_directory(run, tmp_path):
 def test_a_run_directory_that_others_may_write_to(run, tmp_path):
     (tmp_path / "run").mkdir(mode=0o777)
     (tmp_path / "run").chmod(0o777)
-    with pytest.raises(LaunchError, match="can be written by others"):
+    with pytest.raises(ConfigError, match="can be written by others"):
         run(filesystem.FILESYSTEM)
 
 
 def test_a_run_directory_that_is_a_file(run, tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(LaunchError, match="exists and is not a directory"):
+    with pytest.raises(ConfigError, match="exists and is not a directory"):
         run(filesystem.FILESYSTEM)
 
 

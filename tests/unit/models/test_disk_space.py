@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, ConfigError
 from aligner.losses.sft import sft_loss
 from aligner.models import checkpoint, checkpoint_size, disk_space
 from aligner.models.config import Dtype
@@ -75,6 +75,13 @@ def test_the_start_warns_where_too_few_fit(trained, tmp_path, monkeypatch):
     assert warning.startswith(f"warning: {folder}: a checkpoint takes about ")
     assert warning.endswith("room for 2, the run wants 3 at a time (checkpoint.keep=2)")
     assert checkpoint_size.shortage(model, folder, keep=0) == ""  # keeps all: there is room for two
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_refused_at_the_start(trained, tmp_path, monkeypatch):
+    model = trained()
+    free(monkeypatch, checkpoint_size.estimated_bytes(model) // 2)
+    with pytest.raises(ConfigError, match=rf"run.directory: {tmp_path}: a checkpoint takes about .* free: not even one fits"):
+        checkpoint_size.shortage(model, tmp_path, keep=1)
 
 
 def test_what_is_said_of_an_error_that_hides_the_systems(tmp_path):

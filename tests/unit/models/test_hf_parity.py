@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from aligner.errors import CheckpointError, ConfigError
+from aligner.cluster.exit_codes import exit_code_of
+from aligner.errors import CheckpointError, ConfigError, ModelFilesError
 from aligner.models.families import architecture_from_hf
 
 MODELS = ["llama", "llama_tied_llama3_rope", "llama_multi_head", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied"]
@@ -187,6 +189,50 @@ def test_wrong_shape_is_named(name, hf_directory, load_policy, tmp_path):
     broken = _changed(hf_directory("llama"), tmp_path, lambda t: t.update({name: torch.zeros(WRONG_SHAPES[name])}))
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         load_policy(broken)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "cut short, or still being copied"),
+        (lambda file: file.write_bytes(b""), r"\(0 bytes\) does not begin like a safetensors file"),
+        (lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"), "is a Git LFS pointer"),
+        (lambda file: file.unlink(), "only safetensors weights are read"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(damage, message, hf_directory, load_policy, tmp_path):
+    shutil.copytree(hf_directory("llama"), tmp_path, dirs_exist_ok=True)
+    damage(tmp_path / "model.safetensors")
+    with pytest.raises(ModelFilesError, match=f"{tmp_path}.*{message}") as caught:
+        load_policy(tmp_path)
+    assert exit_code_of(caught.value) == 2
+
+
+def test_quantized_weights_are_refused(hf_directory, load_policy, tmp_path):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    broken = _changed(hf_directory("llama"), tmp_path, lambda t: t.update({name: t[name].to(torch.int8)}))
+    with pytest.raises(ModelFilesError, match=rf"{name} is I8 \(1 such\): not read; allowed: F64, F32, F16, BF16"):
+        load_policy(broken)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "no JSON"), ("[]", "a JSON list"), ("version https://git-lfs.git", "Git LFS pointer")])
+def test_a_damaged_config_is_refused_by_name(text, message, hf_directory, load_policy, tmp_path):
+    shutil.copytree(hf_directory("llama"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelFilesError, match=f"{tmp_path / 'config.json'} .*{message}"):
+        load_policy(tmp_path)
+
+
+def test_an_export_to_a_full_disk_names_rank_and_file(hf_directory, load_policy, tmp_path, monkeypatch):
+    from aligner.models import weights
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    policy = load_policy(hf_directory("llama"))
+    monkeypatch.setattr(weights, "save_file", full)
+    with pytest.raises(CheckpointError, match=rf"rank 0: {tmp_path}/part-0.safetensors: .*No space left on device.* free there"):
+        weights.save_hf(policy.chunks, tmp_path, writer=True)
 
 
 def test_a_directory_without_safetensors(hf_directory, load_policy, tmp_path):

@@ -1,9 +1,13 @@
 import asyncio
 import re
+import signal
 import subprocess
 import sys
 import threading
+from fractions import Fraction
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +15,7 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.rewards.config import RewardFunctionConfig
 from aligner.rewards.local import FunctionReward, RewardError, function_reward
 from aligner.types import FinishReason, Prompt, Rollout
+from aligner.user_code import was_calling
 
 END = 0
 
@@ -165,7 +170,6 @@ def test_a_hanging_function_does_not_keep_the_process_alive():
     [
         (None, "None (NoneType)"),
         ("1.0", "'1.0' (str)"),
-        (torch.tensor(1.0), "tensor(1.) (Tensor)"),
     ],
 )
 def test_what_is_not_a_number(bad, shown):
@@ -179,12 +183,68 @@ def test_numbers_that_float32_does_not_hold_are_infinite_or_nan():
     model.close()
 
 
+@pytest.mark.parametrize(
+    "result",
+    [
+        np.array([1, 0, 0.5], dtype=np.float32),
+        np.array([1, 0, 0.5], dtype=np.float64),
+        torch.tensor([1, 0, 0.5]),
+        torch.tensor([1, 0, 0.5], dtype=torch.bfloat16, requires_grad=True),
+        (np.float32(1), np.int64(0), np.float16(0.5)),
+        [torch.tensor(1.0), torch.tensor(False), torch.tensor([0.5])],
+        [np.bool_(True), False, np.array([[0.5]])],
+        [True, 0, Fraction(1, 2)],
+    ],
+    ids=lambda result: f"{type(result).__name__} {getattr(result, 'dtype', '')}",
+)
+def test_values_of_numpy_and_tensors_are_numbers(result):
+    model = FunctionReward(lambda *_: result, decode, 20.0)
+    assert model.score(ROLLOUTS).result(30).rewards.tolist() == [1.0, 0.0, 0.5]
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (torch.zeros(2), "returned 2 numbers for 3 responses"),
+        (np.float32(1.0), "returned a float, expected a list of 3 numbers"),
+        (np.zeros((3, 2)), "returned [0.0, 0.0] (list), expected a number"),
+        (np.array(["a", "b", "c"]), "returned 'a' (str), expected a number"),
+        ([1.0, torch.zeros(2), 1.0], "returned tensor([0., 0.]) (Tensor), expected a number"),
+        ([1.0, np.array([]), 1.0], "expected a number"),
+        ([1.0, 1 + 1j, 1.0], "(complex), expected a number"),
+    ],
+)
+def test_arrays_that_are_not_one_number_for_each(result, said):
+    assert said in failure(lambda *_: result)
+
+
+def test_a_process_that_dies_says_in_which_function(tmp_path):
+    """The record outlives the process; it is empty again once the function has returned."""
+    path = tmp_path / "calls"
+    code = (
+        "import ctypes, sys, pathlib\n"
+        "from aligner import user_code\n"
+        "from aligner.rewards.local import FunctionReward\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_function_reward import ROLLOUTS, decode\n"
+        f"path = pathlib.Path({str(path)!r})\n"
+        "user_code.record_in(path)\n"
+        "FunctionReward(lambda *_: [1.0] * 3, decode, 20.0, name='good.py:fine').score(ROLLOUTS).result()\n"
+        "assert user_code.was_calling(path) == ''\n"
+        "FunctionReward(lambda *_: ctypes.string_at(0), decode, 20.0, name='bad.py:crashes').score(ROLLOUTS).result()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == -signal.SIGSEGV
+    assert was_calling(path) == "reward function bad.py:crashes"
+    assert was_calling(tmp_path / "nothing") == ""
+
+
 @pytest.mark.parametrize("result", [[], [1.0, 2.0], [0.0] * 4])
 def test_wrong_count(result):
     assert f"returned {len(result)} numbers for 3 responses, from sample 0 of 3 (prompt train.jsonl:1" in failure(lambda *_: result)
 
 
-@pytest.mark.parametrize(("result", "kind"), [(None, "NoneType"), (1.0, "float"), ({1: 2}, "dict"), (torch.zeros(3), "Tensor")])
+@pytest.mark.parametrize(("result", "kind"), [(None, "NoneType"), (1.0, "float"), ({1: 2}, "dict"), ("abc", "str")])
 def test_not_a_list(result, kind):
     assert f"returned a {kind}, expected a list of 3 numbers" in failure(lambda *_: result)
 

@@ -44,6 +44,23 @@ def test_a_published_service_is_found_and_withdrawn(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_registration_that_cannot_be_removed_hides_no_error(tmp_path: Path, monkeypatch, capsys) -> None:
+    """A disk that is full or read-only at the end of a run whose own error says why it ends."""
+
+    def refuse(path: Path, **_: object) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    with pytest.raises(RuntimeError, match="the first error"), monkeypatch.context() as patch:
+        with Publication(tmp_path, registration(), heartbeat_seconds=0.05):
+            patch.setattr(Path, "unlink", refuse)
+            raise RuntimeError("the first error")
+    assert "warning: critic leaves its registration behind: the file system is mounted read-only" in capsys.readouterr().out
+    damaged = Publication(tmp_path / "other", registration(), heartbeat_seconds=60.0)
+    registration_path(tmp_path / "other", "critic").write_text("")
+    damaged.withdraw()
+    assert "is not a registration of this version" in capsys.readouterr().out
+
+
 def test_the_heartbeat_touches_the_file_and_notices_a_removal(tmp_path: Path) -> None:
     publication = Publication(tmp_path, registration(), heartbeat_seconds=0.02)
     path = registration_path(tmp_path, "critic")
