@@ -28,14 +28,20 @@ def session(topology, tmp_path: Path) -> Session:
     return Session(topology=topology, directory=RunDirectory(tmp_path / "run").create(), config_yaml="run: {}\n")
 
 
+def stepped(model):
+    """With an optimizer that has moments, as after any number of steps."""
+    model.optimizer.step()
+    return model
+
+
 @pytest.fixture
 def model(make_model):
-    return make_model("policy", optimizer=OptimizerConfig()).model
+    return stepped(make_model("policy", optimizer=OptimizerConfig()).model)
 
 
 @pytest.fixture
 def value_model(make_model):
-    return make_model("value", optimizer=OptimizerConfig()).model
+    return stepped(make_model("value", optimizer=OptimizerConfig()).model)
 
 
 def keeper(session: Session, model, critic=None, **config) -> RunCheckpointer:
