@@ -62,6 +62,10 @@ class ModelFilesError(CheckpointError, ConfigError):
     """The files of the model that a setting names are damaged, incomplete or not what their config.json says."""
 
 
+class WrongContents(CheckpointError):
+    """The files of a checkpoint are whole, and the tensors in them are not those that were in memory when it was saved."""
+
+
 class EngineError(AlignerError):
     """A rollout engine cannot generate what was asked for."""
 

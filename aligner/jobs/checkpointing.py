@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.cluster.run_directory import CRITIC, POLICY
-from aligner.errors import CheckpointError, ConfigError
+from aligner.errors import CheckpointError, ConfigError, WrongContents
 from aligner.jobs.pairs import find_pair
 from aligner.jobs.session import Session
 from aligner.models import checkpoint
@@ -77,7 +77,7 @@ class RunCheckpointer:
         step = find_pair(self._session, self._folders, verify=self._config.verify and falls_back).policy
         if not step:
             return 0, {}
-        state = checkpoint.load(self._model, files.step_directory(own, step), verify=self._config.verify and not falls_back)
+        state = _load(self._model, files.step_directory(own, step), verify=self._config.verify, falls_back=falls_back)
         from_rank_0(lambda: _continue_from(own, step))
         self._published = step
         return step, state
@@ -245,8 +245,21 @@ def load_critic(
     if pair.critic:
         path = files.step_directory(folder, pair.critic)
         ledger.load_state(from_rank_0(lambda: _saved_ledger(path)), checkpoint_step=pair.critic)
-        checkpoint.load(model, path, verify=config.verify and not falls_back)
+        _load(model, path, verify=config.verify, falls_back=falls_back)
     return ledger
+
+
+def _load(model: TrainableModel, path: Path, *, verify: bool, falls_back: bool) -> dict[str, Any]:
+    """`checkpoint.load`. What proves wrong only in memory is set aside where the run `falls_back`, and was verified before this then: the
+    component ends, since its partner has the other part, and the next start of both finds the pair before."""
+    try:
+        return checkpoint.load(model, path, verify=verify and not falls_back)
+    except WrongContents as error:
+        if not falls_back:
+            raise
+        from_rank_0(lambda: files.set_aside(path))
+        again = f"it is set aside as {files.DAMAGED}{path.name}; start again to go on from the newest that is intact"
+        raise CheckpointError(f"{error}; {again} (run.damaged_checkpoint=fall_back)") from error
 
 
 def warn_of_shortage(session: Session, model: TrainableModel, folder: Path, config: CheckpointConfig) -> None:

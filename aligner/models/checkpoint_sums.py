@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.errors import CheckpointError
+from aligner.errors import WrongContents
 from aligner.models import checkpoint_files as files
 from aligner.parallel.collectives import gather_objects
 from aligner.parallel.mcore import ShardedTensor, dist_checkpointing, sharded_leaves
@@ -91,10 +91,10 @@ def read(directory: Path) -> dict[str, Sum]:
 
 
 def compare(wanted: Mapping[str, Sum], found: Found, what: str) -> None:
-    """Raise CheckpointError where a tensor is not what was saved, in any copy of it. Types that were converted cannot be compared."""
+    """Raise WrongContents where a tensor is not what was saved, in any copy of it. Types that were converted cannot be compared."""
     wrong = [key for key, copies in found.items() if key in wanted and not _is(copies, wanted[key])]
     if wrong:
-        raise CheckpointError(
+        raise WrongContents(
             f"{what}: {len(wrong)} of {len(found)} tensors are not those that were in memory when they were saved ({SUMS}): "
             f"{', '.join(sorted(wrong)[:3])}{', ...' if len(wrong) > 3 else ''}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -199,3 +200,26 @@ def test_actor_and_critic_fall_back_alike(session, policy, critic, part, first):
     assert starts[first]() == 4
     assert [start() for start in starts.values()] == [4, 4]
     assert (session.directory.checkpoints / part / "damaged_step_000006").is_dir()
+
+
+@pytest.mark.parametrize("damaged", list(DamagedCheckpoint))
+def test_tensors_that_were_written_wrongly_are_set_aside_for_the_next_start(damaged, session, policy, monkeypatch):
+    """Every file has its SHA-256; only in memory it shows that the tensors of step 2 are others."""
+    from aligner.models import checkpoint_sums
+
+    Steps(policy, bad=0).step(1, Clock())
+    run = keeper(session, policy.model)
+    run.save(1, {"at": 1}, {})
+    real = checkpoint_sums.saved
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_sums, "saved", lambda found: {key: replace(one, sum="0" * 16) for key, one in real(found).items()})
+        run.save(2, {"at": 2}, {})
+    again = keeper(session, policy.model, damaged=damaged)
+    with pytest.raises(CheckpointError, match=r"not those that were in memory") as raised:
+        again.load()
+    if damaged is DamagedCheckpoint.stop:
+        assert steps(session) == [1, 2] and "set aside" not in str(raised.value)
+        return
+    assert "it is set aside as damaged_step_000002; start again" in str(raised.value)
+    assert steps(session) == [1] and (session.directory.checkpoints / POLICY / "damaged_step_000002").is_dir()
+    assert keeper(session, policy.model).load() == (1, {"at": 1})
