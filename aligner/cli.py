@@ -1,4 +1,4 @@
-"""The `aligner` command: `plan`, `preflight`, `gap`, `data`, `report`, `convert`, `launch`."""
+"""The `aligner` command: `plan`, `preflight`, `gap`, `data`, `report`, `diagnose`, `convert`, `launch`."""
 
 from __future__ import annotations
 
@@ -60,10 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     preflight.set_defaults(run=_preflight)
     _add_gap(commands)
     _add_data(commands)
-    report = commands.add_parser("report", help="what a run did: its summary, and curves and samples before and after as one HTML file")
-    report.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="run.directory of the run, which may be under way")
-    report.add_argument("--output", type=Path, metavar="FILE", help="the HTML file (default: RUN_DIRECTORY/report.html)")
-    report.set_defaults(run=_report)
+    _add_looks(commands)
     convert = commands.add_parser("convert", help="convert a model between Hugging Face and Megatron-Core checkpoints")
     source = convert.add_mutually_exclusive_group(required=True)
     source.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face directory to read")
@@ -91,6 +88,20 @@ def _parser() -> argparse.ArgumentParser:
     slurm.add_argument("--output", type=Path, metavar="FILE", help="write the script to FILE instead of submitting it")
     slurm.set_defaults(run=_launch_slurm)
     return parser
+
+
+def _add_looks(commands: argparse._SubParsersAction) -> None:
+    """What is told of a run that has begun."""
+    report = commands.add_parser("report", help="what a run did: its summary, and curves and samples before and after as one HTML file")
+    report.add_argument("--output", type=Path, metavar="FILE", help="the HTML file (default: RUN_DIRECTORY/report.html)")
+    report.set_defaults(run=_report)
+    diagnose = commands.add_parser(
+        "diagnose", help="what went wrong in a run without an error: evidence, likely cause, remedy; exit code 1 with findings"
+    )
+    diagnose.add_argument("--json", action="store_true", help="print everything as JSON")
+    diagnose.set_defaults(run=_diagnose)
+    for command in (report, diagnose):
+        command.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="run.directory of the run, which may be under way")
 
 
 def _add_gap(commands: argparse._SubParsersAction) -> None:
@@ -174,6 +185,12 @@ def _report(arguments: argparse.Namespace) -> int:
     from aligner.jobs.report import report
 
     return report(arguments.directory, arguments.output)
+
+
+def _diagnose(arguments: argparse.Namespace) -> int:
+    from aligner.jobs.report import diagnose
+
+    return diagnose(arguments.directory, as_json=arguments.json)
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.episodes import episode_metrics, readable
+from aligner.algorithms.response_health import health_metrics
 from aligner.errors import AlignerError, EngineError, RunHalted
 from aligner.models.guard import NonFiniteReward
 from aligner.parallel.collectives import gather_objects
@@ -230,6 +231,7 @@ def response_metrics(collected: ScoredRollouts, seconds: float) -> dict[str, flo
         "rollout/seconds_imbalance": _imbalance([share.seconds for share in collected.shares]),
         **_age_metrics(collected.ages),
         **episode_metrics(collected.rollouts),
+        **health_metrics(collected),
     } | {f"reward/{name}": part[collected.valid].double().mean().item() for name, part in collected.parts.items()}
 
 

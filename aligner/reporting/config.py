@@ -32,6 +32,7 @@ class LoggingConfig:
     progress: Progress = Progress.auto
     num_table_rows: int = 4
     max_cell_chars: int = 240
+    diagnose: bool = True  # say where the metrics show a failure that ends no run (docs/diagnosis.md)
 
     def __post_init__(self) -> None:
         if not isinstance(self.progress, Progress):

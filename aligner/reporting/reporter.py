@@ -16,8 +16,10 @@ from typing import Any, Protocol, TextIO
 
 from aligner.errors import describe_os_error
 from aligner.reporting.config import LoggingConfig
+from aligner.reporting.diagnosis import Watch, metrics_of
+from aligner.reporting.diagnosis_rules import RULES
 from aligner.reporting.formats import Column
-from aligner.reporting.jsonl import MetricsFile
+from aligner.reporting.jsonl import MetricsFile, read_metrics
 from aligner.reporting.loggers import open_loggers
 from aligner.reporting.progress import open_view
 from aligner.reporting.rollout_table import SampleRow, write_rows
@@ -65,6 +67,8 @@ class Reporter:
             directory.mkdir(parents=True, exist_ok=True)
         self._metrics_path = run_directory.metrics
         self._file = MetricsFile(run_directory.metrics, resumed_step=start_step)
+        self._watch = Watch(RULES if config.diagnose else ())
+        self._watch.follow(read_metrics(run_directory.metrics))
         self._warnings: list[str] = []
         self._loggers = open_loggers(
             config,
@@ -94,15 +98,20 @@ class Reporter:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step (numbers; names are area/quantity; `time/<phase>` in seconds).
 
-        A file system in trouble costs the line and a warning, not the run.
+        What the rules of `diagnosis_rules` find is recorded with them, as `diagnosis/<rule>` 1, and said where it is new. A file system in
+        trouble costs the line and a warning, not the run.
 
         Raises:
             ValueError: `step` lies before the last one.
         """
+        findings = self._watch.step(step, metrics)
+        metrics = {**metrics, **metrics_of(findings)}
         self._write(lambda: self._file.write(step, metrics), f"the metrics of step {step}", self._metrics_path)
         for logger in self._loggers:
             logger.log(step, metrics)
         self._view.step(step, metrics)
+        for text in self._watch.to_say(findings):
+            self.note(text)
         self._show_warnings()
 
     def table(self, step: int, rows: Sequence[SampleRow]) -> None:

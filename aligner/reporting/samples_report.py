@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from aligner.reporting.diagnosis import Diagnosis, diagnose
+from aligner.reporting.diagnosis_rules import RULES
 from aligner.reporting.formats import number, seconds
 from aligner.reporting.jsonl import StepMetrics, read_metrics
 from aligner.reporting.rollout_table import cell, read_rows
@@ -82,7 +84,8 @@ def render(name: str, records: Sequence[StepMetrics], before: Samples | None, af
     charts = "".join(_figure(title, names, form, records) for title, names, form in _CHARTS)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_shown(name)}</title><style>{_STYLE}</style></head>\n'
-        f"<body><h1>{_shown(name)}</h1>\n<p>{_heading(records)}</p>\n{charts}\n{_table(before, after)}</body></html>\n"
+        f"<body><h1>{_shown(name)}</h1>\n<p>{_heading(records)}</p>\n{charts}\n{_findings(diagnose(records, RULES))}"
+        f"{_table(before, after)}</body></html>\n"
     )
 
 
@@ -139,6 +142,15 @@ def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     cuts = [i * len(points) // size for i in range(size + 1)]
     stretches = [points[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
     return [(stretch[0][0], sum(value for _, value in stretch) / len(stretch)) for stretch in stretches]
+
+
+def _findings(diagnosis: Diagnosis) -> str:
+    if not diagnosis.findings:
+        return f"<h2>Diagnosis</h2>\n<p>{diagnosis.text().splitlines()[0]}</p>\n"
+    heads = "".join(f"<th>{text}</th>" for text in ("finding", "steps", "evidence", "likely cause", "remedy"))
+    rows = [(found.rule.title, diagnosis.when(found), found.evidence, found.rule.cause, found.rule.remedy) for found in diagnosis.findings]
+    cells = "\n".join("<tr>" + "".join(f"<td>{_shown(text)}</td>" for text in row) + "</tr>" for row in rows)
+    return f"<h2>Diagnosis</h2>\n<table><tr>{heads}</tr>\n{cells}\n</table>\n"
 
 
 def _pairs(before: Samples, after: Samples) -> list[tuple[str, SampleRow | None, SampleRow | None]]:

@@ -247,6 +247,10 @@ def test_response_metrics_and_samples(fakes, prompts) -> None:
         "rollout/tokens_per_second": 2.0,  # 4 tokens in 2 s
         "rollout/tokens_imbalance": 1.5,  # 3 over a mean of 2
         "rollout/seconds_imbalance": 1.6,  # 2 s over a mean of 1.25 s
+        "rollout/entropy": 1.0,  # minus the fakes' log-prob of every token
+        "rollout/empty_fraction": 0.5,
+        "rollout/reward_truncated": 1.0,
+        "rollout/reward_empty": 4.0,
     }
     (row,) = sample_rows(collected, str, count=1)
     assert (row.prompt, row.response, row.reward, row.finish_reason) == ("p0", "(7, 7, 7)", 1.0, FinishReason.length)
