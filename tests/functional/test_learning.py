@@ -21,6 +21,9 @@ from training_jobs import ROOT, launcher, run_job
 
 from aligner.losses.advantages import Estimator
 from aligner.losses.surrogates import Objective
+from aligner.reporting.diagnosis import diagnose
+from aligner.reporting.diagnosis_rules import RULES
+from aligner.reporting.jsonl import read_metrics
 
 pytestmark = pytest.mark.timeout(600)
 # Less of everything: a start from fewer steps, and steps of a higher learning rate.
@@ -54,6 +57,8 @@ def test_a_short_case_learns(learning: ModuleType, tmp_path: Path) -> None:
     assert row["passed"] and row["rollouts"] == 128 * STEPS
     assert row["train_after"] > row["train_before"] + 0.1 and 0.05 < row["kl"] < 1, row
     assert "| reinforce |" in (tmp_path / "out" / "learning.md").read_text()
+    diagnosis = diagnose(read_metrics(tmp_path / "out" / "reinforce" / "metrics.jsonl"), RULES)
+    assert diagnosis.num_steps == STEPS and not diagnosis.findings, diagnosis.text()
 
 
 def test_there_is_a_case_for_every_estimator_and_objective(learning: ModuleType) -> None:
