@@ -4,7 +4,7 @@
 
 Both sides train one policy on the same batch; which of a pair comes first changes. The ratio is the median over the pairs, of CPU time
 where there is no GPU. What is left of it is mostly scatter, so the check alone is timed too and put beside the step: that is the figure to
-trust.
+trust. So are the sums over a checkpoint's tensors, beside the saving of it that they belong to.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def measure(name: str, rows: int, length: int, pairs: int) -> dict[str, float]:
     """Medians over the pairs: seconds of a step with and without the check, their ratio; and of the check alone."""
     from aligner.jobs.session import session
     from aligner.losses.sft import sft_loss
-    from aligner.models import create, finite
+    from aligner.models import checkpoint, checkpoint_optimizer, checkpoint_sums, create, finite
     from aligner.models.config import ModelConfig
     from aligner.models.optimizer import OptimizerConfig
     from aligner.schemas import RunConfig, TrainSFT
@@ -75,11 +75,21 @@ def measure(name: str, rows: int, length: int, pairs: int) -> dict[str, float]:
                 if found := finite.spoilt_parameters(trained.runners, trained.guard.max_weight):
                     raise RuntimeError(found)
 
+            def sums() -> None:
+                weights = checkpoint.sharded_state(trained.chunks)
+                optimizer = checkpoint_optimizer.sharded_state(trained.optimizer, weights)
+                checkpoint_sums.find([weights, optimizer], vocabulary=architecture.vocab_size)
+
+            def save() -> None:
+                checkpoint.save(Path(folder) / "saved", trained, checkpoint.SaveRequest(step=1, state={}))
+
             alone = min(seconds(check) for _ in range(CHECKS))
+            summed, saved = (min(seconds(action) for _ in range(3)) for action in (sums, save))
             parameters = sum(p.numel() for p in trained.module.parameters())
     with_check, without = (statistics.median(measured[checked]) for checked in (True, False))
     ratio = statistics.median(a / b for a, b in zip(measured[True], measured[False], strict=True))
-    return {"parameters": parameters, "with": with_check, "without": without, "ratio": ratio, "check": alone, "share": alone / without}
+    found = {"parameters": parameters, "with": with_check, "without": without, "ratio": ratio, "check": alone, "share": alone / without}
+    return found | {"sums": summed, "save": saved}
 
 
 def main() -> int:
@@ -96,6 +106,8 @@ def main() -> int:
     seen = f"with the check {found['with']:.4f} s, without {found['without']:.4f} s: {found['ratio']:.4f}x"
     print(f"  {seen} (median of {chosen.pairs} pairs)")
     print(f"  the check alone {found['check'] * 1e3:.3f} ms: {found['share']:.3%} of a step")
+    of_save = f"{found['sums'] / found['save']:.1%} of the CPU time of saving it"
+    print(f"  the sums of a checkpoint {found['sums'] * 1e3:.1f} ms: {of_save}, {found['sums'] / found['without'] / 100:.3%} of 100 steps")
     chosen.output.mkdir(parents=True, exist_ok=True)
     path = chosen.output / time.strftime("checks-%Y%m%d-%H%M%S.json")
     path.write_text(json.dumps({"size": chosen.size, "rows": chosen.rows, "length": chosen.length, **found}, indent=2) + "\n")
