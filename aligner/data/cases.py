@@ -7,7 +7,17 @@ from typing import Any
 
 from aligner.data.config import ConstitutionDataConfig
 from aligner.data.encoding import PromptStyle, encode_prompt
-from aligner.data.records import ASSISTANT_MARK, Conversation, Message, field_text, parse_preference, parse_prompt, raw_object, shown
+from aligner.data.records import (
+    ASSISTANT_MARK,
+    Conversation,
+    Message,
+    field_text,
+    parse_preference,
+    parse_prompt,
+    raw_object,
+    shown,
+    the_one,
+)
 from aligner.data.report import LoadReport, Tally, TooLong
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.tokenizer import Tokenizer
@@ -65,13 +75,13 @@ def load_cases(
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> Case:
-        said, pair = _pair(raw) if given else (parse_prompt(raw, config.prompt_field, config.answer_field).prompt, None)
+        said, pair = _pair(raw) if given else (parse_prompt(raw, config.prompt_field, "").prompt, None)
         case = case_of(raw, said, tokenizer, style, pair=pair)
         if len(case.prompt.tokens) > config.max_prompt_length:
             raise TooLong
         return case
 
-    cases = tally.convert(((raw.source, raw) for raw in read_records(location, first)), convert)
+    cases = tally.convert(read_records(location, first), convert)
     return cases, tally.finish()
 
 
@@ -93,7 +103,7 @@ def case_of(
 
 def _pair(raw: RawRecord) -> tuple[str | Conversation, tuple[str, str]]:
     record: dict[str, Any] = raw_object(raw)
-    if "responses" not in record:
+    if the_one(record, ("responses", "chosen", "chosen_response"), "{prompt, responses}, or the records of preferences") != "responses":
         found = parse_preference(raw)
         return found.prompt, (found.chosen.strip(), found.rejected.strip())
     responses = record["responses"]
@@ -102,4 +112,4 @@ def _pair(raw: RawRecord) -> tuple[str | Conversation, tuple[str, str]]:
     texts = [field_text({f"responses[{number}]": text}, f"responses[{number}]").strip() for number, text in enumerate(responses)]
     if empty := [number for number, text in enumerate(texts) if not text]:
         raise DataError(f"field 'responses[{empty[0]}]' is {shown(responses[empty[0]])}, expected a response: there is only white space")
-    return parse_prompt(raw).prompt, (texts[0], texts[1])
+    return parse_prompt(raw, answer_field="").prompt, (texts[0], texts[1])

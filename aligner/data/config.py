@@ -55,7 +55,7 @@ class PromptDataConfig:
     validation: str = ""
     num_validation_prompts: int = 128  # the first so many usable ones
     max_prompt_length: int = 512
-    prompt_field: str = ""  # name of the field with the prompt; empty: `prompt`, `messages` or `text`, the first that is there
+    prompt_field: str = ""  # name of the field with the prompt; empty: `prompt`, `messages`, `text` or `instruction`, whichever is there
     answer_field: str = "answer"
     apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
     add_bos: bool = True  # for plain text, where the tokenizer has one; a chat template brings its own
@@ -88,7 +88,7 @@ class _ExampleDataConfig:
 class SFTDataConfig(_ExampleDataConfig):
     """Prompts with responses; `max_length` counts prompt, response and end token."""
 
-    prompt_field: str = ""  # with response_field: their names; both empty: `messages`, `prompt`/`response` or `input`/`output`
+    prompt_field: str = ""  # with response_field: their names; empty: messages, prompt/response, input/output or instruction/input/output
     response_field: str = ""
     learn: Learn = Learn.responses
     apply_chat_template: bool = False

@@ -55,7 +55,7 @@ def load_demonstrations(
         prompt = Prompt(id=raw.index, tokens=fitted.tokens[:start], source=raw.source, text=text)
         return Demonstration(prompt=prompt, response=fitted.tokens[start:])
 
-    found = tally.convert(((raw.source, raw) for raw in read_records(location, first)), convert)
+    found = tally.convert(read_records(location, first), convert)
     return found, tally.finish()
 
 

@@ -50,15 +50,15 @@ def load_distillation(
     if (Path(location) / MANIFEST).exists():
         files = TeacherFiles(Path(location))
         files.check_tokenizer(tokenizer.digest)
-        rows = range(len(files) if first is None else min(first, len(files)))
-        chosen = tally.convert(((f"{location}:{row}", row) for row in rows), lambda row: fit.row(files, row))
+        rows = (RawRecord(file=location, line=row, index=row) for row in range(len(files) if first is None else min(first, len(files))))
+        chosen = tally.convert(rows, lambda row: fit.row(files, row.index))
         return Selected(files, chosen, config.max_length), tally.finish()
 
     def convert(raw: RawRecord) -> DistilledExample:
         example = parse_distilled(raw, tokenizer.max_token_id)
         return fit.example(example)
 
-    examples = tally.convert(((raw.source, raw) for raw in read_records(location, first)), convert)
+    examples = tally.convert(read_records(location, first), convert)
     widths = {example.teacher_tokens.shape[1] for example in examples}
     if len(widths) > 1:
         raise DataError(f"{location}: the records name {shown(sorted(widths))} tokens per position, expected the same number in all")

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from aligner.data.records import field_text, raw_object, shown, text_of
+from aligner.data.records import field_text, raw_object, refuse_two, shown, supervised_readings, text_of
 from aligner.data.sources import RawRecord
 from aligner.errors import DataError
 
 SYSTEM_START, TURN_START, LABEL_START = "<extra_id_0>", "<extra_id_1>", "<extra_id_2>"
-VALUE_TO_TEXT = "VALUE_TO_TEXT"
+VALUE_TO_TEXT, TEXT_TO_VALUE = "VALUE_TO_TEXT", "TEXT_TO_VALUE"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +57,16 @@ def is_labelled(raw: RawRecord) -> bool:
     return isinstance(raw.value, dict) and "conversations" in raw.value
 
 
-def parse_labelled(raw: RawRecord) -> LabelledRecord:
-    """`{system?, conversations: [{from, value, label?}], mask?, type?}`; without a `type` labels are left out."""
+def parse_labelled(raw: RawRecord, *, judged: bool = False) -> LabelledRecord:
+    """`{system?, conversations: [{from, value, label?}], mask?, type?}`; without a `type` labels are left out.
+
+    `judged`: the labels are to be learnt, not the text: they are read without a `type`, and with `TEXT_TO_VALUE`.
+    """
     record = raw_object(raw)
+    refuse_two(["conversations", *supervised_readings(record)])
     kind = record.get("type")
+    if judged and kind in (None, TEXT_TO_VALUE):
+        kind = VALUE_TO_TEXT
     if kind not in (None, VALUE_TO_TEXT):
         raise DataError(
             f"field 'type' is {shown(kind)}, allowed: {VALUE_TO_TEXT!r} or none (to predict labels, train a reward model on them)"
@@ -83,12 +89,14 @@ def _turn(turn: object, what: str, mask: str, *, with_label: bool) -> Turn:
     return replace(parsed, learnt=parsed.speaker != mask)
 
 
-def parse_turn(turn: object, what: str, *, with_label: bool = True, learnt: bool = False, empty: bool = False) -> Turn:
-    """One `{from, value, label?}`; `what` stands for it in errors. `empty`: the value may be ''."""
+def parse_turn(
+    turn: object, what: str, *, with_label: bool = True, own_label: object = None, learnt: bool = False, empty: bool = False
+) -> Turn:
+    """One `{from, value, label?}`; `what` stands for it in errors. `own_label`: in place of the turn's. `empty`: the value may be ''."""
     if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
         raise DataError(f"{what} is {shown(turn)}, expected {{from, value, label}}")
     speaker = text_of(turn["from"], f"{what}: from")
-    label = turn.get("label") if with_label else None
+    label = own_label if own_label is not None or not with_label else turn.get("label")
     if label is not None:
         label = text_of(label, f"{what}: label")
         if "\n" in label:

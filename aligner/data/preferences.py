@@ -49,6 +49,11 @@ class _Lines:
     second: RawRecord | None = None
     alternating: bool = False
 
+    @property
+    def records(self) -> tuple[RawRecord, ...]:
+        """What it was made of."""
+        return (self.first,) if self.second is None else (self.first, self.second)
+
 
 def load_preferences(
     location: str, config: PreferenceDataConfig, tokenizer: Tokenizer, *, first: int | None = None
@@ -74,7 +79,7 @@ def load_preferences(
         tally.truncated += cut > 0
         return PreferencePair(chosen=rows[0], rejected=rows[1], margin=record.margin)
 
-    pairs = tally.convert(((lines.first.source, lines) for lines in _pair_lines(read_records(location, first))), convert)
+    pairs = tally.convert(_pair_lines(read_records(location, first)), convert, records=lambda lines: lines.records)
     return pairs, tally.finish()
 
 

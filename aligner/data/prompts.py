@@ -8,7 +8,7 @@ from aligner.data.records import parse_prompt
 from aligner.data.report import LoadReport, Tally, TooLong
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.tokenizer import Tokenizer
-from aligner.errors import ConfigError, DataError
+from aligner.errors import DataError
 from aligner.types import Prompt
 
 
@@ -34,16 +34,5 @@ def load_prompts(
         text = record.prompt if isinstance(record.prompt, str) else tokenizer.decode(tokens, skip_special=False)
         return Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, answer=record.answer)
 
-    prompts = tally.convert(((raw.source, raw) for raw in read_records(location, first)), convert)
+    prompts = tally.convert(read_records(location, first), convert)
     return prompts, tally.finish()
-
-
-def load_validation_prompts(config: PromptDataConfig, tokenizer: Tokenizer) -> tuple[list[Prompt], LoadReport]:
-    """The first `config.num_validation_prompts` usable prompts of `config.validation`.
-
-    Raises: ConfigError where no validation set is configured.
-    """
-    if not config.validation:
-        raise ConfigError("data.validation is '', allowed: a file, a directory or datasets:NAME[:SPLIT]")
-    prompts, report = load_prompts(config.validation, config, tokenizer)
-    return prompts[: config.num_validation_prompts], report

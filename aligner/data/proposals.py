@@ -84,7 +84,7 @@ def load_proposals(
             rows.append(SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source))
         return ProposedGroup(rows=tuple(rows), targets=targets, proposals=proposals)
 
-    groups = tally.convert(((raw.source, raw) for raw in read_records(location, first)), convert)
+    groups = tally.convert(read_records(location, first), convert)
     check_sizes(location, [len(group.rows) for group in groups])
     return groups, tally.finish()
 
@@ -101,8 +101,7 @@ def parse_responses(raw: RawRecord, num_responses: int) -> Responses:
         raise DataError(f"field 'responses' has {len(responses)} responses, expected at least {max(2, num_responses)}")
     found, fields = [], []
     for i, response in enumerate(responses[: num_responses or None]):
-        given = {**response, "label": label} if isinstance(response, dict) else response
-        found.append(parse_turn(given, f"field 'responses[{i}]'", learnt=True, empty=True))
+        found.append(parse_turn(response, f"field 'responses[{i}]'", own_label=label, learnt=True, empty=True))
         fields.append(response)
     whole = tuple(one.get("finish_reason") != FinishReason.length.value for one in fields)
     return Responses(system=system, prompt=prompt, label=label, turns=tuple(found), whole=whole, fields=tuple(fields))

@@ -1,12 +1,14 @@
 """Record formats: from one raw JSON value to typed text. Every refusal is a DataError naming field, value and what is allowed.
 
-The messages carry no position; `report.Tally` puts `file:line` in front.
+A record that can be read in two ways is refused, naming both; a field that holds null counts as absent. The messages carry no position;
+`report.Tally` puts `file:line` in front.
 """
 
 from __future__ import annotations
 
 import math
 import os.path
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aligner.data.sources import RawRecord
@@ -15,6 +17,9 @@ from aligner.errors import DataError
 ROLES = ("system", "user", "assistant", "tool")
 ASSISTANT_MARK = "\n\nAssistant:"  # opens the assistant's turn in the HH dialogues
 MAX_SHOWN = 80  # characters of an offending value that are repeated in the message
+_ASKED = ("prompt", "instruction", "input")  # texts that ask; Alpaca's instruction is about its input
+_NAME_ONE = " (data.prompt_field names the one that is meant)"
+_NAME_BOTH = " (data.prompt_field and data.response_field name what is meant)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,39 +76,78 @@ class JudgedRecord:
 
 
 def parse_prompt(raw: RawRecord, prompt_field: str = "", answer_field: str = "answer") -> PromptRecord:
-    """`{prompt, answer?}`, `{messages, answer?}` or `{text, answer?}`; or the fields named."""
+    """`{prompt}`, `{messages}`, `{text}` or `{instruction, input?}`, or the field named, and its answer (no `answer_field`: not read)."""
     record = raw_object(raw)
-    name = prompt_field or _first_present(record, ("prompt", "messages", "text"), "{prompt}, {messages} or {text}")
-    prompt = _text_or_messages(record, name)
+    formats = "{prompt}, {messages}, {text} or {instruction, input?}"
+    name = prompt_field or the_one(record, ("prompt", "messages", "text", "instruction"), formats, hint=_NAME_ONE)
+    if not prompt_field and name in _ASKED:
+        _only_one_asks(record, name, _NAME_ONE)
+    prompt = _text_or_messages(record, name) if prompt_field else _question(record, name)
     if not isinstance(prompt, str) and prompt[-1].role == "assistant":
         raise DataError(f"field {name!r}: the last message has role 'assistant', expected 'user', 'system' or 'tool'")
-    return PromptRecord(prompt=prompt, answer=_answer(record, answer_field))
+    return PromptRecord(prompt=prompt, answer=_answer(record, answer_field) if answer_field else None)
 
 
 def parse_supervised(raw: RawRecord, prompt_field: str = "", response_field: str = "") -> ResponseRecord | ConversationRecord:
-    """`{messages}`, `{prompt, response}` or `{input, output}`; or the two fields named."""
+    """`{messages}`, `{prompt, response}`, `{input, output}` or Alpaca's `{instruction, input?, output}`; or the two fields named."""
     record = raw_object(raw)
     if prompt_field:
         return ResponseRecord(prompt=_text_or_messages(record, prompt_field), response=_response(record, response_field))
-    name = _first_present(record, ("messages", "prompt", "input"), "{messages}, {prompt, response} or {input, output}")
+    name = _reading(record)
     if name == "messages":
         messages = _messages(record, name)
         if messages[-1].role != "assistant":
             raise DataError(f"field 'messages': the last message has role {messages[-1].role!r}, expected 'assistant'")
         return ConversationRecord(messages=messages)
-    return ResponseRecord(prompt=_text_or_messages(record, name), response=_response(record, "response" if name == "prompt" else "output"))
+    return ResponseRecord(prompt=_question(record, name), response=_response(record, "response" if name == "prompt" else "output"))
+
+
+def supervised_readings(record: dict[str, object]) -> list[str]:
+    """The fields by which a supervised record can be read: of each whole reading the first one's name."""
+    asked = "instruction" if has(record, "instruction") else "input"
+    pairs = [one for one, answer in (("prompt", "response"), (asked, "output")) if has(record, one) and has(record, answer)]
+    return ["messages", *pairs] if has(record, "messages") else pairs
+
+
+def _reading(record: dict[str, object]) -> str:
+    """The name of the field that is the prompt, or the conversation. Raises DataError where another one could be meant."""
+    formats = "{messages}, {prompt, response} or {input, output}, or {instruction, input?, output}"
+    found = supervised_readings(record) or [_first_present(record, ("messages", *_ASKED), formats)]
+    refuse_two(found, _NAME_BOTH)
+    if found[0] != "messages":
+        _only_one_asks(record, found[0], _NAME_BOTH)
+    return found[0]
+
+
+def _only_one_asks(record: dict[str, object], name: str, hint: str = "") -> None:
+    """Raise DataError where another text could be the prompt, or a part of it."""
+    others = [one for one in _ASKED if one != name and (name, one) != ("instruction", "input") and has(record, one)]
+    refuse_two([name, *others], hint)
+
+
+def _question(record: dict[str, object], name: str) -> str | Conversation:
+    """What the field asks; Alpaca's instruction with the input that it is about, if any, behind an empty line."""
+    if name != "instruction" or not has(record, "input"):
+        return _text_or_messages(record, name)
+    about = field_text(record, "input", empty=True)
+    return field_text(record, name) + (f"\n\n{about}" if about.strip() else "")
+
+
+def _prompt(record: dict[str, object]) -> str | Conversation:
+    _only_one_asks(record, "prompt")
+    return _text_or_messages(record, "prompt")
 
 
 def parse_preference(raw: RawRecord) -> PreferenceRecord:
     """`{prompt, chosen, rejected}`, `{prompt, chosen_response, rejected_response}` or HH's `{chosen, rejected}`; rewards optional."""
     record = raw_object(raw)
-    chosen_name = _first_present(
+    chosen_name = the_one(
         record, ("chosen", "chosen_response"), "{prompt, chosen, rejected}, {chosen, rejected} or alternating {text} lines"
     )
     rejected_name = chosen_name.replace("chosen", "rejected")
     chosen, rejected = _response(record, chosen_name), _response(record, rejected_name)
     if "prompt" in record:
-        prompt = _text_or_messages(record, "prompt")
+        prompt = _prompt(record)
     else:
         prompt, chosen, rejected = split_dialogue(chosen, rejected)
     return _preference(prompt, chosen, rejected, _margin(record))
@@ -112,11 +156,11 @@ def parse_preference(raw: RawRecord) -> PreferenceRecord:
 def parse_judged(raw: RawRecord) -> JudgedRecord:
     """`{prompt, response, preference}` (chosen or rejected, true or false, 1 or 0) or `{prompt, completion, label}`."""
     record = raw_object(raw)
-    name = _first_present(record, ("preference", "label"), "{prompt, response, preference} or {prompt, completion, label}")
-    desirable = _judgement(record, name)
-    field = _first_present(record, ("response", "completion"), "{prompt, response, preference} or {prompt, completion, label}")
+    formats = "{prompt, response, preference} or {prompt, completion, label}"
+    desirable = _judgement(record, the_one(record, ("preference", "label"), formats))
+    field = the_one(record, ("response", "completion"), formats)
     response = field_text(record, field, empty=not desirable)  # to say nothing may be bad, but is nothing to learn
-    return JudgedRecord(prompt=_text_or_messages(record, "prompt"), response=response, desirable=desirable)
+    return JudgedRecord(prompt=_prompt(record), response=response, desirable=desirable)
 
 
 def parse_text_pair(good: RawRecord, bad: RawRecord | None) -> PreferenceRecord:
@@ -169,6 +213,24 @@ def raw_object(raw: RawRecord, which: str = "") -> dict[str, object]:
     if not isinstance(raw.value, dict):
         raise DataError(f"{which}is {shown(raw.value)}, expected a JSON object")
     return raw.value
+
+
+def has(record: dict[str, object], name: str) -> bool:
+    """Whether the field holds anything; asking does not count as reading it."""
+    return dict.get(record, name) is not None
+
+
+def the_one(record: dict[str, object], names: tuple[str, ...], formats: str, *, hint: str = "") -> str:
+    """Which of the fields the record has. Raises DataError where it has none of them, or several."""
+    found = [name for name in names if has(record, name)]
+    refuse_two(found, hint)
+    return found[0] if found else _first_present(record, names, formats)
+
+
+def refuse_two(found: Sequence[str], hint: str = "") -> None:
+    """Raise DataError where a record can be read by two fields."""
+    if len(found) > 1:
+        raise DataError(f"has {found[0]!r} and {found[1]!r}, either of which could be meant, expected one of them{hint}")
 
 
 def _first_present(record: dict[str, object], names: tuple[str, ...], formats: str) -> str:

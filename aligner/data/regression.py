@@ -10,9 +10,9 @@ import torch
 
 from aligner.data.collate import supervised_batch
 from aligner.data.encoding import Encoded, PromptStyle, encode_conversation, encode_plain, encode_response
-from aligner.data.labelled import LABEL_START, TURN_START, VALUE_TO_TEXT, LabelledRecord, is_labelled, parse_labelled
+from aligner.data.labelled import LABEL_START, TURN_START, LabelledRecord, is_labelled, parse_labelled
 from aligner.data.labels import parse_labels
-from aligner.data.records import ConversationRecord, field_text, parse_supervised, raw_object
+from aligner.data.records import ConversationRecord, field_text, parse_supervised, raw_object, refuse_two, supervised_readings
 from aligner.data.report import LoadReport, Tally
 from aligner.data.reward_config import RegressionDataConfig
 from aligner.data.sources import RawRecord, read_records
@@ -20,8 +20,6 @@ from aligner.data.supervised import SupervisedExample, fit_length
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import LabeledBatch
-
-_TEXT_TO_VALUE = "TEXT_TO_VALUE"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +51,7 @@ def load_regression(
         tally.truncated += cut > 0
         return examples
 
-    records = tally.convert(((raw.source, raw) for raw in read_records(location, first)), convert)
+    records = tally.convert(read_records(location, first), convert)
     return list(chain.from_iterable(records)), tally.finish()
 
 
@@ -74,10 +72,11 @@ def _judged(
 ) -> Iterator[tuple[Encoded, tuple[float, ...]]]:
     record = raw_object(raw)
     if is_labelled(raw):
-        yield from _judged_turns(raw, record, attributes, tokenizer, style)
+        yield from _judged_turns(raw, attributes, tokenizer, style)
         return
     labels = parse_labels(_label(record), attributes, "field 'label'")
     if "text" in record:
+        refuse_two(["text", *supervised_readings(record)])
         yield encode_plain(tokenizer, field_text(record, "text"), style), labels
         return
     parsed = parse_supervised(raw)
@@ -88,10 +87,9 @@ def _judged(
 
 
 def _judged_turns(
-    raw: RawRecord, record: dict[str, object], attributes: Sequence[str], tokenizer: Tokenizer, style: PromptStyle
+    raw: RawRecord, attributes: Sequence[str], tokenizer: Tokenizer, style: PromptStyle
 ) -> Iterator[tuple[Encoded, tuple[float, ...]]]:
-    given = {**record, "type": VALUE_TO_TEXT if record.get("type") in (None, _TEXT_TO_VALUE) else record["type"]}
-    parsed = parse_labelled(replace(raw, value=given))
+    parsed = parse_labelled(raw, judged=True)
     judged = [number for number, turn in enumerate(parsed.turns) if turn.label]
     if not judged:
         raise DataError("field 'conversations' has no turn with a label, expected at least one")

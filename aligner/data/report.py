@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from aligner.data.config import BadLines
+from aligner.data.sources import Fields, RawRecord
 from aligner.errors import DataError
 
 MAX_LISTED = 20  # bad lines shown; the rest is only counted
@@ -26,14 +27,20 @@ class LoadReport:
     num_truncated: int
     num_bad: int
     problems: tuple[str, ...]
+    unused: dict[str, int]  # name of a field that nothing was asked of -> in how many of the records used
 
     def summary(self) -> str:
-        """One line for the log."""
+        """One line for the log, and a second one where records have fields that are not used."""
         parts = [f"{self.location}: {self.num_kept} of {self.num_records} records used"]
         for count, what in ((self.num_too_long, "too long"), (self.num_truncated, "truncated"), (self.num_bad, "bad and skipped")):
             if count:
                 parts.append(f"{count} {what}")
-        return ", ".join(parts) + (f" (first: {self.problems[0]})" if self.problems else "")
+        said = ", ".join(parts) + (f" (first: {self.problems[0]})" if self.problems else "")
+        return f"{said}\n{self.location}: {self.unused_text()}" if self.unused else said
+
+    def unused_text(self) -> str:
+        """The fields that are not used, each with the number of records that have it."""
+        return "fields that are not used: " + ", ".join(f"{name} ({count} records)" for name, count in self.unused.items())
 
 
 class NoUsableRecord(DataError):
@@ -49,30 +56,50 @@ class TooLong(Exception):
 
 
 class Tally:
-    """Collects what happens to the records of one data set. `truncated` is counted up by the conversion."""
+    """Collects what happens to the records of one data set. `truncated` is counted up by the conversion.
 
-    def __init__(self, location: str, policy: BadLines) -> None:
+    `whole`: records are passed on as they are, so that no field of them goes unused.
+    """
+
+    def __init__(self, location: str, policy: BadLines, *, whole: bool = False) -> None:
         self.truncated = 0
         self._location = location
         self._policy = policy
+        self._whole = whole
         self._records = 0
         self._kept = 0
         self._too_long = 0
         self._problems: list[str] = []
+        self._unused: dict[str, int] = {}
+        self._latest = -1  # index of the last record whose fields were looked at
 
-    def convert(self, items: Iterable[tuple[str, In]], conversion: Callable[[In], Out]) -> list[Out]:
-        """Convert every (source, item); a DataError makes the item a bad record, `TooLong` a dropped one."""
+    def convert(
+        self,
+        items: Iterable[In],
+        conversion: Callable[[In], Out],
+        records: Callable[[In], Sequence[RawRecord]] = lambda item: (item,),  # type: ignore[assignment, return-value]
+    ) -> list[Out]:
+        """Convert every item; a DataError makes it a bad record, `TooLong` a dropped one. `records`: what an item was made of."""
         converted = []
-        for source, item in items:
+        for item in items:
             self._records += 1
             try:
                 converted.append(conversion(item))
+                for raw in records(item):
+                    self._note_unused(raw)
             except TooLong:
                 self._too_long += 1
             except DataError as error:
-                self._problems.append(f"{source}: {error}")
+                self._problems.append(f"{records(item)[0].source}: {error}")
         self._kept += len(converted)
         return converted
+
+    def _note_unused(self, raw: RawRecord) -> None:
+        """Count the record's fields that its conversion did not ask for; once, also where it is several items."""
+        if isinstance(raw.value, Fields) and raw.index != self._latest and not self._whole:
+            self._latest = raw.index
+            for name in dict.fromkeys(raw.value.unused()):
+                self._unused[name] = self._unused.get(name, 0) + 1
 
     def finish(self) -> LoadReport:
         """The report. Raises DataError with all bad lines (20 of them listed) unless they may be skipped, and where nothing is left."""
@@ -90,6 +117,7 @@ class Tally:
             num_truncated=self.truncated,
             num_bad=len(self._problems),
             problems=tuple(self._problems),
+            unused=dict(sorted(self._unused.items(), key=lambda entry: (-entry[1], entry[0]))),
         )
         if not self._kept:
             raise NoUsableRecord(report)

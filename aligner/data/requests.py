@@ -79,7 +79,7 @@ def load_requests(
         text = tokenizer.decode(tokens, skip_special=False)
         return Request(prompt=Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text), record=record, label=label)
 
-    requests = tally.convert(((raw.source, raw) for raw in read_records(location, first)), convert)
+    requests = tally.convert(read_records(location, first), convert)
     return requests, tally.finish()
 
 
@@ -136,7 +136,7 @@ def load_unlabelled(
         tally.truncated += cut > 0
         return Unlabelled(record=record, turns=numbers, rows=tuple(rows), source=raw.source)
 
-    records = tally.convert(((raw.source, raw) for raw in read_records(location, first)), convert)
+    records = tally.convert(read_records(location, first), convert)
     return records, tally.finish()
 
 
@@ -155,7 +155,7 @@ def _asked(raw: RawRecord, config: RequestDataConfig) -> tuple[LabelledRecord, s
     if is_labelled(raw):
         record = parse_labelled(raw)
         return replace(record, turns=record.turns[:-1]), config.attributes or record.turns[-1].label
-    prompt = parse_prompt(raw, config.prompt_field, config.answer_field).prompt
+    prompt = parse_prompt(raw, config.prompt_field, "").prompt
     messages = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
     return from_messages(messages, config.system), config.attributes
 

@@ -54,7 +54,7 @@ def load_sampled(
     the model's own chat template writes it. Of P(a|x,y) it is what an attribute model was trained on: all of it is in the mask.
     Raises: DataError listing all bad lines; DataError where no group is left, or where groups differ in size.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config.bad_lines, whole=True)
 
     def convert(raw: RawRecord) -> SampledGroup:
         found, rows = parse_responses(raw, config.num_responses), []
@@ -64,7 +64,7 @@ def load_sampled(
         levels = _levels(found.label, sought) if sought.quantity is Quantity.attributes else ()
         return SampledGroup(record={**raw.value, "responses": list(found.fields)}, rows=tuple(rows), levels=levels)
 
-    groups = tally.convert(((raw.source, raw) for raw in read_records(location, first)), convert)
+    groups = tally.convert(read_records(location, first), convert)
     check_sizes(location, [len(group.rows) for group in groups])
     return groups, tally.finish()
 

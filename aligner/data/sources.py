@@ -5,9 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from aligner.errors import DataError
 
@@ -16,11 +17,50 @@ GZIPPED = ".jsonl.gz"
 SUFFIXES = (".jsonl", GZIPPED, ".json", ".parquet")
 
 
+class Fields(dict[str, Any]):
+    """A JSON object that remembers which of its fields were looked up by name. `repeated`: a name that it had twice."""
+
+    __slots__ = ("read", "repeated")
+
+    def __init__(self, pairs: Sequence[tuple[str, Any]]) -> None:
+        dict.__init__(self, pairs)
+        self.read: set[str] = set()
+        self.repeated = ""
+        if len(self) < len(pairs):
+            names = [name for name, _ in pairs]
+            self.repeated = next(name for number, name in enumerate(names) if name in names[:number])
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return dict.__getitem__(self, name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a dict's; the field counts as looked up."""
+        self.read.add(name)
+        return dict.get(self, name, default)
+
+    def unused(self, prefix: str = "") -> Iterator[str]:
+        """Names of what holds something and was not looked up; `messages[].name` in the objects of a list that was."""
+        for name, value in self.items():
+            if name not in self.read:
+                if value is not None and value != "":
+                    yield prefix + name
+            elif isinstance(value, Fields):
+                yield from value.unused(f"{prefix}{name}.") if value.read else ()
+            elif isinstance(value, list) and value and isinstance(value[0], Fields):
+                for one in value:
+                    if isinstance(one, Fields) and one.read:
+                        yield from one.unused(f"{prefix}{name}[].")
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=Fields)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawRecord:
     """One record: `line` counts from 1 (lines of jsonl, records of anything else), `index` from 0 over the whole data set.
 
-    `error` says why there is no `value` (a line that is not JSON).
+    Objects in `value` are `Fields`, so that what nobody asks for is known. `error` says why there is no `value` (a line that is not JSON).
     """
 
     file: str
@@ -85,7 +125,7 @@ def _read_jsonl(file: Path) -> Iterator[_Item]:
         if not raw.strip():
             continue
         try:
-            yield _Item(line=line, value=json.loads(raw.decode("utf-8-sig" if line == 1 else "utf-8")))
+            yield _checked(line, _JSON.decode(raw.decode("utf-8-sig" if line == 1 else "utf-8")))
         except (ValueError, RecursionError) as error:
             yield _Item(line=line, error=f"is not a JSON value in UTF-8 ({error}), expected one JSON object per line")
 
@@ -104,13 +144,35 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 def _read_json(file: Path) -> Iterator[_Item]:
     try:
-        values = json.loads(file.read_text(encoding="utf-8-sig"))
+        values = _JSON.decode(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: is not JSON in UTF-8 ({error}); for one object per line name the file .jsonl") from error
     if not isinstance(values, list):
-        raise DataError(f"{file}: holds one {type(values).__name__}, expected a list of objects")
+        raise DataError(f"{file}: holds one {'object' if isinstance(values, dict) else type(values).__name__}, expected a list of objects")
     for number, value in enumerate(values, start=1):
-        yield _Item(line=number, value=value)
+        yield _checked(number, value)
+
+
+def _checked(line: int, value: object) -> _Item:
+    """An item with the value; with an error where an object in it has a field twice: JSON takes the last one, whatever was meant."""
+    if name := _repeated(value):
+        return _Item(line=line, error=f"has the field {name!r} twice in one object, expected each field once")
+    return _Item(line=line, value=value)
+
+
+def _repeated(value: object) -> str:
+    if isinstance(value, Fields):
+        return value.repeated or next(filter(None, map(_repeated, value.values())), "")
+    if isinstance(value, list) and value and isinstance(value[0], (Fields, list)):
+        return next(filter(None, map(_repeated, value)), "")
+    return ""
+
+
+def _fields(value: Any) -> Any:
+    """A value with `Fields` for its dicts."""
+    if isinstance(value, dict):
+        return Fields([(name, _fields(one)) for name, one in value.items()])
+    return [_fields(one) for one in value] if isinstance(value, list) and value and isinstance(value[0], (dict, list)) else value
 
 
 def _read_parquet(file: Path) -> Iterator[_Item]:
@@ -123,7 +185,7 @@ def _read_parquet(file: Path) -> Iterator[_Item]:
             for batch in table.iter_batches():
                 for value in batch.to_pylist():
                     number += 1
-                    yield _Item(line=number, value=value)
+                    yield _Item(line=number, value=_fields(value))
     except (ArrowException, OSError) as error:
         raise DataError(f"{file}: is not a readable parquet file: {error}") from error
 
@@ -147,4 +209,4 @@ def _read_datasets(location: str) -> Iterator[_Item]:
             raise DataError(f"data location {location!r}: no split {split!r}, there are {', '.join(rows)}")
         rows = rows[split]
     for number, value in enumerate(rows, start=1):
-        yield _Item(line=number, value=value)
+        yield _Item(line=number, value=_fields(value))

@@ -11,7 +11,7 @@ from aligner.data.collate import supervised_batch
 from aligner.data.config import OverLong
 from aligner.data.encoding import PromptStyle, encode_prompt
 from aligner.data.labels import MISSING, parse_step_labels
-from aligner.data.records import Conversation, parse_prompt, raw_object, shown, text_of
+from aligner.data.records import Conversation, parse_prompt, raw_object, shown, text_of, the_one
 from aligner.data.report import LoadReport, Tally, TooLong
 from aligner.data.reward_config import StepDataConfig
 from aligner.data.sources import RawRecord, read_records
@@ -19,6 +19,8 @@ from aligner.data.supervised import SupervisedExample
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import StepBatch
+
+_FORMAT = "{prompt, steps (or completions), labels}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +55,7 @@ def load_steps(
         tally.truncated += fitted is not whole
         return fitted
 
-    return tally.convert(((raw.source, raw) for raw in read_records(location, first)), convert), tally.finish()
+    return tally.convert(read_records(location, first), convert), tally.finish()
 
 
 def step_batch(examples: Sequence[SteppedExample], pad_id: int) -> StepBatch:
@@ -66,15 +68,15 @@ def step_batch(examples: Sequence[SteppedExample], pad_id: int) -> StepBatch:
 
 def _parse(raw: RawRecord) -> _Record:
     record = raw_object(raw)
-    name = "steps" if "steps" in record else "completions"
-    if name not in record or "labels" not in record:
-        raise DataError(f"has the fields {shown(sorted(map(str, record)))}, expected {{prompt, steps (or completions), labels}}")
+    name = the_one(record, ("steps", "completions"), _FORMAT)
+    if "labels" not in record:
+        raise DataError(f"has the fields {shown(sorted(map(str, record)))}, expected {_FORMAT}")
     steps = record[name]
     if not isinstance(steps, list) or not steps:
         raise DataError(f"field {name!r} is {shown(steps)}, expected a non-empty list of strings")
     texts = tuple(text_of(step, f"field '{name}[{i}]'") for i, step in enumerate(steps))
     labels = parse_step_labels(record["labels"], len(texts), "field 'labels'")
-    return _Record(prompt=parse_prompt(raw, "prompt").prompt, steps=texts, labels=labels)
+    return _Record(prompt=parse_prompt(raw, "prompt", "").prompt, steps=texts, labels=labels)
 
 
 def _encode(record: _Record, source: str, separator: str, tokenizer: Tokenizer, style: PromptStyle) -> SteppedExample:

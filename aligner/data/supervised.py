@@ -55,7 +55,7 @@ def load_supervised(
         tally.truncated += fitted is not encoded
         return SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source)
 
-    examples = tally.convert(((raw.source, raw) for raw in read_records(location, first)), convert)
+    examples = tally.convert(read_records(location, first), convert)
     return examples, tally.finish()
 
 

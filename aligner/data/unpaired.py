@@ -12,7 +12,7 @@ from aligner.data.collate import supervised_batch
 from aligner.data.config import UnpairedDataConfig
 from aligner.data.encoding import PromptStyle, encode_response
 from aligner.data.loader import EpochSampler
-from aligner.data.records import Conversation, parse_judged, parse_preference
+from aligner.data.records import Conversation, has, parse_judged, parse_preference, raw_object, refuse_two
 from aligner.data.report import LoadReport, Tally
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.supervised import SupervisedExample, fit_length
@@ -67,7 +67,7 @@ def load_unpaired(
         row = SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=item[0].source)
         return UnpairedExample(row=row, desirable=desirable)
 
-    examples = tally.convert(((item[0].source, item) for item in _responses(read_records(location, first))), convert)
+    examples = tally.convert(_responses(read_records(location, first)), convert, records=lambda item: item[:1])
     return examples, tally.finish()
 
 
@@ -138,5 +138,8 @@ def _judged(raw: RawRecord, which: str) -> tuple[str | Conversation, str, bool]:
     if not which:
         record = parse_judged(raw)
         return record.prompt, record.response, record.desirable
+    record = raw_object(raw)
+    is_judged = has(record, "response") or has(record, "completion")
+    refuse_two(["chosen", *(name for name in ("preference", "label") if is_judged and has(record, name))])
     pair = parse_preference(raw)
     return pair.prompt, pair.chosen if which == "chosen" else pair.rejected, which == "chosen"

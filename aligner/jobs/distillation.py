@@ -17,7 +17,7 @@ from aligner.data.teacher import Manifest
 from aligner.data.tokenizer import Tokenizer
 from aligner.jobs import columns
 from aligner.jobs.ending import conclude
-from aligner.jobs.parts import check_length, load_model_files, run_loop, tokenizer_directory
+from aligner.jobs.parts import check_length, load_model_files, load_sets, run_loop, tokenizer_directory
 from aligner.jobs.session import Session, session
 from aligner.jobs.sources import model_digest, pinned, pinned_base
 from aligner.jobs.training import train_to_end
@@ -34,9 +34,7 @@ def train_distillation(config: TrainDistillation) -> int:
         config = replace(config, model=pinned_base(here, "model", config.model))
         tokenizer, architecture = load_model_files(config.model)
         check_length(config.model, architecture, config.data.max_length)
-        train, report = load_distillation(config.data.train, config.data, tokenizer)
-        here.trains_on(report)
-        validation = load_distillation(config.data.validation, config.data, tokenizer)[0] if config.data.validation else []
+        train, validation = load_sets(here, load_distillation, config.data, tokenizer)
         if config.algorithm.tail_bucket:
             check_logprobs(train)
             check_logprobs(validation)

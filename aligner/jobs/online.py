@@ -12,7 +12,7 @@ from aligner.algorithms.objective import ObjectiveConfig
 from aligner.algorithms.online import OnlineTask
 from aligner.algorithms.ppo import PPO
 from aligner.data.loader import EpochSampler
-from aligner.data.prompts import load_prompts, load_validation_prompts
+from aligner.data.prompts import load_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.environments.load import environment_follow_up
 from aligner.environments.reward import EnvironmentReward
@@ -20,7 +20,7 @@ from aligner.errors import ConfigError
 from aligner.jobs import columns
 from aligner.jobs.announce import announced
 from aligner.jobs.kept_samples import validation_samples
-from aligner.jobs.parts import check_rollout_length, load_model_files, tokenizer_directory
+from aligner.jobs.parts import check_rollout_length, load_model_files, load_sets, tokenizer_directory
 from aligner.jobs.sampling_ahead import rounds_ahead
 from aligner.jobs.session import Session, session
 from aligner.jobs.sources import pinned, pinned_base
@@ -149,9 +149,8 @@ def build_task(
 
 def load_prompt_sets(here: Session, config: OnlineRun, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt]]:
     """The prompts of data.train and data.validation; says what was left out. Raises DataError listing all bad lines."""
-    prompts, report = load_prompts(config.data.train, config.data, tokenizer)
-    here.trains_on(report)
-    return prompts, load_validation_prompts(config.data, tokenizer)[0] if config.data.validation else []
+    train, validation = load_sets(here, load_prompts, config.data, tokenizer)
+    return list(train), list(validation[: config.data.num_validation_prompts])
 
 
 def compares_logprobs(config: OnlineRun, capabilities: Capabilities, say: Callable[[str], None]) -> bool:

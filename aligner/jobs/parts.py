@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, TypeVar
 
 from aligner.algorithms import loop
 from aligner.algorithms.gap_alarm import GapAlarm
 from aligner.algorithms.learnt import LearntNothingAlarm, is_empty
 from aligner.algorithms.time_budget import TimeBudget, seconds_left
+from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from aligner.errors import ConfigError, RunHalted
 from aligner.jobs.left_out import LeftOutSteps
@@ -31,6 +33,26 @@ from aligner.reporting.jsonl import StepMetrics, read_metrics
 from aligner.reporting.reporter import Reporter, SilentReporter
 from aligner.reporting.summary import learnt_from
 from aligner.schemas import OnlineRun, TrainerRun
+
+Example = TypeVar("Example")
+
+
+def load_sets(
+    here: Session, load: Callable[[str, Any, Tokenizer], tuple[Sequence[Example], LoadReport]], data: Any, tokenizer: Tokenizer
+) -> tuple[Sequence[Example], Sequence[Example]]:
+    """(training examples, validation examples: none where no file is named), read before any model is built.
+
+    Says of both what was left out, and which fields are not used. Raises DataError listing all bad lines.
+    """
+    sets: list[Sequence[Example]] = []
+    for location in filter(None, (data.train, data.validation)):
+        examples, report = load(location, data, tokenizer)
+        if sets:
+            here.say(report.summary())
+        else:
+            here.trains_on(report)
+        sets.append(examples)
+    return sets[0], sets[1] if data.validation else []
 
 
 def load_model_files(config: ModelConfig) -> tuple[Tokenizer, Architecture]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from aligner.algorithms.iterations import Answer
@@ -13,7 +14,7 @@ from aligner.jobs.announce import announced
 from aligner.jobs.kept_files import KeptFiles
 from aligner.jobs.moving_reference import CheckpointedReference
 from aligner.jobs.online import build_task
-from aligner.jobs.parts import check_length, load_model_files
+from aligner.jobs.parts import check_length, load_model_files, load_sets
 from aligner.jobs.session import Session, session
 from aligner.jobs.training import train_to_end
 from aligner.schemas import TrainSPIN
@@ -24,7 +25,7 @@ def train_spin(config: TrainSPIN) -> int:
     """SPIN; the reference is the policy at the beginning of each iteration. Every rank calls it."""
     with session(config, config.run, config.parallel, component="actor") as here, announced(here, "actor") as publication:
         check_length(config.model, load_model_files(config.model)[1], config.data.max_length)
-        sets: dict[str, list[Demonstration]] = {}
+        sets: dict[str, Sequence[Demonstration]] = {}
         load = partial(_load, here, config, sets)
         settings = config.algorithm
         task, policy, tokenizer = build_task(here, config, with_reference=True, num_prompts=settings.batch_size, load=load)
@@ -48,10 +49,8 @@ def train_spin(config: TrainSPIN) -> int:
 
 
 def _load(
-    here: Session, config: TrainSPIN, sets: dict[str, list[Demonstration]], tokenizer: Tokenizer
+    here: Session, config: TrainSPIN, sets: dict[str, Sequence[Demonstration]], tokenizer: Tokenizer
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Fills `sets`; gives `build_task` the prompts. No response is sampled in a validation."""
-    sets["train"], report = load_demonstrations(config.data.train, config.data, tokenizer)
-    here.trains_on(report)
-    sets["validation"] = load_demonstrations(config.data.validation, config.data, tokenizer)[0] if config.data.validation else []
+    sets["train"], sets["validation"] = load_sets(here, load_demonstrations, config.data, tokenizer)
     return [one.prompt for one in sets["train"]], []

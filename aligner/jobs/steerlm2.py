@@ -7,7 +7,7 @@ from dataclasses import replace
 from aligner.algorithms.steerlm2 import Proposal, SteerLM2
 from aligner.data.proposals import load_proposals
 from aligner.jobs import columns
-from aligner.jobs.parts import check_length, load_model_files, tokenizer_directory
+from aligner.jobs.parts import check_length, load_model_files, load_sets, tokenizer_directory
 from aligner.jobs.session import session
 from aligner.jobs.sources import pinned
 from aligner.jobs.training import train_to_end
@@ -23,9 +23,7 @@ def train_steerlm2(config: TrainSteerLM2) -> int:
         config = replace(config, model=pinned(here, "model", config.model))
         tokenizer, architecture = load_model_files(config.model)
         check_length(config.model, architecture, config.data.max_length)
-        train, report = load_proposals(config.data.train, config.data, tokenizer)
-        here.trains_on(report)
-        validation = load_proposals(config.data.validation, config.data, tokenizer)[0] if config.data.validation else []
+        train, validation = load_sets(here, load_proposals, config.data, tokenizer)
         training = create.training(config.model, config.optimizer, total_steps=config.loop.max_steps, guard=Guard(config.guard))
         policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
         reference = ReferencePolicy(policy) if config.algorithm.proposal is Proposal.start else None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
 
 from aligner.algorithms.dpo import DPO
 from aligner.algorithms.kto import KTO, StoredMismatches, balance
@@ -19,14 +17,13 @@ from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.run_directory import POLICY, REWARD_MODEL
 from aligner.data.preferences import load_preferences
 from aligner.data.regression import load_regression
-from aligner.data.report import LoadReport
 from aligner.data.steps import load_steps
 from aligner.data.supervised import load_supervised
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.unpaired import load_unpaired
 from aligner.jobs import columns
 from aligner.jobs.batches import batches_of
-from aligner.jobs.parts import check_length, load_model_files, tokenizer_directory
+from aligner.jobs.parts import check_length, load_model_files, load_sets, tokenizer_directory
 from aligner.jobs.session import Session, session
 from aligner.jobs.sources import pinned, pinned_base
 from aligner.jobs.stored_reference import pair_sets, response_sets, with_reference
@@ -48,7 +45,6 @@ from aligner.schemas import (
     TrainSFT,
 )
 
-Example = TypeVar("Example")
 OnData = TrainSFT | TrainRewardModel | TrainDPO | TrainKTO  # runs on a data set that is there beforehand
 
 
@@ -57,7 +53,7 @@ def train_sft(config: TrainSFT, *, component: str = "sft") -> int:
     with session(config, config.run, config.parallel, component=component) as here:
         config = replace(config, model=pinned_base(here, "model", config.model))
         tokenizer, architecture, training = _prepare(config)
-        train, validation = _load(here, config, partial(load_supervised, config=config.data, tokenizer=tokenizer))
+        train, validation = load_sets(here, load_supervised, config.data, tokenizer)
         policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
         here.say(batches_of(train, config, policy.model))
         algorithm = SFT(config.algorithm, policy, train=train, validation=validation, pad_id=tokenizer.pad_id, seed=config.run.seed)
@@ -70,7 +66,7 @@ def train_reward_model(config: TrainRewardModel) -> int:
     with session(config, config.run, config.parallel, component="reward_model") as here:
         config = replace(config, model=pinned_base(here, "model", config.model))
         tokenizer, architecture, training = _prepare(config)
-        train, validation = _load(here, config, partial(load_preferences, config=config.data, tokenizer=tokenizer))
+        train, validation = load_sets(here, load_preferences, config.data, tokenizer)
         head = ScalarHead(pooling=config.algorithm.pooling)
         model = create.create_reward_model(config.model, architecture, config.parallel, here.topology, training, head=head)
         here.say(batches_of([row for pair in train for row in (pair.chosen, pair.rejected)], config, model.model, unit=2))
@@ -86,7 +82,7 @@ def train_regression_reward_model(config: TrainRegressionRewardModel) -> int:
     with session(config, config.run, config.parallel, component="regression_reward_model") as here:
         config = replace(config, model=pinned_base(here, "model", config.model))
         tokenizer, architecture, training = _prepare(config)
-        train, validation = _load(here, config, partial(load_regression, config=config.data, tokenizer=tokenizer))
+        train, validation = load_sets(here, load_regression, config.data, tokenizer)
         head = ScalarHead(outputs=tuple(config.data.attributes), pooling=config.algorithm.pooling)
         model = create.create_reward_model(config.model, architecture, config.parallel, here.topology, training, head=head)
         here.say(batches_of([example.row for example in train], config, model.model))
@@ -108,7 +104,7 @@ def train_process_reward_model(config: TrainProcessRewardModel) -> int:
     with session(config, config.run, config.parallel, component="process_reward_model") as here:
         config = replace(config, model=pinned_base(here, "model", config.model))
         tokenizer, architecture, training = _prepare(config)
-        train, validation = _load(here, config, partial(load_steps, config=config.data, tokenizer=tokenizer))
+        train, validation = load_sets(here, load_steps, config.data, tokenizer)
         head = ScalarHead(outputs=("step",), pooling=Pooling.tokens)
         model = create.create_reward_model(config.model, architecture, config.parallel, here.topology, training, head=head)
         here.say(batches_of([example.row for example in train], config, model.model))
@@ -124,7 +120,7 @@ def train_dpo(config: TrainDPO) -> int:
     with session(config, config.run, config.parallel, component="dpo") as here:
         config = replace(config, model=pinned(here, "model", config.model))
         tokenizer, architecture, training = _prepare(config)
-        train, validation = _load(here, config, partial(load_preferences, config=config.data, tokenizer=tokenizer))
+        train, validation = load_sets(here, load_preferences, config.data, tokenizer)
         policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
         here.say(batches_of([row for pair in train for row in pair.rows], config, policy.model, unit=2))
         # The reference is what the policy is before a resumed run loads its checkpoint.
@@ -146,7 +142,7 @@ def train_kto(config: TrainKTO) -> int:
     with session(config, config.run, config.parallel, component="kto") as here:
         config = replace(config, model=pinned(here, "model", config.model))
         tokenizer, architecture, training = _prepare(config)
-        train, validation = _load(here, config, partial(load_unpaired, config=config.data, tokenizer=tokenizer))
+        train, validation = load_sets(here, load_unpaired, config.data, tokenizer)
         here.say(balance(train, config.algorithm))
         policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
         # The reference is what the policy is before a resumed run loads its checkpoint.
@@ -187,10 +183,3 @@ def _prepare(config: OnData) -> tuple[Tokenizer, Architecture, Training]:
         architecture,
         create.training(config.model, config.optimizer, total_steps=config.loop.max_steps, guard=Guard(config.guard)),
     )
-
-
-def _load(here: Session, config: OnData, load: Callable[[str], tuple[list[Example], LoadReport]]) -> tuple[list[Example], list[Example]]:
-    """(training examples, validation examples: none where no file is named). Bad lines are found before any model is built."""
-    train, report = load(config.data.train)
-    here.trains_on(report)
-    return train, load(config.data.validation)[0] if config.data.validation else []

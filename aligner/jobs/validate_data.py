@@ -111,6 +111,8 @@ def show(finding: Finding, out: TextIO) -> None:
     if lengths is not None:
         print(f"  tokens of a row: min {lengths.least}, median {lengths.middle:g}, p95 {lengths.p95}, max {lengths.most}", file=out)
         print(f"  tokens in all: {finding.num_tokens:,}, of which {finding.num_learnt:,} in the loss mask", file=out)
+    if report.unused:
+        print(f"  {report.unused_text()}", file=out)
     counts = f"too long and left out: {report.num_too_long}; truncated: {report.num_truncated}; duplicates: {len(finding.repeated)}"
     print(f"  {counts}", file=out)
 

@@ -6,10 +6,10 @@ import pytest
 
 from aligner.data.config import BadLines, OverLong, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from aligner.data.preferences import load_preferences
-from aligner.data.prompts import load_prompts, load_validation_prompts
+from aligner.data.prompts import load_prompts
 from aligner.data.supervised import load_supervised
 from aligner.data.tokenizer import load_tokenizer
-from aligner.errors import ConfigError, DataError
+from aligner.errors import DataError
 
 A, B, C = (5 + ord(c) - 32 for c in "abc")  # ids in the character tokenizer
 PAD, BOS, EOS, USER, ASSISTANT, NEWLINE = 0, 1, 2, 3, 4, 100
@@ -71,14 +71,6 @@ def test_an_empty_set_is_an_error_whatever_emptied_it(jsonl, chars):
         prompts(jsonl({"text": "aaa"}), chars, max_prompt_length=2)
     with pytest.raises(DataError, match="no usable record: .*1 bad"):
         prompts(jsonl({"text": ""}), chars, bad_lines=BadLines.skip)
-
-
-def test_validation_prompts_are_the_first_ones(jsonl, chars):
-    path = jsonl({"text": "a"}, {"text": "b"}, {"text": "c"})
-    config = PromptDataConfig(train=path, validation=path, num_validation_prompts=2)
-    assert [p.text for p in load_validation_prompts(config, chars)[0]] == ["a", "b"]
-    with pytest.raises(ConfigError, match="data.validation is ''"):
-        load_validation_prompts(PromptDataConfig(train=path), chars)
 
 
 def test_supervised_mask_covers_response_and_end_token(jsonl, chars):

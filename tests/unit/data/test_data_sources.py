@@ -66,7 +66,7 @@ def test_datasets_from_a_local_folder_of_files(tmp_path, monkeypatch):
     [
         ("missing.jsonl", None, "does not exist"),
         ("a.csv", "x", "ends in '.csv', allowed: .jsonl, .jsonl.gz, .json, .parquet"),
-        ("a.json", '{"x": 1}', "holds one dict, expected a list"),
+        ("a.json", '{"x": 1}', "holds one object, expected a list"),
         ("a.json", '{"x": 1}\n{"x": 2}', "for one object per line name the file .jsonl"),
         ("a.parquet", "not parquet", "not a readable parquet file"),
     ],

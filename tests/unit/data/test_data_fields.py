@@ -1,0 +1,184 @@
+"""No field of a record is dropped without a word: what nothing reads is listed, what could be read in two ways is refused."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+
+from aligner.data.cases import load_cases
+from aligner.data.config import (
+    AnnotateDataConfig,
+    BadLines,
+    ConstitutionDataConfig,
+    DemonstrationDataConfig,
+    DistillationDataConfig,
+    PreferenceDataConfig,
+    PromptDataConfig,
+    ProposalDataConfig,
+    RequestDataConfig,
+    SampledDataConfig,
+    SFTDataConfig,
+    UnpairedDataConfig,
+)
+from aligner.data.demonstrations import load_demonstrations
+from aligner.data.distillation import load_distillation
+from aligner.data.preferences import load_preferences
+from aligner.data.prompts import load_prompts
+from aligner.data.proposals import Quantity, load_proposals
+from aligner.data.regression import load_regression
+from aligner.data.requests import load_requests, load_unlabelled
+from aligner.data.reward_config import RegressionDataConfig, StepDataConfig
+from aligner.data.sampled import Sought, load_sampled
+from aligner.data.sources import read_records
+from aligner.data.steps import load_steps
+from aligner.data.supervised import load_supervised
+from aligner.data.unpaired import load_unpaired
+from aligner.errors import DataError
+
+SOUGHT = Sought(quantity=Quantity.proposal, attributes=("quality",), lowest=0, highest=4)
+RATED = partial(RegressionDataConfig, attributes=["good", "long"])
+USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+SPOKEN = [{"from": "User", "value": "a"}, {"from": "Assistant", "value": "b", "label": "quality:4"}]
+LOGS = {"log(P(a|x,y))": -1.0, "log(P(y|x))": -2.0}
+GROUP = {"prompt_turns": SPOKEN[:1], "label": "quality:4", "responses": [{"from": "Assistant", "value": text} | LOGS for text in "bc"]}
+DISTILLED = {"tokens": [1, 5], "labels": [5, 6], "loss_mask": [0, 1], "topk_logits": [[0], [-1]], "topk_token_ids": [[5], [6]]}
+ALPACA = {"instruction": "Translate", "input": "dog", "output": "Hund"}
+# Every reader of records with a record of each of its forms.
+READ = [
+    (load_supervised, SFTDataConfig, {"prompt": "a", "response": "b"}),
+    (load_supervised, SFTDataConfig, {"messages": [USER, ASSISTANT]}),
+    (load_supervised, SFTDataConfig, {"conversations": SPOKEN, "system": "s", "mask": "User", "type": "VALUE_TO_TEXT"}),
+    (load_supervised, SFTDataConfig, ALPACA),
+    (load_demonstrations, DemonstrationDataConfig, ALPACA),
+    (load_preferences, PreferenceDataConfig, {"prompt": "a", "chosen": "b", "rejected": "c", "chosen_reward": 1, "rejected_reward": 0}),
+    (load_preferences, PreferenceDataConfig, {"text": "a"}),
+    (load_unpaired, UnpairedDataConfig, {"prompt": "a", "response": "b", "preference": "chosen"}),
+    (load_unpaired, UnpairedDataConfig, {"prompt": "a", "chosen": "b", "rejected": "c"}),
+    (load_prompts, PromptDataConfig, {"prompt": "a", "answer": "b"}),
+    (load_prompts, PromptDataConfig, {"messages": [USER]}),
+    (load_regression, RATED, {"prompt": "a", "response": "b", "label": {"good": 1, "long": 2}}),
+    (load_regression, RATED, {"text": "a", "label": [1, 2]}),
+    (load_regression, RATED, {"conversations": [SPOKEN[0], SPOKEN[1] | {"label": "good:1,long:2"}], "type": "TEXT_TO_VALUE"}),
+    (load_steps, StepDataConfig, {"prompt": "a", "steps": ["b", "c"], "labels": [1, 0]}),
+    (load_proposals, ProposalDataConfig, GROUP),
+    (load_requests, RequestDataConfig, {"prompt": "a"}),
+    (load_requests, RequestDataConfig, {"conversations": SPOKEN, "type": "VALUE_TO_TEXT"}),
+    (load_unlabelled, AnnotateDataConfig, ALPACA),
+    (partial(load_cases, given=False), ConstitutionDataConfig, {"prompt": "a"}),
+    (partial(load_cases, given=True), ConstitutionDataConfig, {"prompt": "a", "responses": ["b", "c"]}),
+    (load_distillation, DistillationDataConfig, DISTILLED),
+]
+
+
+@pytest.mark.parametrize(("load", "config", "record"), READ, ids=lambda value: "+".join(value) if isinstance(value, dict) else "")
+def test_what_is_not_read_is_listed_once_with_a_count(load, config, record, jsonl, chars):
+    """Beside the fields of a format, which are all read; what is empty holds nothing."""
+    more = {"source": "wiki", "meta": {"id": 1}, "note": "", "none": None}
+    second = {"text": "b"} if record == {"text": "a"} else record
+    path = jsonl(record | more, second | {"source": "x"})
+    report = load(path, config(train=path), chars)[1]
+    assert report.unused == {"source": 2, "meta": 1} and report.num_bad == 0
+    assert report.summary().endswith(f"\n{path}: fields that are not used: source (2 records), meta (1 records)")
+
+
+def test_fields_of_turns_are_listed_too(jsonl, chars):
+    path = jsonl({"messages": [USER | {"name": "x"}, ASSISTANT | {"tool_calls": [1]}, USER | {"name": "y"}, ASSISTANT], "id": 0})
+    assert load_supervised(path, SFTDataConfig(train=path), chars)[1].unused == {"id": 1, "messages[].name": 1, "messages[].tool_calls": 1}
+    path = jsonl({"conversations": SPOKEN})  # without a type labels are not shown to the model
+    assert load_supervised(path, SFTDataConfig(train=path), chars)[1].unused == {"conversations[].label": 1}
+    path = jsonl({"prompt": "a", "answer": "b"})
+    assert load_cases(path, ConstitutionDataConfig(train=path), chars, given=False)[1].unused == {"answer": 1}
+    path = jsonl(GROUP | {"responses": [GROUP["responses"][0] | {"num_tokens": 3}, GROUP["responses"][1]]})
+    assert load_proposals(path, ProposalDataConfig(train=path), chars)[1].unused == {"responses[].num_tokens": 1}
+
+
+def test_records_that_are_passed_on_whole_have_no_unused_fields(jsonl, chars):
+    path = jsonl(GROUP | {"source": "x"})
+    ((group,), report) = load_sampled(path, SampledDataConfig(train=path), chars, SOUGHT)
+    assert report.unused == {} and group.with_log_probs(Quantity.proposal, [0.0, 0.0])["source"] == "x"
+
+
+def test_bad_and_skipped_records_are_not_counted(jsonl, chars):
+    path = jsonl({"prompt": "a", "id": 1}, {"prompt": "", "id": 2, "what": 3})
+    assert load_prompts(path, PromptDataConfig(train=path, bad_lines=BadLines.skip), chars)[1].unused == {"id": 1}
+
+
+def test_an_instruction_is_asked_with_its_input(jsonl, chars):
+    """Alpaca's form (https://github.com/tatsu-lab/stanford_alpaca): the input is often empty."""
+    path = jsonl(ALPACA, ALPACA | {"input": ""}, {"instruction": "Translate", "output": "Hund", "input": None})
+    rows, _ = load_supervised(path, SFTDataConfig(train=path, add_bos=False), chars)
+    assert [chars.decode(row.tokens) for row in rows] == ["Translate\n\ndogHund", *["TranslateHund"] * 2]
+    (prompt, *_), report = load_prompts(path, PromptDataConfig(train=path), chars)
+    assert prompt.text == "Translate\n\ndog" and report.unused == {"output": 3}
+    named = SFTDataConfig(train=path, prompt_field="instruction", response_field="output")
+    assert load_supervised(path, named, chars)[1].unused == {"input": 1}
+
+
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+TWO_READINGS = [
+    (load_supervised, SFTDataConfig, {"messages": [USER, ASSISTANT], "prompt": "a", "response": "b"}, "'messages' and 'prompt'"),
+    (load_supervised, SFTDataConfig, {"prompt": "a", "response": "b", "instruction": "c"}, "'prompt' and 'instruction'"),
+    (load_supervised, SFTDataConfig, {"prompt": "a", "response": "b", "input": "c", "output": "d"}, "'prompt' and 'input'"),
+    (load_supervised, SFTDataConfig, ALPACA | {"prompt": "c"}, "'instruction' and 'prompt'"),
+    (load_supervised, SFTDataConfig, {"conversations": SPOKEN, "messages": [USER, ASSISTANT]}, "'conversations' and 'messages'"),
+    (load_demonstrations, DemonstrationDataConfig, {"messages": [USER, ASSISTANT]} | ALPACA, "'messages' and 'instruction'"),
+    (load_preferences, PreferenceDataConfig, PAIR | {"chosen_response": "d", "rejected_response": "e"}, "'chosen' and 'chosen_response'"),
+    (load_preferences, PreferenceDataConfig, PAIR | {"instruction": "d"}, "'prompt' and 'instruction'"),
+    (load_unpaired, UnpairedDataConfig, PAIR | {"response": "b", "label": True}, "'chosen' and 'label'"),
+    (load_unpaired, UnpairedDataConfig, {"prompt": "a", "response": "b", "completion": "c", "label": True}, "'response' and 'completion'"),
+    (load_unpaired, UnpairedDataConfig, {"prompt": "a", "response": "b", "label": True, "preference": True}, "'preference' and 'label'"),
+    (load_prompts, PromptDataConfig, {"prompt": "a", "messages": [USER]}, "'prompt' and 'messages'"),
+    (load_prompts, PromptDataConfig, {"prompt": "a", "instruction": "b"}, "'prompt' and 'instruction'"),
+    (load_prompts, PromptDataConfig, {"prompt": "a", "input": "b"}, "'prompt' and 'input'"),
+    (load_regression, RATED, {"text": "a", "prompt": "a", "response": "b", "label": [1, 2]}, "'text' and 'prompt'"),
+    (load_steps, StepDataConfig, {"prompt": "a", "steps": ["b"], "completions": ["c"], "labels": [1]}, "'steps' and 'completions'"),
+    (load_unlabelled, AnnotateDataConfig, {"messages": [USER, ASSISTANT], "prompt": "a", "response": "b"}, "'messages' and 'prompt'"),
+    (partial(load_cases, given=True), ConstitutionDataConfig, PAIR | {"responses": ["b", "c"]}, "'responses' and 'chosen'"),
+]
+
+
+@pytest.mark.parametrize(("load", "config", "record", "both"), TWO_READINGS, ids=[both for *_, both in TWO_READINGS])
+def test_two_readings_of_one_record_are_refused(load, config, record, both, jsonl, chars):
+    path = jsonl(record)
+    with pytest.raises(DataError, match=f"{path}:1: has {both}, either of which could be meant, expected one of them"):
+        load(path, config(train=path), chars)
+
+
+def test_naming_the_fields_chooses(jsonl, chars):
+    path = jsonl({"messages": [USER, ASSISTANT], "prompt": "ab", "response": "b", "instruction": "c"})
+    (row,), report = load_supervised(path, SFTDataConfig(train=path, prompt_field="prompt", response_field="response"), chars)
+    assert chars.decode(row.tokens) == "abb" and report.unused == {"instruction": 1, "messages": 1}
+    (prompt,), _ = load_prompts(path, PromptDataConfig(train=path, prompt_field="instruction"), chars)
+    assert prompt.text == "c"
+
+
+def test_a_prompt_beside_its_conversation_is_no_second_reading(jsonl, chars):
+    """There is no response to it; so published chats have it."""
+    path = jsonl({"prompt": "a", "messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT], "prompt": None, "response": None})
+    assert load_supervised(path, SFTDataConfig(train=path), chars)[1].unused == {"prompt": 1}
+
+
+def test_a_field_that_is_there_twice_is_bad(jsonl, chars, tmp_path):
+    """JSON takes the last one, whatever was meant."""
+    good = '{"prompt": "a", "response": "b"}'
+    path = jsonl(good, '{"prompt": "a", "response": "b", "prompt": "c"}', '{"prompt": [{"role": "user", "content": "a", "role": "user"}]}')
+    with pytest.raises(DataError) as caught:
+        load_supervised(path, SFTDataConfig(train=path), chars)
+    assert f"{path}:2: has the field 'prompt' twice in one object" in str(caught.value)
+    assert f"{path}:3: has the field 'role' twice in one object" in str(caught.value)
+    whole = tmp_path / "d.json"
+    whole.write_text(f'[{good}, {{"prompt": "a", "prompt": "a"}}]')
+    assert [raw.error[:26] for raw in read_records(str(whole))] == ["", "has the field 'prompt' twi"]
+
+
+def test_columns_of_other_files_are_tracked_as_well(tmp_path, chars):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"messages": [USER | {"name": None}, ASSISTANT | {"name": "x"}], "id": 1, "prompt": None, "response": None}] * 2
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
+    path = str(tmp_path / "d.parquet")
+    assert load_supervised(path, SFTDataConfig(train=path), chars)[1].unused == {"id": 2, "messages[].name": 2}
+    assert json.dumps(next(read_records(path)).value["messages"][0]["role"]) == '"user"'
