@@ -134,6 +134,7 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
     validate.add_argument("--kind", default="", metavar="KIND", help="of the file: sft, preference, kto, prompts, ... (docs/data.md)")
     validate.add_argument("--tokenizer", default="", metavar="DIR", help="with --kind: directory of the model's tokenizer")
     validate.add_argument("--samples", type=int, default=3, metavar="N", help="how many are shown of each data set (default: 3)")
+    validate.add_argument("--all", action="store_true", help="list every problem, not the first few of each kind")
     validate.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE")
     validate.set_defaults(run=_validate_data)
 
@@ -177,7 +178,13 @@ def _gap(arguments: argparse.Namespace) -> int:
 def _validate_data(arguments: argparse.Namespace) -> int:
     from aligner.jobs.validate_data import Options, validate
 
-    options = Options(kind=arguments.kind, tokenizer=arguments.tokenizer, num_samples=max(0, arguments.samples), json_path=arguments.json)
+    options = Options(
+        kind=arguments.kind,
+        tokenizer=arguments.tokenizer,
+        num_samples=max(0, arguments.samples),
+        lists_all=arguments.all,
+        json_path=arguments.json,
+    )
     return validate(arguments.target, arguments.overrides, options)
 
 

@@ -18,7 +18,7 @@ from aligner.data.records import (
     shown,
     the_one,
 )
-from aligner.data.report import LoadReport, Tally, TooLong
+from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
@@ -69,7 +69,7 @@ def load_cases(
 ) -> tuple[list[Case], LoadReport]:
     """All usable records at `location`: prompts, or with `given` pairs: `{prompt, responses: [a, b]}` or those of preferences.
 
-    Prompts longer than `config.max_prompt_length` are dropped and counted. Raises: DataError listing all bad lines, or where none is left.
+    Raises: DataError listing all bad lines, or where none is left.
     """
     tally = Tally(location, config.bad_lines)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
@@ -77,8 +77,8 @@ def load_cases(
     def convert(raw: RawRecord) -> Case:
         said, pair = _pair(raw) if given else (parse_prompt(raw, config.prompt_field, "").prompt, None)
         case = case_of(raw, said, tokenizer, style, pair=pair)
-        if len(case.prompt.tokens) > config.max_prompt_length:
-            raise TooLong
+        if 0 < config.max_prompt_length < len(case.prompt.tokens):
+            too_long(len(case.prompt.tokens), config.max_prompt_length, config.overlong, "data.max_prompt_length")
         return case
 
     cases = tally.convert(read_records(location, first), convert)

@@ -15,12 +15,12 @@ class BadLines(str, Enum):
     skip = "skip"  # leave them out, count them and report them
 
 
-class OverLong(str, Enum):
-    """What to do with an example of more tokens than `max_length`."""
+class Overlong(str, Enum):
+    """What to do with an example of more tokens than `max_length`, or a prompt of more than `max_prompt_length`."""
 
-    bad = "bad"  # treat it like any other bad line
     drop = "drop"  # leave it out and count it
-    truncate = "truncate"  # cut its end and count it
+    truncate = "truncate"  # cut it and count it: an example loses its end, its end token too; a prompt its beginning
+    refuse = "refuse"  # treat it like any other bad line
 
 
 class Learn(str, Enum):
@@ -37,10 +37,21 @@ def _require_at_least(minimum: int, **sizes: int) -> None:
             raise ConfigError(f"data.{name} is {value}, allowed: at least {minimum}")
 
 
+def _require_length(minimum: int, **lengths: int) -> None:
+    for name, value in lengths.items():
+        if value and value < minimum:
+            raise ConfigError(f"data.{name} is {value}, allowed: at least {minimum}, or 0 (what the model's context has)")
+
+
 def _require_member(enum: type[Enum], **choices: Enum) -> None:
     for name, value in choices.items():
         if not isinstance(value, enum):
             raise ConfigError(f"data.{name} is {value!r}, allowed: {', '.join(member.name for member in enum)} (of {enum.__name__})")
+
+
+def _require_whole_prompts(overlong: Overlong) -> None:
+    if overlong is Overlong.truncate:
+        raise ConfigError("data.overlong=truncate: prompts are written into the records, whole; allowed: drop, refuse")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,13 +59,14 @@ class PromptDataConfig:
     """Prompts for online RL.
 
     `train` and `validation` are each a jsonl, json or parquet file, a directory of them, or `datasets:NAME[:SPLIT]` /
-    `datasets:NAME:CONFIG:SPLIT`. Prompts longer than `max_prompt_length` tokens are dropped and counted.
+    `datasets:NAME:CONFIG:SPLIT`.
     """
 
     train: str = "???"  # required
     validation: str = ""
     num_validation_prompts: int = 128  # the first so many usable ones
-    max_prompt_length: int = 512
+    max_prompt_length: int = 0  # tokens; 0: what the model's context leaves beside the response (docs/data.md)
+    overlong: Overlong = Overlong.drop  # what is longer: drop (and count), truncate (its beginning) or refuse
     prompt_field: str = ""  # name of the field with the prompt; empty: `prompt`, `messages`, `text` or `instruction`, whichever is there
     answer_field: str = "answer"
     apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
@@ -62,30 +74,32 @@ class PromptDataConfig:
     bad_lines: BadLines = BadLines.fail
 
     def __post_init__(self) -> None:
-        _require_at_least(1, max_prompt_length=self.max_prompt_length, num_validation_prompts=self.num_validation_prompts)
+        _require_length(1, max_prompt_length=self.max_prompt_length)
+        _require_at_least(1, num_validation_prompts=self.num_validation_prompts)
         _require_member(BadLines, bad_lines=self.bad_lines)
+        _require_member(Overlong, overlong=self.overlong)
         if not self.answer_field:
             raise ConfigError("data.answer_field is '', allowed: the name of a field (it may be absent from the records)")
 
 
 @dataclass(kw_only=True, slots=True)
-class _ExampleDataConfig:
-    """What examples to learn from have in common. `train`, `validation` as in `PromptDataConfig`; `max_length` in tokens."""
+class ExampleDataConfig:
+    """What examples to learn from have in common. `train`, `validation` as in `PromptDataConfig`."""
 
     train: str = "???"  # required
     validation: str = ""
-    max_length: int = 1024
-    over_long: OverLong = OverLong.bad
+    max_length: int = 0  # tokens of an example; 0: the model's context
+    overlong: Overlong = Overlong.drop  # what is longer: drop (and count), truncate (its end) or refuse
     bad_lines: BadLines = BadLines.fail
 
     def __post_init__(self) -> None:
-        _require_at_least(2, max_length=self.max_length)
+        _require_length(2, max_length=self.max_length)
         _require_member(BadLines, bad_lines=self.bad_lines)
-        _require_member(OverLong, over_long=self.over_long)
+        _require_member(Overlong, overlong=self.overlong)
 
 
 @dataclass(kw_only=True, slots=True)
-class SFTDataConfig(_ExampleDataConfig):
+class SFTDataConfig(ExampleDataConfig):
     """Prompts with responses; `max_length` counts prompt, response and end token."""
 
     prompt_field: str = ""  # with response_field: their names; empty: messages, prompt/response, input/output or instruction/input/output
@@ -95,7 +109,7 @@ class SFTDataConfig(_ExampleDataConfig):
     add_bos: bool = True
 
     def __post_init__(self) -> None:
-        _ExampleDataConfig.__post_init__(self)
+        ExampleDataConfig.__post_init__(self)
         _require_member(Learn, learn=self.learn)
         if bool(self.prompt_field) != bool(self.response_field):
             raise ConfigError(
@@ -105,7 +119,7 @@ class SFTDataConfig(_ExampleDataConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class PreferenceDataConfig(_ExampleDataConfig):
+class PreferenceDataConfig(ExampleDataConfig):
     """Chosen and rejected responses; `max_length` holds for each of the two."""
 
     apply_chat_template: bool = False
@@ -121,38 +135,37 @@ class UnpairedDataConfig(PreferenceDataConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class DistillationDataConfig(_ExampleDataConfig):
+class DistillationDataConfig(ExampleDataConfig):
     """What a teacher says of examples. `train`, `validation` are directories that `teacher_logprobs` wrote, or files of NeMo-Aligner's
     `{tokens, labels, loss_mask, topk_logits, topk_token_ids}`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class DemonstrationDataConfig(SFTDataConfig):
-    """Prompts with given responses, which the policy's own are compared with. Prompts longer than `max_prompt_length` tokens are dropped
-    and counted."""
+    """Prompts with given responses, which the policy's own are compared with. A prompt is never cut: `overlong=truncate` drops it."""
 
-    max_prompt_length: int = 512
+    max_prompt_length: int = 0  # tokens; 0: what the model's context leaves beside the response (docs/data.md)
     learn: Learn = Learn.last_response
 
     def __post_init__(self) -> None:
         SFTDataConfig.__post_init__(self)
-        _require_at_least(1, max_prompt_length=self.max_prompt_length)
+        _require_length(1, max_prompt_length=self.max_prompt_length)
         if self.learn is not Learn.last_response:
             raise ConfigError(f"data.learn={self.learn.value}: the last response alone is compared; allowed: {Learn.last_response.value}")
 
 
 @dataclass(kw_only=True, slots=True)
-class ProposalDataConfig(_ExampleDataConfig):
+class ProposalDataConfig(ExampleDataConfig):
     """Several responses to each prompt, with log-probs; `max_length` holds for each row."""
 
     num_responses: int = 0  # the first so many of each record; 0: all, and all records have as many
     add_bos: bool = True
 
     def __post_init__(self) -> None:
-        _ExampleDataConfig.__post_init__(self)
+        ExampleDataConfig.__post_init__(self)
         _require_at_least(0, num_responses=self.num_responses)
-        if self.over_long is OverLong.truncate:
-            raise ConfigError("data.over_long=truncate: log-probs are of whole responses; allowed: bad, drop")
+        if self.overlong is Overlong.truncate:
+            raise ConfigError("data.overlong=truncate: log-probs are of whole responses; allowed: drop, refuse")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -176,6 +189,7 @@ class RequestDataConfig(PromptDataConfig):
         PromptDataConfig.__post_init__(self)
         if "\n" in self.attributes:
             raise ConfigError(f"data.attributes is {self.attributes!r}, allowed: one line such as quality:4,toxicity:0")
+        _require_whole_prompts(self.overlong)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -187,15 +201,15 @@ class AnnotateDataConfig(SFTDataConfig):
 class ConstitutionDataConfig(PromptDataConfig):
     """Prompts to be answered, criticised and revised: those of `PromptDataConfig`; or pairs of responses to be compared.
 
-    `max_history_length`: tokens of what precedes a critique or a revision, and of a question with its answer; longer ones are left out and
-    counted.
+    What is longer than `max_history_length` is left out and counted.
     """
 
     constitution: str = ""  # a YAML or JSON file of principles (aligner/data/constitution.py); empty: built-in ones
-    max_history_length: int = 2048
+    max_history_length: int = 0  # tokens before a critique or revision, or of a question with its answer; 0: 2048 at most (docs/data.md)
 
     def __post_init__(self) -> None:
         PromptDataConfig.__post_init__(self)
-        _require_at_least(1, max_history_length=self.max_history_length)
+        _require_length(1, max_history_length=self.max_history_length)
+        _require_whole_prompts(self.overlong)
         if self.validation:
             raise ConfigError(f"data.validation is {self.validation!r}: nothing is trained here, allowed: ''")

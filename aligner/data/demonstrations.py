@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from aligner.data.config import DemonstrationDataConfig
 from aligner.data.encoding import PromptStyle
-from aligner.data.report import LoadReport, Tally, TooLong
+from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.supervised import SupervisedExample, encode_record, fit_length
 from aligner.data.tokenizer import Tokenizer
@@ -46,10 +46,10 @@ def load_demonstrations(
 
     def convert(raw: RawRecord) -> Demonstration:
         encoded = encode_record(raw, config, tokenizer, style)
-        fitted = fit_length(encoded, config.max_length, config.over_long)
+        fitted = fit_length(encoded, config.max_length, config.overlong)
         start = response_start(fitted.loss_mask)
-        if start > config.max_prompt_length:
-            raise TooLong
+        if 0 < config.max_prompt_length < start:
+            too_long(start, config.max_prompt_length, config.overlong, "data.max_prompt_length")
         tally.truncated += fitted is not encoded
         text = tokenizer.decode(fitted.tokens[:start], skip_special=False)
         prompt = Prompt(id=raw.index, tokens=fitted.tokens[:start], source=raw.source, text=text)

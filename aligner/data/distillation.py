@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from aligner.data.collate import supervised_batch
-from aligner.data.config import DistillationDataConfig, OverLong
+from aligner.data.config import DistillationDataConfig, Overlong
 from aligner.data.records import raw_object, shown
-from aligner.data.report import LoadReport, Tally, TooLong
+from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.supervised import SupervisedExample
 from aligner.data.teacher import MANIFEST, DistilledExample, TeacherFiles
@@ -23,9 +23,9 @@ FIELDS = ("tokens", "labels", "loss_mask", "topk_logits", "topk_token_ids")
 
 
 class Selected(Sequence[DistilledExample]):
-    """Some of the examples of another sequence, each cut to `max_length` tokens."""
+    """Some of the examples of another sequence, each cut to `max_length` tokens where that is given."""
 
-    def __init__(self, examples: Sequence[DistilledExample], chosen: Sequence[int], max_length: int) -> None:
+    def __init__(self, examples: Sequence[DistilledExample], chosen: Sequence[int], max_length: int | None) -> None:
         self._examples = examples
         self._chosen = chosen
         self._max_length = max_length
@@ -52,7 +52,7 @@ def load_distillation(
         files.check_tokenizer(tokenizer.digest)
         rows = (RawRecord(file=location, line=row, index=row) for row in range(len(files) if first is None else min(first, len(files))))
         chosen = tally.convert(rows, lambda row: fit.row(files, row.index))
-        return Selected(files, chosen, config.max_length), tally.finish()
+        return Selected(files, chosen, config.max_length or None), tally.finish()
 
     def convert(raw: RawRecord) -> DistilledExample:
         example = parse_distilled(raw, tokenizer.max_token_id)
@@ -78,7 +78,7 @@ def check_logprobs(examples: Sequence[DistilledExample]) -> None:
 
 
 class _Fit:
-    """What `over_long` says of examples longer than `max_length`."""
+    """What `overlong` says of examples longer than `max_length`."""
 
     def __init__(self, config: DistillationDataConfig, tally: Tally) -> None:
         self._config = config
@@ -86,19 +86,17 @@ class _Fit:
 
     def row(self, files: TeacherFiles, row: int) -> int:
         """The row's number. Raises as `example` does."""
-        if files.length(row) > self._config.max_length:
+        if 0 < self._config.max_length < files.length(row):
             self.example(files[row])
         return row
 
     def example(self, example: DistilledExample) -> DistilledExample:
         """The example, or its beginning. Raises TooLong, or DataError."""
         config, length = self._config, len(example.tokens)
-        if length <= config.max_length:
+        if not config.max_length or length <= config.max_length:
             return example
-        if config.over_long is OverLong.drop:
-            raise TooLong
-        if config.over_long is not OverLong.truncate:
-            raise DataError(f"has {length} tokens, allowed: at most max_length={config.max_length} (data.over_long=drop or truncate)")
+        if config.overlong is not Overlong.truncate:
+            too_long(length, config.max_length, config.overlong)
         if not any(example.loss_mask[: config.max_length]):
             raise DataError(f"has no response token within max_length={config.max_length} ({length} tokens), expected a shorter prompt")
         self._tally.truncated += 1

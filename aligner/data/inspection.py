@@ -3,6 +3,7 @@ marked."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -120,6 +121,17 @@ def lengths_of(views: Sequence[View]) -> Lengths:
     """Of all rows of at least one example; p95: the least length that 95% of them do not exceed."""
     found = sorted(len(row.tokens) for view in views for row in view.rows)
     return Lengths(least=found[0], middle=median(found), p95=found[-(-95 * len(found) // 100) - 1], most=found[-1])
+
+
+def histogram(lengths: Sequence[int], most: int = 10) -> list[tuple[int, int, int]]:
+    """(least, largest, how many) of each of at most `most` classes of equal, round width that begin with the shortest one's."""
+    if not lengths:
+        return []
+    low, high = min(lengths) - 1, max(lengths)
+    widths = (digit * 10**power for power in range(10) for digit in (1, 2, 5))
+    width = next(width for width in widths if -(-high // width) - low // width <= most)
+    counts = Counter((length - 1) // width for length in lengths)
+    return [(one * width + 1, (one + 1) * width, counts[one]) for one in range(low // width, -(-high // width))]
 
 
 def duplicates(views: Sequence[View]) -> list[tuple[str, str]]:

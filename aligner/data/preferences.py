@@ -71,7 +71,7 @@ def load_preferences(
         rows, cut = [], 0
         for response in (record.chosen, record.rejected):
             encoded = encode_response(tokenizer, record.prompt, response, style)
-            fitted = fit_length(encoded, config.max_length, config.over_long)
+            fitted = fit_length(encoded, config.max_length, config.overlong)
             cut += fitted is not encoded
             rows.append(SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=lines.first.source))
         if rows[0].tokens == rows[1].tokens:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from aligner.data.config import PromptDataConfig
+from aligner.data.config import Overlong, PromptDataConfig
 from aligner.data.encoding import PromptStyle, encode_prompt
 from aligner.data.records import parse_prompt
-from aligner.data.report import LoadReport, Tally, TooLong
+from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
@@ -29,10 +29,25 @@ def load_prompts(
         tokens = encode_prompt(tokenizer, record.prompt, style)
         if not tokens:
             raise DataError(f"prompt {record.prompt!r} has no token, expected at least one")
-        if len(tokens) > config.max_prompt_length:
-            raise TooLong
-        text = record.prompt if isinstance(record.prompt, str) else tokenizer.decode(tokens, skip_special=False)
+        whole, tokens = tokens, fit_prompt(tokens, config, tokenizer.bos_id)
+        tally.truncated += tokens is not whole
+        is_text = isinstance(record.prompt, str) and tokens is whole
+        text = str(record.prompt) if is_text else tokenizer.decode(tokens, skip_special=False)
         return Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, answer=record.answer)
 
     prompts = tally.convert(read_records(location, first), convert)
     return prompts, tally.finish()
+
+
+def fit_prompt(tokens: list[int], config: PromptDataConfig, bos_id: int | None) -> list[int]:
+    """`tokens` itself where they fit (0: any do); else what `config.overlong` says: a DataError, `TooLong`, or their end.
+
+    A begin token stays the first one.
+    """
+    limit = config.max_prompt_length
+    if not limit or len(tokens) <= limit:
+        return tokens
+    if config.overlong is not Overlong.truncate:
+        too_long(len(tokens), limit, config.overlong, "data.max_prompt_length")
+    head = tokens[:1] if tokens[0] == bos_id and limit > 1 else []
+    return [*head, *tokens[len(tokens) - limit + len(head) :]]

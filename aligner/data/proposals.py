@@ -80,7 +80,7 @@ def load_proposals(
         found, rows = parse_responses(raw, config.num_responses), []
         targets, proposals = _log_probs(found.fields)
         for record, whole in zip(found.conversations, found.whole, strict=True):
-            fitted = fit_length(encode_labelled(tokenizer, record, style, ends=whole), config.max_length, config.over_long)
+            fitted = fit_length(encode_labelled(tokenizer, record, style, ends=whole), config.max_length, config.overlong)
             rows.append(SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source))
         return ProposedGroup(rows=tuple(rows), targets=targets, proposals=proposals)
 

@@ -44,7 +44,7 @@ def load_regression(
     def convert(raw: RawRecord) -> list[LabelledExample]:
         examples, cut = [], 0
         for encoded, labels in _judged(raw, config.attributes, tokenizer, style):
-            fitted = fit_length(encoded, config.max_length, config.over_long)
+            fitted = fit_length(encoded, config.max_length, config.overlong)
             cut += fitted is not encoded
             row = SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source)
             examples.append(LabelledExample(row=row, labels=labels))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
-from aligner.data.config import BadLines
+from aligner.data.config import BadLines, Overlong
 from aligner.data.sources import Fields, RawRecord
 from aligner.errors import DataError
 
@@ -17,8 +17,17 @@ Out = TypeVar("Out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LongRecord:
+    """A record that was left out: its tokens, and what is allowed: `512 tokens (data.max_length)`."""
+
+    source: str
+    length: int
+    limit: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """Counts of one data set; `problems` are the bad lines, each `file:line: what is wrong`."""
+    """Counts of one data set; `problems` are the bad lines, each `file:line: what is wrong`, `too_long` what was left out as such."""
 
     location: str
     num_records: int
@@ -26,21 +35,37 @@ class LoadReport:
     num_too_long: int
     num_truncated: int
     num_bad: int
+    too_long: tuple[LongRecord, ...]
     problems: tuple[str, ...]
     unused: dict[str, int]  # name of a field that nothing was asked of -> in how many of the records used
 
     def summary(self) -> str:
         """One line for the log, and a second one where records have fields that are not used."""
-        parts = [f"{self.location}: {self.num_kept} of {self.num_records} records used"]
-        for count, what in ((self.num_too_long, "too long"), (self.num_truncated, "truncated"), (self.num_bad, "bad and skipped")):
+        parts = [f"{self.location}: {self.num_kept} of {self.num_records} records used", *self.long_texts()]
+        for count, what in ((self.num_truncated, "truncated"), (self.num_bad, "bad and skipped")):
             if count:
                 parts.append(f"{count} {what}")
         said = ", ".join(parts) + (f" (first: {self.problems[0]})" if self.problems else "")
         return f"{said}\n{self.location}: {self.unused_text()}" if self.unused else said
 
+    def long_texts(self) -> list[str]:
+        """What was left out as too long, by limit: `12 left out: longer than 512 tokens (data.max_length), they have 530 to 911`."""
+        lengths: dict[str, list[int]] = {}
+        for one in self.too_long:
+            lengths.setdefault(one.limit, []).append(one.length)
+        return [
+            f"{len(found)} left out: longer than {limit}, {'they have' if len(found) > 1 else 'it has'} {_range(found)}"
+            for limit, found in lengths.items()
+        ]
+
     def unused_text(self) -> str:
         """The fields that are not used, each with the number of records that have it."""
         return "fields that are not used: " + ", ".join(f"{name} ({count} records)" for name, count in self.unused.items())
+
+
+def _range(lengths: Sequence[int]) -> str:
+    least, most = min(lengths), max(lengths)
+    return f"{least} to {most}" if least < most else str(least)
 
 
 class NoUsableRecord(DataError):
@@ -52,7 +77,19 @@ class NoUsableRecord(DataError):
 
 
 class TooLong(Exception):
-    """Raised by a conversion to leave a record out and count it as too long."""
+    """Raised by a conversion to leave a record out and count it as too long: it has `length` tokens, the setting allows `limit`."""
+
+    def __init__(self, length: int, limit: int, setting: str) -> None:
+        super().__init__(length, limit, setting)
+        self.length = length
+        self.limit = f"{limit} tokens ({setting})"
+
+
+def too_long(length: int, limit: int, overlong: Overlong, setting: str = "data.max_length") -> NoReturn:
+    """Leave a record out that has more tokens than allowed and is not cut: raises TooLong; DataError where it is to be refused."""
+    if overlong is Overlong.refuse:
+        raise DataError(f"has {length} tokens, allowed: at most {setting}={limit} (data.overlong=drop leaves such records out)")
+    raise TooLong(length, limit, setting)
 
 
 class Tally:
@@ -68,7 +105,7 @@ class Tally:
         self._whole = whole
         self._records = 0
         self._kept = 0
-        self._too_long = 0
+        self._too_long: list[LongRecord] = []
         self._problems: list[str] = []
         self._unused: dict[str, int] = {}
         self._latest = -1  # index of the last record whose fields were looked at
@@ -87,8 +124,8 @@ class Tally:
                 converted.append(conversion(item))
                 for raw in records(item):
                     self._note_unused(raw)
-            except TooLong:
-                self._too_long += 1
+            except TooLong as found:
+                self._too_long.append(LongRecord(source=records(item)[0].source, length=found.length, limit=found.limit))
             except DataError as error:
                 self._problems.append(f"{records(item)[0].source}: {error}")
         self._kept += len(converted)
@@ -113,9 +150,10 @@ class Tally:
             location=self._location,
             num_records=self._records,
             num_kept=self._kept,
-            num_too_long=self._too_long,
+            num_too_long=len(self._too_long),
             num_truncated=self.truncated,
             num_bad=len(self._problems),
+            too_long=tuple(self._too_long),
             problems=tuple(self._problems),
             unused=dict(sorted(self._unused.items(), key=lambda entry: (-entry[1], entry[0]))),
         )

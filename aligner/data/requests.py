@@ -12,7 +12,7 @@ from aligner.data.labelled import LABEL_START, TURN_START, VALUE_TO_TEXT, Labell
 from aligner.data.prompts import load_prompts
 from aligner.data.records import ConversationRecord, Message, parse_prompt, parse_supervised
 from aligner.data.regression import attribute_text
-from aligner.data.report import LoadReport, Tally, TooLong
+from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.supervised import fit_length
 from aligner.data.tokenizer import Tokenizer
@@ -74,8 +74,8 @@ def load_requests(
         if not label:
             raise DataError("its last turn has no label, expected one, or data.attributes")
         tokens = encode_request(tokenizer, record, label, style)
-        if len(tokens) > config.max_prompt_length:
-            raise TooLong
+        if 0 < config.max_prompt_length < len(tokens):
+            too_long(len(tokens), config.max_prompt_length, config.overlong, "data.max_prompt_length")
         text = tokenizer.decode(tokens, skip_special=False)
         return Request(prompt=Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text), record=record, label=label)
 
@@ -130,7 +130,7 @@ def load_unlabelled(
         rows, cut = [], 0
         for number in numbers:
             encoded = encode_plain(tokenizer, attribute_text(record, number), style)
-            fitted = fit_length(encoded, config.max_length, config.over_long)
+            fitted = fit_length(encoded, config.max_length, config.overlong)
             cut += fitted is not encoded
             rows.append(fitted.tokens)
         tally.truncated += cut > 0

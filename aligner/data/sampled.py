@@ -59,7 +59,7 @@ def load_sampled(
     def convert(raw: RawRecord) -> SampledGroup:
         found, rows = parse_responses(raw, config.num_responses), []
         for number in range(len(found.turns)):
-            fitted = fit_length(_encode(tokenizer, found, number, sought.quantity, config), config.max_length, config.over_long)
+            fitted = fit_length(_encode(tokenizer, found, number, sought.quantity, config), config.max_length, config.overlong)
             rows.append(SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source))
         levels = _levels(found.label, sought) if sought.quantity is Quantity.attributes else ()
         return SampledGroup(record={**raw.value, "responses": list(found.fields)}, rows=tuple(rows), levels=levels)

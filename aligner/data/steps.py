@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from aligner.data.collate import supervised_batch
-from aligner.data.config import OverLong
+from aligner.data.config import Overlong
 from aligner.data.encoding import PromptStyle, encode_prompt
 from aligner.data.labels import MISSING, parse_step_labels
 from aligner.data.records import Conversation, parse_prompt, raw_object, shown, text_of, the_one
-from aligner.data.report import LoadReport, Tally, TooLong
+from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.reward_config import StepDataConfig
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.supervised import SupervisedExample
@@ -94,12 +94,10 @@ def _encode(record: _Record, source: str, separator: str, tokenizer: Tokenizer, 
 
 def _fit(example: SteppedExample, config: StepDataConfig) -> SteppedExample:
     tokens, mask = example.row.tokens, example.row.loss_mask
-    if len(tokens) <= config.max_length:
+    if not config.max_length or len(tokens) <= config.max_length:
         return example
-    if config.over_long == OverLong.drop:
-        raise TooLong
-    if config.over_long == OverLong.bad:
-        raise DataError(f"has {len(tokens)} tokens, allowed: at most max_length={config.max_length} (data.over_long=drop or truncate)")
+    if config.overlong is not Overlong.truncate:
+        too_long(len(tokens), config.max_length, config.overlong)
     kept = sum(mask[: config.max_length])
     if not kept:
         raise DataError(f"has no judged step within max_length={config.max_length} ({len(tokens)} tokens), expected a shorter prompt")

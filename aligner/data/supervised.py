@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from aligner.data.config import Learn, OverLong, SFTDataConfig
+from aligner.data.config import Learn, Overlong, SFTDataConfig
 from aligner.data.encoding import (
     Encoded,
     PromptStyle,
@@ -19,10 +19,9 @@ from aligner.data.encoding import (
 )
 from aligner.data.labelled import is_labelled, parse_labelled
 from aligner.data.records import ConversationRecord, parse_supervised
-from aligner.data.report import LoadReport, Tally, TooLong
+from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.tokenizer import Tokenizer
-from aligner.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +50,7 @@ def load_supervised(
 
     def convert(raw: RawRecord) -> SupervisedExample:
         encoded = encode_record(raw, config, tokenizer, style)
-        fitted = fit_length(encoded, config.max_length, config.over_long)
+        fitted = fit_length(encoded, config.max_length, config.overlong)
         tally.truncated += fitted is not encoded
         return SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source)
 
@@ -76,12 +75,10 @@ def _encode_responses(raw: RawRecord, config: SFTDataConfig, tokenizer: Tokenize
     return encode_response(tokenizer, record.prompt, record.response, style)
 
 
-def fit_length(encoded: Encoded, max_length: int, over_long: OverLong) -> Encoded:
-    """`encoded` itself where it fits; else what `over_long` says: a DataError, `TooLong`, or its beginning."""
-    if len(encoded.tokens) <= max_length:
+def fit_length(encoded: Encoded, max_length: int, overlong: Overlong) -> Encoded:
+    """`encoded` itself where it fits (0: any does); else what `overlong` says: a DataError, `TooLong`, or its beginning."""
+    if not max_length or len(encoded.tokens) <= max_length:
         return encoded
-    if over_long == OverLong.truncate:
+    if overlong is Overlong.truncate:
         return truncated(encoded, max_length)
-    if over_long == OverLong.drop:
-        raise TooLong
-    raise DataError(f"has {len(encoded.tokens)} tokens, allowed: at most max_length={max_length} (data.over_long=drop or truncate)")
+    too_long(len(encoded.tokens), max_length, overlong)

@@ -39,8 +39,8 @@ class DistilledExample:
     teacher_logprobs: Tensor
     source: str
 
-    def first(self, length: int) -> DistilledExample:
-        """Its first `length` tokens."""
+    def first(self, length: int | None) -> DistilledExample:
+        """Its first `length` tokens; None: all."""
         learnt = sum(self.loss_mask[:length])
         return replace(
             self,

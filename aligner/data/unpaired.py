@@ -62,7 +62,7 @@ def load_unpaired(
     def convert(item: tuple[RawRecord, str]) -> UnpairedExample:
         prompt, response, desirable = _judged(*item)
         encoded = encode_response(tokenizer, prompt, response, style)
-        fitted = fit_length(encoded, config.max_length, config.over_long)
+        fitted = fit_length(encoded, config.max_length, config.overlong)
         tally.truncated += fitted is not encoded
         row = SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=item[0].source)
         return UnpairedExample(row=row, desirable=desirable)

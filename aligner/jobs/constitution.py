@@ -23,13 +23,14 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError
 from aligner.files import publish
 from aligner.jobs import columns
-from aligner.jobs.parts import check_length, load_model_files
+from aligner.jobs.lengths import with_lengths
+from aligner.jobs.parts import load_model_files
 from aligner.jobs.same_shape import check_same_shape
 from aligner.jobs.session import Session, session
 from aligner.jobs.sources import model_digest, pinned
 from aligner.jobs.writing import digest_of, write_parts
 from aligner.models import create
-from aligner.models.config import Architecture, ModelConfig
+from aligner.models.config import ModelConfig
 from aligner.models.policy import MegatronPolicy, ReferencePolicy
 from aligner.parallel.collectives import from_rank_0
 from aligner.rewards.unjudged import Unjudged
@@ -45,10 +46,9 @@ Logprobs = Callable[[LabeledBatch], Tensor]
 def write_feedback(config: ConstitutionalAI) -> int:
     """Everything that a constitution makes of prompts, to `<run>/written`. Every rank calls it; a job that is started again goes on."""
     with session(config, config.run, config.parallel, component="constitution") as here:
-        config = replace(config, model=pinned(here, "model", config.model))
+        config = with_lengths(replace(config, model=pinned(here, "model", config.model)))
         tokenizer, architecture = load_model_files(config.model)
         samples = config.algorithm.samples_per_chain > 0
-        _check_lengths(config, architecture)
         if samples:
             check_splits(architecture, tp=config.rollout.tp or config.parallel.tp, world_size=here.topology.world_size)
         constitution = load_constitution(config.data.constitution)
@@ -115,13 +115,6 @@ def publish_feedback(parts: Parts, folder: Path, *, constitution: Constitution, 
     if empty := [name for name in wanted if not counts[name]]:
         raise DataError(f"{folder / empty[0]} has no record: {said}; {folder / TRACES} has every text")
     return said
-
-
-def _check_lengths(config: ConstitutionalAI, architecture: Architecture) -> None:
-    response = config.rollout.sampling.max_response_length if config.algorithm.samples_per_chain else 0
-    for name in ("max_prompt_length", "max_history_length"):
-        what = f"data.{name}" + (" + rollout.sampling.max_response_length" if response else "")
-        check_length(config.model, architecture, getattr(config.data, name) + response, what)
 
 
 def _judge(

@@ -17,7 +17,8 @@ from aligner.data.teacher import Manifest
 from aligner.data.tokenizer import Tokenizer
 from aligner.jobs import columns
 from aligner.jobs.ending import conclude
-from aligner.jobs.parts import check_length, load_model_files, load_sets, run_loop, tokenizer_directory
+from aligner.jobs.lengths import with_lengths
+from aligner.jobs.parts import load_model_files, load_sets, run_loop, tokenizer_directory
 from aligner.jobs.session import Session, session
 from aligner.jobs.sources import model_digest, pinned, pinned_base
 from aligner.jobs.training import train_to_end
@@ -31,9 +32,8 @@ from aligner.schemas import TrainDistillation, WriteTeacherLogprobs
 def train_distillation(config: TrainDistillation) -> int:
     """A student learns from a teacher's stored log-probs. Every rank calls it."""
     with session(config, config.run, config.parallel, component="distill") as here:
-        config = replace(config, model=pinned_base(here, "model", config.model))
+        config = with_lengths(replace(config, model=pinned_base(here, "model", config.model)))
         tokenizer, architecture = load_model_files(config.model)
-        check_length(config.model, architecture, config.data.max_length)
         train, validation = load_sets(here, load_distillation, config.data, tokenizer)
         if config.algorithm.tail_bucket:
             check_logprobs(train)
@@ -53,9 +53,8 @@ def write_teacher_logprobs(config: WriteTeacherLogprobs) -> int:
     A job that is started again goes on behind the files that are there. Raises DataError where they were made of something else.
     """
     with session(config, config.run, config.parallel, component="teacher") as here:
-        config = replace(config, model=pinned(here, "model", config.model))
+        config = with_lengths(replace(config, model=pinned(here, "model", config.model)))
         tokenizer, architecture = load_model_files(config.model)
-        check_length(config.model, architecture, config.data.max_length)
         sets = [_set(here, config, tokenizer, name, location) for name, location in _locations(config).items()]
         frozen = create.training(config.model, None)
         policy = create.create_policy(config.model, architecture, config.parallel, here.topology, frozen)

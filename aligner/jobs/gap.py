@@ -21,6 +21,7 @@ from aligner.data.prompts import load_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs.gap_report import NUM_WORST, GapReport, TokenGap, Tolerance, to_json, to_text
+from aligner.jobs.lengths import fill
 from aligner.jobs.parts import load_model_files
 from aligner.jobs.programs import RECIPES, Job, recipe_of
 from aligner.jobs.session import see_own_gpus
@@ -112,6 +113,7 @@ def _trained(model: ModelConfig, newest: Path) -> ModelConfig:
 def compare(config: OnlineRun, layout: topology.Topology, options: Options) -> GapReport:
     """Build engine and trainer, sample, and look for the difference. Collective; the report is the same on every rank."""
     tokenizer, architecture = load_model_files(config.model)
+    config = fill(config, {"model": create.context_length(config.model, architecture)})
     policy = create.create_policy(
         config.model, architecture, config.parallel, layout, create.training(config.model, None, temperature=_temperature(config, options))
     )

@@ -20,7 +20,8 @@ from aligner.errors import ConfigError
 from aligner.jobs import columns
 from aligner.jobs.announce import announced
 from aligner.jobs.kept_samples import validation_samples
-from aligner.jobs.parts import check_rollout_length, load_model_files, load_sets, tokenizer_directory
+from aligner.jobs.lengths import with_lengths
+from aligner.jobs.parts import load_model_files, load_sets, tokenizer_directory
 from aligner.jobs.sampling_ahead import rounds_ahead
 from aligner.jobs.session import Session, session
 from aligner.jobs.sources import pinned, pinned_base
@@ -52,6 +53,7 @@ def train_ppo_actor(config: TrainPPO) -> int:
     Returns the exit code, as the other jobs do: 0, or 75 where a signal or the end of its time stopped it before the last step.
     """
     with session(config, config.run, config.parallel, component="actor") as here, announced(here, "actor") as publication:
+        config = with_lengths(config)
         task, policy, tokenizer = build_task(here, config, with_reference=True, num_prompts=config.algorithm.rollouts_per_step)
         critic = CriticClient(
             here.directory.services,
@@ -76,6 +78,7 @@ def train_ppo_actor(config: TrainPPO) -> int:
 def train_grpo(config: TrainGRPO) -> int:
     """GRPO: one component, with reward functions in its processes or a reward server. Every rank calls it."""
     with session(config, config.run, config.parallel, component="actor") as here, announced(here, "actor") as publication:
+        config = with_lengths(config)
         settings = config.algorithm
         for doubt in settings.doubts:
             here.say(f"warning: {doubt}")
@@ -107,7 +110,6 @@ def build_task(
         )
     model = (pinned if with_reference else pinned_base)(here, "model", config.model)
     tokenizer, architecture = load_model_files(model)
-    check_rollout_length(config.model, architecture, config)
     check_divisible(architecture, config.parallel)
     check_splits(architecture, tp=config.rollout.tp or config.parallel.tp, world_size=here.topology.world_size)
     prompts, validation = (load or partial(load_prompt_sets, here, config))(tokenizer)

@@ -8,6 +8,7 @@ from aligner.algorithms.online_distillation import OnlineDistillation
 from aligner.errors import ConfigError
 from aligner.jobs import columns
 from aligner.jobs.announce import announced
+from aligner.jobs.lengths import with_lengths
 from aligner.jobs.online import build_task
 from aligner.jobs.parts import load_model_files
 from aligner.jobs.same_shape import check_same_shape
@@ -24,6 +25,7 @@ from aligner.schemas import TrainOnlineDistillation
 def train_online_distillation(config: TrainOnlineDistillation) -> int:
     """Distillation on the student's own samples. Every rank calls it."""
     with session(config, config.run, config.parallel, component="actor") as here, announced(here, "actor") as publication:
+        config = with_lengths(config)
         teacher_model = teacher_of(here, config)
         settings = config.algorithm
         task, policy, tokenizer = build_task(here, config, with_reference=False, num_prompts=settings.prompts_per_step)

@@ -15,7 +15,7 @@ from aligner.algorithms.learnt import LearntNothingAlarm, is_empty
 from aligner.algorithms.time_budget import TimeBudget, seconds_left
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from aligner.errors import ConfigError, RunHalted
+from aligner.errors import RunHalted
 from aligner.jobs.left_out import LeftOutSteps
 from aligner.jobs.session import Session
 from aligner.models import create
@@ -32,7 +32,7 @@ from aligner.reporting.formats import Column
 from aligner.reporting.jsonl import StepMetrics, read_metrics
 from aligner.reporting.reporter import Reporter, SilentReporter
 from aligner.reporting.summary import learnt_from
-from aligner.schemas import OnlineRun, TrainerRun
+from aligner.schemas import TrainerRun
 
 Example = TypeVar("Example")
 
@@ -67,19 +67,6 @@ def tokenizer_directory(config: ModelConfig) -> Path:
     """Where the tokenizer's files are: `model.tokenizer`, else beside the weights."""
     source = create.source_directory(config)
     return Path(config.tokenizer_path) if config.tokenizer or source is None else source
-
-
-def check_length(config: ModelConfig, architecture: Architecture, length: int, what: str = "data.max_length") -> None:
-    """Raise ConfigError where sequences of `length` tokens do not fit the model's context."""
-    context = create.context_length(config, architecture)
-    if length > context:
-        raise ConfigError(f"{what}={length}: longer than the model's context of {context} tokens")
-
-
-def check_rollout_length(config: ModelConfig, architecture: Architecture, run: OnlineRun) -> None:
-    """Raise ConfigError where the run's longest rollout does not fit the model: the policy samples it, critic and reward model read it."""
-    longest = run.data.max_prompt_length + run.rollout.sampling.max_response_length
-    check_length(config, architecture, longest, "data.max_prompt_length + rollout.sampling.max_response_length")
 
 
 def reporting(

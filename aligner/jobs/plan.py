@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 from aligner.algorithms.ai_feedback import ROWS
 from aligner.algorithms.chains import Pairs
 from aligner.config import compose
 from aligner.errors import CheckpointError, ConfigError
+from aligner.jobs.lengths import fill, readers
 from aligner.jobs.programs import RECIPES, Job, Trainer, recipe_of
 from aligner.models import create
 from aligner.models.config import Architecture, Dtype, ModelConfig
@@ -85,7 +87,12 @@ def load(name: str, overrides: Sequence[str]) -> Job:
 
 
 def components(config: Job) -> list[Component]:
-    """The components that a run of this config starts, the training one first. Raises ConfigError where sequences do not fit a model."""
+    """The components that a run of this config starts, the training one first. Raises ConfigError where sequences do not fit a model.
+
+    Lengths that are not set are as long as in the run.
+    """
+    models = {key: _own_or_actors(attrgetter(key)(config), config.model) for key in readers(config)}
+    config = fill(config, {key: create.context_length(model, _architecture(key, model)) for key, model in models.items()})
     if isinstance(config, OnlineRun):
         found = [_actor(config)]
         if isinstance(config, TrainPPO):
@@ -113,7 +120,7 @@ def _actor(config: OnlineRun) -> Component:
         name="actor",
         head=Head.language,
         num_ranks=config.num_processes,
-        architecture=_architecture("model", config.model, length),
+        architecture=_architecture("model", config.model),
         model=_model(config.model, config.cluster),
         parallel=config.parallel,
         optimizer=config.optimizer,
@@ -148,7 +155,7 @@ def _critic(config: TrainPPO) -> Component:
         name="critic",
         head=Head.scalar,
         num_ranks=critic.num_processes,
-        architecture=_architecture("critic.model", model, length),
+        architecture=_architecture("critic.model", model),
         model=_model(model, config.cluster),
         parallel=critic.parallel,
         optimizer=critic.optimizer,
@@ -172,7 +179,7 @@ def _reward(config: OnlineRun) -> Component:
         name="reward",
         head=Head.scalar,
         num_ranks=reward.num_processes,
-        architecture=_architecture("reward.model", model, length),
+        architecture=_architecture("reward.model", model),
         model=_model(model, config.cluster),
         parallel=reward.parallel,
         optimizer=None,
@@ -191,7 +198,7 @@ def _writer(config: WritingRun) -> Component:
         name="writer",
         head=Head.scalar if config.scores else Head.language,
         num_ranks=config.num_processes,
-        architecture=_architecture("model", config.model, length),
+        architecture=_architecture("model", config.model),
         model=_model(config.model, config.cluster),
         parallel=config.parallel,
         optimizer=None,
@@ -214,7 +221,7 @@ def _constitutional(config: ConstitutionalAI) -> Component:
         name="writer",
         head=Head.language,
         num_ranks=config.num_processes,
-        architecture=_architecture("model", config.model, length),
+        architecture=_architecture("model", config.model),
         model=_model(config.model, config.cluster),
         parallel=config.parallel,
         optimizer=None,
@@ -257,7 +264,7 @@ def _trainer(config: Trainer) -> Component:
         name="trainer",
         head=Head.scalar if isinstance(config, TrainRewardModel) else Head.language,
         num_ranks=config.num_processes,
-        architecture=_architecture("model", config.model, config.data.max_length),
+        architecture=_architecture("model", config.model),
         model=_model(config.model, config.cluster),
         parallel=config.parallel,
         optimizer=config.optimizer,
@@ -294,7 +301,7 @@ def _model(model: ModelConfig, cluster: ClusterConfig) -> ModelConfig:
     return replace(model, dtype=Dtype.bfloat16 if cluster.device == Device.gpu else Dtype.float32)
 
 
-def _architecture(key: str, model: ModelConfig, length: int) -> Architecture:
+def _architecture(key: str, model: ModelConfig) -> Architecture:
     """The sizes of `model.path` where that is here, else those that the config describes."""
     described = model.architecture.vocab_size > 0
     try:
@@ -305,7 +312,4 @@ def _architecture(key: str, model: ModelConfig, length: int) -> Architecture:
         found = create.read_architecture(replace(model, path=""), vocab_size=0)
     if found.vocab_size < 1:
         raise ConfigError(f"{key}.path='': a plan needs a model: give {key}.path, or choose one of conf/model, such as {key}=llama3_8b")
-    context = create.context_length(model, found)
-    if length > context:
-        raise ConfigError(f"sequences of {length} tokens are longer than the {context} of {key}: give {key}.seq_length, or shorten data")
     return found

@@ -16,7 +16,8 @@ from aligner.data.supervised import SupervisedExample
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.jobs import columns
-from aligner.jobs.parts import check_length, load_model_files
+from aligner.jobs.lengths import with_lengths
+from aligner.jobs.parts import load_model_files
 from aligner.jobs.session import Session, session
 from aligner.jobs.sources import pinned
 from aligner.jobs.writing import attribute_scorer, digest_of, write_parts
@@ -34,9 +35,8 @@ def write_proposals(config: WriteProposals) -> int:
     All log-probs are at temperature 1, as the trainer's are.
     """
     with session(config, config.run, config.parallel, component="proposals") as here:
-        config = replace(config, model=pinned(here, "model", config.model))
+        config = with_lengths(replace(config, model=pinned(here, "model", config.model)))
         tokenizer, architecture = load_model_files(config.model)
-        check_length(config.model, architecture, config.data.max_length)
         groups, report = load_sampled(config.data.train, config.data, tokenizer, config.algorithm.sought)
         here.say(report.summary())
         what = [(group.record, [row.tokens for row in group.rows]) for group in groups]

@@ -16,6 +16,7 @@ from aligner.errors import ConfigError
 from aligner.jobs import columns
 from aligner.jobs.announce import announced
 from aligner.jobs.kept_files import KeptFiles
+from aligner.jobs.lengths import with_lengths
 from aligner.jobs.moving_reference import CheckpointedReference
 from aligner.jobs.online import build_task, load_prompt_sets
 from aligner.jobs.parts import load_model_files
@@ -31,6 +32,7 @@ def train_self_rewarding(config: TrainSelfRewarding) -> int:
     with session(config, config.run, config.parallel, component="actor") as here, announced(here, "actor") as publication:
         settings = config.algorithm
         tokenizer, architecture = load_model_files(config.model)
+        config = with_judge_lengths(config, tokenizer)
         context = create.context_length(config.model, architecture)
         sets = load_prompt_sets(here, config, tokenizer)
         asking = ask_about(config, *sets, tokenizer=tokenizer, context=context) if settings.judge is JudgedBy.policy else None
@@ -65,6 +67,27 @@ class Asking:
     read: Callable[[Sequence[int]], str]
 
 
+def with_judge_lengths(config: TrainSelfRewarding, tokenizer: Tokenizer) -> TrainSelfRewarding:
+    """The config with every length filled in; where the policy judges itself, so that its question and its answer fit too."""
+    settings = config.algorithm
+    if settings.judge is not JudgedBy.policy:
+        return with_lengths(config)
+    question = rubric_of(settings).ask("", "")
+    styles = [PromptStyle(apply_chat_template=chat, add_bos=config.data.add_bos) for chat in {False, tokenizer.has_chat_template}]
+    longest = max(len(encode_prompt(tokenizer, question, style)) for style in styles)
+    return with_lengths(config, reserved=longest + settings.max_judgement_length)
+
+
+def rubric_of(settings: SelfRewardingConfig) -> Rubric:
+    """What the judge is asked. Raises ConfigError for a template that cannot be used."""
+    return Rubric(
+        template=read_template(settings.judge_template),
+        pattern=score_pattern(settings.score_pattern),
+        lowest=settings.lowest_score,
+        highest=settings.highest_score,
+    )
+
+
 def ask_about(
     config: TrainSelfRewarding, train: Sequence[Prompt], validation: Sequence[Prompt], *, tokenizer: Tokenizer, context: int
 ) -> Asking:
@@ -72,16 +95,10 @@ def ask_about(
 
     Raises ConfigError for a template that cannot be used, or that leaves no room for the longest response and a judgement of it.
     """
-    settings = config.algorithm
     questions = read_questions(config.data.train, config.data, train)
     if validation:
         questions |= read_questions(config.data.validation, config.data, validation)
-    rubric = Rubric(
-        template=read_template(settings.judge_template),
-        pattern=score_pattern(settings.score_pattern),
-        lowest=settings.lowest_score,
-        highest=settings.highest_score,
-    )
+    rubric = rubric_of(config.algorithm)
     style = PromptStyle(apply_chat_template=questions.are_chats, add_bos=config.data.add_bos)
 
     def ask(prompt: Prompt, response: Sequence[int]) -> list[int]:

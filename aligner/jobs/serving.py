@@ -9,7 +9,8 @@ from functools import partial
 from aligner.errors import ConfigError
 from aligner.jobs.announce import announced
 from aligner.jobs.checkpointing import CriticCheckpointer, load_critic
-from aligner.jobs.parts import check_rollout_length, load_model_files, tokenizer_directory
+from aligner.jobs.lengths import with_lengths
+from aligner.jobs.parts import load_model_files, tokenizer_directory
 from aligner.jobs.session import Session, session
 from aligner.jobs.sources import pinned, pinned_base
 from aligner.losses.value import value_loss
@@ -36,7 +37,7 @@ def serve_critic(config: TrainPPO) -> None:
         publication = stack.enter_context(announced(here, "critic", heartbeat_seconds=critic.server.heartbeat_seconds))
         model_config = pinned_base(here, "critic.model", critic.model.or_else(config.model))
         _, architecture = load_model_files(model_config)
-        check_rollout_length(model_config, architecture, config)
+        with_lengths(config)  # raises where the longest rollout does not fit
         _check_mini_batches(config, here.topology.dp_size)
         updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs
         training = create.training(
@@ -73,7 +74,7 @@ def serve_reward_model(config: OnlineRun) -> None:
         is_function = bool(reward.function.function)
         model_config = reward.model.or_else(config.model) if is_function else pinned(here, "reward.model", reward.model)
         tokenizer, architecture = load_model_files(model_config)
-        check_rollout_length(model_config, architecture, config)
+        with_lengths(config)  # raises where the longest rollout does not fit
         if is_function:
             function = build_reward_function(reward.function)
             if isinstance(function, OnSamples):

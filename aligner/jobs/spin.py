@@ -12,9 +12,10 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.jobs import columns
 from aligner.jobs.announce import announced
 from aligner.jobs.kept_files import KeptFiles
+from aligner.jobs.lengths import with_lengths
 from aligner.jobs.moving_reference import CheckpointedReference
 from aligner.jobs.online import build_task
-from aligner.jobs.parts import check_length, load_model_files, load_sets
+from aligner.jobs.parts import load_sets
 from aligner.jobs.session import Session, session
 from aligner.jobs.training import train_to_end
 from aligner.schemas import TrainSPIN
@@ -24,7 +25,7 @@ from aligner.types import Prompt
 def train_spin(config: TrainSPIN) -> int:
     """SPIN; the reference is the policy at the beginning of each iteration. Every rank calls it."""
     with session(config, config.run, config.parallel, component="actor") as here, announced(here, "actor") as publication:
-        check_length(config.model, load_model_files(config.model)[1], config.data.max_length)
+        config = with_lengths(config)
         sets: dict[str, Sequence[Demonstration]] = {}
         load = partial(_load, here, config, sets)
         settings = config.algorithm

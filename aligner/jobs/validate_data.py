@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -11,11 +12,11 @@ from typing import TextIO
 
 from aligner.config import compose
 from aligner.data.config import BadLines
-from aligner.data.inspection import BRACKETS, COLOURS, Lengths, View, duplicates, lengths_of, render, view_of
+from aligner.data.inspection import BRACKETS, COLOURS, Lengths, View, duplicates, histogram, lengths_of, render, view_of
 from aligner.data.report import LoadReport, NoUsableRecord
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.errors import ConfigError
-from aligner.jobs.preflight.samples import load_sample
+from aligner.jobs.preflight.samples import fitted, load_sample
 from aligner.jobs.programs import RECIPES, Job, recipe_of
 from aligner.models.checkpoint_files import LATEST, resolve
 
@@ -36,7 +37,12 @@ KINDS = {
     "proposals": "steerlm2",
 }
 BAD = 1  # exit code; a mistake in the command is 2, as everywhere
-MOST_DUPLICATES = 20  # that are listed
+FEW = 3  # lines that are listed of each kind of problem, unless all are
+BAR = 40  # width of the longest bar of a histogram
+# What differs between problems of one kind: values, numbers, what is in brackets.
+_VALUES = re.compile(r" (is|are both|has the fields|share) (?!missing|not |the last ).*?(?=, expected|, allowed|$)")
+_NUMBERS = re.compile(r"\b\d+\b")
+_BRACKETS = re.compile(r" \(.*\)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +52,7 @@ class Options:
     kind: str = ""  # of the files named instead of a config
     tokenizer: str = ""  # with `kind`
     num_samples: int = 3
+    lists_all: bool = False  # every problem, not the first few of each kind
     json_path: Path | None = None
 
 
@@ -58,6 +65,7 @@ class Finding:
     num_tokens: int = 0
     num_learnt: int = 0
     repeated: list[tuple[str, str]] = field(default_factory=list)
+    histogram: list[tuple[int, int, int]] = field(default_factory=list)  # least and most tokens, rows; of records that are too long too
 
 
 def validate(target: str, overrides: Sequence[str], options: Options) -> int:
@@ -67,11 +75,12 @@ def validate(target: str, overrides: Sequence[str], options: Options) -> int:
     """
     config = _config(target, overrides, options)
     tokenizer = _tokenizer(config)
+    config = _with_lengths(config, tokenizer, options)
     findings = []
     for location in dict.fromkeys(filter(None, (config.data.train, config.data.validation))):
         finding, views = inspect(config, location, tokenizer)
         findings.append(finding)
-        show(finding, sys.stdout)
+        show(finding, sys.stdout, lists_all=options.lists_all)
         _show_samples(views[: options.num_samples], tokenizer, sys.stdout)
     if options.json_path is not None:
         options.json_path.write_text(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
@@ -84,7 +93,7 @@ def inspect(config: Job, location: str, tokenizer: Tokenizer) -> tuple[Finding, 
     try:
         examples, report = load_sample(lenient, location, tokenizer, first=None)
     except NoUsableRecord as error:
-        return Finding(report=error.report), []
+        return Finding(report=error.report, histogram=histogram([one.length for one in error.report.too_long])), []
     views = [view_of(example) for example in examples]
     rows = [row for view in views for row in view.rows]
     finding = Finding(
@@ -93,28 +102,52 @@ def inspect(config: Job, location: str, tokenizer: Tokenizer) -> tuple[Finding, 
         num_tokens=sum(len(row.tokens) for row in rows),
         num_learnt=sum(sum(row.loss_mask) for row in rows),
         repeated=duplicates(views),
+        histogram=histogram([*(len(row.tokens) for row in rows), *(one.length for one in report.too_long)]),
     )
     return finding, views
 
 
-def show(finding: Finding, out: TextIO) -> None:
-    """Bad lines, then figures."""
+def show(finding: Finding, out: TextIO, *, lists_all: bool = False) -> None:
+    """The first few problems of each kind, or all; then figures."""
     report = finding.report
+    few = None if lists_all else FEW
+    kinds: dict[str, list[str]] = {}
     for problem in report.problems:
-        print(f"bad: {problem}", file=out)
-    for source, first in finding.repeated[:MOST_DUPLICATES]:
-        print(f"warning: {source}: the same tokens as {first}", file=out)
-    if len(finding.repeated) > MOST_DUPLICATES:
-        print(f"warning: ... and {len(finding.repeated) - MOST_DUPLICATES} more", file=out)
+        kinds.setdefault(kind_of(problem), []).append(problem)
+    listed = [("bad", kind, problems) for kind, problems in kinds.items()]
+    listed.append(("too long", "", [f"{one.source}: {one.length} tokens, more than {one.limit}" for one in report.too_long]))
+    listed.append(("warning", "the same tokens", [f"{source}: the same tokens as {first}" for source, first in finding.repeated]))
+    for level, kind, problems in listed:
+        for problem in problems[:few]:
+            print(f"{level}: {problem}", file=out)
+        if few is not None and len(problems) > few:
+            print(f"{level}: ... and {len(problems) - few} more{f': {kind}' if kind else ''} (--all lists them)", file=out)
     print(f"{report.location}: {report.num_kept} of {report.num_records} records can be used, {report.num_bad} bad", file=out)
+    for kind, problems in kinds.items():
+        print(f"  bad: {len(problems)} records: {kind}", file=out)
+    for text in report.long_texts():
+        print(f"  {text}", file=out)
+    if report.unused:
+        print(f"  {report.unused_text()}", file=out)
+    _show_lengths(finding, out)
+    counts = f"too long and left out: {report.num_too_long}; truncated: {report.num_truncated}; duplicates: {len(finding.repeated)}"
+    print(f"  {counts}", file=out)
+
+
+def kind_of(problem: str) -> str:
+    """What a bad line has in common with others: the message without place, values and numbers."""
+    message = re.sub(r"^.*?:\d+: ", "", problem)
+    return _NUMBERS.sub("N", _VALUES.sub(r" \1 ...", _BRACKETS.sub("", message)))
+
+
+def _show_lengths(finding: Finding, out: TextIO) -> None:
     lengths = finding.lengths
     if lengths is not None:
         print(f"  tokens of a row: min {lengths.least}, median {lengths.middle:g}, p95 {lengths.p95}, max {lengths.most}", file=out)
         print(f"  tokens in all: {finding.num_tokens:,}, of which {finding.num_learnt:,} in the loss mask", file=out)
-    if report.unused:
-        print(f"  {report.unused_text()}", file=out)
-    counts = f"too long and left out: {report.num_too_long}; truncated: {report.num_truncated}; duplicates: {len(finding.repeated)}"
-    print(f"  {counts}", file=out)
+    tallest = max((count for *_, count in finding.histogram), default=0)
+    for least, most, count in finding.histogram:
+        print(f"  {f'{least}-{most}':>15} tokens {count:>9} rows {'#' * -(-BAR * count // tallest)}".rstrip(), file=out)
 
 
 def _show_samples(views: Sequence[View], tokenizer: Tokenizer, out: TextIO) -> None:
@@ -138,6 +171,16 @@ def _config(target: str, overrides: Sequence[str], options: Options) -> Job:
         raise ConfigError("--kind: needs --tokenizer DIR, the directory with the tokenizer of the model")
     given = [f"data.train={json.dumps(target)}", f"model.tokenizer={json.dumps(options.tokenizer)}"]
     return compose(RECIPES[recipe][0], recipe, [*given, *overrides])
+
+
+def _with_lengths(config: Job, tokenizer: Tokenizer, options: Options) -> Job:
+    """With the lengths of the job; of a file alone with those of the model beside the tokenizer, where there is one (else any length)."""
+    if options.kind and not config.model.path:
+        if not (Path(options.tokenizer) / "config.json").exists():
+            return config
+        data = fitted(replace(config, model=replace(config.model, path=options.tokenizer)), tokenizer).data
+        return replace(config, data=data)
+    return fitted(config, tokenizer)
 
 
 def _tokenizer(config: Job) -> Tokenizer:

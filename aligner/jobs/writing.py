@@ -22,7 +22,8 @@ from aligner.data.requests import Request, Unlabelled, load_requests, load_unlab
 from aligner.errors import ConfigError
 from aligner.jobs import columns
 from aligner.jobs.ending import conclude
-from aligner.jobs.parts import check_length, load_model_files, run_loop
+from aligner.jobs.lengths import with_lengths
+from aligner.jobs.parts import load_model_files, run_loop
 from aligner.jobs.session import Session, session
 from aligner.jobs.sources import model_digest, pinned
 from aligner.jobs.written_files import WrittenFiles
@@ -46,10 +47,8 @@ Score = Callable[[Sequence[Sequence[int]]], Tensor]  # token sequences -> float3
 def generate(config: Generate) -> int:
     """Responses to prompts, to `<run>/written/records.jsonl`. Every rank calls it; a job that is started again goes on."""
     with session(config, config.run, config.parallel, component="generate") as here:
-        config = replace(config, model=pinned(here, "model", config.model))
+        config = with_lengths(replace(config, model=pinned(here, "model", config.model)))
         tokenizer, architecture = load_model_files(config.model)
-        longest = config.data.max_prompt_length + config.rollout.sampling.max_response_length
-        check_length(config.model, architecture, longest, "data.max_prompt_length + rollout.sampling.max_response_length")
         check_splits(architecture, tp=config.rollout.tp or config.parallel.tp, world_size=here.topology.world_size)
         requests, report = load_requests(config.data.train, config.data, tokenizer)
         here.say(report.summary())
@@ -81,9 +80,8 @@ def generate(config: Generate) -> int:
 def annotate(config: Annotate) -> int:
     """Conversations with labels, to `<run>/written/records.jsonl`. Every rank calls it; a job that is started again goes on."""
     with session(config, config.run, config.parallel, component="annotate") as here:
-        config = replace(config, model=pinned(here, "model", config.model))
+        config = with_lengths(replace(config, model=pinned(here, "model", config.model)))
         tokenizer, architecture = load_model_files(config.model)
-        check_length(config.model, architecture, config.data.max_length)
         records, report = load_unlabelled(config.data.train, config.data, tokenizer)
         here.say(report.summary())
         made_of = {"settings": repr(asdict(config.algorithm)), "data": digest_of([record.rows for record in records])}

@@ -209,7 +209,7 @@ class _Loop:
 
     def _limit(self, prompt_length: int, own: int | None = None) -> int:
         """Tokens of a response at most; `own` is its request's."""
-        most = min(self.sampling.max_response_length, self.decoder.max_sequence_length - prompt_length)
+        most = min(self.sampling.longest, self.decoder.max_sequence_length - prompt_length)
         return most if own is None else min(most, own)
 
     def _check(self, request: GenRequest, limit: int) -> None:

@@ -175,7 +175,7 @@ class PhasedEngine:
     def _episodes(
         self, requests: list[GenRequest], prompts: Sequence[Prompt], sampling: SamplingConfig, conversing: Conversing
     ) -> Iterator[list[Rollout]]:
-        limits = [min(sampling.max_response_length, self.engine.max_sequence_length - len(request.tokens)) for request in requests]
+        limits = [min(sampling.longest, self.engine.max_sequence_length - len(request.tokens)) for request in requests]
         with self._generating(), self._sharing.open(requests) as shared, closing(conversing.follow_up.open()) as exchange:
             episodes = None
             if self.replica.is_leader:

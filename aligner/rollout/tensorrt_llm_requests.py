@@ -111,7 +111,7 @@ class Requests:
             arguments = sampling_arguments(
                 self._sampling,
                 request,
-                max_tokens=min(self._sampling.max_response_length, room, request.limit or room),
+                max_tokens=min(self._sampling.longest, room, request.limit or room),
                 eos_id=self._eos_id,
                 pad_id=self._eos_id,
             )

@@ -196,7 +196,7 @@ class VLLMEngine:
         return SamplingParams(
             **{name: getattr(sampling, name) for name in same},
             min_tokens=min(sampling.min_response_length, room, request.limit or room),
-            max_tokens=min(sampling.max_response_length, room, request.limit or room),
+            max_tokens=min(sampling.longest, room, request.limit or room),
             stop_token_ids=sorted(token for token in {self._model.eos_id, *sampling.stop_token_ids} if token >= 0),
             ignore_eos=True,  # vLLM's idea of it; the one of this run is a stop token
             seed=request.seed,

@@ -69,7 +69,7 @@ class TrainGRPO(OnlineRun):
 
     def __post_init__(self) -> None:
         OnlineRun.__post_init__(self)
-        self.algorithm.shaping.check_length(self.rollout.sampling.max_response_length)
+        self.algorithm.shaping.check_length(self.rollout.sampling.longest)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -153,7 +153,7 @@ class TrainPPO(OnlineRun):
 
     def __post_init__(self) -> None:
         OnlineRun.__post_init__(self)
-        self.algorithm.shaping.check_length(self.rollout.sampling.max_response_length)
+        self.algorithm.shaping.check_length(self.rollout.sampling.longest)
 
 
 def check_iterated(config: OnlineRun) -> None:

@@ -82,13 +82,14 @@ class Rollout:
 
 
 _TINY, _HUGE = sys.float_info.min, sys.float_info.max
+USUAL_RESPONSE_LENGTH = 256  # tokens, where no length is set
 _SAMPLING_RANGES = {
     "temperature": (0, _HUGE, "finite and not negative (0 is greedy)"),
     "top_k": (0, math.inf, "not negative (0 is off)"),
     "top_p": (_TINY, 1, "above 0 and at most 1 (1 is off)"),
     "min_p": (0, 1, "from 0 to 1 (0 is off)"),
     "min_response_length": (0, math.inf, "not negative (0 is off)"),
-    "max_response_length": (1, math.inf, "at least 1"),
+    "max_response_length": (0, math.inf, "not negative (0: 256, or what the context leaves)"),
     "repetition_penalty": (_TINY, _HUGE, "finite and above 0 (1 is off)"),
     "presence_penalty": (-2, 2, "from -2 to 2 (0 is off)"),
     "frequency_penalty": (-2, 2, "from -2 to 2 (0 is off)"),
@@ -104,7 +105,7 @@ class SamplingConfig:
     top_p: float = 1.0  # of these, the smallest set of likeliest tokens with this share of the probability; 1: off
     min_p: float = 0.0  # of these, the tokens at least this times as likely as the likeliest; 0: off
     min_response_length: int = 0  # tokens before which no stop token or stop string ends a response
-    max_response_length: int = 256  # tokens, the end-of-sequence token included
+    max_response_length: int = 0  # tokens, the end-of-sequence token included; 0: 256, less where the context leaves less (docs/data.md)
     stop_token_ids: list[int] = field(default_factory=list)  # besides the tokenizer's end-of-sequence token
     stop_strings: list[str] = field(default_factory=list)  # in the response's text; the token that completes one is kept and is the last
     repetition_penalty: float = 1.0  # divides (negative: multiplies) the logits of tokens in the prompt or the response; 1: off
@@ -117,14 +118,19 @@ class SamplingConfig:
             value = getattr(self, name)
             if not least <= value <= most:  # so too where it is not a number
                 raise ConfigError(f"sampling.{name}={value}: must be {allowed}")
-        if self.min_response_length > self.max_response_length:
+        if self.min_response_length > self.longest:
             raise ConfigError(
-                f"sampling.min_response_length={self.min_response_length}: must be at most max_response_length={self.max_response_length}"
+                f"sampling.min_response_length={self.min_response_length}: must be at most max_response_length={self.longest}"
             )
         if any(token < 0 for token in self.stop_token_ids):
             raise ConfigError(f"sampling.stop_token_ids={self.stop_token_ids}: must not be negative")
         if "" in self.stop_strings:
             raise ConfigError(f"sampling.stop_strings={self.stop_strings}: must not be empty strings")
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a response may have in a context that is long enough."""
+        return self.max_response_length or USUAL_RESPONSE_LENGTH
 
     def reshaping(self) -> list[str]:
         """The settings, as `name=value`, by which tokens are drawn from another distribution than that of their log-probs."""

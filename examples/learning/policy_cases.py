@@ -13,7 +13,7 @@ from intervals import bootstrap, ratio, ratio_change
 from reward_cases import by_prompt
 from stories import PROMPT_LENGTH, RESPONSE_LENGTH, Files, read, write
 
-from aligner.data.config import Learn, OverLong, PreferenceDataConfig, SFTDataConfig
+from aligner.data.config import Learn, Overlong, PreferenceDataConfig, SFTDataConfig
 from aligner.data.preferences import load_preferences
 from aligner.data.supervised import SupervisedExample, load_supervised
 from aligner.rewards.builtin import happy_words
@@ -31,7 +31,7 @@ def sft(bench: Bench) -> list[Row]:
     for name, path, number in (("train", files.train, NUM_MATHS), ("test", files.held_out, NUM_HELD_OUT_MATHS)):
         records = read(bench.data / "gsm8k" / f"{name}.jsonl")[:number]
         write(path, ({"prompt": f"{record['question']}\n", "response": record["answer"]} for record in records))
-    cut = [f"data.max_length={MATHS_LENGTH}", "data.over_long=drop"]
+    cut = [f"data.max_length={MATHS_LENGTH}", "data.overlong=drop"]
     settings = [*files.settings, *cut, "model.packing=true", "algorithm.batch_size=16", "loop.max_steps=60"]
     run = bench.train("sft", "sft", [*settings, "optimizer.lr=2e-3", "optimizer.min_lr=2e-4", "optimizer.warmup_steps=5"])
     rows = supervised_rows(bench, files.held_out, max_length=MATHS_LENGTH)
@@ -134,7 +134,7 @@ def online_distill(bench: Bench) -> list[Row]:
 
 def supervised_rows(bench: Bench, path: Path, *, max_length: int = STORY_LENGTH, learn: Learn = Learn.responses) -> list[SupervisedExample]:
     """The examples of a file, as a run reads them."""
-    config = SFTDataConfig(train=str(path), max_length=max_length, over_long=OverLong.drop, learn=learn)
+    config = SFTDataConfig(train=str(path), max_length=max_length, overlong=Overlong.drop, learn=learn)
     return load_supervised(str(path), config, bench.tokenizer)[0]
 
 

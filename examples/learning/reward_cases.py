@@ -12,7 +12,7 @@ from intervals import bootstrap, correlation, ratio, ratio_change, wilson
 from stories import ATTRIBUTES, Files, Record, read, write
 from torch import Tensor
 
-from aligner.data.config import BadLines, OverLong, PreferenceDataConfig
+from aligner.data.config import BadLines, Overlong, PreferenceDataConfig
 from aligner.data.preferences import load_preferences
 from aligner.data.records import split_dialogue
 from aligner.data.regression import load_regression
@@ -27,7 +27,7 @@ MODEL_LENGTH = 128  # of stories
 def reward_model(bench: Bench) -> list[Row]:
     """Bradley-Terry on HH-RLHF's harmlessness pairs, cross-validated: each is judged once, by a model that has not seen its dialogue."""
     settings = [
-        *(f"data.max_length={HH_LENGTH}", "data.over_long=truncate", "data.bad_lines=skip", "algorithm.pooling=mean"),
+        *(f"data.max_length={HH_LENGTH}", "data.overlong=truncate", "data.bad_lines=skip", "algorithm.pooling=mean"),
         *("algorithm.batch_size=32", "loop.max_steps=45", "optimizer.lr=5e-4", "optimizer.min_lr=5e-5", "optimizer.warmup_steps=5"),
     ]
     found, seconds = [], 0.0
@@ -54,7 +54,7 @@ def judged_pairs(bench: Bench, run: Run, path: Path) -> Tensor:
 
     Pairs are read as the recipe reads them; the model is wrong about those that are equal after cutting.
     """
-    config = PreferenceDataConfig(train=str(path), max_length=HH_LENGTH, over_long=OverLong.truncate, bad_lines=BadLines.skip)
+    config = PreferenceDataConfig(train=str(path), max_length=HH_LENGTH, overlong=Overlong.truncate, bad_lines=BadLines.skip)
     pairs, _ = load_preferences(str(path), config, bench.tokenizer)
     scores = mean_scores(run.export, [row for pair in pairs for row in pair.rows])[:, 0]
     right = {pair.source for pair, higher in zip(pairs, scores[0::2] > scores[1::2], strict=True) if higher}

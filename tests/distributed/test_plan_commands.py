@@ -104,7 +104,7 @@ def test_long_context(result) -> None:
     [
         ("no_model", "error: model.path='': a plan needs a model"),
         ("no_recipe", "error: config 'pppo_70b': its name must begin with one of sft, reward_model"),
-        ("too_long", "error: sequences of 9000 tokens are longer than the 8192 of model"),
+        ("too_long", "error: data.max_length=9000: longer than the model's context of 8192 tokens"),
     ],
 )
 def test_mistakes(name: str, text: str, result) -> None:

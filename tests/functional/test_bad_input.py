@@ -40,12 +40,16 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "longer than the context": (
         GRPO,
         ["rollout.sampling.max_response_length=25"],
-        ["data.max_prompt_length + rollout.sampling.max_response_length=33", "model's context of 32 tokens"],
+        ["data.max_prompt_length=8 + rollout.sampling.max_response_length=25: longer than the model's context of 32 tokens"],
     ),
     "ranks": (GRPO, ["parallel.tp=2"], ["parallel.tp=2 does not divide the 1 ranks of this component"]),
     "no reward": (GRPO, ["reward.function.function=", "~reward.function.arguments.target"], ["reward.function.function=''"]),
     "no such reward": (GRPO, ["reward.function.function=aligner.rewards.builtin:fixed_strin"], ["did you mean 'fixed_string'"]),
-    "critic's context": (CRITIC, ["rollout.sampling.max_response_length=25"], ["=33: longer than the model's context of 32 tokens"]),
+    "critic's context": (
+        CRITIC,
+        ["rollout.sampling.max_response_length=25"],
+        ["max_response_length=25: longer than the model's context of 32"],
+    ),
     "critic's model": (CRITIC, ["critic.model.path={}/nothing"], ["{}/nothing: no such directory"]),
     "no reward model": (REWARD, ["reward.function.function="], ["reward.model.path=''"]),
     "a cache without room": (GRPO, ["rollout.kv_cache_tokens=3"], ["rollout.kv_cache_tokens=3: the longest prompt has", "at least 16"]),

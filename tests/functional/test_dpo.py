@@ -90,7 +90,7 @@ def preferences(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> 
     pairs = shared_data / "hh_harmless" / "comparisons.jsonl"
     settings = [
         *(f"model.path={shared_data / 'stories260k'}", f"data.train={pairs}", f"data.validation={pairs}"),
-        *(f"data.max_length={LENGTH}", "data.over_long=drop", "data.bad_lines=skip", "model.micro_batch_size=8"),
+        *(f"data.max_length={LENGTH}", "data.overlong=drop", "data.bad_lines=skip", "model.micro_batch_size=8"),
         *("algorithm.batch_size=22", "algorithm.validation_batch_size=22", f"algorithm.beta={BETA}"),
         *("optimizer.lr=5e-4", "optimizer.min_lr=5e-5", "optimizer.warmup_steps=2", "optimizer.weight_decay=0"),
         *("loop.max_steps=12", "loop.validate_every=6", "logging.tensorboard=false", "logging.progress=plain"),
@@ -133,11 +133,11 @@ def _validated(directory: Path) -> list[dict[str, float]]:
 
 def _short_pairs(tokenizer, path: Path):
     """(tokens, number of prompt tokens) of both responses of every pair that is short enough, as `aligner.data` makes them."""
-    from aligner.data.config import BadLines, OverLong, PreferenceDataConfig
+    from aligner.data.config import BadLines, Overlong, PreferenceDataConfig
     from aligner.data.preferences import load_preferences
     from aligner.data.tokenizer import load_tokenizer
 
-    config = PreferenceDataConfig(train=str(path), max_length=LENGTH, over_long=OverLong.drop, bad_lines=BadLines.skip)
+    config = PreferenceDataConfig(train=str(path), max_length=LENGTH, overlong=Overlong.drop, bad_lines=BadLines.skip)
     for pair in load_preferences(str(path), config, load_tokenizer(tokenizer.name_or_path))[0]:
         yield tuple((row.tokens, row.loss_mask.index(True)) for row in (pair.chosen, pair.rejected))
 

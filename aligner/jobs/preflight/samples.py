@@ -78,6 +78,14 @@ class Scores:
     judge: str = ""  # what the policy is asked where it judges itself
 
 
+def fitted(config: Job, tokenizer: Tokenizer) -> Job:
+    """The config with the lengths that the job will have. Raises ConfigError where some do not fit the model."""
+    from aligner.jobs.lengths import with_lengths  # Megatron-Core comes with it
+    from aligner.jobs.self_rewarding import with_judge_lengths
+
+    return with_judge_lengths(config, tokenizer) if isinstance(config, TrainSelfRewarding) else with_lengths(config)
+
+
 def load_sample(config: Job, location: str, tokenizer: Tokenizer, first: int | None = NUM_RECORDS) -> tuple[Sequence[Any], LoadReport]:
     """The usable ones of the first records (None: of all), and the report. Raises DataError listing the bad lines."""
     if isinstance(config, TrainSPIN):
@@ -110,8 +118,8 @@ def load_sample(config: Job, location: str, tokenizer: Tokenizer, first: int | N
 
 
 def _observe_data(context: Context) -> Sample:
-    config = context.config
-    tokenizer = tokenizer_of(used_models(config)[0])
+    tokenizer = tokenizer_of(used_models(context.config)[0])
+    config = fitted(context.config, tokenizer)
     summaries, content, left_out, num_bad = [], hashlib.sha256(), 0.0, 0
     for location in filter(None, (config.data.train, config.data.validation)):
         examples, report = load_sample(config, location, tokenizer)
@@ -147,7 +155,7 @@ def _observe_reward(context: Context) -> Scores:
     if not named:
         return Scores(judge=judge)
     tokenizer = tokenizer_of(used_models(config)[0])
-    prompts = load_sample(config, config.data.train, tokenizer)[0][:NUM_SCORED]
+    prompts = load_sample(fitted(config, tokenizer), config.data.train, tokenizer)[0][:NUM_SCORED]
     scores: dict[str, list[list[float]]] = {}
     for key, (_, build) in named.items():
         reward = build(tokenizer.decode)
@@ -178,6 +186,7 @@ def _asked(config: OnlineRun) -> str:
 
     model = used_models(config)[0]
     tokenizer = tokenizer_of(model)
+    config = fitted(config, tokenizer)
     prompts, _ = load_sample(config, config.data.train, tokenizer)
     context = context_length(model.config, read_architecture(model.config, vocab_size=tokenizer.vocab_size))
     asking = ask_about(config, prompts, (), tokenizer=tokenizer, context=context)

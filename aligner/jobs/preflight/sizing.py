@@ -117,6 +117,9 @@ def judge_plan(context: Context, seen: Mapping[int, Planned]) -> Finding:
     found = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.peak.items()) + f" of {plan.limit / GIB:.1f} GiB a rank"
     if plan.problems:
         advice = "aligner plan says more, --search finds layouts that fit"
+        data = context.config.data
+        if unset := [f"data.{name}" for name in ("max_length", "max_prompt_length") if getattr(data, name, None) == 0]:
+            advice += f"; sequences are counted as long as the model's context: set {' and '.join(unset)} to what the data need"
         return Finding(level=Level.fatal, found="\n".join(plan.problems), advice=advice, figures=figures)
     wanted = context.config.cluster
     notes = []

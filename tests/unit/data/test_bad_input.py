@@ -10,7 +10,7 @@ from aligner.data.config import (
     BadLines,
     DemonstrationDataConfig,
     Learn,
-    OverLong,
+    Overlong,
     PreferenceDataConfig,
     PromptDataConfig,
     ProposalDataConfig,
@@ -53,7 +53,7 @@ GOOD = {
     "spin": {"prompt": "a", "response": "b"},
 }
 NAN = float("nan")
-TOO_LONG = "allowed: at most max_length=1024"
+TOO_LONG = "allowed: at most data.max_length=1024"
 LONG = "a" * 2000
 BOT = {"role": "bot", "content": "b"}
 SPEAKERS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
@@ -65,7 +65,7 @@ BAD = [
     ("sft", {"messages": [USER, *2 * [{"role": "assistant", "content": "b"}]]}, "role is 'assistant' as that of the one before"),
     ("sft", {"messages": [USER]}, "the last message has role 'user', expected 'assistant'"),
     ("sft", {"conversations": SPEAKERS}, "mask' is 'User', which is none of the speakers ['gpt', 'human']"),
-    ("sft", {"prompt": "a" * 2000, "response": "b"}, "allowed: at most max_length=1024"),
+    ("sft", {"prompt": "a" * 2000, "response": "b"}, TOO_LONG),
     ("pairs", {"prompt": LONG, "chosen": "b", "rejected": "c"}, TOO_LONG),
     ("pairs", {"messages": [USER], "prompt": [BOT], "chosen": "b", "rejected": "c"}, "role is 'bot', allowed: system, user"),
     ("pairs", {"prompt": "a", "chosen": "b", "rejected": "b"}, "expected two different responses"),
@@ -101,6 +101,8 @@ BAD = [
 @pytest.mark.parametrize(("kind", "record", "text"), BAD, ids=[f"{kind}: {text}" for kind, _, text in BAD])
 def test_reported_with_its_line_or_skipped(kind, record, text, jsonl, chars):
     load, config = LOADERS[kind]
+    if text == TOO_LONG:
+        config = partial(config, max_length=1024, overlong=Overlong.refuse)
     path = jsonl(GOOD[kind], record, GOOD[kind])
     with pytest.raises(DataError) as caught:
         load(path, config(train=path), chars)
@@ -115,11 +117,13 @@ def test_what_is_longer_than_the_context_is_cut_or_dropped_and_counted(kind, jso
     """A response too long loses its end, but not one that nothing would be left of: no mask selects nothing."""
     load, config = LOADERS[kind]
     path = jsonl(GOOD[kind], *[record for one, record, text in BAD if one == kind and text == TOO_LONG])
-    assert load(path, config(train=path, over_long=OverLong.drop), chars)[1].num_too_long == 1
+    config = partial(config, max_length=1024)
+    report = load(path, config(train=path), chars)[1]
+    assert report.num_too_long == 1 and "1 left out: longer than 1024 tokens (data.max_length), it has 20" in report.summary()
     if kind == "proposals":  # whose log-probs are of whole responses
         return
     with pytest.raises(DataError, match=r":2: .* within max_length=1024") as caught:
-        load(path, config(train=path, over_long=OverLong.truncate), chars)
+        load(path, config(train=path, overlong=Overlong.truncate), chars)
     assert "1 of 2 records" in str(caught.value)
 
 

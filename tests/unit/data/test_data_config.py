@@ -6,20 +6,30 @@ import sys
 import pytest
 from omegaconf import MISSING, OmegaConf
 
-from aligner.data.config import BadLines, OverLong, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from aligner.data.config import (
+    BadLines,
+    ConstitutionDataConfig,
+    Overlong,
+    PreferenceDataConfig,
+    PromptDataConfig,
+    RequestDataConfig,
+    SFTDataConfig,
+)
 from aligner.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PromptDataConfig(train="t", max_prompt_length=0), "data.max_prompt_length is 0, allowed: at least 1"),
+        (lambda: PromptDataConfig(train="t", max_prompt_length=-1), "data.max_prompt_length is -1, allowed: at least 1, or 0 .what"),
         (lambda: PromptDataConfig(train="t", num_validation_prompts=0), "data.num_validation_prompts is 0"),
         (lambda: PromptDataConfig(train="t", answer_field=""), "data.answer_field is ''"),
         (lambda: PromptDataConfig(train="t", bad_lines="skip"), "data.bad_lines is 'skip', allowed: fail, skip"),
         (lambda: SFTDataConfig(train="t", max_length=1), "data.max_length is 1, allowed: at least 2"),
         (lambda: SFTDataConfig(train="t", prompt_field="q"), "allowed: both named or both empty"),
-        (lambda: PreferenceDataConfig(train="t", over_long="cut"), "data.over_long is 'cut', allowed: bad, drop, truncate"),
+        (lambda: PreferenceDataConfig(train="t", overlong="cut"), "data.overlong is 'cut', allowed: drop, truncate, refuse"),
+        (lambda: RequestDataConfig(train="t", overlong=Overlong.truncate), "data.overlong=truncate: prompts are written into the records"),
+        (lambda: ConstitutionDataConfig(train="t", overlong=Overlong.truncate), "data.overlong=truncate: prompts are written into"),
     ],
 )
 def test_impossible_values_are_refused(make, message):
@@ -28,9 +38,9 @@ def test_impossible_values_are_refused(make, message):
 
 
 def test_configs_compose_as_structured_configs():
-    node = OmegaConf.merge(OmegaConf.structured(SFTDataConfig), {"train": "t", "over_long": "drop", "bad_lines": "skip"})
+    node = OmegaConf.merge(OmegaConf.structured(SFTDataConfig), {"train": "t", "overlong": "drop", "bad_lines": "skip"})
     config = OmegaConf.to_object(node)
-    assert config == SFTDataConfig(train="t", over_long=OverLong.drop, bad_lines=BadLines.skip)
+    assert config == SFTDataConfig(train="t", overlong=Overlong.drop, bad_lines=BadLines.skip)
     for kind in (PromptDataConfig, PreferenceDataConfig):
         assert OmegaConf.to_container(OmegaConf.structured(kind))["train"] == MISSING
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.data.config import BadLines, DistillationDataConfig, OverLong
+from aligner.data.config import BadLines, DistillationDataConfig, Overlong
 from aligner.data.distillation import check_logprobs, distillation_batch, distilled, load_distillation
 from aligner.data.supervised import SupervisedExample
 from aligner.data.teacher import Manifest, TeacherFiles, begin, data_digest, num_complete, shard_path, write_shard
@@ -91,14 +91,14 @@ def test_digests_tell_data_apart() -> None:
 def test_loading_files(tmp_path: Path, chars) -> None:
     write(tmp_path, manifest(chars.digest))
     location = str(tmp_path)
-    config = DistillationDataConfig(train=location, max_length=4, over_long=OverLong.truncate)
+    config = DistillationDataConfig(train=location, max_length=4, overlong=Overlong.truncate)
     found, report = load_distillation(location, config, chars)
     assert [len(one.tokens) for one in found] == [3, 3, 4] and found[2].teacher_tokens.tolist() == [[32, 33], [33, 34]]
     assert report.num_truncated == 1
-    dropped, report = load_distillation(location, replace(config, over_long=OverLong.drop), chars)
+    dropped, report = load_distillation(location, replace(config, overlong=Overlong.drop), chars)
     assert len(dropped) == 2 and report.num_too_long == 1
-    with pytest.raises(DataError, match=f"{location}:2: has 5 tokens, allowed: at most max_length=4"):
-        load_distillation(location, replace(config, over_long=OverLong.bad), chars)
+    with pytest.raises(DataError, match=f"{location}:2: has 5 tokens, allowed: at most data.max_length=4"):
+        load_distillation(location, replace(config, overlong=Overlong.refuse), chars)
     other = tmp_path / "other"
     write(other, manifest("another"))
     with pytest.raises(ConfigError, match="are of another vocabulary than model.path's"):

@@ -9,7 +9,7 @@ import pytest
 
 from aligner.algorithms.proposals import ProposalsConfig, beta_mass
 from aligner.algorithms.writing import GenerateConfig
-from aligner.data.config import AnnotateDataConfig, BadLines, OverLong, ProposalDataConfig, RequestDataConfig, SampledDataConfig
+from aligner.data.config import AnnotateDataConfig, BadLines, Overlong, ProposalDataConfig, RequestDataConfig, SampledDataConfig
 from aligner.data.labels import MISSING
 from aligner.data.proposals import Quantity, load_proposals
 from aligner.data.requests import load_requests, load_unlabelled
@@ -94,7 +94,7 @@ def test_the_trainer_reads_what_was_written(jsonl, chars) -> None:
         ({"label": "wit:2"}, {}, "field 'label' has 'wit', allowed: joy"),
         ({"responses": RECORD["responses"][:1]}, {}, "field 'responses' has 1 responses, expected at least 2"),
         ({}, {"num_responses": 4}, "field 'responses' has 3 responses, expected at least 4"),
-        ({}, {"max_length": 20}, "tokens, allowed: at most max_length=20"),
+        ({}, {"max_length": 20, "overlong": Overlong.refuse}, "tokens, allowed: at most data.max_length=20"),
     ],
 )
 def test_bad_records(jsonl, chars, changed: dict, settings: dict, text: str) -> None:
@@ -108,7 +108,7 @@ def test_settings_and_left_out(jsonl, chars) -> None:
     (kept,), report = load(path, chars, Quantity.attributes, bad_lines=BadLines.skip, num_responses=2)
     assert len(kept.rows) == 2 == len(kept.with_log_probs(Quantity.attributes, [-1, -2])["responses"]) and report.num_bad == 1
     for make, text in (
-        (lambda: SampledDataConfig(over_long=OverLong.truncate), "data.over_long=truncate: log-probs are of whole responses"),
+        (lambda: SampledDataConfig(overlong=Overlong.truncate), "data.overlong=truncate: log-probs are of whole responses"),
         (lambda: ProposalsConfig(concentration=0), "algorithm.concentration=0: must be above 0"),
         (lambda: ProposalsConfig(served_by="runs/x"), "algorithm.served_by=runs/x: a server gives scores"),
         (lambda: GenerateConfig(grouped=True), "algorithm.num_samples=1: responses are compared"),

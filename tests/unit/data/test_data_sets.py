@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.data.config import BadLines, OverLong, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
+from aligner.data.config import BadLines, Overlong, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from aligner.data.preferences import load_preferences
 from aligner.data.prompts import load_prompts
 from aligner.data.supervised import load_supervised
@@ -34,7 +34,18 @@ def test_prompts_have_one_begin_token_and_ids_that_survive_drops(jsonl, chars):
     assert [p.id for p in loaded] == [1, 2, 3] and [p.source for p in loaded] == [f"{path}:{line}" for line in (2, 3, 4)]
     assert [p.text for p in loaded] == ["ab", "<bos>ab", "<bos><u>a<a>"] and loaded[0].answer == "c"
     assert (report.num_records, report.num_kept, report.num_too_long) == (4, 3, 1)
-    assert report.summary() == f"{path}: 3 of 4 records used, 1 too long"
+    assert report.summary() == f"{path}: 3 of 4 records used, 1 left out: longer than 4 tokens (data.max_prompt_length), it has 6"
+
+
+def test_prompts_that_are_too_long_lose_their_beginning_or_are_refused(jsonl, chars):
+    """What is asked stands at the end; the begin token stays."""
+    path = jsonl({"text": "aabc"}, {"text": "a"}, {"messages": [{"role": "user", "content": "ab"}]})
+    found, report = prompts(path, chars, max_prompt_length=3, overlong=Overlong.truncate)
+    assert [one.tokens for one in found] == [(BOS, B, C), (BOS, A), (BOS, B, ASSISTANT)] and report.num_truncated == 2
+    assert [one.text for one in found] == ["<bos>bc", "a", "<bos>b<a>"]
+    assert prompts(path, chars, max_prompt_length=3)[1].num_too_long == 2
+    with pytest.raises(DataError, match="d.jsonl:1: has 5 tokens, allowed: at most data.max_prompt_length=3"):
+        prompts(path, chars, max_prompt_length=3, overlong=Overlong.refuse)
 
 
 def test_prompt_options(jsonl, chars):
@@ -67,8 +78,8 @@ def test_listing_is_capped_at_twenty_and_counts_the_rest(jsonl, chars):
 def test_an_empty_set_is_an_error_whatever_emptied_it(jsonl, chars):
     with pytest.raises(DataError, match="no usable record: .*0 of 0"):
         prompts(jsonl(), chars)
-    with pytest.raises(DataError, match="no usable record: .*1 too long"):
-        prompts(jsonl({"text": "aaa"}), chars, max_prompt_length=2)
+    with pytest.raises(DataError, match="no usable record: .* 0 of 2 records used, 2 left out: longer than 2 tokens .*they have 4 to 5"):
+        prompts(jsonl({"text": "aaa"}, {"text": "aaaa"}), chars, max_prompt_length=2)
     with pytest.raises(DataError, match="no usable record: .*1 bad"):
         prompts(jsonl({"text": ""}), chars, bad_lines=BadLines.skip)
 
@@ -118,13 +129,16 @@ def test_template_refusal_is_a_bad_line(jsonl, chars):
         prompts(jsonl({"messages": turns}), chars)
 
 
-def test_over_long_examples_by_option(jsonl, chars):
+def test_overlong_examples_by_option(jsonl, chars):
     path = jsonl({"input": "a", "output": "b"}, {"input": "a", "output": "bbbb"}, {"input": "aaaaa", "output": "b"})
-    with pytest.raises(DataError, match=r"d.jsonl:2: has 7 tokens, allowed: at most max_length=5"):
-        supervised(path, chars, max_length=5)
-    kept, report = supervised(path, chars, max_length=5, over_long=OverLong.drop)
+    assert len(supervised(path, chars)[0]) == 3  # any length
+    with pytest.raises(DataError, match=r"d.jsonl:2: has 7 tokens, allowed: at most data.max_length=5"):
+        supervised(path, chars, max_length=5, overlong=Overlong.refuse)
+    kept, report = supervised(path, chars, max_length=5)
     assert len(kept) == 1 and report.num_too_long == 2 and report.num_bad == 0
-    kept, report = supervised(path, chars, max_length=5, over_long=OverLong.truncate, bad_lines=BadLines.skip)
+    assert report.summary() == f"{path}: 1 of 3 records used, 2 left out: longer than 5 tokens (data.max_length), they have 7 to 8"
+    assert [(one.source, one.length) for one in report.too_long] == [(f"{path}:2", 7), (f"{path}:3", 8)]
+    kept, report = supervised(path, chars, max_length=5, overlong=Overlong.truncate, bad_lines=BadLines.skip)
     assert kept[1].tokens == (BOS, A, B, B, B) and kept[1].loss_mask == (False, False, True, True, True)
     assert (report.num_truncated, report.num_bad) == (1, 1)  # the third has no response token within 5
     assert "no response token within max_length=5" in report.problems[0]
@@ -157,7 +171,7 @@ def test_a_bad_line_does_not_shift_the_pairs_after_it(jsonl, chars):
 
 def test_pairs_made_equal_by_truncation_are_bad(jsonl, chars):
     with pytest.raises(DataError, match=r"d.jsonl:1: chosen and rejected have the same 3 tokens"):
-        preferences(jsonl({"prompt": "a", "chosen": "bb", "rejected": "bc"}), chars, max_length=3, over_long=OverLong.truncate)
+        preferences(jsonl({"prompt": "a", "chosen": "bb", "rejected": "bc"}), chars, max_length=3, overlong=Overlong.truncate)
 
 
 def test_real_comparisons_split_at_the_last_assistant_turn(shared_data):

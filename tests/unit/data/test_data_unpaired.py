@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.data.config import BadLines, OverLong, UnpairedDataConfig
+from aligner.data.config import BadLines, Overlong, UnpairedDataConfig
 from aligner.data.supervised import SupervisedExample
 from aligner.data.unpaired import UnpairedExample, load_unpaired, mismatched, unpaired_batch
 from aligner.errors import DataError
@@ -58,8 +58,8 @@ def test_bad_lines(jsonl, chars):
 
 def test_long_responses(jsonl, chars):
     path = jsonl({"prompt": "a", "response": "bbbb", "preference": True}, {"prompt": "a", "response": "b", "preference": False})
-    assert [len(example.row.tokens) for example in load(path, chars, max_length=5, over_long=OverLong.truncate)[0]] == [5, 4]
-    assert len(load(path, chars, max_length=5, over_long=OverLong.drop)[0]) == 1
+    assert [len(example.row.tokens) for example in load(path, chars, max_length=5, overlong=Overlong.truncate)[0]] == [5, 4]
+    assert len(load(path, chars, max_length=5, overlong=Overlong.drop)[0]) == 1
 
 
 def example(prompt: int, *response: int, desirable: bool = True) -> UnpairedExample:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aligner.data.config import BadLines, OverLong
+from aligner.data.config import BadLines, Overlong
 from aligner.data.labels import MISSING, parse_labels, parse_step_labels
 from aligner.data.regression import labelled_batch, load_regression
 from aligner.data.reward_config import RegressionDataConfig, StepDataConfig
@@ -119,7 +119,7 @@ def test_steps_are_judged_at_their_separators(jsonl, chars):
 
 def test_long_responses_lose_their_last_steps_with_their_labels(jsonl, chars):
     path = jsonl({"prompt": "a", "steps": ["b", "c"], "labels": [1, 0]}, {"prompt": "aaaaa", "steps": ["b"], "labels": [1]})
-    kept, report = steps(path, chars, max_length=4, over_long=OverLong.truncate, bad_lines=BadLines.skip)
+    kept, report = steps(path, chars, max_length=4, overlong=Overlong.truncate, bad_lines=BadLines.skip)
     assert [example.labels for example in kept] == [(1.0,)] and (report.num_truncated, report.num_bad) == (1, 1)
     assert "no judged step within max_length=4" in report.problems[0]
-    assert steps(path, chars, max_length=6, over_long=OverLong.drop)[1].num_too_long == 1
+    assert steps(path, chars, max_length=6, overlong=Overlong.drop)[1].num_too_long == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aligner import cli
-from aligner.data.inspection import Row, View, duplicates, lengths_of, render
+from aligner.data.inspection import Row, View, duplicates, histogram, lengths_of, render
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 from conftest import TEMPLATE, write_tokenizer  # noqa: E402
@@ -44,7 +44,7 @@ def test_bad_lines_duplicates_lengths_and_masks(tmp_path, tokenizer, capsys):
 def test_settings_of_the_data_and_good_data(tmp_path, tokenizer, capsys):
     file = write(tmp_path / "d.jsonl", {"prompt": "a", "chosen": "bbbb", "rejected": "c", "chosen_reward": 2, "rejected_reward": 1})
     options = ["--kind", "preference", "--tokenizer", str(tokenizer)]
-    code = cli.main(["data", "validate", file, "data.max_length=4", "data.over_long=truncate", *options])
+    code = cli.main(["data", "validate", file, "data.max_length=4", "data.overlong=truncate", *options])
     out = capsys.readouterr().out
     assert code == 0 and "truncated: 1" in out
     assert f"{file}:1 (chosen, better by 1): 4 tokens, 2 in the loss mask\n<bos>a[[bb]]\n" in out
@@ -67,6 +67,43 @@ def test_the_data_of_a_config(tmp_path, tokenizer, capsys):
     assert "(steps: 1, 0): 6 tokens, 2 in the loss mask\n<bos>ab[[+]]c[[+]]\n" in capsys.readouterr().out
 
 
+def test_the_first_few_of_each_kind_a_histogram_and_what_is_left_out(tmp_path, tokenizer, capsys):
+    lines = (
+        [{"prompt": "a", "response": ""}] * 5
+        + [{"prompt": "a"}]
+        + [{"prompt": f"{n:02}", "response": "b" * n, "id": n} for n in range(1, 31)]
+    )
+    file = write(tmp_path / "d.jsonl", *lines)
+    arguments = ["data", "validate", "--kind", "sft", file, "data.max_length=24", "--tokenizer", str(tokenizer), "--samples", "0"]
+    assert cli.main(arguments) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert (
+        sum(line.startswith(f"bad: {file}:") for line in out) == 4
+        and f"bad: {file}:6: field 'response' is missing (there are ['prompt'])" in out
+    )
+    assert "bad: ... and 2 more: field 'response' is ..., expected a non-empty string (--all lists them)" in out
+    assert (
+        "  bad: 5 records: field 'response' is ..., expected a non-empty string" in out
+        and "  bad: 1 records: field 'response' is missing" in out
+    )
+    assert (
+        f"too long: {file}:27: 25 tokens, more than 24 tokens (data.max_length)" in out
+        and "too long: ... and 7 more (--all lists them)" in out
+    )
+    assert "  10 left out: longer than 24 tokens (data.max_length), they have 25 to 34" in out
+    assert "  fields that are not used: id (20 records)" in out
+    rows = [line.split() for line in out if " rows " in line]
+    assert [(row[0], int(row[2])) for row in rows] == [("1-5", 1), *((f"{n}-{n + 4}", 5) for n in range(6, 31, 5)), ("31-35", 4)]
+    assert [row[-1] for row in rows] == ["#" * 8, *["#" * 40] * 5, "#" * 32]
+    assert cli.main([*arguments, "--all"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("bad: /") == 6 and out.count("too long: /") == 10 and "--all" not in out
+    long = write(tmp_path / "long.jsonl", lines[-1], lines[-2])
+    assert cli.main([*arguments[:4], long, *arguments[5:]]) == 0  # nothing is left, and nothing is bad
+    out = capsys.readouterr().out
+    assert "0 of 2 records can be used, 0 bad" in out and "          33-33 tokens         1 rows #" in out
+
+
 def test_nothing_usable_and_mistakes(tmp_path, tokenizer, capsys):
     file = write(tmp_path / "d.jsonl", {"prompt": "a"})
     assert cli.main(["data", "validate", "--kind", "sft", file, "--tokenizer", str(tokenizer)]) == 1
@@ -85,6 +122,10 @@ def test_figures_by_hand():
     views = [View(source=f"f:{n}", rows=(Row(tokens=tuple(range(n)), loss_mask=(False,) * n),)) for n in (*range(1, 21), 3)]
     lengths = lengths_of(views)
     assert (lengths.least, lengths.middle, lengths.p95, lengths.most) == (1, 10, 19, 20)
+    assert histogram([]) == [] and histogram([7]) == [(7, 7, 1)]
+    assert histogram([1, 20, 20, 100, 101]) == [
+        (low, low + 19, count) for low, count in zip(range(1, 122, 20), (3, 0, 0, 0, 1, 1), strict=False)
+    ]
     assert duplicates(views) == []  # of one source: the same record
     again = View(source="g:1", rows=views[2].rows)
     assert duplicates([*views, again]) == [("g:1", "f:3")]
