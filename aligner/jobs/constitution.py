@@ -23,6 +23,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError
 from aligner.files import publish
 from aligner.jobs import columns
+from aligner.jobs.checks import check_writer
 from aligner.jobs.lengths import with_lengths
 from aligner.jobs.parts import load_model_files
 from aligner.jobs.same_shape import check_same_shape
@@ -34,7 +35,6 @@ from aligner.models.config import ModelConfig
 from aligner.models.policy import MegatronPolicy, ReferencePolicy
 from aligner.parallel.collectives import from_rank_0
 from aligner.rewards.unjudged import Unjudged
-from aligner.rollout.config import check_splits
 from aligner.rollout.create import create_engine
 from aligner.schemas import ConstitutionalAI
 from aligner.types import LabeledBatch
@@ -49,8 +49,7 @@ def write_feedback(config: ConstitutionalAI) -> int:
         config = with_lengths(replace(config, model=pinned(here, "model", config.model)))
         tokenizer, architecture = load_model_files(config.model)
         samples = config.algorithm.samples_per_chain > 0
-        if samples:
-            check_splits(architecture, tp=config.rollout.tp or config.parallel.tp, world_size=here.topology.world_size)
+        check_writer(config, architecture, here.topology.world_size)
         constitution = load_constitution(config.data.constitution)
         check_constitution(constitution, config)
         cases, report = load_cases(config.data.train, config.data, tokenizer, given=config.algorithm.pairs is Pairs.given)

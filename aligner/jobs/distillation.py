@@ -16,6 +16,7 @@ from aligner.data.supervised import load_supervised
 from aligner.data.teacher import Manifest
 from aligner.data.tokenizer import Tokenizer
 from aligner.jobs import columns
+from aligner.jobs.checks import check_trainer, check_writer
 from aligner.jobs.ending import conclude
 from aligner.jobs.lengths import with_lengths
 from aligner.jobs.parts import load_model_files, load_sets, run_loop, tokenizer_directory
@@ -34,6 +35,7 @@ def train_distillation(config: TrainDistillation) -> int:
     with session(config, config.run, config.parallel, component="distill") as here:
         config = with_lengths(replace(config, model=pinned_base(here, "model", config.model)))
         tokenizer, architecture = load_model_files(config.model)
+        check_trainer(config, architecture, here.topology.world_size)
         train, validation = load_sets(here, load_distillation, config.data, tokenizer)
         if config.algorithm.tail_bucket:
             check_logprobs(train)
@@ -55,6 +57,7 @@ def write_teacher_logprobs(config: WriteTeacherLogprobs) -> int:
     with session(config, config.run, config.parallel, component="teacher") as here:
         config = with_lengths(replace(config, model=pinned(here, "model", config.model)))
         tokenizer, architecture = load_model_files(config.model)
+        check_writer(config, architecture, here.topology.world_size)
         sets = [_set(here, config, tokenizer, name, location) for name, location in _locations(config).items()]
         frozen = create.training(config.model, None)
         policy = create.create_policy(config.model, architecture, config.parallel, here.topology, frozen)

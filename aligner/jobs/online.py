@@ -19,6 +19,7 @@ from aligner.environments.reward import EnvironmentReward
 from aligner.errors import ConfigError
 from aligner.jobs import columns
 from aligner.jobs.announce import announced
+from aligner.jobs.checks import check_actor
 from aligner.jobs.kept_samples import validation_samples
 from aligner.jobs.lengths import with_lengths
 from aligner.jobs.parts import load_model_files, load_sets, tokenizer_directory
@@ -28,7 +29,6 @@ from aligner.jobs.sources import pinned, pinned_base
 from aligner.jobs.training import train_to_end
 from aligner.losses.correction import Correction
 from aligner.models import create
-from aligner.models.divisible import check_divisible
 from aligner.models.guard import Guard
 from aligner.models.policy import MegatronPolicy, ReferencePolicy
 from aligner.parallel.progress import WAIT_FOR_SERVERS
@@ -36,7 +36,7 @@ from aligner.protocols import RewardModel
 from aligner.rewards.compose import composed_reward, formula
 from aligner.rewards.local import function_reward
 from aligner.rewards.unjudged import Unjudged
-from aligner.rollout.config import check_cache, check_splits
+from aligner.rollout.config import check_cache
 from aligner.rollout.create import create_engine
 from aligner.rollout.engine import Capabilities
 from aligner.schemas import OnlineRun, TrainGRPO, TrainPPO
@@ -104,14 +104,9 @@ def build_task(
     if reshaping := sampling.reshaping():
         here.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/sampling.md)")
     config.check_rewarded()
-    if config.algorithm.mini_batch_size < here.topology.dp_size:
-        raise ConfigError(
-            f"algorithm.mini_batch_size={config.algorithm.mini_batch_size}: smaller than the {here.topology.dp_size} data-parallel replicas"
-        )
     model = (pinned if with_reference else pinned_base)(here, "model", config.model)
     tokenizer, architecture = load_model_files(model)
-    check_divisible(architecture, config.parallel)
-    check_splits(architecture, tp=config.rollout.tp or config.parallel.tp, world_size=here.topology.world_size)
+    check_actor(config, architecture, here.topology.world_size)
     prompts, validation = (load or partial(load_prompt_sets, here, config))(tokenizer)
     longest = max((len(prompt.tokens) for prompt in (*prompts, *validation)), default=0)
     check_cache(config.rollout, longest_prompt=longest, context=create.context_length(config.model, architecture))

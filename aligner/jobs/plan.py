@@ -11,6 +11,7 @@ from aligner.algorithms.ai_feedback import ROWS
 from aligner.algorithms.chains import Pairs
 from aligner.config import compose
 from aligner.errors import CheckpointError, ConfigError
+from aligner.jobs import checks
 from aligner.jobs.lengths import fill, readers
 from aligner.jobs.programs import RECIPES, Job, Trainer, recipe_of
 from aligner.models import create
@@ -18,7 +19,7 @@ from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import report, search
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.estimate import Scales, check, plan_component
+from aligner.planner.estimate import Scales, named, plan_component
 from aligner.planner.workload import Component, Engine, Head, Phase, Work
 from aligner.rollout.config import RolloutConfig
 from aligner.schemas import (
@@ -60,8 +61,6 @@ def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top
     config = load(name, overrides)
     cluster, scales = config.cluster, Scales(config.cluster.device)
     found = components(config)
-    for component in found:
-        check(component)
     plans = tuple(plan_component(component, cluster, scales) for component in found)
     problems = []
     for one in plans:
@@ -76,20 +75,15 @@ def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top
 
 
 def load(name: str, overrides: Sequence[str]) -> Job:
-    """The composed config; data need not be named. A layout without tensor parallelism is planned without sequence parallelism."""
+    """The composed config; data need not be named."""
     schema, _ = RECIPES[recipe_of(name)]
-    implied = [
-        override.replace("parallel.tp=1", "parallel.sequence_parallel=false")
-        for override in overrides
-        if override.endswith("parallel.tp=1") and not any("sequence_parallel=" in other for other in overrides)
-    ]
-    return compose(schema, name, ["data.train=not-read", *implied, *overrides])
+    return compose(schema, name, ["data.train=not-read", *overrides])
 
 
 def components(config: Job) -> list[Component]:
-    """The components that a run of this config starts, the training one first. Raises ConfigError where sequences do not fit a model.
+    """The components that a run of this config starts, the training one first. Lengths that are not set are as long as in the run.
 
-    Lengths that are not set are as long as in the run.
+    Raises ConfigError for settings that it would refuse at its start (`aligner.jobs.lengths`, `aligner.jobs.checks`).
     """
     models = {key: _own_or_actors(attrgetter(key)(config), config.model) for key in readers(config)}
     config = fill(config, {key: create.context_length(model, _architecture(key, model)) for key, model in models.items()})
@@ -116,11 +110,14 @@ def _actor(config: OnlineRun) -> Component:
     }
     unit = 2 if isinstance(config, (TrainOnlineDPO, TrainSPIN, TrainSelfRewarding)) else 1
     length, response = _rollout_length(config)
+    architecture = _architecture("model", config.model)
+    with named("actor"):
+        checks.check_actor(config, architecture, config.num_processes)
     return Component(
         name="actor",
         head=Head.language,
         num_ranks=config.num_processes,
-        architecture=_architecture("model", config.model),
+        architecture=architecture,
         model=_model(config.model, config.cluster),
         parallel=config.parallel,
         optimizer=config.optimizer,
@@ -151,11 +148,14 @@ def _critic(config: TrainPPO) -> Component:
     critic, rows = config.critic, config.algorithm.rollouts_per_step
     model = _own_or_actors(critic.model, config.model)
     length, response = _rollout_length(config)
+    architecture = _architecture("critic.model", model)
+    with named("critic"):
+        checks.check_critic(config, model, architecture, critic.num_processes)
     return Component(
         name="critic",
         head=Head.scalar,
         num_ranks=critic.num_processes,
-        architecture=_architecture("critic.model", model),
+        architecture=architecture,
         model=_model(model, config.cluster),
         parallel=critic.parallel,
         optimizer=critic.optimizer,
@@ -175,11 +175,14 @@ def _reward(config: OnlineRun) -> Component:
     reward = config.reward
     model = _own_or_actors(reward.model, config.model)
     length, response = _rollout_length(config)
+    architecture = _architecture("reward.model", model)
+    with named("reward"):
+        checks.check_reward_model(config, model, architecture, reward.num_processes)
     return Component(
         name="reward",
         head=Head.scalar,
         num_ranks=reward.num_processes,
-        architecture=_architecture("reward.model", model),
+        architecture=architecture,
         model=_model(model, config.cluster),
         parallel=reward.parallel,
         optimizer=None,
@@ -194,11 +197,14 @@ def _writer(config: WritingRun) -> Component:
     length = (config.data.max_prompt_length if isinstance(config, Generate) else config.data.max_length) + response
     phase = Phase.generate if engine else Phase.scores if config.scores else Phase.logprobs
     rows = config.algorithm.shard_size if isinstance(config, WriteTeacherLogprobs) else config.algorithm.part_size
+    architecture = _architecture("model", config.model)
+    with named("writer"):
+        checks.check_writer(config, architecture, config.num_processes)
     return Component(
         name="writer",
         head=Head.scalar if config.scores else Head.language,
         num_ranks=config.num_processes,
-        architecture=_architecture("model", config.model),
+        architecture=architecture,
         model=_model(config.model, config.cluster),
         parallel=config.parallel,
         optimizer=None,
@@ -217,11 +223,14 @@ def _constitutional(config: ConstitutionalAI) -> Component:
         Phase.ref_logprobs: has_judge,
     }
     length = max(config.data.max_prompt_length, config.data.max_history_length) + (response if samples else 0)
+    architecture = _architecture("model", config.model)
+    with named("writer"):
+        checks.check_writer(config, architecture, config.num_processes)
     return Component(
         name="writer",
         head=Head.language,
         num_ranks=config.num_processes,
-        architecture=_architecture("model", config.model),
+        architecture=architecture,
         model=_model(config.model, config.cluster),
         parallel=config.parallel,
         optimizer=None,
@@ -245,6 +254,7 @@ def _engine(rollout: RolloutConfig, parallel: ParallelConfig) -> Engine:
         kv_cache_tokens=rollout.kv_cache_tokens,
         prefill_chunk_tokens=rollout.prefill_chunk_tokens,
         asynchronous=rollout.asynchronous.max_staleness > 0,
+        settings=rollout,
     )
 
 
@@ -260,11 +270,14 @@ def _trainer(config: Trainer) -> Component:
         Phase.logprobs: needs_kl or isinstance(config, TrainSteerLM2),
         Phase.train: True,
     }
+    architecture = _architecture("model", config.model)
+    with named("trainer"):
+        checks.check_trainer(config, architecture, config.num_processes)
     return Component(
         name="trainer",
         head=Head.scalar if isinstance(config, TrainRewardModel) else Head.language,
         num_ranks=config.num_processes,
-        architecture=_architecture("model", config.model),
+        architecture=architecture,
         model=_model(config.model, config.cluster),
         parallel=config.parallel,
         optimizer=config.optimizer,

@@ -16,6 +16,7 @@ from aligner.data.supervised import SupervisedExample
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.jobs import columns
+from aligner.jobs.checks import check_writer
 from aligner.jobs.lengths import with_lengths
 from aligner.jobs.parts import load_model_files
 from aligner.jobs.session import Session, session
@@ -37,6 +38,7 @@ def write_proposals(config: WriteProposals) -> int:
     with session(config, config.run, config.parallel, component="proposals") as here:
         config = with_lengths(replace(config, model=pinned(here, "model", config.model)))
         tokenizer, architecture = load_model_files(config.model)
+        check_writer(config, architecture, here.topology.world_size)
         groups, report = load_sampled(config.data.train, config.data, tokenizer, config.algorithm.sought)
         here.say(report.summary())
         what = [(group.record, [row.tokens for row in group.rows]) for group in groups]

@@ -9,6 +9,7 @@ from functools import partial
 from aligner.errors import ConfigError
 from aligner.jobs.announce import announced
 from aligner.jobs.checkpointing import CriticCheckpointer, load_critic
+from aligner.jobs.checks import check_critic, check_reward_model
 from aligner.jobs.lengths import with_lengths
 from aligner.jobs.parts import load_model_files, tokenizer_directory
 from aligner.jobs.session import Session, session
@@ -38,7 +39,7 @@ def serve_critic(config: TrainPPO) -> None:
         model_config = pinned_base(here, "critic.model", critic.model.or_else(config.model))
         _, architecture = load_model_files(model_config)
         with_lengths(config)  # raises where the longest rollout does not fit
-        _check_mini_batches(config, here.topology.dp_size)
+        check_critic(config, model_config, architecture, here.topology.world_size)
         updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs
         training = create.training(
             model_config, critic.optimizer, total_steps=config.loop.max_steps * updates, guard=ReportingGuard(config.guard)
@@ -81,6 +82,7 @@ def serve_reward_model(config: OnlineRun) -> None:
                 raise ConfigError(f"reward.serve=true: {reward.function.function} wants whole samples, and a server is sent texts only")
             service = FunctionRewardService(function, name=reward.function.function, decode=tokenizer.decode)
         else:
+            check_reward_model(config, model_config, architecture, here.topology.world_size)
             training = create.training(model_config, None)
             model = create.create_reward_model(model_config, architecture, reward.parallel, here.topology, training)
             _check_weights(reward.attribute_weights, model.head)
@@ -123,14 +125,3 @@ def _serve(
         progress=here.progress,
         publication=publication,
     )
-
-
-def _check_mini_batches(config: TrainPPO, dp_size: int) -> None:
-    """Raise ConfigError where a data-parallel replica of the critic would get no row of a mini-batch; the last one may be smaller."""
-    rows = config.algorithm.rollouts_per_step
-    smallest = rows % config.critic.mini_batch_size or config.critic.mini_batch_size
-    if smallest < dp_size:
-        raise ConfigError(
-            f"critic.mini_batch_size={config.critic.mini_batch_size}: the last mini-batch of {rows} rollouts has {smallest}, "
-            f"fewer than the critic's {dp_size} data-parallel replicas"
-        )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from aligner.algorithms.steerlm2 import Proposal, SteerLM2
 from aligner.data.proposals import load_proposals
 from aligner.jobs import columns
+from aligner.jobs.checks import check_trainer
 from aligner.jobs.lengths import with_lengths
 from aligner.jobs.parts import load_model_files, load_sets, tokenizer_directory
 from aligner.jobs.session import session
@@ -23,6 +24,7 @@ def train_steerlm2(config: TrainSteerLM2) -> int:
     with session(config, config.run, config.parallel, component="steerlm2") as here:
         config = with_lengths(replace(config, model=pinned(here, "model", config.model)))
         tokenizer, architecture = load_model_files(config.model)
+        check_trainer(config, architecture, here.topology.world_size)
         train, validation = load_sets(here, load_proposals, config.data, tokenizer)
         training = create.training(config.model, config.optimizer, total_steps=config.loop.max_steps, guard=Guard(config.guard))
         policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)

@@ -24,6 +24,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.data.unpaired import load_unpaired
 from aligner.jobs import columns
 from aligner.jobs.batches import batches_of
+from aligner.jobs.checks import check_trainer
 from aligner.jobs.lengths import with_lengths
 from aligner.jobs.parts import load_model_files, load_sets, tokenizer_directory
 from aligner.jobs.session import Session, session
@@ -54,7 +55,7 @@ def train_sft(config: TrainSFT, *, component: str = "sft") -> int:
     """Supervised fine-tuning. Every rank calls it."""
     with session(config, config.run, config.parallel, component=component) as here:
         config = replace(config, model=pinned_base(here, "model", config.model))
-        config, tokenizer, architecture, training = _prepare(config)
+        config, tokenizer, architecture, training = _prepare(here, config)
         train, validation = load_sets(here, load_supervised, config.data, tokenizer)
         policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
         here.say(batches_of(train, config, policy.model))
@@ -67,7 +68,7 @@ def train_reward_model(config: TrainRewardModel) -> int:
     """Bradley-Terry training of a reward model. Every rank calls it."""
     with session(config, config.run, config.parallel, component="reward_model") as here:
         config = replace(config, model=pinned_base(here, "model", config.model))
-        config, tokenizer, architecture, training = _prepare(config)
+        config, tokenizer, architecture, training = _prepare(here, config)
         train, validation = load_sets(here, load_preferences, config.data, tokenizer)
         head = ScalarHead(pooling=config.algorithm.pooling)
         model = create.create_reward_model(config.model, architecture, config.parallel, here.topology, training, head=head)
@@ -83,7 +84,7 @@ def train_regression_reward_model(config: TrainRegressionRewardModel) -> int:
     """Regression of a reward model on attributes. Every rank calls it."""
     with session(config, config.run, config.parallel, component="regression_reward_model") as here:
         config = replace(config, model=pinned_base(here, "model", config.model))
-        config, tokenizer, architecture, training = _prepare(config)
+        config, tokenizer, architecture, training = _prepare(here, config)
         train, validation = load_sets(here, load_regression, config.data, tokenizer)
         head = ScalarHead(outputs=tuple(config.data.attributes), pooling=config.algorithm.pooling)
         model = create.create_reward_model(config.model, architecture, config.parallel, here.topology, training, head=head)
@@ -105,7 +106,7 @@ def train_process_reward_model(config: TrainProcessRewardModel) -> int:
     """Training of a reward model on steps. Every rank calls it."""
     with session(config, config.run, config.parallel, component="process_reward_model") as here:
         config = replace(config, model=pinned_base(here, "model", config.model))
-        config, tokenizer, architecture, training = _prepare(config)
+        config, tokenizer, architecture, training = _prepare(here, config)
         train, validation = load_sets(here, load_steps, config.data, tokenizer)
         head = ScalarHead(outputs=("step",), pooling=Pooling.tokens)
         model = create.create_reward_model(config.model, architecture, config.parallel, here.topology, training, head=head)
@@ -121,7 +122,7 @@ def train_dpo(config: TrainDPO) -> int:
     """Preference losses on pairs; the reference, where the loss has one, is the model that the run starts from. Every rank calls it."""
     with session(config, config.run, config.parallel, component="dpo") as here:
         config = replace(config, model=pinned(here, "model", config.model))
-        config, tokenizer, architecture, training = _prepare(config)
+        config, tokenizer, architecture, training = _prepare(here, config)
         train, validation = load_sets(here, load_preferences, config.data, tokenizer)
         policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
         here.say(batches_of([row for pair in train for row in pair.rows], config, policy.model, unit=2))
@@ -143,7 +144,7 @@ def train_kto(config: TrainKTO) -> int:
     """Kahneman-Tversky optimisation; the reference is the model that the run starts from. Every rank calls it."""
     with session(config, config.run, config.parallel, component="kto") as here:
         config = replace(config, model=pinned(here, "model", config.model))
-        config, tokenizer, architecture, training = _prepare(config)
+        config, tokenizer, architecture, training = _prepare(here, config)
         train, validation = load_sets(here, load_unpaired, config.data, tokenizer)
         here.say(balance(train, config.algorithm))
         policy = create.create_policy(config.model, architecture, config.parallel, here.topology, training)
@@ -177,9 +178,10 @@ def _train(
     return train_to_end(here, config, algorithm, model, tokenizer=tokenizer_directory(config.model), shown=shown, name=name)
 
 
-def _prepare(config: Run) -> tuple[Run, Tokenizer, Architecture, Training]:
+def _prepare(here: Session, config: Run) -> tuple[Run, Tokenizer, Architecture, Training]:
     """The config with the lengths that its model has, and what is made of it."""
     tokenizer, architecture = load_model_files(config.model)
+    check_trainer(config, architecture, here.topology.world_size)
     return (
         with_lengths(config),
         tokenizer,

@@ -21,6 +21,7 @@ from aligner.data.parts import Parts
 from aligner.data.requests import Request, Unlabelled, load_requests, load_unlabelled, response_text
 from aligner.errors import ConfigError
 from aligner.jobs import columns
+from aligner.jobs.checks import check_writer
 from aligner.jobs.ending import conclude
 from aligner.jobs.lengths import with_lengths
 from aligner.jobs.parts import load_model_files, run_loop
@@ -33,7 +34,6 @@ from aligner.parallel.collectives import from_rank_0
 from aligner.protocols import RolloutEngine
 from aligner.reporting.formats import Column
 from aligner.rewards.unjudged import Unjudged
-from aligner.rollout.config import check_splits
 from aligner.rollout.create import create_engine
 from aligner.schemas import Annotate, Generate, WriteProposals, WritingRun
 from aligner.servers.access import Access
@@ -49,7 +49,7 @@ def generate(config: Generate) -> int:
     with session(config, config.run, config.parallel, component="generate") as here:
         config = with_lengths(replace(config, model=pinned(here, "model", config.model)))
         tokenizer, architecture = load_model_files(config.model)
-        check_splits(architecture, tp=config.rollout.tp or config.parallel.tp, world_size=here.topology.world_size)
+        check_writer(config, architecture, here.topology.world_size)
         requests, report = load_requests(config.data.train, config.data, tokenizer)
         here.say(report.summary())
         asks = any(request.label for request in requests)
@@ -82,6 +82,7 @@ def annotate(config: Annotate) -> int:
     with session(config, config.run, config.parallel, component="annotate") as here:
         config = with_lengths(replace(config, model=pinned(here, "model", config.model)))
         tokenizer, architecture = load_model_files(config.model)
+        check_writer(config, architecture, here.topology.world_size)
         records, report = load_unlabelled(config.data.train, config.data, tokenizer)
         here.say(report.summary())
         made_of = {"settings": repr(asdict(config.algorithm)), "data": digest_of([record.rows for record in records])}

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.errors import ConfigError
 from aligner.models.attention import CoreAttention
-from aligner.models.config import Activation, Architecture, ModelConfig
+from aligner.models.config import Activation
 from aligner.models.layers import LayerModules, Norm, ZeroCenteredLayerNorm
 from aligner.models.shared_prompts import SegmentedPackedSeqParams
 from aligner.parallel import exact
@@ -33,15 +32,6 @@ ACTIVATIONS = {
     Activation.gelu_tanh: exact.gelu_tanh,
     Activation.squared_relu: exact.squared_relu,
 }
-
-
-def check_batch_invariant(architecture: Architecture, model: ModelConfig) -> None:
-    """Raise ConfigError for a model that has layers without an invariant form."""
-    if model.batch_invariant and architecture.num_experts:
-        raise ConfigError(
-            f"model.batch_invariant=true: not for mixtures of experts (num_experts={architecture.num_experts}): the sums over a token's "
-            "experts have no invariant form here; allowed: dense models"
-        )
 
 
 class InvariantColumnLinear(ColumnParallelLinear):

@@ -1,11 +1,11 @@
-"""Whether a model's sizes can be split as a layout asks. Arithmetic alone: imports no Megatron-Core."""
+"""Whether a model can be laid out and computed as settings ask. Arithmetic alone: imports no Megatron-Core."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from aligner.errors import ConfigError
-from aligner.models.config import Architecture
+from aligner.models.config import Architecture, ModelConfig
 from aligner.parallel.topology import ParallelConfig
 
 
@@ -28,6 +28,24 @@ def check_divisible(architecture: Architecture, parallel: ParallelConfig) -> Non
         raise ConfigError(
             f"parallel.sequence_parallel=false: a model with experts and parallel.tp={parallel.tp} needs it "
             "(else every tensor-parallel rank would send every token to the experts); allowed: true"
+        )
+
+
+def check_together(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError for settings that each are good and cannot be had together."""
+    for name in ("transformer_engine", "packing") if parallel.tp_comm_overlap else ():  # its buffers want fused layers and one shape
+        if not getattr(model, name):
+            raise ConfigError(
+                f"parallel.tp_comm_overlap=true: needs model.{name}=true (fused layers, and packed micro-batches of one size)"
+            )
+    if model.batch_invariant and architecture.num_experts:
+        raise ConfigError(
+            f"model.batch_invariant=true: not for mixtures of experts (num_experts={architecture.num_experts}): the sums over a token's "
+            "experts have no invariant form here; allowed: dense models"
+        )
+    if model.share_prompts and parallel.cp > 1:
+        raise ConfigError(
+            f"model.share_prompts=true: sequences that are split over parallel.cp={parallel.cp} ranks cannot share prompts; allowed: cp=1"
         )
 
 

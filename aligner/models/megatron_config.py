@@ -11,7 +11,7 @@ from torch import Tensor
 from aligner.errors import ConfigError
 from aligner.models import batch_invariant
 from aligner.models.config import Activation, Architecture, Dtype, ModelConfig, Normalization, Recompute
-from aligner.models.divisible import check_divisible
+from aligner.models.divisible import check_divisible, check_together
 from aligner.parallel import mcore, platform
 from aligner.parallel.mcore import TransformerConfig
 from aligner.parallel.topology import ParallelConfig
@@ -29,12 +29,7 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
     which also leaves out the tensor-parallel attributes and so corrupts gradient norms."""
     if model.transformer_engine and not mcore.has_transformer_engine():
         raise ConfigError("model.transformer_engine=true: the package transformer-engine is not installed, or there is no GPU")
-    _check_overlap(model, parallel)
-    batch_invariant.check_batch_invariant(architecture, model)
-    if model.share_prompts and parallel.cp > 1:
-        raise ConfigError(
-            f"model.share_prompts=true: sequences that are split over parallel.cp={parallel.cp} ranks cannot share prompts; allowed: cp=1"
-        )
+    check_together(architecture, model, parallel)
     skip: dict[str, Any] = {"init_method": _keep, "output_layer_init_method": _keep} if load else {}
     dtype = resolve_dtype(model.dtype)
     return TransformerConfig(
@@ -74,17 +69,6 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         **_experts(architecture, model),
         **_recomputation(model.recompute),
     )
-
-
-def _check_overlap(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError where activations cannot be exchanged while layers compute: its buffers want Transformer Engine and one shape."""
-    if not parallel.tp_comm_overlap:
-        return
-    for name in ("transformer_engine", "packing"):
-        if not getattr(model, name):
-            raise ConfigError(
-                f"parallel.tp_comm_overlap=true: needs model.{name}=true (fused layers, and packed micro-batches of one size)"
-            )
 
 
 def _layout(parallel: ParallelConfig) -> dict[str, Any]:

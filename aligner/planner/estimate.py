@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 from aligner.errors import ConfigError
-from aligner.models.divisible import check_divisible
+from aligner.models.divisible import check_divisible, check_together
 from aligner.planner import dry_run
 from aligner.planner.buffers import Parameter, Replication, StateBytes, frozen_bytes, state_bytes
 from aligner.planner.config import ClusterConfig, Device
@@ -14,6 +15,7 @@ from aligner.planner.memory import PhaseMemory, Sizes, host_memory, inference_mi
 from aligner.planner.schedule import MicroBatches
 from aligner.planner.timing import PhaseTime, phase_times
 from aligner.planner.workload import GIB, Component, Phase
+from aligner.rollout.config import check_engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,25 +51,25 @@ class ComponentPlan:
         return sum(time.total for time in self.times)
 
 
+@contextmanager
+def named(component: str) -> Iterator[None]:
+    """A ConfigError from within names the component."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{component}: {error}") from error
+
+
 def check(component: Component) -> None:
     """Raise ConfigError, naming the component, where the sizes do not divide or the ranks cannot be laid out so."""
-    try:
+    engine = component.engine
+    with named(component.name):
         check_divisible(component.architecture, component.parallel)
+        check_together(component.architecture, component.model, component.parallel)
         component.parallel.check_world(component.num_ranks)
-        _check_engine(component)
+        if engine is not None:
+            check_engine(engine.settings, component.architecture, tp=engine.tp, world_size=component.num_ranks)
         _check_rows(component)
-    except ConfigError as error:
-        raise ConfigError(f"{component.name}: {error}") from error
-
-
-def _check_engine(component: Component) -> None:
-    engine, architecture = component.engine, component.architecture
-    if engine is None:
-        return
-    if component.num_ranks % engine.tp:
-        raise ConfigError(f"rollout.tp={engine.tp}: does not divide the {component.num_ranks} ranks of this component")
-    if architecture.num_attention_heads % engine.tp:
-        raise ConfigError(f"rollout.tp={engine.tp}: does not divide the model's num_attention_heads={architecture.num_attention_heads}")
 
 
 def _check_rows(component: Component) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
+from aligner.rollout.config import RolloutConfig
 
 GIB = 2**30
 
@@ -49,7 +50,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """The built-in rollout engine: replicas of `tp` ranks each, over all ranks of the component."""
+    """The rollout engine, planned as the built-in one: replicas of `tp` ranks each, over all ranks of the component."""
 
     tp: int
     max_batch_size: int
@@ -58,6 +59,7 @@ class Engine:
     kv_cache_tokens: int = 0  # in a replica's cache; 0: as many as its sequences need
     prefill_chunk_tokens: int = 2048  # prompt tokens computed in one pass
     asynchronous: bool = False  # it samples while the policy trains, with weights of its own
+    settings: RolloutConfig = field(default_factory=RolloutConfig)  # which engine it is, and what it is asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

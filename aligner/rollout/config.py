@@ -117,6 +117,22 @@ def check_cache(config: RolloutConfig, *, longest_prompt: int, context: int) -> 
         )
 
 
+def check_engine(config: RolloutConfig, architecture: Architecture, *, tp: int, world_size: int) -> None:
+    """Raise ConfigError where the engine of `config` cannot sample with replicas of `tp` ranks each. What is installed is not asked."""
+    check_splits(architecture, tp=tp, world_size=world_size)
+    if config.engine is EngineKind.megatron:
+        return
+    if config.engine is EngineKind.tensorrt_llm:
+        config.tensorrt_llm.check(config.sampling, tp=tp)
+    else:
+        config.vllm.check(config.sampling)
+    if config.verify_refit is VerifyRefit.checksum and tp > 1:
+        raise ConfigError(
+            f"rollout.verify_refit=checksum: rollout.engine={config.engine.value} reads no weights back from rollout.tp={tp} ranks; "
+            "allowed: none, or rollout.tp=1"
+        )
+
+
 def check_splits(architecture: Architecture, *, tp: int, world_size: int) -> None:
     """Raise ConfigError where `rollout.tp` ranks cannot share the model, or do not divide the component's ranks."""
     if world_size % tp:

@@ -18,7 +18,7 @@ from aligner.parallel import platform
 from aligner.parallel.together import together
 from aligner.parallel.transfer import block_group
 from aligner.protocols import FollowUp, Replica
-from aligner.rollout.config import EngineKind, RolloutConfig, ShareWork, VerifyRefit, check_splits
+from aligner.rollout.config import EngineKind, RolloutConfig, ShareWork, VerifyRefit, check_engine
 from aligner.rollout.engine import ForeignEngine
 from aligner.rollout.episodes import Conversing
 from aligner.rollout.foreign import StreamedEngine, WeightStream
@@ -50,7 +50,7 @@ def create_engine(
     else:
         trained = policy.chunks[0].pg_collection.tp
         tp = config.tp or trained.size()
-        check_splits(policy.chunks[0].architecture, tp=tp, world_size=dist.get_world_size())
+        check_engine(config, policy.chunks[0].architecture, tp=tp, world_size=dist.get_world_size())
         engine = _streamed(policy, config, tp=tp, eos_id=eos_id)
         group = trained if tp == trained.size() > 1 else block_group(tp)
     fixed = not _shares(config.share_work, policy.chunks[0])

@@ -25,7 +25,6 @@ from aligner.rollout.tensorrt_llm_contract import Contract, gate
 from aligner.rollout.tensorrt_llm_environment import import_environment, limit, require_devices
 from aligner.rollout.tensorrt_llm_executor import Executor
 from aligner.rollout.tensorrt_llm_requests import Requests, Take
-from aligner.rollout.tensorrt_llm_sampling import check_sampling
 from aligner.rollout.tensorrt_llm_spmd import Block
 from aligner.types import SamplingConfig
 
@@ -44,12 +43,7 @@ class TensorRTLLMEngine:
     ) -> None:
         self._settings = settings = config.tensorrt_llm
         self._contract = gate(allow_drafts=settings.allow_drafts)
-        check_sampling(config.sampling, settings.sampler)
-        if tp > 1 and not settings.spmd:
-            raise ConfigError(
-                f"rollout.tp={tp}: with rollout.engine=tensorrt_llm each rank computes a replica of its own; allowed: 1, or "
-                "rollout.tensorrt_llm.spmd=true (experimental)"
-            )
+        settings.check(config.sampling, tp=tp)
         rules, sampler = self._contract.rules, settings.sampler.value
         self.capabilities = Capabilities(
             name="tensorrt_llm",
@@ -136,7 +130,7 @@ class TensorRTLLMEngine:
         Raises EngineError out of order, where the package reports an error for a request, and where none ends for `timeout_seconds`.
         """
         self._running()
-        check_sampling(sampling, self._settings.sampler)
+        self._settings.check_sampling(sampling)
         if self._unready:
             raise EngineError(f"TensorRT-LLM does not generate: {self._unready}")
         if self._asleep:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from aligner.errors import ConfigError
+from aligner.types import SamplingConfig
+
+# Settings of sampling that have no exact counterpart, how they are switched off, and why they cannot be had.
+_REFUSED: Mapping[str, tuple[Any, str]] = {
+    "stop_strings": ([], "it looks for a string's own tokens, not for its text across tokens; use stop_token_ids"),
+    "min_response_length": (0, "it holds off its end-of-sequence token only, not stop_token_ids"),
+    "repetition_penalty": (1.0, "its log-probs would be those after the penalty"),
+    "presence_penalty": (0.0, "its log-probs would be those after the penalty"),
+    "frequency_penalty": (0.0, "its log-probs would be those after the penalty"),
+}
 
 
 class Sampler(str, Enum):
@@ -42,3 +54,28 @@ class TensorRTLLMConfig:
                 raise ConfigError(f"rollout.tensorrt_llm.{name}={getattr(self, name)}: must be above 0")
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigError(f"rollout.tensorrt_llm.kv_memory_fraction={self.kv_memory_fraction}: must be above 0 and at most 1")
+
+    def check(self, sampling: SamplingConfig, *, tp: int) -> None:
+        """Raise ConfigError where replicas of `tp` ranks cannot be had, or `sampling` cannot be followed."""
+        self.check_sampling(sampling)
+        if tp > 1 and not self.spmd:
+            raise ConfigError(
+                f"rollout.tp={tp}: with rollout.engine=tensorrt_llm each rank computes a replica of its own; allowed: 1, or "
+                "rollout.tensorrt_llm.spmd=true (experimental)"
+            )
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raise ConfigError naming a setting that this engine cannot follow, and what to do."""
+        for name, (off, why) in _REFUSED.items():
+            value = getattr(sampling, name)
+            if value != off:
+                raise ConfigError(f"rollout.sampling.{name}={value}: not with rollout.engine=tensorrt_llm: {why}; allowed: {off}")
+        if sampling.min_p and self.sampler == Sampler.torch:
+            raise ConfigError(
+                f"rollout.sampling.min_p={sampling.min_p}: not with rollout.tensorrt_llm.sampler=torch; allowed: 0, or sampler=trtllm"
+            )
+        if sampling.raw_logprobs and sampling.temperature != 1:
+            raise ConfigError(
+                f"rollout.sampling.raw_logprobs=true: not with rollout.engine=tensorrt_llm at temperature={sampling.temperature}: it gives "
+                "log-probs of one kind; allowed: temperature=1, where both are the same, or false"
+            )

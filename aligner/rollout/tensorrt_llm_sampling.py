@@ -5,39 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from aligner.errors import ConfigError, EngineError
+from aligner.errors import EngineError
 from aligner.rollout.engine import GenRequest, GenResult
-from aligner.rollout.tensorrt_llm_config import Sampler
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 _NO_END = -1  # no end-of-sequence token of its own: all that stop are stop tokens, which stay in the response
 _SEED_BITS = (1 << 63) - 1
-
-# Settings, how they are switched off, and why they cannot be had.
-_REFUSED: Mapping[str, tuple[Any, str]] = {
-    "stop_strings": ([], "it looks for a string's own tokens, not for its text across tokens; use stop_token_ids"),
-    "min_response_length": (0, "it holds off its end-of-sequence token only, not stop_token_ids"),
-    "repetition_penalty": (1.0, "its log-probs would be those after the penalty"),
-    "presence_penalty": (0.0, "its log-probs would be those after the penalty"),
-    "frequency_penalty": (0.0, "its log-probs would be those after the penalty"),
-}
-
-
-def check_sampling(sampling: SamplingConfig, sampler: Sampler) -> None:
-    """Raise ConfigError naming a setting that this engine cannot follow, and what to do."""
-    for name, (off, why) in _REFUSED.items():
-        value = getattr(sampling, name)
-        if value != off:
-            raise ConfigError(f"rollout.sampling.{name}={value}: not with rollout.engine=tensorrt_llm: {why}; allowed: {off}")
-    if sampling.min_p and sampler == Sampler.torch:
-        raise ConfigError(
-            f"rollout.sampling.min_p={sampling.min_p}: not with rollout.tensorrt_llm.sampler=torch; allowed: 0, or sampler=trtllm"
-        )
-    if sampling.raw_logprobs and sampling.temperature != 1:
-        raise ConfigError(
-            f"rollout.sampling.raw_logprobs=true: not with rollout.engine=tensorrt_llm at temperature={sampling.temperature}: it gives "
-            "log-probs of one kind; allowed: temperature=1, where both are the same, or false"
-        )
 
 
 def stop_ids(sampling: SamplingConfig, eos_id: int) -> list[int]:

@@ -207,11 +207,10 @@ class VLLMEngine:
 
     def _kind(self, sampling: SamplingConfig) -> LogprobKind:
         """What the log-probs are of."""
-        refused = [name for name in ("stop_strings", "raw_logprobs") if getattr(sampling, name)]
-        refused += sampling.reshaping() if self._scaled else []  # vLLM's log-probs are then of what is drawn from, which these reshape
-        if refused:
-            scaled = f" where rollouts have temperature={self._config.sampling.temperature}" if self._scaled else ""
-            raise ConfigError(f"sampling.{refused[0]}: not available with rollout.engine=vllm{scaled}; allowed: the default")
+        self._config.vllm.check(sampling)
+        if self._scaled and (refused := sampling.reshaping()):  # vLLM's log-probs are then of what is drawn from, which these reshape
+            scaled = f"where rollouts have temperature={self._config.sampling.temperature}"
+            raise ConfigError(f"rollout.sampling.{refused[0]}: not available with rollout.engine=vllm {scaled}; allowed: the default")
         return LogprobKind.sampled if self._scaled or sampling.temperature in (0.0, 1.0) else LogprobKind.raw
 
     def _result(self, output: Any, request: GenRequest, kind: LogprobKind) -> GenResult:

@@ -16,8 +16,8 @@ SMALL = [f"model.architecture.{size}" for size in ("num_layers=8", "hidden_size=
 COMMANDS = {
     **{name: [name] for name in JOB_CONFIGS},
     "grpo_gsm8k_tiny": ["grpo_gsm8k_tiny", *SMALL],  # it takes any small model
-    "tp3": ["ppo_70b", "parallel.tp=3"],
-    "one_gpu": ["ppo_70b", "parallel.tp=1", "parallel.pp=1"],
+    "tp128": ["ppo_70b", "parallel.tp=128", "parallel.pp=1"],
+    "one_gpu": ["ppo_70b", "parallel.tp=1", "parallel.sequence_parallel=false", "parallel.pp=1"],
     "long": [
         "ppo_70b",
         "parallel.cp=8",
@@ -76,9 +76,9 @@ def test_gpt_175b_is_counted_exactly(result) -> None:
 
 
 def test_refused_because_the_heads_do_not_divide(result) -> None:
-    found = result("tp3")
+    found = result("tp128")
     assert found["code"] == 2
-    assert found["err"].startswith("error: actor: parallel.tp=3: does not divide the model's num_attention_heads=64; allowed: 1, 2, 4, 8")
+    assert found["err"].startswith("error: actor: parallel.tp=128: does not divide the model's num_attention_heads=64; allowed: 1, 2, 4, 8")
 
 
 def test_refused_because_it_does_not_fit(result) -> None:

@@ -17,6 +17,7 @@ from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes
 from aligner.planner.estimate import check
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
+from aligner.rollout.config import EngineKind, RolloutConfig
 from aligner.schemas import TrainSFT
 
 CLUSTER = ClusterConfig(
@@ -196,6 +197,9 @@ def test_refused_sizes_name_the_component() -> None:
         check(component(work=replace(component().work, update_rows=4)))
     with pytest.raises(ConfigError, match="rollout.tp=3: does not divide the 16 ranks"):
         check(component(engine=Engine(tp=3, max_batch_size=1, bucket_bytes=0, offload=False)))
+    foreign = RolloutConfig(engine=EngineKind.tensorrt_llm)  # and so no search proposes it
+    with pytest.raises(ConfigError, match="^actor: rollout.tp=2: with rollout.engine=tensorrt_llm each rank"):
+        check(component(engine=Engine(tp=2, max_batch_size=1, bucket_bytes=0, offload=False, settings=foreign)))
 
 
 def test_candidates_divide() -> None:

@@ -19,9 +19,9 @@ from fake_tensorrt_llm import installed  # noqa: E402
 from aligner.errors import ConfigError, EngineError  # noqa: E402
 from aligner.rollout import tensorrt_llm_diff, tensorrt_llm_environment  # noqa: E402
 from aligner.rollout.engine import GenRequest  # noqa: E402
-from aligner.rollout.tensorrt_llm_config import Sampler  # noqa: E402
+from aligner.rollout.tensorrt_llm_config import Sampler, TensorRTLLMConfig
 from aligner.rollout.tensorrt_llm_contract import Contract, gate, known_versions, load  # noqa: E402
-from aligner.rollout.tensorrt_llm_sampling import check_sampling, sampling_arguments, to_result  # noqa: E402
+from aligner.rollout.tensorrt_llm_sampling import sampling_arguments, to_result  # noqa: E402
 from aligner.rollout.tensorrt_llm_spmd import Block, InPlace, worker_in_place  # noqa: E402
 from aligner.types import FinishReason, LogprobKind, SamplingConfig  # noqa: E402
 
@@ -198,13 +198,13 @@ def test_settings_become_the_packages():
 )
 def test_settings_that_it_cannot_follow_are_refused_by_name(settings, named):
     with pytest.raises(ConfigError, match=f"rollout.sampling.{named}"):
-        check_sampling(SamplingConfig(**settings), Sampler.trtllm)
+        TensorRTLLMConfig().check_sampling(SamplingConfig(**settings))
 
 
 def test_settings_that_one_sampler_has():
-    check_sampling(SamplingConfig(min_p=0.1, raw_logprobs=True), Sampler.trtllm)
+    TensorRTLLMConfig().check_sampling(SamplingConfig(min_p=0.1, raw_logprobs=True))
     with pytest.raises(ConfigError, match="min_p=0.1.*sampler=torch"):
-        check_sampling(SamplingConfig(min_p=0.1), Sampler.torch)
+        TensorRTLLMConfig(sampler=Sampler.torch).check_sampling(SamplingConfig(min_p=0.1))
 
 
 def answer(tokens, logprobs, reason="stop"):

@@ -1,0 +1,141 @@
+"""A plan refuses what a run refuses before it reads data or weights, in the same words; both get the same settings."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from aligner.config import compose
+from aligner.errors import ConfigError
+from aligner.jobs import constitution, distillation, online, plan, serving, spin, steerlm2, supervised, writing
+from aligner.jobs.programs import RECIPES
+
+RUNS = {  # component of a plan -> the job that is this component, by recipe
+    "grpo": {"actor": (online, online.train_grpo)},
+    "ppo": {"actor": (online, online.train_ppo_actor), "critic": (serving, serving.serve_critic)},
+    "spin": {"actor": (spin, spin.train_spin)},
+    "sft": {"trainer": (supervised, supervised.train_sft)},
+    "dpo": {"trainer": (supervised, supervised.train_dpo)},
+    "distill": {"trainer": (distillation, distillation.train_distillation)},
+    "steerlm2": {"trainer": (steerlm2, steerlm2.train_steerlm2)},
+    "teacher_logprobs": {"writer": (distillation, distillation.write_teacher_logprobs)},
+    "generate": {"writer": (writing, writing.generate)},
+    "annotate": {"writer": (writing, writing.annotate)},
+    "constitution": {"writer": (constitution, constitution.write_feedback)},
+}
+CONTEXT = 64
+TRTLLM, VLLM = "rollout.engine=tensorrt_llm", "rollout.engine=vllm"
+SHARED = ["model.share_prompts=true", "model.packing=true", "model.micro_batch_tokens=64", "parallel.cp=2"]
+OVERLAP = ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.tp_comm_overlap=true"]
+REFUSED = [
+    ("grpo", "actor", [TRTLLM, "rollout.tp=8"], "rollout.tp=8: with rollout.engine=tensorrt_llm each rank computes a replica"),
+    ("grpo", "actor", [TRTLLM, "parallel.tp=2"], "rollout.tp=2: with rollout.engine=tensorrt_llm each rank computes a replica"),
+    ("grpo", "actor", [TRTLLM, "rollout.sampling.repetition_penalty=1.1"], "rollout.sampling.repetition_penalty=1.1: not with"),
+    (
+        "grpo",
+        "actor",
+        [VLLM, "rollout.sampling.raw_logprobs=true"],
+        "rollout.sampling.raw_logprobs: not available with rollout.engine=vllm",
+    ),
+    (
+        "grpo",
+        "actor",
+        [VLLM, "rollout.tp=2", "rollout.verify_refit=checksum"],
+        "rollout.verify_refit=checksum: rollout.engine=vllm reads no",
+    ),
+    ("grpo", "actor", ["rollout.tp=3"], "rollout.tp=3: does not divide the 8 ranks of this component; allowed: 1, 2, 4, 8"),
+    (
+        "grpo",
+        "actor",
+        ["rollout.tp=8", "model.architecture.ffn_hidden_size=100"],
+        "rollout.tp=8: does not divide the model's ffn_hidden_size",
+    ),
+    ("grpo", "actor", ["parallel.tp=3"], "parallel.tp=3 does not divide the 8 ranks of this component; allowed: 1, 2, 4, 8"),
+    ("grpo", "actor", ["algorithm.mini_batch_size=4"], "algorithm.mini_batch_size=4: smaller than the 8 data-parallel replicas"),
+    ("grpo", "actor", ["data.max_prompt_length=60"], "data.max_prompt_length + rollout.sampling.max_response_length=68: longer than"),
+    ("grpo", "actor", SHARED, "model.share_prompts=true: sequences that are"),
+    ("grpo", "actor", ["parallel.pp=4"], "parallel.pp=4: does not divide the model's num_layers=2; allowed: 1, 2"),
+    ("ppo", "critic", ["critic.mini_batch_size=60"], "critic.mini_batch_size=60: the last mini-batch of 64 rollouts has 4"),
+    ("ppo", "critic", ["critic.parallel.tp=3"], "parallel.tp=3 does not divide the 8 ranks of this component"),
+    ("ppo", "actor", [VLLM, "rollout.sampling.stop_strings=[x]"], "rollout.sampling.stop_strings: not available with rollout.engine=vllm"),
+    ("spin", "actor", ["data.max_length=65"], "data.max_length=65: longer than the model's context of 64 tokens"),
+    ("spin", "actor", ["algorithm.batch_size=4"], "algorithm.batch_size=4: smaller than the 8 data-parallel replicas"),
+    ("sft", "trainer", ["data.max_length=65"], "data.max_length=65: longer than the model's context of 64 tokens"),
+    ("sft", "trainer", ["algorithm.batch_size=4"], "algorithm.batch_size=4: smaller than the 8 data-parallel replicas"),
+    (
+        "sft",
+        "trainer",
+        ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.tp_comm_overlap=true"],
+        "parallel.tp_comm_overlap=true",
+    ),
+    ("dpo", "trainer", ["algorithm.batch_size=4"], "algorithm.batch_size=4: smaller than the 8 data-parallel replicas"),
+    ("distill", "trainer", ["algorithm.batch_size=4"], "algorithm.batch_size=4: smaller than the 8 data-parallel replicas"),
+    ("steerlm2", "trainer", ["data.max_length=65"], "data.max_length=65: longer than the model's context of 64 tokens"),
+    ("teacher_logprobs", "writer", ["data.max_length=65"], "data.max_length=65: longer than the model's context of 64 tokens"),
+    ("generate", "writer", [VLLM, "rollout.sampling.stop_strings=[x]"], "rollout.sampling.stop_strings: not available with"),
+    ("annotate", "writer", ["data.max_length=65"], "data.max_length=65: longer than the model's context of 64 tokens"),
+    ("constitution", "writer", [TRTLLM, "rollout.tp=2"], "rollout.tp=2: with rollout.engine=tensorrt_llm each rank computes a replica"),
+]
+
+
+def overrides_of(recipe: str, task: Path, directory: Path) -> list[str]:
+    """Settings of a run that nothing is wrong with, on 8 ranks; its data is not there."""
+    sizes = ["num_layers=2", "hidden_size=64", "num_attention_heads=8", "num_key_value_heads=8", "ffn_hidden_size=96", "vocab_size=48"]
+    given = [f"model.architecture.{size}" for size in (*sizes, f"max_position_embeddings={CONTEXT}")]
+    given += [f"model.tokenizer={task / 'tokenizer'}", f"run.directory={directory}", "num_processes=8", "data.train=not-there.jsonl"]
+    has = {key: hasattr(RECIPES[recipe][0](), key) for key in ("rollout", "reward", "critic")}
+    given += ["data.max_prompt_length=8", "rollout.sampling.max_response_length=8"] if has["rollout"] else []
+    given += ["reward.function.function=aligner.rewards.builtin:length"] if has["reward"] else []
+    given += ["critic.num_processes=8", "algorithm.rollouts_per_step=64", "algorithm.mini_batch_size=64"] if has["critic"] else []
+    given += ["data.max_history_length=8"] if recipe == "constitution" else []
+    return given + (["data.max_length=32"] if hasattr(RECIPES[recipe][0]().data, "max_length") else [])
+
+
+def first_refusal(recipe: str, component: str, config: object, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the component's own job says at its start, of ranks that are only said to be there."""
+    module, job = RUNS[recipe][component]
+
+    @contextmanager
+    def session(config, run, parallel, **_):
+        parallel.check_world(8)
+        topology = SimpleNamespace(world_size=8, rank=0, dp_size=8 // parallel.replica_size)
+        yield SimpleNamespace(topology=topology, is_first=True, say=lambda text: None)
+
+    @contextmanager
+    def announced(*_, **__):
+        yield None
+
+    monkeypatch.setattr(module, "session", session)
+    monkeypatch.setattr(module, "announced", announced, raising=False)
+    with pytest.raises(ConfigError) as refused:
+        job(config)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("recipe", "component", "settings", "message"), REFUSED)
+def test_a_plan_says_what_the_run_would(recipe, component, settings, message, task, tmp_path, monkeypatch) -> None:
+    config = compose(RECIPES[recipe][0], recipe, [*overrides_of(recipe, task, tmp_path), *settings])
+    said = first_refusal(recipe, component, config, monkeypatch)
+    assert said.startswith(message)
+    with pytest.raises(ConfigError) as planned:
+        plan.components(config)
+    assert str(planned.value) == f"{component}: {said}"
+
+
+@pytest.mark.parametrize("recipe", RUNS)
+def test_good_settings_are_planned(recipe: str, task: Path, tmp_path: Path) -> None:
+    """What is refused above is refused for the settings that are named there."""
+    config = compose(RECIPES[recipe][0], recipe, overrides_of(recipe, task, tmp_path))
+    assert {one.name for one in plan.components(config)} == set(RUNS[recipe])
+
+
+def test_a_plan_is_of_the_settings_that_the_run_gets() -> None:
+    """`parallel.tp=1` was planned without sequence parallelism, and the run refused it."""
+    for load in (plan.load, lambda name, settings: compose(RECIPES["sft"][0], name, ["data.train=x", *settings])):
+        with pytest.raises(ConfigError, match="^parallel.sequence_parallel=true: needs parallel.tp > 1"):
+            load("sft_70b", ["parallel.tp=1"])
+    both = ["parallel.tp=1", "parallel.sequence_parallel=false", "data.train=x"]
+    assert plan.load("sft_70b", both) == compose(RECIPES["sft"][0], "sft_70b", both)
