@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,3 +30,11 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def as_umask_says(path: Path, write: Callable[[Path], object]) -> None:
+    """`write` a file, which then has the mode of any new one. The writer of safetensors makes files that their owner alone may read."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    write(path)
+    path.chmod(mode)

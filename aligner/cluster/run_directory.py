@@ -182,8 +182,9 @@ class RunDirectory:
                 f"run.directory={self.path}: can be written by others (mode {status.st_mode & 0o777:o}): "
                 f"they could replace its services and checkpoints. Mend with: chmod 700 {self.path}"
             )
-        for sub in (self.tensorboard, self.logs, self.services, self.checkpoints, self.rollouts, self.export, self.journal, self.health):
+        for sub in (self.tensorboard, self.logs, self.services, self.checkpoints, self.rollouts, self.journal, self.health):
             sub.mkdir(mode=0o700, exist_ok=True)
+        self.export.mkdir(exist_ok=True)  # to be copied from here, or moved, with the mode that the umask gives
         self._identify()
         status = os.statvfs(self.path)
         if (free := status.f_bavail * status.f_frsize) < LEAST_FREE_BYTES:

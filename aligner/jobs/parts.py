@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
+
 from aligner.algorithms import loop
 from aligner.algorithms.gap_alarm import GapAlarm
 from aligner.algorithms.learnt import LearntNothingAlarm, is_empty
@@ -77,7 +79,10 @@ def reporting(
     def open_reporter(start_step: int) -> Reporter | SilentReporter:
         if not here.is_first:
             return SilentReporter()
-        return Reporter(logging, run_directory=here.directory, columns=shown, total_steps=total_steps, start_step=start_step)
+        settings = yaml.safe_load(here.config_yaml)
+        return Reporter(
+            logging, run_directory=here.directory, columns=shown, total_steps=total_steps, start_step=start_step, settings=settings
+        )
 
     return open_reporter
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aligner.errors import CheckpointError, ModelFilesError
+from aligner.files import as_umask_says
 from aligner.models.build import ScalarModel, Transformer
 from aligner.models.disk_space import explain
 from aligner.models.families import architecture_to_hf, weight_names
@@ -189,7 +190,7 @@ def save_hf(chunks: Sequence[Transformer], directory: Path, *, writer: bool) -> 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
+        as_umask_says(path, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"writing the model failed: rank {dist.get_rank()}: {path}: {explain(error, path.parent)}") from error
 

@@ -7,7 +7,8 @@ is told. The local record (`metrics.jsonl`, TensorBoard) has every step regardle
 
 from __future__ import annotations
 
-import hashlib
+import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from aligner.reporting.config import LoggingConfig
 from aligner.reporting.rollout_table import SampleRow, cell, markdown_table
 
 _RETRY_SECONDS = 60.0
+_BATCH_PARAMETERS, _VALUE_CHARS, _NAME_CHARS = 100, 500, 250  # MLflow's limits
 _TABLE_COLUMNS = ("reward", "finish_reason", "prompt", "response")
 
 
@@ -54,9 +56,9 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """One W&B run per run directory: a resumed run goes on in it. Steps are a metric of their own, so that repeated steps are accepted."""
+    """The W&B run with the run's own id: resumed, or moved, it goes on in it. Its steps are a metric of their own, and may be repeated."""
 
-    def __init__(self, config: LoggingConfig, directory: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, config: LoggingConfig, directory: Path, run_id: str, settings: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -67,7 +69,7 @@ class WandbLogger:
             project=config.wandb_project,
             entity=config.wandb_entity or None,
             name=config.wandb_run_name or directory.name,
-            id=hashlib.sha256(str(directory).encode()).hexdigest()[:16],
+            id=run_id,
             resume="allow",
             dir=str(directory),
             config=dict(settings),
@@ -87,11 +89,11 @@ class WandbLogger:
 
 
 class MLflowLogger:
-    """One MLflow run per run directory (its id is kept there); the settings become the artifact `config.json`."""
+    """One MLflow run per run directory (its id is kept there); the settings are its parameters, and the artifact `config.json`."""
 
     def __init__(self, config: LoggingConfig, directory: Path, settings: Mapping[str, Any]) -> None:
         try:
-            from mlflow.entities import Metric
+            from mlflow.entities import Metric, Param
             from mlflow.tracking import MlflowClient
         except ImportError as error:
             raise _not_installed(f"mlflow_tracking_uri={config.mlflow_tracking_uri!r}", "mlflow", error) from error
@@ -107,6 +109,10 @@ class MLflowLogger:
         self._run_id = known.read_text().strip()
         self._client.update_run(self._run_id, status="RUNNING")
         self._client.log_dict(self._run_id, dict(settings), "config.json")
+        known_parameters = self._client.get_run(self._run_id).data.params  # they cannot be changed: those of the first start stay
+        new = [Param(name, value) for name, value in parameters(settings).items() if name not in known_parameters]
+        for start in range(0, len(new), _BATCH_PARAMETERS):
+            self._client.log_batch(self._run_id, params=new[start : start + _BATCH_PARAMETERS])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
@@ -163,6 +169,7 @@ def open_loggers(
     config: LoggingConfig,
     *,
     directory: Path,
+    run_id: str,
     tensorboard: Path,
     resumed_step: int,
     settings: Mapping[str, Any],
@@ -179,11 +186,24 @@ def open_loggers(
         loggers.append(NeverFatal(writer, "TensorBoard", warn))
     if config.wandb_project:
         field = f"wandb_project={config.wandb_project!r}"
-        loggers.append(NeverFatal(_started(lambda: WandbLogger(config, directory, settings), field), "W&B", warn))
+        loggers.append(NeverFatal(_started(lambda: WandbLogger(config, directory, run_id, settings), field), "W&B", warn))
     if config.mlflow_tracking_uri:
         field = f"mlflow_tracking_uri={config.mlflow_tracking_uri!r}"
         loggers.append(NeverFatal(_started(lambda: MLflowLogger(config, directory, settings), field), "MLflow", warn))
     return loggers
+
+
+def parameters(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as MLflow's parameters: dotted names in its alphabet, values as they are written, both cut to what it takes."""
+    found: dict[str, str] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            found |= parameters(value, f"{name}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            found[re.sub(r"[^\w./ -]", "_", name, flags=re.ASCII)[:_NAME_CHARS]] = text[:_VALUE_CHARS]
+    return found
 
 
 def _started(start: Callable[[], MetricLogger], field: str) -> MetricLogger:

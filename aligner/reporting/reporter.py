@@ -34,6 +34,8 @@ class RunPaths(Protocol):
     @property
     def metrics(self) -> Path: ...
 
+    def run_id(self) -> str: ...
+
     @property
     def tensorboard(self) -> Path: ...
 
@@ -73,6 +75,7 @@ class Reporter:
         self._loggers = open_loggers(
             config,
             directory=run_directory.path,
+            run_id=run_directory.run_id(),
             tensorboard=run_directory.tensorboard,
             resumed_step=start_step,
             settings=settings or {},

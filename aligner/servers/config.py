@@ -30,7 +30,7 @@ class ServerConfig:
     idle_seconds: float = 1.0  # an idle server talks to its other ranks this often, far inside any process-group timeout
     control_timeout_seconds: float = 7200.0  # how far apart the ranks may finish one operation
     failure_grace_seconds: float = 5.0  # how long ranks that hang in a collective are given once another rank has failed
-    shutdown_timeout_seconds: float = 2.0  # how long Triton may take to send its last answers; then its processes are killed
+    shutdown_timeout_seconds: float = 10.0  # how long Triton may take to unload its models (2 to 4 s); then its processes are killed
     max_connections: int = 1024  # further ones are closed at once
     max_requests: int = 256  # taken and not yet answered; further ones are told to come again (429)
     max_request_bytes: int = 1 << 30  # of one request's body; an endpoint whose largest request is smaller allows no more than that

@@ -31,6 +31,9 @@ from aligner.servers.wire import Endpoint
 
 MARKER = "ALIGNER_SERVER_INCARNATION"
 
+BROKEN_SECONDS = 2.0  # for what is left of a Triton of which a process has died
+ALWAYS_SAID = "NODELAY NOT SUPPORTED"  # by Triton's HTTP library of every Unix socket
+
 Submit = Callable[[Endpoint, Mapping[str, np.ndarray]], "Future[dict[str, np.ndarray]]"]
 
 
@@ -62,6 +65,7 @@ class Frontend:
         self._processes: dict[int, tuple[int, str]] = {}
         self._ready = threading.Event()
         self._stop = threading.Event()
+        self._ends_well, self._begun = False, ""  # the part of a line that it has printed so far
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="pytriton", daemon=True)
 
@@ -94,18 +98,19 @@ class Frontend:
         """Which process of Triton is gone, or None. Health endpoints do not tell: they answer 200 with a dead Python stub."""
         for pid, (ticks, command) in self._processes.items():
             if start_ticks(pid) != ticks:
-                return f"process {pid} of Triton died ({command[:80].strip()})"
+                return f"process {pid} of Triton died ({command[:80].strip()}); see {self._log}"
         if self._watchdog.poll() is not None:
             return f"the watchdog process {self._watchdog.pid} died"
         return None
 
     def stop(self) -> None:
-        """Let Triton send its last answers, end its processes and remove everything it made. Callable more than once."""
-        self._processes = {}
+        """Let Triton unload its models, end its processes and remove everything it made. Callable more than once."""
+        has_failed = self.failure() is not None or not self._ready.is_set()
+        self._processes, self._ends_well = {}, not has_failed
         self._stop.set()
         # A thread that still waits for a Triton that is gone is waited for too: it sets the environment back.
         if self._thread.is_alive() and self._error is None:
-            self._thread.join(timeout=self._config.shutdown_timeout_seconds)
+            self._thread.join(timeout=BROKEN_SECONDS if has_failed else self._config.shutdown_timeout_seconds)
         if self._watchdog.stdin is not None and not self._watchdog.stdin.closed:
             self._watchdog.stdin.close()  # the watchdog takes this for our end and removes what is left
         try:
@@ -119,6 +124,15 @@ class Frontend:
     @property
     def _marker(self) -> str:
         return f"{MARKER}={self._incarnation}"
+
+    def _note(self, text: str) -> None:
+        """Triton or a stub of it has printed this: it goes to the log, and to whoever watches unless Triton ends as it was told to."""
+        with self._log.open("a") as log:
+            log.write(text)
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            if not self._ends_well and ALWAYS_SAID not in line:
+                print(line, flush=True)
 
     def _start_watchdog(self) -> subprocess.Popen:
         command = [sys.executable, "-S", "-E", watchdog.__file__, str(os.getpid()), self._marker, str(self._workspace)]
@@ -175,7 +189,7 @@ class Frontend:
             allow_metrics=False,
             exit_timeout_secs=max(1, int(self._config.shutdown_timeout_seconds)),
         )
-        triton = SocketTriton(config, self._workspace / "workspace", self.socket, lambda: not self._stop.is_set())
+        triton = SocketTriton(config, self._workspace / "workspace", self.socket, lambda: not self._stop.is_set(), self._note)
         atexit.unregister(triton.stop)  # `stop` here ends it; after a start that failed, PyTriton's own would wait for its dead server
         for endpoint in self._endpoints:
             triton.bind(

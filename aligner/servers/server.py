@@ -199,6 +199,8 @@ def _open(service: _Service, control: ControlGroup, intake: Intake, stop: _StopS
     gateway.start()
     frontend = _start_frontend(service, incarnation, intake, stop, cleanup)
     gateway.connect(frontend.socket)
+    # The first to end: where connections to it are open Triton waits for them till its time is up, and leaves without unloading its models.
+    cleanup.callback(gateway.stop)
     health.pulse.begin(None)
     control.broadcast(Command())  # a first round, so that a server that says it is ready is
     _take_part(service, control, Command(), stop)

@@ -25,12 +25,14 @@ MAX_PATH_BYTES = 100  # the kernel's limit is 107
 
 
 class SocketTriton(Triton):
-    """`still_wanted` is asked while it waits for Triton to start.
+    """`still_wanted` is asked while it waits for Triton to start; `note` is given what Triton and its stubs print, line by line.
 
     `run` raises ServerError once that says no, and TritonDied where Triton has ended.
     """
 
-    def __init__(self, config: TritonConfig, workspace: Path, path: Path, still_wanted: Callable[[], bool]) -> None:
+    def __init__(
+        self, config: TritonConfig, workspace: Path, path: Path, still_wanted: Callable[[], bool], note: Callable[[str], None]
+    ) -> None:
         if len(str(path).encode()) > MAX_PATH_BYTES:
             raise ServerError(f"{path}: too long for a socket's path (at most {MAX_PATH_BYTES} bytes); set TMPDIR to a shorter one")
         policy = TritonLifecyclePolicy(launch_triton_on_startup=False, local_model_store=True)
@@ -41,6 +43,11 @@ class SocketTriton(Triton):
         self._triton_server_config = arguments
         self._path = path
         self._still_wanted = still_wanted
+        self._note = note
+
+    def _initialize_server(self) -> None:
+        super()._initialize_server()
+        self._triton_server._record_logs = self._note  # PyTriton's own prints it all, and keeps all of it in memory
 
     def _wait_for_server(self) -> None:
         self._wait_for("/v2/health/ready")

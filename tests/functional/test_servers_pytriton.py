@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -110,6 +111,10 @@ def test_infer_train_and_save_until_a_signal(num_ranks: int, tmp_path: Path, cri
         assert server.exit_codes() == [0] * num_ranks
     assert processes_of(server, registration.incarnation) == {}
     assert not (tmp_path / "services" / "critic.json").exists()
+    if num_ranks == 2:  # in the other case Triton ended by itself
+        said = server.log().partition("is ready, 2 rank(s)\n")[2]
+        assert not [line for line in said.splitlines() if re.search("exited with failure|resource_tracker|Signal|NODELAY", line)]
+        assert (tmp_path / "services" / "critic.triton.log").read_text().count("successfully unloaded") == 4  # that is why
     with pytest.raises(
         ServerUnreachable, match=rf"critic at {registration.url} \(pid {registration.pid} .*(has not answered since|was lost)"
     ):

@@ -7,8 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from aligner.files import publish
+from aligner.cluster.run_directory import RunDirectory
+from aligner.files import as_umask_says, publish
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -50,3 +53,20 @@ def test_an_error_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(OSError, match="No space left"):
         publish(path, write)
     assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077], ids=oct)
+def test_weights_have_the_mode_of_any_new_file(mask: int, tmp_path: Path) -> None:
+    """The writer of safetensors gives its files mode 0600."""
+    previous = os.umask(mask)
+    try:
+        path = tmp_path / "model.safetensors"
+        as_umask_says(path, lambda new: save_file({"w": torch.arange(3)}, new))
+        (tmp_path / "config.json").write_text("{}")
+        run = RunDirectory(tmp_path / "run").create()
+    finally:
+        os.umask(previous)
+    assert path.stat().st_mode == (tmp_path / "config.json").stat().st_mode
+    assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+    assert load_file(path)["w"].tolist() == [0, 1, 2]
+    assert run.export.stat().st_mode & 0o777 == 0o777 & ~mask and run.path.stat().st_mode & 0o777 == 0o700

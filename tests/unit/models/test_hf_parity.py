@@ -60,6 +60,7 @@ def test_logits_equal_transformers_both_ways(name, hf_directory, load_policy, tm
     assert expected.std() > 0.5  # the comparison is of something
     assert (our_logits(policy, tokens) - expected).abs().max() < TOLERANCE
     save_hf(policy.chunks, tmp_path / "export", writer=True)
+    assert len({path.stat().st_mode for path in (tmp_path / "export").iterdir()}) == 1  # whoever may read the config may read the weights
     assert (their_logits(tmp_path / "export", tokens) - expected).abs().max() < TOLERANCE
     assert (our_logits(load_policy(tmp_path / "export"), tokens) - expected).abs().max() < TOLERANCE
 

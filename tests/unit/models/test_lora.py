@@ -128,6 +128,7 @@ def test_merged_and_peft_exports_give_the_same_logits(name, make_policy, hf_dire
     save_hf(policy.chunks, tmp_path / "merged", writer=True)
     torch.testing.assert_close(hf_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), batch), ours, rtol=0, atol=1e-4)
     save_peft(policy.chunks, tmp_path / "adapter", writer=True)
+    assert len({path.stat().st_mode for path in (tmp_path / "adapter").iterdir()}) == 1
     again = make_policy(name)
     load_peft(again.chunks, tmp_path / "adapter")
     assert equal(weights(again, adapters=True), weights(policy, adapters=True))

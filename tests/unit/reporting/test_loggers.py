@@ -18,8 +18,13 @@ from aligner.types import FinishReason
 _ROW = SampleRow(prompt="p", response="r", reward=1.0, finish_reason=FinishReason.stop)
 
 
+RUN_ID = "0123456789abcdef0123456789abcdef"
+
+
 def _open(config: LoggingConfig, path: Path, warn=print) -> list[MetricLogger]:
-    return open_loggers(config, directory=path, tensorboard=path / "tensorboard", resumed_step=0, settings={"seed": 1}, warn=warn)
+    return open_loggers(
+        config, directory=path, run_id=RUN_ID, tensorboard=path / "tensorboard", resumed_step=0, settings={"seed": 1}, warn=warn
+    )
 
 
 def test_tensorboard_has_scalars_and_samples_and_resume_hides_later_steps(tmp_path: Path) -> None:
@@ -124,7 +129,7 @@ def test_wandb_continues_the_run_of_the_directory(tmp_path: Path, monkeypatch: p
     logger.log(3, {"reward/mean": 0.5})
     logger.table(3, [_ROW])
     logger.close()
-    assert identities[0] == identities[1] and fake.settings["resume"] == "allow"
+    assert identities == [RUN_ID] * 2 and fake.settings["resume"] == "allow"
     assert fake.settings["project"] == "p" and fake.settings["entity"] is None and fake.settings["config"] == {"seed": 1}
     assert fake.logged == [
         {"step": 3, "reward/mean": 0.5},
@@ -139,6 +144,56 @@ def test_a_logger_that_cannot_start_ends_the_run_at_its_beginning(tmp_path: Path
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with pytest.raises(ConfigError, match="wandb_project='p' is set, but this logger cannot start: ZeroDivisionError"):
         _open(LoggingConfig(tensorboard=False, wandb_project="p"), tmp_path)
+
+
+class _FakeMlflow:
+    """What the logger asks of an MLflow client; as that does, it refuses another value of a parameter, and more than 100 at once."""
+
+    parameters: dict[str, str]
+
+    def __init__(self, tracking_uri: str) -> None: ...
+
+    def get_experiment_by_name(self, name: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(experiment_id="1")
+
+    def create_run(self, experiment: str, run_name: str) -> types.SimpleNamespace:
+        type(self).parameters = {}
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))
+
+    def update_run(self, run_id: str, status: str) -> None: ...
+
+    def log_dict(self, run_id: str, settings: dict, name: str) -> None: ...
+
+    def get_run(self, run_id: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(data=types.SimpleNamespace(params=dict(self.parameters)))
+
+    def log_batch(self, run_id: str, params: list[tuple[str, str]]) -> None:
+        assert len(params) <= 100 and all(len(value) <= 500 for _, value in params)
+        for name, value in params:
+            assert self.parameters.setdefault(name, value) == value
+
+
+def test_mlflow_gets_the_settings_as_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a start with other settings do not end the run: parameters of a run cannot be changed."""
+    entities = types.SimpleNamespace(Metric=tuple, Param=lambda name, value: (name, value))
+    modules = {"mlflow": None, "mlflow.entities": entities, "mlflow.tracking": types.SimpleNamespace(MlflowClient=_FakeMlflow)}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module or types.ModuleType(name))
+    settings = {"run": {"seed": 1, "directory": "d" * 600}, "reward": {"functions": {}, "arguments": {"é:x": [1, None]}}, "on": True}
+    settings["many"] = {f"n{i}": i for i in range(150)}
+    config = LoggingConfig(tensorboard=False, mlflow_tracking_uri="http://x")
+    for seed in (1, 2):
+        changed = settings | {"run": settings["run"] | {"seed": seed}, "new": seed}
+        open_loggers(config, directory=tmp_path, run_id=RUN_ID, tensorboard=tmp_path, resumed_step=0, settings=changed, warn=pytest.fail)
+    found = _FakeMlflow.parameters
+    assert {name: found.pop(name) for name in ("run.seed", "on", "new", "reward.functions")} == {
+        "run.seed": "1",
+        "on": "true",
+        "new": "1",
+        "reward.functions": "{}",
+    }
+    assert found.pop("run.directory") == "d" * 500 and found.pop("reward.arguments.__x") == "[1, null]"
+    assert found == {f"many.n{i}": str(i) for i in range(150)}
 
 
 def test_mlflow_keeps_one_run_per_directory(tmp_path: Path) -> None:
