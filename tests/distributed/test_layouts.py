@@ -148,6 +148,15 @@ def test_layout_of_experts_equals_single_process(kind, layout, results, run_dist
     _assert_equal(one[kind], many[kind])
 
 
+def test_experts_on_replicas_with_different_numbers_of_micro_batches(results, run_distributed, tmp_path):
+    """Three on one replica and four on the other, which exchange tokens in every pass: fillers keep them in step and count nothing.
+    Without the auxiliary losses, which are of micro-batches."""
+    base = {"experts": True, "kinds": ["ppo"]}
+    one = _run(results, run_distributed, tmp_path, 1, base)
+    many = _run(results, run_distributed, tmp_path, 2, base | {"parallel": {"ep": 2}, "model": {"micro_batch_tokens": 24}})
+    _assert_equal(one["ppo"], many["ppo"])
+
+
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("layout", ["tp2_cp2_packed", "pp2_interleaved", "dp2"])
 def test_other_kinds_of_model(kind, layout, results, run_distributed, tmp_path):

@@ -62,6 +62,17 @@ def test_families_keep_rows_of_a_prompt_together_up_to_the_capacity(topology):
     assert families(pairs, unit=2, capacity=99) == [Family(rows=(0, 1, 4, 5), size=2 + 2 + 3 + 4 + 2), Family(rows=(2, 3), size=8)]
 
 
+def test_prompts_that_only_begin_alike_are_not_shared(topology):
+    """The same first token and length, and others behind; and the same tokens of which a loss looks at some."""
+    from aligner.models.shared_prompts import families, segments_of
+
+    tokens = torch.tensor([[5, 6, 7, 9], [5, 6, 8, 9], [5, 6, 8, 9]])
+    mask = torch.tensor([[False, False, False, True], [False, False, False, True], [False, False, True, True]])
+    batch = LabeledBatch(tokens=tokens, lengths=torch.tensor([4, 4, 4]), loss_mask=mask)
+    assert [(segment.start, segment.stop, segment.prefix) for segment in segments_of(batch, share=True)] == [(0, 4, None)] * 3
+    assert [family.rows for family in families(batch, unit=1, capacity=99)] == [(0,), (1,), (2,)]
+
+
 def test_slots_go_on_behind_the_prompt(topology):
     from aligner.models.placement import Splits, place
 

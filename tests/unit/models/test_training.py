@@ -87,6 +87,18 @@ def test_micro_batches_filled_up_to_one_size_give_the_same_numbers(make_model):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
 
 
+def test_packed_rows_do_not_see_each_other(make_model):
+    """One after the other in one input, log-probs and an update are those of rows that are computed apart."""
+    batch = make_batch("policy")
+    apart = make_model("policy", optimizer=adam(), training={"micro_batch_size": 1})
+    packed = make_model("policy", optimizer=adam(), training={"micro_batch_tokens": 200, "packing": True})
+    torch.testing.assert_close(packed.logprobs(batch), apart.logprobs(batch), rtol=0, atol=1e-5)
+    for model in (apart, packed):
+        model.train_step(batch, LOSSES["policy"])
+    for ours, expected in zip(weights_of(packed), weights_of(apart), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+
+
 def mean_loss(module, batch) -> torch.Tensor:
     """Mean negative log-likelihood over the masked tokens, by autograd through the plain module."""
     hidden = module(batch.tokens, torch.arange(WIDTH).expand_as(batch.tokens), None).transpose(0, 1)

@@ -84,6 +84,13 @@ def least_tokens(requests: Sequence[GenRequest], sampling: SamplingConfig) -> in
     return -(-max(lengths) // PAGE) * PAGE
 
 
+def test_the_context_ends_a_response():
+    """59 tokens of a prompt leave room for 5 in a context of 64, whatever may be sampled at most."""
+    request = GenRequest(index=0, tokens=tuple(range(3, 13)) * 5 + tuple(range(3, 12)), seed=1)
+    _, results = run([request], SamplingConfig(max_response_length=50, min_response_length=50))
+    assert (len(results[0].tokens), results[0].finish_reason) == (5, FinishReason.length)
+
+
 @pytest.mark.parametrize("number", range(5))
 def test_any_schedule_gives_what_each_response_gets_alone(number):
     rng = random.Random(number)

@@ -243,10 +243,17 @@ def test_what_was_read_back_is_compared_with_what_was_sent():
 
 
 def test_an_engine_that_answers_with_other_weights_is_found_out():
+    """Newer ones, or those of before the refit."""
     foreign = FakeForeign()
     engine = engine_of(foreign, Policy())
     foreign.version = 5
     with pytest.raises(EngineError, match="sampled from weights of version 5, not of 0"):
+        generate(engine)
+    stale = FakeForeign()
+    engine = engine_of(stale, Policy())
+    engine.refit(3)
+    stale.version = 2
+    with pytest.raises(EngineError, match="sampled from weights of version 2, not of 3"):
         generate(engine)
 
 

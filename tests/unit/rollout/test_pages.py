@@ -69,3 +69,16 @@ def test_more_pages_leave_those_that_are_used_alone():
     assert pool.find((1, 2, 3)) == used[:1]
     pool.release(used)
     assert pool.num_free == 2
+
+
+def test_after_new_weights_pages_in_use_are_not_found():
+    """Who uses them goes on; others compute the same tokens anew, into pages that can be found again."""
+    pool = PagePool(4, page_size=2)
+    old = pool.allocate(2)
+    pool.publish((1, 2, 3, 4), old)
+    pool.unpublish()
+    assert pool.find((1, 2, 3, 4, 5)) == []
+    new = pool.allocate(2)
+    assert pool.publish((1, 2, 3, 4), new) == 2 and pool.find((1, 2, 3, 4, 5)) == new
+    pool.release(old)  # of the pages that nobody finds
+    assert pool.find((1, 2, 3, 4, 5)) == new

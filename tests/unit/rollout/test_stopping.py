@@ -41,6 +41,14 @@ def first_end(strings: Sequence[str], decode: Decode, prompt: Sequence[int], res
     return next((n for n in range(start, len(response) + 1) if stops.completes(tokens[: len(context) + n], len(context))), None)
 
 
+def test_a_string_that_was_passed_over_ends_nothing_later():
+    """Before the least length a stop string ends nothing: a later token must complete one itself, though it could belong to one."""
+    stops = StopStrings(["END"], byte_level)
+    assert stops.completes(list(b"xEND"), 0)
+    assert not stops.completes(list(b"xENDD"), 0)
+    assert stops.completes(list(b"xENDDEND"), 0)
+
+
 @pytest.mark.parametrize("decode", [byte_level, byte_fallback])
 def test_the_token_that_completes_the_first_string(decode):
     """Random texts with characters of one to four bytes, against a search in the whole text."""

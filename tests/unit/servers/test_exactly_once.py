@@ -16,8 +16,9 @@ from fake_critic import PRIME, Disk, FakeLink, FakeServer, token_batch, updated,
 from aligner.errors import RequestRejected, ServerError, ServerUnreachable
 from aligner.servers.config import ClientConfig
 from aligner.servers.history import CriticHistory
-from aligner.servers.identity import START
+from aligner.servers.identity import START, position
 from aligner.servers.journal import Journal
+from aligner.servers.ledger import Ledger
 
 CONFIG = ClientConfig(recovery_timeout_seconds=60, discovery_timeout_seconds=60, max_lost_servers=10**6)  # but time does not pass
 NUM_STEPS = 7
@@ -87,6 +88,69 @@ def test_an_answer_that_was_lost_is_given_again(tmp_path: Path) -> None:
     critic = history(link, tmp_path)
     assert train(critic, 1) == EXPECTED[1]
     assert server.ledger.count == 1 and server.model.weight == EXPECTED[1]
+
+
+def test_several_trainings_in_one_step(tmp_path: Path) -> None:
+    """They are parts 0, 1 and 0 of the next step; a successor gets all of them again."""
+    link = FakeLink(lambda: FakeServer(Disk()))
+    critic = history(link, tmp_path)
+    weight, marks = 1, []
+    for number, step in ((3, 1), (5, 1), (7, 2)):
+        weight = updated(weight, value_batch(number))
+        assert critic.train(value_batch(number), step).metrics["value/loss"] == weight
+        marks.append(position(critic.mark))
+    assert marks == [(1, 0), (1, 1), (2, 0)]
+    link.fate = dies_at(("before", "critic_infer"))
+    assert critic.values(token_batch(5)).tolist() == [[weight]] and link.num_deaths == 1
+
+
+def test_a_server_that_fell_behind_under_the_same_name_gets_what_it_lacks(tmp_path: Path) -> None:
+    """Refused as `behind` or `gap`, a request is made again once the server fits; what it has by then is not sent."""
+    server = FakeServer(Disk())
+    link = FakeLink(lambda: server)
+    critic = history(link, tmp_path)
+    for step in (1, 2):
+        train(critic, step)
+    for ask in (lambda: critic.values(token_batch(5)).item() == EXPECTED[2], lambda: train(critic, 3) == EXPECTED[3]):
+        server.model.weight = 1
+        server.ledger.load_state(Ledger("run").state(), checkpoint_step=0)
+        assert ask()
+    assert server.ledger.count == 3
+
+
+def test_no_values_of_a_critic_that_is_behind(tmp_path: Path) -> None:
+    """A rank without the journal asks for values after step 2 of the server that it knows, which has had step 1 alone."""
+    link = FakeLink(lambda: FakeServer(Disk()))
+    critic = history(link, tmp_path / "trains")
+    train(critic, 1)
+    follower = history(link, None, ClientConfig(recovery_timeout_seconds=0.2, discovery_timeout_seconds=0.2, max_lost_servers=1))
+    follower.follow(critic.mark)
+    assert follower.values(token_batch(5)).tolist() == [[EXPECTED[1]]]
+    ahead = history(FakeLink(lambda: FakeServer(Disk())), tmp_path / "elsewhere")
+    for step in (1, 2):
+        train(ahead, step)
+    follower.follow(ahead.mark)
+    with pytest.raises(ServerError, match="trained last on step 1 part 0"):
+        follower.values(token_batch(5))
+    train(critic, 2)
+    assert critic.mark == ahead.mark
+
+
+def test_a_critic_that_starts_while_a_pair_is_completed(tmp_path: Path) -> None:
+    """It has chosen the pair of step 2 when that of step 4 is complete: the journal still has steps 3 and 4, and no longer 1 and 2."""
+    disk = Disk()
+    link = FakeLink(lambda: FakeServer(disk))
+    critic = history(link, tmp_path)
+    for step in (1, 2, 3, 4):
+        train(critic, step)
+        if step in (2, 4):
+            critic.save(step)
+            disk.policies.add(2)  # that of step 4 is published in this moment: the successor has not seen it
+            critic.checkpointed(step)
+    assert [entry.step for entry in Journal(tmp_path).entries] == [3, 4]
+    link.fate = dies_at(("before", "critic_infer"))
+    assert critic.values(token_batch(5)).tolist() == [[EXPECTED[4]]]
+    assert link.server.ledger.checkpoint_step == 2
 
 
 def test_a_timeout_is_asked_again(tmp_path: Path) -> None:

@@ -158,6 +158,8 @@ def test_a_gap_is_accepted_once() -> None:
         ledger.find(joined)
     ledger.adopt(joined.previous)
     ledger.check_after(joined.previous)
+    with pytest.raises(Refused, match=r"refused \(past\)"):  # no gap, which a client would try to fill
+        ledger.find(identity(6, number=9))
     state = json.loads(json.dumps(ledger.state()))  # saved before it is trained on
     restored = Ledger("r1")
     restored.load_state(state, checkpoint_step=6)

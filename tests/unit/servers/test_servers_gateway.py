@@ -140,6 +140,23 @@ def test_a_full_queue_asks_to_come_again(tmp_path: Path) -> None:
         assert served.infer()[0] == 200
 
 
+def test_waiting_bodies_have_a_size_together(tmp_path: Path) -> None:
+    """There is a place for one and almost another one of this size, though four requests may wait."""
+    release, size = threading.Event(), len(encode_request(TOKENS, ("values",))[1])
+    with serving(tmp_path, max_requests=4, max_request_bytes=size, max_pending_bytes=2 * size - 1) as served:
+        served.fake.interrupt = lambda handler: not release.wait(20)
+        caller = threading.Thread(target=served.infer)
+        caller.start()
+        while caller.is_alive() and not served.fake.received:
+            time.sleep(0.01)
+        status, headers, body = served.infer()
+        release.set()
+        caller.join()
+        assert (status, headers["Retry-After"]) == (429, "1")
+        assert f"1 requests with {size} bytes" in (error := json.loads(body)["error"]) and "server.max_pending_bytes=" in error
+        assert served.infer()[0] == 200
+
+
 def test_bodies_have_a_size_and_a_time(tmp_path: Path) -> None:
     with serving(tmp_path, max_request_bytes=1000, body_timeout_seconds=0.3) as served:
         status, _, body = served.infer({**TOKENS, "after": np.array([b"x" * 900], dtype=object)})
