@@ -101,7 +101,7 @@ class Copies:
         shared = ROOT.parent / "shared"
         if shared.is_dir():
             (folder / "shared").symlink_to(shared)
-        self._running: dict[int, tuple[Path, Fault | None, float]] = {}
+        self._running: dict[int, tuple[Path, Fault, str, float]] = {}  # by process: copy, fault, the file as it was, since when
 
     def run(self, faults: Sequence[Fault]) -> Iterator[Outcome]:
         """Each fault's outcome, as they come."""
@@ -122,12 +122,13 @@ class Copies:
             raise RuntimeError(f"tests fail without any fault:\n{_log(self._free[0]).read_text(errors='replace')[-6000:]}")
 
     def _start(self, fault: Fault, copy: Path) -> None:
-        _write(copy / fault.file, fault.plant((ROOT / fault.file).read_text()))
+        source = (copy / fault.file).read_text()
+        _write(copy / fault.file, fault.plant(source))
         pid = _fork(copy, fault.tests, alone=fault.file in ONCE)
-        self._running[pid] = (copy, fault, time.monotonic())
+        self._running[pid] = (copy, fault, source, time.monotonic())
 
     def _ended(self) -> Outcome | None:
-        for pid, (copy, fault, since) in self._running.items():
+        for pid, (copy, fault, source, since) in self._running.items():
             done, status = os.waitpid(pid, os.WNOHANG)
             seconds = time.monotonic() - since
             if not done and seconds < self._timeout:
@@ -137,7 +138,7 @@ class Copies:
             if not done:
                 os.waitpid(pid, 0)
             del self._running[pid]
-            _write(copy / fault.file, (ROOT / fault.file).read_text())
+            _write(copy / fault.file, source)
             self._free.append(copy)
             log = _log(copy).read_text(errors="replace")
             by = killer(os.waitstatus_to_exitcode(status), log) if done else f"no end within {self._timeout:.0f} s"
