@@ -55,7 +55,7 @@ def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
         architecture = architecture_from_hf(read_json(source / CONFIG_FILE), where=str(source / CONFIG_FILE))
     else:
         architecture = replace(config.architecture, vocab_size=config.architecture.vocab_size or vocab_size)
-        _check_family(architecture)
+        _check_family(replace(architecture, vocab_size=architecture.vocab_size or 1))  # whatever the tokenizer will have
     if config.seq_length > architecture.max_position_embeddings:
         raise ConfigError(
             f"model.seq_length={config.seq_length}: the model was made for at most {architecture.max_position_embeddings} positions"
