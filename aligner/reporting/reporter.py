@@ -75,7 +75,7 @@ class Reporter:
         self._loggers = open_loggers(
             config,
             directory=run_directory.path,
-            run_id=run_directory.run_id(),
+            run_id=run_directory.run_id() if config.wandb_project else "",
             tensorboard=run_directory.tensorboard,
             resumed_step=start_step,
             settings=settings or {},

@@ -120,6 +120,7 @@ class Frontend:
                 f"server: the watchdog {self._watchdog.pid} did not finish; left: {processes_with_variable(self._marker)}", file=sys.stderr
             )
         shutil.rmtree(self._workspace, ignore_errors=True)
+        self._ends_well = True  # what a thread of PyTriton's says now is late: the last word is that of whoever ended it
 
     @property
     def _marker(self) -> str:

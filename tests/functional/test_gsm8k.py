@@ -66,6 +66,7 @@ def test_the_tiny_model_runs_through_it(gsm8k: ModuleType, tmp_path: Path, share
         "logging.progress=plain",
     ]
     settings += [f"data.train={tmp_path / 'train.jsonl'}", f"data.validation={tmp_path / 'test.jsonl'}", "loop.max_steps=2"]
+    settings += ["guard.learnt_nothing=warn"]  # a model of children's stories solves none of these
     run_job(script("train_grpo.py"), tmp_path / "run", settings)
     first, one, two = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert 0 <= first.values["validation/accuracy"] <= 1 and 0 <= two.values["validation/accuracy"] <= 1

@@ -118,7 +118,8 @@ def test_what_was_read_is_said_of_both_sets(task: Path) -> None:
     config = config_of(
         "grpo", "data.num_validation_prompts=2", f"data.train={task / 'prompts.jsonl'}", f"data.validation={task / 'prompts.jsonl'}"
     )
-    train, validation = load_prompt_sets(SimpleNamespace(say=said.append), config, load_tokenizer(task / "tokenizer"))
+    session = SimpleNamespace(say=said.append, trains_on=lambda report: said.append(report.summary()))
+    train, validation = load_prompt_sets(session, config, load_tokenizer(task / "tokenizer"))
     assert len(train) == 8 and validation == train[:2]
     assert said == [f"{task / 'prompts.jsonl'}: 8 of 8 records used"] * 2
 

@@ -268,7 +268,7 @@ def test_a_finding_is_said_once_and_again_much_later_also_across_a_restart() -> 
 
 def test_the_reporter_records_and_says_findings(tmp_path: Path) -> None:
     def log(directory: Path, first: int, last: int, **settings: bool) -> str:
-        run, stream = RunDirectory(directory), io.StringIO()
+        run, stream = RunDirectory(directory).create(), io.StringIO()
         config = LoggingConfig(tensorboard=False, **settings)
         with Reporter(config, run_directory=run, columns=(), total_steps=60, start_step=first - 1, stream=stream) as reporter:
             for step in range(first, last + 1):
