@@ -37,6 +37,7 @@ IDLE_CONNECTION_SECONDS = 60.0  # without a complete request header
 LINGER_SECONDS = 2.0  # a refused request's body is read and thrown away for so long, so that its sender gets to see the answer
 TLS_HANDSHAKE_SECONDS = 10.0
 RETRY_SECONDS = 1
+ANSWER_SECONDS = 2.0  # for the answers that are ready, when it ends
 LARGE_BYTES = 256 * 1024  # larger bodies are taken apart in another thread, and sent on without a copy
 SEND_BYTES = 1 << 20
 LOG_SECONDS = 10.0  # refusals without the secret are reported once in so long
@@ -98,7 +99,7 @@ class Gateway:
         """Send the answers that are ready, then close everything. Callable more than once."""
         if self._started.is_set() and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(timeout=self._config.shutdown_timeout_seconds + 5.0)
+            self._thread.join(timeout=ANSWER_SECONDS + 5.0)
         self._listener.close()
 
     # ---- the event loop's thread -------------------------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ class Gateway:
         self._started.set()
         await self._stopping.wait()
         listening.close()
-        await server.shutdown(self._config.shutdown_timeout_seconds)
+        await server.shutdown(ANSWER_SECONDS)
         if self._upstream is not None:
             await self._upstream.close()
 
