@@ -28,7 +28,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "mutants.md"
-AREAS = tuple("losses masks data sampling optimizer checkpoints layouts refit servers config rewards algorithms".split())
+AREAS = tuple("losses masks data sampling optimizer checkpoints layouts refit servers config rewards algorithms guards".split())
 COPIED = "aligner tests conf examples slurm docker docs benchmarks pyproject.toml setup.py README.md Makefile".split()
 PYTEST = ("-q", "-x", "-p", "no:cacheprovider", "--tb=short")
 # What Megatron-Core was patched from: can be imported once in a process. A fault in one of these gets an interpreter of its own.

@@ -16,6 +16,11 @@ def test_jsonl_counts_lines_and_indexes_records(jsonl):
     assert "is not a JSON value" in records[2].error and records[3].value == {"a": "line\u2028separator"}
 
 
+def test_only_so_many_records_are_read(jsonl):
+    file = jsonl({"a": 1}, {"a": 2}, {"a": 3})
+    assert [len(list(read_records(file, first))) for first in (0, 1, 2, 3, 4, None)] == [0, 1, 2, 3, 3, 3]
+
+
 def test_bytes_that_are_not_utf8_and_absurd_nesting_are_bad_lines(jsonl):
     records = list(read_records(jsonl({"a": 1}, b'{"a": "\xff"}', "[" * 100_000)))
     assert records[0].error == "" and all("is not a JSON value" in r.error for r in records[1:]) and len(records) == 3
