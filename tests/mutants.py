@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "mutants.md"
 AREAS = tuple("losses masks data sampling optimizer checkpoints layouts refit servers config rewards algorithms guards".split())
 COPIED = "aligner tests conf examples slurm docker docs benchmarks pyproject.toml setup.py README.md Makefile".split()
+_SURVIVED, _NOT_RUN = "**survived**", "not run yet"  # in the table
 PYTEST = ("-q", "-x", "-p", "no:cacheprovider", "--tb=short")
 # What Megatron-Core was patched from: can be imported once in a process. A fault in one of these gets an interpreter of its own.
 ONCE = ("aligner/parallel/mcore.py", "aligner/parallel/cpu_platform.py", "aligner/parallel/torch_adam.py")
@@ -212,29 +213,35 @@ def _import_from(copy: Path) -> None:
     sys.path[:] = [str(copy), *(entry for entry in sys.path if Path(entry).resolve() not in (ROOT, ROOT / "tests"))]
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """docs/mutants.md."""
+def table(faults: Sequence[Fault], killed_by: Mapping[str, str]) -> str:
+    """docs/mutants.md: by a fault's id, which test killed it ('' if it survived); faults that were not run have no entry."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    killed = sum(bool(outcome.killed_by) for outcome in outcomes)
+    killed = sum(bool(killed_by.get(fault.id)) for fault in faults)
     lines = [
         "# Planted faults",
         "",
-        f"Written by `make mutants` on {datetime.date.today()} at {commit}: {killed} of {len(outcomes)} killed.",
+        f"Written by `make mutants`, last on {datetime.date.today()} at {commit}: {killed} of {len(faults)} killed.",
         "The faults are in `tests/faults/`; what runs them is `tests/mutants.py`.",
     ]
     for area in AREAS:
         lines += ["", f"## {area}", "", "| fault | what breaks | file | killed by |", "|---|---|---|---|"]
-        for outcome in outcomes:
-            fault = outcome.fault
+        for fault in faults:
             if fault.area == area:
-                by = f"`{outcome.killed_by}`".replace("|", "\\|") if outcome.killed_by else "**survived**"
+                by = killed_by.get(fault.id, _NOT_RUN)
+                by = by if by == _NOT_RUN else f"`{by}`".replace("|", "\\|") if by else _SURVIVED
                 lines.append(f"| {fault.id} | {fault.breaks} | `{fault.file}` | {by} |")
     return "\n".join(lines) + "\n"
 
 
+def read_table(text: str) -> dict[str, str]:
+    """What `table` wrote of the faults that were run."""
+    rows = re.findall(r"^\| (\S+) \| .* \| `\S+` \| (.+) \|$", text, re.MULTILINE)
+    return {id_: "" if by == _SURVIVED else by.strip("`").replace("\\|", "|") for id_, by in rows if by != _NOT_RUN}
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="+", metavar="ID", help="these faults or areas only; docs/mutants.md stays as it is")
+    parser.add_argument("--only", nargs="+", metavar="ID", help="these faults or areas only; docs/mutants.md keeps its other rows")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="faults at once")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a fault's tests; one that takes longer counts as killed")
     chosen = parser.parse_args(argv)
@@ -252,9 +259,8 @@ def main(argv: Sequence[str]) -> int:
             outcomes.append(outcome)
             by = outcome.killed_by or "SURVIVED"
             print(f"{len(outcomes):3}/{len(faults)} {outcome.fault.id}: {by} ({outcome.seconds:.1f} s)", flush=True)
-    outcomes.sort(key=lambda outcome: faults.index(outcome.fault))
-    if not chosen.only:
-        TABLE.write_text(table(outcomes))
+    before = read_table(TABLE.read_text()) if chosen.only and TABLE.exists() else {}
+    TABLE.write_text(table(read_faults(), before | {outcome.fault.id: outcome.killed_by for outcome in outcomes}))
     survived = [outcome.fault.id for outcome in outcomes if not outcome.killed_by]
     print(f"{len(outcomes) - len(survived)} of {len(outcomes)} killed" + (f"; survived: {', '.join(survived)}" if survived else ""))
     return 1 if survived else 0

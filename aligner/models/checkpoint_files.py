@@ -169,8 +169,15 @@ def set_aside(directory: Path) -> None:
 
 
 def clean(folders: Sequence[Path]) -> None:
-    """Remove from the first folder what a killed run left, and end its removals in all folders. Nobody else may be writing there."""
+    """Remove from the first folder what a killed run left, and end its removals in all folders. Nobody else may be writing there.
+
+    A checkpoint that was about to be replaced, and has no successor yet, gets its name back.
+    """
     own = folders[0]
+    for path in own.glob(f"{REPLACED}step_*"):
+        final = own / path.name.removeprefix(REPLACED).partition(".")[0]
+        if not final.exists():  # killed before its successor had the name
+            path.rename(final)
     for pattern in (f"{WRITING}*", f"{REPLACED}*"):
         for path in own.glob(pattern):
             discard(path)

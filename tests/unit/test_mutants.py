@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mutants import AREAS, ONCE, ROOT, Fault, killer, read_faults
+from mutants import AREAS, ONCE, ROOT, Fault, killer, read_faults, read_table, table
 
 FAULTS = read_faults()
 
@@ -61,3 +61,11 @@ def test_only_a_test_that_failed_has_killed() -> None:
 
 def test_what_cannot_be_imported_twice_is_there() -> None:
     assert all((ROOT / file).is_file() for file in ONCE)
+
+
+def test_a_run_of_some_faults_keeps_the_rows_of_the_others() -> None:
+    faults = FAULTS[:3]
+    known = {faults[0].id: "tests/unit/test_a.py::test_b[x|y]", faults[2].id: ""}
+    text = table(faults, known)
+    assert "1 of 3 killed" in text and "| **survived** |" in text and "| not run yet |" in text
+    assert read_table(text) == known

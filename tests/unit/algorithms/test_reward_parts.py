@@ -28,6 +28,21 @@ class Summed:
     def close(self): ...
 
 
+class Refused(Summed):
+    """A number that its judge takes back."""
+
+    def score(self, rollouts):
+        scores: Future = Future()
+        scores.set_result(Scores(rewards=torch.ones(len(rollouts)), valid=torch.tensor([r.prompt.id != 1 for r in rollouts])))
+        return scores
+
+
+def test_a_number_in_a_row_that_is_not_valid_is_no_reward(fakes, topology):
+    prompts = [fakes.prompt(number) for number in range(3)]
+    found = collect(fakes.FakeEngine([]), prompts, [1, 2, 3], scorers=Scorers(reward=Refused()))
+    assert found.valid.tolist() == [True, False, True] and found.rewards.tolist() == [1, 0, 1]
+
+
 def test_the_part_is_named(fakes, topology):
     prompts = [fakes.prompt(number) for number in range(3)]
     with pytest.raises(RunHalted, match=r"reward maths \+ style gave 1 of 3 rewards that are not finite: nan \(style=nan\) for prompt "):

@@ -75,6 +75,20 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, distributed, dtype, make_m
     assert same(weights_of(resumed), weights_of(first)) and resumed.model.version == 6
 
 
+@pytest.mark.parametrize("distributed", [True, False])
+def test_rates_and_betas_are_those_of_the_run_that_goes_on(distributed, make_model, tmp_path):
+    from aligner.models import checkpoint
+
+    first = make_model("policy", optimizer=adam(distributed=distributed))
+    train(first, "policy", range(2))
+    save(first, tmp_path)
+    own = {"lr": 3e-3, "min_lr": 2e-3, "beta1": 0.6, "beta2": 0.7, "eps": 1e-6}
+    resumed = make_model("policy", optimizer=adam(distributed=distributed, **own))
+    checkpoint.load(resumed.model, tmp_path)
+    for group in resumed.model.optimizer.param_groups:
+        assert (group["betas"], group["eps"], group["max_lr"], group["min_lr"]) == ((0.6, 0.7), 1e-6, 3e-3, 2e-3)
+
+
 def test_layout_of_a_checkpoint(make_model, tmp_path):
     from aligner.models import checkpoint
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -119,10 +120,31 @@ def test_a_start_removes_what_a_killed_run_left_in_its_own_folder(tmp_path):
     for folder in (own, other):
         make(folder, 1)
         files.new_writing_directory(files.step_directory(folder, 2))
-    make(own, 3).rename(own / ".replaced_step_000003.abcd")
+    shutil.copytree(own / "step_000001", own / ".replaced_step_000001.abcd")
     files.clean([own, other])
     assert names(own) == ["latest", "step_000001"]
     assert len(names(other)) == 3  # the critic may be writing
+
+
+def test_a_replacement_that_is_killed_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    """Between the two renames neither the old nor the new one has the step's name: the next start gives it back to the old one."""
+    make(tmp_path, 1, "old")
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name.startswith(files.WRITING):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path, 1, "new")
+    assert not files.step_directory(tmp_path, 1).exists()
+    files.clean([tmp_path])
+    assert names(tmp_path) == ["latest", "step_000001"]
+    assert files.resolve(tmp_path) == files.step_directory(tmp_path, 1)
+    assert (files.step_directory(tmp_path, 1) / "weights" / "data").read_text() == "old"
 
 
 def test_which_steps_are_removed():
@@ -130,6 +152,7 @@ def test_which_steps_are_removed():
         return files.steps_to_remove(complete, paired, keep=keep, protected=protected)
 
     assert removed([1, 2, 3, 4], [1, 2, 3, 4], 0, set()) == []
+    assert removed([1, 2, 3, 4, 5], [1, 3], 0, set()) == []
     assert removed([1, 2, 3, 4], [1, 2, 3, 4], 2, set()) == [1, 2]
     assert removed([1, 2, 3, 4], [1, 2, 3, 4], 2, {1}) == [2]
     assert removed([1, 2, 3, 4, 5], [1, 3], 1, set()) == [1, 2]  # steps without a partner go too, but not those after the newest pair

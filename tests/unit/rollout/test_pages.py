@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from aligner.rollout.engine import GenRequest
 from aligner.rollout.pages import PagePool
+from aligner.rollout.scheduler import Counters, Response, Scheduler
 
 
 def test_pages_are_free_when_nobody_uses_them():
@@ -82,3 +84,13 @@ def test_after_new_weights_pages_in_use_are_not_found():
     assert pool.publish((1, 2, 3, 4), new) == 2 and pool.find((1, 2, 3, 4, 5)) == new
     pool.release(old)  # of the pages that nobody finds
     assert pool.find((1, 2, 3, 4, 5)) == new
+
+
+@pytest.mark.parametrize(("versions", "kept"), [([(0, 1)], 2), ([(0, 1), (2, 2)], 0)])
+def test_pages_of_a_turn_are_kept_for_the_next_one_unless_the_weights_changed_on_the_way(versions, kept):
+    pool = PagePool(4, page_size=2)
+    scheduler = Scheduler(pool, num_seats=1, chunk_tokens=8, counters=Counters())
+    request = GenRequest(index=0, tokens=(1, 2, 3), seed=0)
+    response = Response(arrival=0, request=request, limit=4, tokens=request.tokens, pages=pool.allocate(3), versions=versions)
+    scheduler.keep(response, [4, 5])
+    assert len(pool.find((1, 2, 3, 4, 6))) == kept
