@@ -7,6 +7,7 @@ import torch
 
 from aligner.errors import LaunchError
 from aligner.parallel import launch
+from aligner.parallel.collectives import all_ranks
 
 
 def main() -> int:
@@ -21,6 +22,8 @@ def main() -> int:
         return 3
     total = torch.tensor([world.rank])
     torch.distributed.all_reduce(total)
+    agreements = [all_ranks(condition, torch.device("cpu")) for condition in (True, world.rank == 0, False)]
+    assert agreements == [True, world.world_size == 1, False], agreements
     place = f"rank={world.rank}/{world.world_size} local={world.local_rank}/{world.local_world_size}"
     print(f"{place} source={world.source.value} sum={total.item()}", flush=True)
     launch.shutdown()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aligner.cluster import outcomes
-from aligner.config import choose_file, compose, entrypoint, fingerprint, from_yaml, to_yaml
+from aligner.config import choose_file, compose, entrypoint, fingerprint, from_yaml, schema_of, to_yaml
 from aligner.errors import CheckpointError, ConfigError, DataError, RunHalted, ServerTimeout
 from aligner.schema import nearest, schema_keys
 
@@ -262,6 +262,10 @@ def test_other_bad_overrides(conf, override):
     assert refusal(conf, override)
 
 
+def test_several_values_are_no_value(conf):
+    assert "'steps=1,2' lists several values; one run takes one (a list is written [a,b])" in refusal(conf, "steps=1,2")
+
+
 def test_interpolation(conf):
     assert make(conf, "algorithm.group_size=${steps}").algorithm.group_size == 20
 
@@ -273,6 +277,17 @@ def test_yaml_round_trip_and_fingerprint(conf):
     assert fingerprint(config) != fingerprint(make(conf, "model=wide"))
     with pytest.raises(ConfigError, match="did you mean steps"):
         from_yaml(Root, "stepps: 3")
+
+
+def test_a_saved_config_is_of_the_smallest_schema_that_knows_its_keys():
+    @dataclass(kw_only=True, slots=True)
+    class More(Sizes):
+        depth: int = 1
+
+    assert schema_of([More, Sizes], "width: 3") is Sizes
+    assert schema_of([More, Sizes], "width: 3\ndepth: 2") is More
+    with pytest.raises(ConfigError, match="of none of More, Sizes"):
+        schema_of([More, Sizes], "widths: 3")
 
 
 def test_two_schemas_one_after_the_other(conf):

@@ -15,7 +15,7 @@ from aligner.config import compose
 from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs import plan
-from aligner.jobs.lengths import RESPONSE, fill
+from aligner.jobs.lengths import RESPONSE, fill, readers
 from aligner.jobs.online import load_prompt_sets
 from aligner.jobs.preflight.samples import fitted, load_sample
 from aligner.jobs.programs import RECIPES, Job
@@ -65,6 +65,15 @@ def test_the_model_with_the_shortest_context_decides() -> None:
         ConfigError, match=f"data.max_prompt_length=100 .* {RESPONSE}=100: longer than critic.model's context of 128 tokens"
     ):
         fill(config_of("ppo", "data.max_prompt_length=100", f"{RESPONSE}=100"), contexts)
+
+
+def test_critic_and_reward_model_read_rollouts_too() -> None:
+    served = ["reward.serve=true", "reward.model.path=there"]
+    assert list(readers(config_of("ppo", "reward.serve=false"))) == ["model", "critic.model"]
+    assert list(readers(config_of("ppo", *served))) == ["model", "critic.model", "reward.model"]
+    assert list(readers(config_of("grpo", *served))) == ["model", "reward.model"]
+    own = readers(config_of("ppo", "reward.serve=false", "model.path=a", "critic.model.path=b"))
+    assert [model.path for model in own.values()] == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,17 @@ def labeled(lengths=LENGTHS, width: int = WIDTH, prompt: int = 3) -> LabeledBatc
     return LabeledBatch(tokens=tokens * (positions < rows), lengths=torch.tensor(lengths), loss_mask=mask)
 
 
+def test_fillers_hold_one_token_and_learn_nothing():
+    from aligner.models.forward import cut
+    from aligner.models.placement import Splits
+
+    batch = labeled(prompt=0)  # every token counts, the first one too
+    parts = cut(batch, [[0, 1], [2]], Splits(), count=4, unit=2, fixed_shape=False)
+    assert [part.filler for part in parts] == [False, False, True, True]
+    for part in parts[2:]:
+        assert part.batch.tokens.shape == (2, 1) and part.batch.lengths.tolist() == [1, 1] and not part.batch.loss_mask.any()
+
+
 @torch.no_grad()
 def hidden_states(module, tokens: torch.Tensor) -> torch.Tensor:
     """[B, S, H], in one pass without micro-batches."""

@@ -115,6 +115,12 @@ CASES: list[tuple[str, Course, str, Course]] = [
         lambda step: {REWARD: step % 2, "rollout/reward_std": 0.0},  # one response a step
     ),
     (
+        "constant_reward",
+        lambda step: {REWARD: 0.25, "rollout/reward_std": 1e-9},
+        "every response got the reward 0.25",
+        lambda step: {REWARD: 0.25, "rollout/reward_std": 0.4},  # only their mean stays
+    ),
+    (
         "clip_fraction",
         lambda step: {CLIP: 0.5, MOVED: 0.1, REWARD: 0.5},
         "50% of the tokens are clipped",
@@ -207,6 +213,12 @@ CASES: list[tuple[str, Course, str, Course]] = [
         lambda step: {"rollout/truncated_fraction": 0.98},
         "98% of the responses were cut at the length limit from the start",
         lambda step: {"rollout/truncated_fraction": 0.7},
+    ),
+    (
+        "never_ends",
+        lambda step: {"rollout/truncated_fraction": 1.0},
+        "100% of the responses were cut at the length limit from the start",
+        lambda step: {"rollout/truncated_fraction": ramp(step, 0.1, 1.0)},  # they came to be cut
     ),
 ]
 

@@ -97,6 +97,11 @@ def test_a_model_that_fails(capsys):
     assert "warning: reward judge: all of 3 samples have no reward: no answer" in capsys.readouterr().out
 
 
+def test_a_part_with_too_few_rewards():
+    with pytest.raises(RewardError, match="reward few: 2 rewards for 3 responses"):
+        total(few=Part(model=Fixed(1.0, 2.0)))
+
+
 def test_no_rollouts():
     reward = WeightedReward({"a": Part(model=Fixed(1.0))})
     scores = reward.score([]).result(30)
