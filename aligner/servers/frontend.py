@@ -181,6 +181,8 @@ class Frontend:
 
         # It warns with a traceback for every error answer; rejections and failures are printed where they are made.
         logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
+        # It says that Triton is gone, some time after `start` or `failure` have said so with the reason; the last word is theirs.
+        logging.getLogger("pytriton.server.triton_server").setLevel(logging.ERROR)
         config = TritonConfig(
             id=self._incarnation,
             log_file=self._log.resolve(),
