@@ -67,9 +67,10 @@ bench-full: $(STAMP) ## the same on all sizes and batches and against all compet
 	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py $(ARGS)
 	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py --sizes large --rounds 1 --steps 1 $(ARGS)
 
-lint: $(STAMP) ## ruff and the level order
+lint: $(STAMP) ## ruff, types (mypy) and the level order
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
 format: $(STAMP) ## reformat and apply ruff's safe fixes
@@ -77,5 +78,5 @@ format: $(STAMP) ## reformat and apply ruff's safe fixes
 	@$(BIN)/ruff format .
 
 clean: ## remove .venv, caches and build outputs (not run directories)
-	rm -rf $(VENV) .venv-trl .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-trl .venv-vllm build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

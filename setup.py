@@ -30,6 +30,7 @@ setup(
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["aligner", "aligner.*"]),
     package_data={
+        "aligner": ["py.typed"],
         "aligner.rollout": ["contracts/*.json"],
         "aligner.rollout.native": ["*.c", "*.h"],  # compiled where they run
     },
@@ -64,6 +65,7 @@ setup(
             "math-verify>=0.9",
             "mpi4py",
             "mpich",  # brings mpiexec for the MPI tests, without root
+            "mypy",
             "peft==0.21.2",  # reads the adapters that are written here
             "pytest",
             "pytest-timeout",
