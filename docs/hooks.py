@@ -120,7 +120,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     for uri, source in ELSEWHERE.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / source)))
-    for uri in _uris(config.nav or []):
+    for uri in uris(config.nav or []):
         if match := REFERENCE.fullmatch(uri):
             files.append(File.generated(config, uri, content=f"# {match[1]}\n\n::: {match[1]}\n"))
     for file in list(files.documentation_pages()):
@@ -182,10 +182,10 @@ def _pages(item: Section | Page) -> Iterator[Page]:
         yield from _pages(child)
 
 
-def _uris(nav: Any) -> Iterator[str]:
+def uris(nav: Any) -> Iterator[str]:
     """The pages that a `nav` of mkdocs.yml names."""
     if isinstance(nav, str):
         yield nav
     else:
         for item in nav.values() if isinstance(nav, dict) else nav:
-            yield from _uris(item)
+            yield from uris(item)
