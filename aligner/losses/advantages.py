@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from aligner.losses.aggregation import masked
+from aligner.losses.aggregation import masked, require
 from aligner.losses.scan import discounted_sums
 
 
@@ -62,7 +62,7 @@ def estimate(
     mask = mask & counted[:, None]
     rewards = masked(token_rewards, mask)
     if estimator in GROUPED:
-        ids, totals = group_ids[counted], rewards.sum(dim=1, dtype=torch.float64)
+        ids, totals = require(group_ids, "group_ids")[counted], rewards.sum(dim=1, dtype=torch.float64)
         if estimator is Estimator.grpo:
             totals[counted] = group_advantages(totals[counted], ids, normalize_std=normalize_std)
         elif estimator is Estimator.rloo:
@@ -85,7 +85,7 @@ def counted_rows(estimator: Estimator, group_ids: Tensor | None, valid: Tensor) 
     """
     if estimator not in GROUPED:
         return valid
-    _, groups = group_ids.unique(return_inverse=True)
+    groups: Tensor = require(group_ids, "group_ids").unique(return_inverse=True)[1]
     return valid & (groups[valid].bincount(minlength=groups.shape[0])[groups] > 1)
 
 

@@ -8,13 +8,17 @@ arithmetic, or from weights that are older than the trainer's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from torch import Tensor
 
-from aligner.losses.aggregation import masked, masked_mean, maximum
+from aligner.losses.aggregation import masked, masked_mean, maximum, require
 from aligner.losses.surrogates import ratios
 from aligner.metrics import Distribution, EffectiveSampleSize, Max, Metric, Min
-from aligner.protocols import Loss
-from aligner.types import LabeledBatch, LossOutput, PreferenceBatch, TokenOutputs
+from aligner.types import DistillationBatch, LabeledBatch, LossOutput, PreferenceBatch, TokenOutputs
+
+Sampled = TypeVar("Sampled", PreferenceBatch, LabeledBatch, DistillationBatch)  # batches whose rows may have been sampled
 
 
 def gap_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Metric]:
@@ -33,15 +37,16 @@ def gap_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) ->
     return metrics | weight_metrics(weights, mask)
 
 
-def with_gap(loss: Loss) -> Loss:
+def with_gap(loss: Callable[[TokenOutputs, Sampled], LossOutput]) -> Callable[[TokenOutputs, Sampled], LossOutput]:
     """`loss` with the `gap_metrics` of batches that have rollout_logprobs: those that the weights of now sampled, in their first update."""
 
-    def watched(outputs: TokenOutputs, batch: PreferenceBatch | LabeledBatch) -> LossOutput:
+    def watched(outputs: TokenOutputs, batch: Sampled) -> LossOutput:
         result = loss(outputs, batch)
         if batch.rollout_logprobs is None:
             return result
         mask = batch.loss_mask
-        gap = gap_metrics(masked(outputs.logprobs, mask), masked(batch.rollout_logprobs, mask), mask)
+        logprobs = masked(require(outputs.logprobs, "TokenOutputs.logprobs"), mask)
+        gap = gap_metrics(logprobs, masked(batch.rollout_logprobs, mask), mask)
         return LossOutput(total=result.total, count=result.count, metrics={**result.metrics, **gap})
 
     return watched

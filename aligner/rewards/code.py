@@ -36,7 +36,7 @@ def python_tests(
 ) -> TextFunction:
     """Factory: 1 where the response's program passes all tests in the prompt's answer, else 0; with `partial`, the fraction it passes.
 
-    The program is the response's last ``` block, else all of it. The tests are Python that runs after it, where each `assert` counts as one
+    The program is the response's last fenced block, else all of it. Tests are Python that runs after it, where each `assert` counts as one
     (MBPP, HumanEval), or JSON: {"inputs": [...], "outputs": [...]} of what it reads and writes (APPS). `timeout_seconds` are of computing,
     for one run, which also ends after WALL_TIMES as much time; `num_parallel` programs run at a time. Raises ValueError without tests,
     ConfigError where no sandbox works.

@@ -194,3 +194,8 @@ def test_a_part_of_the_batch_is_another_algorithm(estimator):
 def test_what_cannot_be_is_named(estimator, options, named):
     with pytest.raises(ValueError, match=named):
         found(estimator, **options)
+
+
+def test_rows_of_groups_are_not_counted_without_the_groups():
+    with pytest.raises(ValueError, match="group_ids is needed"):
+        counted_rows(Estimator.grpo, None, torch.ones(4, dtype=torch.bool))

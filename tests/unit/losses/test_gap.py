@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from aligner.losses.correction import Correction, CorrectionConfig, Level, correction_weights
-from aligner.losses.gap import gap_metrics, weight_metrics
+from aligner.losses.gap import gap_metrics, weight_metrics, with_gap
+from aligner.losses.sft import sft_loss
 from aligner.metrics import merge, values
+from aligner.types import LabeledBatch, LossOutput, TokenOutputs
 
 MASK = torch.tensor([[0, 1, 1, 0, 0], [0, 1, 1, 1, 0]], dtype=torch.bool)
 GAPS = (0.1, -0.2, 0.0, 0.4, 0.0)  # trainer's minus engine's
@@ -99,3 +101,24 @@ def test_a_correction_reports_the_weights_of_its_level() -> None:
     assert got["rollout/importance_weight"] == pytest.approx(7 / 5)
     assert got["rollout/effective_sample_size"] == pytest.approx(49 / 11 / 5)
     assert got["rollout/corrected_fraction"] == pytest.approx(2 / 5)
+
+
+def test_a_loss_with_the_gap_of_rows_that_were_sampled():
+    tokens, mask = torch.tensor([[5, 6, 7]]), torch.tensor([[False, True, True]])
+    rows = {"tokens": tokens, "lengths": torch.tensor([3]), "loss_mask": mask}
+    outputs = TokenOutputs(logprobs=torch.tensor([[0.0, -1.0, -3.0]]))
+    watched = with_gap(sft_loss)(outputs, LabeledBatch(**rows, rollout_logprobs=torch.tensor([[0.0, -1.5, -2.0]])))
+    assert watched.total == 4 and watched.count == 2
+    assert values(watched.metrics)["rollout/logprob_gap"] == pytest.approx(0.75)  # (0.5 + 1) / 2
+    assert "rollout/logprob_gap" not in with_gap(sft_loss)(outputs, LabeledBatch(**rows)).metrics
+
+
+def test_the_gap_of_a_pass_without_logprobs_is_refused_by_name():
+    tokens, mask = torch.tensor([[5, 6]]), torch.tensor([[False, True]])
+    batch = LabeledBatch(tokens=tokens, lengths=torch.tensor([2]), loss_mask=mask, rollout_logprobs=torch.zeros(1, 2))
+
+    def loss(outputs: TokenOutputs, batch: LabeledBatch) -> LossOutput:
+        return LossOutput(total=torch.zeros(()), count=torch.tensor(1), metrics={})
+
+    with pytest.raises(ValueError, match="TokenOutputs.logprobs is needed"):
+        with_gap(loss)(TokenOutputs(), batch)

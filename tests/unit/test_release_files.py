@@ -1,0 +1,70 @@
+"""What names a version and what runs the tools agree: setup.py, CITATION.cff, CHANGELOG.md, Makefile, pre-commit, hosted CI."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import runpy
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+
+import aligner
+
+ROOT = Path(__file__).parents[2]
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def setup_arguments(monkeypatch: pytest.MonkeyPatch) -> dict:
+    given = {}
+    monkeypatch.setattr("setuptools.setup", given.update)
+    runpy.run_path(str(ROOT / "setup.py"))
+    return given
+
+
+def test_one_version_is_said_everywhere(monkeypatch: pytest.MonkeyPatch):
+    assert setup_arguments(monkeypatch)["version"] == aligner.__version__ == version("aligner")
+    assert yaml.safe_load(read("CITATION.cff"))["version"] == aligner.__version__
+    newest = re.search(r"^## \[(.+)\]", read("CHANGELOG.md"), re.MULTILINE)[1]
+    assert newest in (aligner.__version__, "Unreleased")
+    assert f"## [{aligner.__version__}]" in read("CHANGELOG.md")
+
+
+def test_the_package_brings_its_type_information(monkeypatch: pytest.MonkeyPatch):
+    assert "py.typed" in setup_arguments(monkeypatch)["package_data"]["aligner"]
+    assert (ROOT / "aligner" / "py.typed").is_file()
+
+
+def test_what_all_names_is_there():
+    assert all(name == "__version__" or importlib.import_module(f"aligner.{name}") for name in aligner.__all__)
+    program = "from aligner import *; print(__version__, losses.__name__, types.__name__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [aligner.__version__, "aligner.losses", "aligner.types"], done.stderr
+
+
+def test_all_names_what_the_reference_documents():
+    documented = {match.split(".")[1] for match in re.findall(r"reference/(aligner\.\w+)", read("mkdocs.yml"))}
+    assert documented == set(aligner.__all__) - {"__version__"}
+
+
+def test_pre_commit_runs_the_tools_of_make_lint():
+    recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", read("Makefile"), re.MULTILINE)[1]
+    lint = {line.strip().removeprefix("@$(BIN)/").removesuffix(" .") for line in recipe.splitlines()}
+    (local,) = yaml.safe_load(read(".pre-commit-config.yaml"))["repos"]
+    hooks = {hook["entry"].removeprefix(".venv/bin/").removesuffix(" --force-exclude") for hook in local["hooks"]}
+    assert len(lint) == 4 and lint <= hooks
+    assert {hook["language"] for hook in local["hooks"]} == {"system"}
+
+
+def test_hosted_ci_runs_the_projects_own_on_every_python_that_is_supported(monkeypatch: pytest.MonkeyPatch):
+    jobs = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"]
+    assert any(step.get("run") == ".ci/run" for step in jobs["tests"]["steps"])
+    said = [line.rsplit(" ", 1)[1] for line in setup_arguments(monkeypatch)["classifiers"] if re.search(r"Python :: 3\.\d", line)]
+    assert jobs["tests"]["strategy"]["matrix"]["python"] == said
