@@ -20,7 +20,7 @@ ARGS ?=
 # A file of tests stays in one process (its fixtures are whole jobs); the files are shared out. TEST_PROCESSES=0 runs all in one.
 TEST_PROCESSES ?= logical
 
-.PHONY: help venv demo learn learn-supervised test mutants preflight bench bench-full lint format hooks docs clean
+.PHONY: help house same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full lint format hooks docs clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -47,8 +47,14 @@ learn-supervised: $(STAMP) ## supervised, preference and reward recipes from a p
 test: $(STAMP) ## all tests (ARGS='-k name' to choose)
 	@$(RUN_ENV) $(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=4 --dist=loadfile $(ARGS)
 
-mutants: $(STAMP) ## plants faults one at a time, all of which a test must notice; writes docs/mutants.md (ARGS='--only ID'; up to an hour)
+mutants: $(STAMP) ## plants faults one at a time, all of which a test must notice; writes docs/mutants.md (ARGS='--only ID'; half an hour)
 	@$(RUN_ENV) $(BIN)/python tests/mutants.py $(ARGS)
+
+house: $(STAMP) ## measures of the code's structure: files, lines, import depth, circles, what a GRPO run enters
+	@$(RUN_ENV) $(BIN)/python tests/house.py --grpo
+
+same-numbers: $(STAMP) ## every recipe in this checkout against BEFORE=commit, bit for bit (about ten minutes)
+	@$(RUN_ENV) $(BIN)/python tests/same_numbers.py $(BEFORE) $(ARGS)
 
 preflight: $(STAMP) ## aligner preflight for the smoke job of slurm/ on this machine
 	@$(RUN_ENV) $(BIN)/aligner preflight ppo_smoke_cpu $(ARGS)

@@ -30,7 +30,8 @@ setup(
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["aligner", "aligner.*"]),
     package_data={
-        "aligner": ["py.typed"],
+        "aligner": ["py.typed", "synonyms.yaml"],
+        "aligner.reporting": ["templates/*.html"],
         "aligner.rollout": ["contracts/*.json"],
         "aligner.rollout.native": ["*.c", "*.h"],  # compiled where they run
     },
@@ -47,8 +48,9 @@ setup(
         "tokenizers",
         "safetensors",
         "rich",
+        "click>=8.1,<9",
         "psutil",  # megatron-core's checkpoint writers hang without it
-        "jinja2",  # chat templates
+        "jinja2",  # chat templates and the HTML report
     ],
     extras_require={
         "servers": ["nvidia-pytriton==0.7.*", "aiohttp>=3.14,<4"],

@@ -1,24 +1,39 @@
-"""The `aligner` command: `plan`, `preflight`, `gap`, `data`, `report`, `diagnose`, `convert`, `launch`."""
+"""The `aligner` command: `plan`, `preflight`, `gap`, `data`, `report`, `diagnose`, `convert`, `launch`.
+
+click reads the command line and completes it in a shell; what a command needs beyond that is imported when the command runs, so that
+`aligner --help` and completion answer at once.
+"""
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from aligner.cluster import outcomes
-from aligner.cluster.exit_codes import ExitCode
-from aligner.errors import AlignerError
+import click
+
+from aligner import __version__
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (2 for a mistake in what was asked, with one line that says which)."""
-    arguments, message = _parse(argv), ""
+    """Run one command; returns the exit code (2 for a mistake in what was asked, with one line that says which).
+
+    Raises SystemExit after `--help` and `--version`, and (2, with the usage and one line on stderr) if the command line itself is wrong.
+    """
+    command, message = _parse(argv), ""
+    import os
+
+    from aligner.cluster import outcomes
+    from aligner.cluster.exit_codes import ExitCode
+    from aligner.errors import AlignerError
+
     try:
         with outcomes.unless_ended_early(os.environ):
-            code = arguments.run(arguments)
+            code = command()
     except AlignerError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code, message = ExitCode.refused, str(error)
@@ -26,205 +41,213 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(code)
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments, with settings wherever they stand: argparse itself takes none behind an option that follows other arguments."""
-    parser = _parser()
-    arguments, others = parser.parse_known_args(argv)
-    if others and ("overrides" not in arguments or any(other.startswith("-") or "=" not in other for other in others)):
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
-    if others:
-        arguments.overrides = [*arguments.overrides, *others]
-    return arguments
+def _parse(argv: Sequence[str] | None) -> Callable[[], int]:
+    """The command that was asked for, ready to run. Raises SystemExit where `main` says."""
+    try:
+        command = commands.main(argv, prog_name="aligner", standalone_mode=False)
+    except click.UsageError as error:
+        usage = f"{error.ctx.get_usage()}\n" if error.ctx else ""
+        print(f"{usage}error: {error.format_message()}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None
+    if isinstance(command, int):  # --help, --version
+        raise SystemExit(command)
+    return command
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="aligner", description="LLM alignment on Megatron-Core, for Slurm and MPI clusters.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    plan = commands.add_parser("plan", help="memory and time of a job, before it is submitted; exit code 1 where it does not fit")
-    plan.add_argument("config", help="file of conf/ without .yaml, such as ppo_70b")
-    plan.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for the scripts in examples/nlp")
-    plan.add_argument("--search", action="store_true", help="also show the fastest layouts of the same ranks that fit")
-    plan.add_argument("--top", type=int, default=5, metavar="N", help="how many layouts of each component (default: 5)")
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE")
-    plan.set_defaults(run=_plan)
-    preflight = commands.add_parser(
-        "preflight",
-        help="check an allocation before the job starts; start it on every rank (srun, torchrun, mpiexec). Exit code 2: not ready",
-    )
-    preflight.add_argument("config", help="file of conf/ without .yaml, such as ppo_70b")
-    preflight.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for the scripts in examples/nlp")
-    preflight.add_argument("--only", default="", metavar="A,B", help="only these items (ranks and config always)")
-    preflight.add_argument("--engine", action="store_true", help="also build the model and its rollout engine, refit it and generate")
-    preflight.add_argument("--timeout", type=float, default=0.0, metavar="SECONDS", help="of every item, in place of each one's own")
-    preflight.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE")
-    preflight.set_defaults(run=_preflight)
-    _add_gap(commands)
-    _add_data(commands)
-    _add_looks(commands)
-    convert = commands.add_parser("convert", help="convert a model between Hugging Face and Megatron-Core checkpoints")
-    source = convert.add_mutually_exclusive_group(required=True)
-    source.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face directory to read")
-    source.add_argument("--from-megatron", type=Path, metavar="DIR", help="checkpoint (or directory of checkpoints) to read")
-    target = convert.add_mutually_exclusive_group(required=True)
-    target.add_argument("--to-megatron", type=Path, metavar="DIR", help="where to write the checkpoint")
-    target.add_argument("--to-hf", type=Path, metavar="DIR", help="where to write the Hugging Face model")
-    convert.add_argument(
-        "--tp", type=int, default=1, metavar="N", help="split every layer over N ranks (start as many: torchrun, srun, mpiexec)"
-    )
-    convert.add_argument("--pp", type=int, default=1, metavar="N", help="split the layers over N ranks")
-    convert.set_defaults(run=_convert)
-    launch = commands.add_parser("launch", help="start every component of a run")
-    where = launch.add_subparsers(required=True, metavar="WHERE")
-    local = where.add_parser("local", help="as processes on this machine")
-    local.add_argument("recipe", help="file of conf/ without .yaml, such as grpo, ppo or sft")
-    local.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for the scripts in examples/nlp")
-    local.add_argument("--processes", type=int, default=0, metavar="N", help="ranks of the training component (default: the config's)")
-    local.set_defaults(run=_launch_local)
-    slurm = where.add_parser("slurm", help="as a job of a Slurm cluster: make the batch script from the config and submit it")
-    slurm.add_argument("config", help="file of conf/ without .yaml, such as ppo_70b")
-    slurm.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for the scripts in examples/nlp")
-    slurm.add_argument("--dry-run", action="store_true", help="print the script instead of submitting it")
-    slurm.add_argument("--test-only", action="store_true", help="ask Slurm whether and when it could run (sbatch --test-only)")
-    slurm.add_argument("--output", type=Path, metavar="FILE", help="write the script to FILE instead of submitting it")
-    slurm.set_defaults(run=_launch_slurm)
-    return parser
+class _Command(click.Command):
+    """Chosen here, run by `main`: around a command that runs, click would turn Ctrl-C and broken pipes into errors of its own."""
+
+    def invoke(self, ctx: click.Context) -> Callable[[], int]:
+        return partial(self.callback, **ctx.params)
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        return super().get_short_help_str(limit=200)  # whole sentences in the list of commands
 
 
-def _add_looks(commands: argparse._SubParsersAction) -> None:
-    """What is told of a run that has begun."""
-    report = commands.add_parser("report", help="what a run did: its summary, and curves and samples before and after as one HTML file")
-    report.add_argument("--output", type=Path, metavar="FILE", help="the HTML file (default: RUN_DIRECTORY/report.html)")
-    report.set_defaults(run=_report)
-    diagnose = commands.add_parser(
-        "diagnose", help="what went wrong in a run without an error: evidence, likely cause, remedy; exit code 1 with findings"
-    )
-    diagnose.add_argument("--json", action="store_true", help="print everything as JSON")
-    diagnose.set_defaults(run=_diagnose)
-    for command in (report, diagnose):
-        command.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="run.directory of the run, which may be under way")
+class _Group(click.Group):
+    command_class = _Command
+    group_class = type
 
 
-def _add_gap(commands: argparse._SubParsersAction) -> None:
-    gap = commands.add_parser(
-        "gap", help="where in the model engine and trainer part, on one batch; exit code 1 where by more than rounding"
-    )
-    gap.add_argument("config", help="file of conf/ without .yaml, such as grpo, or the directory of a run (its newest policy)")
-    gap.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for the scripts in examples/nlp")
-    gap.add_argument("--prompts", type=int, default=16, metavar="N", help="prompts of data.train (default: 16)")
-    gap.add_argument("--random-prompts", action="store_true", help="prompts of random tokens instead")
-    gap.add_argument("--tokens", type=int, default=32, metavar="N", help="tokens of a response at most (default: 32)")
-    gap.add_argument("--traced", type=int, default=4, metavar="N", help="responses whose layers are compared (default: the 4 worst)")
-    gap.add_argument("--greedy", action="store_true", help="greedy responses (temperature 1 for the log-probs)")
-    gap.add_argument("--ulps", type=float, default=0.0, metavar="X", help="tolerance of an operation (default: 128 float32, 16 bfloat16)")
-    gap.add_argument(
-        "--gap", type=float, default=0.0, metavar="NATS", help="tolerance of the mean gap (default: 1e-4 float32, 0.05 bfloat16)"
-    )
-    gap.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE")
-    gap.set_defaults(run=_gap)
+def _configs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    from aligner.files import conf_directory
+
+    return sorted(file.stem for file in conf_directory().glob("*.yaml") if file.stem.startswith(incomplete))
 
 
-def _add_data(commands: argparse._SubParsersAction) -> None:
-    data = commands.add_parser("data", help="look at data before a job does")
-    what = data.add_subparsers(required=True, metavar="WHAT")
-    validate = what.add_parser(
-        "validate", help="every bad line, lengths in tokens, duplicates, and samples as the model will see them; exit code 1 with bad lines"
-    )
-    validate.add_argument("target", metavar="CONFIG|FILE", help="file of conf/ without .yaml, such as sft; with --kind a data file")
-    validate.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for the scripts in examples/nlp")
-    validate.add_argument("--kind", default="", metavar="KIND", help="of the file: sft, preference, kto, prompts, ... (docs/data.md)")
-    validate.add_argument("--tokenizer", default="", metavar="DIR", help="with --kind: directory of the model's tokenizer")
-    validate.add_argument("--samples", type=int, default=3, metavar="N", help="how many are shown of each data set (default: 3)")
-    validate.add_argument("--all", action="store_true", help="list every problem, not the first few of each kind")
-    validate.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE")
-    validate.set_defaults(run=_validate_data)
+def _configs_or(kind: str, context: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:
+    """As `_configs`; the shell adds what it finds itself (`kind`: file, dir)."""
+    from click.shell_completion import CompletionItem
+
+    found = [CompletionItem(name) for name in _configs(context, parameter, incomplete)]
+    return [CompletionItem(incomplete, type=kind), *found]
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+class _Path(click.Path):
+    """A path, which need not exist yet."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        from pathlib import Path  # here, since `aligner --help` needs none
+
+        return Path(super().convert(value, param, ctx))
+
+
+_FILE = _Path(readable=False)
+_DIRECTORY = _Path(readable=False, file_okay=False)
+_CONFIG = "CONFIG: a file of conf/ without .yaml, such as ppo_70b."
+_SETTINGS = "KEY=VALUE: settings, as for the scripts in examples/nlp."
+_config = click.argument("config", shell_complete=_configs)
+_overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+_json = click.option("--json", "json_path", type=_FILE, metavar="FILE", help="Write everything to FILE.")
+_run_directory = click.argument("directory", type=_DIRECTORY, metavar="RUN_DIRECTORY")
+_RUN_DIRECTORY = "RUN_DIRECTORY: run.directory of the run, which may be under way."
+
+
+# 80 columns: to measure the terminal, click imports half a dozen modules of compression.
+@click.group(cls=_Group, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "terminal_width": 80})
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def commands() -> None:
+    """LLM alignment on Megatron-Core, for Slurm and MPI clusters."""
+
+
+@commands.command(epilog=f"{_CONFIG} {_SETTINGS}")
+@_config
+@_overrides
+@click.option("--search", is_flag=True, help="Also show the fastest layouts of the same ranks that fit.")
+@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, metavar="N", help="How many layouts of each component.")
+@_json
+def plan(config: str, overrides: tuple[str, ...], search: bool, top: int, json_path: Path | None) -> int:
+    """Memory and time of a job, before it is submitted; exit code 1 if it does not fit."""
     from aligner.jobs.plan import plan
 
-    if arguments.top < 1:
-        raise AlignerError(f"--top {arguments.top}: must be at least 1")
-    return plan(arguments.config, arguments.overrides, searches=arguments.search, top=arguments.top, json_path=arguments.json)
+    return plan(config, overrides, searches=search, top=top, json_path=json_path)
 
 
-def _preflight(arguments: argparse.Namespace) -> int:
+@commands.command(epilog=f"{_CONFIG} {_SETTINGS}")
+@_config
+@_overrides
+@click.option("--only", default="", metavar="A,B", help="Only these items (ranks and config always).")
+@click.option("--engine", is_flag=True, help="Also build the model and its rollout engine, refit it and generate.")
+@click.option("--timeout", type=float, default=0.0, metavar="SECONDS", help="Of every item, in place of each one's own.")
+@_json
+def preflight(config: str, overrides: tuple[str, ...], only: str, engine: bool, timeout: float, json_path: Path | None) -> int:
+    """Check an allocation before the job starts; start it on every rank (srun, torchrun, mpiexec). Exit code 2: not ready."""
     from aligner.jobs.preflight.command import Options, preflight
 
-    options = Options(
-        only=tuple(filter(None, arguments.only.split(","))),
-        with_engine=arguments.engine,
-        timeout_seconds=arguments.timeout,
-        json_path=arguments.json,
-    )
-    return preflight(arguments.config, arguments.overrides, options)
+    options = Options(only=tuple(filter(None, only.split(","))), with_engine=engine, timeout_seconds=timeout, json_path=json_path)
+    return preflight(config, overrides, options)
 
 
-def _gap(arguments: argparse.Namespace) -> int:
+@commands.command(epilog=f"{_CONFIG[:-1]}, or the directory of a run (its newest policy). {_SETTINGS}")
+@click.argument("config", shell_complete=partial(_configs_or, "dir"))
+@_overrides
+@click.option("--prompts", "num_prompts", default=16, show_default=True, metavar="N", help="Prompts of data.train.")
+@click.option("--random-prompts", is_flag=True, help="Prompts of random tokens instead.")
+@click.option("--tokens", "num_tokens", default=32, show_default=True, metavar="N", help="Tokens of a response at most.")
+@click.option("--traced", "num_traced", default=4, metavar="N", help="Responses whose layers are compared (default: the 4 worst).")
+@click.option("--greedy", is_flag=True, help="Greedy responses (temperature 1 for the log-probs).")
+@click.option("--ulps", default=0.0, metavar="X", help="Tolerance of an operation (default: 128 float32, 16 bfloat16).")
+@click.option("--gap", default=0.0, metavar="NATS", help="Tolerance of the mean gap (default: 1e-4 float32, 0.05 bfloat16).")
+@_json
+def gap(config: str, overrides: tuple[str, ...], **options: Any) -> int:
+    """Where in the model engine and trainer part, on one batch; exit code 1 if they do by more than rounding."""
     from aligner.jobs.gap import Options, gap
 
-    options = Options(
-        num_prompts=arguments.prompts,
-        num_tokens=arguments.tokens,
-        num_traced=arguments.traced,
-        random_prompts=arguments.random_prompts,
-        greedy=arguments.greedy,
-        ulps=arguments.ulps,
-        gap=arguments.gap,
-        json_path=arguments.json,
-    )
-    return gap(arguments.config, arguments.overrides, options)
+    return gap(config, overrides, Options(**options))
 
 
-def _validate_data(arguments: argparse.Namespace) -> int:
+@commands.group(no_args_is_help=False)
+def data() -> None:
+    """Look at data before a job does."""
+
+
+@data.command(epilog=f"CONFIG|FILE: a file of conf/ without .yaml, such as sft; with --kind a data file. {_SETTINGS}")
+@click.argument("target", metavar="CONFIG|FILE", shell_complete=partial(_configs_or, "file"))
+@_overrides
+@click.option("--kind", default="", metavar="KIND", help="Of the file: sft, preference, kto, prompts, ... (docs/data.md).")
+@click.option("--tokenizer", default="", type=click.Path(), metavar="DIR", help="With --kind: directory of the model's tokenizer.")
+@click.option("--samples", default=3, show_default=True, metavar="N", help="How many are shown of each data set.")
+@click.option("--all", "lists_all", is_flag=True, help="List every problem, not the first few of each kind.")
+@_json
+def validate(target: str, overrides: tuple[str, ...], samples: int, **options: Any) -> int:
+    """Every bad line, lengths in tokens, duplicates, and samples as the model will see them; exit code 1 with bad lines."""
     from aligner.jobs.validate_data import Options, validate
 
-    options = Options(
-        kind=arguments.kind,
-        tokenizer=arguments.tokenizer,
-        num_samples=max(0, arguments.samples),
-        lists_all=arguments.all,
-        json_path=arguments.json,
-    )
-    return validate(arguments.target, arguments.overrides, options)
+    return validate(target, overrides, Options(num_samples=max(0, samples), **options))
 
 
-def _report(arguments: argparse.Namespace) -> int:
+@commands.command(epilog=_RUN_DIRECTORY)
+@_run_directory
+@click.option("--output", type=_FILE, metavar="FILE", help="The HTML file (default: RUN_DIRECTORY/report.html).")
+def report(directory: Path, output: Path | None) -> int:
+    """What a run did: its summary, and curves and samples before and after as one HTML file."""
     from aligner.jobs.report import report
 
-    return report(arguments.directory, arguments.output)
+    return report(directory, output)
 
 
-def _diagnose(arguments: argparse.Namespace) -> int:
+@commands.command(epilog=_RUN_DIRECTORY)
+@_run_directory
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def diagnose(directory: Path, as_json: bool) -> int:
+    """What went wrong in a run without an error: evidence, likely cause, remedy; exit code 1 with findings."""
     from aligner.jobs.report import diagnose
 
-    return diagnose(arguments.directory, as_json=arguments.json)
+    return diagnose(directory, as_json=as_json)
 
 
-def _convert(arguments: argparse.Namespace) -> int:
+@commands.command()
+@click.option("--from-hf", type=_DIRECTORY, metavar="DIR", help="Hugging Face directory to read.")
+@click.option("--from-megatron", type=_DIRECTORY, metavar="DIR", help="Checkpoint (or directory of checkpoints) to read.")
+@click.option("--to-megatron", type=_DIRECTORY, metavar="DIR", help="Where to write the checkpoint.")
+@click.option("--to-hf", type=_DIRECTORY, metavar="DIR", help="Where to write the Hugging Face model.")
+@click.option("--tp", default=1, metavar="N", help="Split every layer over N ranks (start as many: torchrun, srun, mpiexec).")
+@click.option("--pp", default=1, metavar="N", help="Split the layers over N ranks.")
+def convert(tp: int, pp: int, **paths: Path | None) -> int:
+    """Convert a model between Hugging Face and Megatron-Core checkpoints."""
+    from aligner.errors import AlignerError
+
+    given = {name for name, path in paths.items() if path is not None}
+    if given not in ({"from_hf", "to_megatron"}, {"from_megatron", "to_hf"}):
+        raise AlignerError("convert: use --from-hf with --to-megatron, or --from-megatron with --to-hf")
     from aligner.jobs import convert
     from aligner.parallel.topology import ParallelConfig
 
-    parallel = ParallelConfig(tp=arguments.tp, pp=arguments.pp)
-    if arguments.from_hf is not None and arguments.to_megatron is not None:
-        convert.hf_to_megatron(arguments.from_hf, arguments.to_megatron, parallel)
-    elif arguments.from_megatron is not None and arguments.to_hf is not None:
-        convert.megatron_to_hf(arguments.from_megatron, arguments.to_hf, parallel)
+    parallel = ParallelConfig(tp=tp, pp=pp)
+    if "from_hf" in given:
+        convert.hf_to_megatron(paths["from_hf"], paths["to_megatron"], parallel)
     else:
-        raise AlignerError("convert: use --from-hf with --to-megatron, or --from-megatron with --to-hf")
+        convert.megatron_to_hf(paths["from_megatron"], paths["to_hf"], parallel)
     return 0
 
 
-def _launch_local(arguments: argparse.Namespace) -> int:
+@commands.group(no_args_is_help=False)
+def launch() -> None:
+    """Start every component of a run."""
+
+
+@launch.command(epilog=f"RECIPE: a file of conf/ without .yaml, such as grpo, ppo or sft. {_SETTINGS}")
+@click.argument("recipe", shell_complete=_configs)
+@_overrides
+@click.option("--processes", default=0, metavar="N", help="Ranks of the training component (default: the config's).")
+def local(recipe: str, overrides: tuple[str, ...], processes: int) -> int:
+    """As processes on this machine."""
     from aligner.jobs.local import launch_local
 
-    return launch_local(arguments.recipe, arguments.overrides, num_processes=arguments.processes)
+    return launch_local(recipe, overrides, num_processes=processes)
 
 
-def _launch_slurm(arguments: argparse.Namespace) -> int:
+@launch.command(epilog=f"{_CONFIG} {_SETTINGS}")
+@_config
+@_overrides
+@click.option("--dry-run", is_flag=True, help="Print the script instead of submitting it.")
+@click.option("--test-only", is_flag=True, help="Ask Slurm whether and when it could run (sbatch --test-only).")
+@click.option("--output", type=_FILE, metavar="FILE", help="Write the script to FILE instead of submitting it.")
+def slurm(config: str, overrides: tuple[str, ...], **options: Any) -> int:
+    """As a job of a Slurm cluster: make the batch script from the config and submit it."""
     from aligner.jobs.slurm import LaunchOptions, launch_slurm
 
-    options = LaunchOptions(dry_run=arguments.dry_run, test_only=arguments.test_only, output=arguments.output)
-    return launch_slurm(arguments.config, arguments.overrides, options)
+    return launch_slurm(config, overrides, LaunchOptions(**options))
 
 
 if __name__ == "__main__":

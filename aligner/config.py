@@ -2,8 +2,8 @@
 
 A schema is a tree of `@dataclass(kw_only=True, slots=True)`; its defaults are the only ones. `conf/<name>.yaml` and the groups beside it
 (conf/algorithm/grpo.yaml, chosen by a `defaults` list or `algorithm=grpo`) hold deviations; `key=value` arguments come last. A key or value
-that the schema does not know raises ConfigError, wherever it was written; so does a preset of another recipe: a comment in it says whose it
-is (`# Recipes: dpo, online_dpo`; without one, of all that have its settings).
+that the schema does not know raises ConfigError, wherever it was written (all unknown keys at once); so does a preset of another recipe: a
+comment in it says whose it is (`# Recipes: dpo, online_dpo`; without one, of all that have its settings).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,31 +28,28 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
+from aligner import help as program_help
 from aligner.cluster import outcomes
 from aligner.cluster.exit_codes import ExitCode, exit_code_of
 from aligner.errors import AlignerError, ConfigError, describe_os_error, is_storage_error
-from aligner.schema import SchemaKey, is_entry, is_known, named_as, nearest, schema_keys
+from aligner.files import conf_directory
+from aligner.hints import as_typed, hint, refuse_unknown, unknown_keys
+from aligner.presets import belongs_to, check_preset, find_file, groups_of, unknown_in_file
+from aligner.schema import SchemaKey, is_entry, is_known, schema_keys
 
 T = TypeVar("T")
 
 _ENTRY, _SCHEMA = "aligner_entry", "aligner_schema"
-_SHORT = {"reward_model": "rm"}  # how the names of job files may begin instead
 _ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
-
-
-def conf_directory() -> Path:
-    """conf/ of the checkout, or the copy that a built package holds."""
-    package = Path(__file__).resolve().parent
-    return next((path for path in (package.parent / "conf", package / "conf") if path.is_dir()), package.parent / "conf")
 
 
 def compose(schema: type[T], name: str, overrides: Sequence[str] = (), *, config_dir: Path | None = None) -> T:
     """The config `conf/<name>.yaml` with `overrides` (Hydra's grammar) applied, as a plain `schema` object.
 
-    Raises ConfigError naming the key and value at fault: an unknown key (with the nearest known one), a value of a wrong type, a required
-    value that is missing, a group option or file that does not exist, or what the dataclasses' own checks say.
+    Raises ConfigError naming the key and value at fault: unknown keys (all of them, with the known ones that are meant), a value of a wrong
+    type, a required value that is missing, a group option or file that does not exist, or what the dataclasses' own checks say.
     """
     node = _compose_node(schema, name, overrides, config_dir or conf_directory())
     return _to_object(schema, node)
@@ -65,30 +62,23 @@ def to_yaml(config: object) -> str:
 
 def from_yaml(schema: type[T], text: str, overrides: Sequence[str] = ()) -> T:
     """A config that `to_yaml` wrote, with plain `key=value` overrides. Raises ConfigError as `compose` does."""
+    keys = list(schema_keys(schema))
     try:
-        saved = OmegaConf.create(yaml.safe_load(text) or {})
-        node = OmegaConf.merge(_structured(schema), saved, OmegaConf.from_dotlist(list(overrides)))
+        saved = OmegaConf.merge(OmegaConf.create(yaml.safe_load(text) or {}), OmegaConf.from_dotlist(list(overrides)))
+        refuse_unknown([(key, "") for key in unknown_keys(OmegaConf.to_container(saved), keys)], keys)
+        node = OmegaConf.merge(_structured(schema), saved)
     except _ERRORS as error:
-        raise _explain(error, list(schema_keys(schema))) from error
+        raise _explain(error) from error
     return _to_object(schema, node)
 
 
 def schema_of(schemas: Sequence[type[T]], text: str) -> type[T]:
     """Which of the schemas a config that `to_yaml` wrote is of: the smallest one that knows all of its keys. Raises ConfigError."""
     written = OmegaConf.to_container(OmegaConf.create(yaml.safe_load(text) or {}))
-    fitting = [(len(keys), schema) for schema in schemas if _fits(written, keys := list(schema_keys(schema)))]
+    fitting = [(len(keys), schema) for schema in schemas if not any(unknown_keys(written, keys := list(schema_keys(schema))))]
     if not fitting:
         raise ConfigError(f"the saved config is of none of {', '.join(schema.__name__ for schema in schemas)}")
     return min(fitting, key=lambda entry: entry[0])[1]
-
-
-def _fits(written: Any, keys: list[SchemaKey], prefix: str = "") -> bool:
-    """Whether all keys of a tree are known."""
-    sections = {key.key for key in keys if key.section}
-    return all(
-        _fits(value, keys, f"{prefix}{name}.") if prefix + name in sections else is_known(prefix + name, keys)
-        for name, value in written.items()
-    )
 
 
 def fingerprint(config: object) -> str:
@@ -100,8 +90,10 @@ def entrypoint(schema: type[T], name: str) -> Callable[[Callable[[T], int | None
     """Decorator that turns `main(config)` into a program: `main()` reads sys.argv, composes `conf/<name>.yaml` and calls it.
 
     `config=<name>_70b` among the arguments chooses that file instead, which builds on `<name>`'s.
-    `--help` prints every setting with its value and meaning, `--cfg` the resolved YAML (??? for what is required and not given). The
-    program ends with the exit code that `main` returns (None: 0), and with 0 in no other way. An AlignerError ends it with one line on
+    `--help` prints the settings that matter most with value and meaning, `--help SECTION` and `--help all` others (`aligner.help`); `--cfg`
+    prints the resolved YAML (??? for what is required and not given).
+
+    The program ends with the exit code that `main` returns (None: 0), and with 0 in no other way. An AlignerError ends it with one line on
     stderr (ALIGNER_TRACEBACK=1 adds where it came from) and the code of `aligner.cluster.exit_codes`: 2 for ConfigError and DataError, 78
     for RunHalted, 1 for the others. Anything else is a bug and keeps its traceback and exit code 1.
     """
@@ -146,21 +138,18 @@ def choose_file(name: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
     return (chosen[-1] if chosen else name), others
 
 
-def belongs_to(file: str, name: str) -> bool:
-    """Whether a file of conf/ is `<name>` itself or one of its job files: `ppo_70b` of ppo, `rm_70b` of reward_model."""
-    prefixes = (f"{name}_", f"{_SHORT[name]}_") if name in _SHORT else (f"{name}_",)
-    return file == name or file.startswith(prefixes)
-
-
 def _dispatch(main: Callable[[T], int | None], schema: type[T], name: str, arguments: list[str]) -> int:
     """Do what the arguments ask for; the exit code."""
-    flags = {argument for argument in arguments if argument.startswith("-")}
-    overrides = [argument for argument in arguments if argument not in flags]
-    unknown = flags - {"--help", "-h", "--cfg"}
-    if unknown:
-        raise ConfigError(f"unknown option {sorted(unknown)[0]}; settings are written key=value, see --help")
+    topic, overrides, flags = _split_options(arguments)
+    keys = list(schema_keys(schema))
+    if unknown := sorted(flags - {"--help", "-h", "--cfg"}):
+        meant = [hint(option.lstrip("-").partition("=")[0].replace("-", "_"), keys) for option in unknown]
+        lines = [f"unknown option {option}; settings are written key=value; {text}" for option, text in zip(unknown, meant, strict=True)]
+        raise ConfigError("\n  ".join(lines))
     if flags & {"--help", "-h"}:
-        print(_help(schema, name, overrides), flush=True)
+        node = _compose_node(schema, name, overrides, conf_directory())
+        groups, values = groups_of(name, keys, conf_directory()), dict(_shown_values(node, keys))
+        print(program_help.render(keys, values, program=sys.argv[0], file=name, groups=groups, topic=topic), flush=True)
     elif "--cfg" in flags:
         node = _compose_node(schema, name, overrides, conf_directory())
         incomplete = OmegaConf.missing_keys(node)
@@ -170,14 +159,31 @@ def _dispatch(main: Callable[[T], int | None], schema: type[T], name: str, argum
     return 0
 
 
+def _split_options(arguments: Sequence[str]) -> tuple[str, list[str], set[str]]:
+    """(what --help is asked about: `--help rollout`; the overrides; the options)."""
+    topic, overrides, flags = "", [], set()
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        if argument.startswith("--help="):
+            topic = argument.removeprefix("--help=")
+            flags.add("--help")
+        elif argument.startswith("-"):
+            flags.add(argument)
+        elif before in ("--help", "-h") and "=" not in argument:
+            topic = argument
+        else:
+            overrides.append(argument)
+    return topic, overrides, flags
+
+
 def _compose_node(schema: type, name: str, overrides: Sequence[str], config_dir: Path) -> DictConfig:
     keys = list(schema_keys(schema))
     if not (config_dir / f"{name}.yaml").is_file():
         raise ConfigError(f"there is no {config_dir / name}.yaml")
     try:
-        _check_overrides(overrides, keys, config_dir)
-        named, others = _split(overrides, keys)
-        _check_presets(name, others, config_dir)
+        unknown = _check_overrides(overrides, keys, config_dir)
+        named, others = _split([text for text in overrides if text not in {text for _, text in unknown}], keys)
+        in_files = _check_files(name, others, config_dir, keys)
+        refuse_unknown([*((key, f"in {text!r}") for key, text in unknown), *in_files], keys)
         with hydra.initialize_config_dir(config_dir=str(config_dir.resolve()), version_base="1.3"):
             store = ConfigStore.instance()  # Hydra's own registry; it is filled anew for every composition
             store.store(name=_SCHEMA, node=_structured(schema))
@@ -188,7 +194,7 @@ def _compose_node(schema: type, name: str, overrides: Sequence[str], config_dir:
                 _apply(node, override)
             return node
     except _ERRORS as error:
-        raise _explain(error, keys) from error
+        raise _explain(error) from error
 
 
 def _split(overrides: Sequence[str], keys: list[SchemaKey]) -> tuple[list[Override], list[str]]:
@@ -240,14 +246,31 @@ def _structured(schema: type) -> DictConfig:
 def _to_object(schema: type[T], node: Any) -> T:
     try:
         _check_numbers(OmegaConf.to_container(node, resolve=True), list(schema_keys(schema)))
-        config = OmegaConf.to_object(node)
+        config = _build(node)
     except OmegaConfBaseException as error:
-        raise _explain(error, list(schema_keys(schema))) from error
-    except ConfigError as error:
-        raise _as_typed(error, node) from error
+        raise _explain(error) from error
     if not isinstance(config, schema):
         raise ConfigError(f"the composed config is a {type(config).__name__}, expected {schema.__name__}")
     return config
+
+
+def _build(node: Any, path: str = "") -> Any:
+    """A node as plain objects. A section's own check names its settings as it knows them; what was typed is known here."""
+    if not OmegaConf.is_dict(node):
+        return OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
+    values = {}
+    for name in node:
+        place = f"{path}.{name}" if path else str(name)
+        if OmegaConf.is_missing(node, name):
+            raise ConfigError(f"{place} is required: give {place}=... on the command line or in a YAML file")
+        values[name] = _build(node[name], place)
+    kind = OmegaConf.get_type(node)
+    if not is_dataclass(kind):
+        return values
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise as_typed(error, [field.name for field in fields(kind)], path) from error
 
 
 def _check_numbers(value: Any, keys: list[SchemaKey], key: str = "") -> None:
@@ -266,26 +289,9 @@ def _check_numbers(value: Any, keys: list[SchemaKey], key: str = "") -> None:
             raise ConfigError(f"{key}={value}: must be {allowed}")
 
 
-def _as_typed(error: ConfigError, node: Any, key: str = "") -> ConfigError:
-    """The error of a section's own check, with its setting as it is written here: a section may be in several places, or below others."""
-    for name in node if OmegaConf.is_dict(node) else ():
-        if OmegaConf.is_missing(node, name) or not OmegaConf.is_dict(section := node[name]):
-            continue
-        try:
-            OmegaConf.to_object(section)
-        except ConfigError as found:
-            if str(found) == str(error):
-                return _as_typed(error, section, f"{key}.{name}" if key else str(name))
-        except OmegaConfBaseException:  # something is missing there; this is not the error that is looked for
-            continue
-    parts, kind = key.split("."), OmegaConf.get_type(node).__name__
-    for written in (*(".".join(parts[start:]) for start in range(len(parts))), kind):
-        if key and str(error).startswith(f"{written}."):
-            return ConfigError(key + str(error).removeprefix(written))
-    return ConfigError(f"{key}.{error}") if key and re.split(r"[= ]", str(error))[0] in node else error
-
-
-def _check_overrides(overrides: Sequence[str], keys: list[SchemaKey], config_dir: Path) -> None:
+def _check_overrides(overrides: Sequence[str], keys: list[SchemaKey], config_dir: Path) -> list[tuple[str, str]]:
+    """The keys that the schema does not know, with the overrides that give them. Raises ConfigError for what is wrong with others."""
+    unknown = []
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key, text = override.key_or_group, override.input_line
         is_group = bool(key) and (config_dir / key).is_dir()
@@ -293,59 +299,47 @@ def _check_overrides(overrides: Sequence[str], keys: list[SchemaKey], config_dir
             continue
         if not key:
             raise ConfigError(f"{text!r} names no setting; settings are written key=value")
-        if not is_group and not is_known(key, keys):
-            raise _unknown(key, keys, f"in {text!r}")
+        if not is_group and (below := _unknown_below(key, override, keys)):
+            unknown += [(name, text) for name in below]
+            continue
         if override.is_sweep_override():
             raise ConfigError(f"{text!r} lists several values; one run takes one (a list is written [a,b])")
         if override.is_delete() and not is_group and not is_entry(key, keys):
             raise ConfigError(f"{text!r} would remove a setting that the schema has; give it a value")
         if is_group and not isinstance(override.value(), (str, list, dict, type(None))):
             raise ConfigError(f"{text!r}: {key} takes the name of a file in {config_dir / key}")
+    return unknown
 
 
-def _check_presets(name: str, overrides: Sequence[str], config_dir: Path) -> None:
-    """Raise ConfigError for a file of a group, given here or in a `defaults` list, that is of other recipes than `conf/<name>.yaml`."""
+def _unknown_below(key: str, override: Override, keys: list[SchemaKey]) -> list[str]:
+    value = None if override.is_sweep_override() else override.value()
+    return list(unknown_keys({key: value}, keys))
+
+
+def _check_files(name: str, overrides: Sequence[str], config_dir: Path, keys: list[SchemaKey]) -> list[tuple[str, str]]:
+    """The unknown keys of the YAML files that `conf/<name>.yaml`, its `defaults` and the overrides bring together, with the file of each.
+
+    Raises ConfigError for a file of a group, given here or in a `defaults` list, that is of other recipes than `conf/<name>.yaml`.
+    """
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     searched = next((override.value() for override in reversed(parsed) if override.key_or_group == "hydra.searchpath"), None) or []
     folders = [config_dir, *(Path(str(place).removeprefix("file://")) for place in searched)]
     for override in parsed:  # first: Hydra knows nothing better for a group that the recipe does not have than to add it
-        _check_preset(name, f"{override.key_or_group}/{override.value()}", folders)
+        check_preset(name, f"{override.key_or_group}/{override.value()}", folders)
+    unknown: list[tuple[str, str]] = []
     with hydra.initialize_config_dir(config_dir=str(config_dir.resolve()), version_base="1.3"):
         ConfigStore.instance().store(name=_ENTRY, node={"defaults": [name, "_self_"]})
         loader = GlobalHydra.instance().config_loader()
         for default in loader.compute_defaults_list(_ENTRY, list(overrides), RunMode.RUN).defaults:
-            _check_preset(name, default.config_path or "", folders)
+            file = default.config_path or ""
+            check_preset(name, file, folders)
+            if (path := find_file(file, folders)) is not None:
+                where = f"in conf/{file}.yaml" if path.is_relative_to(config_dir) else f"in {path}"
+                unknown += [(key, where) for key in unknown_in_file(path, default.package or "", keys)]
+    return unknown
 
 
-def _check_preset(name: str, file: str, folders: Sequence[Path]) -> None:
-    path = next((found for folder in folders if (found := folder / f"{file}.yaml").is_file()), None)
-    if path is None or _takes(name, path):
-        return
-    group = file.rpartition("/")[0]
-    own = sorted({other.stem for folder in folders for other in (folder / group).glob("*.yaml") if _takes(name, other)})
-    recipes, allowed = ", ".join(_recipes_of(path)), ", ".join(own) or "none"
-    raise ConfigError(f"{group}={path.stem}: a preset of {recipes}, given to {name}; allowed: {allowed}")
-
-
-def _takes(name: str, preset: Path) -> bool:
-    """Whether a preset may be given to `conf/<name>.yaml`."""
-    recipes = _recipes_of(preset)
-    return not recipes or any(belongs_to(name, recipe) for recipe in recipes)
-
-
-def _recipes_of(preset: Path) -> list[str]:
-    """The recipes that a preset says it is for; empty: all that have its settings."""
-    found = re.search(r"^# Recipes: (.+)$", preset.read_text(), re.MULTILINE)
-    return re.split(r"[,\s]+", found[1].strip()) if found else []
-
-
-def _unknown(key: str, keys: list[SchemaKey], where: str) -> ConfigError:
-    near = nearest(key, keys)
-    hint = f"did you mean {near}?" if near else "see --help for all keys"
-    return ConfigError(" ".join(f"unknown setting {key} {where}".split()) + f": {hint}")
-
-
-def _explain(error: BaseException, keys: list[SchemaKey]) -> ConfigError:
+def _explain(error: BaseException) -> ConfigError:
     """What Hydra, OmegaConf or the YAML parser found, in one line that names the key."""
     file = re.search(r"In '([^']+)'", str(error))
     where = f"in conf/{file[1]}.yaml" if file and file[1] != _ENTRY else ""
@@ -356,45 +350,19 @@ def _explain(error: BaseException, keys: list[SchemaKey]) -> ConfigError:
         text = re.split(r"\nConfig search path|\nSee https", str(error).replace(f"In '{_ENTRY}': ", ""))[0]
         return ConfigError(" ".join(text.split()))
     key, message = str(cause.full_key or ""), str(cause.msg or cause).splitlines()[0].replace("is not Optional", "may not be null")
-    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and key and not is_known(key, keys):
-        return _unknown(key, keys, where)
-    if isinstance(cause, MissingMandatoryValue):
-        return ConfigError(f"{key} is required: give {key}=... on the command line or in a YAML file")
     return ConfigError(": ".join(part for part in (key, message) if part) + (f" ({where})" if where else ""))
 
 
-def _help(schema: type, name: str, overrides: Sequence[str]) -> str:
-    node, directory = _compose_node(schema, name, overrides, conf_directory()), conf_directory()
-    keys = list(schema_keys(schema))
-    groups = {
-        path.name: [
-            option.stem
-            for option in sorted(path.glob("*.yaml"))
-            if _takes(name, option) and (is_known(path.name, keys) or _recipes_of(option))  # of settings that there are
-        ]
-        for path in sorted(directory.iterdir())
-        if path.is_dir()
-    }
-    lines = [
-        f"usage: {Path(sys.argv[0]).name} [config=NAME] [key=value ...] [group=option ...] [--help] [--cfg]",
-        f"\nComposes {name}.yaml and the given settings; --cfg prints the result as YAML. YAML of your own: 'hydra.searchpath=[file:///dir]'.",
-        "\nGroups:",
-        *(f"  {group}={'|'.join(options)}" for group, options in groups.items() if options),
-        "\nSettings:",
-    ]
+def _shown_values(node: DictConfig, keys: list[SchemaKey]) -> Iterator[tuple[str, str]]:
+    """Every setting with its value as it is written on a command line."""
     for key in keys:
-        if key.section:
+        if key.section or "*" in key.key:
             continue
-        if "*" in key.key:
-            lines.append(f"  {named_as(key.key, ''):<46} {key.type}" + (f"  {key.comment}" if key.comment else ""))
-            continue
-        missing = OmegaConf.is_missing(OmegaConf.select(node, key.key.rpartition(".")[0]) or node, key.key.rpartition(".")[2])
-        value = "(required)" if missing else _shown(OmegaConf.select(node, key.key))
-        lines.append(f"  {f'{key.key}={value}':<46} {key.type}" + (f"  {key.comment}" if key.comment else ""))
-    return "\n".join(lines)
+        parent, _, leaf = key.key.rpartition(".")
+        missing = OmegaConf.is_missing(OmegaConf.select(node, parent) if parent else node, leaf)
+        yield key.key, "(required)" if missing else _shown(OmegaConf.select(node, key.key))
 
 
 def _shown(value: Any) -> str:
-    """A value as it is written on a command line."""
     plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     return yaml.safe_dump(OmegaConf.to_container(OmegaConf.create({"v": plain}), enum_to_str=True), default_flow_style=True).strip()[4:-1]

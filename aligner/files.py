@@ -1,4 +1,4 @@
-"""Files that are either not there or complete."""
+"""Files that are either not there or complete; where the package keeps its configs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+
+
+def conf_directory() -> Path:
+    """conf/ of the checkout, or the copy that a built package holds."""
+    package = Path(__file__).resolve().parent
+    return next((path for path in (package.parent / "conf", package / "conf") if path.is_dir()), package.parent / "conf")
 
 
 def publish(path: Path, write: Callable[[Path], object]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import inspect
 import io
+import re
 import textwrap
 import tokenize
 import types
@@ -37,11 +37,11 @@ def schema_keys(schema: type, prefix: str = "") -> Iterator[SchemaKey]:
         key, kind = prefix + field.name, _without_none(hints[field.name])
         comment = comments.get(field.name, "")
         if inspect.isclass(kind) and is_dataclass(kind):
-            yield SchemaKey(key=key, type=kind.__name__, comment=comment, section=True)
+            yield SchemaKey(key=key, type=kind.__name__, comment=comment or _first_sentence(kind), section=True)
             yield from schema_keys(kind, key + ".")
         elif (named := _named_sections(kind)) is not None:
             yield SchemaKey(key=key, type=f"dict[str, {named.__name__}]", comment=comment)
-            yield SchemaKey(key=f"{key}.*", type=named.__name__, comment=comment, section=True)
+            yield SchemaKey(key=f"{key}.*", type=named.__name__, comment=_first_sentence(named), section=True)
             yield from schema_keys(named, f"{key}.*.")
         else:
             open_ended = typing.get_origin(kind) in (dict, list, tuple) or kind in (dict, list, tuple, typing.Any)
@@ -51,7 +51,7 @@ def schema_keys(schema: type, prefix: str = "") -> Iterator[SchemaKey]:
 def is_known(key: str, keys: Iterable[SchemaKey]) -> bool:
     """True where `key` is in the schema, or below one of its open keys."""
     for known in keys:
-        own = named_as(known.key, key)
+        own = named_as(known.key, key) if "*" in known.key else known.key
         if own == key or (known.open and key.startswith(own + ".")):
             return True
     return False
@@ -71,29 +71,14 @@ def named_as(known: str, key: str) -> str:
     return ".".join(own)
 
 
-def nearest(key: str, keys: Iterable[SchemaKey]) -> str | None:
-    """The known key that was most likely meant: the same name in another section, else the most similar one."""
-    names = [named_as(known.key, key) for known in keys if not known.key.endswith("*")]
-    same_leaf = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    if len(same_leaf) == 1:
-        return same_leaf[0]
-    close = difflib.get_close_matches(key, same_leaf or names, n=1, cutoff=0.0 if same_leaf else 0.6)
-    if close:
-        return close[0]
-    # `group_sise` without its section: compare the last parts alone.
-    leaves = {name.rpartition(".")[2]: name for name in reversed(names)}
-    close = difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1, cutoff=0.6)
-    return leaves[close[0]] if close else None
-
-
 def type_name(kind: object) -> str:
     """A type as a user reads it: `int`, `list[str]`, `float | null`, `a|b` for an enum."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         return " | ".join(type_name(part) for part in typing.get_args(kind))
     if kind is type(None):
         return "null"
-    if typing.get_origin(kind) is not None:
-        return str(kind).replace("typing.", "")
+    if (origin := typing.get_origin(kind)) is not None:
+        return f"{origin.__name__}[{', '.join(type_name(part) for part in typing.get_args(kind))}]"
     if inspect.isclass(kind):
         return "|".join(kind.__members__) if issubclass(kind, Enum) else kind.__name__
     return str(kind).replace("typing.", "")
@@ -112,6 +97,12 @@ def _without_none(kind: object) -> object:
     parts = [part for part in typing.get_args(kind) if part is not type(None)]
     optional = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     return parts[0] if optional and len(parts) == 1 else kind
+
+
+def _first_sentence(schema: type) -> str:
+    """Of the docstring; empty where there is none (a dataclass without one gets its signature for it)."""
+    text = " ".join((inspect.getdoc(schema) or "").split()) if "__doc__" in vars(schema) else ""
+    return "" if text.startswith(f"{schema.__name__}(") else re.split(r"(?<=[.;:])\s", text)[0].rstrip(".;:")
 
 
 @functools.cache  # a source is parsed once

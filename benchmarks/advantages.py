@@ -68,10 +68,11 @@ def masks(rows: int, length: int, generator: torch.Generator) -> tuple[Tensor, T
 
 def forward_seconds(length: int, rows: int) -> float:
     """CPU seconds of a log-prob pass of the small model over `rows` rows, from one over FORWARD_ROWS of them."""
-    from aligner.jobs.session import session
+    from aligner.algorithms.sft import TrainSFT
+    from aligner.loop.config import RunConfig
+    from aligner.loop.session import session
     from aligner.models import create
     from aligner.models.config import ModelConfig
-    from aligner.schemas import RunConfig, TrainSFT
     from aligner.types import LabeledBatch
 
     size = SIZES["small"]

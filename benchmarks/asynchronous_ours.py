@@ -18,16 +18,16 @@ from pathlib import Path
 
 from asynchronous import Spec
 
-from aligner.algorithms.grpo import GRPO, GRPOConfig
-from aligner.algorithms.loop import Clock
-from aligner.algorithms.online import OnlineTask
+from aligner.algorithms.grpo import GRPO, GRPOConfig, TrainGRPO
 from aligner.data.loader import EpochSampler
+from aligner.loop.config import RunConfig
+from aligner.loop.loop import Clock
 from aligner.losses.correction import Correction, CorrectionConfig
 from aligner.models.config import ModelConfig
 from aligner.models.optimizer import Decay, OptimizerConfig
+from aligner.online.task import OnlineTask
 from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.config import AsynchronousConfig, RolloutConfig
-from aligner.schemas import RunConfig, TrainGRPO
 from aligner.types import Prompt, SamplingConfig
 
 NUM_AVERAGED = 4  # steps whose rewards are averaged, at either end
@@ -57,9 +57,9 @@ def make_config(spec: Spec, folder: str) -> TrainGRPO:
 
 def make_algorithm(config: TrainGRPO, spec: Spec, topology) -> GRPO:
     """GRPO over a policy with the model's weights. Imports Megatron-Core."""
-    from aligner.algorithms.asynchronous import AsyncRounds
     from aligner.models import create
     from aligner.models.trainable import Training
+    from aligner.online.asynchronous import AsyncRounds
     from aligner.rewards.local import FunctionReward
     from aligner.rollout.create import create_engine
 
@@ -109,7 +109,7 @@ def thread_seconds() -> dict[str, float]:
 
 def run(spec: Spec, folder: str) -> dict[str, float]:
     """Train, and return the figures."""
-    from aligner.jobs.session import session
+    from aligner.loop.session import session
 
     config = make_config(spec, folder)
     rewards, waited, staleness, versions = [], [], [], []

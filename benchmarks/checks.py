@@ -37,12 +37,13 @@ def seconds(action) -> float:
 
 def measure(name: str, rows: int, length: int, pairs: int) -> dict[str, float]:
     """Medians over the pairs: seconds of a step with and without the check, their ratio; and of the check alone."""
-    from aligner.jobs.session import session
+    from aligner.algorithms.sft import TrainSFT
+    from aligner.loop.config import RunConfig
+    from aligner.loop.session import session
     from aligner.losses.sft import sft_loss
     from aligner.models import checkpoint, checkpoint_optimizer, checkpoint_sums, create, finite
     from aligner.models.config import ModelConfig
     from aligner.models.optimizer import OptimizerConfig
-    from aligner.schemas import RunConfig, TrainSFT
     from aligner.types import LabeledBatch
 
     tokens = torch.tensor(random_prompts(SIZES[name], count=rows, length=length, seed=1))

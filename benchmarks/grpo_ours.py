@@ -25,15 +25,15 @@ from random_model import EOS
 from trl_grpo_reference import Clock as PhaseClock
 from trl_grpo_reference import Spec, fixed_batch, median_seconds, per_1000_tokens, read_spec
 
-from aligner.algorithms.grpo import GRPO, GRPOConfig
-from aligner.algorithms.loop import Clock
-from aligner.algorithms.online import OnlineTask
+from aligner.algorithms.grpo import GRPO, GRPOConfig, TrainGRPO
 from aligner.data.loader import EpochSampler
+from aligner.loop.config import RunConfig
+from aligner.loop.loop import Clock
 from aligner.models.config import ModelConfig
 from aligner.models.optimizer import Decay, OptimizerConfig
+from aligner.online.task import OnlineTask
 from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.config import RolloutConfig
-from aligner.schemas import RunConfig, TrainGRPO
 from aligner.servers.components import RewardConfig
 from aligner.types import PolicyBatch, Prompt, RolloutBatch, SamplingConfig
 
@@ -171,7 +171,7 @@ def run(spec: Spec, folder: str) -> dict:
     """Warm up, time the steps, and return the result."""
     import torch
 
-    from aligner.jobs.session import session
+    from aligner.loop.session import session
     from aligner.parallel.mcore import version
 
     clock = PhaseClock()

@@ -59,10 +59,11 @@ def ours(model: str, tokens: list[list[int]], chunk: int) -> tuple[list[float], 
     """The policy's own log-prob pass over all rows at once."""
     import torch
 
-    from aligner.jobs.session import session
+    from aligner.algorithms.sft import TrainSFT
+    from aligner.loop.config import RunConfig
+    from aligner.loop.session import session
     from aligner.models import create
     from aligner.models.config import ModelConfig
-    from aligner.schemas import RunConfig, TrainSFT
     from aligner.types import LabeledBatch
 
     rows = torch.tensor(tokens)

@@ -18,13 +18,13 @@ from trl_grpo_reference import Clock as PhaseClock
 from trl_grpo_reference import median_seconds
 from trl_sft_reference import Spec, read_spec
 
-from aligner.algorithms.loop import Clock
-from aligner.algorithms.sft import SFT, SFTConfig
+from aligner.algorithms.sft import SFT, SFTConfig, TrainSFT
 from aligner.data.loader import EpochSampler
 from aligner.data.supervised import SupervisedExample
+from aligner.loop.config import RunConfig
+from aligner.loop.loop import Clock
 from aligner.models.config import ModelConfig
 from aligner.models.optimizer import Decay, OptimizerConfig
-from aligner.schemas import RunConfig, TrainSFT
 
 
 def make_config(spec: Spec, folder: str) -> TrainSFT:
@@ -71,7 +71,7 @@ def run(spec: Spec, folder: str) -> dict:
     """Warm up, time the steps, and return the result."""
     import torch
 
-    from aligner.jobs.session import session
+    from aligner.loop.session import session
     from aligner.parallel.mcore import version
 
     clock = PhaseClock()

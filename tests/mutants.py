@@ -191,10 +191,11 @@ def preload() -> None:
     import aligner.config
     import aligner.jobs.convert
     import aligner.jobs.local
-    import aligner.jobs.online
     import aligner.jobs.serving
-    import aligner.jobs.supervised
-    import aligner.models.create  # noqa: F401
+    import aligner.loop.trainer_job
+    import aligner.loop.writer_job
+    import aligner.models.create
+    import aligner.online.job  # noqa: F401
 
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page that it marks

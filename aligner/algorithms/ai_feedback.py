@@ -39,7 +39,7 @@ class JudgeConfig:
     """Who compares responses."""
 
     path: str = ""  # a frozen model of the same shape, whose weights wait in host memory; empty: model.path itself
-    framing: JudgeFraming = JudgeFraming.data
+    framing: JudgeFraming = JudgeFraming.data  # how the judge is asked: as the data are, through its chat template, or as plain text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

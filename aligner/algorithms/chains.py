@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from aligner.algorithms.ai_feedback import Judgement
-from aligner.algorithms.writing import Record
 from aligner.data.cases import Case
-from aligner.data.constitution import Principle
-from aligner.errors import ConfigError
+from aligner.data.constitution import Constitution, Principle
+from aligner.data.parts import Parts
+from aligner.errors import ConfigError, DataError
+from aligner.files import publish
+from aligner.loop.writing import Record
+
+SUPERVISED, PREFERENCES, TRACES = "records.jsonl", "preferences.jsonl", "traces.jsonl"
 
 TOO_LONG = "too_long"
 
@@ -46,9 +52,9 @@ class ConstitutionConfig:
 
     num_chains: int = 1  # of every prompt
     num_revisions: int = 1  # rounds of critique and revision; 0: responses are only compared
-    learnt: Learnt = Learnt.last
-    broken: Broken = Broken.drop
-    pairs: Pairs = Pairs.revised
+    learnt: Learnt = Learnt.last  # which revisions of a chain become supervised records: its last one, or every one
+    broken: Broken = Broken.drop  # a chain in which a step goes wrong: drop it, or shorten it to its last whole revision
+    pairs: Pairs = Pairs.revised  # which two responses are compared: a revision with its origin, two sampled, the two of a record; none
     num_questions: int = 1  # principles by which two responses are compared, each with its question; log-odds are averaged
     min_probability: float = 0.5  # of the better response: comparisons below it, and ties, are undecided and left out
     min_mass: float = 0.0  # probability that the judge must have on its two answers: comparisons below it are left out
@@ -224,3 +230,39 @@ def comparison_of(case: Case, pair: Pair, judgement: Judgement | None, config: C
         reason = "undecided"
     odds = [list(both) for both in judgement.log_odds]
     return found | {"margin": judgement.margin, "probability": probability, "log_odds": odds, "mass": judgement.mass, "left_out": reason}
+
+
+def check_constitution(constitution: Constitution, config: Any) -> None:
+    """Raise DataError where no principle asks for what the job does."""
+    where = config.data.constitution
+    if config.algorithm.num_revisions and not constitution.revising:
+        raise DataError(f"{where}: no principle has critique_request and revision_request (algorithm.num_revisions=0 needs none)")
+    if config.algorithm.pairs is not Pairs.none and not constitution.comparing:
+        raise DataError(f"{where}: no principle has a question (algorithm.pairs=none needs none)")
+
+
+def publish_feedback(parts: Parts, folder: Path, *, constitution: Constitution, wanted: Sequence[str]) -> str:
+    """Write the parts as the files that training reads, and a report of what was left out. What to say of it.
+
+    Raises DataError where a file that was wanted has no record; all files are there nevertheless.
+    """
+    counts: Counter[str] = Counter()
+    for part in range(parts.num_parts):
+        for trace in parts.read(part):
+            counts.update(losses_of(trace))
+            counts.update({SUPERVISED: len(supervised_records(trace)), PREFERENCES: len(preference_records(trace)), TRACES: 1})
+    parts.join(folder / TRACES)
+    for name, select in ((SUPERVISED, supervised_records), (PREFERENCES, preference_records)):
+        if name in wanted:
+            parts.join(folder / name, select)
+    publish(folder / "constitution.json", lambda new: new.write_text(constitution.to_json()))
+    files = (TRACES, *wanted)
+    losses = {name: counts[name] for name in sorted(counts) if "/" in name}
+    report = {"records": {name: counts[name] for name in files}, "not used": losses}
+    publish(folder / "report.json", lambda new: new.write_text(json.dumps(report, indent=2) + "\n"))
+    told = ", ".join(f"{counts[name]} {name}" for name in files)
+    lost = ", ".join(f"{count} {name}" for name, count in losses.items())
+    said = f"in {folder}: {told}; {f'not used: {lost}' if lost else 'everything was used'}"
+    if empty := [name for name in wanted if not counts[name]]:
+        raise DataError(f"{folder / empty[0]} has no record: {said}; {folder / TRACES} has every text")
+    return said

@@ -9,18 +9,51 @@ nothing of that step is used. Everything is a function of weights, records, sett
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from aligner.algorithms.ai_feedback import Judge, Judgement, judgement_metrics
-from aligner.algorithms.chains import TOO_LONG, Chain, ConstitutionConfig, Pairs, Round, comparison_of, pair_of, trace_metrics, trace_of
-from aligner.algorithms.rollouts import Scorers, Wanted, collect_all, sample_seeds
-from aligner.algorithms.writing import Record
-from aligner.data.cases import Case
-from aligner.data.constitution import Constitution, Principle, draw
+from aligner.algorithms.ai_feedback import ROWS, Judge, JudgeConfig, JudgeFraming, Judgement, judgement_metrics
+from aligner.algorithms.chains import (
+    PREFERENCES,
+    SUPERVISED,
+    TOO_LONG,
+    Chain,
+    ConstitutionConfig,
+    Pairs,
+    Round,
+    check_constitution,
+    comparison_of,
+    pair_of,
+    publish_feedback,
+    trace_metrics,
+    trace_of,
+)
+from aligner.data.cases import Case, load_cases
+from aligner.data.config import ConstitutionDataConfig
+from aligner.data.constitution import Constitution, Principle, draw, load_constitution
 from aligner.data.critiques import MARKS, Framing, Question, Turns
+from aligner.data.report import LoadReport
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import ConfigError
+from aligner.loop import lengths
+from aligner.loop.config import WritingRun, check_layout
+from aligner.loop.recipe import Recipe, Traits, UsedModel
+from aligner.loop.writing import Record, digest_of
+from aligner.models.config import Architecture
+from aligner.online.collect import Scorers, Wanted, collect_all, sample_seeds
+from aligner.planner.workload import Phase, Work
 from aligner.protocols import RolloutEngine
+from aligner.reporting.formats import Column
+from aligner.rewards.unjudged import Unjudged
+from aligner.rollout.config import RolloutConfig, check_engine
 from aligner.types import FinishReason, Prompt, SamplingConfig
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from aligner.loop.writer_job import WriterJob
+    from aligner.models.policy import MegatronPolicy
 
 
 @dataclass(slots=True)
@@ -40,7 +73,7 @@ class _Sampled:
 
 
 class Constitutional:
-    """Makes the traces of cases: `make` for `aligner.algorithms.writing.Writing`. Every rank constructs one.
+    """Makes the traces of cases: `make` for `aligner.loop.writing.Writing`. Every rank constructs one.
 
     `engine` None: nothing is sampled; `judge` None: nothing is compared. `max_history`: tokens that may precede a critique or a revision.
     """
@@ -194,3 +227,154 @@ def text_sampling(sampling: SamplingConfig) -> SamplingConfig:
 
 def _draft_tokens(chain: Chain) -> Sequence[int]:
     return chain.case.prompt.tokens
+
+
+COLUMNS = (
+    Column("supervised", "constitution/supervised", ".0f"),
+    Column("pairs", "preference/pairs", ".0f"),
+    Column("length", "rollout/response_length", ".1f"),
+    Column("truncated", "rollout/truncated_fraction", "percent"),
+    Column("entropy", "preference/entropy", ".3f"),
+    Column("revised", "preference/revision_chosen", "percent"),
+    Column("position", "preference/position_bias", ".2f"),
+)
+USUAL_HISTORY_LENGTH = 2048
+
+
+@dataclass(kw_only=True, slots=True)
+class ConstitutionalAI(WritingRun):
+    """Critiques, revisions and preferences by a model itself (conf/constitution.yaml)."""
+
+    data: ConstitutionDataConfig = field(default_factory=ConstitutionDataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)  # the engine that samples responses, and how it draws them
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    algorithm: ConstitutionConfig = field(default_factory=ConstitutionConfig)
+
+    def __post_init__(self) -> None:
+        if self.rollout.asynchronous.max_staleness:
+            raise ConfigError("rollout.asynchronous.max_staleness: nothing is trained here; allowed: 0")
+        if self.judge.path and self.algorithm.pairs in (Pairs.none, Pairs.given):
+            raise ConfigError(
+                f"judge.path={self.judge.path}: with algorithm.pairs={self.algorithm.pairs.value} no second model is needed; allowed: ''"
+            )
+
+    def traits(self) -> Traits:
+        """A model that samples and compares; a judge with weights of its own takes their place as a reference does."""
+        algorithm, samples, has_judge = self.algorithm, self.algorithm.samples_per_chain, bool(self.judge.path)
+        response = self.rollout.sampling.max_response_length
+        phases = {
+            Phase.generate: samples > 0,
+            Phase.logprobs: algorithm.pairs is not Pairs.none and not has_judge,
+            Phase.ref_logprobs: has_judge,
+        }
+        work = Work(
+            phases=tuple(phase for phase, wanted in phases.items() if wanted),
+            rows=algorithm.part_size * algorithm.num_chains * (samples or ROWS * algorithm.num_questions),
+            length=max(self.data.max_prompt_length, self.data.max_history_length) + (response if samples else 0),
+            response_length=response,
+        )
+        return Traits(role="writer", work=work, has_engine=samples > 0, has_reference=has_judge)
+
+    def models(self) -> list[UsedModel]:
+        found = WritingRun.models(self)
+        if self.judge.path:
+            judge = replace(self.model, path=self.judge.path, tokenizer="")
+            found.append(UsedModel(component="judge", key="judge", config=judge, reads_text=True))
+        return found
+
+    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
+        load_constitution(self.data.constitution)
+        cases, report = load_cases(location, self.data, tokenizer, given=self.algorithm.pairs is Pairs.given, first=first)
+        return [case.prompt for case in cases], report
+
+    def with_lengths(self, context: lengths.Context) -> Self:
+        data, response, samples = self.data, 0, self.algorithm.samples_per_chain
+        if samples:
+            response = context.response_length(self.rollout.sampling, max(data.max_prompt_length, data.max_history_length))
+        history = data.max_history_length or min(USUAL_HISTORY_LENGTH, context.room - response)
+        prompt = data.max_prompt_length or history
+        sampled = {lengths.RESPONSE: response} if samples else {}
+        context.check({"data.max_history_length": history, **sampled})
+        context.check({"data.max_prompt_length": prompt, **sampled})
+        config = replace(self, data=replace(data, max_prompt_length=prompt, max_history_length=history))
+        return lengths.with_response(config, response) if samples else config
+
+    def check(self, architecture: Architecture, num_ranks: int) -> None:
+        check_layout(self.model, self.parallel, architecture, num_ranks)
+        if self.algorithm.samples_per_chain:
+            check_engine(self.rollout, architecture, tp=self.rollout.tp or self.parallel.tp, world_size=num_ranks)
+
+
+def build(job: WriterJob[ConstitutionalAI]) -> int:
+    """Everything that a constitution makes of prompts, to `<run>/written`."""
+    config, tokenizer = job.config, job.tokenizer
+    constitution = load_constitution(config.data.constitution)
+    check_constitution(constitution, config)
+    cases = job.load(load_cases, given=config.algorithm.pairs is Pairs.given)
+    policy = job.policy(temperature=config.rollout.sampling.temperature)
+    judge, judge_digest = _judge(job, constitution, policy)
+    engine = job.engine(policy, config.rollout) if config.algorithm.samples_per_chain else None
+    work = Constitutional(
+        config.algorithm,
+        constitution,
+        Framing(tokenizer, constitution, add_bos=config.data.add_bos),
+        engine=engine,
+        scorers=Scorers(reward=Unjudged(), pad_id=tokenizer.pad_id, beat=job.session.progress.beat),
+        sampling=config.rollout.sampling,
+        judge=judge,
+        seed=config.run.seed,
+        max_history=config.data.max_history_length,
+    )
+    made_of = _made_of(config, cases, constitution) | {"judge": judge_digest}
+    code = job.write_parts(
+        cases, work.make, made_of=made_of, finish=partial(publish_feedback, constitution=constitution, wanted=_wanted(config))
+    )
+    if engine is not None:
+        engine.shutdown()
+    return code
+
+
+def _judge(job: WriterJob[ConstitutionalAI], constitution: Constitution, policy: MegatronPolicy) -> tuple[Judge | None, str]:
+    """Who compares, and the digest of its weights, '' if they are the policy's."""
+    config = job.config
+    if config.algorithm.pairs is Pairs.none:
+        return None, ""
+    own = job.at_temperature_1(policy)  # whatever is sampled at
+    logprobs, tokenizer, digest = own.logprobs, job.tokenizer, ""
+    if config.judge.path:
+        model, tokenizer = job.same_shape(
+            "judge",
+            config.judge.path,
+            setting=f"judge.path={config.judge.path}",
+            whose="the model's",
+            otherwise="A judge of another shape compares afterwards: algorithm.pairs=given with model.path=JUDGE",
+        )
+        logprobs, digest = job.frozen(own, model).logprobs, job.model_digest(model)
+    framing = config.judge.framing
+    chat = config.data.apply_chat_template if framing is JudgeFraming.data else framing is JudgeFraming.chat
+    if chat and not tokenizer.has_chat_template:
+        raise ConfigError(f"judge.framing={framing.value}: the tokenizer {tokenizer.path} has no chat template; allowed: text")
+    judge = Judge(
+        logprobs=logprobs,
+        framing=Framing(tokenizer, constitution, add_bos=config.data.add_bos),
+        chat=chat,
+        pad_id=tokenizer.pad_id,
+        max_length=config.data.max_history_length,
+        batch_size=config.algorithm.batch_size,
+        beat=job.session.progress.beat,
+    )
+    return judge, digest
+
+
+def _wanted(config: ConstitutionalAI) -> list[str]:
+    algorithm = config.algorithm
+    return [SUPERVISED] * (algorithm.num_revisions > 0) + [PREFERENCES] * (algorithm.pairs is not Pairs.none)
+
+
+def _made_of(config: ConstitutionalAI, cases: Sequence[Case], constitution: Constitution) -> dict[str, str]:
+    what = [(case.prompt.id, case.prompt.tokens, case.said, case.pair) for case in cases]
+    settings = (asdict(config.algorithm), asdict(config.rollout.sampling), config.judge.framing, config.data.max_history_length)
+    return {"settings": repr((*settings, config.run.seed)), "data": digest_of(what), "constitution": constitution.digest}
+
+
+RECIPE = Recipe(name="constitution", config=ConstitutionalAI, build=build, script="constitution.py", columns=COLUMNS)

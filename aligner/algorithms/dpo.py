@@ -11,7 +11,7 @@ without a reference (SimPO, CPO, ORPO) make one pass less per step, and keep no 
 The reference's log-probs of a pair never change, but for last bits that hang on the shape of a batch. `reference=live` computes them for
 every batch in the shape that the policy will see, so that at the first step the two are equal to the last bit and D is exactly 0; it costs
 a second copy of the weights in host memory, their way to the device, and a pass without backward half per step. `reference=precomputed`
-reads them from files that were written before the first step (`aligner.jobs.stored_reference`): one pass in all, and no copy. They differ
+reads them from files that were written before the first step (`aligner.loop.stored_reference`): one pass in all, and no copy. They differ
 from live ones by rounding, since sums are taken in other shapes: in float32 by less than 1e-6 of what they are, in bfloat16 by as much as
 any two shapes do. Validation batches are always the same ones, so theirs are kept either way.
 """
@@ -19,31 +19,41 @@ any two shapes do. Validation batches are always the same ones, so theirs are ke
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from aligner.algorithms.epochs import Stateless, check_batch_sizes
-from aligner.algorithms.loop import Clock, StepResult
-from aligner.algorithms.reference import ReferenceLogprobs, check_reference
 from aligner.data.collate import preference_batch
+from aligner.data.config import PreferenceDataConfig
 from aligner.data.loader import EpochSampler
-from aligner.data.preferences import PreferencePair, require_margins
+from aligner.data.preferences import PreferencePair, load_preferences, require_margins
+from aligner.data.report import LoadReport
+from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.losses.pairs import DPOVariant
+from aligner.loop.config import TrainerRun, check_best_metric
+from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_batch_sizes, check_reference
+from aligner.loop.loop import Clock, StepResult
+from aligner.loop.own_functions import named, resolve
+from aligner.loop.recipe import Built, Recipe, Traits
+from aligner.losses.pairs import DPOVariant, LogRatios, OwnPairLoss
 from aligner.losses.preference import dpo_loss
 from aligner.metrics import Metrics, merge, values
 from aligner.protocols import Policy
+from aligner.reporting.formats import Column, Goal
 from aligner.types import PreferenceBatch, TokenOutputs
+
+if TYPE_CHECKING:
+    from aligner.loop.trainer_job import TrainerJob
 
 
 @dataclass(kw_only=True, slots=True)
 class PairLossConfig:
     """Settings of `aligner.losses.preference.dpo_loss` under `algorithm.`; an algorithm's config has them by inheritance."""
 
-    loss: DPOVariant = DPOVariant.sigmoid
+    # sigmoid (DPO), robust, ipo, hinge, exo, dpop, sppo, bco, nca, apo_zero, apo_down, rpo_bwd_kl, rpo_fwd_kl, rpo_sq, simpo, cpo, orpo
+    loss: str = DPOVariant.sigmoid.value  # what is minimised per pair: one of docs/preferences.md, or my_file.py:function
     beta: float = 0.1  # how strongly the reference holds: of the log-ratios; of orpo: the weight of its odds ratio
     label_smoothing: float = 0.0  # the rate at which labels are taken to be wrong (loss=sigmoid: cDPO; robust, simpo, cpo; exo needs one)
     sft_coef: float | None = None  # of the chosen response's negative log-likelihood per token; None: 1 for cpo and orpo, else 0
@@ -57,11 +67,21 @@ class PairLossConfig:
             if is_bad:
                 raise ConfigError(f"algorithm.{name}={getattr(self, name)}: {rule}")
 
+    @property
+    def variant(self) -> DPOVariant | OwnPairLoss:
+        """What the loss needs. A function of the user's is not imported: it raises ValueError if it is called."""
+        return named("algorithm.loss", self.loss, DPOVariant) or OwnPairLoss(value=self.loss, function=_not_imported)
+
+    def resolved_loss(self) -> DPOVariant | OwnPairLoss:
+        """`variant` with the user's function. Raises ConfigError if that cannot be imported, or called."""
+        found = resolve("algorithm.loss", self.loss, DPOVariant, ("ratios",))
+        return found if isinstance(found, DPOVariant) else OwnPairLoss(value=self.loss, function=found)
+
     def settings(self) -> dict[str, Any]:
         """The arguments of `dpo_loss` besides a batch and the model's outputs."""
         return {
             "beta": self.beta,
-            "variant": self.loss,
+            "variant": self.resolved_loss(),
             "label_smoothing": self.label_smoothing,
             "sft_coef": self.sft_coef,
             "average_logprobs": self.average_logprobs,
@@ -72,7 +92,7 @@ class PairLossConfig:
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         """(setting, whether it breaks the rule, the rule)."""
-        loss, smoothed = self.loss, ", ".join(variant.value for variant in DPOVariant if variant.takes_smoothing)
+        loss, smoothed = self.variant, ", ".join(variant.value for variant in DPOVariant if variant.takes_smoothing)
         return [
             ("beta", self.beta <= 0, "must be above 0"),
             ("label_smoothing", not 0 <= self.label_smoothing < 0.5, "must be at least 0 and below 0.5"),
@@ -90,30 +110,34 @@ class PairLossConfig:
         ]
 
 
+def _not_imported(ratios: LogRatios) -> Tensor:
+    raise ValueError("the function of algorithm.loss is not imported yet")
+
+
 @dataclass(kw_only=True, slots=True)
 class DPOConfig(PairLossConfig):
     """Settings of DPO."""
 
     batch_size: int = 64  # pairs per update
-    validation_batch_size: int = 64
-    reference: ReferenceLogprobs = ReferenceLogprobs.live
+    validation_batch_size: int = 64  # pairs per forward batch of a validation
+    reference: ReferenceLogprobs = ReferenceLogprobs.live  # live: computed for each batch; precomputed: for all before step 1, to files
     reference_part_size: int = 1024  # precomputed: pairs per file of log-probs, what a run that is killed meanwhile computes again, at most
 
     def __post_init__(self) -> None:
         PairLossConfig.__post_init__(self)
         check_batch_sizes(self.batch_size, self.validation_batch_size)
-        check_reference(self.reference, self.reference_part_size, is_needed=self.loss.needs_reference, loss=self.loss.value)
+        check_reference(self.reference, self.reference_part_size, is_needed=self.variant.needs_reference, loss=self.variant.value)
 
     @property
     def keeps_reference(self) -> bool:
         """Whether a frozen copy of the weights is there while the policy is trained."""
-        return self.loss.needs_reference and self.reference is ReferenceLogprobs.live
+        return self.variant.needs_reference and self.reference is ReferenceLogprobs.live
 
     @property
     def reports(self) -> list[str]:
         """The names of the metrics that a validation gives."""
         names = ["loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob"]
-        is_supervised = self.loss.sft_coef if self.sft_coef is None else self.sft_coef
+        is_supervised = self.variant.sft_coef if self.sft_coef is None else self.sft_coef
         return [f"validation/{name}" for name in names + ["sft_loss"] * bool(is_supervised)]
 
 
@@ -143,10 +167,10 @@ class DPO(Stateless):
         seed: int,
     ) -> None:
         if config.keeps_reference != (reference is not None):
-            what = f"the loss {config.loss.value} {'needs one' if reference is None else 'has none'}"
+            what = f"the loss {config.variant.value} {'needs one' if reference is None else 'has none'}"
             raise ValueError(f"reference is {reference}: {what} (algorithm.reference={config.reference.value})")
-        if config.loss.needs_margins:
-            require_margins(train, f"algorithm.loss={config.loss.value}")
+        if config.variant.needs_margins:
+            require_margins(train, f"algorithm.loss={config.variant.value}")
         self.config = config
         self.policy = policy
         self.reference = reference
@@ -181,3 +205,50 @@ class DPO(Stateless):
 
     def _judge(self, batch: PreferenceBatch) -> Metrics:
         return self.loss(TokenOutputs(logprobs=self.policy.logprobs(batch)), batch).metrics
+
+
+COLUMNS = (
+    Column("loss", "preference/loss", ".4f", Goal.lowest),
+    Column("accuracy", "preference/accuracy", "percent", Goal.highest),
+    Column("margin", "preference/margin", ".3f", Goal.highest),
+    Column("val accuracy", "validation/accuracy", "percent", Goal.highest),
+    Column("chosen", "preference/chosen_logprob", ".3f"),
+    Column("grad", "optim/grad_norm", ".2f"),
+    Column("speed", "data/tokens_per_second", "tokens/s"),
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainDPO(TrainerRun):
+    """Direct preference optimisation on pairs (conf/dpo.yaml)."""
+
+    data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
+    algorithm: DPOConfig = field(default_factory=DPOConfig)
+    has_frozen_start = True
+
+    def __post_init__(self) -> None:
+        check_best_metric(self.checkpoint, self.loop, reports=self.algorithm.reports, validation=self.data.validation)
+
+    def traits(self) -> Traits:
+        return self.batch_traits(unit=2, has_reference=self.algorithm.keeps_reference)
+
+    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
+        return load_preferences(location, self.data, tokenizer, first=first)
+
+
+def build(job: TrainerJob[TrainDPO]) -> Built | None:
+    """The reference, where the loss has one, is the model that the run starts from."""
+    settings = job.config.algorithm
+    train, validation = job.load(load_preferences)
+    policy = job.policy()
+    job.describe([row for pair in train for row in pair.rows], policy.model, unit=2)
+    reference = job.reference(policy) if settings.keeps_reference else None
+    if settings.reference is ReferenceLogprobs.precomputed:
+        stored = job.with_reference(policy, {"train": train, "validation": validation})
+        if stored is None:
+            return None
+        train, validation = stored
+    return Built(algorithm=DPO(settings, policy, reference, train=train, validation=validation, **job.common), model=policy.model)
+
+
+RECIPE = Recipe(name="dpo", config=TrainDPO, build=build, script="train_dpo.py", columns=COLUMNS)

@@ -14,30 +14,36 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from aligner.algorithms.estimators import check_estimator
-from aligner.algorithms.experience import finite_rows, masked_mean, mini_batches, shaped
-from aligner.algorithms.groups import Exhausted, Groups, groups_with_signal, whole_round
-from aligner.algorithms.learnt import of_rows, totals
-from aligner.algorithms.loop import Clock, StepResult
-from aligner.algorithms.objective import ObjectiveConfig
-from aligner.algorithms.online import OnlineTask
-from aligner.algorithms.rollouts import ScoredRollouts, response_metrics, sample_rows
-from aligner.algorithms.rounds import OnPolicyRounds, Rounds
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
-from aligner.losses.advantages import Estimator, counted_rows, estimate, outcome_rewards, shaped_rewards
+from aligner.loop.learnt import of_rows, totals
+from aligner.loop.loop import Clock, StepResult
+from aligner.loop.own_functions import named, resolve
+from aligner.loop.recipe import Built, Recipe, Traits
+from aligner.losses.advantages import Estimator, OwnEstimator, counted_rows, estimate, outcome_rewards, shaped_rewards
 from aligner.losses.aggregation import Aggregation
 from aligner.losses.kl import KLEstimator, adapt_kl_coef, kl_estimate
-from aligner.losses.shaping import Moments, ShapingConfig
+from aligner.losses.shaping import Moments
 from aligner.metrics import merge, values
+from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
+from aligner.online.config import OnlineRun
+from aligner.online.groups import Exhausted, Groups, groups_with_signal, whole_round
+from aligner.online.policy_gradient import PolicyGradientConfig, check_estimator, finite_rows, masked_mean, mini_batches, shaped
+from aligner.online.rounds import OnPolicyRounds, Rounds
+from aligner.online.task import OnlineTask
+from aligner.planner.workload import Phase
 from aligner.protocols import Loss, Policy
+from aligner.reporting.formats import Column, Goal
 from aligner.rows import num_rows
 from aligner.types import PolicyBatch, RolloutBatch
+
+if TYPE_CHECKING:
+    from aligner.online.job import OnlineJob
 
 
 class KLIn(str, Enum):
@@ -48,35 +54,32 @@ class KLIn(str, Enum):
 
 
 @dataclass(kw_only=True, slots=True)
-class GRPOConfig(ObjectiveConfig):
+class GRPOConfig(PolicyGradientConfig):
     """Settings of GRPO and its kin."""
 
-    prompts_per_step: int = 64
+    prompts_per_step: int = 64  # prompts of a training step, each with group_size responses
     group_size: int = 8  # responses per prompt
     mini_batch_size: int = 512  # responses per policy update
-    num_epochs: int = 1
-    estimator: Estimator = Estimator.grpo
+    # grpo, rloo, remax, reinforce, reinforce_pp, reinforce_pp_baseline, or my_file.py:function (docs/estimators.md, docs/extending.md)
+    estimator: str = Estimator.grpo.value  # how advantages come from rewards: grpo compares with the group's mean
     normalize_std: bool = True  # of estimator=grpo: divide by the group's standard deviation
     gamma: float = 1.0  # discount per token, of estimators that have an advantage per token
     kl_coef: float = 0.001  # of the KL to the reference; 0: no reference policy at all
-    kl_in: KLIn = KLIn.loss
-    kl_estimator: KLEstimator = KLEstimator.k3
-    kl_target: float = 0.0  # 0: fixed coefficient; else adaptive (Ziegler et al. 2019) towards this KL per response token
-    kl_horizon: int = 10000  # rollouts over which the adaptive coefficient moves
+    kl_in: KLIn = KLIn.loss  # loss: the KL is a term with a gradient of its own; reward: it is taken off each token's reward
+    kl_estimator: KLEstimator = KLEstimator.k3  # per-token estimator of the KL to the reference (Schulman 2020)
     aggregation: Aggregation = Aggregation.sequence_mean
     mask_truncated: bool = False  # leave responses that were cut at the length limit out of the loss; they count in their group
-    shaping: ShapingConfig = field(default_factory=ShapingConfig)  # of scores
     dynamic_sampling: bool = False  # learn from groups whose rewards differ; sample further rounds until there are prompts_per_step of them
     max_rounds_per_step: int = 10  # of dynamic_sampling
     exhausted: Exhausted = Exhausted.stop  # where these were not enough
 
     def __post_init__(self) -> None:
-        ObjectiveConfig.__post_init__(self)
-        for name in ("prompts_per_step", "group_size", "mini_batch_size", "num_epochs", "kl_horizon", "max_rounds_per_step"):
+        PolicyGradientConfig.__post_init__(self)
+        for name in ("prompts_per_step", "group_size", "max_rounds_per_step"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
         check_estimator(
-            self.estimator,
+            named("algorithm.estimator", self.estimator, Estimator),
             group_size=self.group_size,
             dynamic_sampling=self.dynamic_sampling,
             normalize_std=self.normalize_std,
@@ -87,11 +90,6 @@ class GRPOConfig(ObjectiveConfig):
             raise ConfigError(
                 f"algorithm.mini_batch_size={self.mini_batch_size}: must divide prompts_per_step * group_size = {self.rollouts_per_step}"
             )
-        for name in ("kl_coef", "kl_target"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must not be negative")
-        if self.kl_target and not self.kl_coef:
-            raise ConfigError(f"algorithm.kl_target={self.kl_target}: moves kl_coef=0, which stays 0; allowed: 0, or kl_coef above 0")
 
     @property
     def rollouts_per_step(self) -> int:
@@ -101,12 +99,11 @@ class GRPOConfig(ObjectiveConfig):
     @property
     def greedy_per_round(self) -> int:
         """Responses that are sampled besides, for their rewards."""
-        return self.prompts_per_step if self.estimator is Estimator.remax else 0
+        return self.prompts_per_step if self.estimator == Estimator.remax.value else 0
 
-    @property
-    def updates_per_step(self) -> int:
-        """Optimizer steps of the policy in one training step."""
-        return self.rollouts_per_step // self.mini_batch_size * self.num_epochs
+    def resolved_estimator(self) -> Estimator | OwnEstimator:
+        """One of ours, or the user's function. Raises ConfigError if that cannot be imported, or called."""
+        return resolve("algorithm.estimator", self.estimator, Estimator, ("rewards", "mask", "group_ids"))
 
     @property
     def needs_reference(self) -> bool:
@@ -134,6 +131,7 @@ class GRPO:
         self.policy = policy
         self.task = task
         self.rounds = rounds or OnPolicyRounds(task, config.group_size, with_baselines=config.greedy_per_round > 0)
+        self.estimator = config.resolved_estimator()
         self.kl_coef = config.kl_coef
         self.moments = Moments()  # of the scores so far
 
@@ -184,7 +182,7 @@ class GRPO:
         else:
             rewards = outcome_rewards(collected.rewards, mask, valid)
         advantages = estimate(
-            config.estimator,
+            self.estimator,
             rewards,
             mask,
             groups,
@@ -193,7 +191,7 @@ class GRPO:
             gamma=config.gamma,
             normalize_std=config.normalize_std,
         )
-        mask = mask & counted_rows(config.estimator, groups, valid)[:, None]
+        mask = mask & counted_rows(self.estimator, groups, valid)[:, None]
         if config.mask_truncated:
             mask = mask & ~batch.truncated[:, None]
         return PolicyBatch(
@@ -256,3 +254,44 @@ class GRPO:
             if math.isfinite(observed):  # else an update that was left out has said so
                 self.kl_coef = adapt_kl_coef(self.kl_coef, observed, config.kl_target, config.kl_horizon, num_rows(batch))
         return metrics
+
+
+COLUMNS = (
+    Column("reward", "rollout/reward", ".3f", Goal.highest),
+    Column("accuracy", "validation/accuracy", "percent", Goal.highest),
+    Column("KL", "policy/ref_kl", ".4f"),
+    Column("length", "rollout/response_length", ".1f"),
+    Column("gap", "rollout/logprob_gap", ".1e"),
+    Column("speed", "rollout/tokens_per_second", "tokens/s"),
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainGRPO(OnlineRun):
+    """GRPO and its kin (conf/grpo.yaml)."""
+
+    algorithm: GRPOConfig = field(default_factory=GRPOConfig)
+
+    def __post_init__(self) -> None:
+        OnlineRun.__post_init__(self)
+        self.algorithm.shaping.check_length(self.rollout.sampling.longest)
+
+    def traits(self) -> Traits:
+        settings = self.algorithm
+        old = (Phase.logprobs,) if settings.needs_old_logprobs else ()
+        return self.actor_traits(phases=old, has_reference=settings.needs_reference, extra_rows=settings.greedy_per_round)
+
+
+def build(job: OnlineJob[TrainGRPO]) -> Built:
+    settings = job.config.algorithm
+    settings.resolved_estimator()  # before anything is loaded: it may be a file of the user's
+    for doubt in settings.doubts:
+        job.session.say(f"warning: {doubt}")
+    task = job.task(with_reference=settings.needs_reference, num_prompts=settings.prompts_per_step)
+    job.ready()
+    greedy, takes_more = settings.greedy_per_round > 0, settings.dynamic_sampling
+    rounds = job.rounds(task, group_size=settings.group_size, greedy=greedy, takes_more=takes_more)
+    return Built(algorithm=GRPO(settings, job.policy, task, rounds), model=job.policy.model)
+
+
+RECIPE = Recipe(name="grpo", config=TrainGRPO, build=build, script="train_grpo.py", columns=COLUMNS)

@@ -18,19 +18,19 @@ from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from aligner.algorithms.dpo import PairLossConfig
-from aligner.algorithms.epochs import Stateless
-from aligner.algorithms.learnt import TOKENS
-from aligner.algorithms.loop import Clock, StepResult
-from aligner.algorithms.online import OnlineTask
 from aligner.algorithms.online_dpo import MovingReference
-from aligner.algorithms.rollouts import collect, sample_rows, sample_seeds
-from aligner.algorithms.selection import updates_of
 from aligner.data.collate import preference_batch
 from aligner.data.loader import EpochSampler
 from aligner.data.preferences import PreferencePair
 from aligner.errors import CheckpointError, ConfigError
+from aligner.loop.epochs import Stateless
+from aligner.loop.learnt import TOKENS
+from aligner.loop.loop import Clock, StepResult
 from aligner.losses.preference import dpo_loss
 from aligner.metrics import merge, values
+from aligner.online.collect import collect, sample_rows, sample_seeds
+from aligner.online.selection import updates_of
+from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
 from aligner.types import FinishReason, Prompt, SampleRow
 
@@ -93,7 +93,7 @@ class Kept(Protocol[Item]):
 class Iteration:
     """One of them: `number` from 1, the `name` of its files, and its prompts (positions in the data) as they are sampled together."""
 
-    number: int
+    number: int  # of the case's chains
     name: str
     parts: tuple[tuple[int, ...], ...]
 

@@ -10,11 +10,15 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from aligner.algorithms.rollouts import ScoredRollouts, Scorers, collect
+from aligner.data.encoding import PromptStyle, encode_prompt
+from aligner.data.questions import read_questions
+from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
+from aligner.online.collect import ScoredRollouts, Scorers, collect
 from aligner.protocols import RolloutEngine
 from aligner.rewards.unjudged import Unjudged
 from aligner.types import Prompt, SamplingConfig
@@ -195,3 +199,84 @@ def judgement_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
         "judge/too_long": float(sum(not judgement.texts for judgement in judgements)),
     }
     return metrics | ({"judge/disagreement": sum(spreads) / len(spreads)} if spreads else {})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asking:
+    """How the judge is asked. `ask(prompt, response)`: ids of its prompt; `read`: ids to text."""
+
+    rubric: Rubric
+    ask: Callable[[Prompt, Sequence[int]], Sequence[int]]
+    read: Callable[[Sequence[int]], str]
+
+
+def rubric_of(settings: Any) -> Rubric:
+    """What the judge is asked. Raises ConfigError for a template that cannot be used."""
+    return Rubric(
+        template=read_template(settings.judge_template),
+        pattern=score_pattern(settings.score_pattern),
+        lowest=settings.lowest_score,
+        highest=settings.highest_score,
+    )
+
+
+def longest_question(config: Any, tokenizer: Tokenizer) -> int:
+    """Tokens of the judge's question without prompt and response, in the framing that takes most."""
+    question = rubric_of(config.algorithm).ask("", "")
+    styles = [PromptStyle(apply_chat_template=chat, add_bos=config.data.add_bos) for chat in {False, tokenizer.has_chat_template}]
+    return max(len(encode_prompt(tokenizer, question, style)) for style in styles)
+
+
+def ask_about(config: Any, train: Sequence[Prompt], validation: Sequence[Prompt], *, tokenizer: Tokenizer, context: int) -> Asking:
+    """The judge of responses to these prompts is asked as the policy is: through the chat template where they are.
+
+    Raises ConfigError for a template that cannot be used, or that leaves no room for the longest response and a judgement of it.
+    """
+    questions = read_questions(config.data.train, config.data, train)
+    if validation:
+        questions |= read_questions(config.data.validation, config.data, validation)
+    rubric = rubric_of(config.algorithm)
+    style = PromptStyle(apply_chat_template=questions.are_chats, add_bos=config.data.add_bos)
+
+    def ask(prompt: Prompt, response: Sequence[int]) -> list[int]:
+        return encode_prompt(tokenizer, rubric.ask(questions.texts[prompt.source], tokenizer.decode(response)), style)
+
+    check_room(config, len(encode_prompt(tokenizer, rubric.ask("", ""), style)), context)
+    return Asking(rubric=rubric, ask=ask, read=tokenizer.decode)
+
+
+def check_room(config: Any, template: int, context: int) -> None:
+    """Raise ConfigError where a judge's prompt (with a template of so many tokens) and its judgement may not fit the model's context."""
+    sizes = {
+        "the judge's template": template,
+        "data.max_prompt_length": config.data.max_prompt_length,
+        "rollout.sampling.max_response_length": config.rollout.sampling.max_response_length,
+        "algorithm.max_judgement_length": config.algorithm.max_judgement_length,
+    }
+    if (longest := sum(sizes.values())) > context:
+        parts = " + ".join(f"{name} ({size})" for name, size in sizes.items())
+        raise ConfigError(f"{parts} = {longest}: longer than the model's context of {context} tokens")
+
+
+def make_judge(settings: Any, asking: Asking, engine: RolloutEngine, beat: Callable[[], None], *, context: int) -> Judge:
+    """The policy as the judge. What is read back as text may have more tokens than it was sampled with: too long is not judged."""
+    return Judge(
+        asking.rubric,
+        engine,
+        ask=asking.ask,
+        read=asking.read,
+        sampling=settings.judge_sampling(),
+        num_judgements=settings.num_judgements,
+        longest=context - settings.max_judgement_length,
+        beat=beat,
+    )
+
+
+def said_by(config: Any, asking: Asking | None) -> str:
+    """All that decides on what is sampled and how it is scored, besides weights, prompts and seeds."""
+    settings, reward, judged = config.algorithm, config.reward, None
+    if asking is not None:
+        rubric = asking.rubric
+        scale = (rubric.template, rubric.pattern.pattern, rubric.lowest, rubric.highest)
+        judged = (scale, settings.num_judgements, settings.judge_sampling())
+    return repr((config.rollout.sampling, judged, reward.function, reward.functions, reward.model.path, reward.attribute_weights))

@@ -14,38 +14,47 @@ reference's passes, of the responses and of every step's mismatched rows, were m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from aligner.algorithms.epochs import Stateless
-from aligner.algorithms.learnt import of_mask
-from aligner.algorithms.loop import Clock, StepResult
-from aligner.algorithms.reference import ReferenceLogprobs, check_reference
+from aligner.data.config import UnpairedDataConfig
 from aligner.data.loader import EpochSampler
-from aligner.data.unpaired import UnpairedExample, mismatched, unpaired_batch
+from aligner.data.report import LoadReport
+from aligner.data.tokenizer import Tokenizer
+from aligner.data.unpaired import MismatchedSteps, UnpairedExample, load_unpaired, mismatched, unpaired_batch
 from aligner.errors import ConfigError, DataError
+from aligner.loop.config import TrainerRun, check_best_metric
+from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_reference
+from aligner.loop.learnt import of_mask
+from aligner.loop.loop import Clock, StepResult
+from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.unpaired import UnpairedLoss, kl_baseline, kto_loss, mean_log_ratio
 from aligner.metrics import Mean, merge, values
+from aligner.planner.workload import Phase
 from aligner.protocols import Policy
+from aligner.reporting.formats import Column, Goal
 from aligner.types import LabeledBatch, TokenOutputs
+
+if TYPE_CHECKING:
+    from aligner.loop.trainer_job import TrainerJob
 
 
 @dataclass(kw_only=True, slots=True)
 class KTOConfig:
     """Settings of KTO."""
 
-    loss: UnpairedLoss = UnpairedLoss.kto
+    loss: UnpairedLoss = UnpairedLoss.kto  # what a log-ratio is compared with: kto: an estimate of the KL to the reference; apo_zero: 0
     beta: float = 0.1  # how strongly the reference holds
     desirable_weight: float = 1.0  # times the number of desirable responses: 1 to 4/3 of the same of undesirable ones is advised
-    undesirable_weight: float = 1.0
+    undesirable_weight: float = 1.0  # factor of undesirable responses' losses; see desirable_weight
     sft_coef: float = 0.0  # of a desirable response's negative log-likelihood per token
     average_logprobs: bool = False  # over a response's tokens, not their sum
     batch_size: int = 64  # responses per update; the KL is estimated over as many
-    validation_batch_size: int = 64
-    reference: ReferenceLogprobs = ReferenceLogprobs.live
+    validation_batch_size: int = 64  # responses per forward batch of a validation
+    reference: ReferenceLogprobs = ReferenceLogprobs.live  # live: computed for each batch; precomputed: for all before step 1, to files
     reference_part_size: int = 1024  # precomputed: responses per file of log-probs, what a run that is killed computes again, at most
 
     def __post_init__(self) -> None:
@@ -208,3 +217,77 @@ def balance(examples: Sequence[UnpairedExample], config: KTOConfig) -> str:
     return (
         f"{counts}, of weight {ratio:.3g} to 1 in all; advised is 1 to 4/3: algorithm.desirable_weight={least:.3g} to {4 / 3 * least:.3g}"
     )
+
+
+COLUMNS = (
+    Column("loss", "kto/loss", ".4f", Goal.lowest),
+    Column("accuracy", "kto/accuracy", "percent", Goal.highest),
+    Column("KL", "kto/kl", ".3f"),
+    Column("val accuracy", "validation/accuracy", "percent", Goal.highest),
+    Column("desirable", "kto/desirable_reward", ".3f"),
+    Column("undesirable", "kto/undesirable_reward", ".3f"),
+    Column("grad", "optim/grad_norm", ".2f"),
+    Column("speed", "data/tokens_per_second", "tokens/s"),
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainKTO(TrainerRun):
+    """Kahneman-Tversky optimisation on responses that are judged one by one (conf/kto.yaml)."""
+
+    data: UnpairedDataConfig = field(default_factory=UnpairedDataConfig)
+    algorithm: KTOConfig = field(default_factory=KTOConfig)
+    has_frozen_start = True
+
+    def __post_init__(self) -> None:
+        check_best_metric(self.checkpoint, self.loop, reports=self.algorithm.reports, validation=self.data.validation)
+
+    def traits(self) -> Traits:
+        return self.batch_traits(
+            phases=(Phase.logprobs,) if self.algorithm.loss.needs_kl else (),  # of rows that are not trained on, and shorter
+            has_reference=self.algorithm.keeps_reference,
+        )
+
+    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
+        return load_unpaired(location, self.data, tokenizer, first=first)
+
+
+def build(job: TrainerJob[TrainKTO]) -> Built | None:
+    """The reference is the model that the run starts from."""
+    settings = job.config.algorithm
+    train, validation = job.load(load_unpaired)
+    job.session.say(balance(train, settings))
+    policy = job.policy()
+    reference = job.reference(policy) if settings.keeps_reference else None
+    mismatches = None
+    if settings.reference is ReferenceLogprobs.precomputed:
+        sets = {"train": train, "validation": validation} | _mismatched_sets(job.config, train, validation)
+        stored = job.with_reference(policy, sets)
+        if stored is None:
+            return None
+        train, validation, *others = stored
+        mismatches = StoredMismatches(train=others[0], validation=others[1]) if others else StoredMismatches()
+    algorithm = KTO(
+        settings,
+        policy,
+        reference,
+        train=train,
+        validation=validation,
+        max_length=job.config.data.max_length,
+        stored=mismatches,
+        **job.common,
+    )
+    return Built(algorithm=algorithm, model=policy.model)
+
+
+def _mismatched_sets(config: TrainKTO, train: Sequence[UnpairedExample], validation: Sequence[UnpairedExample]) -> dict[str, Any]:
+    """The mismatched rows of all steps and of the validation, if the loss needs them. Their tokens are those of the responses."""
+    if not config.algorithm.loss.needs_kl:
+        return {}
+    size, seed, length, steps = config.algorithm.batch_size, config.run.seed, config.data.max_length, config.loop.max_steps
+    of_steps = MismatchedSteps(train, EpochSampler(len(train), size, seed), length, steps)
+    made_by = f"{steps} steps of {size}, seed {seed}, {length} tokens"
+    return {"mismatched": (of_steps, made_by), "mismatched_validation": mismatched(validation, length) if len(validation) > 1 else []}
+
+
+RECIPE = Recipe(name="kto", config=TrainKTO, build=build, script="train_kto.py", columns=COLUMNS)

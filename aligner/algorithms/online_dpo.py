@@ -13,42 +13,48 @@ size (but for the RPO losses), and beta inside the loss holds the policy near th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from aligner.algorithms.dpo import PairLossConfig
-from aligner.algorithms.learnt import of_rows
-from aligner.algorithms.loop import Clock, StepResult
-from aligner.algorithms.online import OnlineTask
-from aligner.algorithms.rollouts import ScoredRollouts, response_metrics, sample_rows, sample_seeds
-from aligner.algorithms.rounds import OnPolicyRounds, Rounds
-from aligner.algorithms.selection import Pairing, Pairs, num_compared, pairs_of, updates_of
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
+from aligner.loop.learnt import of_rows
+from aligner.loop.loop import Clock, StepResult
+from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.aggregation import masked_mean
 from aligner.losses.gap import with_gap
 from aligner.losses.kl import KLEstimator, kl_estimate
 from aligner.losses.preference import dpo_loss
 from aligner.metrics import merge, values
+from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows, sample_seeds
+from aligner.online.config import OnlineRun
+from aligner.online.rounds import OnPolicyRounds, Rounds
+from aligner.online.selection import Pairing, Pairs, num_compared, pairs_of, updates_of
+from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
+from aligner.reporting.formats import Column, Goal
 from aligner.types import LossOutput, PreferenceBatch, RolloutBatch, TokenOutputs
+
+if TYPE_CHECKING:
+    from aligner.online.job import OnlineJob
 
 
 @dataclass(kw_only=True, slots=True)
 class OnlineDPOConfig(PairLossConfig):
     """Settings of online DPO."""
 
-    prompts_per_step: int = 64
+    prompts_per_step: int = 64  # prompts of a training step, each with group_size responses
     group_size: int = 2  # responses sampled per prompt
-    pairing: Pairing = Pairing.best_worst
+    pairing: Pairing = Pairing.best_worst  # which of a prompt's responses are compared: best with worst, two at random, each with each
     min_gap: float = 0.0  # pairs whose rewards differ by no more than this are ties: dropped and counted
     missing_eos_penalty: float = 0.0  # taken from the reward of a response that was cut at the length limit, before pairing
     mini_batch_size: int = 64  # pairs per update, at most
-    num_epochs: int = 1
+    num_epochs: int = 1  # passes over a step's pairs
     reference_every: int = 0  # steps after which the policy of then becomes the reference; 0: it stays the model that the run starts from
 
     def __post_init__(self) -> None:
@@ -61,13 +67,13 @@ class OnlineDPOConfig(PairLossConfig):
         for name in ("min_gap", "missing_eos_penalty", "reference_every"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must not be negative")
-        if self.reference_every and not self.loss.needs_reference:
-            raise ConfigError(f"algorithm.reference_every={self.reference_every}: loss={self.loss.value} has no reference; allowed: 0")
+        if self.reference_every and not self.variant.needs_reference:
+            raise ConfigError(f"algorithm.reference_every={self.reference_every}: loss={self.variant.value} has no reference; allowed: 0")
 
     @property
     def needs_reference(self) -> bool:
         """Whether a step asks the reference policy for log-probs."""
-        return self.loss.needs_reference
+        return self.variant.needs_reference
 
     @property
     def rollouts_per_step(self) -> int:
@@ -206,3 +212,38 @@ class OnlineDPO:
             with clock.phase("reference"):
                 self.reference.renew(finished)
             self.reference_step = finished
+
+
+COLUMNS = (
+    Column("reward", "rollout/reward", ".3f", Goal.highest),
+    Column("accuracy", "validation/accuracy", "percent", Goal.highest),
+    Column("length", "rollout/response_length", ".1f"),
+    Column("gap", "rollout/logprob_gap", ".1e"),
+    Column("speed", "rollout/tokens_per_second", "tokens/s"),
+    Column("KL", "pairs/ref_kl", ".4f"),
+    Column("pref accuracy", "preference/accuracy", "percent", Goal.highest),
+    Column("margin", "preference/margin", ".3f", Goal.highest),
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainOnlineDPO(OnlineRun):
+    """DPO on pairs of the policy's own samples (conf/online_dpo.yaml)."""
+
+    algorithm: OnlineDPOConfig = field(default_factory=OnlineDPOConfig)
+
+    def traits(self) -> Traits:
+        return self.actor_traits(unit=2, has_reference=self.algorithm.needs_reference)
+
+
+def build(job: OnlineJob[TrainOnlineDPO]) -> Built:
+    """The reference is the model that the run starts from, or follows."""
+    settings = job.config.algorithm
+    task = job.task(with_reference=settings.needs_reference, num_prompts=settings.prompts_per_step)
+    job.ready()
+    reference = None if task.reference is None else job.moving_reference(task)
+    rounds = job.rounds(task, group_size=settings.group_size)
+    return Built(algorithm=OnlineDPO(settings, job.policy, task, reference, rounds), model=job.policy.model)
+
+
+RECIPE = Recipe(name="online_dpo", config=TrainOnlineDPO, build=build, script="train_online_dpo.py", columns=COLUMNS)

@@ -10,71 +10,63 @@ Against GRPO (`grpo.py`): a critic gives every token its own advantage from one 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from aligner.algorithms.experience import finite_rows, masked_mean, mini_batches, shaped
-from aligner.algorithms.learnt import of_rows
-from aligner.algorithms.loop import Clock, StepResult
-from aligner.algorithms.objective import ObjectiveConfig
-from aligner.algorithms.online import OnlineTask
-from aligner.algorithms.rollouts import ScoredRollouts, response_metrics, sample_rows
-from aligner.algorithms.rounds import OnPolicyRounds, Rounds
+from aligner.cluster.run_directory import CRITIC, POLICY
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
+from aligner.loop.config import check_layout
+from aligner.loop.learnt import of_rows
+from aligner.loop.loop import Clock, StepResult
+from aligner.loop.recipe import Built, Recipe, Server, Traits, UsedModel
 from aligner.losses.advantages import gae, outcome_rewards, whiten
-from aligner.losses.kl import KLEstimator, adapt_kl_coef, kl_estimate
-from aligner.losses.shaping import Moments, ShapingConfig
+from aligner.losses.kl import adapt_kl_coef, kl_estimate
+from aligner.losses.shaping import Moments
 from aligner.losses.value import explained_variance
 from aligner.metrics import Metric, merge, values
+from aligner.models.config import Architecture, ModelConfig
 from aligner.models.guard import judge_reply
+from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
+from aligner.online.config import OnlineRun
+from aligner.online.policy_gradient import PolicyGradientConfig, finite_rows, masked_mean, mini_batches, shaped
+from aligner.online.rounds import OnPolicyRounds, Rounds
+from aligner.online.task import OnlineTask
 from aligner.parallel.collectives import from_rank_0
+from aligner.planner.workload import Phase, Work
 from aligner.protocols import Critic, Policy
+from aligner.reporting.formats import Column, Goal
+from aligner.servers.components import CriticConfig
 from aligner.types import PolicyBatch, RolloutBatch, ValueBatch
+
+if TYPE_CHECKING:
+    from aligner.online.job import OnlineJob
 
 
 @dataclass(kw_only=True, slots=True)
-class PPOConfig(ObjectiveConfig):
+class PPOConfig(PolicyGradientConfig):
     """Defaults are NeMo-Aligner's where it has the setting."""
 
     rollouts_per_step: int = 512  # one per prompt
-    mini_batch_size: int = 128  # rollouts per policy update
-    num_epochs: int = 1  # passes over a step's rollouts
     kl_coef: float = 0.02  # of the KL to the reference, inside the reward
-    kl_estimator: KLEstimator = KLEstimator.k1
-    kl_target: float = 0.0  # 0: fixed coefficient; else adaptive (Ziegler et al. 2019) towards this KL per response token
-    kl_horizon: int = 10000  # rollouts over which the adaptive coefficient moves
-    gamma: float = 1.0
-    gae_lambda: float = 0.95
-    mask_truncated: bool = False  # leave responses that were cut at the length limit out of the losses
-    shaping: ShapingConfig = field(default_factory=ShapingConfig)  # of scores, before the KL is taken off
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation: 0 is one step of bootstrapping, 1 the whole return
     critic_warmup_steps: int = 0  # first steps, in which only the critic trains
 
     def __post_init__(self) -> None:
-        ObjectiveConfig.__post_init__(self)
-        for name in ("rollouts_per_step", "mini_batch_size", "num_epochs", "kl_horizon"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        PolicyGradientConfig.__post_init__(self)
+        if self.rollouts_per_step < 1:
+            raise ConfigError(f"algorithm.rollouts_per_step={self.rollouts_per_step}: must be at least 1")
         if self.rollouts_per_step % self.mini_batch_size:
             raise ConfigError(f"algorithm.mini_batch_size={self.mini_batch_size}: must divide rollouts_per_step={self.rollouts_per_step}")
-        for name in ("kl_coef", "kl_target", "critic_warmup_steps"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must not be negative")
-        if self.kl_target and not self.kl_coef:
-            raise ConfigError(f"algorithm.kl_target={self.kl_target}: moves kl_coef=0, which stays 0; allowed: 0, or kl_coef above 0")
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be between 0 and 1")
-
-    @property
-    def updates_per_step(self) -> int:
-        """Optimizer steps of the policy in one training step."""
-        return self.rollouts_per_step // self.mini_batch_size * self.num_epochs
+        if self.critic_warmup_steps < 0:
+            raise ConfigError(f"algorithm.critic_warmup_steps={self.critic_warmup_steps}: must not be negative")
+        if not 0 <= self.gae_lambda <= 1:
+            raise ConfigError(f"algorithm.gae_lambda={self.gae_lambda}: must be between 0 and 1")
 
 
 class PPO:
@@ -202,3 +194,86 @@ class PPO:
         judge_reply(self.task.guard, metrics, step=self._critic_step)
         metrics = metrics | {"explained_variance": explained_variance(metrics)}
         self._critic_metrics = {f"critic/{name.removeprefix('value/').replace('/', '_')}": value for name, value in metrics.items()}
+
+
+COLUMNS = (
+    Column("reward", "rollout/reward", ".3f", Goal.highest),
+    Column("accuracy", "validation/accuracy", "percent", Goal.highest),
+    Column("KL", "policy/kl", ".4f"),
+    Column("length", "rollout/response_length", ".1f"),
+    Column("gap", "rollout/logprob_gap", ".1e"),
+    Column("speed", "rollout/tokens_per_second", "tokens/s"),
+    Column("value loss", "critic/loss", ".4f", Goal.lowest),
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainPPO(OnlineRun):
+    """PPO with its critic and reward components (conf/ppo.yaml)."""
+
+    algorithm: PPOConfig = field(default_factory=PPOConfig)  # settings of PPO; defaults are NeMo-Aligner's where it has them
+    critic: CriticConfig = field(default_factory=CriticConfig)
+
+    def __post_init__(self) -> None:
+        OnlineRun.__post_init__(self)
+        self.algorithm.shaping.check_length(self.rollout.sampling.longest)
+
+    def traits(self) -> Traits:
+        return replace(self.actor_traits(phases=(Phase.logprobs,), has_reference=True), checkpoints=(POLICY, CRITIC))
+
+    def models(self) -> list[UsedModel]:
+        actor, *others = OnlineRun.models(self)
+        own = self.critic.model.or_else(self.model)
+        return [actor, UsedModel(component="critic", key="critic.model", config=own, is_scalar=True), *others]
+
+    def readers(self) -> dict[str, ModelConfig]:
+        own = OnlineRun.readers(self)
+        return {"model": own.pop("model"), "critic.model": self.critic.model.or_else(self.model)} | own
+
+    def servers(self) -> Sequence[Server]:
+        critic, rows = self.critic, self.algorithm.rollouts_per_step
+        actor = self.traits().work
+        work = Work(
+            phases=(Phase.values, Phase.train),
+            rows=rows,
+            length=actor.length,
+            response_length=actor.response_length,
+            update_rows=min(rows, critic.mini_batch_size),
+            num_updates=-(-rows // critic.mini_batch_size) * critic.num_epochs,
+        )
+        own = Server(
+            name="critic",
+            script="serve_critic.py",
+            num_ranks=critic.num_processes,
+            parallel=critic.parallel,
+            settings=critic.server,
+            work=work,
+            model=critic.model,
+            optimizer=critic.optimizer,
+            check=self.check_critic,
+        )
+        return (own, *OnlineRun.servers(self))
+
+    def check_critic(self, model: ModelConfig, architecture: Architecture, num_ranks: int) -> None:
+        """Raise ConfigError if the critic, whose model is `model`, cannot be laid out, or has too few rollouts for its replicas."""
+        check_layout(model, self.critic.parallel, architecture, num_ranks)
+        rows, size, dp = self.algorithm.rollouts_per_step, self.critic.mini_batch_size, num_ranks // self.critic.parallel.replica_size
+        smallest = rows % size or size  # the last one may be smaller
+        if smallest < dp:
+            raise ConfigError(
+                f"critic.mini_batch_size={size}: the last mini-batch of {rows} rollouts has {smallest}, "
+                f"fewer than the critic's {dp} data-parallel replicas"
+            )
+
+
+def build(job: OnlineJob[TrainPPO]) -> Built:
+    """The actor; critic and reward servers are found through the run directory."""
+    settings = job.config.algorithm
+    task = job.task(with_reference=True, num_prompts=settings.rollouts_per_step)
+    critic = job.critic()
+    job.ready()
+    algorithm = PPO(settings, job.policy, task, critic, job.rounds(task, critic=critic))
+    return Built(algorithm=algorithm, model=job.policy.model, critic=critic)
+
+
+RECIPE = Recipe(name="ppo", config=TrainPPO, build=build, script="train_ppo_actor.py", columns=COLUMNS)

@@ -7,19 +7,31 @@ where it happens. The score of a whole response, as the reward server gives it, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from aligner.algorithms.epochs import BatchConfig, EpochTraining
-from aligner.data.steps import SteppedExample, step_batch
+from aligner.algorithms import reward_model
+from aligner.cluster.run_directory import REWARD_MODEL
+from aligner.data.report import LoadReport
+from aligner.data.reward_config import StepDataConfig
+from aligner.data.steps import SteppedExample, load_steps, step_batch
+from aligner.data.tokenizer import Tokenizer
+from aligner.loop.config import TrainerRun, check_best_metric
+from aligner.loop.epochs import BatchConfig, EpochTraining
+from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.aggregation import require
 from aligner.losses.reward import step_loss
 from aligner.metrics import merge, values
+from aligner.models.scalar_head import Pooling, ScalarHead
+from aligner.planner.workload import Head
 from aligner.protocols import Loss, Trainable
 from aligner.types import LossOutput, StepBatch, TokenOutputs
+
+if TYPE_CHECKING:
+    from aligner.loop.trainer_job import TrainerJob
 
 REPORTS = ("validation/loss", "validation/accuracy", "validation/first_error_accuracy")  # of a validation
 
@@ -72,3 +84,37 @@ def _first_error(bad: Tensor, batch: StepBatch) -> Tensor:
     """Where the first bad step of each row [B] ends; the row's width where there is none."""
     width = batch.tokens.shape[1]
     return torch.where(bad & batch.loss_mask, torch.arange(width), width).amin(dim=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainProcessRewardModel(TrainerRun):
+    """Training a reward model on the steps of responses (conf/process_reward_model.yaml)."""
+
+    data: StepDataConfig = field(default_factory=StepDataConfig)
+    algorithm: ProcessRewardModelConfig = field(default_factory=ProcessRewardModelConfig)
+
+    def __post_init__(self) -> None:
+        check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
+
+    def traits(self) -> Traits:
+        return self.batch_traits(head=Head.scalar)
+
+    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
+        return load_steps(location, self.data, tokenizer, first=first)
+
+
+def build(job: TrainerJob[TrainProcessRewardModel]) -> Built:
+    train, validation = job.load(load_steps)
+    model = job.reward_model(ScalarHead(outputs=("step",), pooling=Pooling.tokens))
+    job.describe([example.row for example in train], model.model)
+    algorithm = ProcessRewardModelTraining(job.config.algorithm, model, train=train, validation=validation, **job.common)
+    return Built(algorithm=algorithm, model=model.model, checkpoint=REWARD_MODEL)
+
+
+RECIPE = Recipe(
+    name="process_reward_model",
+    config=TrainProcessRewardModel,
+    build=build,
+    script="train_process_reward_model.py",
+    columns=reward_model.COLUMNS,
+)

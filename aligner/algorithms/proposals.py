@@ -14,14 +14,31 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from aligner.algorithms.writing import AnnotateConfig
+from aligner.algorithms.annotate import AnnotateConfig
+from aligner.data.collate import supervised_batch
+from aligner.data.config import SampledDataConfig
 from aligner.data.labels import MISSING
 from aligner.data.proposals import Quantity
-from aligner.data.sampled import Sought
-from aligner.errors import ConfigError
+from aligner.data.report import LoadReport
+from aligner.data.sampled import SampledGroup, Sought, load_sampled
+from aligner.data.supervised import SupervisedExample
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import ConfigError, DataError
+from aligner.loop.config import WritingRun
+from aligner.loop.recipe import Recipe, Traits
+from aligner.loop.writing import Record, digest_of
+from aligner.planner.workload import Head, Phase
+from aligner.reporting.formats import Column
+from aligner.servers.config import ClientConfig
+
+if TYPE_CHECKING:
+    from aligner.loop.writer_job import WriterJob
 
 EDGE = 1e-3  # scores are kept so far from both ends: at an end all other levels would be impossible
 SMALL, MOST_TERMS = 1e-15, 1000  # of the continued fraction
@@ -96,3 +113,82 @@ def _fraction(x: float, a: float, b: float) -> float:
         if abs(c * d - 1) < SMALL:
             return value
     raise ArithmeticError(f"the incomplete beta function at x={x}, a={a}, b={b} is not found in {MOST_TERMS} terms")
+
+
+COLUMNS = (
+    Column("records", "data/records", ".0f"),
+    Column("log-prob", "proposals/log_prob", ".2f"),
+    Column("spread", "proposals/spread", ".2f"),
+)
+Row = tuple[SupervisedExample, tuple[float, ...]]  # a response, the levels that are asked of it
+LogProbs = Callable[[Sequence[Row]], list[float]]  # every rank calls it
+
+
+@dataclass(kw_only=True, slots=True)
+class WriteProposals(WritingRun):
+    """A log-prob for each of several sampled responses, for SteerLM 2 (conf/proposals.yaml)."""
+
+    data: SampledDataConfig = field(default_factory=SampledDataConfig)
+    algorithm: ProposalsConfig = field(default_factory=ProposalsConfig)
+    client: ClientConfig = field(default_factory=ClientConfig)
+
+    def __post_init__(self) -> None:
+        adds = self.algorithm.adds
+        if self.data.apply_chat_template and adds is not Quantity.response:
+            raise ConfigError(f"data.apply_chat_template=true: {adds.field} is of SteerLM's format; allowed: with algorithm.adds=response")
+
+    def traits(self) -> Traits:
+        if self.algorithm.adds is Quantity.attributes:
+            return self.pass_traits((Phase.scores,), rows=self.algorithm.part_size, head=Head.scalar)
+        return self.pass_traits((Phase.logprobs,), rows=self.algorithm.part_size)
+
+    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
+        return load_sampled(location, self.data, tokenizer, self.algorithm.sought, first=first)
+
+
+def build(job: WriterJob[WriteProposals]) -> int:
+    """Sampled responses with `algorithm.adds` more. All log-probs are at temperature 1, as the trainer's are."""
+    config = job.config
+    groups = job.load(load_sampled, config.algorithm.sought)
+    what = [(group.record, [row.tokens for row in group.rows]) for group in groups]
+    made_of = {"settings": repr(asdict(config.algorithm)), "data": digest_of(what)}
+    with _scorer(job) as log_probs:
+        return job.write_parts(groups, partial(_add, config, log_probs), made_of=made_of)
+
+
+@contextmanager
+def _scorer(job: WriterJob[WriteProposals]) -> Iterator[LogProbs]:
+    """What gives the log-prob that is added: an attribute model, here or served, or a language model."""
+    if job.config.algorithm.adds is Quantity.attributes:
+        with job.attribute_scorer() as scores:
+            yield lambda rows: _of_attributes(job.config, scores([row.tokens for row, _ in rows]).tolist(), rows)
+        return
+    policy, pad_id = job.policy(), job.tokenizer.pad_id
+    yield lambda rows: policy.logprobs(supervised_batch([row for row, _ in rows], pad_id)).double().sum(dim=1).tolist()
+
+
+def _add(config: WriteProposals, log_probs: LogProbs, part: int, groups: Sequence[SampledGroup]) -> tuple[list[Record], dict[str, float]]:
+    """The records of these groups, and how much the responses differ: where they do not, their weights are equal."""
+    size, adds = config.algorithm.batch_size, config.algorithm.adds
+    rows = [(row, group.levels) for group in groups for row in group.rows]
+    found = [one for start in range(0, len(rows), size) for one in log_probs(rows[start : start + size])]
+    for (row, _), one in zip(rows, found, strict=True):
+        if not math.isfinite(one):
+            raise DataError(f"{row.source}: {adds.field} of a response is {one}: the model of model.path gives no finite number")
+    remaining = iter(found)
+    each = [[next(remaining) for _ in group.rows] for group in groups]
+    records = [group.with_log_probs(adds, own) for group, own in zip(groups, each, strict=True)]
+    spread = sum(max(own) - min(own) for own in each) / len(each)
+    return records, {"proposals/log_prob": sum(found) / len(found), "proposals/spread": spread}
+
+
+def _of_attributes(config: WriteProposals, scores: Sequence[Sequence[float]], rows: Sequence[Row]) -> list[float]:
+    found = []
+    for own, (row, levels) in zip(scores, rows, strict=True):
+        if not all(map(math.isfinite, own)):
+            raise DataError(f"{row.source}: the attribute model's scores of a response are {list(own)}, expected finite numbers")
+        found.append(config.algorithm.log_prob(own, levels))
+    return found
+
+
+RECIPE = Recipe(name="proposals", config=WriteProposals, build=build, script="write_proposals.py", columns=COLUMNS)

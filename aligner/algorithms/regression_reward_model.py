@@ -8,30 +8,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from aligner.algorithms.epochs import BatchConfig, EpochTraining
+from aligner.cluster.run_directory import REWARD_MODEL
 from aligner.data.labels import MISSING
-from aligner.data.regression import LabelledExample, labelled_batch
+from aligner.data.regression import LabelledExample, labelled_batch, load_regression
+from aligner.data.report import LoadReport
+from aligner.data.reward_config import RegressionDataConfig
+from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
+from aligner.loop.config import TrainerRun, check_best_metric, check_pooling
+from aligner.loop.epochs import BatchConfig, EpochTraining
+from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.reward import regression_loss
-from aligner.models.scalar_head import Pooling
+from aligner.models.scalar_head import Pooling, ScalarHead
+from aligner.planner.workload import Head
 from aligner.protocols import Loss, Trainable
+from aligner.reporting.formats import Column, Goal
 from aligner.types import LabeledBatch
+
+if TYPE_CHECKING:
+    from aligner.loop.trainer_job import TrainerJob
 
 
 @dataclass(kw_only=True, slots=True)
 class RegressionConfig(BatchConfig):
     """Settings of regression on attributes."""
 
-    batch_size: int = 128
-    validation_batch_size: int = 128
-    pooling: Pooling = Pooling.last
+    batch_size: int = 128  # examples per update
+    validation_batch_size: int = 128  # examples per forward batch of a validation
+    pooling: Pooling = Pooling.last  # what of a sequence is scored: its last token, or the mean over its tokens
 
     def __post_init__(self) -> None:
         BatchConfig.__post_init__(self)
@@ -88,3 +99,48 @@ def correlation(one: Tensor, other: Tensor) -> float:
     first, second = one - one.mean(), other - other.mean()
     scale = (first.square().sum() * second.square().sum()).sqrt().item()
     return (first * second).sum().item() / scale if scale else math.nan
+
+
+COLUMNS = (
+    Column("loss", "reward/loss", ".4f", Goal.lowest),
+    Column("error", "reward/absolute_error", ".3f", Goal.lowest),
+    Column("val mse", "validation/mse", ".4f", Goal.lowest),
+    Column("grad", "optim/grad_norm", ".2f"),
+    Column("speed", "data/tokens_per_second", "tokens/s"),
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainRegressionRewardModel(TrainerRun):
+    """Training a reward model on attributes with numbers (conf/regression_reward_model.yaml)."""
+
+    data: RegressionDataConfig = field(default_factory=RegressionDataConfig)
+    algorithm: RegressionConfig = field(default_factory=RegressionConfig)
+
+    def __post_init__(self) -> None:
+        check_pooling(self.algorithm.pooling, self.model)
+        check_best_metric(self.checkpoint, self.loop, reports=reports(self.data.attributes), validation=self.data.validation)
+
+    def traits(self) -> Traits:
+        return self.batch_traits(head=Head.scalar)
+
+    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
+        return load_regression(location, self.data, tokenizer, first=first)
+
+
+def build(job: TrainerJob[TrainRegressionRewardModel]) -> Built:
+    attributes, settings = job.config.data.attributes, job.config.algorithm
+    train, validation = job.load(load_regression)
+    model = job.reward_model(ScalarHead(outputs=tuple(attributes), pooling=settings.pooling))
+    job.describe([example.row for example in train], model.model)
+    algorithm = RegressionTraining(settings, model, attributes=attributes, train=train, validation=validation, **job.common)
+    return Built(algorithm=algorithm, model=model.model, checkpoint=REWARD_MODEL)
+
+
+RECIPE = Recipe(
+    name="regression_reward_model",
+    config=TrainRegressionRewardModel,
+    build=build,
+    script="train_regression_reward_model.py",
+    columns=COLUMNS,
+)

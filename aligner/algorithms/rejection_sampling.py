@@ -12,36 +12,42 @@ a stale sampler does no harm; against SFT (`sft.py`): the data are the policy's 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from aligner.algorithms.learnt import of_rows
-from aligner.algorithms.loop import Clock, StepResult
-from aligner.algorithms.online import OnlineTask
-from aligner.algorithms.rollouts import ScoredRollouts, response_metrics, sample_rows
-from aligner.algorithms.rounds import OnPolicyRounds, Rounds
-from aligner.algorithms.selection import best_rows, updates_of, with_spread
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
+from aligner.loop.learnt import of_rows
+from aligner.loop.loop import Clock, StepResult
+from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.gap import with_gap
 from aligner.losses.sft import sft_loss
 from aligner.metrics import merge, values
+from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
+from aligner.online.config import OnlineRun
+from aligner.online.rounds import OnPolicyRounds, Rounds
+from aligner.online.selection import best_rows, updates_of, with_spread
+from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
+from aligner.reporting.formats import Column, Goal
 from aligner.types import LabeledBatch, RolloutBatch
+
+if TYPE_CHECKING:
+    from aligner.online.job import OnlineJob
 
 
 @dataclass(kw_only=True, slots=True)
 class RejectionSamplingConfig:
     """Settings of rejection sampling."""
 
-    prompts_per_step: int = 64
+    prompts_per_step: int = 64  # prompts of a training step, each with group_size responses
     group_size: int = 8  # responses sampled per prompt
     keep: int = 1  # of them, the best ones, that are trained on
     mini_batch_size: int = 64  # kept responses per update, at most
-    num_epochs: int = 1
+    num_epochs: int = 1  # passes over a step's kept responses
     min_reward: float | None = None  # responses with less are never kept
     require_spread: bool = False  # keep nothing of a prompt whose responses all have the same reward
     drop_truncated: bool = True  # never keep a response that was cut at the length limit: it would be learnt without its end
@@ -152,3 +158,38 @@ class RejectionSampling:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.rounds.load_state(state["rounds"], self.policy.version)
+
+
+COLUMNS = (
+    Column("reward", "rollout/reward", ".3f", Goal.highest),
+    Column("accuracy", "validation/accuracy", "percent", Goal.highest),
+    Column("length", "rollout/response_length", ".1f"),
+    Column("gap", "rollout/logprob_gap", ".1e"),
+    Column("speed", "rollout/tokens_per_second", "tokens/s"),
+    Column("kept reward", "kept/reward", ".3f"),
+    Column("kept", "kept/fraction", "percent"),
+    Column("loss", "sft/loss", ".4f", Goal.lowest),
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainRejectionSampling(OnlineRun):
+    """Supervised fine-tuning on the best of the policy's own samples (conf/rejection_sampling.yaml)."""
+
+    algorithm: RejectionSamplingConfig = field(default_factory=RejectionSamplingConfig)
+
+    def traits(self) -> Traits:
+        return self.actor_traits()
+
+
+def build(job: OnlineJob[TrainRejectionSampling]) -> Built:
+    settings = job.config.algorithm
+    task = job.task(with_reference=False, num_prompts=settings.prompts_per_step)
+    job.ready()
+    rounds = job.rounds(task, group_size=settings.group_size)
+    return Built(algorithm=RejectionSampling(settings, job.policy, task, rounds), model=job.policy.model)
+
+
+RECIPE = Recipe(
+    name="rejection_sampling", config=TrainRejectionSampling, build=build, script="train_rejection_sampling.py", columns=COLUMNS
+)

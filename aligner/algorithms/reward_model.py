@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from aligner.algorithms.epochs import BatchConfig, EpochTraining
+from aligner.cluster.run_directory import REWARD_MODEL
 from aligner.data.collate import preference_batch
-from aligner.data.preferences import PreferencePair, require_margins
+from aligner.data.config import PreferenceDataConfig
+from aligner.data.preferences import PreferencePair, load_preferences, require_margins
+from aligner.data.report import LoadReport
+from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
+from aligner.loop.config import TrainerRun, check_best_metric, check_pooling
+from aligner.loop.epochs import BatchConfig, EpochTraining
+from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
-from aligner.models.scalar_head import Pooling
+from aligner.models.scalar_head import Pooling, ScalarHead
+from aligner.planner.workload import Head
 from aligner.protocols import Loss, Trainable
+from aligner.reporting.formats import Column, Goal
 from aligner.types import PreferenceBatch
+
+if TYPE_CHECKING:
+    from aligner.loop.trainer_job import TrainerJob
 
 REPORTS = ("validation/accuracy", "validation/margin")  # of a validation
 
@@ -25,8 +36,8 @@ REPORTS = ("validation/accuracy", "validation/margin")  # of a validation
 class RewardModelConfig(BatchConfig):
     """Settings of reward-model training."""
 
-    loss: BradleyTerry = BradleyTerry.standard
-    pooling: Pooling = Pooling.last
+    loss: BradleyTerry = BradleyTerry.standard  # what an annotated margin does: nothing, shift the difference, or weight the loss
+    pooling: Pooling = Pooling.last  # what of a sequence is scored: its last token, or the mean over its tokens
     centre_coef: float = 0.0  # of (score_chosen + score_rejected)^2, which keeps scores near 0
 
     def __post_init__(self) -> None:
@@ -72,3 +83,41 @@ class RewardModelTraining(EpochTraining[PreferencePair, ScoreModel]):
             right += int((difference > 0).sum())
             margin += difference.sum().item()
         return {"validation/accuracy": right / len(self.validation), "validation/margin": margin / len(self.validation)}
+
+
+COLUMNS = (
+    Column("loss", "reward/loss", ".4f", Goal.lowest),
+    Column("accuracy", "reward/accuracy", "percent", Goal.highest),
+    Column("val accuracy", "validation/accuracy", "percent", Goal.highest),
+    Column("grad", "optim/grad_norm", ".2f"),
+    Column("speed", "data/tokens_per_second", "tokens/s"),
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainRewardModel(TrainerRun):
+    """Training a reward model on pairs (conf/reward_model.yaml)."""
+
+    data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
+    algorithm: RewardModelConfig = field(default_factory=RewardModelConfig)
+
+    def __post_init__(self) -> None:
+        check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
+        check_pooling(self.algorithm.pooling, self.model)
+
+    def traits(self) -> Traits:
+        return self.batch_traits(unit=2, head=Head.scalar)
+
+    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
+        return load_preferences(location, self.data, tokenizer, first=first)
+
+
+def build(job: TrainerJob[TrainRewardModel]) -> Built:
+    train, validation = job.load(load_preferences)
+    model = job.reward_model(ScalarHead(pooling=job.config.algorithm.pooling))
+    job.describe([row for pair in train for row in (pair.chosen, pair.rejected)], model.model, unit=2)
+    algorithm = RewardModelTraining(job.config.algorithm, model, train=train, validation=validation, **job.common)
+    return Built(algorithm=algorithm, model=model.model, checkpoint=REWARD_MODEL)
+
+
+RECIPE = Recipe(name="reward_model", config=TrainRewardModel, build=build, script="train_reward_model.py", columns=COLUMNS)

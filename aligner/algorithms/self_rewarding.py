@@ -13,30 +13,48 @@ best the shortest is chosen, and of those that are nearly the worst the longest 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from aligner.algorithms import validation
 from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, Kept, PairIterations
-from aligner.algorithms.judge import Judge, Judgement, judged, judgement_metrics, score_pattern
-from aligner.algorithms.learnt import accounted
-from aligner.algorithms.loop import Clock
-from aligner.algorithms.online import OnlineTask
+from aligner.algorithms.judge import (
+    Judge,
+    Judgement,
+    ask_about,
+    judged,
+    judgement_metrics,
+    longest_question,
+    make_judge,
+    said_by,
+    score_pattern,
+)
 from aligner.algorithms.online_dpo import MovingReference
-from aligner.algorithms.rollouts import ScoredRollouts, sample_seeds
-from aligner.algorithms.selection import Pairing, Pairs, pairs_by_length, pairs_of
 from aligner.data.demonstrations import answered
 from aligner.data.loader import EpochSampler
 from aligner.data.preferences import PreferencePair
+from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, RunHalted
+from aligner.loop.learnt import accounted
+from aligner.loop.loop import Clock
+from aligner.loop.recipe import Built, Recipe, Traits
+from aligner.online import validation
+from aligner.online.collect import ScoredRollouts, sample_seeds
+from aligner.online.config import OnlineRun, check_iterated
+from aligner.online.kept_files import KeptFiles
+from aligner.online.selection import Pairing, Pairs, pairs_by_length, pairs_of
+from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
+from aligner.reporting.formats import Column, Goal
 from aligner.types import FinishReason, Prompt, SampleRow, SamplingConfig
+
+if TYPE_CHECKING:
+    from aligner.online.job import OnlineJob
 
 NUM_SHOWN = 4  # responses in a table
 EXCERPT_CHARACTERS = 200  # of a judgement that does not parse
@@ -54,14 +72,14 @@ class SelfRewardingConfig(IterationConfig):
     """Settings of self-rewarding."""
 
     group_size: int = 4  # responses sampled per prompt
-    judge: JudgedBy = JudgedBy.policy
+    judge: JudgedBy = JudgedBy.policy  # who scores the responses: policy: the model itself, asked in words; reward: what `reward` names
     num_judgements: int = 3  # of each response; their mean is its score
     judge_template: str = ""  # a file with {prompt} and {response}; empty: the paper's, additive from 0 to 5
     score_pattern: str = r"(?i)score:\s*([0-9]+(?:\.[0-9]+)?)"  # its one group is the score; the last place where it matches counts
-    lowest_score: float = 0.0  # others do not parse
-    highest_score: float = 5.0
-    judge_temperature: float = 0.7
-    judge_top_p: float = 0.9
+    lowest_score: float = 0.0  # judgements below it, or above highest_score, do not parse
+    highest_score: float = 5.0  # judgements above it, or below lowest_score, do not parse
+    judge_temperature: float = 0.7  # sampling temperature of judgements; 0 is greedy
+    judge_top_p: float = 0.9  # judgements are sampled from the likeliest tokens with this share of the probability; 1: off
     max_judgement_length: int = 256  # tokens
     min_gap: float = 0.0  # best and worst whose scores differ by no more than this are a tie: left out and counted
     length_control: float = 0.0  # part of the range of a group's scores from its best, and from its worst, in which length decides; 0: off
@@ -72,8 +90,8 @@ class SelfRewardingConfig(IterationConfig):
         for name, least in (("group_size", 2), ("num_judgements", 1), ("max_judgement_length", 1), ("min_gap", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least {least}")
-        if not self.loss.needs_reference:
-            raise ConfigError(f"algorithm.loss={self.loss.value}: needs one with a reference, such as sigmoid")
+        if not self.variant.needs_reference:
+            raise ConfigError(f"algorithm.loss={self.variant.value}: needs one with a reference, such as sigmoid")
         if not 0 <= self.length_control < 0.5:
             raise ConfigError(f"algorithm.length_control={self.length_control}: must be at least 0 and below 0.5, or best is worst")
         if self.lowest_score >= self.highest_score:
@@ -301,3 +319,78 @@ def _agreement(answers: Sequence[Answer], scores: Sequence[float | None], size: 
             agreed += [product > 0 for product in order if product]
     metrics = {"judge/reward": sum(rewards) / len(rewards)}
     return metrics | ({"judge/agreement": sum(agreed) / len(agreed)} if agreed else {})
+
+
+COLUMNS = (
+    Column("iteration", "self_rewarding/iteration", ".0f"),
+    Column("reward", "rollout/reward", ".3f", Goal.highest),
+    Column("val reward", "validation/reward", ".3f", Goal.highest),
+    Column("loss", "preference/loss", ".4f", Goal.lowest),
+    Column("pref accuracy", "preference/accuracy", "percent", Goal.highest),
+    Column("margin", "preference/margin", ".3f", Goal.highest),
+    Column("pairs", "pairs/count", ".0f"),
+    Column("ties", "pairs/ties", ".0f"),
+    Column("unparsed", "judge/unparsed", ".0f"),
+    Column("length", "rollout/response_length", ".1f"),
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainSelfRewarding(OnlineRun):
+    """Self-rewarding, and iterative DPO on rewards (conf/self_rewarding.yaml)."""
+
+    algorithm: SelfRewardingConfig = field(default_factory=SelfRewardingConfig)
+
+    def __post_init__(self) -> None:
+        OnlineRun.__post_init__(self)
+        check_iterated(self)
+
+    @property
+    def judges_itself(self) -> bool:
+        """Whether the policy is asked about its responses."""
+        return self.algorithm.judge is JudgedBy.policy
+
+    def traits(self) -> Traits:
+        return self.actor_traits(unit=2, has_reference=True, extra_rows=self.algorithm.judgements_per_step)
+
+    def check_complete(self) -> None:
+        """Rewards need only be named if they are what judges."""
+        self.check_given_rewards() if self.judges_itself else OnlineRun.check_complete(self)
+
+    def reserved_length(self, tokenizer: Callable[[], Tokenizer]) -> int:
+        """Of the judge's question about a response, and of its answer."""
+        return longest_question(self, tokenizer()) + self.algorithm.max_judgement_length if self.judges_itself else 0
+
+    def describe_judge(self, load: Callable[[], tuple[Any, Sequence[Prompt], Tokenizer, int]]) -> str:
+        if not self.judges_itself:
+            return ""
+        config, prompts, tokenizer, context = load()
+        asking = ask_about(config, prompts, (), tokenizer=tokenizer, context=context)
+        size = len(asking.ask(prompts[0], ()))
+        return f"the policy judges itself, {self.algorithm.num_judgements} times: asked about {prompts[0].source} in {size} tokens"
+
+
+def build(job: OnlineJob[TrainSelfRewarding]) -> Built:
+    """The reference is the policy at the beginning of each iteration."""
+    config, settings, context = job.config, job.config.algorithm, job.context
+    sets = job.load_prompts(job.tokenizer)
+    asking = ask_about(config, *sets, tokenizer=job.tokenizer, context=context) if config.judges_itself else None
+    task = job.task(with_reference=True, num_prompts=settings.batch_size, load=lambda _: sets)
+    job.ready()
+    folder = job.session.directory.path / "self_rewarding"
+    algorithm = SelfRewarding(
+        settings,
+        job.policy,
+        task,
+        job.moving_reference(task),
+        KeptFiles(folder, Answer, stem="responses"),
+        judge=None if asking is None else make_judge(settings, asking, task.engine, task.beat, context=context),
+        judgements=None if asking is None else KeptFiles(folder, Judgement, stem="judgements"),
+        rewarded=config.has_scorer,
+        settings=said_by(config, asking),
+    )
+    job.session.say(algorithm.summary())
+    return Built(algorithm=algorithm, model=job.policy.model)
+
+
+RECIPE = Recipe(name="self_rewarding", config=TrainSelfRewarding, build=build, script="train_self_rewarding.py", columns=COLUMNS)

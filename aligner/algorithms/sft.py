@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from aligner.algorithms.epochs import BatchConfig, EpochTraining
 from aligner.data.collate import supervised_batch
-from aligner.data.supervised import SupervisedExample
+from aligner.data.config import SFTDataConfig
+from aligner.data.report import LoadReport
+from aligner.data.supervised import SupervisedExample, load_supervised
+from aligner.data.tokenizer import Tokenizer
+from aligner.loop.config import TrainerRun, check_best_metric
+from aligner.loop.epochs import BatchConfig, EpochTraining
+from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.sft import sft_loss
 from aligner.protocols import Loss, Policy
+from aligner.reporting.formats import Column, Goal
 from aligner.types import LabeledBatch
+
+if TYPE_CHECKING:
+    from aligner.loop.trainer_job import TrainerJob
 
 REPORTS = ("validation/loss",)  # of a validation
 
@@ -19,8 +29,8 @@ REPORTS = ("validation/loss",)  # of a validation
 class SFTConfig(BatchConfig):
     """Settings of supervised fine-tuning."""
 
-    batch_size: int = 128
-    validation_batch_size: int = 128
+    batch_size: int = 128  # examples per update
+    validation_batch_size: int = 128  # examples per forward batch of a validation
 
 
 class SFT(EpochTraining[SupervisedExample, Policy]):
@@ -40,3 +50,39 @@ class SFT(EpochTraining[SupervisedExample, Policy]):
             total -= self.model.logprobs(batch).double().sum().item()
             count += int(batch.loss_mask.sum())
         return {"validation/loss": total / count} if count else {}
+
+
+COLUMNS = (
+    Column("loss", "sft/loss", ".4f", Goal.lowest),
+    Column("val loss", "validation/loss", ".4f", Goal.lowest),
+    Column("grad", "optim/grad_norm", ".2f"),
+    Column("lr", "optim/lr", ".1e"),
+    Column("speed", "data/tokens_per_second", "tokens/s"),
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainSFT(TrainerRun):
+    """Supervised fine-tuning (conf/sft.yaml)."""
+
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    algorithm: SFTConfig = field(default_factory=SFTConfig)
+
+    def __post_init__(self) -> None:
+        check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
+
+    def traits(self) -> Traits:
+        return self.batch_traits()
+
+    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
+        return load_supervised(location, self.data, tokenizer, first=first)
+
+
+def build(job: TrainerJob[TrainSFT]) -> Built:
+    train, validation = job.load(load_supervised)
+    policy = job.policy()
+    job.describe(train, policy.model)
+    return Built(algorithm=SFT(job.config.algorithm, policy, train=train, validation=validation, **job.common), model=policy.model)
+
+
+RECIPE = Recipe(name="sft", config=TrainSFT, build=build, script="train_sft.py", columns=COLUMNS)

@@ -15,20 +15,36 @@ goes on with those that it had, in the middle of an iteration or of its sampling
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, Kept, PairIterations
-from aligner.algorithms.learnt import accounted
-from aligner.algorithms.loop import Clock
-from aligner.algorithms.online import OnlineTask
 from aligner.algorithms.online_dpo import MovingReference
 from aligner.data.collate import supervised_batch
-from aligner.data.demonstrations import Demonstration
+from aligner.data.config import DemonstrationDataConfig
+from aligner.data.demonstrations import Demonstration, load_demonstrations
 from aligner.data.loader import EpochSampler
 from aligner.data.preferences import PreferencePair
+from aligner.data.report import LoadReport
+from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
+from aligner.loop import lengths
+from aligner.loop.config import check_best_metric
+from aligner.loop.learnt import accounted
+from aligner.loop.loop import Clock
+from aligner.loop.recipe import Built, Recipe, Traits
+from aligner.online.config import OnlineRun, check_iterated
+from aligner.online.kept_files import KeptFiles
+from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
-from aligner.types import SampleRow
+from aligner.reporting.formats import Column, Goal
+from aligner.types import Prompt, SampleRow
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from aligner.online.job import OnlineJob
 
 REPORTS = ("validation/loss",)  # of a validation
 
@@ -38,14 +54,14 @@ class SPINConfig(IterationConfig):
     """Settings of SPIN."""
 
     epochs_per_iteration: int = 2
-    validation_batch_size: int = 64
+    validation_batch_size: int = 64  # examples per forward batch of a validation
 
     def __post_init__(self) -> None:
         IterationConfig.__post_init__(self)
         if self.validation_batch_size < 1:
             raise ConfigError(f"algorithm.validation_batch_size={self.validation_batch_size}: must be at least 1")
-        if not self.loss.needs_reference or self.loss.needs_margins:
-            raise ConfigError(f"algorithm.loss={self.loss.value}: needs one with a reference and without rewards, such as sigmoid")
+        if not self.variant.needs_reference or self.variant.needs_margins:
+            raise ConfigError(f"algorithm.loss={self.variant.value}: needs one with a reference and without rewards, such as sigmoid")
 
 
 class SPIN(PairIterations):
@@ -105,3 +121,69 @@ def pairs_of(examples: Sequence[tuple[Demonstration, Answer]]) -> list[Preferenc
         for given, answer in examples
         if given.response != answer.tokens
     ]
+
+
+COLUMNS = (
+    Column("iteration", "spin/iteration", ".0f"),
+    Column("loss", "preference/loss", ".4f", Goal.lowest),
+    Column("accuracy", "preference/accuracy", "percent", Goal.highest),
+    Column("margin", "preference/margin", ".3f", Goal.highest),
+    Column("val loss", "validation/loss", ".4f", Goal.lowest),
+    Column("same", "spin/identical", "percent"),
+    Column("grad", "optim/grad_norm", ".2f"),
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainSPIN(OnlineRun):
+    """Self-play fine-tuning (conf/spin.yaml)."""
+
+    data: DemonstrationDataConfig = field(default_factory=DemonstrationDataConfig)
+    algorithm: SPINConfig = field(default_factory=SPINConfig)
+
+    def __post_init__(self) -> None:
+        check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
+        check_iterated(self)
+
+    def traits(self) -> Traits:
+        return self.actor_traits(unit=2, has_reference=True)
+
+    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
+        return load_demonstrations(location, self.data, tokenizer, first=first)
+
+    def with_lengths(self, context: lengths.Context) -> Self:
+        return lengths.sampled(lengths.examples(self, context), context)
+
+    def check_complete(self) -> None:
+        self.check_given_rewards()
+
+
+def build(job: OnlineJob[TrainSPIN]) -> Built:
+    """The reference is the policy at the beginning of each iteration."""
+    config, settings = job.config, job.config.algorithm
+    sets: dict[str, Sequence[Demonstration]] = {}
+    task = job.task(with_reference=True, num_prompts=settings.batch_size, load=partial(_prompts, job, sets))
+    job.ready()
+    algorithm = SPIN(
+        settings,
+        job.policy,
+        task,
+        job.moving_reference(task),
+        KeptFiles(job.session.directory.path / "spin", Answer),
+        train=sets["train"],
+        validation=sets["validation"],
+        settings=repr(config.rollout.sampling),
+    )
+    job.session.say(algorithm.summary())
+    return Built(algorithm=algorithm, model=job.policy.model)
+
+
+def _prompts(
+    job: OnlineJob[TrainSPIN], sets: dict[str, Sequence[Demonstration]], tokenizer: Tokenizer
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Fills `sets`; gives the task its prompts. No response is sampled in a validation."""
+    sets["train"], sets["validation"] = job.load(load_demonstrations, tokenizer)
+    return [one.prompt for one in sets["train"]], []
+
+
+RECIPE = Recipe(name="spin", config=TrainSPIN, build=build, script="train_spin.py", columns=COLUMNS)

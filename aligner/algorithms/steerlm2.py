@@ -11,24 +11,35 @@ had them. Against DPO (`dpo.py`): all n responses are weighed at once, by an att
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from aligner.algorithms.epochs import BatchConfig, Stateless
-from aligner.algorithms.learnt import of_mask
-from aligner.algorithms.loop import Clock, StepResult
 from aligner.data.collate import supervised_batch
+from aligner.data.config import ProposalDataConfig
 from aligner.data.loader import EpochSampler
-from aligner.data.proposals import OF_PROPOSAL, ProposedGroup
+from aligner.data.proposals import OF_PROPOSAL, ProposedGroup, load_proposals
+from aligner.data.report import LoadReport
+from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
+from aligner.loop.config import TrainerRun, check_best_metric, check_layout
+from aligner.loop.epochs import BatchConfig, Stateless
+from aligner.loop.learnt import of_mask
+from aligner.loop.loop import Clock, StepResult
+from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.steerlm import importance_weights, response_coefficients, steerlm_loss
 from aligner.metrics import values
+from aligner.models.config import Architecture
+from aligner.planner.workload import Phase
 from aligner.protocols import Policy
+from aligner.reporting.formats import Column, Goal
 from aligner.types import LabeledBatch
+
+if TYPE_CHECKING:
+    from aligner.loop.trainer_job import TrainerJob
 
 REPORTS = ("validation/kl",)  # of a validation
 
@@ -46,7 +57,7 @@ class SteerLM2Config(BatchConfig):
 
     batch_size: int = 16  # prompts, each with all of its responses
     validation_batch_size: int = 16
-    proposal: Proposal = Proposal.records
+    proposal: Proposal = Proposal.records  # what gives the log-prob of a response under its sampler: the records, or the run's start model
 
 
 class Reference(Protocol):
@@ -142,3 +153,45 @@ class SteerLM2(Stateless):
 
 def _column(groups: Sequence[Sequence[float] | None]) -> Tensor:
     return torch.tensor([number for group in groups for number in group or ()], dtype=torch.float64)
+
+
+COLUMNS = (
+    Column("KL", "steerlm/kl", ".4f", Goal.lowest),
+    Column("val KL", "validation/kl", ".4f", Goal.lowest),
+    Column("effective", "steerlm/effective_responses", ".2f"),
+    Column("grad", "optim/grad_norm", ".2f"),
+    Column("lr", "optim/lr", ".1e"),
+    Column("speed", "data/tokens_per_second", "tokens/s"),
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainSteerLM2(TrainerRun):
+    """SteerLM 2 (conf/steerlm2.yaml)."""
+
+    data: ProposalDataConfig = field(default_factory=ProposalDataConfig)
+    algorithm: SteerLM2Config = field(default_factory=SteerLM2Config)
+    has_frozen_start = True
+
+    def __post_init__(self) -> None:
+        check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
+
+    def traits(self) -> Traits:
+        return self.batch_traits(rows=self.algorithm.batch_size * (self.data.num_responses or 4), phases=(Phase.logprobs,))
+
+    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
+        return load_proposals(location, self.data, tokenizer, first=first)
+
+    def check(self, architecture: Architecture, num_ranks: int) -> None:
+        check_layout(self.model, self.parallel, architecture, num_ranks)  # batches are of prompts, each with several responses
+
+
+def build(job: TrainerJob[TrainSteerLM2]) -> Built:
+    settings = job.config.algorithm
+    train, validation = job.load(load_proposals)
+    policy = job.policy()
+    reference = job.reference(policy) if settings.proposal is Proposal.start else None
+    return Built(algorithm=SteerLM2(settings, policy, reference, train=train, validation=validation, **job.common), model=policy.model)
+
+
+RECIPE = Recipe(name="steerlm2", config=TrainSteerLM2, build=build, script="train_steerlm2.py", columns=COLUMNS)

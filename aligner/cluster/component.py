@@ -31,11 +31,11 @@ class Component:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or self.name in ("run", "launcher"):
-            raise ConfigError(f"Component.name is {self.name!r}; allowed: letters, digits, '_' and '-', but not 'run' or 'launcher'")
+            raise ConfigError(f"component name {self.name!r}; allowed: letters, digits, '_' and '-', but not 'run' or 'launcher'")
         if not self.command:
-            raise ConfigError(f"Component.command of {self.name} is empty; allowed: a program and its arguments")
+            raise ConfigError(f"component {self.name}: no command; allowed: a program and its arguments")
         if self.num_processes < 1:
-            raise ConfigError(f"Component.num_processes of {self.name} is {self.num_processes}; allowed: >= 1")
+            raise ConfigError(f"component {self.name}: num_processes={self.num_processes}: must be at least 1")
 
     def prefix(self, rank: int) -> str:
         """How a rank is called in the output."""

@@ -62,16 +62,16 @@ class PromptDataConfig:
     `datasets:NAME:CONFIG:SPLIT`.
     """
 
-    train: str = "???"  # required
-    validation: str = ""
+    train: str = "???"  # required: a jsonl, json or parquet file, a directory of them, or datasets:NAME[:SPLIT]
+    validation: str = ""  # prompts to validate on, given as `train` is; empty: none
     num_validation_prompts: int = 128  # the first so many usable ones
     max_prompt_length: int = 0  # tokens; 0: what the model's context leaves beside the response (docs/data.md)
     overlong: Overlong = Overlong.drop  # what is longer: drop (and count), truncate (its beginning) or refuse
     prompt_field: str = ""  # name of the field with the prompt; empty: `prompt`, `messages`, `text` or `instruction`, whichever is there
-    answer_field: str = "answer"
+    answer_field: str = "answer"  # name of the field with the reference answer, which reward functions get
     apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
     add_bos: bool = True  # for plain text, where the tokenizer has one; a chat template brings its own
-    bad_lines: BadLines = BadLines.fail
+    bad_lines: BadLines = BadLines.fail  # records that cannot be used: fail: list them and do not start; skip: drop and count them
 
     def __post_init__(self) -> None:
         _require_length(1, max_prompt_length=self.max_prompt_length)
@@ -86,11 +86,11 @@ class PromptDataConfig:
 class ExampleDataConfig:
     """What examples to learn from have in common. `train`, `validation` as in `PromptDataConfig`."""
 
-    train: str = "???"  # required
-    validation: str = ""
+    train: str = "???"  # required: a jsonl, json or parquet file, a directory of them, or datasets:NAME[:SPLIT]
+    validation: str = ""  # data to validate on, given as `train` is; empty: none
     max_length: int = 0  # tokens of an example; 0: the model's context
     overlong: Overlong = Overlong.drop  # what is longer: drop (and count), truncate (its end) or refuse
-    bad_lines: BadLines = BadLines.fail
+    bad_lines: BadLines = BadLines.fail  # records that cannot be used: fail: list them and do not start; skip: drop and count them
 
     def __post_init__(self) -> None:
         _require_length(2, max_length=self.max_length)
@@ -103,10 +103,10 @@ class SFTDataConfig(ExampleDataConfig):
     """Prompts with responses; `max_length` counts prompt, response and end token."""
 
     prompt_field: str = ""  # with response_field: their names; empty: messages, prompt/response, input/output or instruction/input/output
-    response_field: str = ""
-    learn: Learn = Learn.responses
-    apply_chat_template: bool = False
-    add_bos: bool = True
+    response_field: str = ""  # name of the field with the response; with prompt_field
+    learn: Learn = Learn.responses  # which text is learnt: every response, the last response alone, or everything but the first token
+    apply_chat_template: bool = False  # wrap plain-text prompt and response as a user and an assistant message
+    add_bos: bool = True  # for plain text, where the tokenizer has one; a chat template brings its own
 
     def __post_init__(self) -> None:
         ExampleDataConfig.__post_init__(self)
@@ -122,8 +122,8 @@ class SFTDataConfig(ExampleDataConfig):
 class PreferenceDataConfig(ExampleDataConfig):
     """Chosen and rejected responses; `max_length` holds for each of the two."""
 
-    apply_chat_template: bool = False
-    add_bos: bool = True
+    apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
+    add_bos: bool = True  # for plain text, where the tokenizer has one; a chat template brings its own
 
 
 @dataclass(kw_only=True, slots=True)
@@ -159,7 +159,7 @@ class ProposalDataConfig(ExampleDataConfig):
     """Several responses to each prompt, with log-probs; `max_length` holds for each row."""
 
     num_responses: int = 0  # the first so many of each record; 0: all, and all records have as many
-    add_bos: bool = True
+    add_bos: bool = True  # begin every row with the beginning-of-sequence token, where the tokenizer has one
 
     def __post_init__(self) -> None:
         ExampleDataConfig.__post_init__(self)
@@ -182,7 +182,7 @@ class RequestDataConfig(PromptDataConfig):
     `attributes`, such as quality:4,toxicity:0, are asked of every response, which is then written in SteerLM's format.
     """
 
-    attributes: str = ""
+    attributes: str = ""  # asked of every response in SteerLM's format, such as quality:4,toxicity:0; empty: none
     system: str = ""  # of conversations that have none, in SteerLM's format
 
     def __post_init__(self) -> None:

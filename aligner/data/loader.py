@@ -17,7 +17,7 @@ class EpochSampler:
     def __init__(self, size: int, batch_size: int, seed: int, shuffle: bool = True) -> None:
         for name, value, minimum in (("size", size, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
             if value < minimum:
-                raise ConfigError(f"EpochSampler.{name} is {value}, allowed: at least {minimum}")
+                raise ConfigError(f"{name}={value}: must be at least {minimum}")
         self.size = size
         self.batch_size = batch_size
         self.seed = seed

@@ -28,7 +28,7 @@ class RegressionDataConfig(PreferenceDataConfig):
     `PreferenceDataConfig`. `attributes` names the numbers of a label in their order, and so the model's outputs.
     """
 
-    attributes: list[str] = field(default_factory=lambda: list(STEERLM_ATTRIBUTES))
+    attributes: list[str] = field(default_factory=lambda: list(STEERLM_ATTRIBUTES))  # names of a label's numbers, in order
 
     def __post_init__(self) -> None:
         PreferenceDataConfig.__post_init__(self)

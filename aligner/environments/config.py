@@ -31,13 +31,13 @@ class EnvironmentConfig:
     called once in each process with `arguments`; empty: responses of one turn, without an environment.
     """
 
-    function: str = ""
-    arguments: dict[str, Any] = field(default_factory=dict)
+    function: str = ""  # package.module:Class or path/to/file.py:Class of an environment; empty: none, a response is one turn
+    arguments: dict[str, Any] = field(default_factory=dict)  # keyword arguments with which `function` is called, once in each process
     max_turns: int = 8  # of the policy; an episode that is not done then counts as truncated
     timeout_seconds: float = 30.0  # of one step, with the reset before the first
-    on_error: OnEnvironmentError = OnEnvironmentError.stop
+    on_error: OnEnvironmentError = OnEnvironmentError.stop  # stop: the run ends; invalid: the episode gets no reward and is counted
     num_workers: int = 32  # steps at a time, in each process that samples
-    form: ObservationForm = ObservationForm.auto
+    form: ObservationForm = ObservationForm.auto  # what is put around an observation: turns of the chat template, or prefix and suffix
     role: str = "user"  # of observations in a chat; `tool` where the template knows it
     prefix: str = ""  # plain: before the text of an observation; special tokens may be written out
     suffix: str = ""  # plain: behind it

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from aligner.errors import CheckpointError
-from aligner.jobs.parts import name_special_tokens
+from aligner.loop.parts import name_special_tokens
 from aligner.models import checkpoint, create
 from aligner.models.build import Transformer, build_language_model, build_scalar_model
 from aligner.models.config import Dtype, ModelConfig

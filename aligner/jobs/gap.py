@@ -15,16 +15,17 @@ from pathlib import Path
 
 import torch
 
+from aligner.algorithms.registry import recipe_of, recipes
 from aligner.config import compose, fingerprint, from_yaml, schema_of
 from aligner.data.collate import rollout_batch
 from aligner.data.prompts import load_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs.gap_report import NUM_WORST, GapReport, TokenGap, Tolerance, to_json, to_text
-from aligner.jobs.lengths import fill
-from aligner.jobs.parts import load_model_files
-from aligner.jobs.programs import RECIPES, Job, recipe_of
-from aligner.jobs.session import see_own_gpus
+from aligner.loop.config import JobRun
+from aligner.loop.lengths import fill
+from aligner.loop.parts import load_model_files
+from aligner.loop.session import see_own_gpus
 from aligner.losses.gap import gap_metrics
 from aligner.metrics import values
 from aligner.models import create
@@ -33,13 +34,13 @@ from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.policy import MegatronPolicy
 from aligner.models.probe import trace_model
 from aligner.models.tracing import Difference, Place, Trace, differences
+from aligner.online.config import OnlineRun
 from aligner.parallel import launch, platform, topology
 from aligner.parallel.collectives import gather_objects
 from aligner.rollout.create import create_engine
 from aligner.rollout.lifecycle import PhasedEngine
 from aligner.rollout.megatron import MegatronEngine
 from aligner.rollout.probe import SequenceProbe
-from aligner.schemas import OnlineRun
 from aligner.types import LogprobKind, Prompt, Rollout, RolloutBatch
 
 DIFFERS = 1  # exit code; a mistake in what was asked is 2, as everywhere
@@ -94,12 +95,12 @@ def load(name: str, overrides: Sequence[str], *, random_prompts: bool) -> Online
     directory = Path(name)
     if (directory / "config.yaml").is_file():
         text = (directory / "config.yaml").read_text()
-        config = from_yaml(_sampling(name, schema_of([schema for schema, _ in RECIPES.values()], text)), text, [*overrides, *given])
+        config = from_yaml(_sampling(name, schema_of([recipe.config for recipe in recipes().values()], text)), text, [*overrides, *given])
         newest = directory / "checkpoints" / "policy"
         if newest.is_dir() and not any(override.startswith("model.path=") for override in overrides):
             config.model = _trained(config.model, newest)
         return config
-    return compose(_sampling(name, RECIPES[recipe_of(name)][0]), name, [*overrides, *given])
+    return compose(_sampling(name, recipe_of(name).config), name, [*overrides, *given])
 
 
 def _trained(model: ModelConfig, newest: Path) -> ModelConfig:
@@ -140,9 +141,9 @@ def compare(config: OnlineRun, layout: topology.Topology, options: Options) -> G
     )
 
 
-def _sampling(name: str, schema: type[Job]) -> type[OnlineRun]:
+def _sampling(name: str, schema: type[JobRun]) -> type[OnlineRun]:
     if not issubclass(schema, OnlineRun):
-        allowed = ", ".join(recipe for recipe, (one, _) in RECIPES.items() if issubclass(one, OnlineRun))
+        allowed = ", ".join(recipe for recipe, one in recipes().items() if issubclass(one.config, OnlineRun))
         raise ConfigError(f"config {name}: this kind of run does not sample; allowed: {allowed}, or a run directory of one")
     return schema
 

@@ -6,14 +6,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from aligner.algorithms.registry import recipe_of
 from aligner.cluster.component import Component
 from aligner.cluster.local import launch
 from aligner.cluster.run_directory import RunDirectory
 from aligner.config import compose
-from aligner.jobs.programs import RECIPES, SCRIPTS, programs, recipe_of
-from aligner.schemas import OnlineRun
-
-__all__ = ["RECIPES", "SCRIPTS", "launch_local", "recipe_of"]
+from aligner.jobs.programs import programs
 
 
 def launch_local(name: str, overrides: Sequence[str], *, num_processes: int = 0) -> int:
@@ -22,10 +20,9 @@ def launch_local(name: str, overrides: Sequence[str], *, num_processes: int = 0)
     `name` is a file stem in conf/; `num_processes` overrides the config's number of actor processes. Raises ConfigError before anything
     starts.
     """
-    config = compose(RECIPES[recipe_of(name)][0], name, overrides)
+    config = compose(recipe_of(name).config, name, overrides)
     found = programs(name, config, overrides, num_processes=num_processes)
-    if isinstance(config, OnlineRun):
-        config.check_rewarded()
+    config.check_complete()
     components = [
         Component(
             name=program.component,
@@ -37,5 +34,5 @@ def launch_local(name: str, overrides: Sequence[str], *, num_processes: int = 0)
         for index, program in enumerate(found)
     ]
     servers = [component.name for component in components if not component.main]
-    launcher = config.launcher if isinstance(config, OnlineRun) else None
+    launcher = getattr(config, "launcher", None)
     return launch(components, run_directory=RunDirectory(Path(config.run.directory)).create(), config=launcher, expect_services=servers)

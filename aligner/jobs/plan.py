@@ -7,40 +7,20 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
-from aligner.algorithms.ai_feedback import ROWS
-from aligner.algorithms.chains import Pairs
+from aligner.algorithms.registry import recipe_of
 from aligner.config import compose
 from aligner.errors import CheckpointError, ConfigError
-from aligner.jobs import checks
-from aligner.jobs.lengths import fill, readers
-from aligner.jobs.programs import RECIPES, Job, Trainer, recipe_of
+from aligner.loop.config import JobRun
+from aligner.loop.lengths import fill
+from aligner.loop.recipe import Server
 from aligner.models import create
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import report, search
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.estimate import Scales, named, plan_component
-from aligner.planner.workload import Component, Engine, Head, Phase, Work
+from aligner.planner.workload import Component, Engine, Head, Phase
 from aligner.rollout.config import RolloutConfig
-from aligner.schemas import (
-    ConstitutionalAI,
-    Generate,
-    OnlineRun,
-    TrainDPO,
-    TrainGRPO,
-    TrainKTO,
-    TrainOnlineDistillation,
-    TrainOnlineDPO,
-    TrainPPO,
-    TrainProcessRewardModel,
-    TrainRegressionRewardModel,
-    TrainRewardModel,
-    TrainSelfRewarding,
-    TrainSPIN,
-    TrainSteerLM2,
-    WriteTeacherLogprobs,
-    WritingRun,
-)
 
 MIB = 2**20
 
@@ -74,174 +54,59 @@ def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top
     )
 
 
-def load(name: str, overrides: Sequence[str]) -> Job:
+def load(name: str, overrides: Sequence[str]) -> JobRun:
     """The composed config; data need not be named."""
-    schema, _ = RECIPES[recipe_of(name)]
-    return compose(schema, name, ["data.train=not-read", *overrides])
+    return compose(recipe_of(name).config, name, ["data.train=not-read", *overrides])
 
 
-def components(config: Job) -> list[Component]:
+def components(config: JobRun) -> list[Component]:
     """The components that a run of this config starts, the training one first. Lengths that are not set are as long as in the run.
 
-    Raises ConfigError for settings that it would refuse at its start (`aligner.jobs.lengths`, `aligner.jobs.checks`).
+    Raises ConfigError for settings that it would refuse at its start (`JobRun.with_lengths`, `JobRun.check`).
     """
-    models = {key: _own_or_actors(attrgetter(key)(config), config.model) for key in readers(config)}
+    models = {key: _own_or_actors(attrgetter(key)(config), config.model) for key in config.readers()}
     config = fill(config, {key: create.context_length(model, _architecture(key, model)) for key, model in models.items()})
-    if isinstance(config, OnlineRun):
-        found = [_actor(config)]
-        if isinstance(config, TrainPPO):
-            found.append(_critic(config))
-        return found + ([_reward(config)] if config.reward.serve and not config.reward.function.function else [])
-    if isinstance(config, ConstitutionalAI):
-        return [_constitutional(config)]
-    return [_writer(config)] if isinstance(config, WritingRun) else [_trainer(config)]
+    return [_main(config), *(_server(config, server) for server in config.servers() if server.work is not None)]
 
 
-def _actor(config: OnlineRun) -> Component:
-    algorithm = config.algorithm
-    has_reference = isinstance(config, (TrainPPO, TrainSPIN, TrainSelfRewarding, TrainOnlineDistillation)) or (
-        isinstance(config, (TrainGRPO, TrainOnlineDPO)) and algorithm.needs_reference
-    )
-    phases = {
-        Phase.generate: True,
-        Phase.logprobs: isinstance(config, TrainPPO) or (isinstance(config, TrainGRPO) and algorithm.needs_old_logprobs),
-        Phase.ref_logprobs: has_reference,
-        Phase.train: True,
-    }
-    unit = 2 if isinstance(config, (TrainOnlineDPO, TrainSPIN, TrainSelfRewarding)) else 1
-    length, response = _rollout_length(config)
-    architecture = _architecture("model", config.model)
-    with named("actor"):
-        checks.check_actor(config, architecture, config.num_processes)
+def _main(config: JobRun) -> Component:
+    """The component that trains or writes."""
+    traits, architecture = config.traits(), _architecture("model", config.model)
+    with named(traits.role):
+        config.check(architecture, config.num_processes)
+    trains = Phase.train in traits.work.phases
     return Component(
-        name="actor",
-        head=Head.language,
+        name=traits.role,
+        head=traits.head,
         num_ranks=config.num_processes,
         architecture=architecture,
         model=_model(config.model, config.cluster),
         parallel=config.parallel,
-        optimizer=config.optimizer,
-        work=Work(
-            phases=tuple(phase for phase, wanted in phases.items() if wanted),
-            rows=algorithm.rollouts_per_step,
-            length=length,
-            response_length=response,
-            update_rows=algorithm.mini_batch_size * unit,
-            num_updates=algorithm.updates_per_step,
-            unit=unit,
-            extra_rows=_extra_rows(config),
-        ),
-        engine=_engine(config.rollout, config.parallel),
-        has_reference=has_reference,
-        saves_asynchronously=config.checkpoint.asynchronous,
+        optimizer=config.optimizer if trains else None,
+        work=traits.work,
+        engine=_engine(config.rollout, config.parallel) if traits.has_engine else None,
+        has_reference=traits.has_reference,
+        saves_asynchronously=trains and config.checkpoint.asynchronous,
     )
 
 
-def _extra_rows(config: OnlineRun) -> int:
-    """Sequences that are sampled in a step besides those that are learnt from."""
-    if isinstance(config, TrainSelfRewarding):
-        return config.algorithm.judgements_per_step
-    return config.algorithm.greedy_per_round if isinstance(config, TrainGRPO) else 0
-
-
-def _critic(config: TrainPPO) -> Component:
-    critic, rows = config.critic, config.algorithm.rollouts_per_step
-    model = _own_or_actors(critic.model, config.model)
-    length, response = _rollout_length(config)
-    architecture = _architecture("critic.model", model)
-    with named("critic"):
-        checks.check_critic(config, model, architecture, critic.num_processes)
+def _server(config: JobRun, server: Server) -> Component:
+    """A component that answers it; without a model of its own it has the other's."""
+    key = f"{server.name}.model"
+    model = _own_or_actors(server.model, config.model)
+    architecture = _architecture(key, model)
+    with named(server.name):
+        server.check(model, architecture, server.num_ranks)
     return Component(
-        name="critic",
+        name=server.name,
         head=Head.scalar,
-        num_ranks=critic.num_processes,
+        num_ranks=server.num_ranks,
         architecture=architecture,
         model=_model(model, config.cluster),
-        parallel=critic.parallel,
-        optimizer=critic.optimizer,
-        work=Work(
-            phases=(Phase.values, Phase.train),
-            rows=rows,
-            length=length,
-            response_length=response,
-            update_rows=min(rows, critic.mini_batch_size),
-            num_updates=-(-rows // critic.mini_batch_size) * critic.num_epochs,
-        ),
-        saves_asynchronously=config.checkpoint.asynchronous,
-    )
-
-
-def _reward(config: OnlineRun) -> Component:
-    reward = config.reward
-    model = _own_or_actors(reward.model, config.model)
-    length, response = _rollout_length(config)
-    architecture = _architecture("reward.model", model)
-    with named("reward"):
-        checks.check_reward_model(config, model, architecture, reward.num_processes)
-    return Component(
-        name="reward",
-        head=Head.scalar,
-        num_ranks=reward.num_processes,
-        architecture=architecture,
-        model=_model(model, config.cluster),
-        parallel=reward.parallel,
-        optimizer=None,
-        work=Work(phases=(Phase.scores,), rows=config.algorithm.rollouts_per_step, length=length, response_length=response),
-    )
-
-
-def _writer(config: WritingRun) -> Component:
-    engine, response = None, 0
-    if isinstance(config, Generate):
-        engine, response = _engine(config.rollout, config.parallel), config.rollout.sampling.max_response_length
-    length = (config.data.max_prompt_length if isinstance(config, Generate) else config.data.max_length) + response
-    phase = Phase.generate if engine else Phase.scores if config.scores else Phase.logprobs
-    rows = config.algorithm.shard_size if isinstance(config, WriteTeacherLogprobs) else config.algorithm.part_size
-    architecture = _architecture("model", config.model)
-    with named("writer"):
-        checks.check_writer(config, architecture, config.num_processes)
-    return Component(
-        name="writer",
-        head=Head.scalar if config.scores else Head.language,
-        num_ranks=config.num_processes,
-        architecture=architecture,
-        model=_model(config.model, config.cluster),
-        parallel=config.parallel,
-        optimizer=None,
-        work=Work(phases=(phase,), rows=rows, length=length, response_length=response or length),
-        engine=engine,
-    )
-
-
-def _constitutional(config: ConstitutionalAI) -> Component:
-    """A model that samples and compares; a judge with weights of its own takes their place as a reference does."""
-    algorithm, response = config.algorithm, config.rollout.sampling.max_response_length
-    samples, has_judge = algorithm.samples_per_chain, bool(config.judge.path)
-    phases = {
-        Phase.generate: samples > 0,
-        Phase.logprobs: algorithm.pairs is not Pairs.none and not has_judge,
-        Phase.ref_logprobs: has_judge,
-    }
-    length = max(config.data.max_prompt_length, config.data.max_history_length) + (response if samples else 0)
-    architecture = _architecture("model", config.model)
-    with named("writer"):
-        checks.check_writer(config, architecture, config.num_processes)
-    return Component(
-        name="writer",
-        head=Head.language,
-        num_ranks=config.num_processes,
-        architecture=architecture,
-        model=_model(config.model, config.cluster),
-        parallel=config.parallel,
-        optimizer=None,
-        work=Work(
-            phases=tuple(phase for phase, wanted in phases.items() if wanted),
-            rows=algorithm.part_size * algorithm.num_chains * (samples or ROWS * algorithm.num_questions),
-            length=length,
-            response_length=response,
-        ),
-        engine=_engine(config.rollout, config.parallel) if samples else None,
-        has_reference=has_judge,
+        parallel=server.parallel,
+        optimizer=server.optimizer,
+        work=server.work,
+        saves_asynchronously=server.optimizer is not None and config.checkpoint.asynchronous,
     )
 
 
@@ -256,48 +121,6 @@ def _engine(rollout: RolloutConfig, parallel: ParallelConfig) -> Engine:
         asynchronous=rollout.asynchronous.max_staleness > 0,
         settings=rollout,
     )
-
-
-def _trainer(config: Trainer) -> Component:
-    pairs = isinstance(config, (TrainRewardModel, TrainDPO)) and not isinstance(
-        config, (TrainRegressionRewardModel, TrainProcessRewardModel)
-    )
-    rows = config.algorithm.batch_size * (2 if pairs else (config.data.num_responses or 4) if isinstance(config, TrainSteerLM2) else 1)
-    has_reference = isinstance(config, (TrainDPO, TrainKTO)) and config.algorithm.keeps_reference
-    needs_kl = isinstance(config, TrainKTO) and config.algorithm.loss.needs_kl  # of rows that are not trained on, and shorter
-    phases = {
-        Phase.ref_logprobs: has_reference,
-        Phase.logprobs: needs_kl or isinstance(config, TrainSteerLM2),
-        Phase.train: True,
-    }
-    architecture = _architecture("model", config.model)
-    with named("trainer"):
-        checks.check_trainer(config, architecture, config.num_processes)
-    return Component(
-        name="trainer",
-        head=Head.scalar if isinstance(config, TrainRewardModel) else Head.language,
-        num_ranks=config.num_processes,
-        architecture=architecture,
-        model=_model(config.model, config.cluster),
-        parallel=config.parallel,
-        optimizer=config.optimizer,
-        work=Work(
-            phases=tuple(phase for phase, wanted in phases.items() if wanted),
-            rows=rows,
-            length=config.data.max_length,
-            response_length=config.data.max_length,
-            update_rows=rows,
-            num_updates=1,
-            unit=2 if pairs else 1,
-        ),
-        has_reference=has_reference,
-        saves_asynchronously=config.checkpoint.asynchronous,
-    )
-
-
-def _rollout_length(config: OnlineRun) -> tuple[int, int]:
-    response = config.rollout.sampling.max_response_length
-    return config.data.max_prompt_length + response, response
 
 
 def _own_or_actors(own: ModelConfig, actors: ModelConfig) -> ModelConfig:

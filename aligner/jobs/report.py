@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from aligner.algorithms.registry import recipes
 from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import AlignerError, DataError, describe_os_error
-from aligner.jobs import columns
 from aligner.reporting import diagnosis
 from aligner.reporting.diagnosis_rules import RULES
+from aligner.reporting.formats import Column
 from aligner.reporting.jsonl import read_metrics
 from aligner.reporting.samples_report import before_and_after, text_of, write_report
 from aligner.reporting.summary import summary
@@ -26,13 +27,18 @@ def report(directory: Path, output: Path | None = None) -> int:
         write_report(run.path, output)
     except OSError as error:
         raise AlignerError(f"the report could not be written: {describe_os_error(error, output)}") from error
-    print(summary(run.metrics, columns.ANY))
+    print(summary(run.metrics, _columns()))
     for finding in diagnosis.diagnose(read_metrics(run.metrics), RULES).findings:
         print(f"\n{finding.text()}")
     if text := text_of(*before_and_after(run.validation)):
         print(f"\n{text}")
     print(f"\nwritten to {output}")
     return 0
+
+
+def _columns() -> list[Column]:
+    """Those of every recipe, each metric once: a table shows the ones that the run has."""
+    return list({column.metric: column for recipe in recipes().values() for column in recipe.columns}.values())
 
 
 def diagnose(directory: Path, *, as_json: bool = False) -> int:

@@ -6,22 +6,21 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from aligner.algorithms.ppo import TrainPPO
 from aligner.errors import ConfigError
-from aligner.jobs.announce import announced
-from aligner.jobs.checkpointing import CriticCheckpointer, load_critic
-from aligner.jobs.checks import check_critic, check_reward_model
-from aligner.jobs.lengths import with_lengths
-from aligner.jobs.parts import load_model_files, tokenizer_directory
-from aligner.jobs.session import Session, session
-from aligner.jobs.sources import pinned, pinned_base
+from aligner.loop.checkpointing import CriticCheckpointer, load_critic
+from aligner.loop.config import check_layout
+from aligner.loop.parts import load_model_files, tokenizer_directory, with_lengths
+from aligner.loop.session import Session, announced, session
+from aligner.loop.sources import pinned, pinned_base
 from aligner.losses.value import value_loss
 from aligner.models import create
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.guard import ReportingGuard
 from aligner.models.scalar_head import ScalarHead
+from aligner.online.config import OnlineRun
 from aligner.rewards.forms import OnSamples
 from aligner.rewards.load import build_reward_function
-from aligner.schemas import OnlineRun, TrainPPO
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.critic import CriticService
 from aligner.servers.intake import Operation
@@ -39,7 +38,7 @@ def serve_critic(config: TrainPPO) -> None:
         model_config = pinned_base(here, "critic.model", critic.model.or_else(config.model))
         _, architecture = load_model_files(model_config)
         with_lengths(config)  # raises where the longest rollout does not fit
-        check_critic(config, model_config, architecture, here.topology.world_size)
+        config.check_critic(model_config, architecture, here.topology.world_size)
         updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs
         training = create.training(
             model_config, critic.optimizer, total_steps=config.loop.max_steps * updates, guard=ReportingGuard(config.guard)
@@ -82,7 +81,7 @@ def serve_reward_model(config: OnlineRun) -> None:
                 raise ConfigError(f"reward.serve=true: {reward.function.function} wants whole samples, and a server is sent texts only")
             service = FunctionRewardService(function, name=reward.function.function, decode=tokenizer.decode)
         else:
-            check_reward_model(config, model_config, architecture, here.topology.world_size)
+            check_layout(model_config, reward.parallel, architecture, here.topology.world_size)
             training = create.training(model_config, None)
             model = create.create_reward_model(model_config, architecture, reward.parallel, here.topology, training)
             _check_weights(reward.attribute_weights, model.head)

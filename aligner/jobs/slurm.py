@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from aligner.algorithms.registry import recipe_of
 from aligner.cluster.exit_codes import ExitCode
-from aligner.cluster.run_directory import CRITIC, POLICY, REWARD_MODEL, RunDirectory
+from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.script import render
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, to_json
 from aligner.config import compose, conf_directory
 from aligner.errors import AlignerError, ConfigError, LaunchError
-from aligner.jobs.programs import RECIPES, SCRIPTS, Job, Program, programs, recipe_of
+from aligner.jobs.programs import SCRIPTS, Program, programs
+from aligner.loop.config import JobRun
 from aligner.planner.config import ClusterConfig, Device
-from aligner.schemas import OnlineRun, TrainPPO, TrainRewardModel
 
 SPEC_LINE = "ALIGNER_SPEC="
 _LOOPBACK = "127.0.0.1"
@@ -62,7 +63,7 @@ def title_of(name: str) -> str:
     return first.removeprefix("#").strip()
 
 
-def job_spec(name: str, config: Job, overrides: Sequence[str]) -> JobSpec:
+def job_spec(name: str, config: JobRun, overrides: Sequence[str]) -> JobSpec:
     """What the conductor runs for this config. Raises ConfigError where ranks do not fill nodes, or layouts do not fit ranks."""
     overrides = [*overrides, *_reachable(config)]
     found = programs(name, config, overrides)
@@ -71,35 +72,24 @@ def job_spec(name: str, config: Job, overrides: Sequence[str]) -> JobSpec:
         name=name,
         run_directory=str(RunDirectory(Path(config.run.directory)).path),
         max_steps=config.loop.max_steps,
-        checkpoints=_checkpoints(config),
+        checkpoints=tuple(config.traits().checkpoints),
         components=tuple(_component(program, config.cluster) for program in found),
         preflight=preflight,
         slurm=config.slurm,
     )
 
 
-def _compose(name: str, overrides: Sequence[str], *, may_be_incomplete: bool) -> Job:
+def _compose(name: str, overrides: Sequence[str], *, may_be_incomplete: bool) -> JobRun:
     """The config; a script that is only rendered gets the data's path when it is submitted."""
-    schema, _ = RECIPES[recipe_of(name)]
-    config = compose(schema, name, ["data.train=given-later", *overrides] if may_be_incomplete else overrides)
-    if isinstance(config, OnlineRun) and not may_be_incomplete:
-        config.check_rewarded()
+    config = compose(recipe_of(name).config, name, ["data.train=given-later", *overrides] if may_be_incomplete else overrides)
+    if not may_be_incomplete:
+        config.check_complete()
     return config
 
 
-def _reachable(config: Job) -> list[str]:
+def _reachable(config: JobRun) -> list[str]:
     """Settings that let the other nodes reach the servers, where the user has not said how: their gateways may listen everywhere."""
-    if not isinstance(config, OnlineRun):
-        return []
-    servers = {"critic": config.critic.server} if isinstance(config, TrainPPO) else {}
-    servers |= {"reward": config.reward.server} if config.reward.serve else {}
-    return [f"{name}.server.host=0.0.0.0" for name, server in servers.items() if server.host == _LOOPBACK]
-
-
-def _checkpoints(config: Job) -> tuple[str, ...]:
-    if isinstance(config, TrainPPO):
-        return (POLICY, CRITIC)
-    return (REWARD_MODEL,) if isinstance(config, TrainRewardModel) else (POLICY,)
+    return [f"{server.name}.server.host=0.0.0.0" for server in config.servers() if server.settings.host == _LOOPBACK]
 
 
 def _component(program: Program, cluster: ClusterConfig) -> ComponentSpec:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
+from aligner.algorithms.registry import recipe_of, recipes
 from aligner.config import compose
 from aligner.data.config import BadLines
 from aligner.data.inspection import BRACKETS, COLOURS, Lengths, View, duplicates, histogram, lengths_of, render, view_of
@@ -17,7 +18,7 @@ from aligner.data.report import LoadReport, NoUsableRecord
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs.preflight.samples import fitted, load_sample
-from aligner.jobs.programs import RECIPES, Job, recipe_of
+from aligner.loop.config import JobRun
 from aligner.models.checkpoint_files import LATEST, resolve
 
 # Kinds of data, and a recipe that reads them.
@@ -87,7 +88,7 @@ def validate(target: str, overrides: Sequence[str], options: Options) -> int:
     return BAD if any(finding.report.num_bad for finding in findings) else 0
 
 
-def inspect(config: Job, location: str, tokenizer: Tokenizer) -> tuple[Finding, list[View]]:
+def inspect(config: JobRun, location: str, tokenizer: Tokenizer) -> tuple[Finding, list[View]]:
     """Every record of `location`, read as the job would; bad ones are reported, whatever data.bad_lines says."""
     lenient = replace(config, data=replace(config.data, bad_lines=BadLines.skip))
     try:
@@ -159,31 +160,31 @@ def _show_samples(views: Sequence[View], tokenizer: Tokenizer, out: TextIO) -> N
             print(render(row, tokenizer, marks), file=out)
 
 
-def _config(target: str, overrides: Sequence[str], options: Options) -> Job:
+def _config(target: str, overrides: Sequence[str], options: Options) -> JobRun:
     if not options.kind:
         if options.tokenizer:
             raise ConfigError("--tokenizer: is for --kind; with a config give model.tokenizer=DIR")
-        return compose(RECIPES[recipe_of(target)][0], target, overrides)
+        return compose(recipe_of(target).config, target, overrides)
     recipe = KINDS.get(options.kind)
-    if recipe not in RECIPES:
-        raise ConfigError(f"--kind {options.kind}: allowed: {', '.join(kind for kind, name in KINDS.items() if name in RECIPES)}")
+    if recipe not in recipes():
+        raise ConfigError(f"--kind {options.kind}: allowed: {', '.join(kind for kind, name in KINDS.items() if name in recipes())}")
     if not options.tokenizer:
         raise ConfigError("--kind: needs --tokenizer DIR, the directory with the tokenizer of the model")
     given = [f"data.train={json.dumps(target)}", f"model.tokenizer={json.dumps(options.tokenizer)}"]
-    return compose(RECIPES[recipe][0], recipe, [*given, *overrides])
+    return compose(recipes()[recipe].config, recipe, [*given, *overrides])
 
 
-def _with_lengths(config: Job, tokenizer: Tokenizer, options: Options) -> Job:
+def _with_lengths(config: JobRun, tokenizer: Tokenizer, options: Options) -> JobRun:
     """With the lengths of the job; of a file alone with those of the model beside the tokenizer, where there is one (else any length)."""
     if options.kind and not config.model.path:
         if not (Path(options.tokenizer) / "config.json").exists():
             return config
         data = fitted(replace(config, model=replace(config.model, path=options.tokenizer)), tokenizer).data
         return replace(config, data=data)
-    return fitted(config, tokenizer)
+    return fitted(config)
 
 
-def _tokenizer(config: Job) -> Tokenizer:
+def _tokenizer(config: JobRun) -> Tokenizer:
     """That of the model which the data are for, also beside a checkpoint."""
     path = Path(config.model.tokenizer_path)
     return load_tokenizer(resolve(path) if not config.model.tokenizer and (path / LATEST).exists() else path)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -26,6 +27,10 @@ class Estimator(str, Enum):
     reinforce_pp_baseline = "reinforce_pp_baseline"  # G[t] - mean R of its group, whitened likewise (2501.03262)
 
 
+# One of the user's: (token rewards float [B, S], mask bool [B, S], group_ids int64 [B]) -> advantages [B, S]. Rows without a valid reward
+# have an empty mask; what it says outside the mask is not looked at.
+OwnEstimator = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 GROUPED = frozenset({Estimator.grpo, Estimator.rloo, Estimator.reinforce_pp_baseline})  # compare the responses to one prompt
 PER_RESPONSE = frozenset({Estimator.grpo, Estimator.rloo})  # all tokens of a response have the same advantage: nothing is discounted
 WHITENED = frozenset({Estimator.reinforce_pp, Estimator.reinforce_pp_baseline})
@@ -33,7 +38,7 @@ WHITENED = frozenset({Estimator.reinforce_pp, Estimator.reinforce_pp_baseline})
 
 @torch.no_grad()
 def estimate(
-    estimator: Estimator,
+    estimator: Estimator | OwnEstimator,
     token_rewards: Tensor,
     mask: Tensor,
     group_ids: Tensor | None = None,
@@ -56,11 +61,14 @@ def estimate(
 
     Raises ValueError for what is missing or would be ignored, and naming counted rows without a token, whose reward would be lost.
     """
-    _check_inputs(estimator, group_ids, baselines, gamma)
+    if isinstance(estimator, Estimator):
+        _check_inputs(estimator, group_ids, baselines, gamma)
     counted = counted_rows(estimator, group_ids, torch.ones_like(mask[:, 0]) if valid is None else valid)
     _refuse_empty(mask, counted)
     mask = mask & counted[:, None]
     rewards = masked(token_rewards, mask)
+    if not isinstance(estimator, Estimator):
+        return _own(estimator, rewards, mask, require(group_ids, "group_ids"))
     if estimator in GROUPED:
         ids, totals = require(group_ids, "group_ids")[counted], rewards.sum(dim=1, dtype=torch.float64)
         if estimator is Estimator.grpo:
@@ -78,7 +86,7 @@ def estimate(
     return whiten(returns, mask) if estimator in WHITENED else returns
 
 
-def counted_rows(estimator: Estimator, group_ids: Tensor | None, valid: Tensor) -> Tensor:
+def counted_rows(estimator: Estimator | OwnEstimator, group_ids: Tensor | None, valid: Tensor) -> Tensor:
     """bool [B]: the rows that `estimate` learns from: the valid ones, without those left alone in their group where groups are compared.
 
     A policy loss must leave the others out of its mask too, else they count as tokens that taught nothing.
@@ -176,6 +184,18 @@ def group_means(scores: Tensor, group_ids: Tensor) -> Tensor:
     """The mean score of each row's group, its own included. [B] -> [B]. Raises ValueError for a group of one."""
     groups, sizes = _groups(group_ids)
     return (_group_sum(scores.double(), groups, sizes) / sizes)[groups].to(scores.dtype)
+
+
+def _own(estimator: OwnEstimator, rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
+    """What it says, checked: ValueError for another shape, or for numbers that are not finite."""
+    found = estimator(rewards, mask, group_ids)
+    if not isinstance(found, Tensor) or found.shape != rewards.shape:
+        got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"the estimator returned {got}, expected advantages of shape {tuple(rewards.shape)}: one number per token")
+    found = masked(found.to(rewards.dtype), mask)
+    if not found.isfinite().all():
+        raise ValueError("the estimator returned advantages that are not finite")
+    return found
 
 
 def _over_masked(x: Tensor, mask: Tensor, decay: float, *, inclusive: bool) -> Tensor:

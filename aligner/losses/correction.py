@@ -40,10 +40,10 @@ class Level(str, Enum):
 class CorrectionConfig:
     """The correction of the gap between engine and trainer."""
 
-    kind: Correction = Correction.none
-    level: Level = Level.token
-    low: float = 0.5  # of `band` and `mask`
-    high: float = 2.0
+    kind: Correction = Correction.none  # what the weight trainer probability / engine probability does to a loss (docs/agreement.md)
+    level: Level = Level.token  # whose weight: of each token, of the whole response (a product), or their geometric mean
+    low: float = 0.5  # of `band` and `mask`: smallest weight that counts
+    high: float = 2.0  # largest weight that counts
 
     def __post_init__(self) -> None:
         if not 0 <= self.low < 1 < self.high:

@@ -87,8 +87,27 @@ class LogRatios:
         return self.eta * self.margins
 
 
-def pair_losses(ratios: LogRatios, variant: DPOVariant) -> Tensor:
-    """The variant's loss of each pair, [P], without the supervised term."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnPairLoss:
+    """A loss of one's own: `function(LogRatios) -> [P]`, of log-ratios to a reference, summed over a response's tokens."""
+
+    value: str  # how it was named
+    function: Callable[[LogRatios], Tensor]
+    needs_reference: bool = True
+    needs_margins: bool = False
+    takes_smoothing: bool = True
+    averages: bool = False
+    sft_coef: float = 0.0
+
+
+def pair_losses(ratios: LogRatios, variant: DPOVariant | OwnPairLoss) -> Tensor:
+    """The variant's loss of each pair, [P], without the supervised term. Raises ValueError if a loss of one's own has another shape."""
+    if isinstance(variant, OwnPairLoss):
+        found = variant.function(ratios)
+        if not isinstance(found, Tensor) or found.shape != ratios.chosen.shape:
+            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"{variant.value} returned {got}, expected {tuple(ratios.chosen.shape)}: one loss per pair")
+        return found
     if variant not in _LOSSES:
         raise ValueError(f"variant is {variant!r}, expected one of {[v.value for v in DPOVariant]}")
     return _LOSSES[variant](ratios)

@@ -6,7 +6,7 @@ from aligner.losses.aggregation import Aggregation, aggregate, masked, masked_me
 from aligner.losses.correction import Correction, CorrectionConfig, correction_weights
 from aligner.losses.gap import gap_metrics
 from aligner.losses.kl import KLEstimator, kl_estimate
-from aligner.losses.surrogates import Clip, Objective, ratios, surrogate
+from aligner.losses.surrogates import Clip, Objective, Surrogate, ratios, surrogate
 from aligner.metrics import Mean, Metric
 from aligner.types import LossOutput, PolicyBatch, TokenOutputs
 
@@ -19,7 +19,7 @@ def policy_loss(
     clip_eps_high: float,
     aggregation: Aggregation,
     aggregation_constant: float | None = None,
-    objective: Objective = Objective.ppo,
+    objective: Objective | Surrogate = Objective.ppo,
     dual_clip: float | None = None,
     gate_positive: float = 1.0,
     gate_negative: float = 1.05,

@@ -28,11 +28,11 @@ class ShapingConfig:
     over-long penalty; so bounds are in the judge's unit, and the penalty in that of the reward that is learnt from.
     """
 
-    clip_low: float | None = None  # None: off
-    clip_high: float | None = None
-    standardize: Standardize = Standardize.none
-    scale: float = 1.0
-    shift: float = 0.0
+    clip_low: float | None = None  # smallest score; smaller ones become it; None: off
+    clip_high: float | None = None  # largest score; larger ones become it; None: off
+    standardize: Standardize = Standardize.none  # by mean and standard deviation of the step's scores, or of all since the run began
+    scale: float = 1.0  # factor of the scores
+    shift: float = 0.0  # added to the scores, after the scale
     overlong_buffer: int = 0  # tokens before the longest response over which the penalty grows; 0: no penalty
     overlong_penalty: float = 1.0  # taken off a response of the longest length
 

@@ -52,9 +52,18 @@ class Clip:
 Surrogate = Callable[[Tensor, Tensor, Tensor, Clip], tuple[Tensor, Tensor]]
 
 
-def surrogate(objective: Objective, log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
-    """(loss per token with gradient, bool where it was clipped), both [B, S], of the objective."""
-    return _SURROGATES[objective](log_ratios, advantages, mask, clip)
+def surrogate(objective: Objective | Surrogate, log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+    """(loss per token with gradient, bool where it was clipped), both [B, S], of one of ours or of a function of the user's.
+
+    Raises ValueError if such a function returns something else.
+    """
+    if isinstance(objective, Objective):
+        return _SURROGATES[objective](log_ratios, advantages, mask, clip)
+    found = objective(log_ratios, advantages, mask, clip)
+    shapes = [tuple(one.shape) for one in found] if isinstance(found, tuple) and all(isinstance(one, Tensor) for one in found) else []
+    if shapes != [tuple(log_ratios.shape)] * 2 or found[1].dtype != torch.bool:
+        raise ValueError(f"the objective returned {shapes or type(found).__name__}, expected (loss per token, bool where it was clipped)")
+    return masked(found[0], mask), found[1] & mask
 
 
 def ratios(log_ratios: Tensor) -> Tensor:

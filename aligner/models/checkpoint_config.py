@@ -30,8 +30,8 @@ class CheckpointConfig:
     verify: bool = True  # compare every file with its SHA-256 before a checkpoint is loaded
     read_back: bool = False  # read a checkpoint back before it becomes `latest`; costs host memory for one copy of what a rank writes
     keep: int = 0  # newest checkpoints that stay; 0: all
-    best_metric: str = ""  # of validation, e.g. validation/accuracy; the best checkpoints stay and `best` names the first of them
-    best_mode: BestMode = BestMode.max
+    best_metric: str = ""  # of validation, e.g. validation/accuracy: the best checkpoints stay, `best` names the first; empty: off
+    best_mode: BestMode = BestMode.max  # which values of best_metric are better: the largest or the smallest
     keep_best: int = 1  # how many stay for their best_metric
     write_timeout_seconds: float = 1200.0  # for writing the files of one checkpoint
 

@@ -57,31 +57,31 @@ class Dtype(str, Enum):
 class Architecture:
     """The sizes of a decoder-only transformer. In a config they matter only where `model.path` is empty (training from scratch)."""
 
-    family: Family = Family.llama
-    num_layers: int = 4
-    hidden_size: int = 128
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 4
+    family: Family = Family.llama  # kind of model, as in the model_type of a Hugging Face config.json
+    num_layers: int = 4  # transformer layers
+    hidden_size: int = 128  # width of the residual stream
+    num_attention_heads: int = 4  # query heads of a layer
+    num_key_value_heads: int = 4  # key-value heads of a layer: each serves num_attention_heads / num_key_value_heads query heads
     head_dim: int = 0  # 0: hidden_size / num_attention_heads
-    ffn_hidden_size: int = 352
+    ffn_hidden_size: int = 352  # width inside the feed-forward layers
     vocab_size: int = 0  # 0: the tokenizer's
-    max_position_embeddings: int = 512
-    rope_theta: float = 10000.0
+    max_position_embeddings: int = 512  # longest context, in tokens
+    rope_theta: float = 10000.0  # base of the rotary embedding's wavelengths
     rope_llama3_factor: float = 0.0  # 0: plain rotary embedding; else Llama 3.1's scaling factor
-    norm_eps: float = 1e-5
-    tied_embeddings: bool = True
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    initializer_range: float = 0.02
+    norm_eps: float = 1e-5  # added to the variance in every norm
+    tied_embeddings: bool = True  # the output layer is the token embedding
+    qkv_bias: bool = False  # biases on the query, key and value layers
+    qk_norm: bool = False  # a norm on the queries and keys of each head
+    initializer_range: float = 0.02  # standard deviation of random weights
     gated_mlp: bool = True  # activation(gate x) * (up x), as in SwiGLU; false: activation(up x)
-    activation: Activation = Activation.silu
-    normalization: Normalization = Normalization.rms_norm
+    activation: Activation = Activation.silu  # non-linearity of the feed-forward layers
+    normalization: Normalization = Normalization.rms_norm  # norm of every layer; layer_norm_1p multiplies by 1 + its stored weight
     linear_bias: bool = False  # biases on every linear layer; `qkv_bias` is of query, key and value alone
-    position_embedding: PositionEmbedding = PositionEmbedding.rope
+    position_embedding: PositionEmbedding = PositionEmbedding.rope  # rope: rotary; learned: a table that is added to the token embeddings
     rotary_fraction: float = 1.0  # part of each head's dimensions that is rotated
     num_experts: int = 0  # 0: dense feed-forward layers; else every layer is a mixture of experts
-    experts_per_token: int = 0
-    expert_ffn_hidden_size: int = 0
+    experts_per_token: int = 0  # experts that each token is sent to; 0: none (dense)
+    expert_ffn_hidden_size: int = 0  # width inside each expert; 0: none (dense)
     normalize_expert_weights: bool = True  # a token's expert weights sum to 1
 
     def __post_init__(self) -> None:
@@ -186,11 +186,11 @@ def _default_targets() -> list[LoraTarget]:
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021, 2106.09685): the weights W stay as they are, W + scaling B A is what the model computes with."""
 
-    rank: int = 0  # 0: every weight is trained
+    rank: int = 0  # of the adapters; 0: no adapters, every weight is trained
     alpha: float = 16.0  # scaling = alpha / rank
     rslora: bool = False  # scaling = alpha / sqrt(rank) (2312.03732)
     dropout: float = 0.0  # of what goes into the adapters, in training
-    targets: list[LoraTarget] = field(default_factory=_default_targets)
+    targets: list[LoraTarget] = field(default_factory=_default_targets)  # linear layers that get adapters (docs/lora.md)
     path: str = ""  # an adapter to start from: in PEFT's format, or a checkpoint's step_... directory; empty: B = 0, the model as it is
 
     def __post_init__(self) -> None:
@@ -224,18 +224,18 @@ class ModelConfig:
     path: str = ""  # Hugging Face directory or a checkpoint of this project; empty: random weights from `architecture`
     tokenizer: str = ""  # tokenizer directory; empty: the one beside the weights
     architecture: Architecture = field(default_factory=Architecture)
-    dtype: Dtype = Dtype.auto
+    dtype: Dtype = Dtype.auto  # of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU
     seq_length: int = 0  # longest sequence of the run; 0: the model's max_position_embeddings
     micro_batch_size: int = 4  # rows per forward pass
     micro_batch_tokens: int = 0  # 0: micro_batch_size rows; else as many rows of like length as fit in this number of tokens
     packing: bool = False  # rows of a micro-batch one after the other instead of padded side by side; needs micro_batch_tokens
     share_prompts: bool = False  # packed rows that begin with the same prompt compute it once; needs packing
-    recompute: Recompute = Recompute.none
+    recompute: Recompute = Recompute.none  # activations that the backward pass computes again: none, those of attention, or all of a layer
     transformer_engine: bool = False  # NVIDIA's fused layers and attention (GPU; needs transformer-engine)
     batch_invariant: bool = False  # a token's log-prob has the same bits in rollouts and training, whatever is computed with it: slow
     fp8: bool = False  # matrix products in 8 bits, e4m3 forward and e5m2 backward; needs transformer_engine
     logits_chunk_size: int = 1024  # tokens whose logits exist at a time
-    make_vocab_divisible_by: int = 128
+    make_vocab_divisible_by: int = 128  # the vocabulary is padded to a multiple of this and of parallel.tp
     router_aux_loss_coef: float = 0.0  # of the experts' load-balancing loss, averaged over tokens
     router_z_loss_coef: float = 0.0  # of the squared log-sum-exp of the router's logits, averaged over tokens
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -66,7 +66,7 @@ class GapStatistic(str, Enum):
 class LogprobGapConfig:
     """The alarm over the gap between engine and trainer: see `docs/agreement.md`."""
 
-    statistic: GapStatistic = GapStatistic.mean
+    statistic: GapStatistic = GapStatistic.mean  # which statistic of |engine log-prob - trainer log-prob| is watched, in nats per token
     warn: float = 0.0  # nats above which it is said; 0: never
     stop: float = 0.0  # nats above which the run ends, after the step is saved; 0: never
     patience: int = 1  # steps in a row that are above, before anything happens

@@ -26,16 +26,16 @@ class Decay(str, Enum):
 class OptimizerConfig:
     """AdamW with decoupled weight decay; NeMo-Aligner's PPO values are the defaults."""
 
-    lr: float = 9e-7
-    min_lr: float = 9e-8
-    decay: Decay = Decay.cosine
-    warmup_steps: int = 10
+    lr: float = 9e-7  # learning rate after the warm-up
+    min_lr: float = 9e-8  # learning rate at the end of the decay
+    decay: Decay = Decay.cosine  # shape of the learning rate after the warm-up
+    warmup_steps: int = 10  # optimizer steps in which the learning rate rises from 0 to lr
     decay_steps: int = 0  # 0: the run's number of optimizer steps
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.98
-    eps: float = 1e-8
-    clip_grad: float = 1.0
+    weight_decay: float = 0.1  # decoupled: each step takes lr * this off every weight; 0: none
+    beta1: float = 0.9  # decay of the mean of gradients (Adam)
+    beta2: float = 0.98  # decay of the mean of squared gradients (Adam)
+    eps: float = 1e-8  # added to the root of the mean of squared gradients (Adam)
+    clip_grad: float = 1.0  # longest gradient (global L2 norm); a longer one is scaled down to it; 0: off
     distributed: bool = True  # shard the optimizer's state over data-parallel ranks
     precision_aware: bool = False  # moments in bfloat16 (needs Transformer Engine)
     offload: bool = False  # between training phases the optimizer's state and the gradients wait in host memory

@@ -1,6 +1,6 @@
 """What one rank does, recorded as it goes: phase, step, the collective it is in and the last one it left.
 
-The process's one recorder is made by `aligner.jobs.session` and handed to the loop and the server. `aligner.parallel.collective_marks`
+The process's one recorder is made by `aligner.loop.session` and handed to the loop and the server. `aligner.parallel.collective_marks`
 marks the collectives, `aligner.parallel.watch` writes the record to the run directory and notices when it stands still.
 """
 

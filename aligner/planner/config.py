@@ -22,13 +22,13 @@ class ClusterConfig:
     Rates are of one GPU. Link rates count one direction; FLOP/s are dense (without sparsity).
     """
 
-    device: Device = Device.cpu
+    device: Device = Device.cpu  # what the ranks compute on
     gpus_per_node: int = 1  # ranks that share a node (and its host memory)
     gpu_memory_gib: float = 16.0  # what the driver leaves to programs
     host_memory_gib: float = 16.0  # of a node
-    bf16_tflops: float = 0.2
-    fp8_tflops: float = 0.0  # 0: none
-    hbm_gb_per_second: float = 40.0
+    bf16_tflops: float = 0.2  # peak of dense bfloat16 matrix products, in TFLOP/s
+    fp8_tflops: float = 0.0  # peak of dense 8-bit matrix products, in TFLOP/s; 0: none
+    hbm_gb_per_second: float = 40.0  # bandwidth of the device memory, in GB/s
     nvlink_gb_per_second: float = 10.0  # to other GPUs of the node
     network_gb_per_second: float = 1.0  # to other nodes
     reserved_gib: float = 0.5  # context, libraries and their workspaces, in every process

@@ -17,33 +17,27 @@ class Progress(str, Enum):
 
 @dataclass(kw_only=True, slots=True)
 class LoggingConfig:
-    """`metrics.jsonl` is always written; the rest is chosen here. An empty string switches a logger off.
+    """`metrics.jsonl` is always written; the rest is chosen here. An empty string switches a logger off."""
 
-    `num_table_rows`: sample rollouts on the terminal and in the loggers (the file in `rollouts/` has all that were given).
-    `max_cell_chars`: longer prompts and responses are cut in the tables (not in the file).
-    """
-
-    tensorboard: bool = True
-    wandb_project: str = ""
-    wandb_entity: str = ""
-    wandb_run_name: str = ""
-    mlflow_tracking_uri: str = ""
-    mlflow_experiment: str = "aligner"
-    progress: Progress = Progress.auto
-    num_table_rows: int = 4
-    max_cell_chars: int = 240
+    tensorboard: bool = True  # write <run>/tensorboard
+    wandb_project: str = ""  # of Weights & Biases; empty: off
+    wandb_entity: str = ""  # user or team of Weights & Biases; empty: your account's default
+    wandb_run_name: str = ""  # name of the run there; empty: it chooses one
+    mlflow_tracking_uri: str = ""  # of an MLflow server, or file:/path; empty: off
+    mlflow_experiment: str = "aligner"  # name of the experiment there
+    progress: Progress = Progress.auto  # on the terminal; auto: live on a terminal, plain (one line a step) in a batch log
+    num_table_rows: int = 4  # sample rollouts on the terminal and in the loggers; 0: none (the file in rollouts/ has all that were given)
+    max_cell_chars: int = 240  # longer prompts and responses are cut in the tables (not in the file)
     diagnose: bool = True  # say where the metrics show a failure that ends no run (docs/diagnosis.md)
 
     def __post_init__(self) -> None:
         if not isinstance(self.progress, Progress):
-            raise ConfigError(
-                f"LoggingConfig.progress is {self.progress!r}; allowed: Progress.{', Progress.'.join(p.name for p in Progress)}"
-            )
+            raise ConfigError(f"logging.progress={self.progress!r}: must be one of {', '.join(Progress.__members__)}")
         if self.wandb_entity and not self.wandb_project:
-            raise ConfigError(f"LoggingConfig.wandb_entity is {self.wandb_entity!r} without wandb_project; allowed: both or neither")
+            raise ConfigError(f"logging.wandb_entity={self.wandb_entity}: needs logging.wandb_project; allowed: both or neither")
         if self.mlflow_tracking_uri and not self.mlflow_experiment:
-            raise ConfigError("LoggingConfig.mlflow_experiment is empty; allowed: a name, where mlflow_tracking_uri is set")
+            raise ConfigError("logging.mlflow_experiment='': logging.mlflow_tracking_uri needs one; allowed: a name")
         if self.num_table_rows < 0:
-            raise ConfigError(f"LoggingConfig.num_table_rows is {self.num_table_rows}; allowed: >= 0")
+            raise ConfigError(f"logging.num_table_rows={self.num_table_rows}: must not be negative")
         if self.max_cell_chars < 8:
-            raise ConfigError(f"LoggingConfig.max_cell_chars is {self.max_cell_chars}; allowed: >= 8")
+            raise ConfigError(f"logging.max_cell_chars={self.max_cell_chars}: must be at least 8")

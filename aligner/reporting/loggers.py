@@ -212,11 +212,11 @@ def _started(start: Callable[[], MetricLogger], field: str) -> MetricLogger:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"LoggingConfig.{field} is set, but this logger cannot start: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"logging.{field} is set, but this logger cannot start: {type(error).__name__}: {error}") from error
 
 
 def _not_installed(field: str, package: str, error: ImportError) -> ConfigError:
-    return ConfigError(f"LoggingConfig.{field} needs the package {package} ({error}); install it (pip install {package}) or switch it off")
+    return ConfigError(f"logging.{field} needs the package {package} ({error}); install it (pip install {package}) or switch it off")
 
 
 def _cells(row: SampleRow, max_chars: int) -> tuple[float, str, str, str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from aligner.algorithms.learnt import SAMPLES, SEEN, TOKENS, TOKENS_SEEN, is_empty, reasons, totals
 from aligner.models.guard import SKIPPED, UPDATES
 from aligner.reporting.formats import Column, seconds, sparkline
 from aligner.reporting.jsonl import StepMetrics, read_metrics
+from aligner.reporting.learnt import SAMPLES, SEEN, TOKENS, TOKENS_SEEN, is_empty, reasons, totals
 
 _TREND_WIDTH = 32
 _HEADER = ("metric", "first", "last", "best", "course")

@@ -25,16 +25,16 @@ class RewardFunctionConfig:
     (`aligner.rewards.builtin:fixed_string` with `{target: hello}`).
     """
 
-    function: str = ""
-    arguments: dict[str, Any] = field(default_factory=dict)
+    function: str = ""  # package.module:name or path/to/file.py:name of a function; empty: none
+    arguments: dict[str, Any] = field(default_factory=dict)  # keyword arguments; `function` is then a factory that is called with them once
     timeout_seconds: float = 30.0  # for one call
-    on_error: OnError = OnError.stop
+    on_error: OnError = OnError.stop  # of a failure: stop: the run ends; invalid: the sample gets no reward and is counted
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.timeout_seconds) and self.timeout_seconds > 0):
-            raise ConfigError(f"timeout_seconds is {self.timeout_seconds}, expected a finite number > 0")
+            raise ConfigError(f"timeout_seconds={self.timeout_seconds}: must be finite and above 0")
         if self.arguments and not self.function:
-            raise ConfigError(f"arguments is {dict(self.arguments)} but function is empty; name the factory that takes them")
+            raise ConfigError(f"arguments={dict(self.arguments)}: needs function, the factory that takes them")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class NamedRewardConfig(RewardFunctionConfig):
 
     url: str = ""  # of an endpoint: http://... or https://...
     token_variable: str = ""  # the environment variable with the endpoint's bearer token
-    served: bool = False
+    served: bool = False  # this reward is the reward model of reward.model, which reward.serve serves
     weight: float = 1.0  # in the sum; 0: only logged
     num_threads: int = 1  # calls at a time; above 1 a function has to be thread-safe
 
@@ -55,7 +55,7 @@ class NamedRewardConfig(RewardFunctionConfig):
         sources = [text for text in (self.function and f"function={self.function}", self.url and f"url={self.url}") if text]
         sources += ["served=true"] if self.served else []
         if len(sources) != 1:
-            raise ConfigError(f"a reward has {' and '.join(sources) or 'no source'}; it needs exactly one of function, url and served=true")
+            raise ConfigError(f"{' and '.join(sources) or 'no source'}: a reward has exactly one of function, url and served=true")
         if self.url and not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"url={self.url}: must begin with http:// or https://")
         if self.token_variable and not self.url:

@@ -72,7 +72,7 @@ class AsynchronousConfig:
 class RolloutConfig:
     """The rollout engine of the actor."""
 
-    engine: EngineKind = EngineKind.megatron
+    engine: EngineKind = EngineKind.megatron  # what samples: the built-in one on the policy's own weights, or another package
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_batch_size: int = 128  # sequences decoded at a time by one replica of the engine; their keys and values share the device
     kv_cache_tokens: int = 0  # tokens in the cache of one replica; 0: as many as max_batch_size of the longest sequences may have

@@ -39,8 +39,8 @@ class CudaGraphs(str, Enum):
 class TensorRTLLMConfig:
     """`rollout.tensorrt_llm`: settings of the engine that no other one has."""
 
-    sampler: Sampler = Sampler.trtllm
-    cuda_graphs: CudaGraphs = CudaGraphs.auto
+    sampler: Sampler = Sampler.trtllm  # torch: the one written in PyTorch, with log-probs at temperature 1
+    cuda_graphs: CudaGraphs = CudaGraphs.auto  # auto: unless the engine sleeps and this version cannot do both
     kv_memory_fraction: float = 0.9  # at most this much of the memory that is free beside the weights holds rollout.kv_cache_tokens
     timeout_seconds: float = 1800.0  # without one response that ends, of many that run; then the engine is taken for hung
     pause_seconds: float = 300.0  # for the executor to pause before a refit; then the process ends, for nothing else frees it

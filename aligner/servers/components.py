@@ -18,13 +18,13 @@ class CriticConfig:
     """The critic component of a PPO run: a value model behind a server."""
 
     model: ModelConfig = field(default_factory=ModelConfig)  # path: usually a reward model's checkpoint
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how its model is split over ranks
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)  # how it listens, how long it waits and how much it takes
     num_processes: int = 1  # ranks, however they are started
     clip: float = 0.2  # of the value around the old value; 0: off
     mini_batch_size: int = 128  # rollouts per optimizer step
-    num_epochs: int = 1
+    num_epochs: int = 1  # passes over a step's rollouts
     accept_gap: bool = False  # let a critic join that was not trained on all that the policy was; else the run ends, saying what is missing
 
     def __post_init__(self) -> None:
@@ -42,12 +42,12 @@ class RewardConfig:
     """
 
     serve: bool = False  # a component of its own behind PyTriton; else a function in the actor's processes
-    function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
+    function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # a Python function that scores responses
     functions: dict[str, NamedRewardConfig] = field(default_factory=dict)  # by name, instead of `function`
-    model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)  # a reward model
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how its model is split over ranks
     attribute_weights: list[float] = field(default_factory=list)  # of a reward model with several outputs: the reward is their weighted sum
-    server: ServerConfig = field(default_factory=ServerConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)  # how it listens, how long it waits and how much it takes
     num_processes: int = 1  # ranks, however they are started
 
     def __post_init__(self) -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from aligner.errors import ConfigError
 
 
-def _positive(owner: str, **values: float) -> None:
+def _positive(**values: float) -> None:
     """Raise ConfigError for the first value that is not above zero."""
     for name, value in values.items():
         if not value > 0:
-            raise ConfigError(f"{owner}.{name} is {value}; it must be greater than 0")
+            raise ConfigError(f"{name}={value}: must be above 0")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,11 +44,10 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         if not self.host:
-            raise ConfigError("ServerConfig.host is empty; give an address of this machine, such as 127.0.0.1")
+            raise ConfigError("host='': give an address of this machine, such as 127.0.0.1")
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"ServerConfig.port is {self.port}; allowed are 1 to 65535, or 0 to pick a free one")
+            raise ConfigError(f"port={self.port}: must be from 1 to 65535, or 0 to pick a free one")
         _positive(
-            "ServerConfig",
             ready_timeout_seconds=self.ready_timeout_seconds,
             heartbeat_seconds=self.heartbeat_seconds,
             idle_seconds=self.idle_seconds,
@@ -63,27 +62,19 @@ class ServerConfig:
         )
         if self.stuck_limit_seconds < self.round_limit_seconds:
             raise ConfigError(
-                f"ServerConfig.stuck_limit_seconds is {self.stuck_limit_seconds}; it must be at least round_limit_seconds "
-                f"({self.round_limit_seconds})"
+                f"stuck_limit_seconds={self.stuck_limit_seconds}: must be at least round_limit_seconds={self.round_limit_seconds}"
             )
         if self.round_limit_seconds < 2 * self.idle_seconds:
-            raise ConfigError(
-                f"ServerConfig.round_limit_seconds is {self.round_limit_seconds}; it must be at least twice idle_seconds "
-                f"({self.idle_seconds})"
-            )
+            raise ConfigError(f"round_limit_seconds={self.round_limit_seconds}: must be at least twice idle_seconds={self.idle_seconds}")
         if self.max_pending_bytes < self.max_request_bytes:
             raise ConfigError(
-                f"ServerConfig.max_pending_bytes is {self.max_pending_bytes}; it must hold one request, max_request_bytes "
-                f"({self.max_request_bytes})"
+                f"max_pending_bytes={self.max_pending_bytes}: must hold one request of max_request_bytes={self.max_request_bytes}"
             )
         if bool(self.tls_certificate) != bool(self.tls_key):
-            raise ConfigError(
-                f"ServerConfig.tls_certificate is {self.tls_certificate!r} and tls_key is {self.tls_key!r}; give both for TLS, or none"
-            )
+            raise ConfigError(f"tls_certificate={self.tls_certificate!r}, tls_key={self.tls_key!r}: give both for TLS, or none")
         if self.idle_seconds > self.control_timeout_seconds / 4:
             raise ConfigError(
-                f"ServerConfig.idle_seconds is {self.idle_seconds}; it must be at most a quarter of control_timeout_seconds "
-                f"({self.control_timeout_seconds})"
+                f"idle_seconds={self.idle_seconds}: must be at most a quarter of control_timeout_seconds={self.control_timeout_seconds}"
             )
 
 
@@ -100,12 +91,11 @@ class ClientConfig:
     num_threads: int = 4  # inference requests in flight
     rows_per_request: int = 64  # larger batches are sent in pieces of this many rows
     max_lost_servers: int = 5  # that one request may meet: one that kills every server is given up
-    retry_delay_seconds: float = 0.5
+    retry_delay_seconds: float = 0.5  # pause before a request is tried again
     tls_ca: str = ""  # PEM file with the certificate, or its authority's, of servers that speak TLS; empty: plain HTTP
 
     def __post_init__(self) -> None:
         _positive(
-            "ClientConfig",
             discovery_timeout_seconds=self.discovery_timeout_seconds,
             recovery_timeout_seconds=self.recovery_timeout_seconds,
             connect_timeout_seconds=self.connect_timeout_seconds,

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import numpy as np
@@ -163,11 +164,17 @@ class Frontend:
         library_path = os.environ.get("LD_LIBRARY_PATH")
         interpreter = sysconfig.get_config_var("LIBDIR")
         os.environ["LD_LIBRARY_PATH"] = f"{interpreter}:{library_path}" if library_path else interpreter
+        warnings = os.environ.get("PYTHONWARNINGS")
+        # Trackers of shared memory (ours and the stubs') report what a Triton that is ended has removed first, after the last word.
+        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (warnings, "ignore:resource_tracker:UserWarning")))
+        resource_tracker.ensure_running()
         os.environ[MARKER] = self._incarnation
         try:
             triton.run()
         finally:
-            del os.environ[MARKER]
+            del os.environ[MARKER], os.environ["PYTHONWARNINGS"]
+            if warnings is not None:
+                os.environ["PYTHONWARNINGS"] = warnings
             if library_path is None:
                 del os.environ["LD_LIBRARY_PATH"]
             else:

@@ -100,7 +100,7 @@ _SAMPLING_RANGES = {
 class SamplingConfig:
     """How the next token is drawn. The log-probs of a rollout are at `temperature`, over the whole vocabulary, before all else here."""
 
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # divides the logits; 0 is greedy
     top_k: int = 0  # keep the k likeliest tokens; 0: off
     top_p: float = 1.0  # of these, the smallest set of likeliest tokens with this share of the probability; 1: off
     min_p: float = 0.0  # of these, the tokens at least this times as likely as the likeliest; 0: off

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from arithmetic import TaskFiles, generate
 
-from aligner.jobs import columns
+from aligner.algorithms import ppo as ppo_recipe
 from aligner.jobs.local import launch_local
 from aligner.reporting.formats import seconds
 from aligner.reporting.jsonl import read_metrics
@@ -111,7 +111,7 @@ def _conclude(root: Path) -> int:
     ppo = root / "ppo"
     accuracies = _series(ppo, "validation/accuracy")
     pairs = _series(root / "reward_model", "validation/accuracy")
-    print(summary(ppo / "metrics.jsonl", columns.PPO))
+    print(summary(ppo / "metrics.jsonl", ppo_recipe.COLUMNS))
     print("\nanswers to problems of the last PPO step:")
     for prompt, response, reward in _samples(ppo):
         print(f"  {prompt}{response:<6} reward {reward:+.2f}")

@@ -163,11 +163,11 @@ def run_case(case: Case, directory: Path, files: TaskFiles, judge: Judge, option
 
 def rollouts_of(directory: Path, recipe: str) -> int:
     """How many responses a run sampled for training."""
+    from aligner.algorithms.registry import recipes
     from aligner.config import from_yaml
-    from aligner.jobs.programs import RECIPES
     from aligner.reporting.jsonl import read_metrics
 
-    config = from_yaml(RECIPES[recipe][0], (directory / "config.yaml").read_text())
+    config = from_yaml(recipes()[recipe].config, (directory / "config.yaml").read_text())
     rounds = sum(step.values.get("rollout/rounds", 1.0) for step in read_metrics(directory / "metrics.jsonl") if step.step)
     per_round = config.algorithm.rollouts_per_step + (config.algorithm.greedy_per_round if recipe == "grpo" else 0)
     return round(rounds * per_round)

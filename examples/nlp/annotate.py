@@ -1,15 +1,8 @@
 """Labels for responses, by a regression reward model. Settings: conf/annotate.yaml, then key=value arguments; see --help."""
 
-from aligner.config import entrypoint
-from aligner.schemas import Annotate
+from aligner.algorithms.registry import program
 
-
-@entrypoint(Annotate, "annotate")
-def main(config: Annotate) -> int:
-    from aligner.jobs.writing import annotate  # after the settings are known to be good: this imports Megatron-Core
-
-    return annotate(config)
-
+main = program("annotate")
 
 if __name__ == "__main__":
     main()

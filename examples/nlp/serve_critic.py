@@ -1,15 +1,16 @@
-"""The critic server of a PPO run. Settings: conf/ppo.yaml, then key=value arguments; see --help."""
+"""The critic server of a PPO run, or with recipe=NAME of another run that has one. Settings as of those; see --help."""
 
-from aligner.config import entrypoint
-from aligner.schemas import TrainPPO
+from aligner.algorithms.registry import server_program
+from aligner.loop.config import JobRun
 
 
-@entrypoint(TrainPPO, "ppo")
-def main(config: TrainPPO) -> None:
+def serve(config: JobRun) -> None:
     from aligner.jobs.serving import serve_critic  # after the settings are known to be good: this imports Megatron-Core
 
     serve_critic(config)
 
+
+main = server_program("critic", serve)
 
 if __name__ == "__main__":
     main()

@@ -193,7 +193,7 @@ def converse(policy, inputs: dict) -> dict[int, tuple]:
 
 def collect(policy, inputs: dict):
     """What `collect` gives where the replicas share the prompts; the reward is the length of the response."""
-    from aligner.algorithms import rollouts
+    from aligner.online import collect as rollouts
     from aligner.rollout.config import RolloutConfig, ShareWork
     from aligner.rollout.create import create_engine
     from aligner.types import Prompt, SamplingConfig
@@ -207,12 +207,12 @@ def collect(policy, inputs: dict):
 def sampled_ahead(directory: Path, topology, parallel, inputs: dict) -> None:
     """Rounds that are sampled while the policy trains, each held and given new weights before its tenth step: all ranks of a replica take
     them before the same token, and every log-prob is the trainer's under the version that sampled it."""
-    from aligner.algorithms.asynchronous import AsyncRounds
-    from aligner.algorithms.loop import Clock
-    from aligner.algorithms.online import OnlineTask
     from aligner.data.collate import rollout_batch
     from aligner.data.loader import EpochSampler
+    from aligner.loop.loop import Clock
     from aligner.losses.sft import sft_loss
+    from aligner.online.asynchronous import AsyncRounds
+    from aligner.online.task import OnlineTask
     from aligner.parallel.collectives import gather_objects
     from aligner.rollout.config import AsynchronousConfig, RolloutConfig
     from aligner.rollout.create import create_engine

@@ -154,7 +154,7 @@ def make_steps(kind: str) -> list:
 
 def make_losses(kind: str) -> list:
     """Those that are taken of one batch."""
-    from aligner.algorithms.distillation import distillation_terms
+    from aligner.algorithms.distill import distillation_terms
     from aligner.algorithms.process_reward_model import process_loss
     from aligner.losses.aggregation import Aggregation
     from aligner.losses.distillation import Divergence

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from aligner.algorithms.registry import recipes
 from aligner.config import conf_directory
-from aligner.jobs.local import RECIPES
 
 JOB = Path(__file__).parent / "plan_commands_job.py"
-JOB_CONFIGS = sorted(path.stem for path in conf_directory().glob("*.yaml") if path.stem not in RECIPES)
+JOB_CONFIGS = sorted(path.stem for path in conf_directory().glob("*.yaml") if path.stem not in recipes())
 SMALL = [f"model.architecture.{size}" for size in ("num_layers=8", "hidden_size=1024", "vocab_size=32000", "max_position_embeddings=1024")]
 COMMANDS = {
     **{name: [name] for name in JOB_CONFIGS},
@@ -103,7 +103,7 @@ def test_long_context(result) -> None:
     ("name", "text"),
     [
         ("no_model", "error: model.path='': a plan needs a model"),
-        ("no_recipe", "error: config 'pppo_70b': its name must begin with one of sft, reward_model"),
+        ("no_recipe", "error: config 'pppo_70b': its name must begin with one of annotate, constitution"),
         ("too_long", "error: data.max_length=9000: longer than the model's context of 8192 tokens"),
     ],
 )

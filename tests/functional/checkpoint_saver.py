@@ -67,8 +67,8 @@ def must_be(model, step: int) -> None:
 
 def save_for_ever(directory: Path, mode: str) -> None:
     from aligner.cluster.run_directory import RunDirectory
-    from aligner.jobs.checkpointing import POLICY, RunCheckpointer
-    from aligner.jobs.session import Session
+    from aligner.loop.checkpointing import POLICY, RunCheckpointer
+    from aligner.loop.session import Session
     from aligner.losses.sft import sft_loss
     from aligner.models.checkpoint_config import CheckpointConfig
     from aligner.parallel import launch
@@ -101,7 +101,7 @@ def save_for_ever(directory: Path, mode: str) -> None:
 
 
 def main() -> None:
-    import aligner.jobs.checkpointing  # noqa: F401  (the imports that a saver need not repeat)
+    import aligner.loop.checkpointing  # noqa: F401  (the imports that a saver need not repeat)
     import aligner.models.create  # noqa: F401
 
     gc.collect()

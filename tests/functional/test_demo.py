@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from aligner.algorithms.ppo import TrainPPO
+from aligner.algorithms.reward_model import TrainRewardModel
+from aligner.algorithms.sft import TrainSFT
 from aligner.config import compose
 from aligner.errors import ConfigError
-from aligner.schemas import TrainPPO, TrainRewardModel, TrainSFT
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo"

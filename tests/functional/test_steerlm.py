@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from training_jobs import ROOT, Job, eventually, kill, run_job, script
 
-from aligner.jobs.programs import RECIPES
+from aligner.algorithms.registry import recipes
 
 pytestmark = pytest.mark.timeout(900)
 SHOWN = ["logging.tensorboard=false", "logging.progress=plain"]
@@ -32,7 +32,7 @@ def program():
 
 def launch(recipe: str, directory: Path, settings: Sequence[str]) -> None:
     """One job; those in KILLED are killed when their first part is there, and started again."""
-    command, settings = script(RECIPES[recipe][1]), [*settings, *SHOWN]
+    command, settings = script(recipes()[recipe].script), [*settings, *SHOWN]
     if directory.name in KILLED:
         settings.append("algorithm.part_size=20")
         part = directory / "written" / "parts" / "part_000000.jsonl"

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
+import json
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from aligner import cli
+from aligner import __version__, cli
+from aligner.algorithms.annotate import Annotate
+from aligner.algorithms.constitution import ConstitutionalAI
+from aligner.algorithms.distill import TrainDistillation
+from aligner.algorithms.dpo import TrainDPO
+from aligner.algorithms.generate import Generate
+from aligner.algorithms.grpo import TrainGRPO
+from aligner.algorithms.kto import TrainKTO
+from aligner.algorithms.online_distill import TrainOnlineDistillation
+from aligner.algorithms.online_dpo import TrainOnlineDPO
+from aligner.algorithms.ppo import TrainPPO
+from aligner.algorithms.process_reward_model import TrainProcessRewardModel
+from aligner.algorithms.proposals import WriteProposals
+from aligner.algorithms.registry import recipes
+from aligner.algorithms.regression_reward_model import TrainRegressionRewardModel
+from aligner.algorithms.rejection_sampling import TrainRejectionSampling
+from aligner.algorithms.reward_model import TrainRewardModel
+from aligner.algorithms.self_rewarding import TrainSelfRewarding
+from aligner.algorithms.sft import TrainSFT
+from aligner.algorithms.spin import TrainSPIN
+from aligner.algorithms.steerlm2 import TrainSteerLM2
+from aligner.algorithms.teacher_logprobs import WriteTeacherLogprobs
 from aligner.config import conf_directory, from_yaml
-from aligner.jobs.programs import RECIPES
-from aligner.schemas import (
-    Annotate,
-    ConstitutionalAI,
-    Generate,
-    TrainDistillation,
-    TrainDPO,
-    TrainGRPO,
-    TrainKTO,
-    TrainOnlineDistillation,
-    TrainOnlineDPO,
-    TrainPPO,
-    TrainProcessRewardModel,
-    TrainRegressionRewardModel,
-    TrainRejectionSampling,
-    TrainRewardModel,
-    TrainSelfRewarding,
-    TrainSFT,
-    TrainSPIN,
-    TrainSteerLM2,
-    WriteProposals,
-    WriteTeacherLogprobs,
-)
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "examples" / "nlp").glob("*.py"), key=lambda path: path.name)
 SCHEMAS = {
@@ -126,30 +127,77 @@ def test_the_reward_server_knows_the_online_recipes(monkeypatch, capsys) -> None
     assert start(script, "recipe=grpo", "--cfg", "data.train=x", monkeypatch=monkeypatch) == 0
     assert isinstance(from_yaml(TrainGRPO, capsys.readouterr().out), TrainGRPO)
     assert start(script, "recipe=dpo", monkeypatch=monkeypatch) == 2
-    assert capsys.readouterr().err == "error: recipe=dpo; allowed: ppo, grpo, online_dpo, rejection_sampling\n"
+    able = "grpo, online_distill, online_dpo, ppo, rejection_sampling, self_rewarding, spin"
+    assert capsys.readouterr().err == f"error: recipe=dpo: has no reward to serve; allowed: {able}\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["convert", "--help"], ["launch", "local", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["convert", "--help"], ["launch", "local", "ppo", "run.seed=1", "--help"]])
 def test_help_of_the_command(arguments: list[str], capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     assert caught.value.code == 0
-    assert "usage: aligner" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith(" ".join(["Usage: aligner", *arguments[:-1]]).partition(" ppo")[0])
 
 
-@pytest.mark.parametrize("arguments", [[], ["lanch"], ["launch"], ["convert"], ["launch", "local"]])
-def test_usage_errors_of_the_command(arguments: list[str], capsys) -> None:
+def test_the_version(capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"aligner {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "Missing command"),
+        (["lanch"], "No such command 'lanch'"),
+        (["launch"], "Missing command"),
+        (["launch", "local"], "Missing argument 'RECIPE'"),
+        (["plan", "ppo", "--top", "0"], "'--top': 0 is not in the range"),
+        (["plan", "ppo", "--top", "many"], "'--top': 'many' is not a valid integer"),
+        (["plan", "ppo", "data.train=x", "--serach"], "No such option"),
+        (["report", "runs/x", "a=b"], "unexpected extra argument"),
+        (["diagnose", __file__], "is a file"),
+    ],
+)
+def test_usage_errors_of_the_command(arguments: list[str], text: str, capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     assert caught.value.code == 2
-    assert "error:" in capsys.readouterr().err
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith("Usage: aligner") and error.startswith("error: ") and text in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--from-hf", "a"], ["--from-hf", "a", "--to-hf", "b"], ["--from-hf", "a", "--from-megatron", "b", "--to-hf", "c"]],
+)
+def test_a_conversion_has_one_source_and_one_target(arguments: list[str], capsys) -> None:
+    assert cli.main(["convert", *arguments]) == 2
+    assert capsys.readouterr().err == "error: convert: use --from-hf with --to-megatron, or --from-megatron with --to-hf\n"
+
+
+def test_source_and_target_stand_in_any_order(tmp_path: Path, monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr("aligner.jobs.convert.hf_to_megatron", lambda *arguments: seen.append(arguments))
+    assert cli.main(["convert", "--to-megatron", str(tmp_path / "to"), "--tp", "2", "--from-hf", str(tmp_path)]) == 0
+    assert seen[0][:2] == (tmp_path, tmp_path / "to") and (seen[0][2].tp, seen[0][2].pp) == (2, 1)
+
+
+def test_ctrl_c_reaches_the_command_and_its_caller(monkeypatch) -> None:
+    def interrupted(*arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("aligner.jobs.report.report", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(["report", "runs/x"])
 
 
 def test_a_refused_launch(capsys) -> None:
     assert cli.main(["launch", "local", "ppo", "data.train=x", "++algorithm.group_sise=4"]) == 2
     assert capsys.readouterr().err.startswith("error: unknown setting algorithm.group_sise in")
     assert cli.main(["launch", "local", "nothing"]) == 2
-    assert capsys.readouterr().err == f"error: config 'nothing': its name must begin with one of {', '.join(RECIPES)}\n"
+    assert capsys.readouterr().err == f"error: config 'nothing': its name must begin with one of {', '.join(recipes())}\n"
 
 
 def test_conf_is_beside_the_package() -> None:
@@ -178,13 +226,72 @@ def test_a_refused_slurm_launch(capsys) -> None:
 
 def test_settings_stand_before_and_behind_options(monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr(cli, "_validate_data", lambda arguments: seen.append(arguments) or 0)
-    command = ["data", "validate", "pairs.jsonl", "data.add_bos=false", "--kind", "preference", "--samples", "1", "data.max_length=64"]
+    monkeypatch.setattr("aligner.jobs.validate_data.validate", lambda *arguments: seen.append(arguments) or 0)
+    settings = ["data.add_bos=false", 'data.files=["a b.jsonl", c]', "++x.y=1,2", "~data.validation", "data.separator=' -- '"]
+    command = ["data", "validate", "pairs.jsonl", *settings[:2], "--kind", "preference", *settings[2:4], "--samples=1", settings[4]]
     assert cli.main(command) == 0
-    assert (seen[0].target, seen[0].overrides, seen[0].kind) == ("pairs.jsonl", ["data.add_bos=false", "data.max_length=64"], "preference")
-    for wrong in ("--unknown=1", "max_length"):
-        with pytest.raises(SystemExit, match="2"):
-            cli.main([*command, wrong])
-    assert "unrecognized arguments: data.max_length=64 max_length" in capsys.readouterr().err
+    target, overrides, options = seen[0]
+    assert (target, list(overrides)) == ("pairs.jsonl", settings)
+    assert (options.kind, options.num_samples, options.lists_all, options.json_path) == ("preference", 1, False, None)
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["report", "runs/x", "--open", "a=b"])
+        cli.main([*command, "--unknown=1"])
+    assert "No such option" in capsys.readouterr().err
+    assert cli.main(["plan", "grpo", "--top", "1", "max_length"]) == 2  # what is no setting is refused where settings are read
+    assert "'max_length' missing EQUAL" in capsys.readouterr().err
+
+
+def test_defaults_are_those_of_the_commands(monkeypatch) -> None:
+    from aligner.jobs import gap, slurm, validate_data
+    from aligner.jobs.preflight import command
+
+    seen = []
+    for module, name in ((gap, "gap"), (slurm, "launch_slurm"), (validate_data, "validate"), (command, "preflight")):
+        monkeypatch.setattr(module, name, lambda *arguments: seen.append(arguments[-1]) or 0)
+    for words in (["gap", "grpo"], ["launch", "slurm", "ppo_70b"], ["data", "validate", "sft"], ["preflight", "ppo"]):
+        assert cli.main(words) == 0
+    assert seen == [gap.Options(), slurm.LaunchOptions(), validate_data.Options(), command.Options()]
+
+
+def completed(shell: str, *words: str) -> list[str]:
+    """What `words` (the last one as far as it is typed) can become in a shell, one candidate a line; a process as the shell starts it."""
+    line = {"bash": {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}}
+    line["zsh"] = line["bash"]
+    line["fish"] = {"COMP_WORDS": " ".join(words[:-1]), "COMP_CWORD": words[-1]}
+    environ = {**os.environ, "_ALIGNER_COMPLETE": f"{shell}_complete", **line[shell]}
+    done = subprocess.run([sys.executable, "-m", "aligner.cli"], env=environ, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+def test_completion_of_commands_options_and_configs() -> None:
+    assert completed("bash", "aligner", "la") == ["plain,launch"]
+    assert completed("bash", "aligner", "launch", "slurm", "ppo", "run.seed=1", "--te") == ["plain,--test-only"]
+    found = completed("bash", "aligner", "launch", "local", "")
+    assert [f"plain,{name}" for name in recipes() if f"plain,{name}" not in found] == []
+    assert completed("zsh", "aligner", "plan", "ppo_7") == ["plain", "ppo_70b", "_"]
+    assert completed("fish", "aligner", "plan", "sft_") == ["plain,sft_70b"]
+    assert completed("bash", "aligner", "data", "validate", "sft_") == ["file,sft_", "plain,sft_70b"]  # or a file
+    assert completed("bash", "aligner", "gap", "runs/") == ["dir,runs/"]  # or a directory
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_are_told_how_to_complete(shell: str) -> None:
+    environ = {**os.environ, "_ALIGNER_COMPLETE": f"{shell}_source"}
+    done = subprocess.run([sys.executable, "-m", "aligner.cli"], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and f"_ALIGNER_COMPLETE={shell}_complete" in done.stdout
+
+
+def test_help_and_completion_load_nothing_heavy() -> None:
+    program = """
+import json, sys
+from aligner import cli
+try:
+    cli.main(["--help"])
+except SystemExit:
+    cli._configs(None, None, "")
+    print(json.dumps(list(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    assert {name for name in loaded if name.startswith("aligner.")} == {"aligner.cli", "aligner.files"}
+    assert not loaded & {"torch", "hydra", "omegaconf", "rich", "jinja2", "numpy", "argparse"}

@@ -25,6 +25,7 @@ FROM_THE_BASE = {
     "psutil",
     "jinja2",
     "aiohttp",
+    "click",
 }
 
 

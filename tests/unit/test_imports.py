@@ -1,9 +1,11 @@
 """The pins fit: everything that a run may need imports in one process, and the config module stays light."""
 
+import ast
 import json
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +50,14 @@ def test_importing_the_package_does_no_work():
     program = "import sys, aligner; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_files_that_are_no_python_are_packaged():
+    root = Path(__file__).parents[2]
+    (call,) = (
+        node for node in ast.walk(ast.parse((root / "setup.py").read_text())) if getattr(getattr(node, "func", None), "id", "") == "setup"
+    )
+    declared = next(ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg == "package_data")
+    packaged = {file for package, globs in declared.items() for name in globs for file in (root / package.replace(".", "/")).glob(name)}
+    files = {file for file in (root / "aligner").rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")}
+    assert packaged == files

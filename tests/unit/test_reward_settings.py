@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from aligner.algorithms.grpo import TrainGRPO
 from aligner.config import compose, from_yaml, to_yaml
 from aligner.errors import ConfigError
+from aligner.hints import hint
 from aligner.models.config import ModelConfig
 from aligner.rewards.config import NamedRewardConfig, OnError
-from aligner.schema import nearest, schema_keys
-from aligner.schemas import TrainGRPO
+from aligner.schema import schema_keys
 from aligner.servers.components import RewardConfig
 
 
@@ -73,7 +74,7 @@ def test_in_yaml_and_changed_or_removed_afterwards(parts):
         ("reward.functions.maths.wieght=2", "unknown setting reward.functions.maths.wieght .*did you mean reward.functions.maths.weight"),
         ("reward.functions.maths={function:'a:b',wieght:2}", "did you mean reward.functions.maths.weight"),
         ("reward.functions.maths={function:'a:b',weight:much}", "reward.functions.maths.weight: .*'much'"),
-        ("reward.functions.maths.weight=2", "a reward has no source"),
+        ("reward.functions.maths.weight=2", "^reward.functions.maths: no source: a reward has exactly one of"),
         ("~reward.functions.maths", "there is no reward.functions.maths to remove"),
         ("~reward.functions", "would remove a setting that the schema has"),
     ],
@@ -85,8 +86,8 @@ def test_refusals(parts, override, text):
 
 def test_the_nearest_key_has_the_users_name():
     keys = list(schema_keys(TrainGRPO))
-    assert nearest("reward.functions.mine.token_varible", keys) == "reward.functions.mine.token_variable"
-    assert nearest("token_variable", keys) == "reward.functions.NAME.token_variable"
+    assert hint("reward.functions.mine.token_varible", keys) == "did you mean reward.functions.mine.token_variable?"
+    assert hint("token_variable", keys) == "did you mean reward.functions.NAME.token_variable?"
 
 
 def test_what_does_not_go_together():

@@ -12,36 +12,35 @@ import pytest
 import yaml
 
 from aligner import cli
+from aligner.algorithms.annotate import Annotate
+from aligner.algorithms.constitution import ConstitutionalAI
+from aligner.algorithms.distill import TrainDistillation
+from aligner.algorithms.dpo import TrainDPO
+from aligner.algorithms.generate import Generate
+from aligner.algorithms.grpo import TrainGRPO
+from aligner.algorithms.kto import TrainKTO
+from aligner.algorithms.online_distill import TrainOnlineDistillation
+from aligner.algorithms.online_dpo import TrainOnlineDPO
+from aligner.algorithms.ppo import TrainPPO
+from aligner.algorithms.process_reward_model import TrainProcessRewardModel
+from aligner.algorithms.proposals import WriteProposals
+from aligner.algorithms.registry import recipe_of, recipes
+from aligner.algorithms.regression_reward_model import TrainRegressionRewardModel
+from aligner.algorithms.rejection_sampling import TrainRejectionSampling
+from aligner.algorithms.reward_model import TrainRewardModel
+from aligner.algorithms.self_rewarding import TrainSelfRewarding
+from aligner.algorithms.sft import TrainSFT
+from aligner.algorithms.spin import TrainSPIN
+from aligner.algorithms.steerlm2 import TrainSteerLM2
+from aligner.algorithms.teacher_logprobs import WriteTeacherLogprobs
 from aligner.config import _check_numbers, compose, conf_directory, from_yaml, to_yaml
 from aligner.errors import ConfigError
 from aligner.jobs.local import launch_local
-from aligner.jobs.programs import RECIPES, SCRIPTS, recipe_of
+from aligner.jobs.programs import SCRIPTS
+from aligner.loop.config import RunConfig
 from aligner.models.config import ModelConfig
 from aligner.rewards.config import RewardFunctionConfig
 from aligner.schema import named_as, schema_keys
-from aligner.schemas import (
-    Annotate,
-    ConstitutionalAI,
-    Generate,
-    RunConfig,
-    TrainDistillation,
-    TrainDPO,
-    TrainGRPO,
-    TrainKTO,
-    TrainOnlineDistillation,
-    TrainOnlineDPO,
-    TrainPPO,
-    TrainProcessRewardModel,
-    TrainRegressionRewardModel,
-    TrainRejectionSampling,
-    TrainRewardModel,
-    TrainSelfRewarding,
-    TrainSFT,
-    TrainSPIN,
-    TrainSteerLM2,
-    WriteProposals,
-    WriteTeacherLogprobs,
-)
 from aligner.servers.components import CriticConfig, RewardConfig
 
 CONF = conf_directory()
@@ -75,10 +74,10 @@ GROUP_FILES = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CON
 
 
 def test_there_is_a_schema_and_a_script_for_every_recipe() -> None:
-    assert set(ROOT_FILES) == set(SCHEMAS) == set(RECIPES)
-    for name, (schema, script) in RECIPES.items():
-        assert schema is SCHEMAS[name]
-        assert (SCRIPTS / script).is_file()
+    assert set(ROOT_FILES) == set(SCHEMAS) == set(recipes())
+    for name, recipe in recipes().items():
+        assert recipe.config is SCHEMAS[name]
+        assert (SCRIPTS / recipe.script).is_file()
 
 
 @pytest.mark.parametrize("name", ROOT_FILES)
@@ -92,7 +91,7 @@ def test_root_files_compose_and_round_trip(name: str) -> None:
 @pytest.mark.parametrize("name", JOB_FILES)
 def test_job_files_compose_and_round_trip(name: str) -> None:
     """They begin with the name of their recipe, or its short form."""
-    recipe = recipe_of(name)
+    recipe = recipe_of(name).name
     assert name.startswith((f"{recipe}_", "rm_"))
     config = compose(SCHEMAS[recipe], name, GIVEN)
     assert config.run.directory == f"runs/{name}"
@@ -235,7 +234,7 @@ def test_a_reward_must_be_named() -> None:
 @pytest.mark.parametrize(
     ("recipe", "settings", "text"),
     [
-        ("dpoo", [], "config 'dpoo': its name must begin with one of sft, reward_model"),
+        ("dpoo", [], "config 'dpoo': its name must begin with one of annotate, constitution"),
         ("grpo", ["parallel.tp=3", "num_processes=2"], "parallel.tp=3 does not divide the 2 ranks"),
         ("ppo", ["critic.parallel.tp=2"], "parallel.tp=2 does not divide the 1 ranks"),
         ("ppo", [], "reward.model.path=''"),

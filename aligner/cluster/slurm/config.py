@@ -25,9 +25,9 @@ class SlurmConfig:
     (`num_processes`, `cluster.gpus_per_node`)."""
 
     partition: str = ""  # empty, here and below: Slurm's default
-    account: str = ""
-    qos: str = ""
-    constraint: str = ""
+    account: str = ""  # that the job is charged to (sbatch --account)
+    qos: str = ""  # quality of service (sbatch --qos)
+    constraint: str = ""  # features that nodes must have (sbatch --constraint)
     time_limit: str = "24:00:00"  # as for sbatch --time
     cpus_per_rank: int = 0  # --cpus-per-task; 0: Slurm's default
     exclusive: bool = True  # whole nodes
@@ -44,10 +44,10 @@ class SlurmConfig:
     max_server_restarts: int = 3  # of all servers of a job together; the next death counts as the actor's
     on_actor_failure: OnFailure = OnFailure.restart  # restart: all components in the same allocation, from the newest checkpoint
     max_restarts_without_progress: int = 3  # after so many restarts that brought no newer checkpoint the run is halted
-    restart_delay_seconds: float = 5.0
+    restart_delay_seconds: float = 5.0  # pause before a component that ended starts again
 
     preflight: bool = True  # run `aligner preflight` before the components
-    preflight_timeout_seconds: float = 1200.0
+    preflight_timeout_seconds: float = 1200.0  # for the whole of `aligner preflight`; then it counts as failed
     ready_timeout_seconds: float = 1800.0  # from a server's start to its registration
     grace_seconds: float = 60.0  # for the actor to notice that it cannot go on, before it is ended
     shutdown_timeout_seconds: float = 60.0  # from asking a component to end to killing it

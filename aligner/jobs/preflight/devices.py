@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
-from aligner.jobs.session import see_own_gpus
+from aligner.loop.session import see_own_gpus
 from aligner.parallel import platform
 from aligner.planner.config import Device
 

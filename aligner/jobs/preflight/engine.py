@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 
 from aligner.errors import EngineError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where
-from aligner.jobs.preflight.models import used_models
 from aligner.jobs.preflight.network import ensure_group
 from aligner.jobs.preflight.samples import load_sample
 from aligner.jobs.preflight.tokenizers import tokenizer_of
-from aligner.schemas import OnlineRun
+from aligner.online.config import OnlineRun
 from aligner.types import LogprobKind, Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def _observe(context: Context) -> Trial:
         return Trial()
     ensure_group(context)
     started = time.monotonic()
-    tokenizer = tokenizer_of(used_models(config)[0])
+    tokenizer = tokenizer_of(config.models()[0])
     prompts = load_sample(config, config.data.train, tokenizer)[0]
     layout = topology.initialize(config.parallel, seed=config.run.seed)
     architecture = create.read_architecture(config.model, vocab_size=tokenizer.vocab_size)

@@ -9,7 +9,7 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.jobs.preflight.allocation import Allocation
-from aligner.jobs.programs import Job
+from aligner.loop.config import JobRun
 
 
 class Level(str, Enum):
@@ -48,11 +48,11 @@ class Context:
     name: str  # of the file in conf/
     overrides: tuple[str, ...]
     with_engine: bool = False
-    job: Job | None = None
+    job: JobRun | None = None
     findings: dict[str, Finding] = field(default_factory=dict)  # of the items before this one
 
     @property
-    def config(self) -> Job:
+    def config(self) -> JobRun:
         """The composed config. Raises ConfigError where it could not be composed."""
         if self.job is None:
             raise ConfigError(f"the config {self.name} could not be composed")

@@ -12,8 +12,7 @@ from typing import Any
 from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import ServerError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
-from aligner.jobs.programs import Job
-from aligner.schemas import OnlineRun, TrainPPO
+from aligner.loop.config import JobRun
 from aligner.servers.access import Access
 from aligner.servers.address import advertised_host, listen
 from aligner.servers.config import ServerConfig
@@ -30,12 +29,9 @@ class Reached:
     unreachable: dict[str, str] = field(default_factory=dict)  # server -> why
 
 
-def servers(config: Job) -> dict[str, ServerConfig]:
+def servers(config: JobRun) -> dict[str, ServerConfig]:
     """The servers that a run of this config has."""
-    found = {"critic": config.critic.server} if isinstance(config, TrainPPO) else {}
-    if isinstance(config, OnlineRun) and config.reward.serve:
-        found["reward"] = config.reward.server
-    return found
+    return {server.name: server.settings for server in config.servers()}
 
 
 def _observe(context: Context) -> Reached:
@@ -63,12 +59,12 @@ def _observe(context: Context) -> Reached:
             listener.close()
 
 
-def _check_certificates(config: Job, wanted: Mapping[str, ServerConfig]) -> None:
+def _check_certificates(config: JobRun, wanted: Mapping[str, ServerConfig]) -> None:
     """Raise ConfigError where a certificate or the run's secret cannot be used."""
     directory = RunDirectory(Path(config.run.directory))
     for server in wanted.values():
         Access.for_server(directory.secret, server)
-    if isinstance(config, OnlineRun):
+    if wanted:
         Access.for_client(directory.secret, config.client)
 
 

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from aligner.algorithms.registry import recipe_of
 from aligner.config import compose, fingerprint
 from aligner.errors import ConfigError, LaunchError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
-from aligner.jobs.programs import RECIPES, Job, recipe_of
-from aligner.schemas import OnlineRun, TrainPPO
+from aligner.loop.config import JobRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,10 +62,8 @@ def _judge_ranks(context: Context, seen: Mapping[int, Place]) -> Finding:
 
 
 def _compose(context: Context) -> Composed:
-    schema, _ = RECIPES[recipe_of(context.name)]
-    job = compose(schema, context.name, context.overrides)
-    if isinstance(job, OnlineRun):
-        job.check_rewarded()
+    job = compose(recipe_of(context.name).config, context.name, context.overrides)
+    job.check_complete()
     context.job = job
     return Composed(fingerprint=fingerprint(job))
 
@@ -78,24 +76,19 @@ def _judge_config(context: Context, seen: Mapping[int, Composed]) -> Finding:
     return _judge_sizes(here.size, context.config, seen[0].fingerprint)
 
 
-def wanted_ranks(config: Job) -> dict[str, int]:
+def wanted_ranks(config: JobRun) -> dict[str, int]:
     """The ranks of every component that the run starts, the training one first."""
-    wanted = {"actor" if isinstance(config, OnlineRun) else "trainer": config.num_processes}
-    if isinstance(config, TrainPPO):
-        wanted["critic"] = config.critic.num_processes
-    if isinstance(config, OnlineRun) and config.reward.serve:
-        wanted["reward"] = config.reward.num_processes
-    return wanted
+    return {_main(config): config.num_processes} | {server.name: server.num_ranks for server in config.servers()}
 
 
-def _judge_sizes(size: int, config: Job, mark: str) -> Finding:
+def _main(config: JobRun) -> str:
+    return "actor" if config.traits().role == "actor" else "trainer"
+
+
+def _judge_sizes(size: int, config: JobRun, mark: str) -> Finding:
     """Whether as many ranks came as a component of the config has, or all of them, and whether the layouts divide."""
     wanted = wanted_ranks(config)
-    layouts = {name: config.parallel for name in ("actor", "trainer") if name in wanted}
-    if isinstance(config, TrainPPO):
-        layouts["critic"] = config.critic.parallel
-    if isinstance(config, OnlineRun):
-        layouts["reward"] = config.reward.parallel
+    layouts = {_main(config): config.parallel} | {server.name: server.parallel for server in config.servers()}
     for name, count in wanted.items():
         try:
             layouts[name].check_world(count)

@@ -9,45 +9,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from aligner.algorithms.chains import Pairs
-from aligner.algorithms.self_rewarding import JudgedBy
-from aligner.data.cases import load_cases
-from aligner.data.constitution import load_constitution
-from aligner.data.demonstrations import load_demonstrations
-from aligner.data.distillation import load_distillation
-from aligner.data.preferences import load_preferences
-from aligner.data.prompts import load_prompts
-from aligner.data.proposals import load_proposals
-from aligner.data.regression import load_regression
 from aligner.data.report import LoadReport
-from aligner.data.requests import load_requests, load_unlabelled
-from aligner.data.sampled import load_sampled
-from aligner.data.steps import load_steps
-from aligner.data.supervised import load_supervised
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.unpaired import load_unpaired
 from aligner.errors import DataError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
-from aligner.jobs.preflight.models import used_models
 from aligner.jobs.preflight.tokenizers import tokenizer_of
-from aligner.jobs.programs import Job
+from aligner.loop.config import JobRun
+from aligner.online.config import OnlineRun
 from aligner.protocols import RewardModel
-from aligner.schemas import (
-    Annotate,
-    ConstitutionalAI,
-    Generate,
-    OnlineRun,
-    TrainDistillation,
-    TrainKTO,
-    TrainProcessRewardModel,
-    TrainRegressionRewardModel,
-    TrainSelfRewarding,
-    TrainSFT,
-    TrainSPIN,
-    TrainSteerLM2,
-    WriteProposals,
-    WriteTeacherLogprobs,
-)
 
 NUM_RECORDS = 200  # an even number: some formats have pairs of lines
 MANY_LEFT_OUT = 0.5  # part of the sample
@@ -78,48 +47,21 @@ class Scores:
     judge: str = ""  # what the policy is asked where it judges itself
 
 
-def fitted(config: Job, tokenizer: Tokenizer) -> Job:
+def fitted(config: JobRun) -> JobRun:
     """The config with the lengths that the job will have. Raises ConfigError where some do not fit the model."""
-    from aligner.jobs.lengths import with_lengths  # Megatron-Core comes with it
-    from aligner.jobs.self_rewarding import with_judge_lengths
+    from aligner.loop.parts import with_lengths  # Megatron-Core comes with it
 
-    return with_judge_lengths(config, tokenizer) if isinstance(config, TrainSelfRewarding) else with_lengths(config)
+    return with_lengths(config)
 
 
-def load_sample(config: Job, location: str, tokenizer: Tokenizer, first: int | None = NUM_RECORDS) -> tuple[Sequence[Any], LoadReport]:
+def load_sample(config: JobRun, location: str, tokenizer: Tokenizer, first: int | None = NUM_RECORDS) -> tuple[Sequence[Any], LoadReport]:
     """The usable ones of the first records (None: of all), and the report. Raises DataError listing the bad lines."""
-    if isinstance(config, TrainSPIN):
-        return load_demonstrations(location, config.data, tokenizer, first=first)
-    if isinstance(config, OnlineRun):
-        return load_prompts(location, config.data, tokenizer, first=first)
-    if isinstance(config, Generate):
-        return load_requests(location, config.data, tokenizer, first=first)
-    if isinstance(config, ConstitutionalAI):
-        load_constitution(config.data.constitution)
-        cases, report = load_cases(location, config.data, tokenizer, given=config.algorithm.pairs is Pairs.given, first=first)
-        return [case.prompt for case in cases], report
-    if isinstance(config, Annotate):
-        return load_unlabelled(location, config.data, tokenizer, first=first)
-    if isinstance(config, WriteProposals):
-        return load_sampled(location, config.data, tokenizer, config.algorithm.sought, first=first)
-    if isinstance(config, TrainSteerLM2):
-        return load_proposals(location, config.data, tokenizer, first=first)
-    if isinstance(config, TrainDistillation):
-        return load_distillation(location, config.data, tokenizer, first=first)
-    if isinstance(config, (TrainSFT, WriteTeacherLogprobs)):
-        return load_supervised(location, config.data, tokenizer, first=first)
-    if isinstance(config, TrainRegressionRewardModel):
-        return load_regression(location, config.data, tokenizer, first=first)
-    if isinstance(config, TrainProcessRewardModel):
-        return load_steps(location, config.data, tokenizer, first=first)
-    if isinstance(config, TrainKTO):
-        return load_unpaired(location, config.data, tokenizer, first=first)
-    return load_preferences(location, config.data, tokenizer, first=first)
+    return config.read(location, tokenizer, first=first)
 
 
 def _observe_data(context: Context) -> Sample:
-    tokenizer = tokenizer_of(used_models(context.config)[0])
-    config = fitted(context.config, tokenizer)
+    tokenizer = tokenizer_of(context.config.models()[0])
+    config = fitted(context.config)
     summaries, content, left_out, num_bad = [], hashlib.sha256(), 0.0, 0
     for location in filter(None, (config.data.train, config.data.validation)):
         examples, report = load_sample(config, location, tokenizer)
@@ -151,11 +93,11 @@ def _observe_reward(context: Context) -> Scores:
     config = context.config
     if not isinstance(config, OnlineRun):
         return Scores()
-    named, judge = local_rewards(config), _asked(config)
+    named, judge = local_rewards(config), config.describe_judge(partial(_judged, config))
     if not named:
         return Scores(judge=judge)
-    tokenizer = tokenizer_of(used_models(config)[0])
-    prompts = load_sample(fitted(config, tokenizer), config.data.train, tokenizer)[0][:NUM_SCORED]
+    tokenizer = tokenizer_of(config.models()[0])
+    prompts = load_sample(fitted(config), config.data.train, tokenizer)[0][:NUM_SCORED]
     scores: dict[str, list[list[float]]] = {}
     for key, (_, build) in named.items():
         reward = build(tokenizer.decode)
@@ -177,21 +119,15 @@ def _observe_reward(context: Context) -> Scores:
     )
 
 
-def _asked(config: OnlineRun) -> str:
-    """What the policy is asked where it judges itself; '' elsewhere. Raises ConfigError for a template that cannot be used."""
-    if not isinstance(config, TrainSelfRewarding) or config.algorithm.judge is not JudgedBy.policy:
-        return ""
-    from aligner.jobs.self_rewarding import ask_about  # Megatron-Core comes with it
-    from aligner.models.create import context_length, read_architecture
+def _judged(config: OnlineRun) -> tuple[OnlineRun, Sequence[Any], Tokenizer, int]:
+    """What `OnlineRun.describe_judge` asks for."""
+    from aligner.models.create import context_length, read_architecture  # Megatron-Core comes with it
 
-    model = used_models(config)[0]
+    model = config.models()[0]
     tokenizer = tokenizer_of(model)
-    config = fitted(config, tokenizer)
-    prompts, _ = load_sample(config, config.data.train, tokenizer)
+    config = fitted(config)
     context = context_length(model.config, read_architecture(model.config, vocab_size=tokenizer.vocab_size))
-    asking = ask_about(config, prompts, (), tokenizer=tokenizer, context=context)
-    size = len(asking.ask(prompts[0], ()))
-    return f"the policy judges itself, {config.algorithm.num_judgements} times: asked about {prompts[0].source} in {size} tokens"
+    return config, load_sample(config, config.data.train, tokenizer)[0], tokenizer, context
 
 
 def local_rewards(config: OnlineRun) -> dict[str, tuple[str, Callable[[Decode], RewardModel]]]:

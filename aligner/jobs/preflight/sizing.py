@@ -16,9 +16,8 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where
-from aligner.jobs.preflight.models import used_models
 from aligner.jobs.preflight.tokenizers import tokenizer_of
-from aligner.jobs.programs import Job
+from aligner.loop.config import JobRun
 from aligner.models.config import Dtype
 from aligner.planner.config import Device
 
@@ -64,10 +63,10 @@ def real_cluster(context: Context) -> list[str]:
     return [f"cluster.{name}={value}" for name, value in cluster.items()]
 
 
-def real_vocabularies(config: Job) -> list[str]:
+def real_vocabularies(config: JobRun) -> list[str]:
     """Overrides for models without weights, which take the size of their vocabulary from the tokenizer; a plan reads no tokenizer."""
     found = []
-    for model in used_models(config):
+    for model in config.models():
         is_own = model.key == "model" or model.config is not config.model
         if is_own and not model.config.path and not model.config.architecture.vocab_size:
             found.append(f"{model.key}.architecture.vocab_size={tokenizer_of(model).vocab_size}")
@@ -93,7 +92,7 @@ def run_plan(context: Context, overrides: Sequence[str], *, timeout_seconds: flo
         return read_plan(json.loads(result.read_text()), context.config)
 
 
-def read_plan(tree: Mapping[str, Any], config: Job) -> Planned:
+def read_plan(tree: Mapping[str, Any], config: JobRun) -> Planned:
     """What the preflight needs of a plan's JSON. Pure."""
     components: Mapping[str, Mapping[str, Any]] = tree["components"]
     trained = {name: one for name, one in components.items() if one["micro_batches"] is not None}

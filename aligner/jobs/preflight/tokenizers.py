@@ -11,8 +11,8 @@ from aligner.data.records import Message
 from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
-from aligner.jobs.preflight.models import UsedModel, used_models
-from aligner.jobs.programs import Job
+from aligner.loop.config import JobRun
+from aligner.loop.recipe import UsedModel
 
 SAMPLE = "The quick brown fox: 3 + 4 = 7, naïve café, 你好.\n\tdef f(x): return x"
 
@@ -29,7 +29,7 @@ class Tokens:
 
 def tokenizer_of(model: UsedModel) -> Tokenizer:
     """The tokenizer of a model, checked against the model's vocabulary. Raises ConfigError or CheckpointError naming the component."""
-    from aligner.jobs.parts import tokenizer_directory  # Megatron-Core comes with it
+    from aligner.loop.parts import tokenizer_directory  # Megatron-Core comes with it
     from aligner.models.create import read_architecture
 
     tokenizer = load_tokenizer(str(tokenizer_directory(model.config)))
@@ -40,7 +40,7 @@ def tokenizer_of(model: UsedModel) -> Tokenizer:
 
 def _observe(context: Context) -> Tokens:
     described, digests, notes = {}, {}, []
-    for model in used_models(context.config):
+    for model in context.config.models():
         try:
             tokenizer = tokenizer_of(model)
             described[model.component], found = look(tokenizer, context.config)
@@ -48,11 +48,11 @@ def _observe(context: Context) -> Tokens:
             raise ConfigError(f"{model.component} ({model.key}): {error}") from error
         digests[model.component] = digest(tokenizer)
         notes += found if digests[model.component] not in list(digests.values())[:-1] else []  # once for the same tokenizer
-    apart = [model.component for model in used_models(context.config) if model.reads_text]
+    apart = [model.component for model in context.config.models() if model.reads_text]
     return Tokens(described=described, digests=digests, apart=apart, notes=notes)
 
 
-def look(tokenizer: Tokenizer, config: Job) -> tuple[str, list[str]]:
+def look(tokenizer: Tokenizer, config: JobRun) -> tuple[str, list[str]]:
     """(a few words, notes). Raises ConfigError where the data need a chat template that is not there or does not work."""
     notes = []
     back = tokenizer.decode(tokenizer.encode(SAMPLE))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from aligner.errors import CheckpointError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where
-from aligner.jobs.preflight.models import UsedModel, used_models
-from aligner.jobs.programs import Job
+from aligner.loop.config import JobRun
+from aligner.loop.recipe import UsedModel
 from aligner.models.checkpoint_files import MARKER, read_marker, resolve
 from aligner.models.config import Architecture
 from aligner.models.hf_files import stored_tensors
@@ -29,7 +29,7 @@ class Readable:
 
 def _observe(context: Context) -> Readable:
     described, notes = {}, []
-    for model in used_models(context.config):
+    for model in context.config.models():
         described[model.component], found = check_model(model)
         notes += found
     for name, folder in resumed_from(context.config).items():
@@ -60,7 +60,7 @@ def check_model(model: UsedModel) -> tuple[str, list[str]]:
     return f"{source}: {len(tensors)} tensors, {num_bytes / 2**30:.1f} GiB", []
 
 
-def resumed_from(config: Job) -> dict[str, Path]:
+def resumed_from(config: JobRun) -> dict[str, Path]:
     """The newest checkpoints of the run directory, from which this run would go on: name of the model -> directory."""
     folder = Path(config.run.directory).expanduser() / "checkpoints"
     return {path.parent.name: resolve(path.parent) for path in sorted(folder.glob("*/latest"))}

@@ -26,8 +26,8 @@ def fakes() -> ModuleType:
 @pytest.fixture
 def make_task(topology, fakes) -> Callable:
     """`make_task(log, num_prompts, batch_size, **fields)`: an OnlineTask whose reward is the prompt's id, in the data's own order."""
-    from aligner.algorithms.online import OnlineTask
     from aligner.data.loader import EpochSampler
+    from aligner.online.task import OnlineTask
 
     def make(log: list[str], num_prompts: int = 4, batch_size: int = 4, **fields):
         prompts = [fakes.prompt(number) for number in range(num_prompts)]

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from aligner.algorithms.loop import Clock
-from aligner.algorithms.rounds import OnPolicyRounds
 from aligner.errors import EngineError
+from aligner.loop.loop import Clock
+from aligner.online.rounds import OnPolicyRounds
 from aligner.protocols import Replica
 from aligner.rollout.config import AsynchronousConfig
 from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Memory, Refitted, WeightForm, Work
@@ -87,7 +87,7 @@ class Ahead:
     """Rounds of two responses each, over a `StepEngine`; the policy makes one optimizer step per training step."""
 
     def __init__(self, make_task, *, max_staleness: int = 1, partial: bool = True, timeout_seconds: float = 20.0, **options) -> None:
-        from aligner.algorithms.asynchronous import AsyncRounds
+        from aligner.online.asynchronous import AsyncRounds
         from aligner.rollout.gate import Gate
         from aligner.rollout.lifecycle import PhasedEngine
         from aligner.rollout.work import WorkSharing
@@ -156,7 +156,7 @@ def test_the_thread_is_as_far_ahead_as_it_may_be(make_ahead, max_staleness):
 
 
 def wanted(ahead: Ahead, number: int):
-    from aligner.algorithms.rounds import wanted_of
+    from aligner.online.rounds import wanted_of
 
     return wanted_of(ahead.task, number, 1, greedy=False)
 
@@ -176,7 +176,7 @@ def test_a_round_under_way_goes_on_with_new_weights(make_ahead):
     (one, _) = collected.rollouts
     assert one.response == (0, 0, 1, 1, 1, 1) and (one.oldest_version, one.policy_version) == (0, 1)
     assert collected.ages.tolist() == [[1, 0]] * 2
-    from aligner.algorithms.rollouts import response_metrics
+    from aligner.online.collect import response_metrics
 
     metrics = response_metrics(collected, 1e9)  # seconds of waiting say nothing about its speed
     assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"], metrics["rollout/versions"]) == (1, 1, 2)
@@ -237,7 +237,7 @@ def test_an_update_that_was_left_out_makes_nothing_older(make_ahead):
 
 
 def test_validation_waits_for_the_rounds_under_way(make_ahead):
-    from aligner.algorithms.rollouts import collect
+    from aligner.online.collect import collect
 
     ahead = make_ahead()
     ahead.take(1)

@@ -13,9 +13,6 @@ import torch
 from aligner.algorithms.ai_feedback import Judge, Judgement, judgement_metrics
 from aligner.algorithms.chains import Broken, ConstitutionConfig, Learnt, Pairs, losses_of, preference_records, supervised_records
 from aligner.algorithms.constitution import Constitutional
-from aligner.algorithms.loop import Clock
-from aligner.algorithms.rollouts import Scorers
-from aligner.algorithms.writing import Writing
 from aligner.data.cases import load_cases
 from aligner.data.config import ConstitutionDataConfig, PreferenceDataConfig, SFTDataConfig
 from aligner.data.constitution import Constitution, Principle
@@ -25,6 +22,9 @@ from aligner.data.preferences import load_preferences
 from aligner.data.supervised import load_supervised
 from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import ConfigError, DataError, RunHalted
+from aligner.loop.loop import Clock
+from aligner.loop.writing import Writing
+from aligner.online.collect import Scorers
 from aligner.protocols import Replica
 from aligner.rewards.unjudged import Unjudged
 from aligner.types import FinishReason, Rollout, SamplingConfig
@@ -285,7 +285,7 @@ def test_bad_settings() -> None:
 
 def test_what_is_published(tmp_path) -> None:
     """Files for training, the constitution, and a report of everything that was not used; an empty file is an error."""
-    from aligner.jobs.constitution import publish_feedback
+    from aligner.algorithms.chains import publish_feedback
 
     trace = {"source": "f:1", "chain": 0, "prompt": "p", "draft": "d", "fault": "", "learnt": [0]}
     rounds = [{"principle": "p0", "critique": "c", "revision": "r"}]

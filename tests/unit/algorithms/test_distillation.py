@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from aligner.algorithms.distillation import DistillationConfig, distillation_terms
-from aligner.algorithms.loop import Clock
-from aligner.algorithms.online_distillation import OnlineDistillation, OnlineDistillationConfig, Signal
-from aligner.algorithms.teacher_pass import TeacherPass, TeacherPassConfig, TeacherSet
+from aligner.algorithms.distill import DistillationConfig, distillation_terms
+from aligner.algorithms.online_distill import OnlineDistillation, OnlineDistillationConfig, Signal
+from aligner.algorithms.teacher_logprobs import TeacherPass, TeacherPassConfig, TeacherSet
 from aligner.data.supervised import SupervisedExample
 from aligner.data.teacher import Manifest
 from aligner.errors import ConfigError
+from aligner.loop.loop import Clock
 from aligner.losses.distillation import Divergence
 from aligner.metrics import values
 from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, TokenOutputs

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from aligner.algorithms.dpo import DPO, DPOConfig
-from aligner.algorithms.loop import Clock
 from aligner.data.preferences import PreferencePair
 from aligner.data.supervised import SupervisedExample
 from aligner.errors import ConfigError, DataError
+from aligner.loop.loop import Clock
 from aligner.losses.preference import DPOVariant
 from aligner.types import PreferenceBatch
 

@@ -8,17 +8,17 @@ import math
 import pytest
 import torch
 
-from aligner.algorithms import rollouts
-from aligner.algorithms.groups import Exhausted
 from aligner.algorithms.grpo import GRPO, GRPOConfig, KLIn
-from aligner.algorithms.loop import Clock
-from aligner.algorithms.rollouts import sample_seeds
 from aligner.errors import ConfigError, RunHalted, ServerUnreachable
+from aligner.loop.loop import Clock
 from aligner.losses.advantages import Estimator
 from aligner.losses.kl import KLEstimator
 from aligner.losses.shaping import ShapingConfig, Standardize
 from aligner.metrics import Mean
 from aligner.models.guard import GuardConfig, NonFinite, NonFiniteReward
+from aligner.online import collect as rollouts
+from aligner.online.collect import sample_seeds
+from aligner.online.groups import Exhausted
 from aligner.protocols import Replica
 
 RUN_SEED = 3  # of `make_task`

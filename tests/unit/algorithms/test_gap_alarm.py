@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from aligner.algorithms.gap_alarm import GapAlarm
-from aligner.algorithms.loop import Clock, LoopConfig, StepResult, run
 from aligner.errors import ConfigError, RunHalted
+from aligner.loop.gap_alarm import GapAlarm
+from aligner.loop.loop import Clock, LoopConfig, StepResult, run
 from aligner.models.guard import GapStatistic, LogprobGapConfig
 
 GAP = "rollout/logprob_gap"

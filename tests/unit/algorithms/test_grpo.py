@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from aligner.algorithms.grpo import GRPO, GRPOConfig
-from aligner.algorithms.loop import Clock
-from aligner.algorithms.rollouts import ScoredRollouts
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
+from aligner.loop.loop import Clock
+from aligner.online.collect import ScoredRollouts
 
 
 def grpo(fakes, task, log=None, **config) -> GRPO:

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from aligner.algorithms.grpo import GRPO, GRPOConfig
-from aligner.algorithms.loop import Clock, LoopConfig, StepResult, run
 from aligner.algorithms.ppo import PPO, PPOConfig
-from aligner.algorithms.rollouts import ScoredRollouts, Scorers, collect, response_metrics
 from aligner.data.collate import rollout_batch
 from aligner.errors import RollBack, RunHalted
-from aligner.jobs.left_out import LeftOutSteps
+from aligner.loop.loop import Clock, LoopConfig, StepResult, run
+from aligner.loop.skipped_steps import LeftOutSteps
 from aligner.models.guard import SKIPPED, SKIPPED_IN_A_ROW, GuardConfig, NonFinite, NonFiniteReward
+from aligner.online.collect import ScoredRollouts, Scorers, collect, response_metrics
 
 pytestmark = pytest.mark.usefixtures("topology")
 BAD = {1: math.nan, 2: math.inf}  # rewards by the prompt's id

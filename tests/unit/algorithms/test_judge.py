@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from aligner.algorithms.judge import TEMPLATE, Judge, Judgement, Rubric, judged, judgement_metrics, read_template, score_pattern
-from aligner.algorithms.rollouts import ScoredRollouts
 from aligner.algorithms.self_rewarding import SelfRewardingConfig
 from aligner.errors import ConfigError
+from aligner.online.collect import ScoredRollouts
 from aligner.types import SamplingConfig
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from aligner.algorithms.kto import KTO, KTOConfig, balance
-from aligner.algorithms.loop import Clock
 from aligner.data.supervised import SupervisedExample
 from aligner.data.unpaired import UnpairedExample
 from aligner.errors import ConfigError, DataError
+from aligner.loop.loop import Clock
 from aligner.losses.unpaired import UnpairedLoss
 from aligner.types import LabeledBatch
 

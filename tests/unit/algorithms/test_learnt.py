@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aligner.algorithms.learnt import LearntNothingAlarm, is_empty, of_mask, of_rows, reasons, totals
-from aligner.algorithms.loop import Clock
 from aligner.algorithms.rejection_sampling import RejectionSampling, RejectionSamplingConfig
-from aligner.algorithms.rollouts import ScoredRollouts
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
+from aligner.loop.learnt import LearntNothingAlarm, of_mask, of_rows
+from aligner.loop.loop import Clock
 from aligner.models.guard import GuardConfig, LearntNothing
+from aligner.online.collect import ScoredRollouts
+from aligner.reporting.learnt import is_empty, reasons, totals
 
 HEALTHY = {"learnt/tokens": 5.0, "optim/grad_norm": 0.1, "optim/updates": 1.0, "optim/lr": 1e-3}
 EMPTY = {

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from aligner.algorithms.loop import Clock, LoopConfig, StepResult, run
-from aligner.algorithms.time_budget import TimeBudget
 from aligner.errors import AlignerError, CheckpointError, ConfigError, ServerUnreachable
+from aligner.loop.loop import Clock, LoopConfig, StepResult, run
+from aligner.loop.time_budget import TimeBudget
 from aligner.types import FinishReason, SampleRow
 
 pytestmark = pytest.mark.usefixtures("topology")

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.algorithms.loop import Clock
 from aligner.algorithms.online_dpo import OnlineDPO, OnlineDPOConfig, online_dpo_loss
-from aligner.algorithms.rollouts import ScoredRollouts
-from aligner.algorithms.selection import Pairing
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
-from aligner.jobs.moving_reference import unused
+from aligner.loop.loop import Clock
 from aligner.losses.pairs import DPOVariant
 from aligner.losses.preference import dpo_loss
 from aligner.metrics import values
+from aligner.online.collect import ScoredRollouts
+from aligner.online.moving_reference import unused
+from aligner.online.selection import Pairing
 from aligner.types import PreferenceBatch, TokenOutputs
 
 

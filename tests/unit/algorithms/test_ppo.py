@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.algorithms.loop import Clock
 from aligner.algorithms.ppo import PPO, PPOConfig
-from aligner.algorithms.rollouts import ScoredRollouts
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError, ServerUnreachable
+from aligner.loop.loop import Clock
 from aligner.losses.shaping import ShapingConfig, Standardize
+from aligner.online.collect import ScoredRollouts
 
 
 def ppo(fakes, task, log=None, critic=None, **config) -> PPO:

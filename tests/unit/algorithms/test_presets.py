@@ -11,7 +11,7 @@ import yaml
 from aligner.algorithms.dpo import DPOConfig
 from aligner.algorithms.grpo import GRPOConfig
 from aligner.algorithms.kto import KTOConfig
-from aligner.algorithms.online_distillation import OnlineDistillationConfig
+from aligner.algorithms.online_distill import OnlineDistillationConfig
 from aligner.algorithms.online_dpo import OnlineDPOConfig
 from aligner.algorithms.ppo import PPOConfig
 from aligner.algorithms.rejection_sampling import RejectionSamplingConfig

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aligner.algorithms.loop import Clock
 from aligner.algorithms.rejection_sampling import RejectionSampling, RejectionSamplingConfig
-from aligner.algorithms.rollouts import ScoredRollouts
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
+from aligner.loop.loop import Clock
 from aligner.losses.sft import sft_loss
 from aligner.metrics import values
+from aligner.online.collect import ScoredRollouts
 from aligner.types import TokenOutputs
 
 

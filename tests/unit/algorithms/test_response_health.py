@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aligner.algorithms.response_health import COMPARED_TOKENS, MAX_SAMPLED, NGRAM, READ_TOKENS, health_metrics
-from aligner.algorithms.rollouts import ScoredRollouts
+from aligner.online.collect import ScoredRollouts
+from aligner.online.response_health import COMPARED_TOKENS, MAX_SAMPLED, NGRAM, READ_TOKENS, health_metrics
 from aligner.types import FinishReason, Prompt, Rollout
 
 EOS = 9

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from aligner.algorithms.rollouts import Scorers, collect
 from aligner.errors import RunHalted
+from aligner.online.collect import Scorers, collect
 from aligner.types import Scores
 
 

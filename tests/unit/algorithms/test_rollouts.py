@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.algorithms import rollouts
-from aligner.algorithms.experience import mini_batches
-from aligner.algorithms.rollouts import Scorers, collect, finish, joined, response_metrics, sample_rows, sample_seeds, start
 from aligner.errors import EngineError, ServerTimeout
+from aligner.online import collect as rollouts
+from aligner.online.collect import Scorers, collect, finish, joined, response_metrics, sample_rows, sample_seeds, start
+from aligner.online.policy_gradient import mini_batches
 from aligner.protocols import Replica
 from aligner.types import FinishReason, PolicyBatch, Scores
 

@@ -11,9 +11,9 @@ import torch
 
 from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import CheckpointError, ConfigError, ServerUnreachable
-from aligner.jobs.checkpointing import CRITIC, POLICY, CriticCheckpointer, RunCheckpointer, load_critic
-from aligner.jobs.pairs import newest_pair
-from aligner.jobs.session import Session
+from aligner.loop.checkpointing import CRITIC, POLICY, CriticCheckpointer, RunCheckpointer, load_critic
+from aligner.loop.pairs import newest_pair
+from aligner.loop.session import Session
 from aligner.models import checkpoint
 from aligner.models.checkpoint_config import BestMode, CheckpointConfig
 from aligner.models.checkpoint_files import complete_steps

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from aligner.algorithms.loop import Clock
 from aligner.algorithms.process_reward_model import ProcessRewardModelConfig, ProcessRewardModelTraining, process_loss
 from aligner.algorithms.regression_reward_model import RegressionConfig, RegressionTraining, correlation, reports
 from aligner.algorithms.reward_model import RewardModelConfig
@@ -16,6 +15,7 @@ from aligner.data.regression import LabelledExample, labelled_batch
 from aligner.data.steps import SteppedExample, step_batch
 from aligner.data.supervised import SupervisedExample
 from aligner.errors import ConfigError
+from aligner.loop.loop import Clock
 from aligner.models.optimizer import OptimizerConfig
 from aligner.models.scalar_head import Pooling, ScalarHead
 

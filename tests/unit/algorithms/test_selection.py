@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aligner.algorithms.selection import Pairing, best_rows, num_compared, pairs_of, updates_of, with_spread
+from aligner.online.selection import Pairing, best_rows, num_compared, pairs_of, updates_of, with_spread
 from aligner.types import LabeledBatch, PreferenceBatch
 
 # Three prompts with four responses each; the fourth row of the first, and all but the second of the last have no reward.

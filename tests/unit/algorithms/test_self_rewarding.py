@@ -10,11 +10,11 @@ import torch
 
 from aligner.algorithms.iterations import Answer, Iteration
 from aligner.algorithms.judge import Judge, Rubric, score_pattern
-from aligner.algorithms.loop import Clock
-from aligner.algorithms.selection import pairs_by_length
 from aligner.algorithms.self_rewarding import JudgedBy, SelfRewarding, SelfRewardingConfig
 from aligner.errors import CheckpointError, ConfigError, EngineError, RunHalted
+from aligner.loop.loop import Clock
 from aligner.losses.pairs import DPOVariant
+from aligner.online.selection import pairs_by_length
 from aligner.types import SamplingConfig
 
 EOS, ASKS = 0, 8

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aligner.algorithms.loop import Clock
 from aligner.algorithms.sft import SFT, SFTConfig
 from aligner.data.collate import supervised_batch
 from aligner.data.loader import EpochSampler
 from aligner.data.supervised import SupervisedExample
-from aligner.jobs.batches import batch_statistics
+from aligner.loop.loop import Clock
+from aligner.loop.trainer_job import batch_statistics
 from aligner.models.optimizer import OptimizerConfig
 from aligner.models.placement import Splits
 from aligner.parallel.micro_batches import MicroBatching

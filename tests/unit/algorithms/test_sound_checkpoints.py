@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.algorithms.loop import Clock, LoopConfig, StepResult, run
 from aligner.cluster.run_directory import CRITIC, POLICY, RunDirectory
 from aligner.errors import CheckpointError, RunHalted
-from aligner.jobs.checkpointing import RunCheckpointer, keep, load_critic
-from aligner.jobs.session import Session
+from aligner.loop.checkpointing import RunCheckpointer, keep, load_critic
+from aligner.loop.loop import Clock, LoopConfig, StepResult, run
+from aligner.loop.session import Session
 from aligner.losses.sft import sft_loss
 from aligner.models import checkpoint
 from aligner.models import checkpoint_files as files

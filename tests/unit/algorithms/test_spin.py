@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aligner.algorithms.loop import Clock
 from aligner.algorithms.spin import SPIN, Answer, SPINConfig, pairs_of
 from aligner.data.demonstrations import Demonstration, response_start
 from aligner.errors import CheckpointError, ConfigError, DataError
+from aligner.loop.loop import Clock
 from aligner.losses.pairs import DPOVariant
 
 EOS = 0

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.algorithms.loop import Clock
 from aligner.algorithms.steerlm2 import Proposal, SteerLM2, SteerLM2Config
 from aligner.data.config import BadLines, ProposalDataConfig
 from aligner.data.proposals import ProposedGroup, load_proposals
 from aligner.data.supervised import SupervisedExample
 from aligner.errors import ConfigError, DataError
+from aligner.loop.loop import Clock
 from aligner.losses.steerlm import steerlm_loss
 from aligner.types import TokenOutputs
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.algorithms import time_budget
-from aligner.algorithms.time_budget import TimeBudget, seconds_left
+from aligner.loop import time_budget
+from aligner.loop.time_budget import TimeBudget, seconds_left
 
 
 class Time:

@@ -9,13 +9,17 @@ from itertools import combinations
 import pytest
 import torch
 
-from aligner.algorithms.loop import LoopConfig
-from aligner.algorithms.validation import ValidationConfig, best_at_k, pass_at_k, validate
+from aligner.algorithms.dpo import TrainDPO
+from aligner.algorithms.grpo import TrainGRPO
+from aligner.algorithms.ppo import TrainPPO
+from aligner.algorithms.reward_model import TrainRewardModel
+from aligner.algorithms.sft import TrainSFT
 from aligner.data.config import PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 from aligner.errors import ConfigError
+from aligner.loop.loop import LoopConfig
 from aligner.models.checkpoint_config import CheckpointConfig
+from aligner.online.validation import ValidationConfig, best_at_k, pass_at_k, validate
 from aligner.rewards.config import RewardFunctionConfig
-from aligner.schemas import TrainDPO, TrainGRPO, TrainPPO, TrainRewardModel, TrainSFT
 from aligner.types import FinishReason, Rollout, SamplingConfig, Scores
 
 VALIDATE = LoopConfig(validate_every=5)

@@ -18,7 +18,7 @@ def _component(name: str, **settings) -> Component:
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "run", "a b", "launcher"])
 def test_names_must_be_usable_as_file_names(name: str) -> None:
-    with pytest.raises(ConfigError, match="Component.name"):
+    with pytest.raises(ConfigError, match="component name"):
         _component(name)
 
 

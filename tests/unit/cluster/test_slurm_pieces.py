@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from aligner.algorithms.registry import recipe_of, recipes
 from aligner.cluster import outcomes
 from aligner.cluster.outcomes import Outcome
 from aligner.cluster.slurm.allocation import allocation, step_environment, submission_environment
@@ -21,7 +22,6 @@ from aligner.cluster.slurm.config import OnFailure, SlurmConfig
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, from_json, to_json
 from aligner.config import compose
 from aligner.errors import ConfigError, LaunchError
-from aligner.jobs.programs import RECIPES, recipe_of
 from aligner.jobs.slurm import LaunchOptions, job_spec, launch_slurm
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +32,7 @@ ACTOR = ComponentSpec(name="actor", program=("train.py", "a=1"), num_nodes=2, ra
 @cache  # a composition takes a second
 def spec(name: str, *overrides: str) -> JobSpec:
     overrides = ("data.train=x", *overrides)
-    return job_spec(name, compose(RECIPES[recipe_of(name)][0], name, overrides), overrides)
+    return job_spec(name, compose(recipes()[recipe_of(name).name].config, name, overrides), overrides)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_the_components_of_a_job() -> None:
     actor, critic, reward = spec("ppo_70b").components
     assert (actor.num_nodes, actor.ranks_per_node, actor.gpus_per_node) == (16, 8, 8) and reward.num_nodes == 8
     assert actor.program[0].endswith("examples/nlp/train_ppo_actor.py") and critic.program[0].endswith("serve_critic.py")
-    assert actor.program[1:] == critic.program[1:] == ("config=ppo_70b", "data.train=x", *_EVERYWHERE)
-    assert reward.program[1:] == ("recipe=ppo", "config=ppo_70b", "data.train=x", *_EVERYWHERE)
+    assert actor.program[1:] == ("config=ppo_70b", "data.train=x", *_EVERYWHERE)
+    assert critic.program[1:] == reward.program[1:] == ("recipe=ppo", "config=ppo_70b", "data.train=x", *_EVERYWHERE)
     assert spec("ppo_70b").checkpoints == ("policy", "critic") and spec("rm_70b").checkpoints == ("reward_model",)
     assert [one.name for one in spec("grpo_70b").components] == ["actor"] and [one.name for one in spec("rm_70b").components] == [
         "reward_model"

@@ -45,7 +45,7 @@ def test_epochs_and_steps():
 
 @pytest.mark.parametrize(("field", "value"), [("size", 0), ("batch_size", 0), ("seed", -1)])
 def test_impossible_sizes(field, value):
-    with pytest.raises(ConfigError, match=f"EpochSampler.{field} is {value}"):
+    with pytest.raises(ConfigError, match=f"^{field}={value}: must be at least"):
         EpochSampler(**{"size": 4, "batch_size": 2, "seed": 0, field: value})
     with pytest.raises(ValueError, match="step is -1"):
         EpochSampler(size=4, batch_size=2, seed=0).indices(-1)

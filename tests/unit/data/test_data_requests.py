@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from aligner.algorithms.writing import AnnotateConfig, GenerateConfig
+from aligner.algorithms.annotate import AnnotateConfig
+from aligner.algorithms.generate import GenerateConfig
 from aligner.data.config import AnnotateDataConfig, RequestDataConfig, SFTDataConfig
 from aligner.data.encoding import PromptStyle, encode_labelled
 from aligner.data.labelled import parse_labelled

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
+from aligner.algorithms.generate import GenerateConfig
 from aligner.algorithms.proposals import ProposalsConfig, beta_mass
-from aligner.algorithms.writing import GenerateConfig
 from aligner.data.config import AnnotateDataConfig, BadLines, Overlong, ProposalDataConfig, RequestDataConfig, SampledDataConfig
 from aligner.data.labels import MISSING
 from aligner.data.proposals import Quantity, load_proposals

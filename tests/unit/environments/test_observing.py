@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.algorithms.episodes import episode_metrics, readable
 from aligner.data.encoding import PromptStyle, encode_prompt
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.environments.calculator import Calculator
@@ -18,6 +17,7 @@ from aligner.environments.load import build_environment, environment_follow_up
 from aligner.environments.observing import observation_tokens, surroundings
 from aligner.environments.reward import EnvironmentReward
 from aligner.errors import ConfigError
+from aligner.online.episodes import episode_metrics, readable
 from aligner.types import FinishReason, Prompt, Rollout, Scores
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<u>", "<t>", "<a>")  # ids 0 to 5

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from aligner.algorithms.grpo import TrainGRPO
 from aligner.config import compose
 from aligner.environments.arithmetic import calculate, last_number
 from aligner.environments.calculator import Calculator
@@ -15,7 +16,6 @@ from aligner.environments.load import build_environment
 from aligner.environments.retry_maths import RetryMaths
 from aligner.environments.tools import Toolbox, ToolError
 from aligner.errors import ConfigError
-from aligner.schemas import TrainGRPO
 from aligner.types import Prompt
 
 ROOT = Path(__file__).parents[3]
@@ -139,10 +139,10 @@ def test_an_environment_in_a_file_of_ones_own() -> None:
     for preset, turns in (("calculator", 8), ("retry_maths", 3)):
         config = compose(TrainGRPO, "grpo", ["data.train=x", f"+environment={preset}", f"environment.max_turns={turns}"])
         assert build_environment(config.environment) and config.environment.max_turns == turns
-        config.check_rewarded()  # by the environment alone
+        config.check_complete()  # by the environment alone
     config.reward.functions["environment"] = None
     with pytest.raises(ConfigError, match="give it another name"):
-        config.check_rewarded()
+        config.check_complete()
 
 
 def test_trying_again() -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
+from aligner.algorithms.registry import recipes
 from aligner.config import compose
 from aligner.jobs.preflight.allocation import Allocation
 from aligner.jobs.preflight.items import Context
-from aligner.jobs.programs import RECIPES, Job
+from aligner.loop.config import JobRun
 from aligner.parallel.launch import LaunchSource, World
 from aligner.planner.config import Device
 
@@ -43,7 +44,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def composed(task: Path) -> dict[str, Job]:
+def composed(task: Path) -> dict[str, JobRun]:
     """The configs as they are composed, once: it takes a second."""
     base = [
         f"model.tokenizer={task / 'tokenizer'}",
@@ -51,14 +52,14 @@ def composed(task: Path) -> dict[str, Job]:
         *("model.architecture.num_layers=2", "model.architecture.hidden_size=32", "model.architecture.ffn_hidden_size=64"),
     ]
     reward = "reward.function.function=aligner.rewards.builtin:exact_match"
-    return {"ppo": compose(RECIPES["ppo"][0], "ppo", [*base, reward]), "sft": compose(RECIPES["sft"][0], "sft", base)}
+    return {"ppo": compose(recipes()["ppo"].config, "ppo", [*base, reward]), "sft": compose(recipes()["sft"].config, "sft", base)}
 
 
 @pytest.fixture
-def settings(composed: dict[str, Job], tmp_path: Path) -> Callable[..., Job]:
+def settings(composed: dict[str, JobRun], tmp_path: Path) -> Callable[..., JobRun]:
     """`settings("ppo", {"critic.server.port": 1})`: a config of the task with these values and a run directory under tmp_path."""
 
-    def make(name: str, values: Mapping[str, object] | None = None) -> Job:
+    def make(name: str, values: Mapping[str, object] | None = None) -> JobRun:
         job = deepcopy(composed[name])
         for key, value in ({"run.directory": str(tmp_path / "run")} | dict(values or {})).items():
             *path, field = key.split(".")
@@ -70,7 +71,7 @@ def settings(composed: dict[str, Job], tmp_path: Path) -> Callable[..., Job]:
 
 
 @pytest.fixture
-def on_gpus(settings: Callable[..., Job]) -> Job:
+def on_gpus(settings: Callable[..., JobRun]) -> JobRun:
     """A config that is planned for nodes of GPUs."""
     return settings("ppo", {"cluster.device": Device.gpu, "cluster.network_gb_per_second": 50.0, "cluster.gpu_memory_gib": 79.1})
 
@@ -79,7 +80,7 @@ def on_gpus(settings: Callable[..., Job]) -> Job:
 def context_of() -> Callable[..., Context]:
     """`context_of(job, nodes=("n0",))`: of rank 0 of as many ranks as there are nodes named, which have met."""
 
-    def make(job: Job | None = None, nodes: Sequence[str] = ("n0",)) -> Context:
+    def make(job: JobRun | None = None, nodes: Sequence[str] = ("n0",)) -> Context:
         size, local = len(nodes), list(nodes).count(nodes[0])
         world = World(rank=0, world_size=size, local_rank=0, local_world_size=local, source=LaunchSource.single)
         allocation = Allocation(world, HashStore(), nodes[0])

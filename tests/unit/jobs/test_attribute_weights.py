@@ -7,9 +7,9 @@ import torch
 
 from aligner.errors import ConfigError, RequestRejected
 from aligner.jobs.serving import _check_weights
+from aligner.loop.config import check_pooling
 from aligner.models.config import ModelConfig
 from aligner.models.scalar_head import Pooling, ScalarHead
-from aligner.schemas.runs import check_pooling
 from aligner.servers.client import weighted_sum
 from aligner.servers.components import RewardConfig
 

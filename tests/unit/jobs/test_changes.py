@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from aligner.algorithms.dpo import TrainDPO
+from aligner.algorithms.grpo import TrainGRPO
+from aligner.algorithms.sft import TrainSFT
 from aligner.cluster.run_directory import CRITIC, POLICY, RunDirectory
 from aligner.config import from_yaml, to_yaml
 from aligner.errors import ConfigError
-from aligner.jobs.changes import check_changes
-from aligner.jobs.session import _open
+from aligner.loop.changes import check_changes
+from aligner.loop.session import _open
 from aligner.models import checkpoint_files as files
-from aligner.schemas import TrainDPO, TrainGRPO, TrainSFT
 
 FIRST = ("data.train=a.jsonl", "model.path=m", "reward.function.function=f", "reward.function.arguments.target=7")
 

@@ -10,6 +10,7 @@ import pytest
 
 from aligner.algorithms.ai_feedback import JudgeConfig
 from aligner.algorithms.chains import ConstitutionConfig, Pairs
+from aligner.algorithms.constitution import ConstitutionalAI
 from aligner.config import compose
 from aligner.data.constitution import Constitution, Principle
 from aligner.data.tokenizer import load_tokenizer
@@ -17,10 +18,8 @@ from aligner.errors import ConfigError, DataError
 from aligner.jobs import plan
 from aligner.jobs.preflight import tokenizers
 from aligner.jobs.preflight.items import Level
-from aligner.jobs.preflight.models import used_models
 from aligner.jobs.preflight.samples import load_sample
 from aligner.planner.workload import Phase
-from aligner.schemas import ConstitutionalAI
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def test_the_data_are_read_as_the_job_reads_them(task: Path, tmp_path: Path) -> 
 
 def test_the_judge_may_have_a_tokenizer_of_its_own(context_of, settings, planned) -> None:
     """It is sent texts; a critic, which is sent token ids, may not."""
-    models = used_models(replace(planned, judge=JudgeConfig(path="judge")))
+    models = replace(planned, judge=JudgeConfig(path="judge")).models()
     assert [(model.component, model.config.path, model.reads_text) for model in models] == [
         ("trainer", "", False),
         ("judge", "judge", True),
@@ -83,7 +82,7 @@ def test_settings_that_do_not_fit() -> None:
 
 
 def test_principles_must_ask_for_what_the_job_does(planned) -> None:
-    from aligner.jobs.constitution import check_constitution
+    from aligner.algorithms.chains import check_constitution
 
     asks = Constitution(principles=(Principle(name="a", question="?"),))
     with pytest.raises(DataError, match="no principle has critique_request"):

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from aligner.algorithms.grpo import TrainGRPO
+from aligner.algorithms.ppo import TrainPPO
+from aligner.algorithms.sft import TrainSFT
+from aligner.algorithms.spin import TrainSPIN
 from aligner.config import schema_of, to_yaml
 from aligner.data.config import PromptDataConfig
 from aligner.errors import ConfigError
 from aligner.jobs.gap import Options, load
 from aligner.models.config import ModelConfig
-from aligner.schemas import TrainGRPO, TrainPPO, TrainSFT, TrainSPIN
 
 SCHEMAS = [TrainSFT, TrainSPIN, TrainGRPO, TrainPPO]
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from aligner.cluster.run_directory import RunDirectory
-from aligner.jobs.kept_samples import validation_samples
-from aligner.jobs.session import Session
+from aligner.loop.session import Session
+from aligner.online.job import validation_samples
 from aligner.reporting.rollout_table import read_rows
 from aligner.types import FinishReason, SampleRow
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.algorithms.grpo import GRPOConfig
+from aligner.algorithms.grpo import GRPOConfig, TrainGRPO
 from aligner.errors import ConfigError
-from aligner.jobs.online import compares_logprobs
 from aligner.losses.correction import Correction, CorrectionConfig
+from aligner.online.job import compares_logprobs
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import Capabilities, WeightForm
-from aligner.schemas import TrainGRPO
 from aligner.types import LogprobKind, SamplingConfig
 
 

@@ -8,23 +8,24 @@ from types import SimpleNamespace
 
 import pytest
 
+from aligner.algorithms.registry import recipes
 from aligner.config import compose
 from aligner.errors import ConfigError
-from aligner.jobs import constitution, distillation, online, plan, serving, spin, steerlm2, supervised, writing
-from aligner.jobs.programs import RECIPES
+from aligner.jobs import plan, serving
+from aligner.loop import trainer_job, writer_job
+from aligner.online import job as online_job
 
-RUNS = {  # component of a plan -> the job that is this component, by recipe
-    "grpo": {"actor": (online, online.train_grpo)},
-    "ppo": {"actor": (online, online.train_ppo_actor), "critic": (serving, serving.serve_critic)},
-    "spin": {"actor": (spin, spin.train_spin)},
-    "sft": {"trainer": (supervised, supervised.train_sft)},
-    "dpo": {"trainer": (supervised, supervised.train_dpo)},
-    "distill": {"trainer": (distillation, distillation.train_distillation)},
-    "steerlm2": {"trainer": (steerlm2, steerlm2.train_steerlm2)},
-    "teacher_logprobs": {"writer": (distillation, distillation.write_teacher_logprobs)},
-    "generate": {"writer": (writing, writing.generate)},
-    "annotate": {"writer": (writing, writing.annotate)},
-    "constitution": {"writer": (constitution, constitution.write_feedback)},
+JOBS = {  # what the ranks of a component of a plan do
+    "actor": (online_job, lambda recipe, config: online_job.train(recipe, config)),
+    "trainer": (trainer_job, lambda recipe, config: trainer_job.train(recipe, config)),
+    "writer": (writer_job, lambda recipe, config: writer_job.write(recipe, config)),
+    "critic": (serving, lambda recipe, config: serving.serve_critic(config)),
+}
+RUNS = {  # the components of a recipe's plan
+    **dict.fromkeys(("grpo", "spin"), {"actor"}),
+    "ppo": {"actor", "critic"},
+    **dict.fromkeys(("sft", "dpo", "distill", "steerlm2"), {"trainer"}),
+    **dict.fromkeys(("teacher_logprobs", "generate", "annotate", "constitution"), {"writer"}),
 }
 CONTEXT = 64
 TRTLLM, VLLM = "rollout.engine=tensorrt_llm", "rollout.engine=vllm"
@@ -86,17 +87,17 @@ def overrides_of(recipe: str, task: Path, directory: Path) -> list[str]:
     sizes = ["num_layers=2", "hidden_size=64", "num_attention_heads=8", "num_key_value_heads=8", "ffn_hidden_size=96", "vocab_size=48"]
     given = [f"model.architecture.{size}" for size in (*sizes, f"max_position_embeddings={CONTEXT}")]
     given += [f"model.tokenizer={task / 'tokenizer'}", f"run.directory={directory}", "num_processes=8", "data.train=not-there.jsonl"]
-    has = {key: hasattr(RECIPES[recipe][0](), key) for key in ("rollout", "reward", "critic")}
+    has = {key: hasattr(recipes()[recipe].config(), key) for key in ("rollout", "reward", "critic")}
     given += ["data.max_prompt_length=8", "rollout.sampling.max_response_length=8"] if has["rollout"] else []
     given += ["reward.function.function=aligner.rewards.builtin:length"] if has["reward"] else []
     given += ["critic.num_processes=8", "algorithm.rollouts_per_step=64", "algorithm.mini_batch_size=64"] if has["critic"] else []
     given += ["data.max_history_length=8"] if recipe == "constitution" else []
-    return given + (["data.max_length=32"] if hasattr(RECIPES[recipe][0]().data, "max_length") else [])
+    return given + (["data.max_length=32"] if hasattr(recipes()[recipe].config().data, "max_length") else [])
 
 
 def first_refusal(recipe: str, component: str, config: object, monkeypatch: pytest.MonkeyPatch) -> str:
     """What the component's own job says at its start, of ranks that are only said to be there."""
-    module, job = RUNS[recipe][component]
+    module, job = JOBS[component]
 
     @contextmanager
     def session(config, run, parallel, **_):
@@ -111,13 +112,13 @@ def first_refusal(recipe: str, component: str, config: object, monkeypatch: pyte
     monkeypatch.setattr(module, "session", session)
     monkeypatch.setattr(module, "announced", announced, raising=False)
     with pytest.raises(ConfigError) as refused:
-        job(config)
+        job(recipes()[recipe], config)
     return str(refused.value)
 
 
 @pytest.mark.parametrize(("recipe", "component", "settings", "message"), REFUSED)
 def test_a_plan_says_what_the_run_would(recipe, component, settings, message, task, tmp_path, monkeypatch) -> None:
-    config = compose(RECIPES[recipe][0], recipe, [*overrides_of(recipe, task, tmp_path), *settings])
+    config = compose(recipes()[recipe].config, recipe, [*overrides_of(recipe, task, tmp_path), *settings])
     said = first_refusal(recipe, component, config, monkeypatch)
     assert said.startswith(message)
     with pytest.raises(ConfigError) as planned:
@@ -129,14 +130,14 @@ def test_a_plan_says_what_the_run_would(recipe, component, settings, message, ta
 @pytest.mark.parametrize("recipe", RUNS)
 def test_good_settings_are_planned(recipe: str, task: Path, tmp_path: Path) -> None:
     """What is refused above is refused for the settings that are named there."""
-    config = compose(RECIPES[recipe][0], recipe, overrides_of(recipe, task, tmp_path))
-    assert {one.name for one in plan.components(config)} == set(RUNS[recipe])
+    config = compose(recipes()[recipe].config, recipe, overrides_of(recipe, task, tmp_path))
+    assert {one.name for one in plan.components(config)} == RUNS[recipe]
 
 
 def test_a_plan_is_of_the_settings_that_the_run_gets() -> None:
     """`parallel.tp=1` was planned without sequence parallelism, and the run refused it."""
-    for load in (plan.load, lambda name, settings: compose(RECIPES["sft"][0], name, ["data.train=x", *settings])):
+    for load in (plan.load, lambda name, settings: compose(recipes()["sft"].config, name, ["data.train=x", *settings])):
         with pytest.raises(ConfigError, match="^parallel.sequence_parallel=true: needs parallel.tp > 1"):
             load("sft_70b", ["parallel.tp=1"])
     both = ["parallel.tp=1", "parallel.sequence_parallel=false", "data.train=x"]
-    assert plan.load("sft_70b", both) == compose(RECIPES["sft"][0], "sft_70b", both)
+    assert plan.load("sft_70b", both) == compose(recipes()["sft"].config, "sft_70b", both)

@@ -11,23 +11,24 @@ from types import SimpleNamespace
 
 import pytest
 
+from aligner.algorithms.registry import recipes
 from aligner.config import compose
 from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs import plan
-from aligner.jobs.lengths import RESPONSE, fill, readers
-from aligner.jobs.online import load_prompt_sets
 from aligner.jobs.preflight.samples import fitted, load_sample
-from aligner.jobs.programs import RECIPES, Job
+from aligner.loop.config import JobRun
+from aligner.loop.lengths import RESPONSE, fill
+from aligner.online.job import load_prompt_sets
 
 ROOT = Path(__file__).parents[3]
 
 
-def config_of(recipe: str, *settings: str) -> Job:
-    return compose(RECIPES[recipe][0], recipe, ["data.train=d", *settings])
+def config_of(recipe: str, *settings: str) -> JobRun:
+    return compose(recipes()[recipe].config, recipe, ["data.train=d", *settings])
 
 
-def lengths(config: Job) -> tuple[int, ...]:
+def lengths(config: JobRun) -> tuple[int, ...]:
     """(max_length, max_prompt_length, max_history_length, max_response_length), those that there are."""
     names = ("max_length", "max_prompt_length", "max_history_length")
     found = [getattr(config.data, name) for name in names if hasattr(config.data, name)]
@@ -69,10 +70,10 @@ def test_the_model_with_the_shortest_context_decides() -> None:
 
 def test_critic_and_reward_model_read_rollouts_too() -> None:
     served = ["reward.serve=true", "reward.model.path=there"]
-    assert list(readers(config_of("ppo", "reward.serve=false"))) == ["model", "critic.model"]
-    assert list(readers(config_of("ppo", *served))) == ["model", "critic.model", "reward.model"]
-    assert list(readers(config_of("grpo", *served))) == ["model", "reward.model"]
-    own = readers(config_of("ppo", "reward.serve=false", "model.path=a", "critic.model.path=b"))
+    assert list(config_of("ppo", "reward.serve=false").readers()) == ["model", "critic.model"]
+    assert list(config_of("ppo", *served).readers()) == ["model", "critic.model", "reward.model"]
+    assert list(config_of("grpo", *served).readers()) == ["model", "reward.model"]
+    own = config_of("ppo", "reward.serve=false", "model.path=a", "critic.model.path=b").readers()
     assert [model.path for model in own.values()] == ["a", "b"]
 
 
@@ -181,9 +182,9 @@ def test_documented_commands_fit_a_context_of_512(recipe: str, settings: tuple[s
         (tmp_path / "judge.txt").write_text("Q: {prompt} A: {response} Score:")
         given += [f"algorithm.judge_template={tmp_path / 'judge.txt'}", "algorithm.max_judgement_length=16"]
     name = next((one.partition("=")[2] for one in given if one.startswith("config=")), recipe)
-    config = compose(RECIPES[recipe][0], name, [f"data.train={data}", *(one for one in given if not one.startswith("config="))])
+    config = compose(recipes()[recipe].config, name, [f"data.train={data}", *(one for one in given if not one.startswith("config="))])
     tokenizer = load_tokenizer(model)
-    examples, report = load_sample(fitted(config, tokenizer), str(data), tokenizer)
+    examples, report = load_sample(fitted(config), str(data), tokenizer)
     assert len(examples) >= 1 and report.num_bad == 0
     if recipe != "distill":
         assert report.num_too_long >= 1 and "left out: longer than" in report.summary()
@@ -193,12 +194,12 @@ def test_documented_commands_fit_a_context_of_512(recipe: str, settings: tuple[s
 def test_the_papers_judge_does_not_fit_a_context_of_512(shared_data: Path) -> None:
     model = shared_data / "stories260k"
     with pytest.raises(ConfigError, match="1355 tokens of the judge's question and answer .* leave nothing for prompts and responses in"):
-        fitted(config_of("self_rewarding", f"model.path={model}"), load_tokenizer(model))
+        fitted(config_of("self_rewarding", f"model.path={model}"))
 
 
 @pytest.mark.shared
 def test_a_context_that_is_set_is_the_models(shared_data: Path) -> None:
     model = shared_data / "stories260k"
     config = config_of("sft", f"model.path={model}", "model.seq_length=200")
-    assert lengths(fitted(config, load_tokenizer(model))) == (200,)
+    assert lengths(fitted(config)) == (200,)
     assert lengths(replace(config, data=replace(config.data, max_length=0))) == (0,)

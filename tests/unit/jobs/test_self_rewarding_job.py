@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from aligner.algorithms.iterations import Answer
-from aligner.algorithms.judge import Judgement
+from aligner.algorithms.judge import Judgement, ask_about, said_by
+from aligner.algorithms.self_rewarding import TrainSelfRewarding
 from aligner.config import compose
 from aligner.data.prompts import load_prompts
 from aligner.data.questions import question_text, read_questions
@@ -16,10 +17,8 @@ from aligner.data.records import Message
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs import plan
-from aligner.jobs.kept_files import KeptFiles
 from aligner.jobs.preflight import samples
-from aligner.jobs.self_rewarding import ask_about, said_by
-from aligner.schemas import TrainSelfRewarding
+from aligner.online.kept_files import KeptFiles
 
 CHAT = "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}a {% endif %}"
 
@@ -120,9 +119,9 @@ def test_plan(task: Path) -> None:
 
 
 def test_a_scorer_is_needed_where_the_policy_does_not_judge(task: Path) -> None:
-    config_of(task).check_rewarded()
+    config_of(task).check_complete()
     with pytest.raises(ConfigError, match="name a reward function, or set reward.serve=true"):
-        config_of(task, "algorithm.judge=reward").check_rewarded()
+        config_of(task, "algorithm.judge=reward").check_complete()
     for setting, text in (
         ("rollout.asynchronous.max_staleness=1", "an iteration is sampled before"),
         ("+environment=calculator", "single"),

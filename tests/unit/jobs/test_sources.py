@@ -31,7 +31,7 @@ def checkpoints(folder: Path, *steps: int) -> Path:
 
 
 def test_the_first_start_decides(topology, tmp_path):
-    from aligner.jobs.sources import pinned
+    from aligner.loop.sources import pinned
 
     run, source = tmp_path / "run", checkpoints(tmp_path / "sft", 3)
     run.mkdir()
@@ -48,7 +48,7 @@ def test_the_first_start_decides(topology, tmp_path):
 
 
 def test_random_weights_have_no_source(topology, tmp_path):
-    from aligner.jobs.sources import pinned
+    from aligner.loop.sources import pinned
 
     assert pinned(session(tmp_path), "model", ModelConfig()) == ModelConfig()
     assert not (tmp_path / "sources").exists()

@@ -10,16 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from aligner.algorithms.dpo import DPO, DPOConfig
-from aligner.algorithms.kto import KTO, KTOConfig, StoredMismatches
-from aligner.algorithms.loop import Clock, LoopConfig
-from aligner.algorithms.reference import ReferenceLogprobs
+from aligner.algorithms.dpo import DPO, DPOConfig, TrainDPO
+from aligner.algorithms.kto import KTO, KTOConfig, StoredMismatches, TrainKTO
 from aligner.cluster.run_directory import RunDirectory
 from aligner.data.collate import supervised_batch
 from aligner.data.preferences import PreferencePair
 from aligner.data.supervised import SupervisedExample
 from aligner.data.unpaired import UnpairedExample
 from aligner.errors import ConfigError, DataError
+from aligner.loop.config import RunConfig
+from aligner.loop.epochs import ReferenceLogprobs
+from aligner.loop.loop import Clock, LoopConfig
 from aligner.losses.pairs import DPOVariant
 from aligner.losses.unpaired import UnpairedLoss
 from aligner.models.config import Architecture, Dtype, Family, ModelConfig
@@ -28,7 +29,6 @@ from aligner.models.optimizer import OptimizerConfig
 from aligner.models.policy import ReferencePolicy
 from aligner.parallel.topology import ParallelConfig
 from aligner.reporting.config import LoggingConfig, Progress
-from aligner.schemas import RunConfig, TrainDPO, TrainKTO
 
 VOCAB, PAD = 31, 0
 TOKENIZER = SimpleNamespace(pad_id=PAD, digest="words")
@@ -62,7 +62,7 @@ def policy_of(topology, seed: int = 1):
 
 @pytest.fixture
 def here(topology, tmp_path: Path):
-    from aligner.jobs.session import Session
+    from aligner.loop.session import Session
 
     return Session(topology=topology, directory=RunDirectory(tmp_path / "run"), config_yaml="")
 
@@ -73,10 +73,10 @@ def config_of(kind: type, algorithm, **fields):
 
 
 def stored_pairs(here, policy, train, validation, **fields):
-    from aligner.jobs.stored_reference import pair_sets, with_reference
+    from aligner.loop.stored_reference import with_reference
 
     config = config_of(TrainDPO, DPOConfig(**SIZES, **PRECOMPUTED), **fields)
-    return with_reference(here, config, policy, TOKENIZER, pair_sets(train, validation))
+    return with_reference(here, config, policy, TOKENIZER, {"train": train, "validation": validation})
 
 
 def files(here) -> dict[str, bytes]:
@@ -158,14 +158,16 @@ def test_dpo_trains_as_with_a_live_reference(here) -> None:
 @pytest.mark.parametrize("loss", UnpairedLoss)
 def test_kto_trains_as_with_a_live_reference(loss: UnpairedLoss, here) -> None:
     """The rows that its KL is estimated on are those of each step, whose examples are known beforehand."""
-    from aligner.jobs.stored_reference import response_sets, with_reference
+    from aligner.algorithms.kto import _mismatched_sets
+    from aligner.loop.stored_reference import with_reference
 
     train, validation = responses(9, 1), responses(4, 2)
     parts = {"pad_id": PAD, "seed": 1, "max_length": 5}
     live, policy = policy_of(here.topology), policy_of(here.topology)
     config = config_of(TrainKTO, KTOConfig(loss=loss, **SIZES, **PRECOMPUTED))
     config.data.max_length = 5
-    stored = with_reference(here, config, policy, TOKENIZER, response_sets(config, train, validation))
+    sets = {"train": train, "validation": validation} | _mismatched_sets(config, train, validation)
+    stored = with_reference(here, config, policy, TOKENIZER, sets)
     others = StoredMismatches(train=stored[2], validation=stored[3]) if loss.needs_kl else StoredMismatches()
     one = KTO(KTOConfig(loss=loss, **SIZES), live, ReferencePolicy(live), train=train, validation=validation, **parts)
     other = KTO(config.algorithm, policy, None, train=stored[0], validation=stored[1], stored=others, **parts)

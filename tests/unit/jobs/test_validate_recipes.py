@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from aligner.algorithms.registry import recipes
 from aligner.data.inspection import render
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
-from aligner.jobs.programs import RECIPES
 from aligner.jobs.validate_data import KINDS, inspect
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
@@ -58,11 +58,11 @@ def write(path: Path, *records: object) -> str:
 
 
 def config_of(recipe: str, path: str, **data: object):
-    config = RECIPES[recipe][0]()
+    config = recipes()[recipe].config()
     return replace(config, data=replace(config.data, train=path, **data))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", recipes())
 def test_every_recipe(recipe: str, tmp_path: Path, chat: Tokenizer) -> None:
     record, rows = RECORDS.get(recipe, PROMPT)
     path = write(tmp_path / "d.jsonl", record, "{oops", record)
@@ -73,7 +73,7 @@ def test_every_recipe(recipe: str, tmp_path: Path, chat: Tokenizer) -> None:
 
 
 def test_every_kind_is_of_a_recipe() -> None:
-    assert set(KINDS.values()) <= set(RECIPES) and set(RECORDS) <= set(RECIPES)
+    assert set(KINDS.values()) <= set(recipes()) and set(RECORDS) <= set(recipes())
 
 
 def test_spin_reads_what_its_job_reads(tmp_path: Path, chat: Tokenizer) -> None:

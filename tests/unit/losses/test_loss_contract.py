@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from aligner.algorithms.distillation import distillation_terms
+from aligner.algorithms.distill import distillation_terms
 from aligner.algorithms.process_reward_model import process_loss
 from aligner.losses.correction import Correction, CorrectionConfig
 from aligner.losses.distillation import Divergence

@@ -199,9 +199,10 @@ def test_settings_by_default():
 
 
 def test_the_best_checkpoint_needs_validation():
-    from aligner.algorithms.loop import LoopConfig
+    from aligner.algorithms.grpo import TrainGRPO
+    from aligner.algorithms.ppo import TrainPPO
     from aligner.data.config import PromptDataConfig
-    from aligner.schemas import TrainGRPO, TrainPPO
+    from aligner.loop.loop import LoopConfig
 
     best = CheckpointConfig(best_metric="validation/reward")
     for config in (TrainGRPO, TrainPPO):

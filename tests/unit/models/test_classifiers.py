@@ -161,7 +161,7 @@ def test_a_critic_starts_from_the_weighted_sum_of_attributes(make_model, tmp_pat
 
 
 def test_where_one_token_ends_and_pads_sequences_have_no_padding_token(tmp_path, reward_model, monkeypatch):
-    from aligner.jobs import parts
+    from aligner.loop import parts
 
     class Same:
         bos_id, eos_id, pad_id = 1, 2, 2

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from aligner.algorithms.sft import TrainSFT
 from aligner.config import compose, conf_directory
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Dtype, ModelConfig, Recompute
@@ -18,7 +19,6 @@ from aligner.planner.dry_run import BlockBytes
 from aligner.planner.estimate import check
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
 from aligner.rollout.config import EngineKind, RolloutConfig
-from aligner.schemas import TrainSFT
 
 CLUSTER = ClusterConfig(
     device=Device.gpu,

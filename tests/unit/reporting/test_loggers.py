@@ -222,7 +222,7 @@ def test_mlflow_keeps_one_run_per_directory(tmp_path: Path) -> None:
     ],
 )
 def test_settings_are_checked(settings: dict, field: str) -> None:
-    with pytest.raises(ConfigError, match=f"LoggingConfig.{field}"):
+    with pytest.raises(ConfigError, match=f"^logging.{field}="):
         LoggingConfig(**settings)
 
 

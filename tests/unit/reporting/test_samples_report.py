@@ -13,8 +13,9 @@ import pytest
 
 from aligner import cli
 from aligner.errors import DataError
+from aligner.reporting.jsonl import StepMetrics
 from aligner.reporting.rollout_table import read_rows, write_rows
-from aligner.reporting.samples_report import MAX_POINTS, before_and_after, chart, render, text_of
+from aligner.reporting.samples_report import MAX_POINTS, Samples, before_and_after, chart, render, text_of
 from aligner.types import FinishReason, SampleRow
 
 
@@ -37,21 +38,30 @@ def run(tmp_path: Path) -> Path:
 
 
 class Texts(HTMLParser):
-    """The tags of a page, and the texts of its table cells."""
+    """The tags of a page, and the texts of its heading and table cells."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.tags: list[str] = []
+        self.heading = ""
         self.cells: list[str] = []
+        self._open = ""
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
         self.tags.append(tag)
-        if tag == "td":
-            self.cells.append("")
+        if tag in ("h1", "td"):
+            self._open = tag
+            self.cells += [""] * (tag == "td")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == self._open:
+            self._open = ""
 
     def handle_data(self, data: str) -> None:
-        if self.cells and self.tags[-1] in ("td", "span"):
+        if self._open == "h1":
+            self.heading += data
+        elif self._open == "td":
             self.cells[-1] += data
 
 
@@ -64,7 +74,7 @@ def test_the_command_writes_one_page_with_curves_and_samples(run: Path, capsys: 
     assert read.tags.count("svg") == 3  # rollout reward, validation reward, KL: the run has no other
     assert "script" not in read.tags and "b" not in read.tags and "link" not in read.tags and "\x1b" not in page
     # In the order of the later validation, each prompt with its own responses.
-    assert [cell.strip() for cell in read.cells] == [
+    assert read.cells == [
         *("two", "reward 0.500, ended by lengthold 2", "reward 1.000new 2"),
         *("one <b>", "reward 0.000old 1", "reward 1.000<script>alert(1)</script>\N{REPLACEMENT CHARACTER}[2J"),
     ]
@@ -95,25 +105,61 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
         read_rows(path)
 
 
-def points(svg: str) -> list[list[tuple[float, float]]]:
-    """The coordinates of each line of a chart."""
-    lines = [node.attrib["points"].split() for node in ElementTree.fromstring(svg).iter("polyline")]
-    return [[tuple(float(x) for x in pair.split(",")) for pair in line] for line in lines]
+def points(values: list[tuple[int, float]]) -> list[list[tuple[float, float]]]:
+    """The coordinates of each line of a chart of (step, value)."""
+    return [[tuple(float(x) for x in pair.split(",")) for pair in line.split()] for line in chart("", values).lines]
 
 
 def test_charts_span_their_frame_and_break_where_there_is_no_number() -> None:
     # 62 to 508 pixels across, 148 (lowest) up to 12 (highest): step 5 of 0..10 is half way, value 3 of 1..5 too.
-    assert points(chart([(0, 1.0), (5, 3.0), (10, 5.0)])) == [[(62.0, 148.0), (285.0, 80.0), (508.0, 12.0)]]
-    broken = points(chart([(0, 1.0), (1, 2.0), (2, math.nan), (4, 5.0)]))
+    assert points([(0, 1.0), (5, 3.0), (10, 5.0)]) == [[(62.0, 148.0), (285.0, 80.0), (508.0, 12.0)]]
+    broken = points([(0, 1.0), (1, 2.0), (2, math.nan), (4, 5.0)])
     assert [len(line) for line in broken] == [2, 2] and broken[1][0] == broken[1][1]  # the point alone is drawn as a dot
-    assert points(chart([(7, 2.0)])) == [[(285.0, 80.0)] * 2]
-    assert points(chart([(1, math.nan)])) == []
+    assert points([(7, 2.0)]) == [[(285.0, 80.0)] * 2]
+    assert points([(1, math.nan)]) == []
 
 
 def test_long_curves_are_thinned() -> None:
-    (line,) = points(chart([(step, float(step)) for step in range(10 * MAX_POINTS)]))
+    (line,) = points([(step, float(step)) for step in range(10 * MAX_POINTS)])
     assert len(line) == MAX_POINTS
     assert line[0][0] == 62.0
+
+
+def test_a_chart_is_an_svg_with_its_scale() -> None:
+    records = [StepMetrics(step=step, time=0.0, values={"rollout/reward": value}) for step, value in enumerate((0.5, math.nan, 2.5))]
+    page = render("run", records, None, None)
+    assert "<span>0.500 to 2.500</span>" in page
+    svg = ElementTree.fromstring(re.search(r"<svg.*</svg>", page, re.DOTALL)[0])
+    assert svg.attrib["viewBox"] == "0 0 520 170"
+    assert [line.attrib["points"] for line in svg.iter("polyline")] == ["62.0,148.0 62.0,148.0", "508.0,12.0 508.0,12.0"]
+    assert [text.text for text in svg.iter("text")] == ["2.500", "0.500", "step 0", "2"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<img src=x onerror=alert(1)>",
+        "</td></table></body>",
+        "\"'>&amp;",
+        "{{ 7 * 7 }}{% raw %}",
+        "]]><!--",
+        "</style></title>",
+        "  a\n\tb  ",
+    ],
+)
+def test_every_text_of_a_run_stays_text(text: str) -> None:
+    before = Samples(step=0, rows=[row(text, text)])
+    page = render(text, [], before, Samples(step=1, rows=[row(text, text), row("new" + text, text)]))
+    clean = render("name", [], Samples(step=0, rows=[row("a", "b")]), Samples(step=1, rows=[row("a", "b"), row("c", "d")]))
+    read = Texts(page)
+    assert read.tags == Texts(clean).tags  # no tag more
+    responses = ["reward 0.500" + text] * 2
+    assert (read.heading, read.cells) == (text, [text, *responses, "new" + text, "", responses[0]])
+
+
+def test_control_characters_are_shown_as_such() -> None:
+    page = render("a\x00b\x1b[2J\u2028c", [], None, None)
+    assert "a\ufffdb\ufffd[2J\ufffdc" in page and not {"\x00", "\x1b", "\u2028"} & set(page)
 
 
 def test_a_run_that_has_just_begun() -> None:

@@ -144,13 +144,13 @@ def test_a_served_part_needs_a_server():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({}, "a reward has no source; it needs exactly one of function, url and served=true"),
-        ({"function": "a:b", "url": "http://c"}, "a reward has function=a:b and url=http://c; it needs exactly one"),
+        ({}, "no source: a reward has exactly one of function, url and served=true"),
+        ({"function": "a:b", "url": "http://c"}, "function=a:b and url=http://c: a reward has exactly one"),
         ({"url": "ftp://c"}, "url=ftp://c: must begin with http:// or https://"),
         ({"function": "a:b", "token_variable": "KEY"}, "token_variable=KEY: is for a url, and there is none"),
         ({"function": "a:b", "weight": math.inf}, "weight=inf: must be finite"),
         ({"function": "a:b", "num_threads": 0}, "num_threads=0: must be at least 1"),
-        ({"function": "a:b", "timeout_seconds": 0.0}, "timeout_seconds is 0.0, expected a finite number > 0"),
+        ({"function": "a:b", "timeout_seconds": 0.0}, "timeout_seconds=0.0: must be finite and above 0"),
     ],
 )
 def test_bad_settings(settings, text):

@@ -26,10 +26,10 @@ def prompts() -> list[Prompt]:
 @pytest.fixture(scope="module")
 def made(hf_directory, load_policy) -> Callable:
     """`made(family, kernels, **model)`: policy, engine and config; one of each."""
+    from aligner.algorithms.grpo import TrainGRPO
     from aligner.config import compose
     from aligner.rollout.config import Kernels, RolloutConfig
     from aligner.rollout.create import create_engine
-    from aligner.schemas import TrainGRPO
 
     known: dict[tuple, Any] = {}
     config = compose(TrainGRPO, "grpo", ["data.train=unread"])

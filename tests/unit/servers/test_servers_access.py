@@ -147,7 +147,7 @@ def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         Access.for_server(tmp_path / "secret", ServerConfig(tls_certificate=str(junk), tls_key=str(junk)))
     with pytest.raises(ConfigError, match=r"client.tls_ca=.*junk.pem: no certificates"):
         Access.for_client(tmp_path / "secret", ClientConfig(tls_ca=str(junk)))
-    with pytest.raises(ConfigError, match="tls_certificate is 'x' and tls_key is ''; give both for TLS, or none"):
+    with pytest.raises(ConfigError, match="tls_certificate='x', tls_key='': give both for TLS, or none"):
         ServerConfig(tls_certificate="x")
 
 

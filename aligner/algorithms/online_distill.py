@@ -1,0 +1,257 @@
+"""On-policy distillation (GKD, Agarwal et al. 2023, 2306.13649): the student learns what the teacher would have said in the student's text.
+
+One step: sample responses to prompts; the teacher's log-probs in each of their places; updates of the student, with `signal`
+
+    topk      on divergence(teacher, student), both renormalised over the teacher's K likeliest tokens (backward KL unless set otherwise)
+    sampled   on PPO's clipped surrogate with the advantage log teacher - log student of each sampled token, whose gradient is that of
+              -KL(student || teacher) over the whole vocabulary, estimated from one token per place.
+
+`topk` has less variance, but does not see what the student does outside the teacher's K tokens; `sampled` does. Gradients do not go through
+the sampling itself, as in the paper. Against `distillation.py`: the text is the student's, so it learns where it errs; the teacher is asked
+at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from aligner.algorithms.distill import DivergenceConfig, distillation_terms
+from aligner.data.collate import rollout_batch
+from aligner.errors import ConfigError
+from aligner.loop.config import check_best_metric
+from aligner.loop.learnt import of_mask
+from aligner.loop.loop import Clock, StepResult
+from aligner.loop.recipe import Built, Recipe, Traits
+from aligner.losses.aggregation import Aggregation
+from aligner.losses.distillation import Divergence
+from aligner.losses.gap import with_gap
+from aligner.losses.policy import policy_loss
+from aligner.metrics import merge, values
+from aligner.models.config import ModelConfig
+from aligner.online.collect import collect, response_metrics, sample_rows, sample_seeds
+from aligner.online.config import OnlineRun
+from aligner.online.rounds import OnPolicyRounds, Rounds
+from aligner.online.selection import updates_of
+from aligner.online.task import OnlineTask
+from aligner.protocols import Policy
+from aligner.reporting.formats import Column, Goal
+from aligner.types import DistillationBatch, MaskedBatch, PolicyBatch, RolloutBatch
+
+if TYPE_CHECKING:
+    from aligner.online.job import OnlineJob
+
+REPORTS = ("validation/reverse_kl", "validation/response_length")  # of a validation
+
+
+class Signal(str, Enum):
+    """What of the teacher is learnt from; see the module's text."""
+
+    topk = "topk"
+    sampled = "sampled"
+
+
+@dataclass(kw_only=True, slots=True)
+class OnlineDistillationConfig(DivergenceConfig):
+    """Settings of on-policy distillation. Those of the divergence are for signal=topk."""
+
+    divergence: Divergence = Divergence.backward_kl
+    signal: Signal = Signal.topk  # topk: the teacher's likeliest tokens at every position; sampled: its log-probs of the sampled tokens
+    top_k: int = 64  # of the teacher's likeliest tokens; signal=topk
+    prompts_per_step: int = 64  # prompts of a training step, each with group_size responses
+    group_size: int = 1  # responses sampled per prompt
+    mini_batch_size: int = 64  # responses per update, at most
+    num_epochs: int = 1  # passes over a step's responses
+    clip_eps: float = 0.2  # of the ratio; signal=sampled
+
+    def __post_init__(self) -> None:
+        DivergenceConfig.__post_init__(self)
+        for name in ("top_k", "prompts_per_step", "group_size", "mini_batch_size", "num_epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        if self.clip_eps <= 0:
+            raise ConfigError(f"algorithm.clip_eps={self.clip_eps}: must be above 0")
+        if self.signal is Signal.sampled and self.ce_coef:
+            raise ConfigError(f"algorithm.ce_coef={self.ce_coef}: the text is the student's own; allowed with signal=sampled: 0")
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Responses sampled in one training step."""
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps in one training step."""
+        return -(-self.rollouts_per_step // self.mini_batch_size) * self.num_epochs
+
+
+class Teacher(Protocol):
+    """A frozen policy, in the student's processes. Collective."""
+
+    def logprobs(self, batch: MaskedBatch) -> Tensor:
+        """As `Policy.logprobs`."""
+
+    def topk(self, batch: MaskedBatch, k: int, *, below: int) -> tuple[Tensor, Tensor]:
+        """As `aligner.models.policy.MegatronPolicy.topk`."""
+
+
+class OnlineDistillation:
+    """The algorithm over its parts. Every rank constructs one.
+
+    `below`: one more than the largest id of the tokenizer. `judged`: the rollouts have rewards, which are reported and not learnt from.
+    """
+
+    def __init__(
+        self,
+        config: OnlineDistillationConfig,
+        policy: Policy,
+        task: OnlineTask,
+        teacher: Teacher,
+        *,
+        below: int,
+        judged: bool = False,
+        rounds: Rounds | None = None,
+    ) -> None:
+        self.config = config
+        self.policy = policy
+        self.task = task
+        self.teacher = teacher
+        self.below = below
+        self.judged = judged
+        self.rounds = rounds or OnPolicyRounds(task, config.group_size)
+        clip = {"clip_eps_low": config.clip_eps, "clip_eps_high": config.clip_eps, "aggregation": Aggregation.token_mean}
+        by_topk = with_gap(partial(distillation_terms, **config.settings()))
+        self.loss = by_topk if config.signal is Signal.topk else partial(policy_loss, **clip)
+
+    def step(self, step: int, clock: Clock) -> StepResult:
+        task, config = self.task, self.config
+        self.policy.sleep()  # a checkpoint may have woken it
+        collected = self.rounds.take(step, clock)
+        batch = rollout_batch(collected.rollouts, task.pad_id)
+        metrics = response_metrics(collected, clock.seconds["time/generate"])
+        if not self.judged:
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("rollout/reward")}
+        with clock.phase("teacher_logprobs"):
+            examples, found = self.examples(batch)
+        with clock.phase("train"):
+            key, least = f"{task.seed}/{step}", task.topology.dp_size
+            parts = updates_of(examples, config.mini_batch_size, config.num_epochs, key=key, least=least)
+            metrics |= values(merge([self.policy.train_step(part, self.loss) for part in parts]))
+        self.policy.sleep()  # sampling comes next
+        self.rounds.trained(self.policy.version)
+        metrics |= of_mask(batch.loss_mask) | found
+        return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
+
+    def examples(self, batch: RolloutBatch) -> tuple[DistillationBatch | PolicyBatch, dict[str, float]]:
+        """What is trained on, and what is known of it beforehand."""
+        sampled = batch.rollout_logprobs if self.task.compares_logprobs else None
+        common = {"tokens": batch.tokens, "lengths": batch.lengths, "loss_mask": batch.loss_mask, "rollout_logprobs": sampled}
+        if self.config.signal is Signal.topk:
+            named, logprobs = self.teacher.topk(batch, self.config.top_k, below=self.below)
+            mass = logprobs[batch.loss_mask].double().exp().sum(dim=1).mean().item()
+            return DistillationBatch(**common, teacher_tokens=named, teacher_logprobs=logprobs), {"teacher/mass": mass}
+        teacher, student = self.teacher.logprobs(batch), self.policy.logprobs(batch)
+        apart = {"distillation/reverse_kl": (student - teacher)[batch.loss_mask].double().mean().item()}
+        return PolicyBatch(**common, old_logprobs=student, advantages=teacher - student), apart
+
+    def validate(self) -> Mapping[str, float]:
+        """Log student - log teacher of a token, the mean over samples for the validation prompts: an estimate of KL(student || teacher)."""
+        task = self.task
+        if not task.validation:
+            return {}
+        prompts = list(task.validation)
+        collected = collect(task.engine, prompts, sample_seeds(task.seed, 0, len(prompts)), scorers=task.scorers())
+        batch = rollout_batch(collected.rollouts, task.pad_id)
+        apart = (self.policy.logprobs(batch) - self.teacher.logprobs(batch))[batch.loss_mask]
+        task.keep_samples(sample_rows(collected, task.decode))
+        return {
+            "validation/reverse_kl": apart.double().mean().item(),
+            "validation/response_length": batch.loss_mask.sum(dim=1).double().mean().item(),
+        }
+
+    def finish(self) -> None:
+        """Nothing runs on after a step."""
+
+    def state(self) -> dict[str, Any]:
+        return {"rounds": self.rounds.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.rounds.load_state(state["rounds"], self.policy.version)
+
+
+COLUMNS = (
+    Column("loss", "distillation/loss", ".4f", Goal.lowest),
+    Column("reverse KL", "distillation/reverse_kl", ".4f", Goal.lowest),
+    Column("val reverse KL", "validation/reverse_kl", ".4f", Goal.lowest),
+    Column("agreement", "distillation/agreement", "percent", Goal.highest),
+    Column("length", "rollout/response_length", ".1f"),
+    Column("gap", "rollout/logprob_gap", ".1e"),
+    Column("speed", "rollout/tokens_per_second", "tokens/s"),
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class TeacherConfig:
+    """A frozen model of the student's architecture, whose weights wait in host memory."""
+
+    path: str = ""  # required: a Hugging Face directory, or a checkpoint of this project
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainOnlineDistillation(OnlineRun):
+    """Distillation on the student's own samples (conf/online_distill.yaml)."""
+
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    algorithm: OnlineDistillationConfig = field(default_factory=OnlineDistillationConfig)
+
+    def __post_init__(self) -> None:
+        check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
+
+    def traits(self) -> Traits:
+        return self.actor_traits(has_reference=True)
+
+    def check_complete(self) -> None:
+        self.check_given_rewards()
+
+
+def build(job: OnlineJob[TrainOnlineDistillation]) -> Built:
+    config, settings = job.config, job.config.algorithm
+    teacher_model = _teacher_model(job)
+    task = job.task(with_reference=False, num_prompts=settings.prompts_per_step)
+    job.ready()
+    algorithm = OnlineDistillation(
+        settings,
+        job.policy,
+        task,
+        job.frozen(teacher_model),
+        below=job.tokenizer.max_token_id + 1,
+        judged=config.has_scorer or bool(config.environment.function),
+        rounds=job.rounds(task, group_size=settings.group_size),
+    )
+    return Built(algorithm=algorithm, model=job.policy.model)
+
+
+def _teacher_model(job: OnlineJob[TrainOnlineDistillation]) -> ModelConfig:
+    """The teacher's model; the same one at every start of the run.
+
+    Raises ConfigError if it cannot take the student's place: its weights are put into the student's module for a pass.
+    """
+    path = job.config.teacher.path
+    if not path:
+        raise ConfigError("teacher.path='': name the teacher, a Hugging Face directory or a checkpoint of this project")
+    model, _ = job.same_shape(
+        "teacher",
+        path,
+        setting=f"teacher.path={path}",
+        whose="the student's",
+        otherwise="A teacher of another shape writes its log-probs beforehand (teacher_logprobs, then distill)",
+    )
+    return model
+
+
+RECIPE = Recipe(name="online_distill", config=TrainOnlineDistillation, build=build, script="train_online_distill.py", columns=COLUMNS)

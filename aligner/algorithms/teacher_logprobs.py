@@ -1,0 +1,185 @@
+"""A teacher's pass over supervised examples, for `distillation.py`: no training, one step is one file of its log-probs.
+
+The loop brings resuming, signals and the end of a job's time: the files that are there are the steps that are finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from aligner.data import teacher as files
+from aligner.data.collate import supervised_batch
+from aligner.data.config import SFTDataConfig
+from aligner.data.distillation import distilled
+from aligner.data.report import LoadReport
+from aligner.data.supervised import SupervisedExample, load_supervised
+from aligner.data.teacher import DistilledExample, Manifest
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import ConfigError
+from aligner.loop.config import WritingRun
+from aligner.loop.loop import Clock, StepResult
+from aligner.loop.recipe import Recipe, Traits
+from aligner.loop.writing import FilesAlone
+from aligner.parallel.collectives import from_rank_0
+from aligner.planner.workload import Phase
+from aligner.reporting.formats import Column
+from aligner.types import LabeledBatch
+
+if TYPE_CHECKING:
+    from aligner.loop.writer_job import WriterJob
+
+
+@dataclass(kw_only=True, slots=True)
+class TeacherPassConfig:
+    """Settings of a teacher's pass."""
+
+    top_k: int = 100  # of its likeliest tokens, those that are written
+    shard_size: int = 1024  # examples per file: what a job that is killed computes again, at most
+    batch_size: int = 64  # examples that are in memory together, over all replicas
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "shard_size", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+
+
+class Teacher(Protocol):
+    """A frozen language model."""
+
+    def topk(self, batch: LabeledBatch, k: int, *, below: int) -> tuple[Tensor, Tensor]:
+        """As `aligner.models.policy.MegatronPolicy.topk`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherSet:
+    """One data set: its examples, what its files are, and how one is written (every rank calls it)."""
+
+    examples: Sequence[SupervisedExample]
+    manifest: Manifest
+    write: Callable[[int, Sequence[DistilledExample]], None]  # shard, its examples
+
+
+class TeacherPass(FilesAlone):
+    """The pass over its parts. Every rank constructs one. `below`: one more than the largest id of the tokenizer."""
+
+    def __init__(self, config: TeacherPassConfig, teacher: Teacher, sets: Sequence[TeacherSet], *, pad_id: int, below: int) -> None:
+        self.config = config
+        self.teacher = teacher
+        self.sets = sets
+        self.pad_id = pad_id
+        self.below = below
+
+    @property
+    def num_steps(self) -> int:
+        """Files to write."""
+        return sum(one.manifest.num_shards for one in self.sets)
+
+    def step(self, step: int, clock: Clock) -> StepResult:
+        one, shard = self._find(step)
+        first = shard * one.manifest.shard_size
+        rows = one.examples[first : first + one.manifest.shard_size]
+        found: list[DistilledExample] = []
+        with clock.phase("logprobs"):
+            for start in range(0, len(rows), self.config.batch_size):
+                found += self._pass(rows[start : start + self.config.batch_size])
+        with clock.phase("write"):
+            one.write(shard, found)
+        num_tokens = sum(len(example.tokens) for example in found)
+        mass = sum(example.teacher_logprobs.double().exp().sum().item() for example in found)
+        return StepResult(
+            metrics={
+                "teacher/mass": mass / sum(len(example.teacher_tokens) for example in found),  # of the K tokens together
+                "data/tokens_per_second": num_tokens / clock.seconds["time/logprobs"],
+            }
+        )
+
+    def _find(self, step: int) -> tuple[TeacherSet, int]:
+        shard = step - 1
+        for one in self.sets:
+            if shard < one.manifest.num_shards:
+                return one, shard
+            shard -= one.manifest.num_shards
+        raise ValueError(f"step {step} is beyond the {self.num_steps} files")
+
+    def _pass(self, rows: Sequence[SupervisedExample]) -> list[DistilledExample]:
+        batch = supervised_batch(rows, self.pad_id)
+        return distilled(rows, batch.loss_mask, *self.teacher.topk(batch, self.config.top_k, below=self.below))
+
+
+COLUMNS = (Column("mass", "teacher/mass", "percent"), Column("speed", "data/tokens_per_second", "tokens/s"))
+
+
+@dataclass(kw_only=True, slots=True)
+class WriteTeacherLogprobs(WritingRun):
+    """A teacher's log-probs of supervised records, for distillation; `model` is the teacher (conf/teacher_logprobs.yaml)."""
+
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    algorithm: TeacherPassConfig = field(default_factory=TeacherPassConfig)
+
+    def traits(self) -> Traits:
+        return self.pass_traits((Phase.logprobs,), rows=self.algorithm.shard_size)
+
+    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
+        return load_supervised(location, self.data, tokenizer, first=first)
+
+    @property
+    def locations(self) -> dict[str, str]:
+        """Where the data sets are, by the name of the folder of their log-probs."""
+        return {name: location for name, location in (("train", self.data.train), ("validation", self.data.validation)) if location}
+
+
+def build(job: WriterJob[WriteTeacherLogprobs]) -> int:
+    """To `<run>/teacher/{train,validation}`. Raises DataError if files that are there were made of something else."""
+    tokenizer = job.tokenizer
+    sets = [_set(job, name, location) for name, location in job.config.locations.items()]
+    work = TeacherPass(job.config.algorithm, job.policy(), sets, pad_id=tokenizer.pad_id, below=tokenizer.max_token_id + 1)
+    folders = [(job.session.directory.teacher / name, one.manifest) for name, one in zip(job.config.locations, sets, strict=True)]
+    return job.conclude(work, partial(_num_complete, folders))
+
+
+def _num_complete(sets: Sequence[tuple[Path, Manifest]]) -> int:
+    """Files that are there before the first that is missing."""
+    found = 0
+    for folder, manifest in sets:
+        there = files.num_complete(folder, manifest)
+        found += there
+        if there < manifest.num_shards:
+            break
+    return found
+
+
+def _set(job: WriterJob[WriteTeacherLogprobs], name: str, location: str) -> TeacherSet:
+    config, folder = job.config, job.session.directory.teacher / name
+    examples, report = load_supervised(location, config.data, job.tokenizer)
+    job.session.say(report.summary())
+    manifest = Manifest(
+        top_k=config.algorithm.top_k,
+        num_examples=len(examples),
+        shard_size=config.algorithm.shard_size,
+        data=files.data_digest(examples),
+        tokenizer=job.tokenizer.digest,
+        model=job.model_digest(),
+        made_of=f"{config.model.path} on {location}",
+    )
+    from_rank_0(lambda: files.begin(folder, manifest))
+
+    def write(shard: int, found: Sequence[files.DistilledExample]) -> None:
+        from_rank_0(lambda: files.write_shard(folder, shard, found))
+
+    return TeacherSet(examples=examples, manifest=manifest, write=write)
+
+
+RECIPE = Recipe(
+    name="teacher_logprobs",
+    config=WriteTeacherLogprobs,
+    build=build,
+    script="write_teacher_logprobs.py",
+    columns=COLUMNS,
+    component="teacher",
+)

@@ -1,0 +1,312 @@
+"""Where the checkpoints of a run are, how the actor's and the critic's stay a pair, and which of them stay.
+
+<run>/checkpoints/policy/step_000030, latest, best      the component that runs the loop (reward_model for a reward-model run)
+<run>/checkpoints/critic/step_000030, latest            complete first: where the policy has a step, so has the critic
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aligner.cluster.run_directory import CRITIC, POLICY
+from aligner.errors import CheckpointError, ConfigError, WrongContents
+from aligner.loop.pairs import find_pair
+from aligner.loop.session import Session
+from aligner.models import checkpoint
+from aligner.models import checkpoint_files as files
+from aligner.models.checkpoint_config import BestMode, CheckpointConfig, DamagedCheckpoint
+from aligner.models.checkpoint_size import shortage
+from aligner.models.trainable import TrainableModel
+from aligner.parallel.collectives import from_rank_0, gather_objects
+from aligner.protocols import Critic
+from aligner.servers.ledger import Ledger
+from aligner.servers.payloads import SaveRequest
+
+UNPAIRED = "unpaired_"
+
+
+@dataclass(slots=True)
+class _SaveUnderWay:
+    """A checkpoint whose files are being written, and what the critic was asked meanwhile (on rank 0)."""
+
+    step: int
+    files: checkpoint.PendingSave
+    critic_began: Future[None] | None
+    critic_ended: Future[str] | None = None
+
+
+class RunCheckpointer:
+    """`aligner.loop.loop.Checkpointer` for one model in a run directory, with a critic behind a server where there is one."""
+
+    def __init__(
+        self,
+        session: Session,
+        model: TrainableModel,
+        *,
+        name: str,
+        tokenizer: Path,
+        config: CheckpointConfig,
+        critic: Critic | None = None,
+        damaged: DamagedCheckpoint = DamagedCheckpoint.fall_back,
+    ) -> None:
+        self._session = session
+        self._model = model
+        self._config = config
+        self._damaged = damaged
+        self._folders = [session.directory.checkpoints / folder for folder in ((name, CRITIC) if critic is not None else (name,))]
+        self._tokenizer = tokenizer
+        self._critic = critic
+        self._published = 0
+        self._under_way: _SaveUnderWay | None = None
+
+    def load(self) -> tuple[int, dict[str, Any]]:
+        """Restore the newest checkpoint of this run that has its partner, if there is one, and remove what a killed run left.
+
+        Damaged ones are passed over and set aside, or raise CheckpointError (`run.damaged_checkpoint`).
+        """
+        own = self._folders[0]
+        warn_of_shortage(self._session, self._model, own, self._config)
+        from_rank_0(lambda: files.clean(self._folders))
+        falls_back = self._damaged is DamagedCheckpoint.fall_back
+        step = find_pair(self._session, self._folders, verify=self._config.verify and falls_back).policy
+        if not step:
+            return 0, {}
+        state = _load(self._model, files.step_directory(own, step), verify=self._config.verify, falls_back=falls_back)
+        from_rank_0(lambda: _continue_from(own, step))
+        self._published = step
+        return step, state
+
+    def save(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> None:
+        """The critic's checkpoint of this step and this component's. With `checkpoint.asynchronous` the files are written meanwhile."""
+        self._check_metric(validation)
+        self.wait()
+        began: Future[None] | None = None
+        critic = self._critic
+        if critic is not None and self._config.asynchronous:
+            began = critic.begin_save(step) if self._session.is_first else None
+        elif critic is not None:
+            from_rank_0(lambda: critic.save(step).result())
+        self._under_way = _SaveUnderWay(step=step, files=self._start(step, state, validation), critic_began=began)
+        if not self._config.asynchronous:
+            self._publish_pair(self._under_way)
+
+    def poll(self) -> None:
+        """Publish the checkpoint under way if everybody has written it. Never waits for a file; raises what a writer raised."""
+        save = self._under_way
+        if save is not None and all(gather_objects(save.files.is_written)) and from_rank_0(lambda: self._critic_has_ended(save)):
+            self._publish_pair(save)
+
+    def wait(self) -> None:
+        """Publish the checkpoint under way, once everybody has written it."""
+        save = self._under_way
+        if save is not None:
+            from_rank_0(lambda: self._wait_for_critic(save))
+            self._publish_pair(save)
+
+    def settle(self) -> int:
+        """Publish this component's part of a checkpoint under way, with or without its partner. Returns the last step on disk."""
+        if self._under_way is not None:
+            self._publish(self._under_way)
+        return self._published
+
+    def rescue(self, step: int, state: dict[str, Any]) -> None:
+        """This component's checkpoint alone."""
+        self._publish(_SaveUnderWay(step=step, files=self._start(step, state, {}), critic_began=None))
+
+    def version(self) -> int:
+        """How many optimizer steps made the weights."""
+        return self._model.version
+
+    def _start(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> checkpoint.PendingSave:
+        request = checkpoint.SaveRequest(
+            step=step, state=state, config_yaml=self._session.config_yaml, tokenizer=self._tokenizer, validation=validation
+        )
+        return checkpoint.start_save(
+            self._folders[0], self._model, request, in_background=self._config.asynchronous, read_back=self._config.read_back
+        )
+
+    def _publish(self, save: _SaveUnderWay) -> None:
+        self._under_way = None
+        save.files.publish(self._config.write_timeout_seconds)
+        self._published = save.step
+        from_rank_0(lambda: keep(self._folders, self._config))
+
+    def _publish_pair(self, save: _SaveUnderWay) -> None:
+        """The same, where the critic's part, if there is one, is complete."""
+        self._publish(save)
+        critic = self._critic
+        if critic is not None:
+            from_rank_0(lambda: critic.checkpointed(save.step))
+
+    def _check_metric(self, validation: Mapping[str, float]) -> None:
+        metric = self._config.best_metric
+        if metric and validation and metric not in validation:
+            raise ConfigError(f"checkpoint.best_metric={metric}: validation reports {', '.join(sorted(validation))}")
+
+    def _critic_has_ended(self, save: _SaveUnderWay) -> bool:
+        """Without waiting. The critic answers a first call when its state is copied, a second when its checkpoint is complete."""
+        if self._critic is None or save.critic_began is None:
+            return True
+        if save.critic_ended is None:
+            if save.critic_began.done():
+                save.critic_began.result()
+                save.critic_ended = self._critic.save(save.step)
+            return False
+        if not save.critic_ended.done():
+            return False
+        save.critic_ended.result()
+        return True
+
+    def _wait_for_critic(self, save: _SaveUnderWay) -> None:
+        """The client's own deadline (`client.train_timeout_seconds`) ends each of its requests; this one is for what is left of them."""
+        deadline = time.monotonic() + self._config.write_timeout_seconds
+        while not self._critic_has_ended(save):
+            asked = [future for future in (save.critic_began, save.critic_ended) if future is not None]
+            _, waiting = futures.wait(asked, timeout=max(0.0, deadline - time.monotonic()))
+            if waiting:
+                seconds = self._config.write_timeout_seconds
+                raise CheckpointError(f"the critic did not save step {save.step} within {seconds:.0f} s")
+
+
+class CriticCheckpointer:
+    """Saves of a critic, one asked for after the other, each with the ledger of that moment. Every rank holds one and calls it alike."""
+
+    def __init__(self, session: Session, model: TrainableModel, ledger: Ledger, *, tokenizer: Path, config: CheckpointConfig) -> None:
+        self._session = session
+        self._model = model
+        self._ledger = ledger
+        self._tokenizer = tokenizer
+        self._config = config
+        self._folder = session.directory.checkpoints / CRITIC
+        self._under_way: tuple[int, str, checkpoint.PendingSave] | None = None
+
+    def save(self, request: SaveRequest) -> str:
+        """The path of the checkpoint of `request.step` with the critic of the mark `request.after`: complete on return with `request.wait`.
+
+        The same request again changes nothing. Raises `ledger.Refused` where it means another critic than the one of now.
+        """
+        step, mark = request.step, request.after or self._ledger.mark
+        if self._under_way is not None and self._under_way[:2] == (step, mark):
+            return self._end() if request.wait else str(self._under_way[2].final)
+        if complete := from_rank_0(lambda: self._complete(step, mark)):
+            return complete
+        self._ledger.check_after(mark)
+        self._end()
+        state = {"ledger": self._ledger.state()}
+        saved = checkpoint.SaveRequest(step=step, state=state, config_yaml=self._session.config_yaml, tokenizer=self._tokenizer)
+        began = checkpoint.start_save(
+            self._folder, self._model, saved, in_background=self._config.asynchronous, read_back=self._config.read_back
+        )
+        self._under_way = (step, mark, began)
+        return str(began.final) if self._config.asynchronous and not request.wait else self._end()
+
+    def _complete(self, step: int, mark: str) -> str:
+        """The path of a checkpoint of this very critic that is on disk already, "" where there is none."""
+        path = files.step_directory(self._folder, step)
+        return str(path) if files.is_complete(path) and _saved_ledger(path)["mark"] == mark else ""
+
+    def _end(self) -> str:
+        under_way, self._under_way = self._under_way, None
+        return "" if under_way is None else str(under_way[2].publish(self._config.write_timeout_seconds))
+
+
+def _saved_ledger(path: Path) -> Mapping[str, Any]:
+    """The ledger in a critic's checkpoint. Raises CheckpointError where it has none."""
+    state = checkpoint.read_state(path)["loop"]
+    if "ledger" not in state:
+        raise CheckpointError(f"{path} does not say what the critic was trained on: an earlier version wrote it; begin a new run with it")
+    return state["ledger"]
+
+
+def load_critic(
+    session: Session,
+    model: TrainableModel,
+    config: CheckpointConfig,
+    *,
+    accept_gap: bool = False,
+    damaged: DamagedCheckpoint = DamagedCheckpoint.fall_back,
+) -> Ledger:
+    """Restore the critic's checkpoint that belongs to the policy's. Returns what it was trained on; nothing, where it starts anew.
+
+    Raises CheckpointError where the checkpoint does not say that, or belongs to another run.
+    """
+    folder = session.directory.checkpoints / CRITIC
+    warn_of_shortage(session, model, folder, config)
+    from_rank_0(lambda: files.clean([folder]))
+    falls_back = damaged is DamagedCheckpoint.fall_back
+    pair = find_pair(session, (session.directory.checkpoints / POLICY, folder), verify=config.verify and falls_back)
+    ledger = Ledger(from_rank_0(session.directory.run_id), accepts_gap=accept_gap)
+    if pair.critic:
+        path = files.step_directory(folder, pair.critic)
+        ledger.load_state(from_rank_0(lambda: _saved_ledger(path)), checkpoint_step=pair.critic)
+        _load(model, path, verify=config.verify, falls_back=falls_back)
+    return ledger
+
+
+def _load(model: TrainableModel, path: Path, *, verify: bool, falls_back: bool) -> dict[str, Any]:
+    """`checkpoint.load`. What proves wrong only in memory is set aside where the run `falls_back`, and was verified before this then: the
+    component ends, since its partner has the other part, and the next start of both finds the pair before."""
+    try:
+        return checkpoint.load(model, path, verify=verify and not falls_back)
+    except WrongContents as error:
+        if not falls_back:
+            raise
+        from_rank_0(lambda: files.set_aside(path))
+        again = f"it is set aside as {files.DAMAGED}{path.name}; start again to go on from the newest that is intact"
+        raise CheckpointError(f"{error}; {again} (run.damaged_checkpoint=fall_back)") from error
+
+
+def warn_of_shortage(session: Session, model: TrainableModel, folder: Path, config: CheckpointConfig) -> None:
+    """Say so where the file system has no room for the checkpoints that the run wants to keep. Every rank calls it."""
+    if warning := shortage(model, folder, keep=config.keep):
+        session.say(warning)
+
+
+def keep(folders: list[Path], config: CheckpointConfig) -> None:
+    """Point `best` at the best checkpoint and remove those that need not stay, all components' of a step together. On one rank.
+
+    The newest pair that is known to be sound stays, however old; where none is, nothing is removed.
+    """
+    complete = [files.complete_steps(folder) for folder in folders]
+    own = complete[0]
+    best = _best_steps(own, config)
+    if best:
+        files.point(folders[0], files.BEST, own[best[0]])
+    latest = (files.pointed_step(folder, files.LATEST) for folder in folders)
+    protected = {*best, *(step for step in latest if step is not None)}
+    paired = [step for step in own if all(step in steps for steps in complete)]
+    if not config.keep or not paired:
+        return
+    sound = next((step for step in reversed(paired) if all(files.is_sound(steps[step]) for steps in complete)), None)
+    if sound is None:  # the older ones are all there is to go back to
+        return
+    protected.add(sound)
+    for step in files.steps_to_remove(sorted(set().union(*complete)), paired, keep=config.keep, protected=protected):
+        files.remove_step(folders, step)
+
+
+def _best_steps(complete: Mapping[int, Path], config: CheckpointConfig) -> list[int]:
+    """Up to `keep_best` steps that were validated, best first; of equals the newer."""
+    if not config.best_metric:
+        return []
+    validations = {step: checkpoint.read_state(path)["validation"] for step, path in complete.items()}
+    scores = {step: values[config.best_metric] for step, values in validations.items() if config.best_metric in values}
+    sign = 1.0 if config.best_mode == BestMode.max else -1.0
+    return sorted(scores, key=lambda step: (sign * scores[step], step), reverse=True)[: config.keep_best]
+
+
+def _continue_from(folder: Path, step: int) -> None:
+    """Make `step` the newest of a folder: later ones are of a past that this run does not continue, and would be taken for its own."""
+    for later, path in files.complete_steps(folder).items():
+        if later > step:
+            aside = folder / f"{UNPAIRED}{path.name}"
+            files.discard(aside)
+            path.rename(aside)
+    if files.pointed_step(folder, files.LATEST) != step:
+        files.point(folder, files.LATEST, files.step_directory(folder, step))

@@ -1,0 +1,213 @@
+"""What every run has: where it lives, its model and layout, how it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from aligner.cluster.run_directory import POLICY, REWARD_MODEL
+from aligner.cluster.slurm.config import SlurmConfig
+from aligner.data.report import LoadReport
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import ConfigError
+from aligner.loop import lengths
+from aligner.loop.loop import LoopConfig
+from aligner.loop.recipe import Recipe, Server, Traits, UsedModel
+from aligner.models.checkpoint_config import CheckpointConfig, DamagedCheckpoint
+from aligner.models.config import Architecture, ModelConfig
+from aligner.models.divisible import check_divisible, check_together
+from aligner.models.guard import GuardConfig
+from aligner.models.optimizer import OptimizerConfig
+from aligner.models.scalar_head import Pooling
+from aligner.parallel.topology import ParallelConfig
+from aligner.planner.config import ClusterConfig
+from aligner.planner.workload import Head, Phase, Work
+from aligner.reporting.config import LoggingConfig
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """Where a run lives and how its processes meet."""
+
+    directory: str = "runs/default"  # checkpoints, logs, metrics and registrations; the same directory again resumes the run
+    seed: int = 1  # from 0 to 2^63 - 1
+    export_hf: bool = True  # write the final policy as a Hugging Face model to <directory>/export
+    damaged_checkpoint: DamagedCheckpoint = DamagedCheckpoint.fall_back  # on the newest intact one, the other set aside; or the run ends
+    allow_changes: bool = False  # resume with settings that make it another experiment than the checkpoint's
+    start_timeout_seconds: float = 300.0  # until all ranks of a component have met
+    collective_timeout_seconds: float = 1800.0  # until a collective that not all ranks enter ends the ranks that wait in it
+    stall_timeout_seconds: float = 1200.0  # a component without any progress for so long writes its stacks and ends; 0: never
+    num_threads: int = 0  # of each process; 0: OMP_NUM_THREADS, else what torch chooses
+
+    def __post_init__(self) -> None:
+        if not self.directory:
+            raise ConfigError("run.directory='': name a directory")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"run.seed={self.seed}: must be from 0 to {2**63 - 1}")
+        for name in ("start_timeout_seconds", "collective_timeout_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"run.{name}={getattr(self, name)}: must be above 0")
+        if not 0 <= self.stall_timeout_seconds < self.collective_timeout_seconds:
+            raise ConfigError(
+                f"run.stall_timeout_seconds={self.stall_timeout_seconds}: must be below "
+                f"run.collective_timeout_seconds={self.collective_timeout_seconds}, which ends ranks without naming the slow one (0: off)"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class JobRun:
+    """What every job has, and what it can be asked. Each recipe adds its `data` and its `algorithm`, and says `traits` and `read`."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)  # its files, precision, micro-batches and adapters
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how the model is split over ranks
+    logging: LoggingConfig = field(default_factory=LoggingConfig)  # loggers beside metrics.jsonl, and what the terminal shows
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` and `aligner launch slurm`
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    num_processes: int = 1  # ranks (of an online run: of the actor), however they are started
+
+    def start(self, recipe: Recipe) -> int:
+        """Run the recipe with these settings; see `Recipe.run`."""
+        raise NotImplementedError
+
+    def traits(self) -> Traits:
+        """What this run is. Lengths are those of the settings: 0 if they are not filled in yet."""
+        raise NotImplementedError
+
+    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
+        """The usable records at `location`, or of the `first` so many, as the run reads them. Raises DataError listing the bad lines."""
+        raise NotImplementedError
+
+    def servers(self) -> Sequence[Server]:
+        """The other components of the run."""
+        return ()
+
+    def models(self) -> list[UsedModel]:
+        """Every model that a component loads, the trained one first."""
+        return [UsedModel(component="trainer", key="model", config=self.model, is_scalar=self.traits().head is Head.scalar)]
+
+    def readers(self) -> dict[str, ModelConfig]:
+        """The models that read a run's sequences of tokens, by the names of their settings."""
+        return {"model": self.model}
+
+    def with_lengths(self, context: lengths.Context) -> Self:
+        """A copy with every length filled in. Raises ConfigError naming the lengths that do not fit."""
+        return lengths.examples(self, context)
+
+    def reserved_length(self, tokenizer: Callable[[], Tokenizer]) -> int:
+        """Tokens of the context that lengths that are not set leave free."""
+        return 0
+
+    def check(self, architecture: Architecture, num_ranks: int) -> None:
+        """Raise ConfigError if `num_ranks` ranks cannot do this. Each component asks at its start, and `aligner plan` for all of them."""
+        check_layout(self.model, self.parallel, architecture, num_ranks)
+
+    def check_complete(self) -> None:
+        """Raise ConfigError for settings that a run needs and that may still be missing when they are only shown."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerRun(JobRun):
+    """A run that trains `model` on data that is there beforehand. `build(job: TrainerJob)` returns a `Built`."""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)  # what NaN, empty updates and a gap between engine and trainer lead to
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # how checkpoints are written, verified and kept
+    has_frozen_start: ClassVar[bool] = False  # the model that it starts from is a reference, which no checkpoint of the run holds
+
+    def start(self, recipe: Recipe) -> int:
+        from aligner.loop.trainer_job import train  # Megatron-Core comes with it
+
+        return train(recipe, self)
+
+    def batch_traits(
+        self, *, rows: int = 0, unit: int = 1, phases: Sequence[Phase] = (), head: Head = Head.language, has_reference: bool = False
+    ) -> Traits:
+        """Traits of training on batches of data, `rows` sequences each (0: `algorithm.batch_size` times `unit`); `phases` come before."""
+        rows, length = rows or self.algorithm.batch_size * unit, self.data.max_length
+        first = (Phase.ref_logprobs,) if has_reference else ()
+        return Traits(
+            role="trainer",
+            work=Work(
+                phases=(*first, *phases, Phase.train),
+                rows=rows,
+                length=length,
+                response_length=length,
+                update_rows=rows,
+                num_updates=1,
+                unit=unit,
+            ),
+            head=head,
+            has_reference=has_reference,
+            checkpoints=(REWARD_MODEL if head is Head.scalar else POLICY,),
+        )
+
+    def check(self, architecture: Architecture, num_ranks: int) -> None:
+        check_layout(self.model, self.parallel, architecture, num_ranks)
+        check_replicas("batch_size", self.algorithm.batch_size, num_ranks // self.parallel.replica_size)
+
+
+@dataclass(kw_only=True, slots=True)
+class WritingRun(JobRun):
+    """A run that writes a data set instead of training. `build(job: WriterJob)` does all of it and returns the exit code."""
+
+    def start(self, recipe: Recipe) -> int:
+        from aligner.loop.writer_job import write  # Megatron-Core comes with it
+
+        return write(recipe, self)
+
+    @property
+    def loop(self) -> LoopConfig:
+        """Its steps are the files to write: only done.json says that all are there."""
+        return LoopConfig(max_steps=1)
+
+    def models(self) -> list[UsedModel]:
+        scores = self.traits().head is Head.scalar
+        return [UsedModel(component="trainer", key="model", config=self.model, is_scalar=scores, needs_head=scores)]
+
+    def pass_traits(self, phases: Sequence[Phase], *, rows: int, head: Head = Head.language) -> Traits:
+        """Traits of a frozen model's pass over data, `rows` sequences a file."""
+        length = self.data.max_length
+        return Traits(role="writer", work=Work(phases=tuple(phases), rows=rows, length=length, response_length=length), head=head)
+
+
+def check_layout(model: ModelConfig, parallel: ParallelConfig, architecture: Architecture, num_ranks: int) -> None:
+    """Raise ConfigError if a model cannot be laid out over `num_ranks` ranks."""
+    parallel.check_world(num_ranks)  # first, as in a run, whose ranks meet before its model is looked at
+    check_divisible(architecture, parallel)
+    check_together(architecture, model, parallel)
+
+
+def check_replicas(setting: str, size: int, num_replicas: int) -> None:
+    """Raise ConfigError for a batch with fewer examples than there are data-parallel replicas."""
+    if size < num_replicas:
+        raise ConfigError(f"algorithm.{setting}={size}: smaller than the {num_replicas} data-parallel replicas")
+
+
+def check_pooling(pooling: Pooling, model: ModelConfig) -> None:
+    """Raise ConfigError for a mean over tokens some of which are computed once for several rows."""
+    if pooling is Pooling.mean and model.share_prompts:
+        raise ConfigError("algorithm.pooling=mean: needs model.share_prompts=false: the prompt's tokens count in every row")
+
+
+def check_best_metric(
+    checkpoint: CheckpointConfig, loop: LoopConfig, *, reports: Sequence[str], validation: str, missing: str = ""
+) -> None:
+    """Raise ConfigError where the best checkpoint is to be kept and no validation can tell which it is.
+
+    `reports` are the metrics that a validation gives, on the data `validation`; `missing` says what others would need.
+    """
+    metric = checkpoint.best_metric
+    if not metric:
+        return
+    if not loop.validate_every:
+        raise ConfigError(f"checkpoint.best_metric={metric}: needs loop.validate_every above 0")
+    if not validation:
+        raise ConfigError(f"checkpoint.best_metric={metric}: needs data.validation")
+    if metric not in reports:
+        raise ConfigError(f"checkpoint.best_metric={metric}: validation reports {', '.join(reports)}{missing}")

@@ -1,0 +1,125 @@
+"""Training on a data set that is there beforehand: a step is the next batch of an endless sequence of epochs, and one update."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+from aligner.data.loader import EpochSampler
+from aligner.errors import ConfigError
+from aligner.loop.learnt import of_mask
+from aligner.loop.loop import Clock, StepResult
+from aligner.metrics import values
+from aligner.protocols import Loss, Trainable
+from aligner.types import MaskedBatch, PreferenceBatch
+
+Example = TypeVar("Example")
+Model = TypeVar("Model", bound=Trainable)
+
+
+@dataclass(kw_only=True, slots=True)
+class BatchConfig:
+    """Sizes of batches under `algorithm.`; an algorithm's config has them by inheritance."""
+
+    batch_size: int = 64  # examples per update
+    validation_batch_size: int = 64  # examples per forward batch of a validation
+
+    def __post_init__(self) -> None:
+        check_batch_sizes(self.batch_size, self.validation_batch_size)
+
+
+def check_batch_sizes(batch_size: int, validation_batch_size: int) -> None:
+    """Raise ConfigError unless both are possible. For configs that inherit their other settings: one with slots has one base."""
+    if batch_size < 1 or validation_batch_size < 1:
+        raise ConfigError(f"algorithm.batch_size={batch_size}, validation_batch_size={validation_batch_size}: must be at least 1")
+
+
+class ReferenceLogprobs(str, Enum):
+    """When they are computed."""
+
+    live = "live"  # for every batch, by a frozen copy of the weights in host memory
+    precomputed = "precomputed"  # for all examples before the first step, to files; no copy is kept
+
+
+def check_reference(reference: ReferenceLogprobs, part_size: int, *, is_needed: bool, loss: str) -> None:
+    """Raise ConfigError for a setting that the loss does not read, or an empty file."""
+    if part_size < 1:
+        raise ConfigError(f"algorithm.reference_part_size={part_size}: must be at least 1")
+    if reference is ReferenceLogprobs.precomputed and not is_needed:
+        raise ConfigError(f"algorithm.reference={reference.value}: loss={loss} has no reference; allowed: {ReferenceLogprobs.live.value}")
+
+
+class Stateless:
+    """An algorithm that is a function of the model and the step number: what `aligner.loop.loop.Algorithm` asks for besides."""
+
+    def finish(self) -> None:
+        """Nothing runs on after a step."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """There is no state besides the model and the step number."""
+
+
+class EpochTraining(Stateless, ABC, Generic[Example, Model]):
+    """The algorithm over its parts, but for what is learnt (`collate`, `loss`) and how it is judged (`validate`).
+
+    Every rank constructs one.
+    """
+
+    def __init__(
+        self,
+        config: BatchConfig,
+        model: Model,
+        *,
+        train: Sequence[Example],
+        validation: Sequence[Example],
+        pad_id: int,
+        seed: int,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.train = train
+        self.validation = validation
+        self.pad_id = pad_id
+        self.order = EpochSampler(len(train), config.batch_size, seed)
+        self.check()
+
+    def check(self) -> None:
+        """Raise ConfigError or DataError where the examples do not fit the settings."""
+
+    @property
+    @abstractmethod
+    def loss(self) -> Loss:
+        """Of a batch."""
+
+    @abstractmethod
+    def collate(self, examples: Sequence[Example]) -> MaskedBatch:
+        """A batch of examples."""
+
+    @abstractmethod
+    def validate(self) -> Mapping[str, float]:
+        """Metrics on the validation examples; empty where there are none."""
+
+    def step(self, step: int, clock: Clock) -> StepResult:
+        with clock.phase("read"):
+            batch = self.collate(self.examples_of(step))
+        with clock.phase("train"):
+            metrics = values(self.model.train_step(batch, self.loss))
+        metrics["data/tokens_per_second"] = int(batch.lengths.sum()) / clock.seconds["time/train"]
+        found = of_mask(batch.loss_mask, unit=2 if isinstance(batch, PreferenceBatch) else 1)
+        return StepResult(metrics=metrics | found | {"data/epoch": self.order.epoch(step)})
+
+    def examples_of(self, step: int) -> list[Example]:
+        """Those that `step` (from 1) trains on."""
+        return [self.train[i] for i in self.order.indices(step - 1)]
+
+    def held_out(self) -> Iterator[MaskedBatch]:
+        """The validation examples in batches, in their order."""
+        size = self.config.validation_batch_size
+        for start in range(0, len(self.validation), size):
+            yield self.collate([self.validation[row] for row in range(start, min(start + size, len(self.validation)))])

@@ -1,0 +1,117 @@
+"""What a step learnt from, in counts that add up over a run; and the alarm over runs that learn nothing.
+
+`learnt/tokens` are those that had a weight in the loss of this step's updates (in a policy gradient: an advantage that is not 0), of
+`learnt/tokens_seen` where each is there once. Of the samples that the step brought (`learnt/samples_seen`) some were learnt from
+(`learnt/samples`), the others were left out for the reason that names the count (`left_out/<reason>`, see REASONS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from aligner.loop.loop import Verdict
+from aligner.models.guard import UPDATES, GuardConfig, LearntNothing
+from aligner.parallel.collectives import gather_objects
+from aligner.reporting.learnt import LEFT_OUT, SAMPLES, SEEN, TOKENS, TOKENS_SEEN, is_empty, reasons, totals
+
+
+def accounted(*, samples: int, seen: int, **left_out: int) -> dict[str, float]:
+    """The metrics of these counts, without reasons that nothing was left out for."""
+    return {SAMPLES: float(samples), SEEN: float(seen)} | {LEFT_OUT + why: float(count) for why, count in left_out.items() if count}
+
+
+def of_mask(weighs: Tensor, *, unit: int = 1) -> dict[str, float]:
+    """Of a batch of data: bool [B, S], which tokens have a weight; every `unit` rows are a sample."""
+    rows = weighs.any(dim=1).view(-1, unit).any(dim=1)
+    samples, tokens = int(rows.sum()), float(weighs.sum())
+    return accounted(samples=samples, seen=len(rows), no_token=len(rows) - samples) | {TOKENS: tokens, TOKENS_SEEN: tokens}
+
+
+def of_rows(weighs: Tensor, written: Tensor, **reasons: Tensor) -> dict[str, float]:
+    """Of rollouts: `weighs` as above, of the tokens that the policy has `written`; each reason (bool [B]) counts the rows not learnt from
+    that no reason before it names.
+    """
+    left = ~weighs.any(dim=1)
+    seen, samples, counts = len(left), int((~left).sum()), {}
+    for why, rows in reasons.items():
+        counts[why] = int((left & rows).sum())
+        left = left & ~rows
+    return accounted(samples=samples, seen=seen, **counts) | {TOKENS: float(weighs.sum()), TOKENS_SEEN: float(written.sum())}
+
+
+class LearntNothingAlarm:
+    """`aligner.loop.loop.Alarm` as `guard.learnt_nothing` sets it. `fingerprint()`: numbers that change with any bit of what this
+    rank's optimizer updates; empty where that cannot be seen. Every rank has one and calls it alike.
+    """
+
+    def __init__(self, config: GuardConfig, fingerprint: Callable[[], list[int]]) -> None:
+        self._config = config
+        self._fingerprint = fingerprint
+        self._began = self._step = 0
+        self._at_start: list[int] | None = None
+        self._in_a_row: list[Mapping[str, float]] = []
+        self._counts: dict[str, float] = {}
+        self._num_updates = 0.0  # of this start, with a learning rate above 0
+        self._has_learnt = False
+
+    @property
+    def num_steps(self) -> int:
+        """Of this start of the run."""
+        return self._step - self._began
+
+    def begin(self, step: int) -> None:
+        """The run goes on after this step, with the weights of now."""
+        self._began = self._step = step
+        self._at_start = self._fingerprint()
+
+    def judge(self, step: int, metrics: Mapping[str, float]) -> Verdict:
+        """A verdict where the last `learnt_nothing_steps` were empty, or no weight changed in as many since the start."""
+        self._step, steps = step, self._config.learnt_nothing_steps
+        self._counts = totals([self._counts, metrics])
+        self._num_updates += metrics.get(UPDATES, 0.0) * (metrics.get("optim/lr", 0.0) > 0)
+        if is_empty(metrics):
+            self._in_a_row.append(metrics)
+        else:
+            self._has_learnt, self._in_a_row = True, []
+        why = self._unchanged() if self.num_steps == steps else ""
+        if len(self._in_a_row) >= steps:
+            why = self._nothing_in(f"the last {steps} steps", totals(self._in_a_row))
+            self._in_a_row = []
+        return self.verdict(why)
+
+    def whole_run(self, *, has_learnt_before: bool) -> str:
+        """What is to be said of a run that has come to its last step: that no step has learnt, or changed a weight. Empty: all is well.
+
+        `has_learnt_before`: a step before this start has. Collective.
+        """
+        if not self._has_learnt and not (self._began and has_learnt_before):
+            return self._nothing_in("the whole run", self._counts)
+        return "" if self._began else self._unchanged()
+
+    def verdict(self, why: str) -> Verdict:
+        """What `why` leads to; nothing where it is empty."""
+        config = self._config
+        if why and config.learnt_nothing is LearntNothing.stop:
+            return Verdict(halt=f"{why} (guard.learnt_nothing=stop, guard.learnt_nothing_steps={config.learnt_nothing_steps})")
+        return Verdict(note=f"warning: {why}" if why else "")
+
+    def _nothing_in(self, where: str, counts: Mapping[str, float]) -> str:
+        why = "; ".join(reasons(counts))
+        if not why and not counts.get(TOKENS):
+            why = "no token had a weight in a loss"
+        elif not why:
+            why = "the gradient of every update was 0" if counts.get(UPDATES) else "no update was made"
+        seen = f"of {counts[SEEN]:,.0f} samples {why}" if counts.get(SEEN) else why
+        return f"nothing was learnt in {where}, to step {self._step}: {seen}"
+
+    def _unchanged(self) -> str:
+        """Why the run is of no use; empty where a weight has changed, or none should have."""
+        if not self._num_updates:
+            return ""
+        now = self._fingerprint()
+        found = gather_objects((now != self._at_start, bool(now)))
+        if any(changed for changed, _ in found) or not any(known for _, known in found):
+            return ""
+        return f"no weight changed in {self._num_updates:,.0f} updates to step {self._step}: optimizer.lr is too small, or all are frozen"

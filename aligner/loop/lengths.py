@@ -1,0 +1,86 @@
+"""How long the sequences of a run may be: the one place that decides it. Lengths that are not set (0) are made of the context, which is
+that of the model with the shortest one among those that read the sequences.
+
+    data.max_length                        the context
+    rollout.sampling.max_response_length   256, but at most half of the context, or what data.max_prompt_length leaves of it
+    data.max_prompt_length                 what the response leaves of the context
+    data.max_history_length                2048, but at most what the response leaves; longer prompts could not be criticised, so these have
+                                           the same limit
+
+Lengths that are set must fit the context. Where the policy judges itself, its question about a response must fit too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from aligner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aligner.loop.config import JobRun
+
+J = TypeVar("J", bound="JobRun")
+RESPONSE = "rollout.sampling.max_response_length"
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The tokens that a model can read, whose they are, and how many of them lengths that are not set may be made of."""
+
+    size: int
+    owner: str
+    room: int
+
+    def check(self, lengths: Mapping[str, int]) -> None:
+        """Raise ConfigError if they do not fit together, or if nothing is left for one of them."""
+        parts = {name: length for name, length in lengths.items() if length > 0}
+        fault = f"leaves nothing for {' and '.join(lengths.keys() - parts.keys())} in"
+        if len(parts) == len(lengths):
+            if sum(parts.values()) <= self.size:
+                return
+            fault = "longer than"
+        said = " + ".join(f"{name}={length}" for name, length in parts.items())
+        raise ConfigError(f"{said}: {fault} {self.owner}'s context of {self.size} tokens")
+
+    def response_length(self, sampling: Any, given: int) -> int:
+        """That of a response to prompts of `given` tokens (0: not set either)."""
+        return sampling.max_response_length or min(sampling.longest, self.room - given if given else self.room // 2)
+
+
+def fill(config: J, contexts: Mapping[str, int], *, reserved: int = 0) -> J:
+    """The config with every length filled in, for models with these contexts (by the name of their settings).
+
+    `reserved`: tokens that are left beside prompt and response if one of their lengths is not set (a judge's question and answer).
+    Raises ConfigError naming the lengths that do not fit.
+    """
+    key = min(contexts, key=lambda name: contexts[name])
+    return config.with_lengths(Context(contexts[key], "the model" if key == "model" else key, contexts[key] - reserved))
+
+
+def examples(config: J, context: Context) -> J:
+    """The config with the length of an example; `JobRun.with_lengths` of runs on examples."""
+    length = config.data.max_length or context.size
+    context.check({"data.max_length": length})
+    return replace(config, data=replace(config.data, max_length=length))
+
+
+def sampled(config: J, context: Context) -> J:
+    """The config with the lengths of prompts and of sampled responses; `JobRun.with_lengths` of runs that sample."""
+    given, sampling = config.data.max_prompt_length, config.rollout.sampling
+    if (reserved := context.size - context.room) and context.room < 2 and not (given and sampling.max_response_length):
+        raise ConfigError(
+            f"{reserved} tokens of the judge's question and answer (algorithm.judge_template, algorithm.max_judgement_length) leave "
+            f"nothing for prompts and responses in {context.owner}'s context of {context.size} tokens"
+        )
+    response = context.response_length(sampling, given)
+    prompt = given or context.room - response
+    context.check({"data.max_prompt_length": prompt, RESPONSE: response})
+    return with_response(replace(config, data=replace(config.data, max_prompt_length=prompt)), response)
+
+
+def with_response(config: J, response: int) -> J:
+    """The config with this length of a response."""
+    sampling = replace(config.rollout.sampling, max_response_length=response)
+    return replace(config, rollout=replace(config.rollout, sampling=sampling))

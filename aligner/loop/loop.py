@@ -1,0 +1,305 @@
+"""The training loop that every algorithm shares: resume, steps, validation, checkpoints, logging, signals.
+
+An algorithm brings `step`, `validate` and its few bits of state; everything that depends on the step number alone (data order, seeds) is a
+pure function of it, so that resuming is going on with the next number. SIGTERM, SIGINT and SIGUSR1 end the run after the step under way,
+with a checkpoint. When a server dies, or another `AlignerError` ends a step early, the last whole step is saved before the error goes on
+(unless the failed step had changed the weights already: they are then those of no step). A `RollBack` saves nothing: the run is to go on
+from an older checkpoint, and leaves out the step that asked for it.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from aligner.errors import AlignerError, ConfigError, RollBack, RunHalted
+from aligner.loop.time_budget import TimeBudget
+from aligner.parallel import platform
+from aligner.parallel.collectives import gather_objects
+from aligner.parallel.progress import Progress
+from aligner.types import SampleRow
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@dataclass(kw_only=True, slots=True)
+class LoopConfig:
+    """How long to train and what to do on the way."""
+
+    max_steps: int = 100  # training steps of the whole run, those before a resume included
+    save_every: int = 0  # steps between checkpoints; 0: only at the end
+    validate_every: int = 0  # steps between validations; 0: never
+    validate_first: bool = False  # validate before the first step too
+    table_every: int = 10  # steps between tables of sample rollouts; 0: never
+
+    def __post_init__(self) -> None:
+        if self.max_steps < 1:
+            raise ConfigError(f"loop.max_steps={self.max_steps}: must be at least 1")
+        for name in ("save_every", "validate_every", "table_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"loop.{name}={getattr(self, name)}: must not be negative (0 is off)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What one training step reports: plain numbers (the same on every rank) and some samples."""
+
+    metrics: Mapping[str, float]
+    samples: Sequence[SampleRow] = ()
+
+
+class Algorithm(Protocol):
+    """One training algorithm over its models. Methods are collective: every rank calls them in the same order."""
+
+    def step(self, step: int, clock: Clock) -> StepResult:
+        """Train on the data of `step` (counted from 1)."""
+
+    def validate(self) -> Mapping[str, float]:
+        """Metrics on held-out data; empty where there is none."""
+
+    def finish(self) -> None:
+        """Wait for what the last step left running; raises its error. Called before every checkpoint and at the end."""
+
+    def state(self) -> dict[str, Any]:
+        """What resuming needs besides models and the step number; JSON-able."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Checkpointer(Protocol):
+    """Saves and restores everything of a run."""
+
+    def load(self) -> tuple[int, dict[str, Any]]:
+        """(last finished step, the algorithm's state) of the newest checkpoint, or (0, {})."""
+
+    def save(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> None:
+        """Save this component, and those it trains behind servers, as a pair; it may be written while the training goes on.
+
+        `validation` are the metrics of a validation after this step; empty where there was none.
+        """
+
+    def poll(self) -> None:
+        """Publish a save that has been written meanwhile. Never waits for one; raises its error."""
+
+    def wait(self) -> None:
+        """Publish a save that is being written; raises its error."""
+
+    def settle(self) -> int:
+        """Publish this component's part of a save that is being written, whatever became of the others'. The last step on disk."""
+
+    def rescue(self, step: int, state: dict[str, Any]) -> None:
+        """Save what this component holds itself: a server may just have died."""
+
+    def version(self) -> int:
+        """How many optimizer steps made the weights that would be saved now."""
+
+
+class Reporter(Protocol):
+    """Where numbers and samples go."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class LeftOut(Protocol):
+    """The training steps that this run leaves out, because their batches gave numbers that are not finite. Kept through restarts."""
+
+    @property
+    def steps(self) -> frozenset[int]:
+        """The same on every rank."""
+
+    def add(self, step: int, reason: str) -> None:
+        """Collective. Raises RunHalted where the run has left out as many as it may."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What an alarm says of a step."""
+
+    note: str = ""  # for the person who watches; empty: nothing
+    halt: str = ""  # why the run is to end now; empty: it goes on
+
+
+class Alarm(Protocol):
+    """Watches the metrics of finished steps; `aligner.loop.gap_alarm.GapAlarm`."""
+
+    def judge(self, step: int, metrics: Mapping[str, float]) -> Verdict:
+        """Called once for every step, with metrics that are the same on every rank."""
+
+
+class Clock:
+    """Seconds spent in the named phases of one step; they are the rank's phases in `progress` too."""
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress or Progress()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as `time/<name>`; blocks of one name add up."""
+        start = time.perf_counter()
+        with self._progress.phase(name):
+            yield
+            platform.synchronize()
+        self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
+
+
+def run(
+    algorithm: Algorithm,
+    config: LoopConfig,
+    *,
+    checkpointer: Checkpointer,
+    open_reporter: Callable[[int], Reporter],
+    progress: Progress | None = None,
+    left_out: LeftOut | None = None,
+    budget: TimeBudget | None = None,
+    alarms: Sequence[Alarm] = (),
+) -> int:
+    """Train from the newest checkpoint (or from the start) to `config.max_steps`. Every rank calls it. Returns the last finished step.
+
+    `open_reporter(start_step)` makes the reporter once the step to start from is known. What is done is recorded in `progress`; the steps
+    in `left_out` are counted and not trained on. Where another step would not be saved within `budget` the run stops, as after a signal;
+    where one of the `alarms` says so it raises RunHalted, with the step saved.
+    """
+    progress, budget = progress or Progress(), budget or TimeBudget()
+    finished = _resume(algorithm, checkpointer, progress)
+    reporter = open_reporter(finished)
+    if finished:
+        reporter.note(f"resumed after step {finished}")
+    saved, version = finished, checkpointer.version()
+    with _stop_requests() as stop:  # until everything is saved: a second signal must not end the process while it writes
+        try:
+            if config.validate_first and not finished:
+                with progress.phase("validate"):
+                    reporter.log(0, algorithm.validate())
+            reason = ""
+            while finished < config.max_steps and not (reason := _stop_reason(stop, budget)):
+                step = finished + 1
+                progress.at_step(step)
+                with budget.step():
+                    with progress.phase("step"):
+                        result = _timed_step(algorithm, step, progress, left_out)
+                    # Validation belongs to the step: an error in it leaves the step unfinished only in the log, not in the weights.
+                    finished, version = step, checkpointer.version()
+                    with progress.phase("validate"):
+                        validation = _report(algorithm, config, reporter, step, result)
+                checkpointer.poll()
+                halt = _heed(alarms, reporter, step, result)
+                if halt or _due(step, config.save_every) or step == config.max_steps:
+                    with budget.save():
+                        saved = _save(algorithm, checkpointer, step, validation, progress)
+                _end_where(halt, checkpointer)
+            if finished < config.max_steps:
+                reporter.note(f"stopped {reason} after step {finished}" + ("; saving" if saved < finished else ""))
+            if saved < finished:
+                _save(algorithm, checkpointer, finished, {}, progress)
+            with progress.phase("save checkpoint"):
+                checkpointer.wait()
+        except AlignerError as error:
+            settled = checkpointer.settle()
+            if isinstance(error, RollBack):
+                _leave_out(left_out, error.step or finished + 1, error)
+            elif settled < finished:
+                _rescue(algorithm, checkpointer, reporter, finished, error=error, whole=checkpointer.version() == version)
+            raise
+    return finished
+
+
+def _resume(algorithm: Algorithm, checkpointer: Checkpointer, progress: Progress) -> int:
+    """The step that is gone on from; 0 in a new run."""
+    with progress.phase("load checkpoint"):
+        finished, state = checkpointer.load()
+        if finished:
+            algorithm.load_state(state)
+    return finished
+
+
+def _leave_out(left_out: LeftOut | None, step: int, error: RollBack) -> None:
+    if left_out is None:
+        raise AlignerError(f"step {step} is to be left out ({error}), and this run keeps no list of such steps") from error
+    left_out.add(step, str(error))
+
+
+def _rescue(
+    algorithm: Algorithm, checkpointer: Checkpointer, reporter: Reporter, finished: int, *, error: AlignerError, whole: bool
+) -> None:
+    if not whole:
+        reporter.note(f"step {finished + 1} failed after it had changed the weights ({error}); step {finished} can no longer be saved")
+        return
+    reporter.note(f"the run cannot go on after step {finished} ({error}); saving that step")
+    checkpointer.rescue(finished, algorithm.state())
+
+
+def _timed_step(algorithm: Algorithm, step: int, progress: Progress, left_out: LeftOut | None) -> StepResult:
+    if left_out is not None and step in left_out.steps:
+        return StepResult(metrics={"optim/step_left_out": 1.0})
+    clock = Clock(progress)
+    start = time.perf_counter()
+    result = algorithm.step(step, clock)
+    seconds = clock.seconds | {"time/step": time.perf_counter() - start}
+    slowest: dict[str, float] = {}
+    for rank_seconds in gather_objects(seconds):
+        for name, value in rank_seconds.items():
+            slowest[name] = max(value, slowest.get(name, 0.0))
+    return StepResult(metrics={**result.metrics, **slowest}, samples=result.samples)
+
+
+def _report(algorithm: Algorithm, config: LoopConfig, reporter: Reporter, step: int, result: StepResult) -> Mapping[str, float]:
+    """Log a step. Returns the metrics of its validation; empty where it has none."""
+    validation = algorithm.validate() if _due(step, config.validate_every) else {}
+    reporter.log(step, {**result.metrics, **validation})
+    if result.samples and (_due(step, config.table_every) or (config.table_every and step in (1, config.max_steps))):
+        reporter.table(step, result.samples)
+    return validation
+
+
+def _heed(alarms: Sequence[Alarm], reporter: Reporter, step: int, result: StepResult) -> str:
+    """Note what the alarms say of a step. Returns why the run is to end; empty where it goes on."""
+    verdicts = [alarm.judge(step, result.metrics) for alarm in alarms]
+    for verdict in verdicts:
+        if verdict.note:
+            reporter.note(verdict.note)
+    return "; ".join(verdict.halt for verdict in verdicts if verdict.halt)
+
+
+def _end_where(halt: str, checkpointer: Checkpointer) -> None:
+    """Raise RunHalted once the step is on disk, where there is a reason to."""
+    if halt:
+        checkpointer.wait()
+        raise RunHalted(halt)
+
+
+def _save(algorithm: Algorithm, checkpointer: Checkpointer, step: int, validation: Mapping[str, float], progress: Progress) -> int:
+    with progress.phase("save checkpoint"):
+        algorithm.finish()
+        checkpointer.save(step, algorithm.state(), validation)
+    return step
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+    """A list that holds the number of a stop signal once one has come."""
+    received: list[int] = []
+    previous = {number: signal.signal(number, lambda got, frame: received.append(got)) for number in STOP_SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _stop_reason(stop: list[int], budget: TimeBudget) -> str:
+    """The same on every rank: why to stop, once any rank got a stop signal or sees the end of its time; else empty."""
+    own = "by a signal" if stop else "before the end of its time" if budget.is_over() else ""
+    return next(filter(None, gather_objects(own)), "")

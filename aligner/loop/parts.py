@@ -1,0 +1,240 @@
+"""What every job does in the same way: reading data and model files, the loop with its alarms, the export, the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from aligner.cluster.exit_codes import ExitCode
+from aligner.data.report import LoadReport
+from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from aligner.errors import RunHalted
+from aligner.files import publish
+from aligner.loop import lengths, loop
+from aligner.loop.checkpointing import RunCheckpointer
+from aligner.loop.config import JobRun
+from aligner.loop.gap_alarm import GapAlarm
+from aligner.loop.learnt import LearntNothingAlarm
+from aligner.loop.recipe import Built
+from aligner.loop.session import Session
+from aligner.loop.skipped_steps import LeftOutSteps
+from aligner.loop.time_budget import TimeBudget, seconds_left
+from aligner.models import create
+from aligner.models.build import Transformer
+from aligner.models.checkpoint import copy_tokenizer
+from aligner.models.config import Architecture, ModelConfig
+from aligner.models.guard import GuardConfig
+from aligner.models.peft import save_peft
+from aligner.models.trainable import TrainableModel
+from aligner.models.weights import save_hf
+from aligner.parallel.collectives import from_rank_0
+from aligner.reporting.config import LoggingConfig
+from aligner.reporting.formats import Column
+from aligner.reporting.jsonl import StepMetrics, read_metrics
+from aligner.reporting.learnt import is_empty
+from aligner.reporting.reporter import Reporter, SilentReporter
+from aligner.reporting.summary import learnt_from
+
+Example = TypeVar("Example")
+J = TypeVar("J", bound=JobRun)
+
+
+def with_lengths(config: J) -> J:
+    """The config with every length filled in, from the models that it names. Raises ConfigError naming those that do not fit."""
+    contexts = {key: create.context_length(model, create.read_architecture(model, vocab_size=0)) for key, model in config.readers().items()}
+    return lengths.fill(config, contexts, reserved=config.reserved_length(lambda: load_model_files(config.model)[0]))
+
+
+def load_sets(
+    here: Session, load: Callable[[str, Any, Tokenizer], tuple[Sequence[Example], LoadReport]], data: Any, tokenizer: Tokenizer
+) -> tuple[Sequence[Example], Sequence[Example]]:
+    """(training examples, validation examples: none where no file is named), read before any model is built.
+
+    Says of both what was left out, and which fields are not used. Raises DataError listing all bad lines.
+    """
+    sets: list[Sequence[Example]] = []
+    for location in filter(None, (data.train, data.validation)):
+        examples, report = load(location, data, tokenizer)
+        if sets:
+            here.say(report.summary())
+        else:
+            here.trains_on(report)
+        sets.append(examples)
+    return sets[0], sets[1] if data.validation else []
+
+
+def load_model_files(config: ModelConfig) -> tuple[Tokenizer, Architecture]:
+    """The tokenizer and the architecture of a model, checked against each other."""
+    tokenizer = load_tokenizer(str(tokenizer_directory(config)))
+    architecture = create.read_architecture(config, vocab_size=tokenizer.vocab_size)
+    check_vocabulary(tokenizer, architecture.vocab_size)
+    return tokenizer, architecture
+
+
+def tokenizer_directory(config: ModelConfig) -> Path:
+    """Where the tokenizer's files are: `model.tokenizer`, else beside the weights."""
+    source = create.source_directory(config)
+    return Path(config.tokenizer_path) if config.tokenizer or source is None else source
+
+
+def train_to_end(here: Session, config: Any, built: Built, *, tokenizer: Path, shown: Sequence[Column]) -> int:
+    """Train what was built to the last step, with checkpoints, and export it with the tokenizer of that directory.
+
+    Returns the exit code: 0, or 75 where a signal or the end of its time stopped the run before the last step. Every rank calls it.
+    """
+    keeper = RunCheckpointer(
+        here,
+        built.model,
+        name=built.checkpoint,
+        tokenizer=tokenizer,
+        config=config.checkpoint,
+        critic=built.critic,
+        damaged=config.run.damaged_checkpoint,
+    )
+    logging, guard = config.logging, config.guard
+    last = run_loop(here, built.algorithm, keeper, config.loop, logging=logging, shown=shown, guard=guard, model=built.model)
+    export_at_end(here, config, last, built.model.chunks, tokenizer)
+    return conclude(here, last, config.loop.max_steps)
+
+
+def conclude(here: Session, last_step: int, max_steps: int) -> ExitCode:
+    """The exit code of a run that came to `last_step` and has exported its result; `done.json` after the last one. Every rank calls it."""
+    if last_step < max_steps:
+        return ExitCode.stopped
+    from_rank_0(lambda: _write_done(here, last_step))
+    return ExitCode.done
+
+
+def _write_done(here: Session, step: int) -> None:
+    record = {"step": step, "run_id": here.directory.run_id(), "attempt": os.environ.get("ALIGNER_ATTEMPT", ""), "time": time.time()}
+    publish(here.directory.done, lambda new: new.write_text(json.dumps(record) + "\n"))
+
+
+def reporting(
+    here: Session, logging: LoggingConfig, shown: Sequence[Column], *, total_steps: int
+) -> Callable[[int], Reporter | SilentReporter]:
+    """How `run_loop` opens its reporter: the real one on rank 0, a silent one elsewhere."""
+
+    def open_reporter(start_step: int) -> Reporter | SilentReporter:
+        if not here.is_first:
+            return SilentReporter()
+        settings = yaml.safe_load(here.config_yaml)
+        return Reporter(
+            logging, run_directory=here.directory, columns=shown, total_steps=total_steps, start_step=start_step, settings=settings
+        )
+
+    return open_reporter
+
+
+def run_loop(
+    here: Session,
+    algorithm: loop.Algorithm,
+    keeper: loop.Checkpointer,
+    config: loop.LoopConfig,
+    *,
+    logging: LoggingConfig,
+    shown: Sequence[Column],
+    guard: GuardConfig,
+    model: TrainableModel | None = None,
+) -> int:
+    """`loop.run` with the run's reporter, closed at the end whatever happens. Returns the last finished step.
+
+    `model` is what is trained, None where nothing is. Raises RunHalted, besides, where it has learnt nothing and that is to end the run.
+    """
+    watch = None if model is None else LearntNothingAlarm(guard, model.fingerprint)
+    with ExitStack() as stack:
+        reporter = reporting(here, logging, shown, total_steps=config.max_steps)
+
+        def open_reporter(start: int) -> loop.Reporter:
+            if watch is not None:
+                watch.begin(start)
+            return stack.enter_context(reporter(start))
+
+        last = loop.run(
+            algorithm,
+            config,
+            checkpointer=keeper,
+            open_reporter=open_reporter,
+            progress=here.progress,
+            budget=TimeBudget(seconds_left(os.environ)),
+            left_out=LeftOutSteps(here.directory.left_out, most=guard.max_roll_backs),
+            alarms=[GapAlarm(guard.logprob_gap, command=f"aligner gap {here.directory.path}"), *([watch] if watch is not None else [])],
+        )
+    if watch is not None and last == config.max_steps:
+        _judge_whole_run(here, watch)
+    return last
+
+
+def _judge_whole_run(here: Session, watch: LearntNothingAlarm) -> None:
+    """Say what the run learnt from. Raises RunHalted where that is nothing: also at the next start, which has no step left to take."""
+    kept = here.directory.learnt_nothing
+    if watch.num_steps:
+        why = watch.whole_run(has_learnt_before=from_rank_0(lambda: _has_learnt(here.directory.metrics)))
+        from_rank_0(lambda: kept.write_text(why) if why else kept.unlink(missing_ok=True))
+    else:
+        why = from_rank_0(lambda: kept.read_text() if kept.exists() else "")
+    verdict = watch.verdict(why)
+    if verdict.halt:
+        raise RunHalted(f"{verdict.halt}; nothing is exported")
+    here.say(verdict.note or from_rank_0(lambda: learnt_from(_steps(here.directory.metrics))))
+    for report in here.reports:
+        if report.num_kept < report.num_records or report.num_truncated:
+            here.say(report.summary())
+
+
+def _has_learnt(metrics: Path) -> bool:
+    """Whether a step in this file has learnt, as far as it says."""
+    steps = [step for step in _steps(metrics) if step.step]
+    return not steps or not all(is_empty(step.values) for step in steps)
+
+
+def _steps(metrics: Path) -> list[StepMetrics]:
+    return read_metrics(metrics) if metrics.exists() else []  # a disk that is full costs lines, not the run
+
+
+def export_at_end(
+    here: Session,
+    config: Any,
+    last_step: int,
+    chunks: Sequence[Transformer],
+    tokenizer: Path,
+) -> None:
+    """Write the model as a Hugging Face one, with its tokenizer, to the run's export directory. Every rank calls it.
+
+    Where adapters were trained, they are in the weights there, and beside them alone, for PEFT.
+
+    A run that a signal stopped is not at its end: it exits at once, and exports when it has been resumed and finished.
+    """
+    if not config.run.export_hf or last_step < config.loop.max_steps:
+        return
+    save_hf(chunks, here.directory.export, writer=here.is_first)
+    if here.is_first:
+        copy_tokenizer(tokenizer, here.directory.export)
+        name_special_tokens(here.directory.export)
+    here.say(f"Hugging Face model written to {here.directory.export}")
+    if chunks[0].lora.is_on:
+        save_peft(chunks, here.directory.adapter, writer=here.is_first)
+        here.say(f"PEFT adapter written to {here.directory.adapter}")
+
+
+def name_special_tokens(directory: Path) -> None:
+    """Put the tokenizer's begin, end and padding ids into an exported config.json: `generate` of other tools stops at the end id.
+
+    Where one token ends and pads, a model that scores sequences is given no padding token: transformers would look for the last token that
+    is no padding, and so score the one before the end token. It then takes one sequence at a time.
+    """
+    tokenizer = load_tokenizer(str(directory))
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    pad = tokenizer.pad_id
+    if pad == tokenizer.eos_id and config["architectures"][0].endswith("ForSequenceClassification"):
+        pad = None
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": pad}
+    path.write_text(json.dumps(config | ids, indent=2) + "\n")

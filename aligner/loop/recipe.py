@@ -1,0 +1,92 @@
+"""What a recipe is: a module of `aligner.algorithms`, or of another package, with a `RECIPE`. Launchers, `aligner plan`, the preflight and
+the report know no recipe by name: they ask `aligner.algorithms.registry` for it, and its config for its traits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from aligner.cluster.run_directory import POLICY
+from aligner.models.config import ModelConfig
+from aligner.models.optimizer import OptimizerConfig
+from aligner.parallel.topology import ParallelConfig
+from aligner.planner.workload import Head, Work
+from aligner.reporting.formats import Column
+from aligner.servers.config import ServerConfig
+
+if TYPE_CHECKING:
+    from aligner.loop.config import JobRun
+    from aligner.loop.loop import Algorithm
+    from aligner.models.trainable import TrainableModel
+
+C = TypeVar("C", bound="JobRun")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UsedModel:
+    """A model that a component loads."""
+
+    component: str
+    key: str  # of its settings
+    config: ModelConfig
+    is_scalar: bool = False  # has one number per token instead of logits
+    needs_head: bool = False  # a scalar head that is not in the files would be random, and never be trained
+    reads_text: bool = False  # it is sent texts, not token ids: its tokenizer may be another one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Server:
+    """A component that answers the one that trains, from an allocation of its own."""
+
+    name: str
+    script: str  # of examples/nlp
+    num_ranks: int
+    parallel: ParallelConfig
+    settings: ServerConfig
+    work: Work | None  # None: a function, which needs no model
+    model: ModelConfig
+    optimizer: OptimizerConfig | None = None  # None: frozen
+    check: Callable[[ModelConfig, Any, int], None] | None = None  # (model, architecture, ranks): raises ConfigError for what it refuses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """What a run of these settings is, for everything that does not run it."""
+
+    role: str  # of the component that trains or writes: actor, trainer, writer
+    work: Work  # of one of its steps
+    head: Head = Head.language
+    has_reference: bool = False  # a frozen copy of what is trained
+    has_engine: bool = False  # it samples, as `rollout` says
+    checkpoints: Sequence[str] = (POLICY,)  # folders of a run directory's checkpoints that have to agree
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """What a recipe makes of its settings: an algorithm, and the model that it trains."""
+
+    algorithm: Algorithm
+    model: TrainableModel
+    critic: Any = None  # saves and resumes with it
+    checkpoint: str = POLICY  # folder of its checkpoints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe(Generic[C]):
+    """`name` is that of its file in conf/. `build(job)` makes what is trained, or does all of the work of a job that writes.
+
+    `config` is a subclass of TrainerRun, OnlineRun or WritingRun, which say what `job` is and what `build` returns.
+    """
+
+    name: str
+    config: type[C]
+    build: Callable[[Any], Any]
+    script: str  # of examples/nlp
+    columns: Sequence[Column]  # that the progress view and the final summary show
+    component: str = ""  # what its files in the run directory are called by; "": its name
+
+    def run(self, config: C) -> int:
+        """Run it on this process, which is one rank. Returns the exit code: 0, or 75 if it stopped before its last step."""
+        return config.start(self)

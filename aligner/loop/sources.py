@@ -1,0 +1,70 @@
+"""Which checkpoint each frozen model of a run was made from: `latest` of another run's directory may point elsewhere at the next start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from aligner.errors import CheckpointError, ConfigError
+from aligner.files import publish
+from aligner.loop.session import Session
+from aligner.models import create
+from aligner.models.checkpoint_files import MARKER
+from aligner.models.config import ModelConfig
+from aligner.parallel.collectives import from_rank_0
+
+
+def pinned(here: Session, role: str, model: ModelConfig) -> ModelConfig:
+    """`model` with the directory that this run found behind `model.path` at its first start. Collective.
+
+    For models whose weights no checkpoint of the run holds: the reference policy, the reward model, what adapters belong to. `role` is
+    "model" or "reward.model", the setting's name.
+
+    Raises:
+        ConfigError: `model.path` is another one than at the first start: the run would go on with another reference or reward.
+        CheckpointError: what was found then no longer exists.
+    """
+    if not model.path:
+        return model
+    found = from_rank_0(lambda: _pin(here.directory.path / "sources" / f"{role}.json", role, model))
+    return replace(model, path=found)
+
+
+def pinned_base(here: Session, role: str, model: ModelConfig) -> ModelConfig:
+    """`pinned` where adapters are trained: the run's checkpoints do not hold the weights that these belong to. Collective."""
+    return pinned(here, role, model) if model.lora.is_on else model
+
+
+def _pin(record: Path, role: str, model: ModelConfig) -> str:
+    if not record.exists():
+        found = str(create.source_directory(model).absolute())
+        record.parent.mkdir(mode=0o700, exist_ok=True)
+        publish(record, lambda new: new.write_text(json.dumps({"path": model.path, "found": found}) + "\n"))
+        return found
+    first = json.loads(record.read_text())
+    if first["path"] != model.path:
+        raise ConfigError(
+            f"{role}.path={model.path}: this run began with {first['path']} and would go on with another frozen model; allowed: that path, "
+            f"another run.directory, or to remove {record}"
+        )
+    if not Path(first["found"]).is_dir():
+        raise CheckpointError(f"{role}.path={model.path}: this run began with {first['found']}, which no longer exists")
+    return first["found"]
+
+
+def model_digest(source: Path | None) -> str:
+    """Changes with the weights: of a checkpoint its marker (which has the digest of every file), of a Hugging Face model its config and the
+    names, sizes and times of its weight files (their content would take minutes to read). Empty for random weights."""
+    if source is None:
+        return ""
+    content = hashlib.sha256()
+    if (source / MARKER).exists():
+        content.update((source / MARKER).read_bytes())
+    else:
+        content.update((source / "config.json").read_bytes())
+        for path in sorted(source.glob("*.safetensors")):
+            status = path.stat()
+            content.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return content.hexdigest()

@@ -1,0 +1,141 @@
+"""The job of a recipe that trains on data: what its `build` is given, and what is done around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from aligner.cluster.exit_codes import ExitCode
+from aligner.data.loader import EpochSampler
+from aligner.data.report import LoadReport
+from aligner.data.supervised import SupervisedExample
+from aligner.data.tokenizer import Tokenizer
+from aligner.loop.config import TrainerRun
+from aligner.loop.parts import load_model_files, load_sets, tokenizer_directory, train_to_end, with_lengths
+from aligner.loop.recipe import Built, Recipe
+from aligner.loop.session import Session, session
+from aligner.loop.sources import pinned, pinned_base
+from aligner.loop.stored_reference import with_reference
+from aligner.models import create
+from aligner.models.config import Architecture
+from aligner.models.guard import Guard
+from aligner.models.placement import Splits, input_shape
+from aligner.models.policy import MegatronPolicy, ReferencePolicy
+from aligner.models.reward import MegatronRewardModel
+from aligner.models.scalar_head import ScalarHead
+from aligner.models.trainable import TrainableModel, Training
+from aligner.parallel.micro_batches import MicroBatching, plan
+
+C = TypeVar("C", bound=TrainerRun)
+Example = TypeVar("Example")
+NUM_STEPS = 20  # whose batches are looked at before the first one
+MUCH_PADDING = 0.15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerJob(Generic[C]):
+    """What a recipe builds its algorithm from, on one rank. `config` has every length, and the model that this run began with."""
+
+    session: Session
+    config: C
+    tokenizer: Tokenizer
+    architecture: Architecture
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """Arguments of every algorithm on data: the padding id and the seed."""
+        return {"pad_id": self.tokenizer.pad_id, "seed": self.config.run.seed}
+
+    def load(
+        self, load: Callable[[str, Any, Tokenizer], tuple[Sequence[Example], LoadReport]]
+    ) -> tuple[Sequence[Example], Sequence[Example]]:
+        """(training examples, validation examples); says what was left out. Raises DataError listing all bad lines."""
+        return load_sets(self.session, load, self.config.data, self.tokenizer)
+
+    def policy(self) -> MegatronPolicy:
+        """The language model that is trained."""
+        return create.create_policy(self.config.model, self.architecture, self.config.parallel, self.session.topology, self._training())
+
+    def reward_model(self, head: ScalarHead) -> MegatronRewardModel:
+        """The model with a scalar head that is trained."""
+        layout = self.session.topology
+        return create.create_reward_model(self.config.model, self.architecture, self.config.parallel, layout, self._training(), head=head)
+
+    def reference(self, policy: MegatronPolicy) -> ReferencePolicy:
+        """A frozen copy of what the policy is now, before a resumed run loads its checkpoint."""
+        return ReferencePolicy(policy)
+
+    def with_reference(self, policy: MegatronPolicy, sets: Mapping[str, Any]) -> list[Sequence[Any]] | None:
+        """The examples of each set (`stored_reference`) with log-probs of `policy`; None if the run is to stop before all are computed."""
+        return with_reference(self.session, self.config, policy, self.tokenizer, sets)
+
+    def describe(self, rows: Sequence[SupervisedExample], model: TrainableModel, *, unit: int = 1) -> None:
+        """Say what the training rows and their batches look like; `unit` neighbouring rows are one example."""
+        self.session.say(batches_of(rows, self.config, model, unit=unit))
+
+    def _training(self) -> Training:
+        config = self.config
+        return create.training(config.model, config.optimizer, total_steps=config.loop.max_steps, guard=Guard(config.guard))
+
+
+def train(recipe: Recipe, config: TrainerRun) -> int:
+    """Run a recipe that trains on data; the exit code. Every rank calls it."""
+    with session(config, config.run, config.parallel, component=recipe.component or recipe.name) as here:
+        pin = pinned if config.has_frozen_start else pinned_base
+        config = replace(config, model=pin(here, "model", config.model))
+        tokenizer, architecture = load_model_files(config.model)
+        config.check(architecture, here.topology.world_size)
+        job = TrainerJob(session=here, config=with_lengths(config), tokenizer=tokenizer, architecture=architecture)
+        built: Built | None = recipe.build(job)
+        if built is None:
+            return ExitCode.stopped
+        code = train_to_end(here, job.config, built, tokenizer=tokenizer_directory(config.model), shown=recipe.columns)
+    return code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchStatistics:
+    """Of the first steps: what one batch is on average, over all replicas."""
+
+    tokens: float  # of the rows
+    slots: float  # that the model computes
+    passes: float  # micro-batches of the replica that has most
+
+    @property
+    def padding(self) -> float:
+        """The part of the slots that holds no token."""
+        return 1 - self.tokens / self.slots
+
+
+def batch_statistics(
+    lengths: Sequence[int], order: EpochSampler, micro_batches: MicroBatching, splits: Splits, *, num_replicas: int, unit: int = 1
+) -> BatchStatistics:
+    """Plans the first batches as training does. `lengths` has `unit` neighbouring rows for each example of `order`."""
+    tokens = slots = passes = 0
+    steps = min(NUM_STEPS, order.steps_per_epoch())
+    for step in range(steps):
+        rows = [lengths[unit * example + offset] for example in order.indices(step) for offset in range(unit)]
+        layout = plan(rows, micro_batches, num_replicas=num_replicas, unit=unit, multiple=splits.row_multiple)
+        shapes = [input_shape([rows[number] for number in part], splits) for replica in layout for part in replica]
+        tokens += sum(rows)
+        slots += sum(height * width for height, width in shapes)
+        passes += max(len(replica) for replica in layout)
+    return BatchStatistics(tokens=tokens / steps, slots=slots / steps, passes=passes / steps)
+
+
+def batches_of(rows: Sequence[SupervisedExample], config: TrainerRun, model: TrainableModel, *, unit: int = 1) -> str:
+    """One line on the training rows and their batches; `unit` neighbouring rows are one example."""
+    lengths = [len(row.tokens) for row in rows]
+    learnt = sum(sum(row.loss_mask) for row in rows)
+    order = EpochSampler(len(rows) // unit, config.algorithm.batch_size, config.run.seed)
+    found = batch_statistics(lengths, order, model.micro_batches, model.splits, num_replicas=model.topology.dp_size, unit=unit)
+    line = (
+        f"{len(rows):,} rows of {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in all, {learnt:,} learnt; a batch of "
+        f"{order.batch_size * unit} rows: {found.tokens:,.0f} tokens in {found.passes:.1f} passes, {found.padding:.1%} padding"
+    )
+    if found.padding <= MUCH_PADDING or model.splits.packed:
+        return line
+    if not model.micro_batches.tokens:
+        return f"{line} (less with model.micro_batch_tokens, which puts rows of like length together, and none with model.packing=true)"
+    return f"{line} (none with model.packing=true)"

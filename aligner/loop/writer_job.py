@@ -1,0 +1,194 @@
+"""The job of a recipe that writes a data set: what its `build` is given, and how files are written so that a killed job goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from aligner.cluster.run_directory import RunDirectory
+from aligner.data.collate import token_batch
+from aligner.data.parts import Parts
+from aligner.data.report import LoadReport
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import ConfigError
+from aligner.loop.config import WritingRun
+from aligner.loop.loop import LoopConfig
+from aligner.loop.parts import conclude, load_model_files, run_loop, with_lengths
+from aligner.loop.recipe import Recipe
+from aligner.loop.same_shape import frozen_model
+from aligner.loop.session import Session, session
+from aligner.loop.sources import model_digest, pinned
+from aligner.loop.writing import Writing
+from aligner.models import create
+from aligner.models.config import Architecture, ModelConfig
+from aligner.models.guard import GuardConfig
+from aligner.models.policy import MegatronPolicy, ReferencePolicy
+from aligner.parallel.collectives import from_rank_0
+from aligner.protocols import RolloutEngine
+from aligner.reporting.formats import Column
+from aligner.rollout.config import RolloutConfig
+from aligner.rollout.create import create_engine
+from aligner.servers.access import Access
+from aligner.servers.client import RewardClient
+
+C = TypeVar("C", bound=WritingRun)
+Item = TypeVar("Item")
+Score = Callable[[Sequence[Sequence[int]]], Tensor]  # token sequences -> float32 [B, K]; every rank calls it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriterJob(Generic[C]):
+    """What a recipe writes its files with, on one rank. `config` has every length, and the model that this run began with."""
+
+    session: Session
+    config: C
+    tokenizer: Tokenizer
+    architecture: Architecture
+    columns: Sequence[Column]
+
+    def load(self, load: Callable[..., tuple[Sequence[Item], LoadReport]], *arguments: Any, **options: Any) -> Sequence[Item]:
+        """What is usable in data.train; says what was left out. Raises DataError listing all bad lines."""
+        items, report = load(self.config.data.train, self.config.data, self.tokenizer, *arguments, **options)
+        self.session.say(report.summary())
+        return items
+
+    def policy(self, *, temperature: float = 1.0) -> MegatronPolicy:
+        """The model, frozen."""
+        frozen = create.training(self.config.model, None, temperature=temperature)
+        return create.create_policy(self.config.model, self.architecture, self.config.parallel, self.session.topology, frozen)
+
+    def at_temperature_1(self, policy: MegatronPolicy) -> MegatronPolicy:
+        """The same weights, whose log-probs are of the distribution that is not reshaped."""
+        return MegatronPolicy(policy.model)
+
+    def same_shape(self, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
+        """Another model whose weights can take the place of this one's; see `aligner.loop.same_shape`."""
+        return frozen_model(self.session, self.config.model, role, path, **texts)
+
+    def frozen(self, policy: MegatronPolicy, model: ModelConfig) -> ReferencePolicy:
+        """The other model's weights, which wait in host memory."""
+        frozen = ReferencePolicy(policy, whole=True)
+        frozen.restore(lambda chunks: create.load_source(chunks, model))
+        return frozen
+
+    def model_digest(self, model: ModelConfig | None = None) -> str:
+        """Changes with the weights of a model (None: the job's own). Every rank calls it."""
+        source = create.source_directory(self.config.model if model is None else model)
+        return from_rank_0(lambda: model_digest(source))
+
+    def engine(self, policy: MegatronPolicy, rollout: RolloutConfig) -> RolloutEngine:
+        """An engine on the policy's weights."""
+        decode = partial(self.tokenizer.decode, skip_special=False)
+        return create_engine(policy, rollout, eos_id=self.tokenizer.eos_id, decode=decode)
+
+    @contextmanager
+    def attribute_scorer(self) -> Iterator[Score]:
+        """Who scores: a server of another run, asked by rank 0, or the model of `model.path` in these processes."""
+        here, config, pad_id = self.session, self.config, self.tokenizer.pad_id
+        attributes = tuple(config.algorithm.attributes)
+        if config.algorithm.served_by:
+            server = RunDirectory(Path(config.algorithm.served_by))
+            client = RewardClient(server.services, config=config.client, access=Access.for_client(server.secret, config.client))
+            try:
+                if here.is_first:
+                    client.wait_until_ready()
+                yield lambda rows: _of_width(from_rank_0(lambda: client.attributes(rows)), attributes)
+            finally:
+                client.close()
+            return
+        head = create.head_of(config.model)
+        if head is None or head.outputs != attributes:
+            has = "no head: it is a language model" if head is None else f"the outputs {', '.join(head.outputs)}"
+            raise ConfigError(f"algorithm.attributes={list(attributes)}: model.path={config.model.path} has {has}; allowed: its outputs")
+        model = create.create_reward_model(
+            config.model, self.architecture, config.parallel, here.topology, create.training(config.model, None), head=head
+        )
+        yield lambda rows: model.scores(token_batch(rows, pad_id))
+
+    def write_parts(
+        self, items: Sequence, make: Callable, *, made_of: dict[str, str], finish: Callable[[Parts, Path], str] | None = None
+    ) -> int:
+        """Make and write every part that is missing, then all of them as one file. The exit code.
+
+        `finish(parts, folder)`, on rank 0, does the latter in another way and returns what to say.
+        """
+        here, config = self.session, self.config
+        folder = here.directory.written
+        parts = Parts(
+            directory=folder / "parts",
+            made_of=made_of | {"model": self.model_digest()},
+            num_items=len(items),
+            part_size=config.algorithm.part_size,
+        )
+        from_rank_0(parts.begin)
+        work = Writing(items, parts.part_size, make=make, write=lambda part, records: from_rank_0(lambda: parts.write(part, records)))
+        return self.conclude(work, parts.num_complete, lambda: (finish or _join)(parts, folder))
+
+    def conclude(self, work: Any, count: Callable[[], int], finish: Callable[[], str] | None = None) -> int:
+        """Run an algorithm with `num_steps` files to write, of which `count()` are there. The exit code.
+
+        `finish()`, on rank 0 once all are there, returns what to say.
+        """
+        loop = LoopConfig(max_steps=work.num_steps, table_every=0)
+        logging = self.config.logging
+        last = run_loop(self.session, work, WrittenFiles(count), loop, logging=logging, shown=self.columns, guard=GuardConfig())
+        if last == work.num_steps and finish is not None:
+            self.session.say(from_rank_0(finish))
+        return conclude(self.session, last, work.num_steps)
+
+
+def write(recipe: Recipe, config: WritingRun) -> int:
+    """Run a recipe that writes; the exit code. Every rank calls it; a job that is started again goes on behind the files that are there."""
+    with session(config, config.run, config.parallel, component=recipe.component or recipe.name) as here:
+        config = with_lengths(replace(config, model=pinned(here, "model", config.model)))
+        tokenizer, architecture = load_model_files(config.model)
+        config.check(architecture, here.topology.world_size)
+        job = WriterJob(session=here, config=config, tokenizer=tokenizer, architecture=architecture, columns=recipe.columns)
+        code = recipe.build(job)
+    return code
+
+
+class WrittenFiles:
+    """`aligner.loop.loop.Checkpointer` of a job whose files are all that there is to save: `count()`, asked on rank 0, says how many are
+    there before the first that is missing; every step writes one."""
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._count = count
+
+    def load(self) -> tuple[int, dict[str, Any]]:
+        """(steps that are done, nothing)."""
+        return from_rank_0(self._count), {}
+
+    def save(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> None:
+        """Every step has written its file."""
+
+    def poll(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def settle(self) -> int:
+        """Steps that are done."""
+        return from_rank_0(self._count)
+
+    def rescue(self, step: int, state: dict[str, Any]) -> None: ...
+
+    def version(self) -> int:
+        """No weights change."""
+        return 0
+
+
+def _join(parts: Parts, folder: Path) -> str:
+    parts.join(folder / "records.jsonl")
+    return f"{parts.num_items} items written to {folder / 'records.jsonl'}"
+
+
+def _of_width(scores: Tensor, attributes: Sequence[str]) -> Tensor:
+    if scores.shape[1] != len(attributes):
+        raise ConfigError(f"algorithm.attributes={list(attributes)}: the server gives {scores.shape[1]} scores; allowed: as many names")
+    return scores

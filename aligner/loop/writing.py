@@ -1,0 +1,72 @@
+"""Jobs that write a data set instead of training: one step is one part of it.
+
+The loop brings resuming, signals and the end of a job's time: the parts that are there are the steps that are finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from aligner.loop.epochs import Stateless
+from aligner.loop.loop import Clock, StepResult
+from aligner.reporting.formats import Column
+
+Item = TypeVar("Item")
+Record = Mapping[str, Any]
+
+
+# What the progress view shows of a job that writes records.
+COLUMNS = (
+    Column("records", "data/records", ".0f"),
+    Column("length", "rollout/response_length", ".1f"),
+    Column("truncated", "rollout/truncated_fraction", "percent"),
+    Column("speed", "data/tokens_per_second", "tokens/s"),
+)
+
+
+class FilesAlone(Stateless):
+    """An algorithm that trains nothing: the files that it has written are its state."""
+
+    def validate(self) -> Mapping[str, float]:
+        """There is nothing to validate."""
+        return {}
+
+
+class Writing(FilesAlone):
+    """`aligner.loop.loop.Algorithm` that makes records of items and writes them. Every rank constructs one.
+
+    `make(number, items)` gives the records of the part with this number, and metrics; `write(number, records)` keeps them. Collective.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        part_size: int,
+        *,
+        make: Callable[[int, Sequence[Item]], tuple[list[Record], dict[str, float]]],
+        write: Callable[[int, Sequence[Record]], None],
+    ) -> None:
+        self.items = items
+        self.part_size = part_size
+        self._make = make
+        self._write = write
+
+    @property
+    def num_steps(self) -> int:
+        """Parts to write."""
+        return -(-len(self.items) // self.part_size)
+
+    def step(self, step: int, clock: Clock) -> StepResult:
+        first = (step - 1) * self.part_size
+        with clock.phase("make"):
+            records, metrics = self._make(step - 1, self.items[first : first + self.part_size])
+        with clock.phase("write"):
+            self._write(step - 1, records)
+        return StepResult(metrics={"data/records": float(len(records)), **metrics})
+
+
+def digest_of(what: object) -> str:
+    """Changes with the data that a data set is made of."""
+    return hashlib.sha256(repr(what).encode()).hexdigest()

@@ -1,0 +1,390 @@
+"""One batch of rollouts with rewards (and values): sampled on every replica of the engine, scored while sampling goes on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from aligner.errors import AlignerError, EngineError, RunHalted
+from aligner.models.guard import NonFiniteReward
+from aligner.online.episodes import episode_metrics, readable
+from aligner.online.response_health import health_metrics
+from aligner.parallel.collectives import gather_objects
+from aligner.protocols import Critic, RewardModel, RolloutEngine
+from aligner.types import (
+    FinishReason,
+    Prompt,
+    Rollout,
+    SampleRow,
+    SamplingConfig,
+    Scores,
+    TokenBatch,
+)
+
+MAX_SEED = 2**62
+NUM_NAMED = 3  # rollouts that an error names
+EXCERPT_CHARACTERS = 80
+
+_Pending = tuple[list[Rollout], Future[Scores], Future[Tensor] | None]  # what was sent to the scorers, their answers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one replica of the engine did of a batch: response tokens, and seconds until it had nothing left to sample."""
+
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredRollouts:
+    """Rollouts in the order of their prompts; one tensor of values per rollout, [length], where a critic was asked.
+
+    `rewards` float32 [B] are finite; those of rollouts that are not in `valid` (bool [B]; all, unless given) stand for none: 0. Among these
+    `failed` (bool [B]) are the ones that their judge gave none. `parts` are by name what the rewards were made of, float32 [B] each.
+    `baselines` float32 [B], where they were asked for: the reward of the greedy response to each row's prompt. `ages` int64 [B, 2], where
+    they were sampled ahead: training steps that the weights which sampled the first and the last token are behind the policy.
+    """
+
+    rollouts: list[Rollout]
+    rewards: Tensor
+    values: list[Tensor] | None = None
+    valid: Tensor = field(default_factory=lambda: torch.ones(0, dtype=torch.bool))
+    failed: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    baselines: Tensor | None = None
+    ages: Tensor | None = None
+    shares: tuple[Share, ...] = ()  # of the engine's replicas
+
+    def __post_init__(self) -> None:
+        if not self.valid.numel():
+            object.__setattr__(self, "valid", torch.ones(len(self.rollouts), dtype=torch.bool))
+        if not self.failed.numel():
+            object.__setattr__(self, "failed", torch.zeros(len(self.rollouts), dtype=torch.bool))
+
+    @property
+    def valid_rewards(self) -> Tensor:
+        """The rewards that were given, float32."""
+        return self.rewards[self.valid]
+
+    def select(self, rows: Tensor) -> ScoredRollouts:
+        """The rows with these numbers (int64), in this order; the replicas' shares are those of the whole."""
+        order = rows.tolist()
+        return ScoredRollouts(
+            rollouts=[self.rollouts[row] for row in order],
+            rewards=self.rewards[rows],
+            values=None if self.values is None else [self.values[row] for row in order],
+            valid=self.valid[rows],
+            failed=self.failed[rows],
+            parts={name: part[rows] for name, part in self.parts.items()},
+            baselines=None if self.baselines is None else self.baselines[rows],
+            ages=None if self.ages is None else self.ages[rows],
+            shares=self.shares,
+        )
+
+
+def joined(rounds: Sequence[ScoredRollouts]) -> ScoredRollouts:
+    """The rows of all of them, one after the other; what a replica did is summed. Raises ValueError where their rewards' parts differ."""
+    first, *others = rounds
+    if not others:
+        return first
+    return ScoredRollouts(
+        rollouts=[rollout for one in rounds for rollout in one.rollouts],
+        rewards=torch.cat([one.rewards for one in rounds]),
+        values=None if first.values is None else [values for one in rounds for values in one.values],
+        valid=torch.cat([one.valid for one in rounds]),
+        failed=torch.cat([one.failed for one in rounds]),
+        parts={name: torch.cat([one.parts[name] for one in rounds]) for name in _same_names([one.parts for one in rounds])},
+        baselines=None if first.baselines is None else torch.cat([one.baselines for one in rounds]),
+        ages=None if first.ages is None else torch.cat([one.ages for one in rounds]),
+        shares=tuple(
+            Share(tokens=sum(share.tokens for share in shares), seconds=sum(share.seconds for share in shares))
+            for shares in zip(*(one.shares for one in rounds), strict=True)
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scorers:
+    """Who judges finished rollouts. `critic` is None where no values are wanted.
+
+    `reward_name` stands for the reward in errors; `non_finite` says what happens where it is NaN or infinite. `beat` is called whenever
+    some responses are finished or scored: sampling may take long without any other sign of life.
+    """
+
+    reward: RewardModel
+    critic: Critic | None = None
+    pad_id: int = 0
+    reward_name: str = "the reward"
+    non_finite: NonFiniteReward = NonFiniteReward.stop
+    beat: Callable[[], None] = lambda: None
+
+
+def sample_seeds(run_seed: int, step: int, count: int) -> list[int]:
+    """A distinct seed per sample, a pure function of (run seed, step, index); never negative."""
+    generator = torch.Generator().manual_seed((run_seed * 1_000_003 + step) % MAX_SEED)
+    base = int(torch.randint(MAX_SEED, (), generator=generator))
+    return [(base + index) % MAX_SEED for index in range(count)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One rank's part of a batch, between `start` and `finish`: what its replica's leader sent to the scorers, or what went wrong."""
+
+    pending: list[_Pending]
+    error: AlignerError | None
+    seconds: float  # until this replica had nothing left to sample
+    is_leader: bool
+
+
+def collect(
+    engine: RolloutEngine, prompts: Sequence[Prompt], seeds: Sequence[int], *, scorers: Scorers, sampling: SamplingConfig | None = None
+) -> ScoredRollouts:
+    """Sample one response per (prompt, seed) and score it: `start` and `finish`, with the engine awake in between. Collective."""
+    return collect_all(engine, [Wanted(prompts=prompts, seeds=seeds, sampling=sampling)], scorers=scorers)[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """One response per (prompt, seed); `sampling` replaces the engine's own settings."""
+
+    prompts: Sequence[Prompt]
+    seeds: Sequence[int]
+    sampling: SamplingConfig | None = None
+
+
+def collect_all(engine: RolloutEngine, wanted: Sequence[Wanted], *, scorers: Scorers) -> list[ScoredRollouts]:
+    """`collect` of several batches from the same weights, one after the other: answers are awaited when all are sampled. Collective."""
+    engine.wake()
+    parts = [start(engine, one.prompts, one.seeds, scorers=scorers, sampling=one.sampling) for one in wanted]
+    everything = [_gather(part, one.seeds, scorers) for part, one in zip(parts, wanted, strict=True)]
+    engine.sleep()  # every replica has finished
+    return [_assembled(gathered, len(one.prompts), scorers) for gathered, one in zip(everything, wanted, strict=True)]
+
+
+def start(
+    engine: RolloutEngine, prompts: Sequence[Prompt], seeds: Sequence[int], *, scorers: Scorers, sampling: SamplingConfig | None = None
+) -> Part:
+    """Sample one response per (prompt, seed) on an engine that is awake; returns when this replica has nothing left to sample.
+
+    `sampling` replaces the engine's own settings (validation). The engine's replicas share the prompts, and the leading rank of each sends
+    what has ended to the scorers at once. Every rank calls it with the same arguments, but none waits for another replica here, and an
+    error is kept for `finish`: it may run in a thread beside other work.
+    """
+    pending: list[_Pending] = []
+    error: AlignerError | None = None
+    started = time.monotonic()
+    try:
+        # Consumed to its end, also where a scorer refuses: the replica's other ranks are in it too.
+        for finished in engine.generate(prompts, seeds, sampling):
+            scorers.beat()
+            if engine.replica.is_leader and error is None:
+                try:
+                    pending.append((finished, *_submit(finished, scorers)))
+                except AlignerError as failed:
+                    error = failed
+    except AlignerError as failed:
+        error = failed
+    return Part(pending=pending, error=error, seconds=time.monotonic() - started, is_leader=engine.replica.is_leader)
+
+
+def with_values(part: Part, critic: Critic, pad_id: int) -> Part:
+    """The part, with the critic of now asked for the values of what was sampled without one."""
+    return replace(part, pending=[(rollouts, scores, _values(rollouts, critic, pad_id)) for rollouts, scores, _ in part.pending])
+
+
+def finish(part: Part, prompts: Sequence[Prompt], seeds: Sequence[int], *, scorers: Scorers) -> ScoredRollouts:
+    """What `start` sampled for these prompts and seeds, on every replica, with its scores. Collective; every rank gets the whole result.
+
+    Awaits the scorers' answers; an error of the engine or of a scorer on any replica is raised on every rank. Raises EngineError where
+    responses are missing, RunHalted where a reward is not finite and the scorers say that this ends the run.
+    """
+    return _assembled(_gather(part, seeds, scorers), len(prompts), scorers)
+
+
+def response_metrics(collected: ScoredRollouts, seconds: float) -> dict[str, float]:
+    """What every online algorithm reports of its rollouts. An imbalance is the most that a replica of the engine did over the mean.
+
+    `seconds` were spent on sampling; where it was done ahead, the replicas' own are reported instead: the step waited for the rest of it.
+    """
+    if collected.ages is not None:
+        seconds = max(share.seconds for share in collected.shares)
+    lengths = torch.tensor([len(rollout.response) for rollout in collected.rollouts], dtype=torch.float64)
+    truncated = [rollout.finish_reason == FinishReason.length for rollout in collected.rollouts]
+    rewards = collected.valid_rewards.double()
+    return {
+        "rollout/reward": rewards.mean().item(),
+        "rollout/reward_std": rewards.std(correction=0).item() if rewards.numel() else float("nan"),
+        "rollout/rewards_not_finite": float((~collected.valid & ~collected.failed).sum()),
+        "rollout/rewards_invalid": float(collected.failed.sum()),
+        "rollout/response_length": lengths.mean().item(),
+        "rollout/response_length_max": lengths.max().item(),
+        "rollout/truncated_fraction": sum(truncated) / len(truncated),
+        "rollout/tokens_per_second": sum(rollout.num_written for rollout in collected.rollouts) / max(seconds, 1e-9),
+        "rollout/tokens_imbalance": _imbalance([share.tokens for share in collected.shares]),
+        "rollout/seconds_imbalance": _imbalance([share.seconds for share in collected.shares]),
+        **_age_metrics(collected.ages),
+        **episode_metrics(collected.rollouts),
+        **health_metrics(collected),
+    } | {f"reward/{name}": part[collected.valid].double().mean().item() for name, part in collected.parts.items()}
+
+
+def _age_metrics(ages: Tensor | None) -> dict[str, float]:
+    """Of rollouts that were sampled ahead: how far their oldest tokens are behind, and how many versions of the weights sampled one."""
+    if ages is None:
+        return {}
+    staleness = ages[:, 0].double()
+    return {
+        "rollout/staleness": staleness.mean().item(),
+        "rollout/staleness_max": staleness.max().item(),
+        "rollout/versions": (ages[:, 0] - ages[:, 1] + 1).double().mean().item(),
+    }
+
+
+def sample_rows(collected: ScoredRollouts, decode: Callable[[Sequence[int]], str], count: int = 4) -> list[SampleRow]:
+    """The first few rollouts as text."""
+    return [
+        SampleRow(
+            prompt=rollout.prompt.text or decode(rollout.prompt.tokens),
+            response=readable(rollout, decode),
+            reward=reward,
+            finish_reason=rollout.finish_reason,
+        )
+        for rollout, reward in zip(collected.rollouts[:count], collected.rewards[:count].tolist(), strict=True)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """One scored rollout, on its way to the other ranks. Without `valid` its judge gave no reward."""
+
+    position: int  # of its prompt
+    rollout: Rollout
+    reward: float
+    valid: bool
+    parts: dict[str, float]
+    values: Tensor | None
+
+
+_Gathered = tuple[list[_Row], AlignerError | None, Share | None]  # of one rank
+
+
+def _imbalance(work: Sequence[float]) -> float:
+    """The most that a replica did, as a multiple of the mean: 1 where all did the same."""
+    return max(work) * len(work) / sum(work) if work and sum(work) else 1.0
+
+
+def _submit(rollouts: list[Rollout], scorers: Scorers) -> tuple[Future[Scores], Future[Tensor] | None]:
+    reward = scorers.reward.score(rollouts)
+    if scorers.critic is None:
+        return reward, None
+    return reward, _values(rollouts, scorers.critic, scorers.pad_id)
+
+
+def _values(rollouts: Sequence[Rollout], critic: Critic, pad_id: int) -> Future[Tensor]:
+    lengths = [len(rollout.tokens) for rollout in rollouts]
+    tokens = torch.full((len(rollouts), max(lengths)), pad_id, dtype=torch.int64)
+    for row, rollout in zip(tokens, rollouts, strict=True):
+        row[: len(rollout.tokens)] = torch.tensor(rollout.tokens)
+    return critic.values(TokenBatch(tokens=tokens, lengths=torch.tensor(lengths)))
+
+
+def _gather(part: Part, seeds: Sequence[int], scorers: Scorers) -> list[_Gathered]:
+    """Every rank's rows, or its error."""
+    error, rows = part.error, []
+    if error is None:
+        try:
+            rows = _await(part.pending, {seed: index for index, seed in enumerate(seeds)}, scorers.beat)
+            _check_finite(rows, scorers)
+        except AlignerError as failed:  # raised on every rank by `_assembled`: none may be left waiting for this one
+            error = failed
+    share = Share(tokens=sum(row.rollout.num_written for row in rows), seconds=part.seconds) if part.is_leader else None
+    return gather_objects((rows, error, share))
+
+
+def _await(pending: Sequence[_Pending], index_of: dict[int, int], beat: Callable[[], None]) -> list[_Row]:
+    rows: list[_Row] = []
+    for rollouts, scores, values in pending:
+        judged = scores.result()
+        parts = {name: part.tolist() for name, part in judged.parts.items()}
+        states = [None] * len(rollouts) if values is None else list(values.result())
+        beat()
+        answers = zip(rollouts, judged.rewards.tolist(), judged.valid.tolist(), states, strict=True)
+        rows += [
+            _Row(
+                position=index_of[rollout.seed],
+                rollout=rollout,
+                reward=reward,
+                valid=valid,
+                parts={name: part[number] for name, part in parts.items()},
+                values=None if state is None else state[: len(rollout.tokens)].clone(),
+            )
+            for number, (rollout, reward, valid, state) in enumerate(answers)
+        ]
+    return rows
+
+
+def _assembled(everything: Sequence[_Gathered], num_prompts: int, scorers: Scorers) -> ScoredRollouts:
+    for _, failed, _ in everything:
+        if failed is not None:
+            raise failed
+    rows = sorted((row for part, _, _ in everything for row in part), key=lambda row: row.position)
+    if [row.position for row in rows] != list(range(num_prompts)):
+        raise EngineError(f"the engine gave {len(rows)} responses to {num_prompts} prompts; one to each is needed")
+    rewards = torch.tensor([row.reward for row in rows], dtype=torch.float32)
+    failed = torch.tensor([not row.valid for row in rows], dtype=torch.bool)
+    valid = rewards.isfinite() & ~failed
+    names = _same_names([row.parts for row in rows])
+    return ScoredRollouts(
+        rollouts=[row.rollout for row in rows],
+        rewards=torch.where(valid, rewards, 0.0),
+        valid=valid,
+        failed=failed,
+        parts={name: torch.tensor([row.parts[name] for row in rows], dtype=torch.float32) for name in names},
+        values=None if scorers.critic is None else [row.values for row in rows],
+        shares=tuple(share for _, _, share in everything if share is not None),
+    )
+
+
+def _same_names(parts: Sequence[Mapping[str, object]]) -> list[str]:
+    """The names of the rewards' parts, which every one of these has. Raises ValueError where they differ."""
+    names = list(parts[0]) if parts else []
+    other = next((list(one) for one in parts if one.keys() != set(names)), None)
+    if other is not None:
+        raise ValueError(f"some rewards are made of {names}, others of {other}: all responses are to be judged by the same parts")
+    return names
+
+
+def _check_finite(rows: Sequence[_Row], scorers: Scorers) -> None:
+    """Raise RunHalted naming what got a reward that is not finite, unless such rollouts are to be left out."""
+    bad = [row for row in rows if row.valid and not math.isfinite(row.reward)]
+    if not bad:
+        return
+    named = "; ".join(f"{_number(row)} for prompt {_where(row.rollout)}, {_excerpt(row.rollout)}" for row in bad[:NUM_NAMED])
+    message = f"{scorers.reward_name} gave {len(bad)} of {len(rows)} rewards that are not finite: {named}"
+    if scorers.non_finite is NonFiniteReward.stop:
+        raise RunHalted(f"{message} (guard.reward=stop; skip leaves such responses out)")
+    print(f"guard: {message}; left out", flush=True)
+
+
+def _number(row: _Row) -> str:
+    """The reward, with the parts that are not finite by name."""
+    parts = ", ".join(f"{name}={part}" for name, part in row.parts.items() if not math.isfinite(part))
+    return f"{row.reward} ({parts})" if parts else f"{row.reward}"
+
+
+def _where(rollout: Rollout) -> str:
+    """File and line of its prompt, or the prompt's id."""
+    return rollout.prompt.source or f"{rollout.prompt.id}"
+
+
+def _excerpt(rollout: Rollout) -> str:
+    text = rollout.prompt.text
+    begins = f" that begins {text[:EXCERPT_CHARACTERS]!r}" if text else ""
+    return f"a response of {len(rollout.response)} tokens to a prompt{begins}"

@@ -1,0 +1,162 @@
+"""What every run that learns from the policy's own samples has, and what it can be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from aligner.cluster.config import LocalLauncherConfig
+from aligner.data.config import PromptDataConfig
+from aligner.data.prompts import load_prompts
+from aligner.data.report import LoadReport
+from aligner.data.tokenizer import Tokenizer
+from aligner.environments.config import EnvironmentConfig
+from aligner.errors import ConfigError
+from aligner.loop import lengths
+from aligner.loop.config import JobRun, check_best_metric, check_layout, check_replicas
+from aligner.loop.loop import LoopConfig
+from aligner.loop.recipe import Recipe, Server, Traits, UsedModel
+from aligner.models.checkpoint_config import CheckpointConfig
+from aligner.models.config import Architecture, ModelConfig
+from aligner.models.guard import GuardConfig
+from aligner.models.optimizer import OptimizerConfig
+from aligner.online.validation import ValidationConfig
+from aligner.planner.workload import Phase, Work
+from aligner.rewards.config import RewardFunctionConfig
+from aligner.rollout.config import RolloutConfig, check_engine
+from aligner.servers.components import RewardConfig
+from aligner.servers.config import ClientConfig
+from aligner.types import Prompt
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(kw_only=True, slots=True)
+class OnlineRun(JobRun):
+    """A run that learns from its own samples. `build(job: OnlineJob)` returns a `Built`."""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)  # what NaN, empty updates and a gap between engine and trainer lead to
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # how checkpoints are written, verified and kept
+    data: PromptDataConfig = field(default_factory=PromptDataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)  # the engine that samples responses, and how it draws them
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)  # responses are then episodes of several turns
+    client: ClientConfig = field(default_factory=ClientConfig)
+    accuracy: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # judges validation responses; empty: no accuracy
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    launcher: LocalLauncherConfig = field(default_factory=LocalLauncherConfig)
+
+    def __post_init__(self) -> None:
+        reports = self.validation.reports(has_accuracy=bool(self.accuracy.function))
+        missing = "" if self.accuracy.function else "; accuracy, mean@n and pass@k need accuracy.function"
+        check_best_metric(self.checkpoint, self.loop, reports=reports, validation=self.data.validation, missing=missing)
+
+    def start(self, recipe: Recipe) -> int:
+        from aligner.online.job import train  # Megatron-Core comes with it
+
+        return train(recipe, self)
+
+    def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
+        return load_prompts(location, self.data, tokenizer, first=first)
+
+    def models(self) -> list[UsedModel]:
+        found = [UsedModel(component="actor", key="model", config=self.model)]
+        if self.reward.serve and not self.reward.function.function:
+            found.append(UsedModel(component="reward", key="reward.model", config=self.reward.model, is_scalar=True, needs_head=True))
+        return found
+
+    def readers(self) -> dict[str, ModelConfig]:
+        served = {"reward.model": self.reward.model.or_else(self.model)} if self.reward.serve else {}
+        return {"model": self.model} | served
+
+    def servers(self) -> Sequence[Server]:
+        if not self.reward.serve:
+            return ()
+        reward = self.reward
+        prompt, response = self.data.max_prompt_length, self.rollout.sampling.max_response_length
+        rows = self.algorithm.rollouts_per_step
+        work = Work(phases=(Phase.scores,), rows=rows, length=prompt + response, response_length=response)
+        return (
+            Server(
+                name="reward",
+                script="serve_reward_model.py",
+                num_ranks=reward.num_processes,
+                parallel=reward.parallel,
+                settings=reward.server,
+                work=None if reward.function.function else work,
+                model=reward.model,
+                check=lambda model, architecture, ranks: check_layout(model, reward.parallel, architecture, ranks),
+            ),
+        )
+
+    def with_lengths(self, context: lengths.Context) -> Self:
+        return lengths.sampled(self, context)
+
+    def check(self, architecture: Architecture, num_ranks: int) -> None:
+        check_layout(self.model, self.parallel, architecture, num_ranks)
+        self.check_engine(architecture, num_ranks)
+        has_own = any(one.name == "mini_batch_size" for one in fields(self.algorithm))
+        check_replicas(
+            "mini_batch_size" if has_own else "batch_size", self.algorithm.mini_batch_size, num_ranks // self.parallel.replica_size
+        )
+
+    def check_engine(self, architecture: Architecture, num_ranks: int) -> None:
+        """Raise ConfigError if the engine cannot do what `rollout` asks of it on `num_ranks` ranks."""
+        check_engine(self.rollout, architecture, tp=self.rollout.tp or self.parallel.tp, world_size=num_ranks)
+
+    def check_complete(self) -> None:
+        """Raise ConfigError if nothing gives rewards."""
+        if self.has_scorer or not self.environment.function:
+            self.reward.check_named()
+        self._check_environment()
+
+    def check_given_rewards(self) -> None:
+        """`check_complete` of a run that learns without rewards, and reports those that are configured."""
+        if self.has_scorer or self.environment.function:
+            OnlineRun.check_complete(self)
+
+    def _check_environment(self) -> None:
+        if self.environment.function and "environment" in self.reward.functions:
+            raise ConfigError("reward.functions.environment: so the environment's own reward is named; give it another name")
+
+    def describe_judge(self, load: Callable[[], tuple[Any, Sequence[Prompt], Tokenizer, int]]) -> str:
+        """For the preflight: how the policy judges itself, '' if it does not. `load` gives the config with its lengths, the first prompts,
+        the tokenizer and the model's context."""
+        return ""
+
+    @property
+    def has_scorer(self) -> bool:
+        """Whether a reward function or a reward model scores whole responses, besides an environment."""
+        return self.reward.serve or self.reward.has_functions
+
+    def actor_traits(self, *, phases: Sequence[Phase] = (), unit: int = 1, extra_rows: int = 0, has_reference: bool = False) -> Traits:
+        """Traits of an actor that samples, makes the passes of `phases`, and trains on `unit` rows for each of a mini-batch's examples."""
+        algorithm, response = self.algorithm, self.rollout.sampling.max_response_length
+        reference = (Phase.ref_logprobs,) if has_reference else ()
+        return Traits(
+            role="actor",
+            work=Work(
+                phases=(Phase.generate, *phases, *reference, Phase.train),
+                rows=algorithm.rollouts_per_step,
+                length=self.data.max_prompt_length + response,
+                response_length=response,
+                update_rows=algorithm.mini_batch_size * unit,
+                num_updates=algorithm.updates_per_step,
+                unit=unit,
+                extra_rows=extra_rows,
+            ),
+            has_reference=has_reference,
+            has_engine=True,
+        )
+
+
+def check_iterated(config: OnlineRun) -> None:
+    """Raise ConfigError for what training in iterations, on pairs of single responses, cannot be combined with."""
+    if config.rollout.asynchronous.max_staleness:
+        raise ConfigError("rollout.asynchronous.max_staleness: an iteration is sampled before it is trained on; allowed: 0")
+    if config.environment.function:
+        raise ConfigError(f"environment.function={config.environment.function}: single responses are compared; allowed: none")

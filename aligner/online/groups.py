@@ -1,0 +1,98 @@
+"""Dynamic sampling (DAPO, 2503.14476, section 3.2): a step learns from groups of responses whose rewards differ.
+
+Where all responses to a prompt get the same reward, a group's advantages are 0: the more such groups, the fewer the step learns from. So
+further rounds are sampled until there are as many groups with a signal as the step has prompts. The surplus of the last round is dropped,
+as DAPO's own code (verl) does: keeping it would train later steps on what older weights sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from aligner.errors import RunHalted
+from aligner.loop.learnt import TOKENS_SEEN, accounted
+from aligner.loop.loop import Clock
+from aligner.online.collect import ScoredRollouts, joined
+from aligner.online.rounds import Rounds
+from aligner.online.selection import with_spread
+
+
+class Exhausted(str, Enum):
+    """What a step does where its rounds together had too few groups with a signal."""
+
+    stop = "stop"  # ends the run
+    fill = "fill"  # goes on, with groups without a signal in the place of those that are missing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Groups:
+    """The rollouts of one step. Rows are in groups of neighbours, one group per prompt and round."""
+
+    sampled: ScoredRollouts  # all of them: what is reported
+    chosen: ScoredRollouts  # what is learnt from
+    num_rounds: int
+    num_surplus: int  # groups with a signal that were dropped
+    without_signal: float | None  # the part of the sampled groups; None where a group is one response
+
+    def metrics(self) -> dict[str, float]:
+        """What is reported of them."""
+        metrics = {"rollout/rounds": float(self.num_rounds), "rollout/groups_surplus": float(self.num_surplus)}
+        return metrics if self.without_signal is None else metrics | {"rollout/groups_without_signal": self.without_signal}
+
+    def dropped(self, group_size: int) -> dict[str, float]:
+        """The account (`aligner.loop.learnt`) of what was sampled and is not among what was chosen."""
+        rows, surplus = len(self.sampled.rollouts) - len(self.chosen.rollouts), self.num_surplus * group_size
+        if not rows:
+            return {}
+        tokens = sum(one.num_written for one in self.sampled.rollouts) - sum(one.num_written for one in self.chosen.rollouts)
+        return accounted(samples=0, seen=rows, surplus=surplus, no_signal=rows - surplus) | {TOKENS_SEEN: float(tokens)}
+
+
+def whole_round(rounds: Rounds, step: int, clock: Clock, *, group_size: int) -> Groups:
+    """One round as it is. Collective."""
+    sampled = rounds.take(step, clock)
+    without_signal = _share_without(has_signal(sampled, group_size)) if group_size > 1 else None
+    return Groups(sampled=sampled, chosen=sampled, num_rounds=1, num_surplus=0, without_signal=without_signal)
+
+
+def groups_with_signal(
+    rounds: Rounds, step: int, clock: Clock, *, group_size: int, num_groups: int, max_rounds: int, exhausted: Exhausted
+) -> Groups:
+    """`num_groups` groups whose rewards differ, of as many rounds as that takes. Collective: every rank sees the same rewards.
+
+    Raises RunHalted where `max_rounds` were not enough and that is to end the run.
+    """
+    taken = [rounds.take(step, clock)]
+    while len(taken) < max_rounds and sum(int(has_signal(one, group_size).sum()) for one in taken) < num_groups:
+        taken.append(rounds.take(step, clock))
+    sampled = joined(taken)
+    signal = has_signal(sampled, group_size)
+    useful = signal.nonzero().flatten()
+    if len(useful) < num_groups and exhausted is Exhausted.stop:
+        raise RunHalted(
+            f"step {step}: {len(useful)} of {len(signal)} groups have rewards that differ, and {num_groups} are needed, after "
+            f"algorithm.max_rounds_per_step={max_rounds} rounds: the prompts are too easy or too hard, or the reward says nothing "
+            f"(algorithm.exhausted=fill goes on with what there is)"
+        )
+    chosen = torch.cat([useful, (~signal).nonzero().flatten()])[:num_groups].sort().values
+    rows = (chosen[:, None] * group_size + torch.arange(group_size)).flatten()
+    return Groups(
+        sampled=sampled,
+        chosen=sampled.select(rows),
+        num_rounds=len(taken),
+        num_surplus=max(0, len(useful) - num_groups),
+        without_signal=_share_without(signal),
+    )
+
+
+def has_signal(collected: ScoredRollouts, group_size: int) -> Tensor:
+    """bool [groups]: whether not all valid rewards of the group are equal. The rewards are those of the judges, before any shaping."""
+    return with_spread(collected.rewards, collected.valid, group_size)[::group_size]
+
+
+def _share_without(signal: Tensor) -> float:
+    return (~signal).double().mean().item()

@@ -1,0 +1,294 @@
+"""The job of a recipe that learns from its own samples: what its `build` is given, and what is done around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from aligner.data.loader import EpochSampler
+from aligner.data.prompts import load_prompts
+from aligner.data.tokenizer import Tokenizer
+from aligner.environments.load import environment_follow_up
+from aligner.environments.reward import EnvironmentReward
+from aligner.errors import ConfigError, describe_os_error
+from aligner.loop.parts import load_model_files, load_sets, tokenizer_directory, train_to_end, with_lengths
+from aligner.loop.recipe import Built, Recipe
+from aligner.loop.same_shape import frozen_model
+from aligner.loop.session import Session, announced, session
+from aligner.loop.sources import pinned, pinned_base
+from aligner.losses.correction import Correction
+from aligner.models import create
+from aligner.models.config import ModelConfig
+from aligner.models.guard import Guard
+from aligner.models.policy import MegatronPolicy, ReferencePolicy
+from aligner.online.asynchronous import AsyncRounds
+from aligner.online.config import OnlineRun
+from aligner.online.moving_reference import CheckpointedReference
+from aligner.online.policy_gradient import PolicyGradientConfig
+from aligner.online.task import OnlineTask
+from aligner.parallel.progress import WAIT_FOR_SERVERS
+from aligner.protocols import Critic, RewardModel
+from aligner.reporting.rollout_table import write_rows
+from aligner.rewards.compose import composed_reward, formula
+from aligner.rewards.local import function_reward
+from aligner.rewards.unjudged import Unjudged
+from aligner.rollout.config import check_cache
+from aligner.rollout.create import create_engine
+from aligner.rollout.engine import Capabilities
+from aligner.servers.access import Access
+from aligner.servers.client import CriticClient, RewardClient, weighted_sum
+from aligner.servers.registry import Publication
+from aligner.types import LogprobKind, Prompt, Rollout, SampleRow
+
+C = TypeVar("C", bound=OnlineRun)
+Load = Callable[[Tokenizer], tuple[list[Prompt], list[Prompt]]]
+
+
+@dataclass(kw_only=True)
+class OnlineJob(Generic[C]):
+    """What a recipe builds its algorithm from, on one rank. `config` has every length."""
+
+    session: Session
+    config: C
+    publication: Publication | None  # of rank 0
+    policy: MegatronPolicy | None = None  # once there is a task
+    tokenizer_files: Path | None = None
+    parts: list[Callable[[], None]] = field(default_factory=list)  # how what was opened is closed, in this order
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The policy's."""
+        return load_model_files(self.config.model)[0]
+
+    @property
+    def context(self) -> int:
+        """Tokens that the policy can read."""
+        return create.context_length(self.config.model, load_model_files(self.config.model)[1])
+
+    def load(self, load: Callable[..., Any], tokenizer: Tokenizer) -> tuple[Sequence[Any], Sequence[Any]]:
+        """(training examples, validation examples); says what was left out. Raises DataError listing all bad lines."""
+        return load_sets(self.session, load, self.config.data, tokenizer)
+
+    def load_prompts(self, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt]]:
+        """The prompts of data.train and data.validation."""
+        return load_prompt_sets(self.session, self.config, tokenizer)
+
+    def same_shape(self, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
+        """Another model whose weights can take the place of the policy's; see `aligner.loop.same_shape`."""
+        return frozen_model(self.session, self.config.model, role, path, **texts)
+
+    def frozen(self, model: ModelConfig) -> ReferencePolicy:
+        """Another model's weights, which wait in host memory and take the place of the policy's for a pass."""
+        frozen = ReferencePolicy(self.policy, whole=True)
+        frozen.restore(lambda chunks: create.load_source(chunks, model))
+        return frozen
+
+    def task(self, *, with_reference: bool, num_prompts: int, load: Load | None = None) -> OnlineTask:
+        """Prompts, engine, rewards and validation; `num_prompts` a step. The policy is in `policy` then."""
+        task, self.policy, self.tokenizer_files = build_task(
+            self.session, self.config, with_reference=with_reference, num_prompts=num_prompts, load=load
+        )
+        self.parts += [task.engine.shutdown, task.reward.close]
+        return task
+
+    def critic(self) -> CriticClient:
+        """The critic behind its server, once that is ready."""
+        here, config = self.session, self.config
+        critic = CriticClient(
+            here.directory.services,
+            config=config.client,
+            access=_access(here, config),
+            run=here.directory.run_id(),
+            journal=here.directory.journal / "critic" if here.is_first else None,
+        )
+        if here.is_first:
+            here.say("waiting for the critic server")
+            with here.progress.phase(WAIT_FOR_SERVERS):
+                critic.wait_until_ready()
+        self.parts.insert(1, critic.close)
+        return critic
+
+    def ready(self) -> None:
+        """Tell the others that this component is about to train."""
+        if self.publication is not None:
+            self.publication.ready()
+
+    def moving_reference(self, task: OnlineTask) -> CheckpointedReference:
+        """A reference that follows the policy, and that a run which goes on finds again."""
+        return CheckpointedReference(self.session, self.policy, task.reference, verify=self.config.checkpoint.verify)
+
+    def rounds(
+        self, task: OnlineTask, *, group_size: int = 1, greedy: bool = False, critic: Critic | None = None, takes_more: bool = False
+    ) -> AsyncRounds | None:
+        """The rounds of an asynchronous run; None for an on-policy run: its algorithm samples when it needs rollouts.
+
+        `greedy`: a response of that kind per prompt is needed too. `critic` gives the values. `takes_more`: a step may take several rounds.
+        """
+        config, settings = self.config, self.config.rollout.asynchronous
+        if not settings.max_staleness:
+            return None
+        if isinstance(config.algorithm, PolicyGradientConfig) and config.algorithm.correction.kind is Correction.none:
+            self.session.say(
+                f"warning: algorithm.correction.kind=none with rollout.asynchronous.max_staleness={settings.max_staleness}: what older "
+                "weights sampled is learnt from as if the policy had sampled it; truncate, band or mask correct for it "
+                "(docs/asynchronous.md)"
+            )
+        last = None if takes_more else config.loop.max_steps
+        return AsyncRounds(task, group_size, settings, task.engine.gate, greedy=greedy, critic=critic, last=last)
+
+
+def train(recipe: Recipe, config: OnlineRun) -> int:
+    """Run a recipe that learns from its own samples; the exit code. Every rank calls it."""
+    with session(config, config.run, config.parallel, component="actor") as here, announced(here, "actor") as publication:
+        job = OnlineJob(session=here, config=with_lengths(config), publication=publication)
+        built: Built = recipe.build(job)
+        code = train_to_end(here, job.config, built, tokenizer=job.tokenizer_files, shown=recipe.columns)
+        for close in job.parts:
+            close()
+    return code
+
+
+def build_task(
+    here: Session, config: OnlineRun, *, with_reference: bool, num_prompts: int, load: Load | None = None
+) -> tuple[OnlineTask, MegatronPolicy, Path]:
+    """Data first (bad lines are found in seconds), then models, then the engine on the policy's own weights.
+
+    `load`: where training and validation prompts come from, if not from records of prompts.
+    """
+    sampling = config.rollout.sampling
+    if reshaping := sampling.reshaping():
+        here.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/sampling.md)")
+    config.check_complete()
+    model = (pinned if with_reference else pinned_base)(here, "model", config.model)
+    tokenizer, architecture = load_model_files(model)
+    config.check(architecture, here.topology.world_size)
+    prompts, validation = (load or partial(load_prompt_sets, here, config))(tokenizer)
+    longest = max((len(prompt.tokens) for prompt in (*prompts, *validation)), default=0)
+    check_cache(config.rollout, longest_prompt=longest, context=create.context_length(config.model, architecture))
+    follow_up = None
+    if config.environment.function:
+        follow_up = environment_follow_up(config.environment, tokenizer, [*prompts, *validation])
+    reward = _reward(here, config, tokenizer)
+    updates = config.loop.max_steps * config.algorithm.updates_per_step
+    guard = Guard(config.guard)
+    training = create.training(model, config.optimizer, total_steps=updates, temperature=sampling.temperature, guard=guard)
+    policy = create.create_policy(model, architecture, config.parallel, here.topology, training)
+    decode = partial(tokenizer.decode, skip_special=False)
+    engine = create_engine(policy, config.rollout, eos_id=tokenizer.eos_id, decode=decode, follow_up=follow_up)
+    task = OnlineTask(
+        engine=engine,
+        reference=ReferencePolicy(policy) if with_reference else None,
+        reward=reward,
+        topology=here.topology,
+        train=prompts,
+        order=EpochSampler(len(prompts), num_prompts, config.run.seed),
+        validation=validation,
+        validation_sampling=replace(sampling, temperature=0.0),
+        accuracy=function_reward(config.accuracy, tokenizer.decode) if config.accuracy.function else None,
+        decode=tokenizer.decode,
+        pad_id=tokenizer.pad_id,
+        seed=config.run.seed,
+        max_response_length=sampling.max_response_length,
+        compares_logprobs=compares_logprobs(config, engine.capabilities, here.say),
+        reward_name=_reward_name(config),
+        guard=config.guard,
+        validation_config=config.validation,
+        beat=here.progress.beat,
+        keep_samples=validation_samples(here),
+    )
+    return task, policy, tokenizer_directory(model)
+
+
+def load_prompt_sets(here: Session, config: OnlineRun, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts of data.train and data.validation; says what was left out. Raises DataError listing all bad lines."""
+    train, validation = load_sets(here, load_prompts, config.data, tokenizer)
+    return list(train), list(validation[: config.data.num_validation_prompts])
+
+
+def compares_logprobs(config: OnlineRun, capabilities: Capabilities, say: Callable[[str], None]) -> bool:
+    """Whether the engine's log-probs are those of the distribution that the policy's are of; where they are not, it is said once.
+
+    Raises ConfigError where a correction by them is asked for.
+    """
+    temperature = config.rollout.sampling.temperature
+    if capabilities.logprobs is LogprobKind.sampled or temperature == 1:
+        return True
+    kind = config.algorithm.correction.kind if isinstance(config.algorithm, PolicyGradientConfig) else Correction.none
+    if kind is not Correction.none:
+        raise ConfigError(
+            f"algorithm.correction.kind={kind.value}: rollout.engine={capabilities.name} gives log-probs at temperature 1, which are not "
+            f"those of rollout.sampling.temperature={temperature}; allowed: none, or temperature 1"
+        )
+    if config.guard.logprob_gap.is_on:
+        raise ConfigError(
+            f"guard.logprob_gap: rollout.engine={capabilities.name} gives log-probs at temperature 1, not those of "
+            f"rollout.sampling.temperature={temperature}; allowed: warn=0 and stop=0, or temperature 1"
+        )
+    say(f"warning: {capabilities.name} gives log-probs at temperature 1, not {temperature}: rollout/logprob_gap is not reported")
+    return False
+
+
+def _reward(here: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
+    if config.environment.function:
+        return EnvironmentReward(_scorer(here, config, tokenizer) if config.has_scorer else None)
+    return _scorer(here, config, tokenizer) if config.has_scorer else Unjudged()
+
+
+def _scorer(here: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
+    functions = config.reward.functions
+    if not config.reward.serve:
+        return composed_reward(functions, tokenizer.decode) if functions else function_reward(config.reward.function, tokenizer.decode)
+    texts = _texts(tokenizer) if config.reward.function.function else None
+    weights = config.reward.attribute_weights
+    reduce = weighted_sum(weights) if weights else None
+    client = RewardClient(here.directory.services, config=config.client, access=_access(here, config), texts=texts, reduce=reduce)
+    scorer = composed_reward(functions, tokenizer.decode, client) if functions else client
+    if here.is_first:
+        here.say("waiting for the reward server")
+        with here.progress.phase(WAIT_FOR_SERVERS):
+            client.wait_until_ready()
+    return scorer
+
+
+def _reward_name(config: OnlineRun) -> str:
+    """Where rewards come from, for messages."""
+    if config.environment.function and not config.has_scorer:
+        return f"environment {config.environment.function}"
+    if config.reward.functions:
+        return f"reward {formula(config.reward.functions)}"
+    if config.reward.function.function:
+        return f"reward function {config.reward.function.function}"
+    return f"reward model {config.reward.model.path}"
+
+
+def _access(here: Session, config: OnlineRun) -> Access:
+    return Access.for_client(here.directory.secret, config.client)
+
+
+def _texts(tokenizer: Tokenizer) -> Callable[[Rollout], tuple[str, str, str | None]]:
+    """What a served reward function is sent of a rollout."""
+
+    def texts(rollout: Rollout) -> tuple[str, str, str | None]:
+        prompt = rollout.prompt.text or tokenizer.decode(rollout.prompt.tokens)
+        return prompt, tokenizer.decode(rollout.response), rollout.prompt.answer
+
+    return texts
+
+
+def validation_samples(here: Session) -> Callable[[Sequence[SampleRow]], None]:
+    """Writes the rows of a validation to the run's `validation/step_%06d.jsonl`, on rank 0. A full disk costs the file, not the run."""
+    directory = here.directory.validation
+
+    def keep(rows: Sequence[SampleRow]) -> None:
+        if not here.is_first:
+            return
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            write_rows(directory, here.progress.step, rows)
+        except OSError as error:
+            here.say(f"warning: samples of a validation could not be written, the run goes on: {describe_os_error(error, directory)}")
+
+    return keep

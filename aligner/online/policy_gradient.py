@@ -1,0 +1,196 @@
+"""What policy gradients share, whoever says what a response is worth (a critic: `ppo.py`; other responses: `grpo.py`): the settings of the
+loss and of the KL, shaped rewards, masks, mini-batches.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.errors import ConfigError
+from aligner.loop.own_functions import named, resolve
+from aligner.losses.advantages import GROUPED, PER_RESPONSE, Estimator
+from aligner.losses.aggregation import Aggregation, masked
+from aligner.losses.correction import CorrectionConfig
+from aligner.losses.kl import KLEstimator
+from aligner.losses.policy import policy_loss
+from aligner.losses.shaping import Moments, ShapingConfig, Standardize, shape
+from aligner.losses.surrogates import Objective
+from aligner.models.guard import Guard, GuardConfig, NonFinite
+from aligner.online.collect import ScoredRollouts
+from aligner.protocols import Loss
+from aligner.rows import num_rows, select_rows, take_rows
+from aligner.types import PolicyBatch, RolloutBatch
+
+
+@dataclass(kw_only=True, slots=True)
+class PolicyGradientConfig:
+    """Settings under `algorithm.` that every policy gradient has by inheritance, `aligner.losses.policy.policy_loss`'s among them."""
+
+    objective: str = Objective.ppo.value  # ppo, gspo, gspo_token, cispo, gmpo, sapo, reinforce, or my_file.py:function (docs/extending.md)
+    clip_eps_low: float = 0.2  # ratios are clipped from below at 1 - this (gmpo: log-ratios at minus this)
+    clip_eps_high: float = 0.2  # ratios are clipped from above at 1 + this (gmpo: log-ratios at this)
+    dual_clip: float = 0.0  # 0: off; of objective=ppo
+    gate_positive: float = 1.0  # of objective=sapo: steepness where the advantage is positive
+    gate_negative: float = 1.05  # of objective=sapo: steepness where the advantage is negative
+    entropy_coef: float = 0.0  # weight of the policy's entropy, as a bonus in the loss; 0: none
+    aggregation: Aggregation = Aggregation.token_mean  # what the mean of the loss is over: all tokens, or sequences (docs/estimators.md)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)  # for a sampler whose log-probs are not the trainer's
+    mini_batch_size: int = 128  # responses per policy update
+    num_epochs: int = 1  # passes over a step's rollouts
+    kl_coef: float = 0.0  # of the KL to the reference
+    kl_estimator: KLEstimator = KLEstimator.k1  # per-token estimator of the KL to the reference (Schulman 2020)
+    kl_target: float = 0.0  # 0: fixed coefficient; else adaptive (Ziegler et al. 2019) towards this KL per response token
+    kl_horizon: int = 10000  # rollouts over which the adaptive coefficient moves
+    gamma: float = 1.0  # discount per token
+    mask_truncated: bool = False  # leave responses that were cut at the length limit out of the losses
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)  # of scores, before a KL is taken off
+
+    def __post_init__(self) -> None:
+        if not (0 < self.clip_eps_low < 1 and self.clip_eps_high > 0):
+            raise ConfigError(
+                f"algorithm.clip_eps_low={self.clip_eps_low}, clip_eps_high={self.clip_eps_high}: need 0 < low < 1 and high > 0"
+            )
+        if self.dual_clip and self.dual_clip <= 1:
+            raise ConfigError(f"algorithm.dual_clip={self.dual_clip}: must be above 1, or 0 for off")
+        objective = named("algorithm.objective", self.objective, Objective)
+        if self.dual_clip and objective is not Objective.ppo:
+            raise ConfigError(f"algorithm.dual_clip={self.dual_clip}: objective={self.objective} has none; allowed: 0")
+        for name in ("gate_positive", "gate_negative"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be above 0")
+        if self.entropy_coef < 0:
+            raise ConfigError(f"algorithm.entropy_coef={self.entropy_coef}: must not be negative")
+        per_sequence = (Objective.gspo, Objective.gmpo)
+        if objective in per_sequence and self.aggregation is not Aggregation.sequence_mean:
+            raise ConfigError(
+                f"algorithm.aggregation={self.aggregation.value}: objective={self.objective} has one loss per response; "
+                f"allowed: {Aggregation.sequence_mean.value}"
+            )
+
+        for name in ("mini_batch_size", "num_epochs", "kl_horizon"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        for name in ("kl_coef", "kl_target"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must not be negative")
+        if self.kl_target and not self.kl_coef:
+            raise ConfigError(f"algorithm.kl_target={self.kl_target}: moves kl_coef=0, which stays 0; allowed: 0, or kl_coef above 0")
+        if not 0 <= self.gamma <= 1:
+            raise ConfigError(f"algorithm.gamma={self.gamma}: must be between 0 and 1")
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of the policy in one training step."""
+        return self.rollouts_per_step // self.mini_batch_size * self.num_epochs
+
+    def loss(self, *, max_response_length: int, **terms: Any) -> Loss:
+        """`policy_loss` with these settings; `terms` are the algorithm's own (its KL)."""
+        return partial(
+            policy_loss,
+            objective=resolve("algorithm.objective", self.objective, Objective, ("log_ratios", "advantages", "mask", "clip")),
+            clip_eps_low=self.clip_eps_low,
+            clip_eps_high=self.clip_eps_high,
+            dual_clip=self.dual_clip or None,
+            gate_positive=self.gate_positive,
+            gate_negative=self.gate_negative,
+            entropy_coef=self.entropy_coef,
+            aggregation=self.aggregation,
+            aggregation_constant=float(max_response_length),
+            correction=self.correction,
+            **terms,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shaped:
+    """Rollouts whose rewards (and baselines) are those that are learnt from."""
+
+    collected: ScoredRollouts
+    moments: Moments  # of all scores so far: to be kept once the step is over
+    metrics: Mapping[str, float]
+
+
+def shaped(collected: ScoredRollouts, batch: RolloutBatch, config: ShapingConfig, moments: Moments, *, max_length: int) -> Shaped:
+    """The scores of a step's rollouts as rewards (`aligner.losses.shaping`); a response's length is of what the policy wrote."""
+    lengths = batch.loss_mask.sum(dim=1)
+    rewards, seen, metrics = shape(collected.rewards, lengths, collected.valid, config, moments, max_length=max_length)
+    baselines = collected.baselines
+    if baselines is not None:  # where there are any, the settings treat every score alike: see `estimators.check_estimator`
+        baselines = shape(baselines, torch.zeros_like(lengths), collected.valid, config, Moments(), max_length=max_length)[0]
+    return Shaped(collected=replace(collected, rewards=rewards, baselines=baselines), moments=seen, metrics=metrics)
+
+
+def finite_rows(x: Tensor, guard: GuardConfig, what: str) -> Tensor:
+    """Which rows of x [B, S] are finite everywhere, bool [B]. Every rank calls it with the same tensor.
+
+    Where some are not, and the guard does not skip such updates, it raises RunHalted or RollBack as for an update.
+    """
+    finite = x.isfinite().all(dim=1)
+    if not finite.all() and guard.non_finite is not NonFinite.skip:
+        Guard(guard).refuse(f"{what} of {int((~finite).sum())} of {len(finite)} rollouts are not finite")
+    return finite
+
+
+def mini_batches(batch: PolicyBatch, size: int, num_epochs: int, *, key: str) -> list[PolicyBatch]:
+    """The updates of one step: in each epoch all rows (shuffled by `key` from the second epoch on) cut into equal parts.
+
+    A part without any token to learn from (all of its responses were masked) is left out: it would only move the optimizer's momentum.
+    """
+    parts: list[PolicyBatch] = []
+    for epoch in range(num_epochs):
+        order = list(range(num_rows(batch)))
+        if epoch:
+            random.Random(f"{key}/{epoch}").shuffle(order)
+        shuffled = take_rows(batch, torch.tensor(order)) if epoch else batch
+        parts += [select_rows(shuffled, start, start + size) for start in range(0, len(order), size)]
+    return [part for part in parts if part.loss_mask.any()]
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> float:
+    """Mean of x [B, S] over the mask; 0 where that is empty."""
+    return masked(x.double(), mask).sum().item() / max(int(mask.sum()), 1)
+
+
+def check_estimator(
+    estimator: Estimator | None, *, group_size: int, dynamic_sampling: bool, normalize_std: bool, gamma: float, shaping: ShapingConfig
+) -> None:
+    """Raise ConfigError naming the setting that does not go with the estimator (None: one of the user's own), and what does."""
+    name = "of your own" if estimator is None else estimator.value
+    if estimator in GROUPED and group_size < 2:
+        raise ConfigError(
+            f"algorithm.group_size={group_size}: a group needs at least 2 responses to compare, with estimator={name}; "
+            f"1 is allowed with {_names(set(Estimator) - GROUPED)}"
+        )
+    if dynamic_sampling and estimator is not None and estimator not in GROUPED:
+        raise ConfigError(f"algorithm.dynamic_sampling=true: estimator={name} learns from equal rewards; allowed with {_names(GROUPED)}")
+    if not normalize_std and estimator is not Estimator.grpo:
+        raise ConfigError(f"algorithm.normalize_std=false: estimator={name} does not divide by a group's deviation; allowed: true")
+    if gamma != 1 and estimator in PER_RESPONSE:
+        raise ConfigError(f"algorithm.gamma={gamma}: estimator={name} has one advantage per response; allowed: 1")
+    if estimator is Estimator.remax:
+        _check_baselines(shaping)
+
+
+def _check_baselines(shaping: ShapingConfig) -> None:
+    """A greedy response's reward is clipped and scaled as the others are; the rest would hold the two against each other in two units."""
+    if shaping.standardize is not Standardize.none:
+        raise ConfigError(
+            f"algorithm.shaping.standardize={shaping.standardize.value}: estimator=remax compares with greedy responses, which are not "
+            f"among those that are standardised; allowed: none"
+        )
+    if shaping.overlong_buffer:
+        raise ConfigError(
+            f"algorithm.shaping.overlong_buffer={shaping.overlong_buffer}: estimator=remax keeps only the reward of the greedy response "
+            f"that it compares with; allowed: 0"
+        )
+
+
+def _names(estimators: set[Estimator] | frozenset[Estimator]) -> str:
+    return ", ".join(estimator.value for estimator in Estimator if estimator in estimators)

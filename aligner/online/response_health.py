@@ -1,0 +1,92 @@
+"""What `docs/diagnosis.md` watches of a step's responses: how sure the policy is of them, how much they repeat, which of them are rewarded.
+
+Of a large batch a bounded number of responses is looked at, spread evenly over it: 10 ms for 512 of 1024 tokens, 25 ms for 2048 of 8192.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from aligner.types import FinishReason, Rollout
+
+if TYPE_CHECKING:
+    from aligner.online.collect import ScoredRollouts
+
+MAX_SAMPLED = 256  # responses whose log-probs are added up; prompts whose responses are compared
+MIN_PROMPTS = 8  # fewer responses are easily the same by chance
+COMPARED_TOKENS = 128  # of a response, from its beginning
+NGRAM = 8  # tokens: shorter sequences recur in ordinary text, above all where tokens are characters
+MAX_READ = 32  # responses whose n-grams are counted
+READ_TOKENS = 512  # of a response, up to its end: where loops are
+MIN_NGRAMS = 8  # of a response that is counted
+
+Item = TypeVar("Item")
+
+
+def health_metrics(collected: ScoredRollouts) -> dict[str, float]:
+    """The metrics that can be told of these rollouts:
+
+    rollout/entropy       nats per token, estimated as minus the mean log-prob of what was sampled
+    rollout/same_response the part of the prompts, one response of each, that got the most frequent response
+    rollout/repeated_ngrams  the part of a response's sequences of NGRAM tokens that occurred in it before, mean over responses
+    rollout/empty_fraction   of responses without a token but the one that ends them
+    rollout/reward_{ended, truncated, empty}  mean reward of responses that ended by themselves, were cut, are empty
+    reward_std/<name>     of the parts of a composed reward
+    """
+    metrics = _entropy(_spread(collected.rollouts, MAX_SAMPLED)) | _same_response(collected.rollouts)
+    metrics |= _repeated(_spread(collected.rollouts, MAX_READ)) | _rewards_by_ending(collected)
+    parts = {name: part[collected.valid].double() for name, part in collected.parts.items()}
+    return metrics | {f"reward_std/{name}": part.std(correction=0).item() for name, part in parts.items() if part.numel()}
+
+
+def _entropy(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Tokens of an environment have log-prob 0."""
+    written = sum(rollout.num_written for rollout in rollouts)
+    return {"rollout/entropy": -sum(sum(rollout.logprobs) for rollout in rollouts) / written} if written else {}
+
+
+def _same_response(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    first = {rollout.prompt.tokens: rollout for rollout in reversed(rollouts)}
+    compared = _spread(list(first.values()), MAX_SAMPLED)
+    if len(compared) < MIN_PROMPTS:
+        return {}
+    ((_, most),) = Counter(rollout.response[:COMPARED_TOKENS] for rollout in compared).most_common(1)
+    return {"rollout/same_response": most / len(compared)}
+
+
+def _repeated(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    shares = []
+    for rollout in rollouts:
+        tokens = rollout.response[-READ_TOKENS:]
+        count = len(tokens) - NGRAM + 1
+        if count >= MIN_NGRAMS:
+            distinct = set(zip(*(tokens[start:] for start in range(NGRAM)), strict=False))
+            shares.append(1 - len(distinct) / count)
+    return {"rollout/repeated_ngrams": sum(shares) / len(shares)} if shares else {}
+
+
+def _rewards_by_ending(collected: ScoredRollouts) -> dict[str, float]:
+    """An empty response is none of those that ended."""
+    empty = torch.tensor([_is_empty(rollout) for rollout in collected.rollouts])
+    truncated = torch.tensor([rollout.finish_reason is FinishReason.length for rollout in collected.rollouts])
+    metrics = {"rollout/empty_fraction": empty.double().mean().item()}
+    for name, rows in {"ended": ~truncated & ~empty, "truncated": truncated, "empty": empty}.items():
+        rewards = collected.rewards[rows & collected.valid]
+        if rewards.numel():
+            metrics[f"rollout/reward_{name}"] = rewards.double().mean().item()
+    return metrics
+
+
+def _is_empty(rollout: Rollout) -> bool:
+    return len(rollout.response) <= (rollout.finish_reason is FinishReason.stop)
+
+
+def _spread(items: Sequence[Item], count: int) -> Sequence[Item]:
+    """At most `count` of the items, evenly spread."""
+    if len(items) <= count:
+        return items
+    return [items[number * len(items) // count] for number in range(count)]

@@ -1,0 +1,129 @@
+"""Rounds: the batches of rollouts that an algorithm learns from, as they follow one another.
+
+Round r = 1, 2, ... is one batch of prompts, each `group_size` times, with their seeds: a pure function of r and the run's seed. A training
+step takes one round, or more where it drops some of what it gets. So a step's first round is its own number plus how many rounds the steps
+before took beyond their first; that count is all that a resumed run needs to know, and a step that is left out leaves out its first round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from aligner.loop.loop import Clock
+from aligner.online.collect import ScoredRollouts, Wanted, collect_all, sample_seeds
+from aligner.online.task import OnlineTask
+from aligner.protocols import Critic
+from aligner.types import Prompt
+
+
+class Rounds(Protocol):
+    """Where rollouts come from. Collective: every rank calls every method, at the same points."""
+
+    def take(self, step: int, clock: Clock) -> ScoredRollouts:
+        """The next round for training step `step`: rows in the order of their prompts, a prompt's responses side by side.
+
+        Steps only grow; rounds that a step left out would have taken are never seen.
+        """
+
+    def trained(self, version: int) -> None:
+        """The step is over and the policy has the weights of optimizer step `version`: sample from these as soon as may be."""
+
+    def state(self) -> dict[str, Any]:
+        """What resuming after the last step that is over needs besides its number; JSON-able."""
+
+    def load_state(self, state: Mapping[str, Any], version: int) -> None:
+        """Go on behind `state` (empty: of a run that took one round a step) with the policy's weights of `version`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Cursor:
+    """Which round comes next."""
+
+    extra: int = 0  # rounds that steps took beyond their first
+    settled: int = 0  # the same, of the steps that are over
+    step: int = 0  # that took the last round
+
+    def next(self, step: int) -> int:
+        """The number of the round that `step` takes now. Raises ValueError for a step before the last one."""
+        if step < self.step:
+            raise ValueError(f"step {step} asks for rollouts after step {self.step}")
+        self.extra += step == self.step
+        self.step = step
+        return step + self.extra
+
+    def settle(self) -> None:
+        """The step is over."""
+        self.settled = self.extra
+
+    def state(self) -> dict[str, int]:
+        return {"extra_rounds": self.settled}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Checkpoints from before rounds were counted have no state: each of their steps took one."""
+        self.extra = self.settled = state["extra_rounds"] if state else 0
+        self.step = 0
+
+
+def round_of(task: OnlineTask, number: int, group_size: int) -> tuple[list[Prompt], list[int]]:
+    """Prompts (each `group_size` times, side by side) and seeds of a round (from 1)."""
+    prompts = [prompt for prompt in task.prompts(number) for _ in range(group_size)]
+    return prompts, sample_seeds(task.seed, number, len(prompts))
+
+
+def wanted_of(task: OnlineTask, number: int, group_size: int, *, greedy: bool) -> list[Wanted]:
+    """What is sampled for a round: its responses, and with `greedy` one more for each prompt."""
+    prompts, seeds = round_of(task, number, group_size)
+    wanted = [Wanted(prompts=prompts, seeds=seeds)]
+    if greedy:
+        first = slice(None, None, group_size)
+        wanted.append(Wanted(prompts=prompts[first], seeds=seeds[first], sampling=task.validation_sampling))
+    return wanted
+
+
+def with_baselines(collected: ScoredRollouts, greedy: ScoredRollouts, group_size: int) -> ScoredRollouts:
+    """The rollouts with the rewards of the greedy responses to their prompts; a row whose prompt's has none has no use either."""
+    valid, failed = (of.repeat_interleave(group_size) for of in (greedy.valid, greedy.failed))
+    return replace(
+        collected,
+        baselines=greedy.rewards.repeat_interleave(group_size),
+        rewards=torch.where(valid, collected.rewards, 0.0),
+        valid=collected.valid & valid,
+        failed=collected.failed | failed,
+    )
+
+
+class OnPolicyRounds:
+    """`Rounds` that are sampled when they are asked for, from the policy's weights of now.
+
+    `with_baselines`: one greedy response per prompt is sampled and scored too, for its reward alone (`ScoredRollouts.baselines`). `critic`
+    is asked for the values of finished responses while others are sampled.
+    """
+
+    def __init__(self, task: OnlineTask, group_size: int, *, with_baselines: bool = False, critic: Critic | None = None) -> None:
+        self._task = task
+        self._group_size = group_size
+        self._with_baselines = with_baselines
+        self._critic = critic
+        self._cursor = Cursor()
+
+    def take(self, step: int, clock: Clock) -> ScoredRollouts:
+        task = self._task
+        wanted = wanted_of(task, self._cursor.next(step), self._group_size, greedy=self._with_baselines)
+        with clock.phase("generate"):
+            collected, *greedy = collect_all(task.engine, wanted, scorers=task.scorers(self._critic))
+        return with_baselines(collected, greedy[0], self._group_size) if greedy else collected
+
+    def trained(self, version: int) -> None:
+        self._task.engine.refit(version)
+        self._cursor.settle()
+
+    def state(self) -> dict[str, Any]:
+        return self._cursor.state()
+
+    def load_state(self, state: Mapping[str, Any], version: int) -> None:
+        self._cursor.load_state(state)
+        self._task.engine.refit(version)

@@ -1,0 +1,68 @@
+"""What PPO and GRPO are given besides a policy: prompts, engine, judges, and how to validate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from aligner.data.loader import EpochSampler
+from aligner.models.guard import GuardConfig
+from aligner.online import validation
+from aligner.online.collect import Scorers
+from aligner.online.validation import ValidationConfig
+from aligner.parallel.topology import Topology
+from aligner.protocols import Critic, RewardModel, RolloutEngine
+from aligner.types import MaskedBatch, Prompt, SampleRow
+
+
+class Reference(Protocol):
+    """The frozen policy that the KL is measured against."""
+
+    def logprobs(self, batch: MaskedBatch) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnlineTask:
+    """The parts of an online run that every algorithm uses in the same way."""
+
+    engine: RolloutEngine
+    reference: Reference | None  # None where no KL is measured
+    reward: RewardModel
+    topology: Topology
+    train: Sequence[Prompt]
+    order: EpochSampler
+    validation: Sequence[Prompt]
+    validation_sampling: Any  # a SamplingConfig; greedy
+    accuracy: RewardModel | None  # judges validation responses against the prompts' answers
+    decode: Callable[[Sequence[int]], str]
+    pad_id: int
+    seed: int
+    max_response_length: int
+    reward_name: str = "the reward"  # in errors
+    compares_logprobs: bool = True  # the engine's log-probs are at the sampling temperature, as the policy's are
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    validation_config: ValidationConfig = field(default_factory=ValidationConfig)
+    beat: Callable[[], None] = lambda: None  # a sign of life, while responses are sampled
+    keep_samples: Callable[[Sequence[SampleRow]], None] = lambda rows: None  # is given the first few of each validation, on every rank
+
+    def prompts(self, step: int) -> list[Prompt]:
+        """The prompts of a step (counted from 1)."""
+        return [self.train[index] for index in self.order.indices(step - 1)]
+
+    def scorers(self, critic: Critic | None = None) -> Scorers:
+        """Who judges this run's rollouts: its reward, and `critic` where values are wanted."""
+        return Scorers(
+            reward=self.reward,
+            critic=critic,
+            pad_id=self.pad_id,
+            reward_name=self.reward_name,
+            non_finite=self.guard.reward,
+            beat=self.beat,
+        )
+
+    def validate(self) -> Mapping[str, float]:
+        """The metrics of `validation.validate` on the held-out prompts. Collective."""
+        return validation.validate(self)

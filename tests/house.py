@@ -1,0 +1,175 @@
+"""Measures of the package's structure, for `make house`: what a reader has to find their way through.
+
+python tests/house.py [--grpo]     --grpo also runs three steps of GRPO and counts what they enter
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "aligner"
+# What is printed beside a measure: the most that it should be.
+AIMS = {"files": 330, "lines": 46_000, "import depth": 14, "circles": 0, "deepest config": 2, "files entered by GRPO": 100}
+TRACER = """
+import runpy, sys, threading
+entered = set()
+def profile(frame, event, argument):
+    if event == "call":
+        entered.add((frame.f_code.co_filename, frame.f_code.co_qualname if hasattr(frame.f_code, "co_qualname") else frame.f_code.co_name))
+threading.setprofile(profile); sys.setprofile(profile)
+output, sys.argv = sys.argv[1], sys.argv[2:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    sys.setprofile(None)
+    with open(output, "w") as file:
+        file.writelines(f"{name}\\t{function}\\n" for name, function in sorted(entered))
+"""
+
+
+def trees() -> dict[str, ast.Module]:
+    """Every module of the package, by dotted name."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {
+        str(file.relative_to(ROOT).with_suffix("")).replace(os.sep, ".").removesuffix(".__init__"): ast.parse(file.read_text())
+        for file in files
+    }
+
+
+def imports_of(name: str, tree: ast.Module, names: Iterable[str]) -> set[str]:
+    """The modules of the package that are imported when this one is: not in functions, and not for type checking."""
+    known, found = set(names), set()
+    waiting: list[ast.stmt] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in known else node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, (ast.Try, ast.ClassDef)) or (isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test)):
+            waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+    return (found & known) - {name}
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other (Tarjan's strongly connected components)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        order[node] = low[node] = len(order)
+        stack.append(node)
+        for other in graph[node]:
+            if other not in order:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], order[other])
+        if low[node] == order[node]:
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in graph:
+        if node not in order:
+            visit(node)
+    return found
+
+
+def depth(graph: Mapping[str, set[str]]) -> int:
+    """Modules on the longest chain of imports (of a graph without circles)."""
+    known: dict[str, int] = {}
+
+    def of(node: str) -> int:
+        if node not in known:
+            known[node] = 1 + max((of(other) for other in graph[node]), default=0)
+        return known[node]
+
+    return max(map(of, graph))
+
+
+def functions(modules: Mapping[str, ast.Module]) -> list[tuple[int, str]]:
+    """(lines, name) of every function."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = ((name, node) for name, tree in modules.items() for node in ast.walk(tree) if isinstance(node, kinds))
+    return [((node.end_lineno or 0) - node.lineno + 1, f"{name}.{node.name}") for name, node in nodes]
+
+
+def config_depth(modules: Mapping[str, ast.Module]) -> tuple[int, str]:
+    """How many bases of the package stand above the deepest class that is named ...Config, ...Run, or Train..., and its name."""
+    classes = {node.name: node for tree in modules.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+    def of(name: str) -> int:
+        bases = [base.id for base in classes[name].bases if isinstance(base, ast.Name) and base.id in classes]
+        return max((1 + of(base) for base in bases), default=0)
+
+    configs = [name for name in classes if name.endswith(("Config", "Run")) or name.startswith("Train")]
+    return max((of(name), name) for name in configs if any("dataclass" in ast.dump(one) for one in classes[name].decorator_list))
+
+
+def entered_by_grpo() -> tuple[int, int]:
+    """(files, functions) of the package that three steps of GRPO enter, in one process."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from same_numbers import CASES, MODEL, write_data
+
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        write_data(folder)
+        settings = [setting.format(data=folder, runs=folder) for setting in (*MODEL, *CASES["grpo"].settings)]
+        command = [sys.executable, "-c", TRACER, str(folder / "entered"), str(ROOT / "examples" / "nlp" / "train_grpo.py"), *settings]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*command, f"run.directory={folder / 'run'}"], cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"GRPO ended with {done.returncode}: {done.stderr[-2000:]}")
+        entered = [line.split("\t") for line in (folder / "entered").read_text().splitlines()]
+    own = {(file, function) for file, function in entered if file.startswith(f"{PACKAGE}{os.sep}") and not function.endswith("<module>")}
+    return len({file for file, _ in own}), len(own)
+
+
+def measures(*, grpo: bool) -> dict[str, tuple[int, str]]:
+    """By name the number, and what to say of it."""
+    modules = trees()
+    graph = {name: imports_of(name, tree, modules) for name, tree in modules.items()}
+    sizes = {name: len(ast.unparse(tree).splitlines()) for name, tree in modules.items()}
+    lines = {file: len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")}
+    longest, config = max(functions(modules)), config_depth(modules)
+    found = circles(graph)
+    importers = {name: sum(name in others for others in graph.values()) for name in graph}
+    small = [name for name, count in importers.items() if count == 1 and sizes[name] < 60]
+    result = {
+        "files": (len(lines), ""),
+        "lines": (sum(lines.values()), ""),
+        "longest function": longest,
+        "largest file": max((count, file.name) for file, count in lines.items()),
+        "import depth": (depth(graph) if not found else 0, ""),
+        "circles": (len(found), "; ".join(" <-> ".join(group) for group in found)),
+        "deepest config": config,
+        "small modules with one importer": (len(small), ""),
+    }
+    if grpo:
+        files, count = entered_by_grpo()
+        result |= {"files entered by GRPO": (files, ""), "functions entered by GRPO": (count, "")}
+    return result
+
+
+def main(argv: list[str]) -> int:
+    for name, (number, what) in measures(grpo="--grpo" in argv).items():
+        aim = f"(aim: at most {AIMS[name]:,})" if name in AIMS else ""
+        print(f"{name:<32} {number:>8,}  {aim} {what}".rstrip())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

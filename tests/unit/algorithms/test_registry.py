@@ -1,0 +1,61 @@
+"""Recipes are found by their modules, and by entry points of other packages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from aligner.algorithms import registry, sft
+from aligner.errors import ConfigError
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """`others(name="module:object")`: what other packages name."""
+
+    def name(**entries: str) -> None:
+        points = [EntryPoint(name=key, value=value, group=registry.GROUP) for key, value in entries.items()]
+        monkeypatch.setattr(registry, "entry_points", lambda group: points if group == registry.GROUP else [])
+        registry.recipes.cache_clear()
+
+    yield name
+    registry.recipes.cache_clear()
+
+
+def test_every_module_with_a_recipe_is_one() -> None:
+    found = registry.recipes()
+    files = {path.stem for path in Path(sft.__file__).parent.glob("*.py") if "\nRECIPE = " in path.read_text()}
+    assert set(found) == files and len(found) >= 21
+    assert all(recipe.columns and recipe.script and name == recipe.name for name, recipe in found.items())
+
+
+def test_recipes_of_other_packages(others, monkeypatch) -> None:
+    monkeypatch.setattr(sft, "OTHER", replace(sft.RECIPE, name="focal"), raising=False)
+    others(focal="aligner.algorithms.sft:OTHER")
+    assert registry.recipe_of("focal_70b").config is sft.TrainSFT
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("nothing.like.it:RECIPE", "entry point aligner.recipes: x = nothing.like.it:RECIPE: ModuleNotFoundError"),
+        ("aligner.algorithms.sft:SFT", "is a ABCMeta, expected an aligner.loop.recipe.Recipe"),
+        ("aligner.algorithms.sft:RECIPE", "there is a recipe sft already"),
+    ],
+)
+def test_bad_entry_points(others, value: str, said: str) -> None:
+    others(x=value)
+    with pytest.raises(ConfigError, match=said):
+        registry.recipes()
+
+
+def test_a_job_file_is_the_longest_names() -> None:
+    assert [registry.recipe_of(name).name for name in ("steerlm2", "steerlm_70b", "rm_70b", "online_dpo_70b")] == [
+        "steerlm2",
+        "steerlm",
+        "reward_model",
+        "online_dpo",
+    ]

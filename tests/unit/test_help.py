@@ -1,0 +1,105 @@
+"""`--help` of every recipe: what it shows first, its sections, and that everything has a meaning."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from aligner import help as program_help
+from aligner.algorithms.registry import recipes
+from aligner.config import _compose_node, _shown_values, compose, conf_directory, entrypoint
+from aligner.errors import ConfigError
+from aligner.jobs.programs import SCRIPTS
+from aligner.schema import schema_keys
+
+
+@functools.cache
+def shown(recipe: str, topic: str = "", *overrides: str) -> str:
+    schema, script = recipes()[recipe].config, recipes()[recipe].script
+    keys = list(schema_keys(schema))
+    values = dict(_shown_values(_compose_node(schema, recipe, overrides, conf_directory()), keys))
+    return program_help.render(keys, values, program=f"examples/nlp/{script}", file=recipe, groups=[], topic=topic)
+
+
+def settings(text: str) -> list[str]:
+    return re.findall(r"^  ([a-z_.0-9]+)=", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_every_setting_and_every_section_has_a_meaning(recipe: str) -> None:
+    without = [key.key for key in schema_keys(recipes()[recipe].config) if not key.comment and not key.key.endswith(".arguments.*")]
+    assert without == []
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_the_first_page(recipe: str) -> None:
+    text = shown(recipe)
+    first, _, sections = text.partition("\nSections (")
+    matter = settings(first)
+    assert matter[0] == "data.train" and "model.path" in matter
+    assert 10 <= len(matter) <= 25
+    assert len(text.splitlines()) < 65
+    schema, script = recipes()[recipe].config, recipes()[recipe].script
+    top = {key.key for key in schema_keys(schema) if key.section and "." not in key.key}
+    listed = set(re.findall(r"^  ([a-z]+) +\d+  \S", sections, re.MULTILINE))
+    left_out = set(re.findall(r"[a-z_.]+", sections.partition("not used without")[2].partition("\n\nGroups")[0])) & top
+    assert listed | left_out == top and not listed & left_out
+    command = re.search(r"^Example:\n  python (\S+) (.*)$", text, re.MULTILINE)
+    assert command is not None and (SCRIPTS.parents[1] / command[1]).is_file() and Path(command[1]).name == script
+    config = compose(schema, recipe, command[2].split())
+    config.check_complete()
+
+
+def test_every_setting_that_matters_is_one_of_some_recipe() -> None:
+    there = {key.key for recipe in recipes().values() for key in schema_keys(recipe.config)}
+    assert set(program_help.MATTER) <= there and len(set(program_help.MATTER)) == len(program_help.MATTER)
+    assert {need.partition("=")[0] for needs in program_help.NEEDS.values() for need in needs} | set(program_help.NEEDS) <= there
+    assert set(program_help.NEEDED) <= set(recipes())
+
+
+def test_sections_and_single_settings() -> None:
+    sampling = shown("grpo", "rollout.sampling")
+    assert set(settings(sampling)) >= {"rollout.sampling.top_p", "rollout.sampling.temperature"}
+    assert all(key.startswith("rollout.sampling.") for key in settings(sampling))
+    rollout = shown("grpo", "rollout", "rollout.tp=2")
+    assert settings(sampling) == [key for key in settings(rollout) if key.startswith("rollout.sampling.")]
+    assert "  rollout.tp=2 " in rollout
+    assert shown("grpo", "loop.max_steps").splitlines() == [
+        line for line in shown("grpo", "loop").splitlines() if line.startswith("  loop.max_steps=")
+    ]
+
+
+@pytest.mark.parametrize("recipe", ["sft", "ppo"])
+def test_all_is_all(recipe: str) -> None:
+    every = [key.key for key in schema_keys(recipes()[recipe].config) if not key.section and "*" not in key.key]
+    assert settings(shown(recipe, "all")) == every
+
+
+def test_what_nothing_uses_is_left_out() -> None:
+    """Servers' sections are on the first page only with a server."""
+    line = "not used without reward.serve=true: reward.model, reward.parallel, reward.server, client"
+    without, served, ppo = shown("grpo"), shown("grpo", "", "reward.serve=true"), shown("ppo")
+    assert line in without and "\n  client " not in without and "reward.model.path=" not in without
+    assert line not in served and "\n  client " in served and "  reward.model.path=" in served
+    assert "\n  client " in ppo and "\n  critic " in ppo
+    assert "\n  client " not in shown("annotate") and "\n  client " in shown("annotate", "", "algorithm.served_by=runs/x")
+    assert "rollout.vllm (" not in shown("grpo") and "without rollout.engine=vllm: rollout.vllm" in without
+    assert "(not used without reward.serve=true)" in shown("grpo", "reward")
+
+
+def test_a_topic_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match=r"^--help rolout: did you mean --help rollout\?$"):
+        shown("grpo", "rolout")
+    with pytest.raises(ConfigError, match="^--help critic: no section; there are all, run, model, "):
+        shown("sft", "critic")
+
+
+@pytest.mark.parametrize("arguments", [["--help", "loop"], ["--help=loop"], ["loop.max_steps=7", "-h", "loop"]])
+def test_how_a_topic_is_given(arguments: list[str], capsys) -> None:
+    entrypoint(recipes()["sft"].config, "sft")(lambda config: None)(arguments)
+    out = capsys.readouterr().out
+    assert {key.partition(".")[0] for key in settings(out)} == {"loop"}
+    assert ("loop.max_steps=7" in out) == (len(arguments) == 3)

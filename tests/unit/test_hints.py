@@ -1,0 +1,194 @@
+"""Keys of other projects and typing errors: which setting is named for them, in each recipe; and errors that name keys as typed."""
+
+from __future__ import annotations
+
+import pytest
+
+from aligner.algorithms.registry import recipes
+from aligner.config import compose, conf_directory, from_yaml
+from aligner.errors import ConfigError
+from aligner.hints import hint, synonyms
+from aligner.schema import SchemaKey, is_known, schema_keys
+
+
+@pytest.fixture(scope="module")
+def keys() -> dict[str, list[SchemaKey]]:
+    return {name: list(schema_keys(recipe.config)) for name, recipe in recipes().items()}
+
+
+def _targets(meaning: str) -> list[str]:
+    named = meaning.partition(";")[0].strip()
+    return [part.partition("=")[0] for part in named.split(" and ")] if named else []
+
+
+def test_every_synonym_is_of_a_setting_that_there_is(keys) -> None:
+    meanings = [(project, name, meaning) for project, table in synonyms().items() for name, of in table.items() for meaning in of]
+    assert {project for project, _, _ in meanings} == {"NeMo-Aligner", "TRL", "verl", "OpenRLHF", "field"}
+    for project, name, meaning in meanings:
+        for target in _targets(meaning):
+            assert any(is_known(target, known) for known in keys.values()), f"{project}: {name}: {target}"
+        assert _targets(meaning) or meaning.partition(";")[2], f"{project}: {name} says nothing"
+
+
+def test_every_value_of_a_synonym_is_one_that_its_setting_takes(keys) -> None:
+    for table in synonyms().values():
+        for name, of in table.items():
+            for meaning in of:
+                for part in meaning.partition(";")[0].split(" and "):
+                    key, equals, value = part.strip().partition("=")
+                    if equals:
+                        kinds = {known.type for of_recipe in keys.values() for known in of_recipe if known.key == key}
+                        allowed = {value for kind in kinds for value in ("true", "false" if kind == "bool" else "", *kind.split("|"))}
+                        assert value in allowed, f"{name}: {part}: allowed {allowed}"
+
+
+# typed: what is said in sft, dpo, grpo, ppo ("": the recipe has none)
+LR = ("optimizer.lr",) * 4
+NONE_IN_TWO = ("", "")
+TABLE = {
+    "learning_rate": LR,
+    "optimizer.learning_rate": LR,
+    "model.optim.lr": LR,
+    "actor_rollout_ref.actor.optim.lr": LR,
+    "optimzer.lr": LR,
+    "critic.optim.lr": (*LR[:3], "critic.optimizer.lr"),
+    "critic_learning_rate": ("", "", "", "critic.optimizer.lr"),
+    "beta": ("", "algorithm.beta", "algorithm.kl_coef", "algorithm.kl_coef"),
+    "algorithm.kl_beta": ("", "algorithm.beta", "algorithm.kl_coef", "algorithm.kl_coef"),
+    "kl_beta": ("", "algorithm.beta", "algorithm.kl_coef", "algorithm.kl_coef"),
+    "init_kl_coef": (*NONE_IN_TWO, "algorithm.kl_coef", "algorithm.kl_coef"),
+    "trainer.ppo.initial_policy_kl_penalty": (*NONE_IN_TWO, "algorithm.kl_coef", "algorithm.kl_coef"),
+    "model.dpo.ref_policy_kl_penalty": ("", "algorithm.beta", "", ""),
+    "max_new_tokens": (*NONE_IN_TWO, *("rollout.sampling.max_response_length",) * 2),
+    "max_completion_length": (*NONE_IN_TWO, *("rollout.sampling.max_response_length",) * 2),
+    "model.ppo.length_params.max_length": (*("data.max_length",) * 2, *("rollout.sampling.max_response_length",) * 2),
+    "data.max_response_length": (*NONE_IN_TWO, *("rollout.sampling.max_response_length",) * 2),
+    "max_seq_length": (*("data.max_length",) * 2, *("data.max_prompt_length",) * 2),
+    "temperature": (*NONE_IN_TWO, *("rollout.sampling.temperature",) * 2),
+    "validaton.temperature": (*NONE_IN_TWO, *("validation.temperature",) * 2),
+    "model.tensor_model_parallel_size": ("parallel.tp",) * 4,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": (*("parallel.tp",) * 2, *("rollout.tp",) * 2),
+    "per_device_train_batch_size": ("model.micro_batch_size",) * 4,
+    "critic.ppo_micro_batch_size_per_gpu": (*("model.micro_batch_size",) * 3, "critic.model.micro_batch_size"),
+    "train_batch_size": (*("algorithm.batch_size",) * 2, *("algorithm.mini_batch_size",) * 2),
+    "data.train_batch_size": (*("algorithm.batch_size",) * 2, "algorithm.prompts_per_step", "algorithm.rollouts_per_step"),
+    "ppo_mini_batch_size": (*NONE_IN_TWO, *("algorithm.mini_batch_size",) * 2),
+    "num_generations": (*NONE_IN_TWO, "algorithm.group_size", ""),
+    "actor_rollout_ref.rollout.n": (*NONE_IN_TWO, "algorithm.group_size", ""),
+    "clip_ratio": (*NONE_IN_TWO, *("algorithm.clip_eps_low and algorithm.clip_eps_high",) * 2),
+    "value_clip": ("", "", "", "critic.clip"),
+    "lambd": ("", "", "", "algorithm.gae_lambda"),
+    "adam_betas": ("optimizer.beta1 and optimizer.beta2",) * 4,
+    "gradient_checkpointing": ("model.recompute=full",) * 4,
+    "num_train_epochs": ("loop.max_steps",) * 4,
+    "trainer.dpo.max_steps": ("loop.max_steps",) * 4,
+    "lora_r": ("model.lora.rank",) * 4,
+    "output_dir": ("run.directory",) * 4,
+    "model.data.train_ds.file_path": ("data.train",) * 4,
+    "eval_dataset": ("data.validation",) * 4,
+    "use_vllm": (*NONE_IN_TWO, *("rollout.engine=vllm",) * 2),
+    "loss_type": ("", "algorithm.loss", *("algorithm.aggregation",) * 2),
+}
+
+
+@pytest.mark.parametrize("typed", TABLE)
+def test_the_setting_that_is_meant(typed: str, keys) -> None:
+    for recipe, meant in zip(("sft", "dpo", "grpo", "ppo"), TABLE[typed], strict=True):
+        said = hint(typed, keys[recipe])
+        if meant:
+            assert said.partition(" (")[0] == f"did you mean {meant}?", recipe
+        else:
+            assert said.startswith("this recipe has no ") and said.endswith("; see --help"), f"{recipe}: {said}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("gradient_accumulation_steps", "there is no such setting: it follows from"),
+        ("trainer.total_epochs", "did you mean loop.max_steps? (the run's length is in steps, not in epochs)"),
+        ("min_prompt_length", "see --help"),  # nothing of another meaning for being spelled like it
+        ("optimizer.max_lr", "see --help optimizer"),
+        ("dataset.nothing", "see --help"),
+        ("loop.max_stepps", "did you mean loop.max_steps?"),
+        ("algorithm.groupsize", "did you mean algorithm.group_size?"),
+        ("weight_decy", "did you mean optimizer.weight_decay?"),
+        ("reward_model.model.path", "did you mean reward.model.path?"),
+        ("folder.path", "see --help"),  # several settings end with path, none of them in such a section
+    ],
+)
+def test_other_hints(typed: str, said: str, keys) -> None:
+    assert hint(typed, keys["grpo"]).startswith(said)
+
+
+def test_all_unknown_keys_at_once(tmp_path) -> None:
+    """Of the command line, of a preset of the user's own, and of the values of a dict; what is known has no say in it."""
+    own = tmp_path / "own" / "algorithm"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("kl_beta: 0.1\ngroup_size: 4\nnested: {deep: 1}\n")
+    schema = recipes()["grpo"].config
+    given = ["data.train=x", f"hydra.searchpath=[file://{tmp_path / 'own'}]", "algorithm=mine", "loop.max_steps=0"]
+    with pytest.raises(ConfigError) as caught:
+        compose(schema, "grpo", [*given, "learning_rate=1", "+trainer={ppo: {max_steps: 3}}", "reward.functions.a={functoin: b}"])
+    first, *lines = str(caught.value).split("\n  ")
+    assert first == "5 unknown settings"
+    assert lines == [
+        "learning_rate in 'learning_rate=1': did you mean optimizer.lr?",
+        "trainer.ppo.max_steps in '+trainer={ppo: {max_steps: 3}}': did you mean loop.max_steps?",
+        "reward.functions.a.functoin in 'reward.functions.a={functoin: b}': did you mean reward.functions.a.function?",
+        f"algorithm.kl_beta in {own / 'mine.yaml'}: did you mean algorithm.kl_coef?",
+        f"algorithm.nested.deep in {own / 'mine.yaml'}: see --help algorithm",
+    ]
+
+
+def test_shipped_files_have_no_unknown_key() -> None:
+    """The check of files reads them as Hydra does, packages included."""
+    for name in ("ppo_70b", "grpo"):
+        schema = recipes()[name.partition("_")[0]].config
+        assert compose(schema, name, ["data.train=x"])
+    assert (conf_directory() / "experiment" / "demo_ppo.yaml").is_file()
+    assert compose(recipes()["ppo"].config, "ppo", ["+experiment=demo_ppo", "data.train=x"])
+
+
+def test_all_unknown_keys_of_a_saved_config() -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_yaml(recipes()["sft"].config, "optimizer: {learning_rate: 1}\nbeta: 2\n", ["data.trian=x"])
+    lines = str(caught.value).split("\n  ")
+    assert [line.partition(":")[0] for line in lines] == ["3 unknown settings", "optimizer.learning_rate", "beta", "data.trian"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    [
+        ("critic.server.port=-1", "critic.server.port=-1: must be from 1 to 65535"),
+        ("reward.server.port=-1", "reward.server.port=-1: must be from 1 to 65535"),
+        ("reward.server.host=''", "reward.server.host='': give an address"),
+        ("critic.server.idle_seconds=0", "critic.server.idle_seconds=0.0: must be above 0"),
+        ("reward.server.tls_key=k", "reward.server.tls_certificate='', tls_key='k': give both"),
+        ("critic.server.stuck_limit_seconds=1", "critic.server.stuck_limit_seconds=1.0: must be at least round_limit_seconds=15.0"),
+        ("client.num_threads=0", "client.num_threads=0: must be above 0"),
+        ("launcher.grace_seconds=-1", "launcher.grace_seconds=-1.0: must be finite and not negative"),
+        ("launcher.num_failure_lines=0", "launcher.num_failure_lines=0: must be at least 1"),
+        ("logging.num_table_rows=-1", "logging.num_table_rows=-1: must not be negative"),
+        ("logging.max_cell_chars=2", "logging.max_cell_chars=2: must be at least 8"),
+        ("logging.wandb_entity=me", "logging.wandb_entity=me: needs logging.wandb_project"),
+        ("accuracy.timeout_seconds=0", "accuracy.timeout_seconds=0.0: must be finite and above 0"),
+        ("reward.function.timeout_seconds=0", "reward.function.timeout_seconds=0.0: must be finite and above 0"),
+        ("reward.functions.a.weight=1", "reward.functions.a: no source: a reward has exactly one of"),
+        ("parallel.vpp=2", "parallel.vpp=2: the interleaved schedule needs parallel.pp > 1"),
+        ("critic.parallel.vpp=2", "critic.parallel.vpp=2: the interleaved schedule needs critic.parallel.pp > 1"),
+        ("reward.parallel.tp_comm_overlap=true", "reward.parallel.tp_comm_overlap=true: needs reward.parallel.sequence_parallel=true"),
+        ("critic.model.share_prompts=true", "critic.model.share_prompts=true: needs critic.model.packing=true"),
+        ("critic.model.lora.path=x", "critic.model.lora.path=x: needs critic.model.lora.rank"),
+        ("reward.model.architecture.num_layers=0", "reward.model.architecture.num_layers=0: "),
+        ("critic.optimizer.lr=100", "critic.optimizer.lr=100.0, min_lr="),
+        ("critic.num_epochs=0", "critic.num_epochs=0: must be at least 1"),
+        ("guard.logprob_gap.patience=0", "guard.logprob_gap.patience=0: must be at least 1"),
+        ("algorithm.shaping.scale=0", "algorithm.shaping.scale=0.0: must be above 0"),
+        ("rollout.sampling.min_p=2", "rollout.sampling.min_p=2.0: "),
+        ("rollout.tensorrt_llm.start_seconds=0", "rollout.tensorrt_llm.start_seconds=0.0: must be above 0"),
+    ],
+)
+def test_errors_name_keys_as_typed(setting: str, error: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_yaml(recipes()["ppo"].config, "", ["data.train=x", setting])
+    assert str(caught.value).startswith(error)
