@@ -340,6 +340,7 @@ class TrainSelfRewarding(OnlineRun):
     """Self-rewarding, and iterative DPO on rewards (conf/self_rewarding.yaml)."""
 
     algorithm: SelfRewardingConfig = field(default_factory=SelfRewardingConfig)
+    batch_setting = "batch_size"
 
     def __post_init__(self) -> None:
         OnlineRun.__post_init__(self)

@@ -140,6 +140,7 @@ class TrainSPIN(OnlineRun):
 
     data: DemonstrationDataConfig = field(default_factory=DemonstrationDataConfig)
     algorithm: SPINConfig = field(default_factory=SPINConfig)
+    batch_setting = "batch_size"
 
     def __post_init__(self) -> None:
         check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)

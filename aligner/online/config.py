@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from aligner.cluster.config import LocalLauncherConfig
 from aligner.data.config import PromptDataConfig
@@ -49,6 +49,7 @@ class OnlineRun(JobRun):
     accuracy: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # judges validation responses; empty: no accuracy
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     launcher: LocalLauncherConfig = field(default_factory=LocalLauncherConfig)
+    batch_setting: ClassVar[str] = "mini_batch_size"  # what the setting is called that `algorithm.mini_batch_size` says
 
     def __post_init__(self) -> None:
         reports = self.validation.reports(has_accuracy=bool(self.accuracy.function))
@@ -99,10 +100,7 @@ class OnlineRun(JobRun):
     def check(self, architecture: Architecture, num_ranks: int) -> None:
         check_layout(self.model, self.parallel, architecture, num_ranks)
         self.check_engine(architecture, num_ranks)
-        has_own = any(one.name == "mini_batch_size" for one in fields(self.algorithm))
-        check_replicas(
-            "mini_batch_size" if has_own else "batch_size", self.algorithm.mini_batch_size, num_ranks // self.parallel.replica_size
-        )
+        check_replicas(self.batch_setting, self.algorithm.mini_batch_size, num_ranks // self.parallel.replica_size)
 
     def check_engine(self, architecture: Architecture, num_ranks: int) -> None:
         """Raise ConfigError if the engine cannot do what `rollout` asks of it on `num_ranks` ranks."""
