@@ -35,7 +35,7 @@ from aligner.errors import ConfigError
 from aligner.loop.config import TrainerRun, check_best_metric
 from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_batch_sizes, check_reference
 from aligner.loop.loop import Clock, StepResult
-from aligner.loop.own_functions import named, resolve
+from aligner.loop.own_functions import named, resolve, text_of
 from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.pairs import DPOVariant, LogRatios, OwnPairLoss
 from aligner.losses.preference import dpo_loss
@@ -63,6 +63,7 @@ class PairLossConfig:
     dpop_coef: float = 0.0  # loss=dpop: of how far the chosen response's log-prob is below the reference's
 
     def __post_init__(self) -> None:
+        self.loss = text_of(self.loss)
         for name, is_bad, rule in self._rules():
             if is_bad:
                 raise ConfigError(f"algorithm.{name}={getattr(self, name)}: {rule}")

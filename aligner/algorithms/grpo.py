@@ -23,7 +23,7 @@ from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.loop.learnt import of_rows, totals
 from aligner.loop.loop import Clock, StepResult
-from aligner.loop.own_functions import named, resolve
+from aligner.loop.own_functions import named, resolve, text_of
 from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.advantages import Estimator, OwnEstimator, counted_rows, estimate, outcome_rewards, shaped_rewards
 from aligner.losses.aggregation import Aggregation
@@ -78,6 +78,7 @@ class GRPOConfig(PolicyGradientConfig):
         for name in ("prompts_per_step", "group_size", "max_rounds_per_step"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        self.estimator = text_of(self.estimator)
         check_estimator(
             named("algorithm.estimator", self.estimator, Estimator),
             group_size=self.group_size,

@@ -13,9 +13,14 @@ from aligner.rewards.load import FORMS, load_reward_function
 Options = TypeVar("Options", bound=Enum)
 
 
+def text_of(value: str) -> str:
+    """A member of an enum as the text that names it; any other text as it is. For fields that may be given either."""
+    return value.value if isinstance(value, Enum) else value
+
+
 def named(setting: str, value: str, options: type[Options]) -> Options | None:
     """Which of ours the value names; None for a function of the user's, which is not imported. Raises ConfigError for neither."""
-    text = value.value if isinstance(value, Enum) else value
+    text = text_of(value)
     if ":" in text:
         return None
     if text not in [option.value for option in options]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.loop.own_functions import named, resolve
+from aligner.loop.own_functions import named, resolve, text_of
 from aligner.losses.advantages import GROUPED, PER_RESPONSE, Estimator
 from aligner.losses.aggregation import Aggregation, masked
 from aligner.losses.correction import CorrectionConfig
@@ -59,6 +59,7 @@ class PolicyGradientConfig:
             )
         if self.dual_clip and self.dual_clip <= 1:
             raise ConfigError(f"algorithm.dual_clip={self.dual_clip}: must be above 1, or 0 for off")
+        self.objective = text_of(self.objective)
         objective = named("algorithm.objective", self.objective, Objective)
         if self.dual_clip and objective is not Objective.ppo:
             raise ConfigError(f"algorithm.dual_clip={self.dual_clip}: objective={self.objective} has none; allowed: 0")

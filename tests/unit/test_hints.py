@@ -8,6 +8,9 @@ from aligner.algorithms.registry import recipes
 from aligner.config import compose, conf_directory, from_yaml
 from aligner.errors import ConfigError
 from aligner.hints import hint, synonyms
+from aligner.losses.advantages import Estimator
+from aligner.losses.pairs import DPOVariant
+from aligner.losses.surrogates import Objective
 from aligner.schema import SchemaKey, is_known, schema_keys
 
 
@@ -30,13 +33,18 @@ def test_every_synonym_is_of_a_setting_that_there_is(keys) -> None:
         assert _targets(meaning) or meaning.partition(";")[2], f"{project}: {name} says nothing"
 
 
+OPEN = {"algorithm.estimator": Estimator, "algorithm.objective": Objective, "algorithm.loss": DPOVariant}  # or a function of the user's
+
+
 def test_every_value_of_a_synonym_is_one_that_its_setting_takes(keys) -> None:
     for table in synonyms().values():
         for name, of in table.items():
             for meaning in of:
                 for part in meaning.partition(";")[0].split(" and "):
                     key, equals, value = part.strip().partition("=")
-                    if equals:
+                    if equals and key in OPEN:
+                        assert value in [one.value for one in OPEN[key]], part
+                    elif equals:
                         kinds = {known.type for of_recipe in keys.values() for known in of_recipe if known.key == key}
                         allowed = {value for kind in kinds for value in ("true", "false" if kind == "bool" else "", *kind.split("|"))}
                         assert value in allowed, f"{name}: {part}: allowed {allowed}"

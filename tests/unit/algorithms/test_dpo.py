@@ -45,7 +45,7 @@ def dpo(fakes, log=None, *, policy=None, reference=None, validation=(), **config
     return DPO(
         settings,
         policy or fakes.FakePolicy(log),
-        (reference or fakes.FakePolicy(log, level=-1.5)) if settings.loss.needs_reference else None,
+        (reference or fakes.FakePolicy(log, level=-1.5)) if settings.variant.needs_reference else None,
         train=PAIRS,
         validation=validation,
         pad_id=0,

@@ -41,7 +41,7 @@ class FakeReference:
 
 def online_dpo(fakes, task, log=None, **settings) -> OnlineDPO:
     config = OnlineDPOConfig(**({"prompts_per_step": 2, "group_size": 2, "mini_batch_size": 4} | settings))
-    reference = FakeReference() if config.loss.needs_reference else None
+    reference = FakeReference() if config.variant.needs_reference else None
     return OnlineDPO(config, fakes.FakePolicy([] if log is None else log), task, reference)
 
 
