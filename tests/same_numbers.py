@@ -62,13 +62,16 @@ CASES = {
     "simpo": Case("dpo", [*TRAINER, *_sets("pairs"), "algorithm=simpo_dpo"]),
     "kto": Case("kto", [*TRAINER, *_sets("unpaired")]),
     "kto_precomputed": Case("kto", [*TRAINER, *_sets("unpaired"), "algorithm.reference=precomputed"]),
-    "steerlm": Case("steerlm", [*TRAINER, *_sets("labelled")]),
+    "steerlm": Case("steerlm", [*TRAINER, *_sets("labelled"), "data.max_length=128"]),
     "proposals": Case("proposals", [*WRITER, "data.train={data}/sampled.jsonl", "data.max_length=96", "algorithm.adds=response"]),
-    "steerlm2": Case("steerlm2", [*TRAINER, *_sets("proposed")]),
+    "steerlm2": Case("steerlm2", [*TRAINER, *_sets("proposed"), "data.max_length=128"]),
     "teacher_logprobs": Case("teacher_logprobs", [*_sets("sft"), "data.max_length=96", "algorithm.top_k=4", "algorithm.shard_size=3"]),
     "distill": Case("distill", [*TRAINER, *(f"data.{name}={{runs}}/teacher_logprobs/teacher/{name}" for name in ("train", "validation"))]),
     "generate": Case("generate", [*WRITER, "data.train={data}/prompts.jsonl", "rollout.sampling.max_response_length=8"]),
-    "annotate": Case("annotate", [*WRITER, "data.train={data}/labelled.jsonl", "model.path={runs}/regression_reward_model/export"]),
+    "annotate": Case(
+        "annotate",
+        [*WRITER, "data.train={data}/labelled.jsonl", "model.path={runs}/regression_reward_model/export", "algorithm.attributes=[quality]"],
+    ),
     "constitution": Case(
         "constitution",
         [
