@@ -11,13 +11,21 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "([^"]+)"', (HERE / "aligner" / "__init__.py").read_text(), re.MULTILINE).group(1)
 
 
-class BuildWithConf(build_py):
-    """Copies conf/ into a built package as aligner/conf; an editable install reads conf/ from the checkout."""
+SHIPPED = {"conf": "*.yaml", "slurm": "*.sub", "examples": "*"}  # folders of the checkout that a wheel holds too, in aligner/
+
+
+class BuildWithFolders(build_py):
+    """Copies the folders into a built package; an editable install reads those of the checkout."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            shutil.copytree(HERE / "conf", Path(self.build_lib) / "aligner" / "conf", dirs_exist_ok=True)
+            for folder, pattern in SHIPPED.items():
+                for file in sorted((HERE / folder).rglob(pattern)):
+                    if file.is_file() and "__pycache__" not in file.parts:
+                        target = Path(self.build_lib) / "aligner" / file.relative_to(HERE)
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        shutil.copyfile(file, target)
 
 
 setup(
@@ -35,7 +43,7 @@ setup(
         "aligner.rollout": ["contracts/*.json"],
         "aligner.rollout.native": ["*.c", "*.h"],  # compiled where they run
     },
-    cmdclass={"build_py": BuildWithConf},
+    cmdclass={"build_py": BuildWithFolders},
     install_requires=[
         "torch>=2.6",  # megatron-core's own bound; GPU images bring theirs, so there is no upper one
         "megatron-core>=0.16.1,<0.20,!=0.17.*,!=0.18.*",  # 0.16.1 is the newest for Python < 3.12; the tests have run with it and 0.19.2

@@ -1,4 +1,4 @@
-"""The `aligner` command: `plan`, `preflight`, `gap`, `data`, `report`, `diagnose`, `convert`, `launch`.
+"""The `aligner` command: `train`, `serve`, `launch`, `plan`, `preflight`, `gap`, `data`, `report`, `diagnose`, `convert`, `demo`.
 
 click reads the command line and completes it in a shell; what a command needs beyond that is imported when the command runs, so that
 `aligner --help` and completion answer at once.
@@ -25,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises SystemExit after `--help` and `--version`, and (2, with the usage and one line on stderr) if the command line itself is wrong.
     """
     command, message = _parse(argv), ""
+    if isinstance(command, _Program):
+        command()
+        return 0
     import os
 
     from aligner.cluster import outcomes
@@ -41,6 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(code)
 
 
+def _refused(error: Exception) -> int:
+    from aligner.cluster.exit_codes import ExitCode
+
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    return int(ExitCode.refused)
+
+
 def _parse(argv: Sequence[str] | None) -> Callable[[], int]:
     """The command that was asked for, ready to run. Raises SystemExit where `main` says."""
     try:
@@ -54,14 +64,35 @@ def _parse(argv: Sequence[str] | None) -> Callable[[], int]:
     return command
 
 
+class _Program(partial[None]):
+    """A program with settings: it ends by itself, with SystemExit, and records how (`aligner.config.program.entrypoint`)."""
+
+
 class _Command(click.Command):
     """Chosen here, run by `main`: around a command that runs, click would turn Ctrl-C and broken pipes into errors of its own."""
 
     def invoke(self, ctx: click.Context) -> Callable[[], int]:
+        if (folder := ctx.params.pop("config_dir", None)) is not None:  # as an override it reaches every process of the run
+            from aligner.config import override
+
+            ctx.params["overrides"] = (*ctx.params["overrides"], override("hydra.searchpath", [f"file://{folder.resolve()}"]))
         return partial(self.callback, **ctx.params)
 
     def get_short_help_str(self, limit: int = 45) -> str:
         return super().get_short_help_str(limit=200)  # whole sentences in the list of commands
+
+
+class _ProgramCommand(_Command):
+    """All that follows the name of the config is the program's own."""
+
+    def invoke(self, ctx: click.Context) -> Callable[[], int]:
+        return _Program(self.callback, **ctx.params)  # type: ignore[arg-type]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args[:1] in (["--help"], ["-h"]):
+            click.echo(self.get_help(ctx))
+            ctx.exit()
+        return super().parse_args(ctx, args)
 
 
 class _Group(click.Group):
@@ -70,9 +101,9 @@ class _Group(click.Group):
 
 
 def _configs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    from aligner.files import conf_directory
+    from aligner.files import configs
 
-    return sorted(file.stem for file in conf_directory().glob("*.yaml") if file.stem.startswith(incomplete))
+    return [name for name in configs() if name.startswith(incomplete)]
 
 
 def _configs_or(kind: str, context: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:
@@ -94,10 +125,15 @@ class _Path(click.Path):
 
 _FILE = _Path(readable=False)
 _DIRECTORY = _Path(readable=False, file_okay=False)
-_CONFIG = "CONFIG: a file of conf/ without .yaml, such as ppo_70b."
-_SETTINGS = "KEY=VALUE: settings, as for the scripts in examples/nlp."
+_CONFIG = "CONFIG: a recipe, such as ppo, or one of its configs in conf/ppo/, such as ppo_70b."
+_SETTINGS = "KEY=VALUE: settings, as for `aligner train`."
 _config = click.argument("config", shell_complete=_configs)
 _overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+_config_dir = click.option("--config-dir", type=_DIRECTORY, metavar="DIR", help="Where configs and presets of your own are.")
+_settings = click.argument(
+    "settings", nargs=-1, metavar="[KEY=VALUE]... [--help [SECTION]] [--cfg job] [--multirun]", type=click.UNPROCESSED
+)
+_AS_TYPED = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
 _json = click.option("--json", "json_path", type=_FILE, metavar="FILE", help="Write everything to FILE.")
 _run_directory = click.argument("directory", type=_DIRECTORY, metavar="RUN_DIRECTORY")
 _RUN_DIRECTORY = "RUN_DIRECTORY: run.directory of the run, which may be under way."
@@ -110,9 +146,57 @@ def commands() -> None:
     """LLM alignment on Megatron-Core, for Slurm and MPI clusters."""
 
 
+@commands.command(cls=_ProgramCommand, context_settings=_AS_TYPED, epilog=_CONFIG)
+@_config
+@_settings
+def train(config: str, settings: tuple[str, ...]) -> None:
+    """Train, or write data, with a recipe on this rank (start one for each: srun, torchrun, mpiexec, aligner launch)."""
+    from aligner.algorithms import registry
+    from aligner.errors import ConfigError
+
+    try:
+        recipe = registry.recipe_of(config, registry.parse(settings).overrides)
+    except ConfigError as error:
+        raise SystemExit(_refused(error)) from None
+    registry.program(recipe.name)([f"config={config}", *settings], program=f"aligner train {config}")
+
+
+@commands.command(cls=_ProgramCommand, context_settings=_AS_TYPED, epilog=f"{_CONFIG} Without one: ppo.")
+@click.argument("server", type=click.Choice(["critic", "reward"]))
+@_settings
+def serve(server: str, settings: tuple[str, ...]) -> None:
+    """Serve the critic or the reward model of a run, with the same settings as the run: critic|reward [CONFIG] KEY=VALUE..."""
+    from aligner.algorithms.registry import server_program
+
+    def run(config: Any) -> None:
+        from aligner.jobs import serving  # after the settings are known to be good: this imports Megatron-Core
+
+        {"critic": serving.serve_critic, "reward": serving.serve_reward_model}[server](config)
+
+    has_config = bool(settings) and "=" not in settings[0] and not settings[0].startswith("-")
+    chosen = [f"config={settings[0]}", *settings[1:]] if has_config else list(settings)
+    server_program(server, run)(chosen, program=f"aligner serve {server}")
+
+
+@commands.command(context_settings=_AS_TYPED)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def demo(arguments: tuple[str, ...]) -> int:
+    """SFT, a reward model and PPO with two servers on this machine, offline: some minutes."""
+    import runpy
+
+    from aligner.files import shipped
+
+    script = shipped("examples") / "demo" / "run.py"
+    sys.path.insert(0, str(script.parent))
+    sys.argv = ["aligner demo", *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
+
+
 @commands.command(epilog=f"{_CONFIG} {_SETTINGS}")
 @_config
 @_overrides
+@_config_dir
 @click.option("--search", is_flag=True, help="Also show the fastest layouts of the same ranks that fit.")
 @click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, metavar="N", help="How many layouts of each component.")
 @_json
@@ -126,6 +210,7 @@ def plan(config: str, overrides: tuple[str, ...], search: bool, top: int, json_p
 @commands.command(epilog=f"{_CONFIG} {_SETTINGS}")
 @_config
 @_overrides
+@_config_dir
 @click.option("--only", default="", metavar="A,B", help="Only these items (ranks and config always).")
 @click.option("--engine", is_flag=True, help="Also build the model and its rollout engine, refit it and generate.")
 @click.option("--timeout", type=float, default=0.0, metavar="SECONDS", help="Of every item, in place of each one's own.")
@@ -141,6 +226,7 @@ def preflight(config: str, overrides: tuple[str, ...], only: str, engine: bool, 
 @commands.command(epilog=f"{_CONFIG[:-1]}, or the directory of a run (its newest policy). {_SETTINGS}")
 @click.argument("config", shell_complete=partial(_configs_or, "dir"))
 @_overrides
+@_config_dir
 @click.option("--prompts", "num_prompts", default=16, show_default=True, metavar="N", help="Prompts of data.train.")
 @click.option("--random-prompts", is_flag=True, help="Prompts of random tokens instead.")
 @click.option("--tokens", "num_tokens", default=32, show_default=True, metavar="N", help="Tokens of a response at most.")
@@ -161,9 +247,10 @@ def data() -> None:
     """Look at data before a job does."""
 
 
-@data.command(epilog=f"CONFIG|FILE: a file of conf/ without .yaml, such as sft; with --kind a data file. {_SETTINGS}")
+@data.command(epilog=f"CONFIG|FILE: a recipe or one of its configs, such as sft; with --kind a data file. {_SETTINGS}")
 @click.argument("target", metavar="CONFIG|FILE", shell_complete=partial(_configs_or, "file"))
 @_overrides
+@_config_dir
 @click.option("--kind", default="", metavar="KIND", help="Of the file: sft, preference, kto, prompts, ... (docs/data.md).")
 @click.option("--tokenizer", default="", type=click.Path(), metavar="DIR", help="With --kind: directory of the model's tokenizer.")
 @click.option("--samples", default=3, show_default=True, metavar="N", help="How many are shown of each data set.")
@@ -226,20 +313,22 @@ def launch() -> None:
     """Start every component of a run."""
 
 
-@launch.command(epilog=f"RECIPE: a file of conf/ without .yaml, such as grpo, ppo or sft. {_SETTINGS}")
-@click.argument("recipe", shell_complete=_configs)
+@launch.command(epilog=f"{_CONFIG} {_SETTINGS}")
+@_config
 @_overrides
+@_config_dir
 @click.option("--processes", default=0, metavar="N", help="Ranks of the training component (default: the config's).")
-def local(recipe: str, overrides: tuple[str, ...], processes: int) -> int:
+def local(config: str, overrides: tuple[str, ...], processes: int) -> int:
     """As processes on this machine."""
     from aligner.jobs.local import launch_local
 
-    return launch_local(recipe, overrides, num_processes=processes)
+    return launch_local(config, overrides, num_processes=processes)
 
 
 @launch.command(epilog=f"{_CONFIG} {_SETTINGS}")
 @_config
 @_overrides
+@_config_dir
 @click.option("--dry-run", is_flag=True, help="Print the script instead of submitting it.")
 @click.option("--test-only", is_flag=True, help="Ask Slurm whether and when it could run (sbatch --test-only).")
 @click.option("--output", type=_FILE, metavar="FILE", help="Write the script to FILE instead of submitting it.")

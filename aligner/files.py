@@ -1,4 +1,4 @@
-"""Files that are either not there or complete; where the package keeps its configs."""
+"""Files that are either not there or complete; what comes with the package."""
 
 from __future__ import annotations
 
@@ -9,10 +9,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 
+def checkout() -> Path | None:
+    """The directory of the source code that this package runs from; None if it was installed from a wheel."""
+    home = Path(__file__).resolve().parent.parent
+    return home if (home / "conf").is_dir() and (home / "setup.py").is_file() else None
+
+
+def shipped(folder: str) -> Path:
+    """`conf`, `examples` or `slurm` of the checkout, or the copy of it that a wheel holds."""
+    return (checkout() or Path(__file__).resolve().parent) / folder
+
+
 def conf_directory() -> Path:
-    """conf/ of the checkout, or the copy that a built package holds."""
-    package = Path(__file__).resolve().parent
-    return next((path for path in (package.parent / "conf", package / "conf") if path.is_dir()), package.parent / "conf")
+    """The configs and presets that come with the package."""
+    return shipped("conf")
+
+
+def recipe_folders() -> list[Path]:
+    """The folders of the recipes in conf/: each holds the recipe's own config, which has the folder's name."""
+    return sorted(file.parent for file in conf_directory().glob("*/*.yaml") if file.stem == file.parent.name)
+
+
+def configs() -> list[str]:
+    """The names of all configs of conf/."""
+    return sorted(file.stem for folder in recipe_folders() for file in folder.glob("*.yaml"))
 
 
 def publish(path: Path, write: Callable[[Path], object]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from aligner.errors import ConfigError
 from aligner.schema import SchemaKey, named_as
@@ -48,8 +47,8 @@ NEEDS = {
 def render(keys: Sequence[SchemaKey], values: Mapping[str, str], *, program: str, file: str, groups: Sequence[str], topic: str = "") -> str:
     """The help on a topic: "" (what matters most), "all", a section such as `rollout` or `rollout.sampling`, or one setting.
 
-    `program` is the script as it was started; `values` has what each setting is, as it is written on a command line; `file` is the
-    composed file of conf/; `groups` are its presets, one a line. Raises ConfigError for a topic that there is not.
+    `program` is how the program is called; `values` has what each setting is, as it is written on a command line; `file` is the
+    composed config; `groups` are its presets, one a line. Raises ConfigError for a topic that there is not.
     """
     if topic:
         return "\n".join(_of_topic(keys, values, topic))
@@ -57,16 +56,17 @@ def render(keys: Sequence[SchemaKey], values: Mapping[str, str], *, program: str
     sections = [_section_line(key, keys) for key in keys if key.section and "." not in key.key and key.key not in unused]
     return "\n".join(
         [
-            f"usage: {Path(program).name} [config=NAME] [key=value ...] [group=option ...] [--help [SECTION|SETTING|{ALL}]] [--cfg]",
-            f"\nExample:\n  python {program} {example(file)}",
-            f"\nWhat matters most, as {file}.yaml and the arguments have it (--cfg prints all of it as YAML):",
+            f"usage: {program} [--config-name NAME] [--config-dir DIR] [key=value ...] [group=preset ...]",
+            f"       [--help [SECTION|SETTING|{ALL}]] [--cfg job] [--multirun key=value,value ...]",
+            f"\nExample:\n  {program} {example(file)}",
+            f"\nWhat matters most, as {file}.yaml and the arguments have it (--cfg job prints all of it as YAML):",
             *(_line(key, values) for key in most_important(keys, values)),
             f"\nSections (--help SECTION lists the settings, --help {ALL} those of every section):",
             *sections,
             *(f"  not used without {' or '.join(needs)}: {', '.join(names)}" for needs, names in _by_need(unused)),
             "\nGroups:",
             *(f"  {line}" for line in groups),
-            "  of your own: 'hydra.searchpath=[file:///dir]'",
+            "  of your own, in DIR/GROUP/NAME.yaml: --config-dir DIR",
         ]
     )
 
@@ -79,7 +79,7 @@ def most_important(keys: Sequence[SchemaKey], values: Mapping[str, str]) -> list
 
 
 def example(file: str) -> str:
-    """Arguments with which the recipe of a file of conf/ can start."""
+    """Arguments with which the recipe of a config can start."""
     recipe = max((name for name in NEEDED if file == name or file.startswith(f"{name}_")), key=len, default="")
     return f"{_EXAMPLE} {NEEDED[recipe]}" if recipe else _EXAMPLE
 

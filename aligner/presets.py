@@ -1,24 +1,24 @@
-"""The files of conf/: which recipe one belongs to, and which recipes may take a preset of a group. No Hydra."""
+"""Where configs lie: `conf/<recipe>/` has a recipe's configs, and its presets by group (`conf/dpo/algorithm/simpo.yaml`); `conf/` has the
+groups of all recipes (`conf/model/llama3_8b.yaml`). No Hydra.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
 
 from aligner.errors import ConfigError
+from aligner.files import conf_directory, recipe_folders
 from aligner.hints import unknown_keys
 from aligner.schema import SchemaKey, is_known
 
-_SHORT = {"reward_model": "rm"}  # how the names of job files may begin instead
 
-
-def belongs_to(file: str, name: str) -> bool:
-    """Whether a file of conf/ is `<name>` itself or one of its job files: `ppo_70b` of ppo, `rm_70b` of reward_model."""
-    prefixes = (f"{name}_", f"{_SHORT[name]}_") if name in _SHORT else (f"{name}_",)
-    return file == name or file.startswith(prefixes)
+def folders_of(config: str) -> list[Path]:
+    """Where a config of conf/ and its presets are looked for: the folder that has it, and conf/."""
+    own = next((folder for folder in recipe_folders() if (folder / f"{config}.yaml").is_file()), None)
+    return [own, conf_directory()] if own else [conf_directory()]
 
 
 def find_file(file: str, folders: Sequence[Path]) -> Path | None:
@@ -26,29 +26,35 @@ def find_file(file: str, folders: Sequence[Path]) -> Path | None:
     return next((path for folder in folders if (path := folder / f"{file}.yaml").is_file()), None)
 
 
-def check_preset(name: str, file: str, folders: Sequence[Path]) -> None:
-    """Raise ConfigError where `<group>/<preset>` is of other recipes than `conf/<name>.yaml`."""
-    path = find_file(file, folders)
-    if path is None or _takes(name, path):
+def groups_in(folders: Sequence[Path]) -> list[str]:
+    """The names of the groups of presets in these folders."""
+    recipes = recipe_folders()
+    found = {path.name for folder in folders if folder.is_dir() for path in folder.iterdir() if path.is_dir() and path not in recipes}
+    return sorted(name for name in found if not name.startswith((".", "__")))
+
+
+def check_preset(recipe: str, file: str, folders: Sequence[Path]) -> None:
+    """Raise ConfigError if `<group>/<preset>` is of a group that there is, here or for another recipe, and none of these folders has it."""
+    group, _, preset = file.rpartition("/")
+    if not group or find_file(file, folders) is not None:
         return
-    group = file.rpartition("/")[0]
-    own = sorted({other.stem for folder in folders for other in (folder / group).glob("*.yaml") if _takes(name, other)})
-    recipes, allowed = ", ".join(_recipes_of(path)), ", ".join(own) or "none"
-    raise ConfigError(f"{group}={path.stem}: a preset of {recipes}, given to {name}; allowed: {allowed}")
+    others = [folder.name for folder in recipe_folders() if (folder / f"{file}.yaml").is_file()]
+    if not others and group not in groups_in(folders):
+        return
+    own = sorted({other.stem for folder in folders for other in (folder / group).glob("*.yaml")})
+    what = f"a preset of {', '.join(others)}, given to {recipe}" if others else f"{recipe} has no such preset"
+    raise ConfigError(f"{group}={preset}: {what}; allowed: {', '.join(own) or 'none'}")
 
 
-def groups_of(name: str, keys: Sequence[SchemaKey], directory: Path) -> list[str]:
-    """`group=preset|preset` of the presets in `directory` that `conf/<name>.yaml` takes, of settings that there are."""
-    found = {
-        folder.name: [
-            preset.stem
-            for preset in sorted(folder.glob("*.yaml"))
-            if _takes(name, preset) and (is_known(folder.name, keys) or _recipes_of(preset))
-        ]
-        for folder in sorted(directory.iterdir())
-        if folder.is_dir()
-    }
-    return [f"{group}={'|'.join(presets)}" for group, presets in found.items() if presets]
+def groups_of(keys: Sequence[SchemaKey], folders: Sequence[Path]) -> list[str]:
+    """`group=preset|preset` of the presets that a recipe with these settings and folders takes."""
+    found = []
+    for group in groups_in(folders):
+        own = any((folder / group).is_dir() and folder != conf_directory() for folder in folders)
+        if own or is_known(group, keys):
+            presets = dict.fromkeys(preset.stem for folder in folders for preset in sorted((folder / group).glob("*.yaml")))
+            found.append(f"{group}={'|'.join(presets)}")
+    return found
 
 
 def unknown_in_file(path: Path, package: str, keys: Sequence[SchemaKey]) -> Iterator[str]:
@@ -57,15 +63,3 @@ def unknown_in_file(path: Path, package: str, keys: Sequence[SchemaKey]) -> Iter
     if isinstance(written, dict):
         settings = {name: value for name, value in written.items() if name not in ("defaults", "hydra")}
         yield from unknown_keys(settings, keys, f"{package}." if package else "")
-
-
-def _takes(name: str, preset: Path) -> bool:
-    """Whether a preset may be given to `conf/<name>.yaml`."""
-    recipes = _recipes_of(preset)
-    return not recipes or any(belongs_to(name, recipe) for recipe in recipes)
-
-
-def _recipes_of(preset: Path) -> list[str]:
-    """The recipes that a preset says it is for; empty: all that have its settings."""
-    found = re.search(r"^# Recipes: (.+)$", preset.read_text(), re.MULTILINE)
-    return re.split(r"[,\s]+", found[1].strip()) if found else []

@@ -59,7 +59,7 @@ CASES = {
     "process_reward_model": Case("process_reward_model", [*TRAINER, *_sets("steps")]),
     "dpo": Case("dpo", [*TRAINER, *_sets("pairs")]),
     "dpo_precomputed": Case("dpo", [*TRAINER, *_sets("pairs"), "algorithm.reference=precomputed"], ranks=2),
-    "simpo": Case("dpo", [*TRAINER, *_sets("pairs"), "algorithm=simpo_dpo"]),
+    "simpo": Case("dpo", [*TRAINER, *_sets("pairs"), "algorithm=simpo"]),
     "kto": Case("kto", [*TRAINER, *_sets("unpaired")]),
     "kto_precomputed": Case("kto", [*TRAINER, *_sets("unpaired"), "algorithm.reference=precomputed"]),
     "steerlm": Case("steerlm", [*TRAINER, *_sets("labelled"), "data.max_length=128"]),

@@ -56,7 +56,7 @@ class AnnotateConfig:
 
 @dataclass(kw_only=True, slots=True)
 class Annotate(WritingRun):
-    """Labels for responses by a regression reward model (conf/annotate.yaml)."""
+    """Labels for responses by a regression reward model (conf/annotate/annotate.yaml)."""
 
     data: AnnotateDataConfig = field(default_factory=AnnotateDataConfig)
     algorithm: AnnotateConfig = field(default_factory=AnnotateConfig)
@@ -88,4 +88,4 @@ def _label(config: Annotate, score: Score, part: int, records: Sequence[Unlabell
     return [record.labelled([next(labels) for _ in record.rows]) for record in records], means
 
 
-RECIPE = Recipe(name="annotate", config=Annotate, build=build, script="annotate.py", columns=COLUMNS)
+RECIPE = Recipe(name="annotate", config=Annotate, build=build, columns=COLUMNS)

@@ -243,7 +243,7 @@ USUAL_HISTORY_LENGTH = 2048
 
 @dataclass(kw_only=True, slots=True)
 class ConstitutionalAI(WritingRun):
-    """Critiques, revisions and preferences by a model itself (conf/constitution.yaml)."""
+    """Critiques, revisions and preferences by a model itself (conf/constitution/constitution.yaml)."""
 
     data: ConstitutionDataConfig = field(default_factory=ConstitutionDataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)  # the engine that samples responses, and how it draws them
@@ -377,4 +377,4 @@ def _made_of(config: ConstitutionalAI, cases: Sequence[Case], constitution: Cons
     return {"settings": repr((*settings, config.run.seed)), "data": digest_of(what), "constitution": constitution.digest}
 
 
-RECIPE = Recipe(name="constitution", config=ConstitutionalAI, build=build, script="constitution.py", columns=COLUMNS)
+RECIPE = Recipe(name="constitution", config=ConstitutionalAI, build=build, columns=COLUMNS)

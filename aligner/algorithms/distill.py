@@ -130,7 +130,7 @@ COLUMNS = (
 
 @dataclass(kw_only=True, slots=True)
 class TrainDistillation(TrainerRun):
-    """Distillation from a teacher's stored log-probs (conf/distill.yaml)."""
+    """Distillation from a teacher's stored log-probs (conf/distill/distill.yaml)."""
 
     data: DistillationDataConfig = field(default_factory=DistillationDataConfig)
     algorithm: DistillationConfig = field(default_factory=DistillationConfig)
@@ -155,4 +155,4 @@ def build(job: TrainerJob[TrainDistillation]) -> Built:
     return Built(algorithm=Distillation(settings, policy, train=train, validation=validation, **job.common), model=policy.model)
 
 
-RECIPE = Recipe(name="distill", config=TrainDistillation, build=build, script="distill.py", columns=COLUMNS)
+RECIPE = Recipe(name="distill", config=TrainDistillation, build=build, columns=COLUMNS)

@@ -221,7 +221,7 @@ COLUMNS = (
 
 @dataclass(kw_only=True, slots=True)
 class TrainDPO(TrainerRun):
-    """Direct preference optimisation on pairs (conf/dpo.yaml)."""
+    """Direct preference optimisation on pairs (conf/dpo/dpo.yaml)."""
 
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
     algorithm: DPOConfig = field(default_factory=DPOConfig)
@@ -252,4 +252,4 @@ def build(job: TrainerJob[TrainDPO]) -> Built | None:
     return Built(algorithm=DPO(settings, policy, reference, train=train, validation=validation, **job.common), model=policy.model)
 
 
-RECIPE = Recipe(name="dpo", config=TrainDPO, build=build, script="train_dpo.py", columns=COLUMNS)
+RECIPE = Recipe(name="dpo", config=TrainDPO, build=build, columns=COLUMNS)

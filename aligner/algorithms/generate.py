@@ -51,7 +51,7 @@ class GenerateConfig:
 
 @dataclass(kw_only=True, slots=True)
 class Generate(WritingRun):
-    """Responses to prompts (conf/generate.yaml)."""
+    """Responses to prompts (conf/generate/generate.yaml)."""
 
     data: RequestDataConfig = field(default_factory=RequestDataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)  # the engine that samples responses, and how it draws them
@@ -127,4 +127,4 @@ def _answer(
     return records, {"rollout/response_length": length / len(rollouts), "rollout/truncated_fraction": cut / len(rollouts)}
 
 
-RECIPE = Recipe(name="generate", config=Generate, build=build, script="generate.py", columns=COLUMNS)
+RECIPE = Recipe(name="generate", config=Generate, build=build, columns=COLUMNS)

@@ -2,7 +2,7 @@
 
 One step: sample `group_size` responses to each prompt; what their rewards are held against is `estimator`'s choice (a group's mean, the
 other responses, a greedy one, nothing: `aligner.losses.advantages`); what the policy descends on is `objective`'s. The KL to the reference
-is a term of the loss, or taken off the rewards of single tokens (`kl_in`). The presets under conf/algorithm are the papers' choices.
+is a term of the loss, or taken off the rewards of single tokens (`kl_in`). The presets under conf/grpo/algorithm are the papers' choices.
 
 Where a step's rollouts are used for exactly one update, the policy that is trained is the one that sampled: the ratio is 1 with gradient,
 and no separate pass for the old log-probs is made (unless the KL in the reward needs them).
@@ -269,7 +269,7 @@ COLUMNS = (
 
 @dataclass(kw_only=True, slots=True)
 class TrainGRPO(OnlineRun):
-    """GRPO and its kin (conf/grpo.yaml)."""
+    """GRPO and its kin (conf/grpo/grpo.yaml)."""
 
     algorithm: GRPOConfig = field(default_factory=GRPOConfig)
 
@@ -295,4 +295,4 @@ def build(job: OnlineJob[TrainGRPO]) -> Built:
     return Built(algorithm=GRPO(settings, job.policy, task, rounds), model=job.policy.model)
 
 
-RECIPE = Recipe(name="grpo", config=TrainGRPO, build=build, script="train_grpo.py", columns=COLUMNS)
+RECIPE = Recipe(name="grpo", config=TrainGRPO, build=build, columns=COLUMNS)

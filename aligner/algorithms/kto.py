@@ -233,7 +233,7 @@ COLUMNS = (
 
 @dataclass(kw_only=True, slots=True)
 class TrainKTO(TrainerRun):
-    """Kahneman-Tversky optimisation on responses that are judged one by one (conf/kto.yaml)."""
+    """Kahneman-Tversky optimisation on responses that are judged one by one (conf/kto/kto.yaml)."""
 
     data: UnpairedDataConfig = field(default_factory=UnpairedDataConfig)
     algorithm: KTOConfig = field(default_factory=KTOConfig)
@@ -290,4 +290,4 @@ def _mismatched_sets(config: TrainKTO, train: Sequence[UnpairedExample], validat
     return {"mismatched": (of_steps, made_by), "mismatched_validation": mismatched(validation, length) if len(validation) > 1 else []}
 
 
-RECIPE = Recipe(name="kto", config=TrainKTO, build=build, script="train_kto.py", columns=COLUMNS)
+RECIPE = Recipe(name="kto", config=TrainKTO, build=build, columns=COLUMNS)

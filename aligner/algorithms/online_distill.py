@@ -204,7 +204,7 @@ class TeacherConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrainOnlineDistillation(OnlineRun):
-    """Distillation on the student's own samples (conf/online_distill.yaml)."""
+    """Distillation on the student's own samples (conf/online_distill/online_distill.yaml)."""
 
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     algorithm: OnlineDistillationConfig = field(default_factory=OnlineDistillationConfig)
@@ -254,4 +254,4 @@ def _teacher_model(job: OnlineJob[TrainOnlineDistillation]) -> ModelConfig:
     return model
 
 
-RECIPE = Recipe(name="online_distill", config=TrainOnlineDistillation, build=build, script="train_online_distill.py", columns=COLUMNS)
+RECIPE = Recipe(name="online_distill", config=TrainOnlineDistillation, build=build, columns=COLUMNS)

@@ -228,7 +228,7 @@ COLUMNS = (
 
 @dataclass(kw_only=True, slots=True)
 class TrainOnlineDPO(OnlineRun):
-    """DPO on pairs of the policy's own samples (conf/online_dpo.yaml)."""
+    """DPO on pairs of the policy's own samples (conf/online_dpo/online_dpo.yaml)."""
 
     algorithm: OnlineDPOConfig = field(default_factory=OnlineDPOConfig)
 
@@ -246,4 +246,4 @@ def build(job: OnlineJob[TrainOnlineDPO]) -> Built:
     return Built(algorithm=OnlineDPO(settings, job.policy, task, reference, rounds), model=job.policy.model)
 
 
-RECIPE = Recipe(name="online_dpo", config=TrainOnlineDPO, build=build, script="train_online_dpo.py", columns=COLUMNS)
+RECIPE = Recipe(name="online_dpo", config=TrainOnlineDPO, build=build, columns=COLUMNS, presets_of=("dpo",))

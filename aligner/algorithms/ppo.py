@@ -209,7 +209,7 @@ COLUMNS = (
 
 @dataclass(kw_only=True, slots=True)
 class TrainPPO(OnlineRun):
-    """PPO with its critic and reward components (conf/ppo.yaml)."""
+    """PPO with its critic and reward components (conf/ppo/ppo.yaml)."""
 
     algorithm: PPOConfig = field(default_factory=PPOConfig)  # settings of PPO; defaults are NeMo-Aligner's where it has them
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -243,7 +243,6 @@ class TrainPPO(OnlineRun):
         )
         own = Server(
             name="critic",
-            script="serve_critic.py",
             num_ranks=critic.num_processes,
             parallel=critic.parallel,
             settings=critic.server,
@@ -276,4 +275,4 @@ def build(job: OnlineJob[TrainPPO]) -> Built:
     return Built(algorithm=algorithm, model=job.policy.model, critic=critic)
 
 
-RECIPE = Recipe(name="ppo", config=TrainPPO, build=build, script="train_ppo_actor.py", columns=COLUMNS)
+RECIPE = Recipe(name="ppo", config=TrainPPO, build=build, columns=COLUMNS)

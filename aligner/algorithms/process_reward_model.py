@@ -88,7 +88,7 @@ def _first_error(bad: Tensor, batch: StepBatch) -> Tensor:
 
 @dataclass(kw_only=True, slots=True)
 class TrainProcessRewardModel(TrainerRun):
-    """Training a reward model on the steps of responses (conf/process_reward_model.yaml)."""
+    """Training a reward model on the steps of responses (conf/process_reward_model/process_reward_model.yaml)."""
 
     data: StepDataConfig = field(default_factory=StepDataConfig)
     algorithm: ProcessRewardModelConfig = field(default_factory=ProcessRewardModelConfig)
@@ -115,6 +115,5 @@ RECIPE = Recipe(
     name="process_reward_model",
     config=TrainProcessRewardModel,
     build=build,
-    script="train_process_reward_model.py",
     columns=reward_model.COLUMNS,
 )

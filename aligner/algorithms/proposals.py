@@ -126,7 +126,7 @@ LogProbs = Callable[[Sequence[Row]], list[float]]  # every rank calls it
 
 @dataclass(kw_only=True, slots=True)
 class WriteProposals(WritingRun):
-    """A log-prob for each of several sampled responses, for SteerLM 2 (conf/proposals.yaml)."""
+    """A log-prob for each of several sampled responses, for SteerLM 2 (conf/proposals/proposals.yaml)."""
 
     data: SampledDataConfig = field(default_factory=SampledDataConfig)
     algorithm: ProposalsConfig = field(default_factory=ProposalsConfig)
@@ -191,4 +191,4 @@ def _of_attributes(config: WriteProposals, scores: Sequence[Sequence[float]], ro
     return found
 
 
-RECIPE = Recipe(name="proposals", config=WriteProposals, build=build, script="write_proposals.py", columns=COLUMNS)
+RECIPE = Recipe(name="proposals", config=WriteProposals, build=build, columns=COLUMNS)

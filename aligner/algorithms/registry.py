@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import pkgutil
@@ -11,14 +12,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
+
+import yaml
 
 from aligner import algorithms
 from aligner.cluster.exit_codes import ExitCode
-from aligner.config import belongs_to, entrypoint
+from aligner.config import compose, entrypoint, parse, search_path
 from aligner.errors import ConfigError
+from aligner.files import configs
 from aligner.loop.config import JobRun
 from aligner.loop.recipe import Recipe
+from aligner.presets import find_file
 
 GROUP = "aligner.recipes"
 
@@ -45,43 +52,67 @@ def recipes() -> Mapping[str, Recipe]:
     return MappingProxyType(found)
 
 
-def recipe_of(name: str) -> Recipe:
-    """The recipe that a file of conf/ belongs to: `ppo_70b` to `ppo`. Raises ConfigError for a name of none."""
-    fitting = [recipe for recipe in recipes().values() if belongs_to(name, recipe.name)]
-    if not fitting:
-        raise ConfigError(f"config {name!r}: its name must begin with one of {', '.join(recipes())}")
-    return max(fitting, key=lambda recipe: len(recipe.name))
-
-
-def server_program(section: str, serve: Callable[[JobRun], None]) -> Callable[[], None]:
-    """The program of a server: `recipe=NAME` (default: ppo) among its arguments, or a `config=` file's name, says whose settings it has.
-
-    `section` is the one of a recipe's settings that describes the server.
+def recipe_of(name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe that a config belongs to: `ppo_70b` in conf/ppo/ to `ppo`; one in a `--config-dir` to that of the config that its
+    `defaults` begin with. Raises ConfigError if there is no such config, or no recipe that it builds on.
     """
-
-    def main() -> None:
-        names, others = _split("recipe=", sys.argv[1:])
-        files, _ = _split("config=", others)
-        try:
-            recipe = recipe_of(([*(recipe_of(file).name for file in files), *names] or ["ppo"])[-1])
-            if section not in (one.name for one in fields(recipe.config)):
-                able = [one.name for one in recipes().values() if section in (field.name for field in fields(one.config))]
-                raise ConfigError(f"recipe={recipe.name}: has no {section} to serve; allowed: {', '.join(able)}")
-        except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(ExitCode.refused)
-        entrypoint(recipe.config, recipe.name)(serve)(others)
-
-    return main
+    base, seen = name, []
+    while base not in seen:
+        for recipe in recipes().values():
+            if base == recipe.name or (recipe.folders()[0] / f"{base}.yaml").is_file():
+                return recipe
+        seen.append(base)
+        file = find_file(base, _users(overrides))
+        defaults = (yaml.safe_load(file.read_text()) or {}).get("defaults", []) if file else []
+        base = next((entry for entry in defaults if isinstance(entry, str) and entry != "_self_"), base)
+    if find_file(name, _users(overrides)):
+        raise ConfigError(f"config {name!r} builds on no recipe: begin its `defaults` with the name of one ({', '.join(recipes())})")
+    near = difflib.get_close_matches(name, known := sorted({*configs(), *recipes()}), n=1)
+    raise ConfigError(f"there is no config {name!r}: " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"))
 
 
-def _split(prefix: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(what stands behind the prefix in those that have it, the others)."""
-    found = [argument.removeprefix(prefix) for argument in arguments if argument.startswith(prefix)]
-    return found, [argument for argument in arguments if not argument.startswith(prefix)]
+def config_file(name: str, overrides: Sequence[str] = ()) -> Path | None:
+    """Where the config lies; None for a recipe that has only the defaults of its schema. Raises ConfigError as `recipe_of` does."""
+    return find_file(name, [recipe_of(name, overrides).folders()[0], *_users(overrides)])
+
+
+def _users(overrides: Sequence[str]) -> list[Path]:
+    return [place for place in search_path(overrides)[0] if isinstance(place, Path)]
+
+
+def composed(name: str, overrides: Sequence[str] = ()) -> Any:
+    """The config `name` of whatever recipe with `overrides`. Raises ConfigError as `aligner.config.compose` and `recipe_of` do."""
+    recipe = recipe_of(name, overrides)
+    return compose(recipe.config, name, overrides, recipe.folders())
 
 
 def program(name: str) -> Callable[..., None]:
     """The program of a recipe: reads the command line and runs it. See `aligner.config.entrypoint`."""
     recipe = recipes()[name]
-    return entrypoint(recipe.config, name)(recipe.run)
+    return entrypoint(recipe.config, name, recipe.folders(), recipe.columns)(recipe.run)
+
+
+def server_program(section: str, serve: Callable[[JobRun], None]) -> Callable[..., None]:
+    """The program of a server: `recipe=NAME` (default: ppo) among its arguments, or the config they choose, says whose settings it has.
+
+    `section` is the one of a recipe's settings that describes the server.
+    """
+
+    def main(argv: Sequence[str] | None = None, program: str = "") -> None:
+        arguments = sys.argv[1:] if argv is None else argv
+        names = [one.removeprefix("recipe=") for one in arguments if one.startswith("recipe=")]
+        others = [one for one in arguments if not one.startswith("recipe=")]
+        try:
+            command = parse(others)
+            recipe = recipe_of((names or [command.config or "ppo"])[-1], command.overrides)
+            if section not in (one.name for one in fields(recipe.config)):
+                able = [one.name for one in recipes().values() if section in (field.name for field in fields(one.config))]
+                raise ConfigError(f"recipe={recipe.name}: has no {section} to serve; allowed: {', '.join(able)}")
+            if command.asks == "--multirun":
+                raise ConfigError("--multirun: a server is a part of a run; sweep with the program that trains")
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(ExitCode.refused)
+        entrypoint(recipe.config, recipe.name, recipe.folders())(serve)(others, program)
+
+    return main

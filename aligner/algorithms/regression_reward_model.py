@@ -112,7 +112,7 @@ COLUMNS = (
 
 @dataclass(kw_only=True, slots=True)
 class TrainRegressionRewardModel(TrainerRun):
-    """Training a reward model on attributes with numbers (conf/regression_reward_model.yaml)."""
+    """Training a reward model on attributes with numbers (conf/regression_reward_model/regression_reward_model.yaml)."""
 
     data: RegressionDataConfig = field(default_factory=RegressionDataConfig)
     algorithm: RegressionConfig = field(default_factory=RegressionConfig)
@@ -141,6 +141,5 @@ RECIPE = Recipe(
     name="regression_reward_model",
     config=TrainRegressionRewardModel,
     build=build,
-    script="train_regression_reward_model.py",
     columns=COLUMNS,
 )

@@ -174,7 +174,7 @@ COLUMNS = (
 
 @dataclass(kw_only=True, slots=True)
 class TrainRejectionSampling(OnlineRun):
-    """Supervised fine-tuning on the best of the policy's own samples (conf/rejection_sampling.yaml)."""
+    """Supervised fine-tuning on the best of the policy's own samples (conf/rejection_sampling/rejection_sampling.yaml)."""
 
     algorithm: RejectionSamplingConfig = field(default_factory=RejectionSamplingConfig)
 
@@ -190,6 +190,4 @@ def build(job: OnlineJob[TrainRejectionSampling]) -> Built:
     return Built(algorithm=RejectionSampling(settings, job.policy, task, rounds), model=job.policy.model)
 
 
-RECIPE = Recipe(
-    name="rejection_sampling", config=TrainRejectionSampling, build=build, script="train_rejection_sampling.py", columns=COLUMNS
-)
+RECIPE = Recipe(name="rejection_sampling", config=TrainRejectionSampling, build=build, columns=COLUMNS)

@@ -96,7 +96,7 @@ COLUMNS = (
 
 @dataclass(kw_only=True, slots=True)
 class TrainRewardModel(TrainerRun):
-    """Training a reward model on pairs (conf/reward_model.yaml)."""
+    """Training a reward model on pairs (conf/reward_model/reward_model.yaml)."""
 
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
     algorithm: RewardModelConfig = field(default_factory=RewardModelConfig)
@@ -120,4 +120,4 @@ def build(job: TrainerJob[TrainRewardModel]) -> Built:
     return Built(algorithm=algorithm, model=model.model, checkpoint=REWARD_MODEL)
 
 
-RECIPE = Recipe(name="reward_model", config=TrainRewardModel, build=build, script="train_reward_model.py", columns=COLUMNS)
+RECIPE = Recipe(name="reward_model", config=TrainRewardModel, build=build, columns=COLUMNS)

@@ -337,7 +337,7 @@ COLUMNS = (
 
 @dataclass(kw_only=True, slots=True)
 class TrainSelfRewarding(OnlineRun):
-    """Self-rewarding, and iterative DPO on rewards (conf/self_rewarding.yaml)."""
+    """Self-rewarding, and iterative DPO on rewards (conf/self_rewarding/self_rewarding.yaml)."""
 
     algorithm: SelfRewardingConfig = field(default_factory=SelfRewardingConfig)
     batch_setting = "batch_size"
@@ -394,4 +394,4 @@ def build(job: OnlineJob[TrainSelfRewarding]) -> Built:
     return Built(algorithm=algorithm, model=job.policy.model)
 
 
-RECIPE = Recipe(name="self_rewarding", config=TrainSelfRewarding, build=build, script="train_self_rewarding.py", columns=COLUMNS)
+RECIPE = Recipe(name="self_rewarding", config=TrainSelfRewarding, build=build, columns=COLUMNS, presets_of=("dpo",))

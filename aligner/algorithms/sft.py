@@ -63,7 +63,7 @@ COLUMNS = (
 
 @dataclass(kw_only=True, slots=True)
 class TrainSFT(TrainerRun):
-    """Supervised fine-tuning (conf/sft.yaml)."""
+    """Supervised fine-tuning (conf/sft/sft.yaml)."""
 
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     algorithm: SFTConfig = field(default_factory=SFTConfig)
@@ -85,4 +85,4 @@ def build(job: TrainerJob[TrainSFT]) -> Built:
     return Built(algorithm=SFT(job.config.algorithm, policy, train=train, validation=validation, **job.common), model=policy.model)
 
 
-RECIPE = Recipe(name="sft", config=TrainSFT, build=build, script="train_sft.py", columns=COLUMNS)
+RECIPE = Recipe(name="sft", config=TrainSFT, build=build, columns=COLUMNS)

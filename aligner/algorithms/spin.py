@@ -136,7 +136,7 @@ COLUMNS = (
 
 @dataclass(kw_only=True, slots=True)
 class TrainSPIN(OnlineRun):
-    """Self-play fine-tuning (conf/spin.yaml)."""
+    """Self-play fine-tuning (conf/spin/spin.yaml)."""
 
     data: DemonstrationDataConfig = field(default_factory=DemonstrationDataConfig)
     algorithm: SPINConfig = field(default_factory=SPINConfig)
@@ -187,4 +187,4 @@ def _prompts(
     return [one.prompt for one in sets["train"]], []
 
 
-RECIPE = Recipe(name="spin", config=TrainSPIN, build=build, script="train_spin.py", columns=COLUMNS)
+RECIPE = Recipe(name="spin", config=TrainSPIN, build=build, columns=COLUMNS, presets_of=("dpo",))

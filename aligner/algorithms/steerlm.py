@@ -8,4 +8,4 @@ from dataclasses import replace
 
 from aligner.algorithms import sft
 
-RECIPE = replace(sft.RECIPE, name="steerlm", script="train_steerlm.py")
+RECIPE = replace(sft.RECIPE, name="steerlm")

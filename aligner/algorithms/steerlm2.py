@@ -167,7 +167,7 @@ COLUMNS = (
 
 @dataclass(kw_only=True, slots=True)
 class TrainSteerLM2(TrainerRun):
-    """SteerLM 2 (conf/steerlm2.yaml)."""
+    """SteerLM 2 (conf/steerlm2/steerlm2.yaml)."""
 
     data: ProposalDataConfig = field(default_factory=ProposalDataConfig)
     algorithm: SteerLM2Config = field(default_factory=SteerLM2Config)
@@ -194,4 +194,4 @@ def build(job: TrainerJob[TrainSteerLM2]) -> Built:
     return Built(algorithm=SteerLM2(settings, policy, reference, train=train, validation=validation, **job.common), model=policy.model)
 
 
-RECIPE = Recipe(name="steerlm2", config=TrainSteerLM2, build=build, script="train_steerlm2.py", columns=COLUMNS)
+RECIPE = Recipe(name="steerlm2", config=TrainSteerLM2, build=build, columns=COLUMNS)

@@ -117,7 +117,7 @@ COLUMNS = (Column("mass", "teacher/mass", "percent"), Column("speed", "data/toke
 
 @dataclass(kw_only=True, slots=True)
 class WriteTeacherLogprobs(WritingRun):
-    """A teacher's log-probs of supervised records, for distillation; `model` is the teacher (conf/teacher_logprobs.yaml)."""
+    """A teacher's log-probs of supervised records, for distillation; `model` is the teacher (conf/teacher_logprobs/)."""
 
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     algorithm: TeacherPassConfig = field(default_factory=TeacherPassConfig)
@@ -179,7 +179,6 @@ RECIPE = Recipe(
     name="teacher_logprobs",
     config=WriteTeacherLogprobs,
     build=build,
-    script="write_teacher_logprobs.py",
     columns=COLUMNS,
     component="teacher",
 )

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from aligner.algorithms.registry import recipe_of, recipes
-from aligner.config import compose, fingerprint, from_yaml, schema_of
+from aligner.algorithms.registry import composed, recipe_of, recipes
+from aligner.config import fingerprint, from_yaml, schema_of
 from aligner.data.collate import rollout_batch
 from aligner.data.prompts import load_prompts
 from aligner.data.tokenizer import Tokenizer
@@ -100,7 +100,8 @@ def load(name: str, overrides: Sequence[str], *, random_prompts: bool) -> Online
         if newest.is_dir() and not any(override.startswith("model.path=") for override in overrides):
             config.model = _trained(config.model, newest)
         return config
-    return compose(_sampling(name, recipe_of(name).config), name, [*overrides, *given])
+    _sampling(name, recipe_of(name, overrides).config)
+    return composed(name, [*overrides, *given])
 
 
 def _trained(model: ModelConfig, newest: Path) -> ModelConfig:

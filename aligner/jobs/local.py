@@ -6,27 +6,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from aligner.algorithms.registry import recipe_of
+from aligner.algorithms.registry import composed
 from aligner.cluster.component import Component
 from aligner.cluster.local import launch
 from aligner.cluster.run_directory import RunDirectory
-from aligner.config import compose
 from aligner.jobs.programs import programs
 
 
 def launch_local(name: str, overrides: Sequence[str], *, num_processes: int = 0) -> int:
     """Start every component of a run with the same settings; returns the exit code.
 
-    `name` is a file stem in conf/; `num_processes` overrides the config's number of actor processes. Raises ConfigError before anything
+    `name` is a config; `num_processes` overrides the config's number of actor processes. Raises ConfigError before anything
     starts.
     """
-    config = compose(recipe_of(name).config, name, overrides)
+    config = composed(name, overrides)
     found = programs(name, config, overrides, num_processes=num_processes)
     config.check_complete()
     components = [
         Component(
             name=program.component,
-            command=(sys.executable, "-u", str(program.script), *program.arguments),
+            command=(sys.executable, "-u", *program.arguments),
             num_processes=program.num_ranks,
             main=index == 0,
             terminal=index == 0,

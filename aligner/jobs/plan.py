@@ -7,8 +7,7 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
-from aligner.algorithms.registry import recipe_of
-from aligner.config import compose
+from aligner.algorithms.registry import composed
 from aligner.errors import CheckpointError, ConfigError
 from aligner.loop.config import JobRun
 from aligner.loop.lengths import fill
@@ -56,7 +55,7 @@ def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top
 
 def load(name: str, overrides: Sequence[str]) -> JobRun:
     """The composed config; data need not be named."""
-    return compose(recipe_of(name).config, name, ["data.train=not-read", *overrides])
+    return composed(name, ["data.train=not-read", *overrides])
 
 
 def components(config: JobRun) -> list[Component]:

@@ -7,18 +7,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aligner.algorithms.registry import recipe_of
+from aligner.algorithms.registry import composed, config_file
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.script import render
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, to_json
-from aligner.config import compose, conf_directory
 from aligner.errors import AlignerError, ConfigError, LaunchError
-from aligner.jobs.programs import SCRIPTS, Program, programs
+from aligner.files import checkout
+from aligner.jobs.programs import Program, programs
 from aligner.loop.config import JobRun
 from aligner.planner.config import ClusterConfig, Device
 
@@ -37,7 +37,7 @@ class LaunchOptions:
 
 
 def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) -> int:
-    """Render the batch script of `conf/<name>.yaml` with `overrides` and submit it; the exit code.
+    """Render the batch script of the config `name` with `overrides` and submit it; the exit code.
 
     Raises:
         ConfigError: a setting is wrong, or one that a run needs is missing and the run is to be submitted.
@@ -47,7 +47,7 @@ def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) ->
     config = _compose(name, overrides, may_be_incomplete=is_kept or options.test_only)
     spec = job_spec(name, config, overrides)
     path = str(options.output) if options.output is not None else ""
-    text = render(name, spec, title=title_of(name), overrides=overrides, path=path)
+    text = render(name, spec, title=title_of(name, overrides), overrides=overrides, path=path)
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(text)
@@ -57,9 +57,10 @@ def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) ->
     return 0 if is_kept else _submit(name, text, test_only=options.test_only)
 
 
-def title_of(name: str) -> str:
-    """The first line of a file of conf/, which says what it is for."""
-    first = (conf_directory() / f"{name}.yaml").read_text().partition("\n")[0]
+def title_of(name: str, overrides: Sequence[str]) -> str:
+    """The first line of a config's file, which says what it is for."""
+    file = config_file(name, overrides)
+    first = file.read_text().partition("\n")[0] if file else name
     return first.removeprefix("#").strip()
 
 
@@ -81,7 +82,7 @@ def job_spec(name: str, config: JobRun, overrides: Sequence[str]) -> JobSpec:
 
 def _compose(name: str, overrides: Sequence[str], *, may_be_incomplete: bool) -> JobRun:
     """The config; a script that is only rendered gets the data's path when it is submitted."""
-    config = compose(recipe_of(name).config, name, ["data.train=given-later", *overrides] if may_be_incomplete else overrides)
+    config = composed(name, ["data.train=given-later", *overrides] if may_be_incomplete else overrides)
     if not may_be_incomplete:
         config.check_complete()
     return config
@@ -100,7 +101,7 @@ def _component(program: Program, cluster: ClusterConfig) -> ComponentSpec:
         )
     return ComponentSpec(
         name=program.component,
-        program=(str(program.script), *program.arguments),
+        program=program.arguments,
         num_nodes=program.num_ranks // ranks_per_node,
         ranks_per_node=ranks_per_node,
         gpus_per_node=ranks_per_node if cluster.device is Device.gpu else 0,
@@ -117,12 +118,20 @@ def _submit(name: str, text: str, *, test_only: bool) -> int:
         try:
             done = subprocess.run(
                 ["sbatch", *(["--test-only"] if test_only else []), str(script)],
-                env={**os.environ, "ALIGNER_HOME": str(SCRIPTS.parent.parent)},
+                env=_submitted(os.environ),
                 timeout=_SUBMIT_SECONDS,
             )
         except subprocess.TimeoutExpired as error:
             raise LaunchError(f"sbatch did not answer within {_SUBMIT_SECONDS:g} s") from error
     return ExitCode.done if done.returncode == 0 else ExitCode.refused
+
+
+def _submitted(environ: Mapping[str, str]) -> dict[str, str]:
+    """The job's environment: it names the checkout, or the environment that this package is installed in if nothing else does."""
+    if home := checkout():
+        return {**environ, "ALIGNER_HOME": str(home)}
+    names = ("ALIGNER_VENV", "VIRTUAL_ENV", "CONDA_PREFIX", "ALIGNER_CONTAINER")
+    return {**environ, **({} if any(environ.get(name) for name in names) else {"ALIGNER_VENV": sys.prefix})}
 
 
 def write_spec(job: str, name: str, overrides: Sequence[str]) -> Path:

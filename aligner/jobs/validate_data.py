@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
-from aligner.algorithms.registry import recipe_of, recipes
-from aligner.config import compose
+from aligner.algorithms.registry import composed, recipes
 from aligner.data.config import BadLines
 from aligner.data.inspection import BRACKETS, COLOURS, Lengths, View, duplicates, histogram, lengths_of, render, view_of
 from aligner.data.report import LoadReport, NoUsableRecord
@@ -164,14 +163,14 @@ def _config(target: str, overrides: Sequence[str], options: Options) -> JobRun:
     if not options.kind:
         if options.tokenizer:
             raise ConfigError("--tokenizer: is for --kind; with a config give model.tokenizer=DIR")
-        return compose(recipe_of(target).config, target, overrides)
+        return composed(target, overrides)
     recipe = KINDS.get(options.kind)
     if recipe not in recipes():
         raise ConfigError(f"--kind {options.kind}: allowed: {', '.join(kind for kind, name in KINDS.items() if name in recipes())}")
     if not options.tokenizer:
         raise ConfigError("--kind: needs --tokenizer DIR, the directory with the tokenizer of the model")
     given = [f"data.train={json.dumps(target)}", f"model.tokenizer={json.dumps(options.tokenizer)}"]
-    return compose(recipes()[recipe].config, recipe, [*given, *overrides])
+    return composed(recipe, [*given, *overrides])
 
 
 def _with_lengths(config: JobRun, tokenizer: Tokenizer, options: Options) -> JobRun:

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from aligner.cluster.run_directory import POLICY
+from aligner.files import conf_directory
 from aligner.models.config import ModelConfig
 from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
@@ -41,7 +43,6 @@ class Server:
     """A component that answers the one that trains, from an allocation of its own."""
 
     name: str
-    script: str  # of examples/nlp
     num_ranks: int
     parallel: ParallelConfig
     settings: ServerConfig
@@ -75,7 +76,7 @@ class Built:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe(Generic[C]):
-    """`name` is that of its file in conf/. `build(job)` makes what is trained, or does all of the work of a job that writes.
+    """`name` is what users type, and its config's. `build(job)` makes what is trained, or does all of the work of a job that writes.
 
     `config` is a subclass of TrainerRun, OnlineRun or WritingRun, which say what `job` is and what `build` returns.
     """
@@ -83,9 +84,15 @@ class Recipe(Generic[C]):
     name: str
     config: type[C]
     build: Callable[[Any], Any]
-    script: str  # of examples/nlp
     columns: Sequence[Column]  # that the progress view and the final summary show
     component: str = ""  # what its files in the run directory are called by; "": its name
+    conf: Path | None = None  # folder of its configs and presets; None: conf/<name>
+    presets_of: Sequence[str] = ()  # other recipes, whose presets it takes too
+
+    def folders(self) -> list[Path]:
+        """Where its configs (in the first one) and presets are."""
+        others = [conf_directory() / name for name in self.presets_of]
+        return [self.conf or conf_directory() / self.name, *others, conf_directory()]
 
     def run(self, config: C) -> int:
         """Run it on this process, which is one rank. Returns the exit code: 0, or 75 if it stopped before its last step."""

@@ -84,7 +84,6 @@ class OnlineRun(JobRun):
         return (
             Server(
                 name="reward",
-                script="serve_reward_model.py",
                 num_ranks=reward.num_processes,
                 parallel=reward.parallel,
                 settings=reward.server,

@@ -58,7 +58,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=Path("runs/demo"), help="where everything is written (default: runs/demo)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=0, help="PPO steps (default: conf/experiment/demo_ppo.yaml's)")
+    parser.add_argument("--steps", type=int, default=0, help="PPO steps (default: conf/ppo/experiment/demo.yaml's)")
     return parser.parse_args()
 
 
@@ -75,7 +75,7 @@ def _prepare(root: Path) -> bool:
 
 def _sft(root: Path, files: TaskFiles) -> list[str]:
     return [
-        "+experiment=demo_sft",
+        "+experiment=demo",
         f"model.tokenizer={files.tokenizer}",
         f"data.train={files.sft}",
         f"run.directory={root / 'sft'}",
@@ -84,7 +84,7 @@ def _sft(root: Path, files: TaskFiles) -> list[str]:
 
 def _reward_model(root: Path, files: TaskFiles) -> list[str]:
     return [
-        "+experiment=demo_reward_model",
+        "+experiment=demo",
         f"model.path={root / 'sft' / 'checkpoints' / 'policy'}",
         f"data.train={files.pairs}",
         f"data.validation={files.validation_pairs}",
@@ -95,7 +95,7 @@ def _reward_model(root: Path, files: TaskFiles) -> list[str]:
 def _ppo(root: Path, files: TaskFiles, steps: int) -> list[str]:
     reward_model = root / "reward_model" / "checkpoints" / "reward_model"
     return [
-        "+experiment=demo_ppo",
+        "+experiment=demo",
         f"model.path={root / 'sft' / 'checkpoints' / 'policy'}",
         f"critic.model.path={reward_model}",
         f"reward.model.path={reward_model}",

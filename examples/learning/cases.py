@@ -1,8 +1,8 @@
 """The cases of examples/learning: which recipe, with what settings, has to raise the reward by how much.
 
 All get the same 20,480 sampled responses to the same prompts, one learning rate and its schedule, and the loss of their paper (the files of
-conf/algorithm). They differ in how these responses are spread over updates: methods that reuse a batch take 256 responses in four updates,
-so that clips, gates and ratios have work to do; methods that are on-policy by definition take one update on 128.
+conf/grpo/algorithm). They differ in how these responses are spread over updates: methods that reuse a batch take 256 responses in four
+updates, so that clips, gates and ratios have work to do; methods that are on-policy by definition take one update on 128.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Case:
 
 
 def _preset(name: str, *settings: str) -> Case:
-    """A critic-free case of the estimator or objective in conf/algorithm/<name>.yaml."""
+    """A critic-free case of the estimator or objective in conf/grpo/algorithm/<name>.yaml."""
     return Case(name=name, settings=(f"algorithm={name}", *settings))
 
 

@@ -98,7 +98,7 @@ def make_start(root: Path, files: TaskFiles, options: Options, launch: Launch) -
     """The supervised model's export; a former one is used again where the settings, the data and this recipe are the same."""
     recipe = EXAMPLES.parent / "conf" / "experiment" / "demo_sft.yaml"
     settings = [
-        "+experiment=demo_sft",
+        "+experiment=demo",
         f"model.tokenizer={files.tokenizer}",
         f"data.train={files.sft}",
         f"run.seed={options.seed}",

@@ -1,4 +1,4 @@
-"""Labels for responses, by a regression reward model. Settings: conf/annotate.yaml, then key=value arguments; see --help."""
+"""Labels for responses, by a regression reward model. Settings: conf/annotate/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

@@ -1,4 +1,4 @@
-"""Constitutional AI: critiques, revisions and AI preferences. Settings: conf/constitution.yaml, then key=value arguments; see --help."""
+"""Constitutional AI: critiques, revisions and AI preferences. Settings: conf/constitution/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

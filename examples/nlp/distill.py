@@ -1,4 +1,4 @@
-"""Distillation from a teacher's stored log-probs. Settings: conf/distill.yaml, then key=value arguments; see --help."""
+"""Distillation from a teacher's stored log-probs. Settings: conf/distill/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

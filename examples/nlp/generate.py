@@ -1,4 +1,4 @@
-"""Responses to prompts, by the built-in engine or another one. Settings: conf/generate.yaml, then key=value arguments; see --help."""
+"""Responses to prompts, by the built-in engine or another one. Settings: conf/generate/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

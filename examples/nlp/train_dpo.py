@@ -1,4 +1,4 @@
-"""Direct preference optimisation on pairs of responses. Settings: conf/dpo.yaml, then key=value arguments; see --help."""
+"""Direct preference optimisation on pairs of responses. Settings: conf/dpo/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

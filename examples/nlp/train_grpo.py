@@ -1,4 +1,4 @@
-"""GRPO on one component, with reward functions or a reward server. Settings: conf/grpo.yaml, then key=value arguments; see --help."""
+"""GRPO on one component, with reward functions or a reward server. Settings: conf/grpo/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation on judged responses. Settings: conf/kto.yaml, then key=value arguments; see --help."""
+"""Kahneman-Tversky optimisation on judged responses. Settings: conf/kto/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

@@ -1,4 +1,4 @@
-"""Distillation on the student's own samples. Settings: conf/online_distill.yaml, then key=value arguments; see --help."""
+"""Distillation on the student's own samples. Settings: conf/online_distill/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

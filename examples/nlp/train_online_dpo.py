@@ -1,4 +1,4 @@
-"""DPO on pairs of the policy's own samples. Settings: conf/online_dpo.yaml, then key=value arguments; see --help."""
+"""DPO on pairs of the policy's own samples. Settings: conf/online_dpo/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

@@ -1,4 +1,4 @@
-"""The actor of a PPO run; serve_critic.py and serve_reward_model.py are its servers. Settings: conf/ppo.yaml, then key=value (--help)."""
+"""The actor of a PPO run; serve_critic.py and serve_reward_model.py are its servers. Settings: conf/ppo/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

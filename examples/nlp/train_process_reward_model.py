@@ -1,4 +1,4 @@
-"""A reward model that judges every step of a response. Settings: conf/process_reward_model.yaml, then key=value arguments; see --help."""
+"""A reward model that judges every step of a response. Settings: conf/process_reward_model/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

@@ -1,4 +1,4 @@
-"""A reward model of attributes of responses. Settings: conf/regression_reward_model.yaml, then key=value arguments; see --help."""
+"""A reward model of attributes of responses. Settings: conf/regression_reward_model/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

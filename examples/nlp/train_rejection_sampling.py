@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the best of the policy's own samples. Settings: conf/rejection_sampling.yaml, then key=value arguments."""
+"""Supervised fine-tuning on the best of the policy's own samples. Settings: conf/rejection_sampling/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

@@ -1,4 +1,4 @@
-"""Train a reward model on pairs of responses. Settings: conf/reward_model.yaml, then key=value arguments; see --help."""
+"""Train a reward model on pairs of responses. Settings: conf/reward_model/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

@@ -1,4 +1,4 @@
-"""The policy against its own judgement. Settings: conf/self_rewarding.yaml, then key=value arguments; see --help."""
+"""The policy against its own judgement. Settings: conf/self_rewarding/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

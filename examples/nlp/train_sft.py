@@ -1,4 +1,4 @@
-"""Supervised fine-tuning. Settings: conf/sft.yaml, then key=value arguments; see --help."""
+"""Supervised fine-tuning. Settings: conf/sft/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

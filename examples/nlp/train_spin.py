@@ -1,4 +1,4 @@
-"""Self-play fine-tuning: the data against the policy's own responses. Settings: conf/spin.yaml, then key=value arguments; see --help."""
+"""Self-play fine-tuning: the data against the policy's own responses. Settings: conf/spin/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

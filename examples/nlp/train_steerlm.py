@@ -1,4 +1,4 @@
-"""SteerLM: fine-tuning on labelled conversations. Settings: conf/steerlm.yaml, then key=value arguments; see --help."""
+"""SteerLM: fine-tuning on labelled conversations. Settings: conf/steerlm/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

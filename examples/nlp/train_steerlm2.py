@@ -1,4 +1,4 @@
-"""SteerLM 2: several weighed responses to each prompt. Settings: conf/steerlm2.yaml, then key=value arguments; see --help."""
+"""SteerLM 2: several weighed responses to each prompt. Settings: conf/steerlm2/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

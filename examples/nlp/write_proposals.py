@@ -1,4 +1,4 @@
-"""Log-probs of sampled responses, for SteerLM 2. Settings: conf/proposals.yaml, then key=value arguments; see --help."""
+"""Log-probs of sampled responses, for SteerLM 2. Settings: conf/proposals/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

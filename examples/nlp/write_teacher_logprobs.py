@@ -1,4 +1,4 @@
-"""A teacher's log-probs of supervised records. Settings: conf/teacher_logprobs.yaml, then key=value arguments; see --help."""
+"""A teacher's log-probs of supervised records. Settings: conf/teacher_logprobs/, then key=value; see --help."""
 
 from aligner.algorithms.registry import program
 

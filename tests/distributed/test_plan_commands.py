@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from aligner.algorithms.registry import recipes
-from aligner.config import conf_directory
+from aligner.files import configs
 
 JOB = Path(__file__).parent / "plan_commands_job.py"
-JOB_CONFIGS = sorted(path.stem for path in conf_directory().glob("*.yaml") if path.stem not in recipes())
+JOB_CONFIGS = [name for name in configs() if name not in recipes()]
 SMALL = [f"model.architecture.{size}" for size in ("num_layers=8", "hidden_size=1024", "vocab_size=32000", "max_position_embeddings=1024")]
 COMMANDS = {
     **{name: [name] for name in JOB_CONFIGS},

@@ -20,13 +20,13 @@ from aligner.rewards.builtin import happy_words
 
 pytestmark = [pytest.mark.shared, pytest.mark.timeout(600)]
 PROMPTS = ROOT / "examples" / "nlp" / "data" / "story_prompts.jsonl"
-STEPS, LENGTH = 10, 32  # a quarter of the steps of conf/experiment/stories_grpo.yaml, two thirds of its length
+STEPS, LENGTH = 10, 32  # a quarter of the steps of conf/grpo/experiment/stories.yaml, two thirds of its length
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
     directory = tmp_path_factory.mktemp("stories_grpo") / "run"
-    settings = ["+experiment=stories_grpo", f"data.train={PROMPTS}", f"data.validation={PROMPTS}", "logging.tensorboard=false"]
+    settings = ["+experiment=stories", f"data.train={PROMPTS}", f"data.validation={PROMPTS}", "logging.tensorboard=false"]
     settings += [f"model.path={shared_data / 'stories260k'}", f"loop.max_steps={STEPS}", f"loop.validate_every={STEPS}"]
     settings += [f"rollout.sampling.max_response_length={LENGTH}"]
     run_job(script("train_grpo.py"), directory, settings)

@@ -33,7 +33,8 @@ from aligner.algorithms.sft import TrainSFT
 from aligner.algorithms.spin import TrainSPIN
 from aligner.algorithms.steerlm2 import TrainSteerLM2
 from aligner.algorithms.teacher_logprobs import WriteTeacherLogprobs
-from aligner.config import conf_directory, from_yaml
+from aligner.config import from_yaml
+from aligner.files import conf_directory
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "examples" / "nlp").glob("*.py"), key=lambda path: path.name)
 SCHEMAS = {
@@ -83,7 +84,7 @@ def test_every_script_is_known_here() -> None:
 def test_help(script: Path, monkeypatch, capsys) -> None:
     assert start(script, "--help", monkeypatch=monkeypatch) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"usage: {script.name} [config=NAME] [key=value ...]")
+    assert out.startswith(f"usage: python {script} [--config-name NAME] [--config-dir DIR] [key=value ...]")
     assert "data.train=(required)" in out
     assert ("loop.max_steps=100" in out) == (script in TRAINERS)
 
@@ -152,7 +153,7 @@ def test_the_version(capsys) -> None:
         ([], "Missing command"),
         (["lanch"], "No such command 'lanch'"),
         (["launch"], "Missing command"),
-        (["launch", "local"], "Missing argument 'RECIPE'"),
+        (["launch", "local"], "Missing argument 'CONFIG'"),
         (["plan", "ppo", "--top", "0"], "'--top': 0 is not in the range"),
         (["plan", "ppo", "--top", "many"], "'--top': 'many' is not a valid integer"),
         (["plan", "ppo", "data.train=x", "--serach"], "No such option"),
@@ -197,11 +198,13 @@ def test_a_refused_launch(capsys) -> None:
     assert cli.main(["launch", "local", "ppo", "data.train=x", "++algorithm.group_sise=4"]) == 2
     assert capsys.readouterr().err.startswith("error: unknown setting algorithm.group_sise in")
     assert cli.main(["launch", "local", "nothing"]) == 2
-    assert capsys.readouterr().err == f"error: config 'nothing': its name must begin with one of {', '.join(recipes())}\n"
+    assert capsys.readouterr().err.startswith("error: there is no config 'nothing': there are annotate, constitution, ")
+    assert cli.main(["plan", "ppo_70"]) == 2
+    assert capsys.readouterr().err == "error: there is no config 'ppo_70': did you mean ppo_70b?\n"
 
 
 def test_conf_is_beside_the_package() -> None:
-    assert (conf_directory() / "ppo.yaml").is_file()
+    assert (conf_directory() / "ppo" / "ppo.yaml").is_file()
 
 
 def test_a_job_file_is_chosen_by_name(monkeypatch, capsys):

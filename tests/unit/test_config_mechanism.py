@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aligner.cluster import outcomes
-from aligner.config import choose_file, compose, entrypoint, fingerprint, from_yaml, schema_of, to_yaml
+from aligner.config import compose, entrypoint, fingerprint, from_yaml, schema_of, to_yaml
 from aligner.errors import CheckpointError, ConfigError, DataError, RunHalted, ServerTimeout
 from aligner.hints import hint
 from aligner.schema import schema_keys
@@ -78,7 +78,7 @@ def conf(tmp_path):
 
 
 def make(conf, *overrides, name="train"):
-    return compose(Root, name, list(overrides), config_dir=conf)
+    return compose(Root, name, list(overrides), folders=[conf])
 
 
 def refusal(conf, *overrides, name="train"):
@@ -150,7 +150,7 @@ def test_unknown_key_in_yaml(conf, file):
     (conf / file).write_text((conf / file).read_text() + line)
     message = refusal(conf)
     assert "unknown setting algorithm.group_sise" in message
-    assert f"in conf/{file}" in message
+    assert f"in {conf / file}" in message
     assert "did you mean algorithm.group_size?" in message
 
 
@@ -173,7 +173,7 @@ def test_wrong_value_names_field_and_value(conf, override, key, value):
 def test_wrong_value_in_yaml_names_the_file(conf):
     (conf / "algorithm" / "grpo.yaml").write_text("group_size: many\n")
     message = refusal(conf)
-    assert "algorithm.group_size" in message and "'many'" in message and "conf/algorithm/grpo.yaml" in message
+    assert "algorithm.group_size" in message and "'many'" in message and f"in {conf / 'algorithm' / 'grpo.yaml'}" in message
 
 
 def test_own_check_of_the_dataclass(conf):
@@ -220,37 +220,70 @@ def test_missing_required_value(conf):
 
 def test_missing_option_lists_the_options(conf):
     message = refusal(conf, "algorithm=gpro")
-    assert "algorithm/gpro" in message and "grpo" in message and "sequence" in message
+    assert message.startswith("algorithm=gpro: ") and "grpo" in message and "sequence" in message
 
 
 @pytest.fixture
-def presets(conf):
-    """conf/ with presets of two recipes, `train` and `serve`, and a directory of the user's own."""
-    (conf / "algorithm" / "sequence.yaml").write_text("# Another recipe's.\n# Recipes: serve, other\n{}\n")
-    (conf / "algorithm" / "grpo.yaml").write_text("# Recipes: train\ngroup_size: 4\n")
-    (conf / "train_on_it.yaml").write_text("defaults: [train, override algorithm: sequence, _self_]\n")
-    own = conf / "own" / "algorithm"
-    own.mkdir(parents=True)
-    (own / "mine.yaml").write_text("# Recipes: train\ngroup_size: 6\n")
-    (own / "any.yaml").write_text("group_size: 7\n")
-    (own / "theirs.yaml").write_text("# Recipes: serve\ngroup_size: 8\n")
-    return conf
+def presets(tmp_path, monkeypatch):
+    """conf/ with three recipes, two of which have presets, and a directory of the user's own; `compose` finds them as it does conf/'s."""
+    files = {
+        "conf/train/train.yaml": "defaults: [model: small, algorithm: grpo, _self_]\nsteps: 20\n",
+        "conf/train/train_on_it.yaml": "defaults: [train, override algorithm: sequence, _self_]\n",
+        "conf/train/algorithm/grpo.yaml": "group_size: 4\n",
+        "conf/serve/serve.yaml": "{}\n",
+        "conf/serve/algorithm/sequence.yaml": "{}\n",
+        "conf/plain/plain.yaml": "model: {path: here}\n",
+        "conf/model/small.yaml": "path: small-model\n",
+        "own/algorithm/mine.yaml": "group_size: 6\n",
+        "own/mine.yaml": "defaults: [train, override algorithm: mine, _self_]\nsteps: 7\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("aligner.files.shipped", lambda folder: tmp_path / folder)
+    return tmp_path
 
 
 def test_a_preset_of_another_recipe_is_refused_wherever_it_is_chosen(presets):
     for overrides, name in ((["algorithm=sequence"], "train"), ([], "train_on_it")):
-        assert refusal(presets, *overrides, name=name) == f"algorithm=sequence: a preset of serve, other, given to {name}; allowed: grpo"
-    message = refusal(presets, "+algorithm=grpo", name="plain")  # a recipe that has no presets of its own
-    assert message == "algorithm=grpo: a preset of train, given to plain; allowed: none"
-    assert make(presets, "algorithm=grpo", name="train_on_it").algorithm.group_size == 4  # what was chosen there is not used
+        with pytest.raises(ConfigError, match=r"^algorithm=sequence: a preset of serve, given to train; allowed: grpo$"):
+            compose(Root, name, overrides)
+    with pytest.raises(ConfigError, match=r"^algorithm=grpo: a preset of train, given to plain; allowed: none$"):
+        compose(Root, "plain", ["+algorithm=grpo"])
+    with pytest.raises(ConfigError, match=r"^algorithm=gpro: train has no such preset; allowed: grpo$"):
+        compose(Root, "train", ["algorithm=gpro"])
+    assert compose(Root, "train_on_it", ["algorithm=grpo"]).algorithm.group_size == 4  # what was chosen there is not used
 
 
-def test_presets_of_ones_own_say_whose_they_are_or_fit_all(presets):
-    where = f"hydra.searchpath=[file://{presets / 'own'}]"
-    assert make(presets, where, "algorithm=mine").algorithm.group_size == 6
-    assert make(presets, where, "algorithm=any").algorithm.group_size == 7
-    message = refusal(presets, where, "algorithm=theirs")
-    assert message == "algorithm=theirs: a preset of serve, given to train; allowed: any, grpo, mine"
+def test_a_recipe_takes_the_presets_of_the_folders_that_it_names(presets):
+    folders = [presets / "conf" / name for name in ("train", "serve", ".")]
+    assert compose(Root, "train", ["algorithm=sequence"], folders).algorithm == Algorithm()
+    with pytest.raises(ConfigError, match="^there is no .*train/serve.yaml$"):
+        compose(Root, "serve", [], folders)
+
+
+def test_configs_and_presets_of_ones_own(presets, capsys):
+    ran, folders = [], [presets / "conf" / "train", presets / "conf"]
+    main, own = entrypoint(Root, "train", folders)(ran.append), str(presets / "own")
+    main(["--config-dir", own, "algorithm=mine"])
+    main([f"--config-dir={own}", "--config-name", "mine"])
+    main(["-cd", own, "-cn", "mine.yaml", "algorithm=grpo"])
+    main(["config=train", f"hydra.searchpath=[file://{own}]"])
+    assert [(config.steps, config.algorithm.group_size) for config in ran] == [(20, 6), (7, 6), (7, 4), (20, 4)]
+    for arguments, text in (
+        (["--config-name", "mine"], "config=mine: this program is of train; allowed: train, train_on_it, or a file in --config-dir DIR"),
+        (["--config-name", "serve"], "config=serve: this program is of train; allowed: train, train_on_it, or a file in --config-dir DIR"),
+        (["--config-dir", f"{own}/none"], f"--config-dir {own}/none (hydra.searchpath): there is no such directory"),
+        (["--config-name"], "--config-name needs a value: --config-name NAME"),
+        (["--cfg", "hydra"], "--cfg hydra: allowed: --cfg job (the settings of the run)"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        assert capsys.readouterr().err == f"error: {text}\n"
+
+
+def test_a_recipe_without_a_file_has_the_defaults(tmp_path):
+    assert compose(Sizes, "mine", ["heads=2"], [tmp_path / "mine", tmp_path]) == Sizes(heads=2, head_dim=Sizes(heads=2).head_dim)
 
 
 def test_missing_file_and_broken_yaml(conf):
@@ -265,7 +298,9 @@ def test_other_bad_overrides(conf, override):
 
 
 def test_several_values_are_no_value(conf):
-    assert "'steps=1,2' lists several values; one run takes one (a list is written [a,b])" in refusal(conf, "steps=1,2")
+    assert "'steps=1,2' lists several values; one run takes one, --multirun all of them (a list is written [a,b])" in refusal(
+        conf, "steps=1,2"
+    )
 
 
 def test_interpolation(conf):
@@ -295,14 +330,13 @@ def test_a_saved_config_is_of_the_smallest_schema_that_knows_its_keys():
 def test_two_schemas_one_after_the_other(conf):
     assert make(conf).steps == 20
     (conf / "sizes.yaml").write_text("width: 32\n")
-    assert compose(Sizes, "sizes", ["heads=2"], config_dir=conf) == Sizes(width=32, heads=2, head_dim=16)
+    assert compose(Sizes, "sizes", ["heads=2"], folders=[conf]) == Sizes(width=32, heads=2, head_dim=16)
     assert make(conf, "steps=3").steps == 3
 
 
 def test_program_reports_an_error_in_one_line(capsys, monkeypatch, conf):
-    monkeypatch.setattr("aligner.config.conf_directory", lambda: conf)
 
-    @entrypoint(Root, "train")
+    @entrypoint(Root, "train", [conf])
     def main(config):
         raise DataError("prompts.jsonl:3: no key 'text'")
 
@@ -331,11 +365,10 @@ def test_program_reports_an_error_in_one_line(capsys, monkeypatch, conf):
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
 def test_exit_code_and_recorded_outcome_of_an_error(error, code, monkeypatch, conf, tmp_path, capsys):
-    monkeypatch.setattr("aligner.config.conf_directory", lambda: conf)
     monkeypatch.setenv("ALIGNER_OUTCOMES", str(tmp_path / "outcomes"))
     monkeypatch.setenv("RANK", "3")
 
-    @entrypoint(Root, "train")
+    @entrypoint(Root, "train", [conf])
     def main(config):
         raise error
 
@@ -348,9 +381,8 @@ def test_exit_code_and_recorded_outcome_of_an_error(error, code, monkeypatch, co
 
 @pytest.mark.parametrize("returned", [None, 0, 75])
 def test_exit_code_that_a_program_returns(returned, monkeypatch, conf, tmp_path):
-    monkeypatch.setattr("aligner.config.conf_directory", lambda: conf)
     monkeypatch.setenv("ALIGNER_OUTCOMES", str(tmp_path / "outcomes"))
-    main = entrypoint(Root, "train")(lambda config: returned)
+    main = entrypoint(Root, "train", [conf])(lambda config: returned)
     if returned:
         with pytest.raises(SystemExit) as caught:
             main([])
@@ -361,9 +393,8 @@ def test_exit_code_that_a_program_returns(returned, monkeypatch, conf, tmp_path)
 
 
 def test_a_program_that_user_code_ends_with_zero_has_failed(monkeypatch, conf, tmp_path, capsys):
-    monkeypatch.setattr("aligner.config.conf_directory", lambda: conf)
     monkeypatch.setenv("ALIGNER_OUTCOMES", str(tmp_path / "outcomes"))
-    main = entrypoint(Root, "train")(lambda config: sys.exit(0))
+    main = entrypoint(Root, "train", [conf])(lambda config: sys.exit(0))
     with pytest.raises(SystemExit) as caught:
         main([])
     assert caught.value.code == 1
@@ -372,43 +403,35 @@ def test_a_program_that_user_code_ends_with_zero_has_failed(monkeypatch, conf, t
 
 
 def test_program_help_and_cfg(capsys, monkeypatch, conf):
-    monkeypatch.setattr("aligner.config.conf_directory", lambda: conf)
     ran = []
-    main = entrypoint(Root, "train")(ran.append)
+    main = entrypoint(Root, "train", [conf])(ran.append)
     main(["--help", "all", "steps=7"])
     out = capsys.readouterr().out
     assert "steps=7" in out
     group_size = next(line for line in out.splitlines() if line.strip().startswith("algorithm.group_size="))
     assert group_size.split() == ["algorithm.group_size=4", "int", "responses", "per", "prompt"]
-    main(["--cfg"])
-    assert from_yaml(Root, capsys.readouterr().out) == make(conf)
+    for option in (["--cfg"], ["--cfg", "job"], ["--cfg=job"], ["-c", "job"]):
+        main(option)
+        assert from_yaml(Root, capsys.readouterr().out) == make(conf)
     assert ran == []
     main([])
     assert ran == [make(conf)]
 
 
-def test_help_lists_ones_own_presets(capsys, monkeypatch, presets):
-    monkeypatch.setattr("aligner.config.conf_directory", lambda: presets)
-    (presets / "unknown").mkdir()
-    (presets / "unknown" / "section.yaml").write_text("{}\n")
-    entrypoint(Root, "train")(lambda config: None)(["--help"])
+def test_help_lists_ones_own_presets(capsys, presets):
+    (presets / "own" / "unknown").mkdir()
+    (presets / "own" / "unknown" / "section.yaml").write_text("{}\n")
+    folders = [presets / "conf" / "train", presets / "conf"]
+    entrypoint(Root, "train", folders)(lambda config: None)(["--help", "--config-dir", str(presets / "own")])
     groups = capsys.readouterr().out.partition("Groups:\n")[2].splitlines()
-    assert groups[:-1] == ["  algorithm=grpo", "  model=small|wide"]
-
-
-def test_a_file_of_another_recipe_is_refused(presets):
-    assert choose_file("train", ["config=train_on_it", "steps=3"]) == ("train_on_it", ["steps=3"])
-    with pytest.raises(ConfigError) as caught:
-        choose_file("grpo", ["config=ppo_70b"])
-    assert str(caught.value).startswith("config=ppo_70b: this program is of grpo; allowed: grpo, grpo_70b, ")
+    assert groups[:-1] == ["  algorithm=grpo|mine", "  model=small", "  unknown=section"]
 
 
 def test_a_full_disk_is_one_line_with_rank_and_file(conf, monkeypatch, capsys):
     """No bug: exit code 1, as starting again may mend it."""
-    monkeypatch.setattr("aligner.config.conf_directory", lambda: conf)
     monkeypatch.setenv("RANK", "3")
 
-    @entrypoint(Root, "train")
+    @entrypoint(Root, "train", [conf])
     def main(config):
         raise OSError(28, "No space left on device", "/run/metrics.jsonl")
 
@@ -426,13 +449,12 @@ def test_bug_keeps_its_traceback(tmp_path, conf):
         from dataclasses import dataclass
         from pathlib import Path
         import aligner.config
-        aligner.config.conf_directory = lambda: Path({str(conf)!r})
 
         @dataclass(kw_only=True, slots=True)
         class Root:
             steps: int = 1
 
-        @aligner.config.entrypoint(Root, "only")
+        @aligner.config.entrypoint(Root, "only", [Path({str(conf)!r})])
         def main(config):
             print(1 / (config.steps - 1))
 

@@ -89,7 +89,7 @@ def test_links_lead_to_files_and_headings(source: str):
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_files_that_are_named_exist(source: str):
-    """`docs/running.md`, `aligner/config.py`, and modules as `models/heads.py`: below the repository, the package or the page itself."""
+    """`docs/running.md`, `aligner/cli.py`, and modules as `models/heads.py`: below the repository, the package or the page itself."""
     folders = (ROOT, ROOT / "aligner", (ROOT / source).parent)
     for span in code_spans(source):
         if span not in WRITTEN and NAMED.fullmatch(span) and any((folder / span.split("/")[0]).is_dir() for folder in folders):
@@ -149,7 +149,7 @@ def test_the_reference_reads_the_comment_of_a_line(monkeypatch: pytest.MonkeyPat
     [
         ("running.md", "[x](slurm.md#a)", "[x](slurm.md#a)"),
         ("running.md", "[x](../README.md)", "[x](index.md)"),
-        ("running.md", "[x](../aligner/config.py)", "[x](source/aligner/config.py.md)"),
+        ("running.md", "[x](../aligner/cli.py)", "[x](source/aligner/cli.py.md)"),
         ("running.md", "[x](#here) [y](https://a.b/c)", "[x](#here) [y](https://a.b/c)"),
         ("running.md", "see `docs/slurm.md`, `docs/no.md`", "see [`docs/slurm.md`](slurm.md), `docs/no.md`"),
         ("index.md", "[x](docs/slurm.md)", "[x](slurm.md)"),

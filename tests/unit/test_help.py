@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import functools
 import re
-from pathlib import Path
 
 import pytest
 
 from aligner import help as program_help
 from aligner.algorithms.registry import recipes
-from aligner.config import _compose_node, _shown_values, compose, conf_directory, entrypoint
+from aligner.config import compose, entrypoint
+from aligner.config.compose import compose_node, shown_values
 from aligner.errors import ConfigError
-from aligner.jobs.programs import SCRIPTS
 from aligner.schema import schema_keys
 
 
 @functools.cache
 def shown(recipe: str, topic: str = "", *overrides: str) -> str:
-    schema, script = recipes()[recipe].config, recipes()[recipe].script
+    schema, folders = recipes()[recipe].config, recipes()[recipe].folders()
     keys = list(schema_keys(schema))
-    values = dict(_shown_values(_compose_node(schema, recipe, overrides, conf_directory()), keys))
-    return program_help.render(keys, values, program=f"examples/nlp/{script}", file=recipe, groups=[], topic=topic)
+    values = dict(shown_values(compose_node(schema, recipe, overrides, folders), keys))
+    return program_help.render(keys, values, program=f"aligner train {recipe}", file=recipe, groups=[], topic=topic)
 
 
 def settings(text: str) -> list[str]:
@@ -42,13 +41,13 @@ def test_the_first_page(recipe: str) -> None:
     assert matter[0] == "data.train" and "model.path" in matter
     assert 10 <= len(matter) <= 25
     assert len(text.splitlines()) < 65
-    schema, script = recipes()[recipe].config, recipes()[recipe].script
+    schema = recipes()[recipe].config
     top = {key.key for key in schema_keys(schema) if key.section and "." not in key.key}
     listed = set(re.findall(r"^  ([a-z]+) +\d+  \S", sections, re.MULTILINE))
     left_out = set(re.findall(r"[a-z_.]+", sections.partition("not used without")[2].partition("\n\nGroups")[0])) & top
     assert listed | left_out == top and not listed & left_out
-    command = re.search(r"^Example:\n  python (\S+) (.*)$", text, re.MULTILINE)
-    assert command is not None and (SCRIPTS.parents[1] / command[1]).is_file() and Path(command[1]).name == script
+    command = re.search(r"^Example:\n  aligner train (\S+) (.*)$", text, re.MULTILINE)
+    assert command is not None and command[1] == recipe
     config = compose(schema, recipe, command[2].split())
     config.check_complete()
 

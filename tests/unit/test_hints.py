@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from aligner.algorithms.registry import recipes
-from aligner.config import compose, conf_directory, from_yaml
+from aligner.config import compose, from_yaml
 from aligner.errors import ConfigError
+from aligner.files import conf_directory
 from aligner.hints import hint, synonyms
 from aligner.losses.advantages import Estimator
 from aligner.losses.pairs import DPOVariant
@@ -153,8 +154,8 @@ def test_shipped_files_have_no_unknown_key() -> None:
     for name in ("ppo_70b", "grpo"):
         schema = recipes()[name.partition("_")[0]].config
         assert compose(schema, name, ["data.train=x"])
-    assert (conf_directory() / "experiment" / "demo_ppo.yaml").is_file()
-    assert compose(recipes()["ppo"].config, "ppo", ["+experiment=demo_ppo", "data.train=x"])
+    assert (conf_directory() / "ppo" / "experiment" / "demo.yaml").is_file()
+    assert compose(recipes()["ppo"].config, "ppo", ["+experiment=demo", "data.train=x"])
 
 
 def test_all_unknown_keys_of_a_saved_config() -> None:

@@ -43,7 +43,7 @@ def parts(tmp_path):
 
     def composed(*overrides, text="{}"):
         (tmp_path / "program.yaml").write_text(text)
-        config = compose(Root, "program", overrides, config_dir=tmp_path)
+        config = compose(Root, "program", overrides, folders=[tmp_path])
         assert from_yaml(Root, to_yaml(config)) == config
         return config.reward.functions
 

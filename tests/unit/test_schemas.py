@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import get_type_hints
 
@@ -24,7 +24,7 @@ from aligner.algorithms.online_dpo import TrainOnlineDPO
 from aligner.algorithms.ppo import TrainPPO
 from aligner.algorithms.process_reward_model import TrainProcessRewardModel
 from aligner.algorithms.proposals import WriteProposals
-from aligner.algorithms.registry import recipe_of, recipes
+from aligner.algorithms.registry import composed, recipe_of, recipes
 from aligner.algorithms.regression_reward_model import TrainRegressionRewardModel
 from aligner.algorithms.rejection_sampling import TrainRejectionSampling
 from aligner.algorithms.reward_model import TrainRewardModel
@@ -33,10 +33,11 @@ from aligner.algorithms.sft import TrainSFT
 from aligner.algorithms.spin import TrainSPIN
 from aligner.algorithms.steerlm2 import TrainSteerLM2
 from aligner.algorithms.teacher_logprobs import WriteTeacherLogprobs
-from aligner.config import _check_numbers, compose, conf_directory, from_yaml, to_yaml
+from aligner.config import compose, from_yaml, to_yaml
+from aligner.config.compose import _check_numbers
 from aligner.errors import ConfigError
+from aligner.files import conf_directory, configs
 from aligner.jobs.local import launch_local
-from aligner.jobs.programs import SCRIPTS
 from aligner.loop.config import RunConfig
 from aligner.models.config import ModelConfig
 from aligner.rewards.config import RewardFunctionConfig
@@ -68,16 +69,19 @@ SCHEMAS = {
     "self_rewarding": TrainSelfRewarding,
 }
 GIVEN = ["data.train=prompts.jsonl"]
-ROOT_FILES = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem in SCHEMAS)
-JOB_FILES = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem not in SCHEMAS)  # a recipe for a model and a cluster: ppo_70b
-GROUP_FILES = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CONF.glob("*/*.yaml"))
+ROOT_FILES = [name for name in configs() if name in SCHEMAS]
+JOB_FILES = [name for name in configs() if name not in SCHEMAS]  # a recipe for a model and a cluster: ppo_70b
+PRESETS = sorted(path.relative_to(CONF) for path in CONF.glob("*/*/*.yaml"))  # of one recipe: dpo/algorithm/simpo.yaml
+SHARED = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml") if path.parent.name not in SCHEMAS)  # model/llama3_8b.yaml
 
 
 def test_there_is_a_schema_and_a_script_for_every_recipe() -> None:
     assert set(ROOT_FILES) == set(SCHEMAS) == set(recipes())
     for name, recipe in recipes().items():
         assert recipe.config is SCHEMAS[name]
-        assert (SCRIPTS / recipe.script).is_file()
+        assert recipe.folders()[0].is_dir()
+    scripts = "".join(path.read_text() for path in (CONF.parent / "examples" / "nlp").glob("*.py"))
+    assert sorted(re.findall(r'^main = program\("(\w+)"\)$', scripts, re.MULTILINE)) == sorted(recipes())
 
 
 @pytest.mark.parametrize("name", ROOT_FILES)
@@ -92,54 +96,53 @@ def test_root_files_compose_and_round_trip(name: str) -> None:
 def test_job_files_compose_and_round_trip(name: str) -> None:
     """They begin with the name of their recipe, or its short form."""
     recipe = recipe_of(name).name
-    assert name.startswith((f"{recipe}_", "rm_"))
+    assert name.startswith((f"{recipe}_", "rm_")) and (CONF / recipe / f"{name}.yaml").is_file()
     config = compose(SCHEMAS[recipe], name, GIVEN)
     assert config.run.directory == f"runs/{name}"
     assert config.num_processes % config.parallel.replica_size == 0
     assert from_yaml(SCHEMAS[recipe], to_yaml(config)) == config
 
 
-@pytest.mark.parametrize("name", GROUP_FILES)
-def test_group_files_compose(name: str) -> None:
-    """A file of a group belongs to the recipes that it names, else to those with a section that has its settings; the section is the same
-    in all of them: one is enough."""
-    group, stem = name.split("/")
-    settings = (yaml.safe_load((CONF / f"{name}.yaml").read_text()) or {}).keys() - {"defaults"}
-    sections = {recipe: get_type_hints(schema).get(group) for recipe, schema in SCHEMAS.items()}
-    knowing = [recipe for recipe, kind in sections.items() if kind and settings <= {field.name for field in fields(kind)}]
-    recipes = named_in(name) or knowing
-    assert recipes, f"conf/{name}.yaml belongs to no recipe"
-    assert group == "experiment" or set(recipes) <= set(knowing)
-    for recipe in recipes[:1]:
-        config = compose(SCHEMAS[recipe], recipe, [*GIVEN, choice(recipe, name)])
-        written = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+def takers(file: Path) -> list[str]:
+    """The recipes that take a preset: those that search its folder, and have its section."""
+    group = file.parent.name
+    found = [name for name, recipe in recipes().items() if CONF / file.parent.parent in recipe.folders()]
+    return [name for name in found if group == "experiment" or group in get_type_hints(SCHEMAS[name])]
+
+
+@pytest.mark.parametrize("file", [*PRESETS, *SHARED], ids=str)
+def test_presets_compose(file: Path) -> None:
+    """A section is the same in all recipes that have it: one is enough."""
+    group, written = file.parent.name, yaml.safe_load((CONF / file).read_text())
+    own = takers(file)
+    assert own, f"conf/{file} belongs to no recipe"
+    for recipe in own[:1]:
+        config = composed(recipe, [*GIVEN, choice(recipe, file)])
         section = config if group == "experiment" else getattr(config, group)
         for key, value, got in leaves({k: v for k, v in written.items() if k != "defaults"}, section):
-            assert got == value, f"conf/{name}.yaml: {key}"
+            assert got == value, f"conf/{file}: {key}"
 
 
-def named_in(name: str) -> list[str]:
-    """The recipes that a file of a group says it is for."""
-    lines = (CONF / f"{name}.yaml").read_text().splitlines()
-    return [recipe for line in lines if line.startswith("# Recipes: ") for recipe in line.removeprefix("# Recipes: ").split(", ")]
+def test_pair_losses_are_presets_of_every_recipe_with_one() -> None:
+    assert takers(Path("dpo/algorithm/simpo.yaml")) == ["dpo", "online_dpo", "self_rewarding", "spin"]
 
 
-def choice(recipe: str, name: str) -> str:
-    """The argument that chooses the file of a group."""
-    group, stem = name.split("/")
-    chosen = yaml.safe_load((CONF / f"{recipe}.yaml").read_text())["defaults"]
-    return f"{group}={stem}" if any(isinstance(entry, dict) and group in entry for entry in chosen) else f"+{group}={stem}"
+def choice(recipe: str, file: Path) -> str:
+    """The argument that chooses a preset."""
+    chosen = yaml.safe_load((CONF / recipe / f"{recipe}.yaml").read_text())["defaults"]
+    is_there = any(isinstance(entry, dict) and file.parent.name in entry for entry in chosen)
+    return f"{'' if is_there else '+'}{file.parent.name}={file.stem}"
 
 
-@pytest.mark.parametrize("name", [name for name in GROUP_FILES if name.startswith(("algorithm/", "experiment/"))])
-def test_a_preset_is_refused_by_every_other_recipe(name: str) -> None:
+@pytest.mark.parametrize("file", PRESETS, ids=str)
+def test_a_preset_is_refused_by_every_other_recipe(file: Path) -> None:
     """Some set nothing, or what several recipes have: without a word a run of one would get another's name, or its settings."""
-    own = named_in(name)
-    assert own and set(own) <= set(SCHEMAS)
-    message = f"{name.replace('/', '=')}: a preset of {', '.join(own)}, given to"
-    for recipe in SCHEMAS.keys() - set(own):
-        with pytest.raises(ConfigError, match=f"^{message} {recipe}; allowed: "):
-            compose(SCHEMAS[recipe], recipe, [*GIVEN, choice(recipe, name)])
+    namesakes = {name for other in PRESETS if other.parts[1:] == file.parts[1:] for name in takers(other)}
+    for recipe in SCHEMAS.keys() - namesakes:
+        with pytest.raises(
+            ConfigError, match=rf"^{file.parent.name}={file.stem}: a preset of .*\b{file.parts[0]}\b.*, given to {recipe}; allowed: "
+        ):
+            composed(recipe, [*GIVEN, choice(recipe, file)])
 
 
 @pytest.mark.parametrize("command", ["plan", "launch local", "launch slurm --dry-run", "data validate", "gap"])
@@ -158,7 +161,7 @@ def leaves(node: object, schema: object, prefix: str = "") -> list[tuple[str, ob
 @pytest.mark.parametrize("name", ROOT_FILES)
 def test_root_files_hold_deviations_only(name: str) -> None:
     """A default that is written twice is wrong in one place sooner or later."""
-    for key, value, default in leaves(yaml.safe_load((CONF / f"{name}.yaml").read_text()), SCHEMAS[name]()):
+    for key, value, default in leaves(yaml.safe_load((CONF / name / f"{name}.yaml").read_text()), SCHEMAS[name]()):
         assert value != default, f"conf/{name}.yaml repeats the default of {key}"
 
 
@@ -234,7 +237,7 @@ def test_a_reward_must_be_named() -> None:
 @pytest.mark.parametrize(
     ("recipe", "settings", "text"),
     [
-        ("dpoo", [], "config 'dpoo': its name must begin with one of annotate, constitution"),
+        ("dpoo", [], "there is no config 'dpoo': did you mean dpo?"),
         ("grpo", ["parallel.tp=3", "num_processes=2"], "parallel.tp=3 does not divide the 2 ranks"),
         ("ppo", ["critic.parallel.tp=2"], "parallel.tp=2 does not divide the 1 ranks"),
         ("ppo", [], "reward.model.path=''"),

@@ -27,6 +27,7 @@ from aligner.cluster.slurm.conductor import Surroundings, conduct
 from aligner.cluster.slurm.requests import StopRequests
 from aligner.cluster.slurm.spec import JobSpec, read_spec
 from aligner.errors import AlignerError, ConfigError, LaunchError
+from aligner.files import checkout
 
 SPEC_LINE = "ALIGNER_SPEC="
 _SPEC_SECONDS = 600.0  # a cold container image, and Python's imports on a busy shared file system
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The job's exit code."""
     parser = argparse.ArgumentParser(prog="python3 -m aligner.cluster.slurm", description="Run a job of this run, in its batch script.")
     parser.add_argument("--script", type=Path, required=True, help="the batch script itself, for the jobs that follow")
-    parser.add_argument("--config", required=True, help="file of conf/ without .yaml")
+    parser.add_argument("--config", required=True, help="such as ppo_70b")
     parser.add_argument("--set", dest="fixed", action="append", default=[], metavar="key=value", help="a setting of the script itself")
     parser.add_argument("overrides", nargs="*", help="settings, as for the scripts in examples/nlp")
     arguments = parser.parse_args(argv)
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, requests: StopRequests) -> int:
     here = allocation(os.environ)
-    where = runtime(os.environ, home=Path(__file__).resolve().parents[3], directory=here.submit_directory)
+    where = runtime(os.environ, home=checkout(), directory=here.submit_directory)
     overrides = [*arguments.fixed, *arguments.overrides]
     _say(f"job {here.job} on {here.node}: {shlex.join([arguments.config, *overrides])}")
     spec = read_spec(_compose(here, where, arguments.config, overrides))

@@ -62,11 +62,12 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
     )
 
 
-def step_environment(environ: Mapping[str, str], home: Path) -> dict[str, str]:
-    """What every step inherits: the checkout first on Python's path, and nothing that names another host."""
+def step_environment(environ: Mapping[str, str], home: Path | None) -> dict[str, str]:
+    """What every step inherits: the checkout `home`, if there is one, first on Python's path; and nothing that names another host."""
     kept = {name: value for name, value in environ.items() if name != "HOSTNAME" and name not in OWN_VARIABLES}
-    path = [str(home), *filter(None, environ.get("PYTHONPATH", "").split(":"))]
-    kept["PYTHONPATH"] = ":".join(dict.fromkeys(path))
+    path = [*([str(home)] if home else []), *filter(None, environ.get("PYTHONPATH", "").split(":"))]
+    if path:
+        kept["PYTHONPATH"] = ":".join(dict.fromkeys(path))
     kept.setdefault("PYTHONUNBUFFERED", "1")
     kept.setdefault("OMP_NUM_THREADS", "1")
     return kept

@@ -8,6 +8,7 @@ directories that the containers see (`/data,/models:/models:ro`); the checkout, 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -28,13 +29,16 @@ class ContainerKind(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runtime:
-    """What the components' processes run in. `home` is the checkout, `directory` where they start: relative paths are the submitter's."""
+    """What the components' processes run in. `home` is the checkout (None: installed from a wheel).
+
+    `directory` is where they start: relative paths are the submitter's.
+    """
 
     kind: ContainerKind
     image: str
     python: str
     mounts: tuple[str, ...]
-    home: Path
+    home: Path | None
     directory: Path
 
     def with_mount(self, path: Path) -> Runtime:
@@ -42,10 +46,10 @@ class Runtime:
         return replace(self, mounts=tuple(dict.fromkeys((*self.mounts, f"{path}:{path}"))))
 
 
-def runtime(environ: Mapping[str, str], *, home: Path, directory: Path) -> Runtime:
+def runtime(environ: Mapping[str, str], *, home: Path | None, directory: Path) -> Runtime:
     """What the variables ask for. Raises ConfigError for a container of an unknown kind and for an environment without Python."""
     chosen, extra = environ.get("ALIGNER_CONTAINER", ""), environ.get("ALIGNER_MOUNTS", "")
-    places = dict.fromkeys((str(home), str(directory), *filter(None, extra.split(","))))
+    places = dict.fromkeys((*([str(home)] if home else []), str(directory), *filter(None, extra.split(","))))
     mounts = tuple(place if ":" in place else f"{place}:{place}" for place in places)
     if chosen:
         kind, _, image = chosen.partition(":")
@@ -58,9 +62,9 @@ def runtime(environ: Mapping[str, str], *, home: Path, directory: Path) -> Runti
     return Runtime(kind=ContainerKind(kind), image=image, python=python, mounts=mounts, home=home, directory=directory)
 
 
-def _python(environ: Mapping[str, str], home: Path) -> str:
-    """The interpreter of the virtual environment that is named, active, or in the checkout; else the one on PATH."""
-    own = str(home / ".venv") if (home / ".venv").is_dir() else ""
+def _python(environ: Mapping[str, str], home: Path | None) -> str:
+    """The interpreter of the virtual environment that is named, active, or in the checkout; else this one, or the one on PATH."""
+    own = str(home / ".venv") if home and (home / ".venv").is_dir() else "" if home else sys.prefix
     folder = environ.get("ALIGNER_VENV") or environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX") or own
     if not folder:
         return "python3"

@@ -14,18 +14,24 @@ export ALIGNER_CONTAINER="${ALIGNER_CONTAINER:-}" ALIGNER_VENV="${ALIGNER_VENV:-
 export ALIGNER_MOUNTS="${ALIGNER_MOUNTS:-}" ALIGNER_PREFLIGHT="${ALIGNER_PREFLIGHT:-1}"
 
 home="${ALIGNER_HOME:-$SLURM_SUBMIT_DIR}" # the checkout, on a file system that every node sees
-export PYTHONPATH="$home${PYTHONPATH:+:$PYTHONPATH}"
+if [ -d "$home/aligner" ]; then
+    export PYTHONPATH="$home${PYTHONPATH:+:$PYTHONPATH}"
+else # installed from a wheel
+    ALIGNER_PYTHON="${ALIGNER_PYTHON:-${ALIGNER_VENV:+$ALIGNER_VENV/bin/}python3}"
+fi
 # The conductor needs Python 3.10 or newer on the first node, and no packages.
 """
 
 
 def render(config: str, spec: JobSpec, *, title: str, overrides: Sequence[str] = (), path: str = "") -> str:
-    """The script of `conf/<config>.yaml` with `overrides`. `title` says what it is, `path` where it is kept (empty: nowhere)."""
+    """The script of a config with `overrides`. `title` says what it is, `path` where it is kept (empty: nowhere)."""
     made = f"aligner launch slurm {shlex.join([config, *overrides])}" + (f" --output {path}" if path else "")
-    lines = ["#!/bin/bash", f"# {title}", f"# Made by `{made}`: the numbers are those of conf/{config}.yaml."]
+    lines = ["#!/bin/bash", f"# {title}", f"# Made by `{made}`: the numbers are those of the config {config}."]
     if path:
         lines += ["#", f"#     sbatch {path} [key=value ...]", "#"]
-        lines += ["# from the checkout. The same line again goes on from the newest checkpoint. What happens on failures: docs/slurm.md"]
+        lines += [
+            "# from the checkout, or where aligner is installed. The same line again goes on from the newest checkpoint: docs/slurm.md"
+        ]
     slurm = spec.slurm
     lines += [
         f"#SBATCH --job-name={spec.name}",

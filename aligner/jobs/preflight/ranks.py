@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aligner.algorithms.registry import recipe_of
-from aligner.config import compose, fingerprint
+from aligner.algorithms.registry import composed
+from aligner.config import fingerprint
 from aligner.errors import ConfigError, LaunchError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
 from aligner.loop.config import JobRun
@@ -62,7 +62,7 @@ def _judge_ranks(context: Context, seen: Mapping[int, Place]) -> Finding:
 
 
 def _compose(context: Context) -> Composed:
-    job = compose(recipe_of(context.name).config, context.name, context.overrides)
+    job = composed(context.name, context.overrides)
     job.check_complete()
     context.job = job
     return Composed(fingerprint=fingerprint(job))

@@ -1,4 +1,4 @@
-"""Every preset under conf/algorithm: what it sets, and that it sets nothing that is the default already."""
+"""Every preset of a recipe's algorithm: what it sets, and that it sets nothing that is the default already."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from aligner.algorithms.self_rewarding import SelfRewardingConfig
 from aligner.algorithms.spin import SPINConfig
 from aligner.config import from_yaml
 
-FOLDER = Path(__file__).parents[3] / "conf" / "algorithm"
+CONF = Path(__file__).parents[3] / "conf"
 OTHERS = {
-    "ppo": PPOConfig,
-    "kto": KTOConfig,
-    "apo_zero_kto": KTOConfig,
-    "online_distill": OnlineDistillationConfig,
-    "online_dpo": OnlineDPOConfig,
-    "rejection_sampling": RejectionSamplingConfig,
-    "spin": SPINConfig,
-    "self_rewarding": SelfRewardingConfig,
+    "ppo/algorithm/ppo": PPOConfig,
+    "kto/algorithm/kto": KTOConfig,
+    "kto/algorithm/apo_zero": KTOConfig,
+    "online_distill/algorithm/online_distill": OnlineDistillationConfig,
+    "online_dpo/algorithm/online_dpo": OnlineDPOConfig,
+    "rejection_sampling/algorithm/rejection_sampling": RejectionSamplingConfig,
+    "spin/algorithm/spin": SPINConfig,
+    "self_rewarding/algorithm/self_rewarding": SelfRewardingConfig,
 }
 # Losses on pairs, in the settings of aligner/algorithms/dpo.py.
 PAIRS = {
     "dpo": {},
-    "conservative_dpo": {"label_smoothing": 0.1},
-    "robust_dpo": {"loss": "robust", "label_smoothing": 0.1},
-    "ipo_dpo": {"loss": "ipo"},
-    "hinge_dpo": {"loss": "hinge"},
-    "length_normalized_dpo": {"average_logprobs": True, "beta": 5.0},
-    "exo_dpo": {"loss": "exo", "label_smoothing": 1e-3},
-    "dpop_dpo": {"loss": "dpop", "beta": 0.3, "dpop_coef": 50.0},
-    "sppo_dpo": {"loss": "sppo", "beta": 1e-3},
-    "bco_dpo": {"loss": "bco"},
-    "nca_dpo": {"loss": "nca", "beta": 0.01},
-    "apo_zero_dpo": {"loss": "apo_zero"},
-    "apo_down_dpo": {"loss": "apo_down"},
-    "rpo_dpo": {"loss": "rpo_bwd_kl"},
-    "simpo_dpo": {"loss": "simpo", "beta": 2.0, "gamma": 1.0},
-    "cpo_dpo": {"loss": "cpo"},
-    "orpo_dpo": {"loss": "orpo"},
+    "conservative": {"label_smoothing": 0.1},
+    "robust": {"loss": "robust", "label_smoothing": 0.1},
+    "ipo": {"loss": "ipo"},
+    "hinge": {"loss": "hinge"},
+    "length_normalized": {"average_logprobs": True, "beta": 5.0},
+    "exo": {"loss": "exo", "label_smoothing": 1e-3},
+    "dpop": {"loss": "dpop", "beta": 0.3, "dpop_coef": 50.0},
+    "sppo": {"loss": "sppo", "beta": 1e-3},
+    "bco": {"loss": "bco"},
+    "nca": {"loss": "nca", "beta": 0.01},
+    "apo_zero": {"loss": "apo_zero"},
+    "apo_down": {"loss": "apo_down"},
+    "rpo": {"loss": "rpo_bwd_kl"},
+    "simpo": {"loss": "simpo", "beta": 2.0, "gamma": 1.0},
+    "cpo": {"loss": "cpo"},
+    "orpo": {"loss": "orpo"},
 }
 SEQUENCES = {"objective": "reinforce", "aggregation": "sequence_sum_constant", "kl_in": "reward", "kl_estimator": "k1"}
 # What the papers' names stand for, in the settings of aligner/algorithms/grpo.py.
@@ -101,26 +101,29 @@ def deviations(config: object) -> dict[str, object]:
     return {name: value for name, value in flat(asdict(config)).items() if value != default[name]}
 
 
+ALL = {f"grpo/algorithm/{name}": GRPOConfig for name in SAID} | {f"dpo/algorithm/{name}": DPOConfig for name in PAIRS} | OTHERS
+
+
 def test_no_preset_is_unknown_here() -> None:
-    assert {path.stem for path in FOLDER.glob("*.yaml")} == SAID.keys() | PAIRS.keys() | OTHERS.keys()
+    assert {str(path.relative_to(CONF).with_suffix("")) for path in CONF.glob("*/algorithm/*.yaml")} == set(ALL)
 
 
 @pytest.mark.parametrize("name", SAID)
 def test_a_preset_is_what_its_name_says(name: str) -> None:
-    assert deviations(from_yaml(GRPOConfig, (FOLDER / f"{name}.yaml").read_text())) == SAID[name]
+    assert deviations(from_yaml(GRPOConfig, (CONF / "grpo" / "algorithm" / f"{name}.yaml").read_text())) == SAID[name]
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_preset_of_pairs_is_what_its_name_says(name: str) -> None:
     """DPO on pairs of the policy's own samples takes it too."""
-    text = (FOLDER / f"{name}.yaml").read_text()
+    text = (CONF / "dpo" / "algorithm" / f"{name}.yaml").read_text()
     assert deviations(from_yaml(DPOConfig, text)) == deviations(from_yaml(OnlineDPOConfig, text)) == PAIRS[name]
 
 
-@pytest.mark.parametrize("name", SAID | PAIRS | OTHERS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_preset_repeats_no_default_and_says_where_it_is_from(name: str) -> None:
-    text = (FOLDER / f"{name}.yaml").read_text()
+    text = (CONF / f"{name}.yaml").read_text()
     assert text.startswith("# ")
-    default = flat(asdict((OTHERS | dict.fromkeys(PAIRS, DPOConfig)).get(name, GRPOConfig)()))
+    default = flat(asdict(ALL[name]()))
     repeated = {key for key, value in flat(yaml.safe_load(text)).items() if default[key] == value}
-    assert repeated == set(), f"conf/algorithm/{name}.yaml repeats defaults"
+    assert repeated == set(), f"conf/{name}.yaml repeats defaults"

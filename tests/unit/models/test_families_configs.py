@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.config import conf_directory, from_yaml
+from aligner.config import from_yaml
 from aligner.errors import ConfigError
+from aligner.files import conf_directory
 from aligner.models.config import Activation, Architecture, ModelConfig, PositionEmbedding, Recompute
 from aligner.models.divisible import check_divisible
 from aligner.models.families import architecture_from_hf, architecture_to_hf

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from aligner.algorithms.sft import TrainSFT
-from aligner.config import compose, conf_directory
+from aligner.config import compose
 from aligner.errors import ConfigError
+from aligner.files import conf_directory
 from aligner.models.config import Architecture, Dtype, ModelConfig, Recompute
 from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig

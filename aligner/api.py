@@ -1,0 +1,173 @@
+"""The recipes from Python: `aligner.train("dpo", model=..., data=[...])` in a notebook or a script.
+
+A run is the one that `aligner launch local` starts, with its ranks, servers, checkpoints and ends, in processes of its own. This module
+turns Python values into its settings (functions and rows are written into the run directory) and its files into a `Result`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aligner.cluster.exit_codes import ExitCode
+from aligner.cluster.run_directory import RunDirectory
+from aligner.config import override
+from aligner.errors import AlignerError, ConfigError
+from aligner.reporting.jsonl import read_metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Rows = Iterable[Mapping[str, Any]]
+_GIVEN = "given"  # folder of a run directory: what came as Python objects
+_SHORT = {"model": "model.path", "data": "data.train", "validation": "data.validation", "reward": "reward.function.function"}
+_SHORT |= {"max_steps": "loop.max_steps", "directory": "run.directory"}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a finished run left."""
+
+    directory: Path  # of the run
+    metrics: list[dict[str, float]]  # of every step: the names of docs/algorithms.md, and `step`
+    checkpoint: Path | None  # the newest one; None if the recipe writes data
+    export: Path | None  # the model as a Hugging Face directory; None with run.export_hf=false
+
+    def model(self, **arguments: Any) -> PreTrainedModel:
+        """The trained model as `transformers` loads it; the arguments are `from_pretrained`'s. Raises AlignerError if there is none."""
+        import transformers
+
+        name = transformers.AutoConfig.from_pretrained(self._exported()).architectures[0]
+        return getattr(transformers, name).from_pretrained(self._exported(), **arguments)
+
+    def tokenizer(self, **arguments: Any) -> PreTrainedTokenizerBase:
+        """Its tokenizer. Raises AlignerError if no model was exported."""
+        import transformers
+
+        return transformers.AutoTokenizer.from_pretrained(self._exported(), **arguments)
+
+    def _exported(self) -> Path:
+        if self.export is None:
+            raise AlignerError(f"{self.directory} holds no exported model: the recipe writes data, or run.export_hf is false")
+        return self.export
+
+
+def train(
+    recipe: str,
+    *,
+    model: str | Path | None = None,
+    data: str | Path | Rows | None = None,
+    validation: str | Path | Rows | None = None,
+    reward: str | Callable[..., Any] | None = None,
+    max_steps: int | None = None,
+    directory: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    **settings: Any,
+) -> Result:
+    """Run a recipe (or one of its configs, such as "grpo_70b") on this machine to its end.
+
+    Args:
+        model: a Hugging Face directory or a checkpoint (`model.path`).
+        data, validation: a path, or rows as docs/data.md has them (`data.train`, `data.validation`).
+        reward: a function of (prompts, responses, answers) that returns scores, or `file.py:name` (docs/rewards.md).
+        max_steps, directory: `loop.max_steps` and `run.directory`; the same directory again resumes the run.
+        overrides: settings as on the command line, such as "algorithm=dapo".
+        settings: any others, as sections (`optimizer={"lr": 1e-6}`) or by their keys (`**{"optimizer.lr": 1e-6}`). Wherever a setting
+            names a function, it may be one.
+
+    Raises:
+        ConfigError, DataError: a setting or a row is wrong, with the key as it is in the settings.
+        AlignerError: the run did not reach its end; the message says why and where its logs are.
+    """
+    from aligner.algorithms.registry import composed
+    from aligner.jobs.local import launch_local
+
+    given = {"model": model, "data": data, "validation": validation, "reward": reward, "max_steps": max_steps, "directory": directory}
+    named = {_SHORT[name]: value for name, value in given.items() if value is not None and not _is_section(value, name)}
+    sections = {name: value for name, value in given.items() if value is not None and _is_section(value, name)}
+    flat = dict(_flat({**sections, **settings})) | named
+    # What is written belongs into the run directory, whose name may be in the config.
+    texts = [override(key, value) for key, value in flat.items() if not _is_written(key, value)]
+    later = [override(key, "given-later") for key, value in flat.items() if _is_written(key, value) and not callable(value)]
+    config = composed(recipe, [*overrides, *texts, *later])
+    run = RunDirectory(Path(config.run.directory).absolute()).create()
+    texts += [override(key, _write(run.path / _GIVEN, key, value)) for key, value in flat.items() if _is_written(key, value)]
+    code = launch_local(recipe, [*overrides, *texts])
+    if code != ExitCode.done:
+        raise _failure(run, recipe, code)
+    return Result(
+        directory=run.path,
+        metrics=[{"step": record.step, **record.values} for record in read_metrics(run.metrics)] if run.metrics.is_file() else [],
+        checkpoint=next(iter(sorted(run.checkpoints.glob("*/step_*"), reverse=True)), None),
+        export=run.export if run.export.is_dir() else None,
+    )
+
+
+def _is_section(value: Any, name: str) -> bool:
+    """`model={"path": ..., "recompute": ...}` instead of the path alone."""
+    return isinstance(value, Mapping) and name in ("model", "data", "reward")
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _is_written(key: str, value: Any) -> bool:
+    """Whether the value becomes a file of the run directory: functions, and rows of data."""
+    is_rows = key in ("data.train", "data.validation") and not isinstance(value, (str, Path))
+    return is_rows or (callable(value) and not isinstance(value, type))
+
+
+def _write(folder: Path, key: str, value: Any) -> str:
+    """Write what the setting `key` was given; returns the setting's text. Raises ConfigError for what cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = key.replace(".", "_")
+    if not callable(value):
+        return str(_write_rows(folder / f"{name}.jsonl", key, value))
+    import dill  # comes with `datasets`; pickles functions of a notebook by value
+
+    try:
+        (folder / f"{name}.dill").write_bytes(dill.dumps(value, recurse=True))
+    except Exception as error:
+        raise ConfigError(f"{key}: {value!r} cannot be sent to the run's processes: {type(error).__name__}: {error}") from error
+    program = f"""# Written by aligner.train: the function that {key} was given.
+import sys
+from pathlib import Path
+
+sys.path += [path for path in {[path for path in sys.path if path]!r} if path not in sys.path]
+import dill
+
+function = dill.loads(Path(__file__).with_suffix(".dill").read_bytes())
+"""
+    (folder / f"{name}.py").write_text(program)
+    return f"{folder / name}.py:function"
+
+
+def _write_rows(path: Path, key: str, rows: Rows) -> Path:
+    lines = []
+    for number, row in enumerate(rows):
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{key}: row {number} is no mapping of names to texts and numbers ({error}): {row!r:.80}") from error
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def _failure(run: RunDirectory, recipe: str, code: int) -> AlignerError:
+    """Why a run ended, as the last of its processes that gave a reason says."""
+    if code == ExitCode.stopped:
+        return AlignerError(f"{recipe} was stopped before its last step: call it again with directory={str(run.path)!r} to go on")
+    logs = sorted(run.logs.glob("*.log"), key=lambda path: path.stat().st_mtime)
+    said = [line for path in logs for line in path.read_text(errors="replace").splitlines() if line.startswith("error: ")]
+    reason = said[-1].removeprefix("error: ") if said else f"exit code {code}"
+    kind = ConfigError if code == ExitCode.refused else AlignerError
+    return kind(f"{reason} (logs: {run.logs})")
