@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Rows = Iterable[Mapping[str, Any]]
 _GIVEN = "given"  # folder of a run directory: what came as Python objects
-_SHORT = {"model": "model.path", "data": "data.train", "validation": "data.validation", "reward": "reward.function.function"}
+_SHORT = {"model": "model.path", "data": "data.train", "validation": "data.validation", "reward": "reward.function.path"}
 _SHORT |= {"max_steps": "loop.max_steps", "directory": "run.directory"}
 
 

@@ -21,7 +21,7 @@ from aligner.schema import SchemaKey, schema_keys
 _NOT_SET = "(not set)"
 _SHOWN = 12  # changes that a message lists
 _HARMLESS = (
-    *("run.[!s]*", "loop.*", "guard.*", "checkpoint.*", "logging.*", "cluster.*", "slurm.*", "launcher.*", "client.*"),
+    *("run.[!s]*", "loop.*", "guard.*", "checkpoint.*", "logging.*", "cluster.*", "slurm.*", "local_launcher.*", "server_client.*"),
     *("parallel.*", "*.parallel.*", "num_processes", "*.num_processes", "*.server.*", "critic.accept_gap"),
     *("*timeout_seconds", "*num_threads", "environment.num_workers", "validation.*", "accuracy.*"),
     *("data.validation", "data.num_validation_prompts", "algorithm.validation_batch_size"),

@@ -1,4 +1,4 @@
-"""The training steps that a run leaves out after it was rolled back, kept in its directory: `left_out.json`."""
+"""The training steps that a run leaves out after it was rolled back, kept in its directory: `skipped_steps.json`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from aligner.files import publish
 from aligner.parallel.collectives import from_rank_0
 
 
-class LeftOutSteps:
-    """`aligner.loop.loop.LeftOut` in a file. Every rank constructs one, at the same point: rank 0 reads and writes."""
+class SkippedStepsFile:
+    """`aligner.loop.loop.SkippedSteps` in a file. Every rank constructs one, at the same point: rank 0 reads and writes."""
 
     def __init__(self, path: Path, *, most: int) -> None:
         self._path = path

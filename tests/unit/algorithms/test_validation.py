@@ -188,11 +188,13 @@ def test_a_best_metric_that_is_not_reported_is_refused_at_the_start() -> None:
     data = PromptDataConfig(validation="held_out.jsonl")
     best = CheckpointConfig(best_metric="validation/pass@4")
     sampled = ValidationConfig(num_samples=4)
-    judged = RewardFunctionConfig(function="module:name")
+    judged = RewardFunctionConfig(path="module:name")
     for recipe in (TrainGRPO, TrainPPO):
         made = recipe(checkpoint=best, loop=VALIDATE, data=data, validation=sampled, accuracy=judged)
         assert made.validation is sampled
-        with pytest.raises(ConfigError, match=r"best_metric=validation/pass@4: .* accuracy, mean@n and pass@k need accuracy\.function"):
+        with pytest.raises(
+            ConfigError, match=r"best_metric=validation/pass@4: .* accuracy, mean@n and pass@k need validation\.scorer\.path"
+        ):
             recipe(checkpoint=best, loop=VALIDATE, data=data, validation=sampled)
         with pytest.raises(ConfigError, match="best_metric=validation/pass@4: validation reports validation/reward, .*accuracy$"):
             recipe(checkpoint=best, loop=VALIDATE, data=data, accuracy=judged)
