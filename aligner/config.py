@@ -35,6 +35,7 @@ from aligner.cluster import outcomes
 from aligner.cluster.exit_codes import ExitCode, exit_code_of
 from aligner.errors import AlignerError, ConfigError, describe_os_error, is_storage_error
 from aligner.files import conf_directory
+from aligner.former_names import present_value, translated
 from aligner.hints import as_typed, hint, refuse_unknown, unknown_keys
 from aligner.presets import belongs_to, check_preset, find_file, groups_of, unknown_in_file
 from aligner.schema import SchemaKey, is_entry, is_known, schema_keys
@@ -61,10 +62,11 @@ def to_yaml(config: object) -> str:
 
 
 def from_yaml(schema: type[T], text: str, overrides: Sequence[str] = ()) -> T:
-    """A config that `to_yaml` wrote, with plain `key=value` overrides. Raises ConfigError as `compose` does."""
+    """A config that `to_yaml` wrote (former names of settings are translated), with plain `key=value` overrides. Raises as `compose`."""
     keys = list(schema_keys(schema))
     try:
-        saved = OmegaConf.merge(OmegaConf.create(yaml.safe_load(text) or {}), OmegaConf.from_dotlist(list(overrides)))
+        written = translated(yaml.safe_load(text) or {}, keys)
+        saved = OmegaConf.merge(OmegaConf.create(written), OmegaConf.from_dotlist(list(overrides)))
         refuse_unknown([(key, "") for key in unknown_keys(OmegaConf.to_container(saved), keys)], keys)
         node = OmegaConf.merge(_structured(schema), saved)
     except _ERRORS as error:
@@ -74,8 +76,9 @@ def from_yaml(schema: type[T], text: str, overrides: Sequence[str] = ()) -> T:
 
 def schema_of(schemas: Sequence[type[T]], text: str) -> type[T]:
     """Which of the schemas a config that `to_yaml` wrote is of: the smallest one that knows all of its keys. Raises ConfigError."""
-    written = OmegaConf.to_container(OmegaConf.create(yaml.safe_load(text) or {}))
-    fitting = [(len(keys), schema) for schema in schemas if not any(unknown_keys(written, keys := list(schema_keys(schema))))]
+    written = yaml.safe_load(text) or {}
+    known = [(schema, list(schema_keys(schema))) for schema in schemas]
+    fitting = [(len(keys), schema) for schema, keys in known if not any(unknown_keys(translated(written, keys), keys))]
     if not fitting:
         raise ConfigError(f"the saved config is of none of {', '.join(schema.__name__ for schema in schemas)}")
     return min(fitting, key=lambda entry: entry[0])[1]
@@ -350,6 +353,8 @@ def _explain(error: BaseException) -> ConfigError:
         text = re.split(r"\nConfig search path|\nSee https", str(error).replace(f"In '{_ENTRY}': ", ""))[0]
         return ConfigError(" ".join(text.split()))
     key, message = str(cause.full_key or ""), str(cause.msg or cause).splitlines()[0].replace("is not Optional", "may not be null")
+    if (value := present_value(key, getattr(cause, "value", None))) != getattr(cause, "value", None):
+        message = f"{cause.value} is called {value} now"
     return ConfigError(": ".join(part for part in (key, message) if part) + (f" ({where})" if where else ""))
 
 

@@ -70,7 +70,7 @@ def forward_seconds(length: int, rows: int) -> float:
     """CPU seconds of a log-prob pass of the small model over `rows` rows, from one over FORWARD_ROWS of them."""
     from aligner.algorithms.sft import TrainSFT
     from aligner.loop.config import RunConfig
-    from aligner.loop.session import session
+    from aligner.loop.session import open_session
     from aligner.models import create
     from aligner.models.config import ModelConfig
     from aligner.types import LabeledBatch
@@ -84,9 +84,9 @@ def forward_seconds(length: int, rows: int) -> float:
         write_model(size, Path(folder) / "model", positions=length, seed=0)
         settings = ModelConfig(path=f"{folder}/model", micro_batch_size=FORWARD_ROWS)
         config = TrainSFT(run=RunConfig(directory=folder, num_threads=1), model=settings)
-        with session(config, config.run, config.parallel, component="trainer") as here:
+        with open_session(config, config.run, config.parallel, component="trainer") as session:
             architecture = create.read_architecture(settings, vocab_size=0)
-            policy = create.create_policy(settings, architecture, config.parallel, here.topology, create.training(settings, None))
+            policy = create.create_policy(settings, architecture, config.parallel, session.topology, create.training(settings, None))
             return cpu_seconds(lambda: policy.logprobs(batch), 1) * rows / FORWARD_ROWS
 
 

@@ -37,7 +37,7 @@ def make_config(spec: Spec, folder: str) -> TrainGRPO:
     """The run's settings; rows are packed and share their prompts."""
     tokens = spec.prompts_per_step * spec.group_size * (len(spec.prompts[0]) + spec.response_length)
     ahead = AsynchronousConfig(max_staleness=spec.max_staleness, recompute=spec.recompute)
-    correction = CorrectionConfig(kind=Correction.truncate if spec.max_staleness else Correction.none)
+    correction = CorrectionConfig(kind=Correction.tis if spec.max_staleness else Correction.none)
     rate = {"lr": spec.learning_rate, "min_lr": spec.learning_rate, "decay": Decay.constant, "warmup_steps": 0, "weight_decay": 0.0}
     sampling = SamplingConfig(max_response_length=spec.response_length)
     return TrainGRPO(
@@ -59,7 +59,7 @@ def make_algorithm(config: TrainGRPO, spec: Spec, topology) -> GRPO:
     """GRPO over a policy with the model's weights. Imports Megatron-Core."""
     from aligner.models import create
     from aligner.models.trainable import Training
-    from aligner.online.asynchronous import AsyncRounds
+    from aligner.online.async_rollout_source import AsyncRolloutSource
     from aligner.rewards.local import FunctionReward
     from aligner.rollout.create import create_engine
 
@@ -90,14 +90,14 @@ def make_algorithm(config: TrainGRPO, spec: Spec, topology) -> GRPO:
         order=EpochSampler(len(spec.prompts), spec.prompts_per_step, spec.seed),
         validation=[],
         validation_sampling=config.rollout.sampling,
-        accuracy=None,
+        validation_scorer=None,
         decode=text_of,
         pad_id=0,
         seed=spec.seed,
         max_response_length=spec.response_length,
     )
     settings = config.rollout.asynchronous
-    rounds = AsyncRounds(task, spec.group_size, settings, engine.gate, last=spec.steps) if settings.max_staleness else None
+    rounds = AsyncRolloutSource(task, spec.group_size, settings, engine.gate, last=spec.steps) if settings.max_staleness else None
     return GRPO(config.algorithm, policy, task, rounds)
 
 
@@ -109,12 +109,12 @@ def thread_seconds() -> dict[str, float]:
 
 def run(spec: Spec, folder: str) -> dict[str, float]:
     """Train, and return the figures."""
-    from aligner.loop.session import session
+    from aligner.loop.session import open_session
 
     config = make_config(spec, folder)
     rewards, waited, staleness, versions = [], [], [], []
-    with session(config, config.run, config.parallel, component="actor") as here:
-        algorithm = make_algorithm(config, spec, here.topology)
+    with open_session(config, config.run, config.parallel, component="actor") as session:
+        algorithm = make_algorithm(config, spec, session.topology)
         for step in range(1, spec.steps + 1):
             if step == spec.warmup_steps + 1:
                 started, cpu_started = time.perf_counter(), thread_seconds()

@@ -39,7 +39,7 @@ def measure(name: str, rows: int, length: int, pairs: int) -> dict[str, float]:
     """Medians over the pairs: seconds of a step with and without the check, their ratio; and of the check alone."""
     from aligner.algorithms.sft import TrainSFT
     from aligner.loop.config import RunConfig
-    from aligner.loop.session import session
+    from aligner.loop.session import open_session
     from aligner.losses.sft import sft_loss
     from aligner.models import checkpoint, checkpoint_optimizer, checkpoint_sums, create, finite
     from aligner.models.config import ModelConfig
@@ -53,10 +53,10 @@ def measure(name: str, rows: int, length: int, pairs: int) -> dict[str, float]:
         write_model(SIZES[name], Path(folder) / "model", positions=length, seed=0)
         model = ModelConfig(path=f"{folder}/model", micro_batch_size=rows)
         config = TrainSFT(run=RunConfig(directory=folder, num_threads=1), model=model, optimizer=OptimizerConfig(lr=1e-5, min_lr=0.0))
-        with session(config, config.run, config.parallel, component="trainer") as here:
+        with open_session(config, config.run, config.parallel, component="trainer") as session:
             architecture = create.read_architecture(model, vocab_size=0)
             training = create.training(model, config.optimizer, total_steps=2 * pairs + 1)
-            policy = create.create_policy(model, architecture, config.parallel, here.topology, training)
+            policy = create.create_policy(model, architecture, config.parallel, session.topology, training)
 
             def step() -> None:
                 policy.train_step(batch, sft_loss)
@@ -73,7 +73,7 @@ def measure(name: str, rows: int, length: int, pairs: int) -> dict[str, float]:
             trained = policy.model
 
             def check() -> None:
-                if found := finite.spoilt_parameters(trained.runners, trained.guard.max_weight):
+                if found := finite.non_finite_parameters(trained.runners, trained.guard.max_weight):
                     raise RuntimeError(found)
 
             def sums() -> None:

@@ -129,7 +129,7 @@ def make_algorithm(config: TrainGRPO, spec: Spec, topology) -> GRPO:
         order=EpochSampler(len(spec.prompts), config.algorithm.prompts_per_step, spec.seed),
         validation=[],
         validation_sampling=sampling,
-        accuracy=None,
+        validation_scorer=None,
         decode=text_of,
         pad_id=0,
         seed=spec.seed,
@@ -171,13 +171,13 @@ def run(spec: Spec, folder: str) -> dict:
     """Warm up, time the steps, and return the result."""
     import torch
 
-    from aligner.loop.session import session
+    from aligner.loop.session import open_session
     from aligner.parallel.mcore import version
 
     clock = PhaseClock()
     config = make_config(spec, folder)
-    with session(config, config.run, config.parallel, component="actor") as here:
-        algorithm = make_algorithm(config, spec, here.topology)
+    with open_session(config, config.run, config.parallel, component="actor") as session:
+        algorithm = make_algorithm(config, spec, session.topology)
         check = check_numbers(algorithm, spec)
         for step in range(1, spec.warmup_steps + spec.steps + 1):
             with clock.phase("total"):

@@ -61,7 +61,7 @@ def ours(model: str, tokens: list[list[int]], chunk: int) -> tuple[list[float], 
 
     from aligner.algorithms.sft import TrainSFT
     from aligner.loop.config import RunConfig
-    from aligner.loop.session import session
+    from aligner.loop.session import open_session
     from aligner.models import create
     from aligner.models.config import ModelConfig
     from aligner.types import LabeledBatch
@@ -73,9 +73,9 @@ def ours(model: str, tokens: list[list[int]], chunk: int) -> tuple[list[float], 
     with tempfile.TemporaryDirectory() as folder:
         settings = ModelConfig(path=model, micro_batch_size=len(tokens), logits_chunk_size=chunk)
         config = TrainSFT(run=RunConfig(directory=folder, num_threads=1), model=settings)
-        with session(config, config.run, config.parallel, component="trainer") as here:
+        with open_session(config, config.run, config.parallel, component="trainer") as session:
             architecture = create.read_architecture(settings, vocab_size=0)
-            policy = create.create_policy(settings, architecture, config.parallel, here.topology, create.training(settings, None))
+            policy = create.create_policy(settings, architecture, config.parallel, session.topology, create.training(settings, None))
             return measured(lambda: policy.logprobs(batch)[:, 1:])
 
 

@@ -71,14 +71,14 @@ def run(spec: Spec, folder: str) -> dict:
     """Warm up, time the steps, and return the result."""
     import torch
 
-    from aligner.loop.session import session
+    from aligner.loop.session import open_session
     from aligner.parallel.mcore import version
 
     clock = PhaseClock()
     config = make_config(spec, folder)
     losses, grad_norms = [], []
-    with session(config, config.run, config.parallel, component="trainer") as here:
-        algorithm = make_algorithm(config, spec, here.topology)
+    with open_session(config, config.run, config.parallel, component="trainer") as session:
+        algorithm = make_algorithm(config, spec, session.topology)
         for step in range(1, spec.warmup_steps + spec.steps + 1):
             with clock.phase("total"):
                 metrics = algorithm.step(step, Clock()).metrics

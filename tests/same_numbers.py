@@ -33,7 +33,7 @@ LEARNING = ["optimizer.lr=1e-2", "optimizer.warmup_steps=1", "loop.max_steps=3",
 LEARNING += ["guard.learnt_nothing=warn"]
 TRAINER = [*LEARNING, "algorithm.batch_size=4", "data.max_length=96"]
 ONLINE = [*LEARNING, "data.train={data}/prompts.jsonl", "data.validation={data}/prompts.jsonl", "data.max_prompt_length=16"]
-ONLINE += ["rollout.sampling.max_response_length=8", "reward.function.function=aligner.rewards.builtin:length"]
+ONLINE += ["rollout.sampling.max_response_length=8", "reward.function.path=aligner.rewards.builtin:length"]
 GROUPS = ["algorithm.prompts_per_step=4", "algorithm.group_size=4"]
 WRITER = ["algorithm.part_size=3"]
 
@@ -84,7 +84,7 @@ CASES = {
     "grpo_dp2": Case("grpo", [*ONLINE, *GROUPS, "algorithm.mini_batch_size=8", "algorithm.dynamic_sampling=true"], ranks=2),
     "grpo_async": Case(
         "grpo",
-        [*ONLINE, *GROUPS, "algorithm.mini_batch_size=8", "rollout.asynchronous.max_staleness=1", "algorithm.correction.kind=truncate"],
+        [*ONLINE, *GROUPS, "algorithm.mini_batch_size=8", "rollout.asynchronous.max_staleness=1", "algorithm.correction.kind=tis"],
     ),
     "remax": Case("grpo", [*ONLINE, "algorithm=remax", *GROUPS, "algorithm.group_size=1", "algorithm.mini_batch_size=4"]),
     "ppo": Case("ppo", [*ONLINE, "algorithm.rollouts_per_step=8", "algorithm.mini_batch_size=4", "critic.mini_batch_size=4"]),

@@ -90,7 +90,7 @@ class Judge:
     """A language model that is asked. Every rank makes one; `compare` is collective.
 
     `logprobs` is `aligner.protocols.Policy.logprobs` at temperature 1; `max_length`: tokens of the longest question with its answer;
-    `batch_size`: questions that are in memory together; `beat` is called as they are answered.
+    `batch_size`: questions that are in memory together; `heartbeat` is called as they are answered.
     """
 
     logprobs: Callable[[LabeledBatch], Tensor]
@@ -99,7 +99,7 @@ class Judge:
     pad_id: int
     max_length: int
     batch_size: int
-    beat: Callable[[], None] = lambda: None
+    heartbeat: Callable[[], None] = lambda: None
 
     def compare(self, asked: Sequence[Sequence[Question]], sources: Sequence[str]) -> list[Judgement | None]:
         """Of every two responses, about which all of these questions are asked; None where one of them is too long.
@@ -138,7 +138,7 @@ class Judge:
             if bad := [row.source for row, score in zip(part, scores, strict=True) if not math.isfinite(score)]:
                 raise RunHalted(f"{bad[0]}: the judge's log-probs are not finite ({len(bad)} of {len(part)} rows): look at its weights")
             found += scores
-            self.beat()
+            self.heartbeat()
         return found
 
 

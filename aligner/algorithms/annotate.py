@@ -60,7 +60,7 @@ class Annotate(WritingRun):
 
     data: AnnotateDataConfig = field(default_factory=AnnotateDataConfig)
     algorithm: AnnotateConfig = field(default_factory=AnnotateConfig)
-    client: ClientConfig = field(default_factory=ClientConfig)
+    server_client: ClientConfig = field(default_factory=ClientConfig)
 
     def traits(self) -> Traits:
         return self.pass_traits((Phase.scores,), rows=self.algorithm.part_size, head=Head.scalar)

@@ -161,7 +161,7 @@ def preference_records(trace: Mapping[str, Any]) -> list[Record]:
     ]
 
 
-def losses_of(trace: Mapping[str, Any]) -> list[str]:
+def discards_of(trace: Mapping[str, Any]) -> list[str]:
     """What of a trace is not used, and why: `left_out/<name>` or `shortened/<name>` of a chain, `left_out/comparison_<name>`."""
     fault, comparison = trace["fault"], trace.get("comparison", {"left_out": ""})
     found = [f"{'shortened' if trace['learnt'] else 'left_out'}/{fault}"] if fault else []
@@ -171,7 +171,7 @@ def losses_of(trace: Mapping[str, Any]) -> list[str]:
 
 def trace_metrics(traces: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Of a part: how many chains and comparisons are used, and by name how many are not."""
-    counts = Counter(name for trace in traces for name in losses_of(trace))
+    counts = Counter(name for trace in traces for name in discards_of(trace))
     found = {name: float(count) for name, count in sorted(counts.items())}
     found["constitution/supervised"] = float(sum(len(trace["learnt"]) for trace in traces))
     revised = [trace for trace in traces if trace["rounds"]]
@@ -249,7 +249,7 @@ def publish_feedback(parts: Parts, folder: Path, *, constitution: Constitution, 
     counts: Counter[str] = Counter()
     for part in range(parts.num_parts):
         for trace in parts.read(part):
-            counts.update(losses_of(trace))
+            counts.update(discards_of(trace))
             counts.update({SUPERVISED: len(supervised_records(trace)), PREFERENCES: len(preference_records(trace)), TRACES: 1})
     parts.join(folder / TRACES)
     for name, select in ((SUPERVISED, supervised_records), (PREFERENCES, preference_records)):

@@ -41,11 +41,11 @@ from aligner.loop.config import WritingRun, check_layout
 from aligner.loop.recipe import Recipe, Traits, UsedModel
 from aligner.loop.writing import Record, digest_of
 from aligner.models.config import Architecture
-from aligner.online.collect import Scorers, Wanted, collect_all, sample_seeds
+from aligner.online.collect import SampleRequest, Scorers, collect_all, sample_seeds
 from aligner.planner.workload import Phase, Work
 from aligner.protocols import RolloutEngine
 from aligner.reporting.formats import Column
-from aligner.rewards.unjudged import Unjudged
+from aligner.rewards.no_reward import NoReward
 from aligner.rollout.config import RolloutConfig, check_engine
 from aligner.types import FinishReason, Prompt, SamplingConfig
 
@@ -184,7 +184,9 @@ class Constitutional:
             prompt = Prompt(id=chain.case.prompt.id, tokens=tokens, source=chain.case.prompt.source)
             asked.setdefault(chain.case.messages is not None, []).append((chain, prompt))
         wanted = [
-            Wanted(prompts=[prompt for _, prompt in some], seeds=[seeds[chain.row] for chain, _ in some], sampling=self.sampling[chat])
+            SampleRequest(
+                prompts=[prompt for _, prompt in some], seeds=[seeds[chain.row] for chain, _ in some], sampling=self.sampling[chat]
+            )
             for chat, some in asked.items()
         ]
         answers = collect_all(self.engine, wanted, scorers=self.scorers) if wanted else []
@@ -319,7 +321,7 @@ def build(job: WriterJob[ConstitutionalAI]) -> int:
         constitution,
         Framing(tokenizer, constitution, add_bos=config.data.add_bos),
         engine=engine,
-        scorers=Scorers(reward=Unjudged(), pad_id=tokenizer.pad_id, beat=job.session.progress.beat),
+        scorers=Scorers(reward=NoReward(), pad_id=tokenizer.pad_id, heartbeat=job.session.progress.heartbeat),
         sampling=config.rollout.sampling,
         judge=judge,
         seed=config.run.seed,
@@ -342,7 +344,7 @@ def _judge(job: WriterJob[ConstitutionalAI], constitution: Constitution, policy:
     own = job.at_temperature_1(policy)  # whatever is sampled at
     logprobs, tokenizer, digest = own.logprobs, job.tokenizer, ""
     if config.judge.path:
-        model, tokenizer = job.same_shape(
+        model, tokenizer = job.frozen_model(
             "judge",
             config.judge.path,
             setting=f"judge.path={config.judge.path}",
@@ -361,7 +363,7 @@ def _judge(job: WriterJob[ConstitutionalAI], constitution: Constitution, policy:
         pad_id=tokenizer.pad_id,
         max_length=config.data.max_history_length,
         batch_size=config.algorithm.batch_size,
-        beat=job.session.progress.beat,
+        heartbeat=job.session.progress.heartbeat,
     )
     return judge, digest
 

@@ -35,9 +35,9 @@ from aligner.errors import ConfigError
 from aligner.loop.config import TrainerRun, check_best_metric
 from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_batch_sizes, check_reference
 from aligner.loop.loop import Clock, StepResult
-from aligner.loop.own_functions import named, resolve, text_of
 from aligner.loop.recipe import Built, Recipe, Traits
-from aligner.losses.pairs import DPOVariant, LogRatios, OwnPairLoss
+from aligner.loop.user_functions import named, resolve, text_of
+from aligner.losses.pairs import DPOVariant, LogRatios, UserPairLoss
 from aligner.losses.preference import dpo_loss
 from aligner.metrics import Metrics, merge, values
 from aligner.protocols import Policy
@@ -69,14 +69,14 @@ class PairLossConfig:
                 raise ConfigError(f"algorithm.{name}={getattr(self, name)}: {rule}")
 
     @property
-    def variant(self) -> DPOVariant | OwnPairLoss:
+    def variant(self) -> DPOVariant | UserPairLoss:
         """What the loss needs. A function of the user's is not imported: it raises ValueError if it is called."""
-        return named("algorithm.loss", self.loss, DPOVariant) or OwnPairLoss(value=self.loss, function=_not_imported)
+        return named("algorithm.loss", self.loss, DPOVariant) or UserPairLoss(value=self.loss, function=_not_imported)
 
-    def resolved_loss(self) -> DPOVariant | OwnPairLoss:
+    def resolved_loss(self) -> DPOVariant | UserPairLoss:
         """`variant` with the user's function. Raises ConfigError if that cannot be imported, or called."""
         found = resolve("algorithm.loss", self.loss, DPOVariant, ("ratios",))
-        return found if isinstance(found, DPOVariant) else OwnPairLoss(value=self.loss, function=found)
+        return found if isinstance(found, DPOVariant) else UserPairLoss(value=self.loss, function=found)
 
     def settings(self) -> dict[str, Any]:
         """The arguments of `dpo_loss` besides a batch and the model's outputs."""

@@ -21,7 +21,7 @@ from aligner.models.config import Architecture
 from aligner.online.collect import Scorers, collect, sample_seeds
 from aligner.planner.workload import Phase, Work
 from aligner.protocols import RolloutEngine
-from aligner.rewards.unjudged import Unjudged
+from aligner.rewards.no_reward import NoReward
 from aligner.rollout.config import RolloutConfig, check_engine
 from aligner.types import FinishReason
 
@@ -88,7 +88,7 @@ def build(job: WriterJob[Generate]) -> int:
     if asks and TURN_START not in sampling.stop_strings:
         sampling = replace(sampling, stop_strings=[*sampling.stop_strings, TURN_START])
     engine = job.engine(job.policy(temperature=sampling.temperature), replace(config.rollout, sampling=sampling))
-    scorers = Scorers(reward=Unjudged(), pad_id=tokenizer.pad_id, beat=job.session.progress.beat)
+    scorers = Scorers(reward=NoReward(), pad_id=tokenizer.pad_id, heartbeat=job.session.progress.heartbeat)
 
     def read(prompt: Sequence[int], response: Sequence[int]) -> str:
         whole = response[:-1] if response[-1] == tokenizer.eos_id else response  # else a mark is what ended it, or the length

@@ -1,8 +1,9 @@
 """Policy gradients without a critic: group relative policy optimisation (Shao et al. 2024, 2402.03300) and its kin.
 
-One step: sample `group_size` responses to each prompt; what their rewards are held against is `estimator`'s choice (a group's mean, the
-other responses, a greedy one, nothing: `aligner.losses.advantages`); what the policy descends on is `objective`'s. The KL to the reference
-is a term of the loss, or taken off the rewards of single tokens (`kl_in`). The presets under conf/algorithm are the papers' choices.
+One step: sample `group_size` responses to each prompt. `advantage_estimator` chooses what their rewards are compared with (the group's
+mean, the other responses, a greedy one, nothing: `aligner.losses.advantages`), `objective` what the policy minimises. The KL to the
+reference is a term of the loss, or is subtracted from the rewards of single tokens (`kl_in`). The presets under conf/algorithm are the
+papers' choices.
 
 Where a step's rollouts are used for exactly one update, the policy that is trained is the one that sampled: the ratio is 1 with gradient,
 and no separate pass for the old log-probs is made (unless the KL in the reward needs them).
@@ -23,9 +24,9 @@ from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.loop.learnt import of_rows, totals
 from aligner.loop.loop import Clock, StepResult
-from aligner.loop.own_functions import named, resolve, text_of
 from aligner.loop.recipe import Built, Recipe, Traits
-from aligner.losses.advantages import Estimator, OwnEstimator, counted_rows, estimate, outcome_rewards, shaped_rewards
+from aligner.loop.user_functions import named, resolve, text_of
+from aligner.losses.advantages import Estimator, UserEstimator, counted_rows, estimate, outcome_rewards, shaped_rewards
 from aligner.losses.aggregation import Aggregation
 from aligner.losses.kl import KLEstimator, adapt_kl_coef, kl_estimate
 from aligner.losses.shaping import Moments
@@ -34,7 +35,7 @@ from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.groups import Exhausted, Groups, groups_with_signal, whole_round
 from aligner.online.policy_gradient import PolicyGradientConfig, check_estimator, finite_rows, masked_mean, mini_batches, shaped
-from aligner.online.rounds import OnPolicyRounds, Rounds
+from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
 from aligner.online.task import OnlineTask
 from aligner.planner.workload import Phase
 from aligner.protocols import Loss, Policy
@@ -61,8 +62,8 @@ class GRPOConfig(PolicyGradientConfig):
     group_size: int = 8  # responses per prompt
     mini_batch_size: int = 512  # responses per policy update
     # grpo, rloo, remax, reinforce, reinforce_pp, reinforce_pp_baseline, or my_file.py:function (docs/estimators.md, docs/extending.md)
-    estimator: str = Estimator.grpo.value  # how advantages come from rewards: grpo compares with the group's mean
-    normalize_std: bool = True  # of estimator=grpo: divide by the group's standard deviation
+    advantage_estimator: str = Estimator.grpo.value  # how advantages come from rewards: grpo compares with the group's mean
+    normalize_std: bool = True  # of advantage_estimator=grpo: divide by the group's standard deviation
     gamma: float = 1.0  # discount per token, of estimators that have an advantage per token
     kl_coef: float = 0.001  # of the KL to the reference; 0: no reference policy at all
     kl_in: KLIn = KLIn.loss  # loss: the KL is a term with a gradient of its own; reward: it is taken off each token's reward
@@ -78,9 +79,9 @@ class GRPOConfig(PolicyGradientConfig):
         for name in ("prompts_per_step", "group_size", "max_rounds_per_step"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
-        self.estimator = text_of(self.estimator)
+        self.advantage_estimator = text_of(self.advantage_estimator)
         check_estimator(
-            named("algorithm.estimator", self.estimator, Estimator),
+            named("algorithm.advantage_estimator", self.advantage_estimator, Estimator),
             group_size=self.group_size,
             dynamic_sampling=self.dynamic_sampling,
             normalize_std=self.normalize_std,
@@ -100,11 +101,11 @@ class GRPOConfig(PolicyGradientConfig):
     @property
     def greedy_per_round(self) -> int:
         """Responses that are sampled besides, for their rewards."""
-        return self.prompts_per_step if self.estimator == Estimator.remax.value else 0
+        return self.prompts_per_step if self.advantage_estimator == Estimator.remax.value else 0
 
-    def resolved_estimator(self) -> Estimator | OwnEstimator:
+    def resolved_estimator(self) -> Estimator | UserEstimator:
         """One of ours, or the user's function. Raises ConfigError if that cannot be imported, or called."""
-        return resolve("algorithm.estimator", self.estimator, Estimator, ("rewards", "mask", "group_ids"))
+        return resolve("algorithm.advantage_estimator", self.advantage_estimator, Estimator, ("rewards", "mask", "group_ids"))
 
     @property
     def needs_reference(self) -> bool:
@@ -112,7 +113,7 @@ class GRPOConfig(PolicyGradientConfig):
         return self.kl_coef > 0
 
     @property
-    def doubts(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What is allowed and hardly wanted."""
         if self.needs_reference and self.kl_in is KLIn.loss and self.kl_estimator is KLEstimator.k1:
             return ["algorithm.kl_estimator=k1 in the loss holds nothing: its gradient is 0 on average (k2, k3, or kl_in=reward do)"]
@@ -125,14 +126,14 @@ class GRPOConfig(PolicyGradientConfig):
 
 
 class GRPO:
-    """The algorithm over its parts. Every rank constructs one. `rounds`: where rollouts come from; None: sampled when they are needed."""
+    """The algorithm over its parts. Every rank constructs one. `rollout_source`: None: rollouts are sampled when they are needed."""
 
-    def __init__(self, config: GRPOConfig, policy: Policy, task: OnlineTask, rounds: Rounds | None = None) -> None:
+    def __init__(self, config: GRPOConfig, policy: Policy, task: OnlineTask, rollout_source: RolloutSource | None = None) -> None:
         self.config = config
         self.policy = policy
         self.task = task
-        self.rounds = rounds or OnPolicyRounds(task, config.group_size, with_baselines=config.greedy_per_round > 0)
-        self.estimator = config.resolved_estimator()
+        self.rollout_source = rollout_source or OnPolicyRolloutSource(task, config.group_size, with_baselines=config.greedy_per_round > 0)
+        self.advantage_estimator = config.resolved_estimator()
         self.kl_coef = config.kl_coef
         self.moments = Moments()  # of the scores so far
 
@@ -155,7 +156,7 @@ class GRPO:
             parts = mini_batches(policy_batch, config.mini_batch_size, config.num_epochs, key=f"{task.seed}/{step}")
             policy_metrics = values(merge([self.policy.train_step(part, loss) for part in parts]))
         self.policy.sleep()  # sampling comes next
-        self.rounds.trained(self.policy.version)
+        self.rollout_source.trained(self.policy.version)
         self.moments = rewarded.moments
         metrics = response_metrics(groups.sampled, clock.seconds["time/generate"]) | policy_metrics | dict(rewarded.metrics)
         metrics |= groups.metrics() | self._hold_kl(policy_batch, old_logprobs, policy_metrics)
@@ -183,7 +184,7 @@ class GRPO:
         else:
             rewards = outcome_rewards(collected.rewards, mask, valid)
         advantages = estimate(
-            self.estimator,
+            self.advantage_estimator,
             rewards,
             mask,
             groups,
@@ -192,7 +193,7 @@ class GRPO:
             gamma=config.gamma,
             normalize_std=config.normalize_std,
         )
-        mask = mask & counted_rows(self.estimator, groups, valid)[:, None]
+        mask = mask & counted_rows(self.advantage_estimator, groups, valid)[:, None]
         if config.mask_truncated:
             mask = mask & ~batch.truncated[:, None]
         return PolicyBatch(
@@ -218,21 +219,21 @@ class GRPO:
         """Nothing runs on after a step."""
 
     def state(self) -> dict[str, Any]:
-        return {"kl_coef": self.kl_coef, "shaping": asdict(self.moments), "rounds": self.rounds.state()}
+        return {"kl_coef": self.kl_coef, "shaping": asdict(self.moments), "rounds": self.rollout_source.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Checkpoints from before there was any state are of runs without a shaping or an adaptive coefficient."""
         if state:
             self.kl_coef = state["kl_coef"] if self.config.kl_target else self.config.kl_coef
             self.moments = Moments(**state["shaping"])
-        self.rounds.load_state(state["rounds"] if state else {}, self.policy.version)
+        self.rollout_source.load_state(state["rounds"] if state else {}, self.policy.version)
 
     def _groups(self, step: int, clock: Clock) -> Groups:
         config = self.config
         if not config.dynamic_sampling:
-            return whole_round(self.rounds, step, clock, group_size=config.group_size)
+            return whole_round(self.rollout_source, step, clock, group_size=config.group_size)
         return groups_with_signal(
-            self.rounds,
+            self.rollout_source,
             step,
             clock,
             group_size=config.group_size,
@@ -286,13 +287,13 @@ class TrainGRPO(OnlineRun):
 def build(job: OnlineJob[TrainGRPO]) -> Built:
     settings = job.config.algorithm
     settings.resolved_estimator()  # before anything is loaded: it may be a file of the user's
-    for doubt in settings.doubts:
-        job.session.say(f"warning: {doubt}")
+    for warning in settings.warnings:
+        job.session.say(f"warning: {warning}")
     task = job.task(with_reference=settings.needs_reference, num_prompts=settings.prompts_per_step)
     job.ready()
     greedy, takes_more = settings.greedy_per_round > 0, settings.dynamic_sampling
-    rounds = job.rounds(task, group_size=settings.group_size, greedy=greedy, takes_more=takes_more)
-    return Built(algorithm=GRPO(settings, job.policy, task, rounds), model=job.policy.model)
+    rollout_source = job.rollout_source(task, group_size=settings.group_size, greedy=greedy, takes_more=takes_more)
+    return Built(algorithm=GRPO(settings, job.policy, task, rollout_source), model=job.policy.model)
 
 
 RECIPE = Recipe(name="grpo", config=TrainGRPO, build=build, script="train_grpo.py", columns=COLUMNS)

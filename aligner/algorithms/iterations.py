@@ -79,7 +79,7 @@ class Answer:
     reward: float | None = None
 
 
-class Kept(Protocol[Item]):
+class SampleStore(Protocol[Item]):
     """Files of what an iteration is made of, a part at a time. Collective; every rank gets what was read."""
 
     def read(self, name: str, part: int) -> list[Item] | None:
@@ -118,7 +118,7 @@ class PairIterations(Stateless, ABC):
         policy: Policy,
         task: OnlineTask,
         reference: MovingReference,
-        answers: Kept[Answer],
+        answers: SampleStore[Answer],
         *,
         prompts: Sequence[Prompt],
         settings: str,
@@ -187,7 +187,7 @@ class PairIterations(Stateless, ABC):
         """How long an iteration is, for the log."""
         return f"an iteration is {self.steps_per_iteration} steps on {self.num_prompts} prompts"
 
-    def kept(self, files: Kept[Item], iteration: Iteration, make: Callable[[int, Sequence[int]], list[Item]]) -> list[Item]:
+    def kept(self, files: SampleStore[Item], iteration: Iteration, make: Callable[[int, Sequence[int]], list[Item]]) -> list[Item]:
         """The items of all parts: those that are there are read, `make(number, prompts)` gives the others, which are written."""
         found: list[Item] = []
         for number, rows in enumerate(iteration.parts):
@@ -198,7 +198,7 @@ class PairIterations(Stateless, ABC):
             found += part
         return found
 
-    def read(self, files: Kept[Item], iteration: Iteration, what: str) -> list[Item]:
+    def read(self, files: SampleStore[Item], iteration: Iteration, what: str) -> list[Item]:
         """The items of all parts. Raises CheckpointError where one is missing, or damaged."""
         parts = [files.read(iteration.name, number) for number in range(len(iteration.parts))]
         if missing := [number for number, items in enumerate(parts) if items is None]:

@@ -20,7 +20,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.online.collect import ScoredRollouts, Scorers, collect
 from aligner.protocols import RolloutEngine
-from aligner.rewards.unjudged import Unjudged
+from aligner.rewards.no_reward import NoReward
 from aligner.types import Prompt, SamplingConfig
 
 PROMPT, RESPONSE = "{prompt}", "{response}"
@@ -145,7 +145,7 @@ class Judge:
         sampling: SamplingConfig,
         num_judgements: int,
         longest: int,
-        beat: Callable[[], None] = lambda: None,
+        heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         self.rubric = rubric
         self.engine = engine
@@ -154,7 +154,7 @@ class Judge:
         self.sampling = sampling
         self.num_judgements = num_judgements
         self.longest = longest
-        self._scorers = Scorers(reward=Unjudged(), beat=beat)
+        self._scorers = Scorers(reward=NoReward(), heartbeat=heartbeat)
 
     def judge(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Judgement]:
         """Of each response to the prompt in its place; `seeds`: `num_judgements` for each, side by side."""
@@ -258,7 +258,7 @@ def check_room(config: Any, template: int, context: int) -> None:
         raise ConfigError(f"{parts} = {longest}: longer than the model's context of {context} tokens")
 
 
-def make_judge(settings: Any, asking: Asking, engine: RolloutEngine, beat: Callable[[], None], *, context: int) -> Judge:
+def make_judge(settings: Any, asking: Asking, engine: RolloutEngine, heartbeat: Callable[[], None], *, context: int) -> Judge:
     """The policy as the judge. What is read back as text may have more tokens than it was sampled with: too long is not judged."""
     return Judge(
         asking.rubric,
@@ -268,11 +268,11 @@ def make_judge(settings: Any, asking: Asking, engine: RolloutEngine, beat: Calla
         sampling=settings.judge_sampling(),
         num_judgements=settings.num_judgements,
         longest=context - settings.max_judgement_length,
-        beat=beat,
+        heartbeat=heartbeat,
     )
 
 
-def said_by(config: Any, asking: Asking | None) -> str:
+def scoring_settings(config: Any, asking: Asking | None) -> str:
     """All that decides on what is sampled and how it is scored, besides weights, prompts and seeds."""
     settings, reward, judged = config.algorithm, config.reward, None
     if asking is not None:

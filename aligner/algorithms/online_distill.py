@@ -36,7 +36,7 @@ from aligner.metrics import merge, values
 from aligner.models.config import ModelConfig
 from aligner.online.collect import collect, response_metrics, sample_rows, sample_seeds
 from aligner.online.config import OnlineRun
-from aligner.online.rounds import OnPolicyRounds, Rounds
+from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
 from aligner.online.selection import updates_of
 from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
@@ -115,7 +115,7 @@ class OnlineDistillation:
         *,
         below: int,
         judged: bool = False,
-        rounds: Rounds | None = None,
+        rollout_source: RolloutSource | None = None,
     ) -> None:
         self.config = config
         self.policy = policy
@@ -123,7 +123,7 @@ class OnlineDistillation:
         self.teacher = teacher
         self.below = below
         self.judged = judged
-        self.rounds = rounds or OnPolicyRounds(task, config.group_size)
+        self.rollout_source = rollout_source or OnPolicyRolloutSource(task, config.group_size)
         clip = {"clip_eps_low": config.clip_eps, "clip_eps_high": config.clip_eps, "aggregation": Aggregation.token_mean}
         by_topk = with_gap(partial(distillation_terms, **config.settings()))
         self.loss = by_topk if config.signal is Signal.topk else partial(policy_loss, **clip)
@@ -131,7 +131,7 @@ class OnlineDistillation:
     def step(self, step: int, clock: Clock) -> StepResult:
         task, config = self.task, self.config
         self.policy.sleep()  # a checkpoint may have woken it
-        collected = self.rounds.take(step, clock)
+        collected = self.rollout_source.take(step, clock)
         batch = rollout_batch(collected.rollouts, task.pad_id)
         metrics = response_metrics(collected, clock.seconds["time/generate"])
         if not self.judged:
@@ -143,7 +143,7 @@ class OnlineDistillation:
             parts = updates_of(examples, config.mini_batch_size, config.num_epochs, key=key, least=least)
             metrics |= values(merge([self.policy.train_step(part, self.loss) for part in parts]))
         self.policy.sleep()  # sampling comes next
-        self.rounds.trained(self.policy.version)
+        self.rollout_source.trained(self.policy.version)
         metrics |= of_mask(batch.loss_mask) | found
         return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
 
@@ -178,10 +178,10 @@ class OnlineDistillation:
         """Nothing runs on after a step."""
 
     def state(self) -> dict[str, Any]:
-        return {"rounds": self.rounds.state()}
+        return {"rounds": self.rollout_source.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.rounds.load_state(state["rounds"], self.policy.version)
+        self.rollout_source.load_state(state["rounds"], self.policy.version)
 
 
 COLUMNS = (
@@ -230,8 +230,8 @@ def build(job: OnlineJob[TrainOnlineDistillation]) -> Built:
         task,
         job.frozen(teacher_model),
         below=job.tokenizer.max_token_id + 1,
-        judged=config.has_scorer or bool(config.environment.function),
-        rounds=job.rounds(task, group_size=settings.group_size),
+        judged=config.has_scorer or bool(config.environment.path),
+        rollout_source=job.rollout_source(task, group_size=settings.group_size),
     )
     return Built(algorithm=algorithm, model=job.policy.model)
 
@@ -244,7 +244,7 @@ def _teacher_model(job: OnlineJob[TrainOnlineDistillation]) -> ModelConfig:
     path = job.config.teacher.path
     if not path:
         raise ConfigError("teacher.path='': name the teacher, a Hugging Face directory or a checkpoint of this project")
-    model, _ = job.same_shape(
+    model, _ = job.frozen_model(
         "teacher",
         path,
         setting=f"teacher.path={path}",

@@ -33,7 +33,7 @@ from aligner.losses.preference import dpo_loss
 from aligner.metrics import merge, values
 from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows, sample_seeds
 from aligner.online.config import OnlineRun
-from aligner.online.rounds import OnPolicyRounds, Rounds
+from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
 from aligner.online.selection import Pairing, Pairs, num_compared, pairs_of, updates_of
 from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
@@ -119,16 +119,21 @@ def online_dpo_loss(outputs: TokenOutputs, batch: PreferenceBatch, **settings: A
 class OnlineDPO:
     """The algorithm over its parts. Every rank constructs one.
 
-    `reference`: None where the loss needs none. `rounds`: where rollouts come from; None: sampled when they are needed.
+    `reference`: None where the loss needs none. `rollout_source`: where rollouts come from; None: sampled when they are needed.
     """
 
     def __init__(
-        self, config: OnlineDPOConfig, policy: Policy, task: OnlineTask, reference: MovingReference | None, rounds: Rounds | None = None
+        self,
+        config: OnlineDPOConfig,
+        policy: Policy,
+        task: OnlineTask,
+        reference: MovingReference | None,
+        rollout_source: RolloutSource | None = None,
     ) -> None:
         self.config = config
         self.policy = policy
         self.task = task
-        self.rounds = rounds or OnPolicyRounds(task, config.group_size)
+        self.rollout_source = rollout_source or OnPolicyRolloutSource(task, config.group_size)
         self.reference = reference
         self.reference_step = 0  # after which the reference was the policy
         self.loss = with_gap(partial(online_dpo_loss, **config.settings()))
@@ -137,7 +142,7 @@ class OnlineDPO:
         task, config = self.task, self.config
         self._renew_reference(step - 1, clock)
         self.policy.sleep()  # a checkpoint may have woken it
-        collected = self.rounds.take(step, clock)
+        collected = self.rollout_source.take(step, clock)
         batch = rollout_batch(collected.rollouts, task.pad_id)
         pairs = self.pair(batch, collected, seed=sample_seeds(task.seed, step, 1)[0])
         metrics = response_metrics(collected, clock.seconds["time/generate"]) | self.pair_metrics(pairs)
@@ -155,7 +160,7 @@ class OnlineDPO:
                 )
                 metrics |= values(merge([self.policy.train_step(part, self.loss) for part in parts]))
         self.policy.sleep()  # sampling comes next
-        self.rounds.trained(self.policy.version)
+        self.rollout_source.trained(self.policy.version)
         return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
 
     def pair(self, batch: RolloutBatch, collected: ScoredRollouts, *, seed: int) -> Pairs:
@@ -198,13 +203,13 @@ class OnlineDPO:
         """Nothing runs on after a step."""
 
     def state(self) -> dict[str, Any]:
-        return {"rounds": self.rounds.state(), "reference_step": self.reference_step}
+        return {"rounds": self.rollout_source.state(), "reference_step": self.reference_step}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.reference_step = state["reference_step"]
         if self.reference_step:
             self.reference.restore(self.reference_step)
-        self.rounds.load_state(state["rounds"], self.policy.version)
+        self.rollout_source.load_state(state["rounds"], self.policy.version)
 
     def _renew_reference(self, finished: int, clock: Clock) -> None:
         """Before a step and not after one: steps that are left out do not run."""
@@ -242,8 +247,8 @@ def build(job: OnlineJob[TrainOnlineDPO]) -> Built:
     task = job.task(with_reference=settings.needs_reference, num_prompts=settings.prompts_per_step)
     job.ready()
     reference = None if task.reference is None else job.moving_reference(task)
-    rounds = job.rounds(task, group_size=settings.group_size)
-    return Built(algorithm=OnlineDPO(settings, job.policy, task, reference, rounds), model=job.policy.model)
+    rollout_source = job.rollout_source(task, group_size=settings.group_size)
+    return Built(algorithm=OnlineDPO(settings, job.policy, task, reference, rollout_source), model=job.policy.model)
 
 
 RECIPE = Recipe(name="online_dpo", config=TrainOnlineDPO, build=build, script="train_online_dpo.py", columns=COLUMNS)

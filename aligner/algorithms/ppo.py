@@ -35,7 +35,7 @@ from aligner.models.guard import judge_reply
 from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
 from aligner.online.policy_gradient import PolicyGradientConfig, finite_rows, masked_mean, mini_batches, shaped
-from aligner.online.rounds import OnPolicyRounds, Rounds
+from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
 from aligner.online.task import OnlineTask
 from aligner.parallel.collectives import from_rank_0
 from aligner.planner.workload import Phase, Work
@@ -72,15 +72,17 @@ class PPOConfig(PolicyGradientConfig):
 class PPO:
     """The algorithm over its parts. Every rank of the actor constructs one; rank 0 alone holds a critic for training.
 
-    `rounds`: where rollouts with their values come from, one per prompt; None: sampled when they are needed.
+    `rollout_source`: where rollouts with their values come from, one per prompt; None: sampled when they are needed.
     """
 
-    def __init__(self, config: PPOConfig, policy: Policy, task: OnlineTask, critic: Critic, rounds: Rounds | None = None) -> None:
+    def __init__(
+        self, config: PPOConfig, policy: Policy, task: OnlineTask, critic: Critic, rollout_source: RolloutSource | None = None
+    ) -> None:
         self.config = config
         self.policy = policy
         self.task = task
         self.critic = critic
-        self.rounds = rounds or OnPolicyRounds(task, 1, critic=critic)
+        self.rollout_source = rollout_source or OnPolicyRolloutSource(task, 1, critic=critic)
         self.kl_coef = config.kl_coef
         self.moments = Moments()  # of the scores so far
         self._critic_training: Future[dict[str, float]] | None = None  # rank 0's; awaited in the next step
@@ -97,7 +99,7 @@ class PPO:
         self._mark_before = self.critic.mark
         critic_metrics, self._critic_metrics = self._critic_metrics, {}
         self.policy.sleep()  # a checkpoint may have woken it
-        collected = self.rounds.take(step, clock)
+        collected = self.rollout_source.take(step, clock)
         batch = rollout_batch(collected.rollouts, task.pad_id)
         with clock.phase("logprobs"):
             old_logprobs = self.policy.logprobs(batch)
@@ -110,7 +112,7 @@ class PPO:
         with clock.phase("train"):
             policy_metrics = self._update_policy(policy_batch, step)
         self.policy.sleep()  # sampling comes next
-        self.rounds.trained(self.policy.version)
+        self.rollout_source.trained(self.policy.version)
         self.moments = rewarded.moments
         used_kl_coef, mean_kl = self.kl_coef, masked_mean(kl, batch.loss_mask)
         if self.config.kl_target and not self._is_warming_up(step) and math.isfinite(mean_kl):
@@ -166,7 +168,7 @@ class PPO:
         mark = state["critic_mark"]
         from_rank_0(lambda: self.critic.resume(mark))
         self.critic.follow(mark)
-        self.rounds.load_state({}, self.policy.version)  # every step takes one round
+        self.rollout_source.load_state({}, self.policy.version)  # every step takes one round
 
     def _is_warming_up(self, step: int) -> bool:
         """Whether only the critic trains: what the KL of a policy that stands still is, says nothing about its coefficient."""
@@ -272,7 +274,7 @@ def build(job: OnlineJob[TrainPPO]) -> Built:
     task = job.task(with_reference=True, num_prompts=settings.rollouts_per_step)
     critic = job.critic()
     job.ready()
-    algorithm = PPO(settings, job.policy, task, critic, job.rounds(task, critic=critic))
+    algorithm = PPO(settings, job.policy, task, critic, job.rollout_source(task, critic=critic))
     return Built(algorithm=algorithm, model=job.policy.model, critic=critic)
 
 

@@ -26,7 +26,7 @@ from aligner.data.config import SampledDataConfig
 from aligner.data.labels import MISSING
 from aligner.data.proposals import Quantity
 from aligner.data.report import LoadReport
-from aligner.data.sampled import SampledGroup, Sought, load_sampled
+from aligner.data.sampled import LabelQuery, SampledGroup, load_sampled
 from aligner.data.supervised import SupervisedExample
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError
@@ -60,9 +60,9 @@ class ProposalsConfig(AnnotateConfig):
             raise ConfigError(f"algorithm.served_by={self.served_by}: a server gives scores; allowed: with algorithm.adds=attributes")
 
     @property
-    def sought(self) -> Sought:
+    def query(self) -> LabelQuery:
         """What is added, as the data need to know it."""
-        return Sought(quantity=self.adds, attributes=self.attributes, lowest=self.lowest, highest=self.highest)
+        return LabelQuery(quantity=self.adds, attributes=self.attributes, lowest=self.lowest, highest=self.highest)
 
     def log_prob(self, scores: Sequence[float], levels: Sequence[float]) -> float:
         """log P(a|x,y) of these levels (MISSING: free) by the attribute model's scores of a response, nats.
@@ -130,7 +130,7 @@ class WriteProposals(WritingRun):
 
     data: SampledDataConfig = field(default_factory=SampledDataConfig)
     algorithm: ProposalsConfig = field(default_factory=ProposalsConfig)
-    client: ClientConfig = field(default_factory=ClientConfig)
+    server_client: ClientConfig = field(default_factory=ClientConfig)
 
     def __post_init__(self) -> None:
         adds = self.algorithm.adds
@@ -143,13 +143,13 @@ class WriteProposals(WritingRun):
         return self.pass_traits((Phase.logprobs,), rows=self.algorithm.part_size)
 
     def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
-        return load_sampled(location, self.data, tokenizer, self.algorithm.sought, first=first)
+        return load_sampled(location, self.data, tokenizer, self.algorithm.query, first=first)
 
 
 def build(job: WriterJob[WriteProposals]) -> int:
     """Sampled responses with `algorithm.adds` more. All log-probs are at temperature 1, as the trainer's are."""
     config = job.config
-    groups = job.load(load_sampled, config.algorithm.sought)
+    groups = job.load(load_sampled, config.algorithm.query)
     what = [(group.record, [row.tokens for row in group.rows]) for group in groups]
     made_of = {"settings": repr(asdict(config.algorithm)), "data": digest_of(what)}
     with _scorer(job) as log_probs:

@@ -28,7 +28,7 @@ from aligner.losses.sft import sft_loss
 from aligner.metrics import merge, values
 from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows
 from aligner.online.config import OnlineRun
-from aligner.online.rounds import OnPolicyRounds, Rounds
+from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
 from aligner.online.selection import best_rows, updates_of, with_spread
 from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
@@ -71,19 +71,21 @@ class RejectionSamplingConfig:
 
 
 class RejectionSampling:
-    """The algorithm over its parts. Every rank constructs one. `rounds`: where rollouts come from; None: sampled when they are needed."""
+    """The algorithm over its parts. Every rank constructs one. `rollout_source`: None: rollouts are sampled when they are needed."""
 
-    def __init__(self, config: RejectionSamplingConfig, policy: Policy, task: OnlineTask, rounds: Rounds | None = None) -> None:
+    def __init__(
+        self, config: RejectionSamplingConfig, policy: Policy, task: OnlineTask, rollout_source: RolloutSource | None = None
+    ) -> None:
         self.config = config
         self.policy = policy
         self.task = task
         self.loss = with_gap(sft_loss)
-        self.rounds = rounds or OnPolicyRounds(task, config.group_size)
+        self.rollout_source = rollout_source or OnPolicyRolloutSource(task, config.group_size)
 
     def step(self, step: int, clock: Clock) -> StepResult:
         task, config = self.task, self.config
         self.policy.sleep()  # a checkpoint may have woken it
-        collected = self.rounds.take(step, clock)
+        collected = self.rollout_source.take(step, clock)
         batch = rollout_batch(collected.rollouts, task.pad_id)
         kept = self.select(batch, collected)
         metrics = response_metrics(collected, clock.seconds["time/generate"]) | self.kept_metrics(kept, batch, collected)
@@ -99,7 +101,7 @@ class RejectionSampling:
                 )
                 metrics |= values(merge([self.policy.train_step(part, self.loss) for part in parts]))
         self.policy.sleep()  # sampling comes next
-        self.rounds.trained(self.policy.version)
+        self.rollout_source.trained(self.policy.version)
         return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
 
     def select(self, batch: RolloutBatch, collected: ScoredRollouts) -> Tensor:
@@ -154,10 +156,10 @@ class RejectionSampling:
         """Nothing runs on after a step."""
 
     def state(self) -> dict[str, Any]:
-        return {"rounds": self.rounds.state()}
+        return {"rounds": self.rollout_source.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.rounds.load_state(state["rounds"], self.policy.version)
+        self.rollout_source.load_state(state["rounds"], self.policy.version)
 
 
 COLUMNS = (
@@ -186,8 +188,8 @@ def build(job: OnlineJob[TrainRejectionSampling]) -> Built:
     settings = job.config.algorithm
     task = job.task(with_reference=False, num_prompts=settings.prompts_per_step)
     job.ready()
-    rounds = job.rounds(task, group_size=settings.group_size)
-    return Built(algorithm=RejectionSampling(settings, job.policy, task, rounds), model=job.policy.model)
+    rollout_source = job.rollout_source(task, group_size=settings.group_size)
+    return Built(algorithm=RejectionSampling(settings, job.policy, task, rollout_source), model=job.policy.model)
 
 
 RECIPE = Recipe(

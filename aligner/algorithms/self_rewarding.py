@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, Kept, PairIterations
+from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, PairIterations, SampleStore
 from aligner.algorithms.judge import (
     Judge,
     Judgement,
@@ -31,8 +31,8 @@ from aligner.algorithms.judge import (
     judgement_metrics,
     longest_question,
     make_judge,
-    said_by,
     score_pattern,
+    scoring_settings,
 )
 from aligner.algorithms.online_dpo import MovingReference
 from aligner.data.demonstrations import answered
@@ -46,7 +46,7 @@ from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.online import validation
 from aligner.online.collect import ScoredRollouts, sample_seeds
 from aligner.online.config import OnlineRun, check_iterated
-from aligner.online.kept_files import KeptFiles
+from aligner.online.sample_store import SampleFiles
 from aligner.online.selection import Pairing, Pairs, pairs_by_length, pairs_of
 from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
@@ -150,10 +150,10 @@ class SelfRewarding(PairIterations):
         policy: Policy,
         task: OnlineTask,
         reference: MovingReference,
-        answers: Kept[Answer],
+        answers: SampleStore[Answer],
         *,
         judge: Judge | None = None,
-        judgements: Kept[Judgement] | None = None,
+        judgements: SampleStore[Judgement] | None = None,
         rewarded: bool = True,
         settings: str = "",
     ) -> None:
@@ -384,11 +384,11 @@ def build(job: OnlineJob[TrainSelfRewarding]) -> Built:
         job.policy,
         task,
         job.moving_reference(task),
-        KeptFiles(folder, Answer, stem="responses"),
-        judge=None if asking is None else make_judge(settings, asking, task.engine, task.beat, context=context),
-        judgements=None if asking is None else KeptFiles(folder, Judgement, stem="judgements"),
+        SampleFiles(folder, Answer, stem="responses"),
+        judge=None if asking is None else make_judge(settings, asking, task.engine, task.heartbeat, context=context),
+        judgements=None if asking is None else SampleFiles(folder, Judgement, stem="judgements"),
         rewarded=config.has_scorer,
-        settings=said_by(config, asking),
+        settings=scoring_settings(config, asking),
     )
     job.session.say(algorithm.summary())
     return Built(algorithm=algorithm, model=job.policy.model)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, Kept, PairIterations
+from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, PairIterations, SampleStore
 from aligner.algorithms.online_dpo import MovingReference
 from aligner.data.collate import supervised_batch
 from aligner.data.config import DemonstrationDataConfig
@@ -35,7 +35,7 @@ from aligner.loop.learnt import accounted
 from aligner.loop.loop import Clock
 from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.online.config import OnlineRun, check_iterated
-from aligner.online.kept_files import KeptFiles
+from aligner.online.sample_store import SampleFiles
 from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
@@ -78,7 +78,7 @@ class SPIN(PairIterations):
         policy: Policy,
         task: OnlineTask,
         reference: MovingReference,
-        answers: Kept[Answer],
+        answers: SampleStore[Answer],
         *,
         train: Sequence[Demonstration],
         validation: Sequence[Demonstration],
@@ -170,7 +170,7 @@ def build(job: OnlineJob[TrainSPIN]) -> Built:
         job.policy,
         task,
         job.moving_reference(task),
-        KeptFiles(job.session.directory.path / "spin", Answer),
+        SampleFiles(job.session.directory.path / "spin", Answer),
         train=sets["train"],
         validation=sets["validation"],
         settings=repr(config.rollout.sampling),

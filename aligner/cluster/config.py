@@ -22,11 +22,11 @@ class LocalLauncherConfig:
             ("shutdown_timeout_seconds", self.shutdown_timeout_seconds),
         ):
             if not 0 <= value < float("inf"):
-                raise ConfigError(f"launcher.{name}={value}: must be finite and not negative")
+                raise ConfigError(f"local_launcher.{name}={value}: must be finite and not negative")
         for name, value in (("ready_timeout_seconds", self.ready_timeout_seconds), ("lease_seconds", self.lease_seconds)):
             if not 0 < value < float("inf"):
-                raise ConfigError(f"launcher.{name}={value}: must be finite and above 0")
+                raise ConfigError(f"local_launcher.{name}={value}: must be finite and above 0")
         if self.max_server_restarts < 0:
-            raise ConfigError(f"launcher.max_server_restarts={self.max_server_restarts}: must not be negative")
+            raise ConfigError(f"local_launcher.max_server_restarts={self.max_server_restarts}: must not be negative")
         if self.num_failure_lines < 1:
-            raise ConfigError(f"launcher.num_failure_lines={self.num_failure_lines}: must be at least 1")
+            raise ConfigError(f"local_launcher.num_failure_lines={self.num_failure_lines}: must be at least 1")

@@ -111,7 +111,7 @@ class Lease:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._lost = ""
-        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._heartbeat, name="lease", daemon=True)
         self._thread.start()
 
     def lost(self) -> str:
@@ -132,7 +132,7 @@ class Lease:
         if found is not None and found[0].job == self.record.job:
             self._path.unlink(missing_ok=True)
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         failing_since: float | None = None
         while not self._stop.wait(self.record.valid_seconds / _BEATS_PER_VALIDITY):
             try:

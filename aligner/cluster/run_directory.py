@@ -125,9 +125,9 @@ class RunDirectory:
         return self.path / "written"
 
     @property
-    def left_out(self) -> Path:
-        """`left_out.json`: the training steps that the run leaves out, and why."""
-        return self.path / "left_out.json"
+    def skipped_steps(self) -> Path:
+        """`skipped_steps.json`: the training steps that the run skips, and why."""
+        return self.path / "skipped_steps.json"
 
     @property
     def learnt_nothing(self) -> Path:

@@ -22,7 +22,7 @@ from aligner.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sought:
+class LabelQuery:
     """What the responses are to have; for `Quantity.attributes` the attribute model's outputs, in their order, and their levels."""
 
     quantity: Quantity
@@ -46,7 +46,7 @@ class SampledGroup:
 
 
 def load_sampled(
-    location: str, config: SampledDataConfig, tokenizer: Tokenizer, sought: Sought, *, first: int | None = None
+    location: str, config: SampledDataConfig, tokenizer: Tokenizer, query: LabelQuery, *, first: int | None = None
 ) -> tuple[list[SampledGroup], LoadReport]:
     """All usable groups at `location`, and what was left out. `first`: only of so many records.
 
@@ -59,9 +59,9 @@ def load_sampled(
     def convert(raw: RawRecord) -> SampledGroup:
         found, rows = parse_responses(raw, config.num_responses), []
         for number in range(len(found.turns)):
-            fitted = fit_length(_encode(tokenizer, found, number, sought.quantity, config), config.max_length, config.overlong)
+            fitted = fit_length(_encode(tokenizer, found, number, query.quantity, config), config.max_length, config.overlong)
             rows.append(SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source))
-        levels = _levels(found.label, sought) if sought.quantity is Quantity.attributes else ()
+        levels = _levels(found.label, query) if query.quantity is Quantity.attributes else ()
         return SampledGroup(record={**raw.value, "responses": list(found.fields)}, rows=tuple(rows), levels=levels)
 
     groups = tally.convert(read_records(location, first), convert)
@@ -93,10 +93,10 @@ def _messages(record: LabelledRecord) -> tuple[Message, ...]:
     return (*system, *turns)
 
 
-def _levels(label: str, sought: Sought) -> tuple[float, ...]:
-    levels = parse_labels(label, sought.attributes, "field 'label'")
-    for name, level in zip(sought.attributes, levels, strict=True):
-        if level != MISSING and (level != int(level) or not sought.lowest <= level <= sought.highest):
-            allowed = f"a whole number from {sought.lowest} to {sought.highest} (algorithm.lowest, highest)"
+def _levels(label: str, query: LabelQuery) -> tuple[float, ...]:
+    levels = parse_labels(label, query.attributes, "field 'label'")
+    for name, level in zip(query.attributes, levels, strict=True):
+        if level != MISSING and (level != int(level) or not query.lowest <= level <= query.highest):
+            allowed = f"a whole number from {query.lowest} to {query.highest} (algorithm.lowest, highest)"
             raise DataError(f"field 'label' is {shown(label)}: {name} is {level:g}, expected {allowed}")
     return levels

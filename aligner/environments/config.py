@@ -27,12 +27,12 @@ class ObservationForm(str, Enum):
 
 @dataclass(kw_only=True, slots=True)
 class EnvironmentConfig:
-    """`function` is `package.module:Class`, `package.module.Class` or `path/to/file.py:Class` (or a function that returns an environment),
+    """`path` is `package.module:Class`, `package.module.Class` or `path/to/file.py:Class` (or a function that returns an environment),
     called once in each process with `arguments`; empty: responses of one turn, without an environment.
     """
 
-    function: str = ""  # package.module:Class or path/to/file.py:Class of an environment; empty: none, a response is one turn
-    arguments: dict[str, Any] = field(default_factory=dict)  # keyword arguments with which `function` is called, once in each process
+    path: str = ""  # package.module:Class or path/to/file.py:Class of an environment; empty: none, a response is one turn
+    arguments: dict[str, Any] = field(default_factory=dict)  # keyword arguments with which `path` is called, once in each process
     max_turns: int = 8  # of the policy; an episode that is not done then counts as truncated
     timeout_seconds: float = 30.0  # of one step, with the reset before the first
     on_error: OnEnvironmentError = OnEnvironmentError.stop  # stop: the run ends; invalid: the episode gets no reward and is counted
@@ -48,8 +48,8 @@ class EnvironmentConfig:
                 raise ConfigError(f"environment.{name}={getattr(self, name)}: must be at least 1")
         if not (math.isfinite(self.timeout_seconds) and self.timeout_seconds > 0):
             raise ConfigError(f"environment.timeout_seconds={self.timeout_seconds}: must be finite and above 0")
-        if self.arguments and not self.function:
-            raise ConfigError(f"environment.arguments={dict(self.arguments)}: environment.function='' takes none; name the environment")
+        if self.arguments and not self.path:
+            raise ConfigError(f"environment.arguments={dict(self.arguments)}: environment.path='' takes none; name the environment")
         if self.form is not ObservationForm.plain and (self.prefix or self.suffix):
             raise ConfigError(
                 f"environment.form={self.form.value}: prefix and suffix are used with form=plain only; allowed: plain, or neither"

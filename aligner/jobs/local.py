@@ -34,5 +34,5 @@ def launch_local(name: str, overrides: Sequence[str], *, num_processes: int = 0)
         for index, program in enumerate(found)
     ]
     servers = [component.name for component in components if not component.main]
-    launcher = getattr(config, "launcher", None)
+    launcher = getattr(config, "local_launcher", None)
     return launch(components, run_directory=RunDirectory(Path(config.run.directory)).create(), config=launcher, expect_services=servers)

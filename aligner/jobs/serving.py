@@ -11,7 +11,7 @@ from aligner.errors import ConfigError
 from aligner.loop.checkpointing import CriticCheckpointer, load_critic
 from aligner.loop.config import check_layout
 from aligner.loop.parts import load_model_files, tokenizer_directory, with_lengths
-from aligner.loop.session import Session, announced, session
+from aligner.loop.session import Session, announced, open_session
 from aligner.loop.sources import pinned, pinned_base
 from aligner.losses.value import value_loss
 from aligner.models import create
@@ -33,25 +33,25 @@ def serve_critic(config: TrainPPO) -> None:
     """The critic of a PPO run: trains on what the actor sends, until it is told to stop. Every rank calls it."""
     critic = config.critic
     with ExitStack() as stack:
-        here = stack.enter_context(session(config, config.run, critic.parallel, component="critic", writes_config=False))
-        publication = stack.enter_context(announced(here, "critic", heartbeat_seconds=critic.server.heartbeat_seconds))
-        model_config = pinned_base(here, "critic.model", critic.model.or_else(config.model))
+        session = stack.enter_context(open_session(config, config.run, critic.parallel, component="critic", writes_config=False))
+        publication = stack.enter_context(announced(session, "critic", heartbeat_seconds=critic.server.heartbeat_seconds))
+        model_config = pinned_base(session, "critic.model", critic.model.or_else(config.model))
         _, architecture = load_model_files(model_config)
         with_lengths(config)  # raises where the longest rollout does not fit
-        config.check_critic(model_config, architecture, here.topology.world_size)
+        config.check_critic(model_config, architecture, session.topology.world_size)
         updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs
         training = create.training(
             model_config, critic.optimizer, total_steps=config.loop.max_steps * updates, guard=ReportingGuard(config.guard)
         )
         weights = config.reward.attribute_weights
-        model = create.create_value_model(model_config, architecture, critic.parallel, here.topology, training, output_weights=weights)
+        model = create.create_value_model(model_config, architecture, critic.parallel, session.topology, training, output_weights=weights)
         damaged = config.run.damaged_checkpoint
-        ledger = load_critic(here, model.model, config.checkpoint, accept_gap=critic.accept_gap, damaged=damaged)
+        ledger = load_critic(session, model.model, config.checkpoint, accept_gap=critic.accept_gap, damaged=damaged)
         step = ledger.checkpoint_step
-        here.say(f"critic: resumed after step {step}" if step else f"critic: starts from {model_config.path or 'random weights'}")
+        session.say(f"critic: resumed after step {step}" if step else f"critic: starts from {model_config.path or 'random weights'}")
         if publication is not None:
             publication.describe_checkpoint(f"step {step}" if step else model_config.path)
-        keeper = CriticCheckpointer(here, model.model, ledger, tokenizer=tokenizer_directory(model_config), config=config.checkpoint)
+        keeper = CriticCheckpointer(session, model.model, ledger, tokenizer=tokenizer_directory(model_config), config=config.checkpoint)
         service = CriticService(
             model,
             partial(value_loss, clip=critic.clip or None),
@@ -61,34 +61,34 @@ def serve_critic(config: TrainPPO) -> None:
             save=keeper.save,
         )
         limits = _limits(model_config, architecture)
-        _serve(here, "critic", service.operations(), config=critic.server, limits=limits, publication=publication)
+        _serve(session, "critic", service.operations(), config=critic.server, limits=limits, publication=publication)
 
 
 def serve_reward_model(config: OnlineRun) -> None:
     """The reward component of a run: a frozen reward model, or a reward function. Every rank calls it."""
     reward = config.reward
     with ExitStack() as stack:
-        here = stack.enter_context(session(config, config.run, reward.parallel, component="reward", writes_config=False))
-        publication = stack.enter_context(announced(here, "reward", heartbeat_seconds=reward.server.heartbeat_seconds))
+        session = stack.enter_context(open_session(config, config.run, reward.parallel, component="reward", writes_config=False))
+        publication = stack.enter_context(announced(session, "reward", heartbeat_seconds=reward.server.heartbeat_seconds))
         reward.check_named()
-        is_function = bool(reward.function.function)
-        model_config = reward.model.or_else(config.model) if is_function else pinned(here, "reward.model", reward.model)
+        is_function = bool(reward.function.path)
+        model_config = reward.model.or_else(config.model) if is_function else pinned(session, "reward.model", reward.model)
         tokenizer, architecture = load_model_files(model_config)
         with_lengths(config)  # raises where the longest rollout does not fit
         if is_function:
             function = build_reward_function(reward.function)
             if isinstance(function, OnSamples):
-                raise ConfigError(f"reward.serve=true: {reward.function.function} wants whole samples, and a server is sent texts only")
-            service = FunctionRewardService(function, name=reward.function.function, decode=tokenizer.decode)
+                raise ConfigError(f"reward.serve=true: {reward.function.path} wants whole samples, and a server is sent texts only")
+            service = FunctionRewardService(function, name=reward.function.path, decode=tokenizer.decode)
         else:
-            check_layout(model_config, reward.parallel, architecture, here.topology.world_size)
+            check_layout(model_config, reward.parallel, architecture, session.topology.world_size)
             training = create.training(model_config, None)
-            model = create.create_reward_model(model_config, architecture, reward.parallel, here.topology, training)
+            model = create.create_reward_model(model_config, architecture, reward.parallel, session.topology, training)
             _check_weights(reward.attribute_weights, model.head)
             service = RewardService(model, encode=tokenizer.encode)
-        here.say(f"reward: serves {reward.function.function or model_config.path}")
+        session.say(f"reward: serves {reward.function.path or model_config.path}")
         limits = _limits(model_config, architecture)
-        _serve(here, "reward", service.operations(), config=reward.server, limits=limits, publication=publication)
+        _serve(session, "reward", service.operations(), config=reward.server, limits=limits, publication=publication)
 
 
 def _check_weights(weights: Sequence[float], head: ScalarHead) -> None:
@@ -105,7 +105,7 @@ def _limits(model: ModelConfig, architecture: Architecture) -> RequestLimits:
 
 
 def _serve(
-    here: Session,
+    session: Session,
     name: str,
     operations: Sequence[Operation],
     *,
@@ -119,8 +119,8 @@ def _serve(
         operations,
         config=config,
         limits=limits,
-        services_dir=here.directory.services,
-        secret=here.directory.secret,
-        progress=here.progress,
+        services_dir=session.directory.services,
+        secret=session.directory.secret,
+        progress=session.progress,
         publication=publication,
     )

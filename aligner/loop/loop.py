@@ -108,15 +108,15 @@ class Reporter(Protocol):
     def note(self, text: str) -> None: ...
 
 
-class LeftOut(Protocol):
-    """The training steps that this run leaves out, because their batches gave numbers that are not finite. Kept through restarts."""
+class SkippedSteps(Protocol):
+    """The training steps that this run skips, because their batches gave numbers that are not finite. Kept through restarts."""
 
     @property
     def steps(self) -> frozenset[int]:
         """The same on every rank."""
 
     def add(self, step: int, reason: str) -> None:
-        """Collective. Raises RunHalted where the run has left out as many as it may."""
+        """Collective. Raises RunHalted if the run has skipped as many as it may."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,15 +158,15 @@ def run(
     checkpointer: Checkpointer,
     open_reporter: Callable[[int], Reporter],
     progress: Progress | None = None,
-    left_out: LeftOut | None = None,
+    skipped_steps: SkippedSteps | None = None,
     budget: TimeBudget | None = None,
     alarms: Sequence[Alarm] = (),
 ) -> int:
     """Train from the newest checkpoint (or from the start) to `config.max_steps`. Every rank calls it. Returns the last finished step.
 
     `open_reporter(start_step)` makes the reporter once the step to start from is known. What is done is recorded in `progress`; the steps
-    in `left_out` are counted and not trained on. Where another step would not be saved within `budget` the run stops, as after a signal;
-    where one of the `alarms` says so it raises RunHalted, with the step saved.
+    in `skipped_steps` are counted and not trained on. If another step could not be saved within `budget`, the run stops, as after a signal;
+    if one of the `alarms` says so, it saves the step and raises RunHalted.
     """
     progress, budget = progress or Progress(), budget or TimeBudget()
     finished = _resume(algorithm, checkpointer, progress)
@@ -185,7 +185,7 @@ def run(
                 progress.at_step(step)
                 with budget.step():
                     with progress.phase("step"):
-                        result = _timed_step(algorithm, step, progress, left_out)
+                        result = _timed_step(algorithm, step, progress, skipped_steps)
                     # Validation belongs to the step: an error in it leaves the step unfinished only in the log, not in the weights.
                     finished, version = step, checkpointer.version()
                     with progress.phase("validate"):
@@ -205,7 +205,7 @@ def run(
         except AlignerError as error:
             settled = checkpointer.settle()
             if isinstance(error, RollBack):
-                _leave_out(left_out, error.step or finished + 1, error)
+                _skip_step(skipped_steps, error.step or finished + 1, error)
             elif settled < finished:
                 _rescue(algorithm, checkpointer, reporter, finished, error=error, whole=checkpointer.version() == version)
             raise
@@ -221,10 +221,10 @@ def _resume(algorithm: Algorithm, checkpointer: Checkpointer, progress: Progress
     return finished
 
 
-def _leave_out(left_out: LeftOut | None, step: int, error: RollBack) -> None:
-    if left_out is None:
-        raise AlignerError(f"step {step} is to be left out ({error}), and this run keeps no list of such steps") from error
-    left_out.add(step, str(error))
+def _skip_step(skipped_steps: SkippedSteps | None, step: int, error: RollBack) -> None:
+    if skipped_steps is None:
+        raise AlignerError(f"step {step} is to be skipped ({error}), and this run keeps no list of such steps") from error
+    skipped_steps.add(step, str(error))
 
 
 def _rescue(
@@ -237,8 +237,8 @@ def _rescue(
     checkpointer.rescue(finished, algorithm.state())
 
 
-def _timed_step(algorithm: Algorithm, step: int, progress: Progress, left_out: LeftOut | None) -> StepResult:
-    if left_out is not None and step in left_out.steps:
+def _timed_step(algorithm: Algorithm, step: int, progress: Progress, skipped_steps: SkippedSteps | None) -> StepResult:
+    if skipped_steps is not None and step in skipped_steps.steps:
         return StepResult(metrics={"optim/step_left_out": 1.0})
     clock = Clock(progress)
     start = time.perf_counter()

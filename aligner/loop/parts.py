@@ -24,7 +24,7 @@ from aligner.loop.gap_alarm import GapAlarm
 from aligner.loop.learnt import LearntNothingAlarm
 from aligner.loop.recipe import Built
 from aligner.loop.session import Session
-from aligner.loop.skipped_steps import LeftOutSteps
+from aligner.loop.skipped_steps import SkippedStepsFile
 from aligner.loop.time_budget import TimeBudget, seconds_left
 from aligner.models import create
 from aligner.models.build import Transformer
@@ -53,7 +53,7 @@ def with_lengths(config: J) -> J:
 
 
 def load_sets(
-    here: Session, load: Callable[[str, Any, Tokenizer], tuple[Sequence[Example], LoadReport]], data: Any, tokenizer: Tokenizer
+    session: Session, load: Callable[[str, Any, Tokenizer], tuple[Sequence[Example], LoadReport]], data: Any, tokenizer: Tokenizer
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """(training examples, validation examples: none where no file is named), read before any model is built.
 
@@ -63,9 +63,9 @@ def load_sets(
     for location in filter(None, (data.train, data.validation)):
         examples, report = load(location, data, tokenizer)
         if sets:
-            here.say(report.summary())
+            session.say(report.summary())
         else:
-            here.trains_on(report)
+            session.trains_on(report)
         sets.append(examples)
     return sets[0], sets[1] if data.validation else []
 
@@ -84,13 +84,13 @@ def tokenizer_directory(config: ModelConfig) -> Path:
     return Path(config.tokenizer_path) if config.tokenizer or source is None else source
 
 
-def train_to_end(here: Session, config: Any, built: Built, *, tokenizer: Path, shown: Sequence[Column]) -> int:
+def train_to_end(session: Session, config: Any, built: Built, *, tokenizer: Path, shown: Sequence[Column]) -> int:
     """Train what was built to the last step, with checkpoints, and export it with the tokenizer of that directory.
 
     Returns the exit code: 0, or 75 where a signal or the end of its time stopped the run before the last step. Every rank calls it.
     """
     keeper = RunCheckpointer(
-        here,
+        session,
         built.model,
         name=built.checkpoint,
         tokenizer=tokenizer,
@@ -99,42 +99,42 @@ def train_to_end(here: Session, config: Any, built: Built, *, tokenizer: Path, s
         damaged=config.run.damaged_checkpoint,
     )
     logging, guard = config.logging, config.guard
-    last = run_loop(here, built.algorithm, keeper, config.loop, logging=logging, shown=shown, guard=guard, model=built.model)
-    export_at_end(here, config, last, built.model.chunks, tokenizer)
-    return conclude(here, last, config.loop.max_steps)
+    last = run_loop(session, built.algorithm, keeper, config.loop, logging=logging, shown=shown, guard=guard, model=built.model)
+    export_at_end(session, config, last, built.model.chunks, tokenizer)
+    return conclude(session, last, config.loop.max_steps)
 
 
-def conclude(here: Session, last_step: int, max_steps: int) -> ExitCode:
+def conclude(session: Session, last_step: int, max_steps: int) -> ExitCode:
     """The exit code of a run that came to `last_step` and has exported its result; `done.json` after the last one. Every rank calls it."""
     if last_step < max_steps:
         return ExitCode.stopped
-    from_rank_0(lambda: _write_done(here, last_step))
+    from_rank_0(lambda: _write_done(session, last_step))
     return ExitCode.done
 
 
-def _write_done(here: Session, step: int) -> None:
-    record = {"step": step, "run_id": here.directory.run_id(), "attempt": os.environ.get("ALIGNER_ATTEMPT", ""), "time": time.time()}
-    publish(here.directory.done, lambda new: new.write_text(json.dumps(record) + "\n"))
+def _write_done(session: Session, step: int) -> None:
+    record = {"step": step, "run_id": session.directory.run_id(), "attempt": os.environ.get("ALIGNER_ATTEMPT", ""), "time": time.time()}
+    publish(session.directory.done, lambda new: new.write_text(json.dumps(record) + "\n"))
 
 
 def reporting(
-    here: Session, logging: LoggingConfig, shown: Sequence[Column], *, total_steps: int
+    session: Session, logging: LoggingConfig, shown: Sequence[Column], *, total_steps: int
 ) -> Callable[[int], Reporter | SilentReporter]:
     """How `run_loop` opens its reporter: the real one on rank 0, a silent one elsewhere."""
 
     def open_reporter(start_step: int) -> Reporter | SilentReporter:
-        if not here.is_first:
+        if not session.is_first:
             return SilentReporter()
-        settings = yaml.safe_load(here.config_yaml)
+        settings = yaml.safe_load(session.config_yaml)
         return Reporter(
-            logging, run_directory=here.directory, columns=shown, total_steps=total_steps, start_step=start_step, settings=settings
+            logging, run_directory=session.directory, columns=shown, total_steps=total_steps, start_step=start_step, settings=settings
         )
 
     return open_reporter
 
 
 def run_loop(
-    here: Session,
+    session: Session,
     algorithm: loop.Algorithm,
     keeper: loop.Checkpointer,
     config: loop.LoopConfig,
@@ -150,7 +150,7 @@ def run_loop(
     """
     watch = None if model is None else LearntNothingAlarm(guard, model.fingerprint)
     with ExitStack() as stack:
-        reporter = reporting(here, logging, shown, total_steps=config.max_steps)
+        reporter = reporting(session, logging, shown, total_steps=config.max_steps)
 
         def open_reporter(start: int) -> loop.Reporter:
             if watch is not None:
@@ -162,31 +162,31 @@ def run_loop(
             config,
             checkpointer=keeper,
             open_reporter=open_reporter,
-            progress=here.progress,
+            progress=session.progress,
             budget=TimeBudget(seconds_left(os.environ)),
-            left_out=LeftOutSteps(here.directory.left_out, most=guard.max_roll_backs),
-            alarms=[GapAlarm(guard.logprob_gap, command=f"aligner gap {here.directory.path}"), *([watch] if watch is not None else [])],
+            skipped_steps=SkippedStepsFile(session.directory.skipped_steps, most=guard.max_roll_backs),
+            alarms=[GapAlarm(guard.logprob_gap, command=f"aligner gap {session.directory.path}"), *([watch] if watch is not None else [])],
         )
     if watch is not None and last == config.max_steps:
-        _judge_whole_run(here, watch)
+        _judge_whole_run(session, watch)
     return last
 
 
-def _judge_whole_run(here: Session, watch: LearntNothingAlarm) -> None:
+def _judge_whole_run(session: Session, watch: LearntNothingAlarm) -> None:
     """Say what the run learnt from. Raises RunHalted where that is nothing: also at the next start, which has no step left to take."""
-    kept = here.directory.learnt_nothing
+    kept = session.directory.learnt_nothing
     if watch.num_steps:
-        why = watch.whole_run(has_learnt_before=from_rank_0(lambda: _has_learnt(here.directory.metrics)))
+        why = watch.whole_run(has_learnt_before=from_rank_0(lambda: _has_learnt(session.directory.metrics)))
         from_rank_0(lambda: kept.write_text(why) if why else kept.unlink(missing_ok=True))
     else:
         why = from_rank_0(lambda: kept.read_text() if kept.exists() else "")
     verdict = watch.verdict(why)
     if verdict.halt:
         raise RunHalted(f"{verdict.halt}; nothing is exported")
-    here.say(verdict.note or from_rank_0(lambda: learnt_from(_steps(here.directory.metrics))))
-    for report in here.reports:
+    session.say(verdict.note or from_rank_0(lambda: learnt_from(_steps(session.directory.metrics))))
+    for report in session.reports:
         if report.num_kept < report.num_records or report.num_truncated:
-            here.say(report.summary())
+            session.say(report.summary())
 
 
 def _has_learnt(metrics: Path) -> bool:
@@ -200,7 +200,7 @@ def _steps(metrics: Path) -> list[StepMetrics]:
 
 
 def export_at_end(
-    here: Session,
+    session: Session,
     config: Any,
     last_step: int,
     chunks: Sequence[Transformer],
@@ -214,14 +214,14 @@ def export_at_end(
     """
     if not config.run.export_hf or last_step < config.loop.max_steps:
         return
-    save_hf(chunks, here.directory.export, writer=here.is_first)
-    if here.is_first:
-        copy_tokenizer(tokenizer, here.directory.export)
-        name_special_tokens(here.directory.export)
-    here.say(f"Hugging Face model written to {here.directory.export}")
+    save_hf(chunks, session.directory.export, writer=session.is_first)
+    if session.is_first:
+        copy_tokenizer(tokenizer, session.directory.export)
+        name_special_tokens(session.directory.export)
+    session.say(f"Hugging Face model written to {session.directory.export}")
     if chunks[0].lora.is_on:
-        save_peft(chunks, here.directory.adapter, writer=here.is_first)
-        here.say(f"PEFT adapter written to {here.directory.adapter}")
+        save_peft(chunks, session.directory.adapter, writer=session.is_first)
+        session.say(f"PEFT adapter written to {session.directory.adapter}")
 
 
 def name_special_tokens(directory: Path) -> None:

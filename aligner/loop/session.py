@@ -71,7 +71,7 @@ def see_own_gpus(config: Any, local_rank: int) -> None:
 
 
 @contextmanager
-def session(config: Any, run: RunConfig, parallel: ParallelConfig, *, component: str, writes_config: bool = True) -> Iterator[Session]:
+def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, component: str, writes_config: bool = True) -> Iterator[Session]:
     """Join the component's ranks and make its groups; leave them at the good end. `component` is what its files are called by.
 
     Meanwhile the rank's health is in the run directory, and a component that stands still for `run.stall_timeout_seconds` is ended.
@@ -157,23 +157,23 @@ def _open(directory: RunDirectory, component: str, config: Any, config_yaml: str
 
 
 @contextmanager
-def announced(here: Session, name: str, *, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> Iterator[Publication | None]:
+def announced(session: Session, name: str, *, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> Iterator[Publication | None]:
     """Say that this component is loading; on rank 0 the publication that will say that it is ready, None elsewhere. Every rank calls it.
 
     Raises, on every rank, ServerError where a component of this name and attempt is running already, ConfigError where it cannot say so.
     """
-    layout = here.topology
+    layout = session.topology
     text = f"tp{layout.tp_size} pp{layout.pp_size} cp{layout.cp_size} dp{layout.dp_size}"
     publication: Publication | None = None
     error: AlignerError | None = None
-    if here.is_first:
+    if session.is_first:
         try:
             registration = make_registration(name=name, role=name, num_ranks=layout.world_size, layout=text)
-            publication = Publication(here.directory.services, registration, heartbeat_seconds)
+            publication = Publication(session.directory.services, registration, heartbeat_seconds)
         except ServerError as failed:
             error = failed
         except OSError as failed:  # the other ranks wait below
-            error = ConfigError(f"run.directory={here.directory.path}: {describe_os_error(failed, here.directory.services)}")
+            error = ConfigError(f"run.directory={session.directory.path}: {describe_os_error(failed, session.directory.services)}")
     raise_everywhere(error)
     try:
         yield publication

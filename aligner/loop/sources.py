@@ -16,7 +16,7 @@ from aligner.models.config import ModelConfig
 from aligner.parallel.collectives import from_rank_0
 
 
-def pinned(here: Session, role: str, model: ModelConfig) -> ModelConfig:
+def pinned(session: Session, role: str, model: ModelConfig) -> ModelConfig:
     """`model` with the directory that this run found behind `model.path` at its first start. Collective.
 
     For models whose weights no checkpoint of the run holds: the reference policy, the reward model, what adapters belong to. `role` is
@@ -28,13 +28,13 @@ def pinned(here: Session, role: str, model: ModelConfig) -> ModelConfig:
     """
     if not model.path:
         return model
-    found = from_rank_0(lambda: _pin(here.directory.path / "sources" / f"{role}.json", role, model))
+    found = from_rank_0(lambda: _pin(session.directory.path / "sources" / f"{role}.json", role, model))
     return replace(model, path=found)
 
 
-def pinned_base(here: Session, role: str, model: ModelConfig) -> ModelConfig:
+def pinned_base(session: Session, role: str, model: ModelConfig) -> ModelConfig:
     """`pinned` where adapters are trained: the run's checkpoints do not hold the weights that these belong to. Collective."""
-    return pinned(here, role, model) if model.lora.is_on else model
+    return pinned(session, role, model) if model.lora.is_on else model
 
 
 def _pin(record: Path, role: str, model: ModelConfig) -> str:

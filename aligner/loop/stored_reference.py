@@ -43,7 +43,7 @@ Made = tuple[list[Record], dict[str, float]]  # of the examples of a file, and m
 
 
 def with_reference(
-    here: Session, config: TrainerRun, policy: MegatronPolicy, tokenizer: Tokenizer, sets: Mapping[str, Any]
+    session: Session, config: TrainerRun, policy: MegatronPolicy, tokenizer: Tokenizer, sets: Mapping[str, Any]
 ) -> list[Sequence[Any]] | None:
     """The examples of each set with the log-probs of `policy`, computed where they are not on disk yet. Every rank calls it.
 
@@ -55,7 +55,7 @@ def with_reference(
     parts_of = [own for own, _ in found.values()]
     examples = ConcatDataset(parts_of)
     parts = Parts(
-        directory=here.directory.reference,
+        directory=session.directory.reference,
         made_of=_frozen(config, policy, tokenizer) | {name: digest for name, (_, digest) in found.items()},
         num_items=len(examples),
         part_size=config.algorithm.reference_part_size,
@@ -64,7 +64,7 @@ def with_reference(
     from_rank_0(parts.begin)
     if from_rank_0(parts.num_complete) < parts.num_parts:
         make = partial(_logprobs, policy, examples, pad_id=tokenizer.pad_id, batch_size=config.algorithm.batch_size)
-        if not _write(here, config, parts, make):
+        if not _write(session, config, parts, make):
             return None
     firsts = accumulate(map(len, parts_of), initial=0)
     return [WithReference(own, parts, first) for own, first in zip(parts_of, firsts, strict=False)]
@@ -87,16 +87,16 @@ def _frozen(config: TrainerRun, policy: MegatronPolicy, tokenizer: Tokenizer) ->
     }
 
 
-def _write(here: Session, config: TrainerRun, parts: Parts, make: Callable[[int, Sequence[int]], Made]) -> bool:
+def _write(session: Session, config: TrainerRun, parts: Parts, make: Callable[[int, Sequence[int]], Made]) -> bool:
     """Make and write every file that is missing. False where the run is to stop before that is done."""
 
     def write(number: int, records: Sequence[Record]) -> None:
         from_rank_0(lambda: write_part(parts, number, [row for record in records for row in record["rows"]]))
 
     work = Writing(range(parts.num_items), parts.part_size, make=make, write=write)
-    here.say(f"the reference's log-probs of {parts.num_items:,} examples go to {parts.directory}")
+    session.say(f"the reference's log-probs of {parts.num_items:,} examples go to {parts.directory}")
     last = run_loop(
-        replace(here, directory=RunDirectory(parts.directory)),  # its steps are not those of the run: neither are its metrics
+        replace(session, directory=RunDirectory(parts.directory)),  # its steps are not those of the run: neither are its metrics
         work,
         WrittenFiles(parts.num_complete),
         LoopConfig(max_steps=work.num_steps, table_every=0),

@@ -14,7 +14,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.loop.config import TrainerRun
 from aligner.loop.parts import load_model_files, load_sets, tokenizer_directory, train_to_end, with_lengths
 from aligner.loop.recipe import Built, Recipe
-from aligner.loop.session import Session, session
+from aligner.loop.session import Session, open_session
 from aligner.loop.sources import pinned, pinned_base
 from aligner.loop.stored_reference import with_reference
 from aligner.models import create
@@ -81,16 +81,16 @@ class TrainerJob(Generic[C]):
 
 def train(recipe: Recipe, config: TrainerRun) -> int:
     """Run a recipe that trains on data; the exit code. Every rank calls it."""
-    with session(config, config.run, config.parallel, component=recipe.component or recipe.name) as here:
+    with open_session(config, config.run, config.parallel, component=recipe.component or recipe.name) as session:
         pin = pinned if config.has_frozen_start else pinned_base
-        config = replace(config, model=pin(here, "model", config.model))
+        config = replace(config, model=pin(session, "model", config.model))
         tokenizer, architecture = load_model_files(config.model)
-        config.check(architecture, here.topology.world_size)
-        job = TrainerJob(session=here, config=with_lengths(config), tokenizer=tokenizer, architecture=architecture)
+        config.check(architecture, session.topology.world_size)
+        job = TrainerJob(session=session, config=with_lengths(config), tokenizer=tokenizer, architecture=architecture)
         built: Built | None = recipe.build(job)
         if built is None:
             return ExitCode.stopped
-        code = train_to_end(here, job.config, built, tokenizer=tokenizer_directory(config.model), shown=recipe.columns)
+        code = train_to_end(session, job.config, built, tokenizer=tokenizer_directory(config.model), shown=recipe.columns)
     return code
 
 

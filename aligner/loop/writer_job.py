@@ -21,8 +21,8 @@ from aligner.loop.config import WritingRun
 from aligner.loop.loop import LoopConfig
 from aligner.loop.parts import conclude, load_model_files, run_loop, with_lengths
 from aligner.loop.recipe import Recipe
-from aligner.loop.same_shape import frozen_model
-from aligner.loop.session import Session, session
+from aligner.loop.same_architecture import frozen_model
+from aligner.loop.session import Session, open_session
 from aligner.loop.sources import model_digest, pinned
 from aligner.loop.writing import Writing
 from aligner.models import create
@@ -67,8 +67,8 @@ class WriterJob(Generic[C]):
         """The same weights, whose log-probs are of the distribution that is not reshaped."""
         return MegatronPolicy(policy.model)
 
-    def same_shape(self, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
-        """Another model whose weights can take the place of this one's; see `aligner.loop.same_shape`."""
+    def frozen_model(self, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
+        """Another model whose weights can take the place of this one's; see `aligner.loop.same_architecture`."""
         return frozen_model(self.session, self.config.model, role, path, **texts)
 
     def frozen(self, policy: MegatronPolicy, model: ModelConfig) -> ReferencePolicy:
@@ -90,13 +90,15 @@ class WriterJob(Generic[C]):
     @contextmanager
     def attribute_scorer(self) -> Iterator[Score]:
         """Who scores: a server of another run, asked by rank 0, or the model of `model.path` in these processes."""
-        here, config, pad_id = self.session, self.config, self.tokenizer.pad_id
+        session, config, pad_id = self.session, self.config, self.tokenizer.pad_id
         attributes = tuple(config.algorithm.attributes)
         if config.algorithm.served_by:
             server = RunDirectory(Path(config.algorithm.served_by))
-            client = RewardClient(server.services, config=config.client, access=Access.for_client(server.secret, config.client))
+            client = RewardClient(
+                server.services, config=config.server_client, access=Access.for_client(server.secret, config.server_client)
+            )
             try:
-                if here.is_first:
+                if session.is_first:
                     client.wait_until_ready()
                 yield lambda rows: _of_width(from_rank_0(lambda: client.attributes(rows)), attributes)
             finally:
@@ -107,7 +109,7 @@ class WriterJob(Generic[C]):
             has = "no head: it is a language model" if head is None else f"the outputs {', '.join(head.outputs)}"
             raise ConfigError(f"algorithm.attributes={list(attributes)}: model.path={config.model.path} has {has}; allowed: its outputs")
         model = create.create_reward_model(
-            config.model, self.architecture, config.parallel, here.topology, create.training(config.model, None), head=head
+            config.model, self.architecture, config.parallel, session.topology, create.training(config.model, None), head=head
         )
         yield lambda rows: model.scores(token_batch(rows, pad_id))
 
@@ -118,8 +120,8 @@ class WriterJob(Generic[C]):
 
         `finish(parts, folder)`, on rank 0, does the latter in another way and returns what to say.
         """
-        here, config = self.session, self.config
-        folder = here.directory.written
+        session, config = self.session, self.config
+        folder = session.directory.written
         parts = Parts(
             directory=folder / "parts",
             made_of=made_of | {"model": self.model_digest()},
@@ -145,11 +147,11 @@ class WriterJob(Generic[C]):
 
 def write(recipe: Recipe, config: WritingRun) -> int:
     """Run a recipe that writes; the exit code. Every rank calls it; a job that is started again goes on behind the files that are there."""
-    with session(config, config.run, config.parallel, component=recipe.component or recipe.name) as here:
-        config = with_lengths(replace(config, model=pinned(here, "model", config.model)))
+    with open_session(config, config.run, config.parallel, component=recipe.component or recipe.name) as session:
+        config = with_lengths(replace(config, model=pinned(session, "model", config.model)))
         tokenizer, architecture = load_model_files(config.model)
-        config.check(architecture, here.topology.world_size)
-        job = WriterJob(session=here, config=config, tokenizer=tokenizer, architecture=architecture, columns=recipe.columns)
+        config.check(architecture, session.topology.world_size)
+        job = WriterJob(session=session, config=config, tokenizer=tokenizer, architecture=architecture, columns=recipe.columns)
         code = recipe.build(job)
     return code
 

@@ -29,7 +29,7 @@ class Estimator(str, Enum):
 
 # One of the user's: (token rewards float [B, S], mask bool [B, S], group_ids int64 [B]) -> advantages [B, S]. Rows without a valid reward
 # have an empty mask; what it says outside the mask is not looked at.
-OwnEstimator = Callable[[Tensor, Tensor, Tensor], Tensor]
+UserEstimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 GROUPED = frozenset({Estimator.grpo, Estimator.rloo, Estimator.reinforce_pp_baseline})  # compare the responses to one prompt
 PER_RESPONSE = frozenset({Estimator.grpo, Estimator.rloo})  # all tokens of a response have the same advantage: nothing is discounted
@@ -38,7 +38,7 @@ WHITENED = frozenset({Estimator.reinforce_pp, Estimator.reinforce_pp_baseline})
 
 @torch.no_grad()
 def estimate(
-    estimator: Estimator | OwnEstimator,
+    estimator: Estimator | UserEstimator,
     token_rewards: Tensor,
     mask: Tensor,
     group_ids: Tensor | None = None,
@@ -86,7 +86,7 @@ def estimate(
     return whiten(returns, mask) if estimator in WHITENED else returns
 
 
-def counted_rows(estimator: Estimator | OwnEstimator, group_ids: Tensor | None, valid: Tensor) -> Tensor:
+def counted_rows(estimator: Estimator | UserEstimator, group_ids: Tensor | None, valid: Tensor) -> Tensor:
     """bool [B]: the rows that `estimate` learns from: the valid ones, without those left alone in their group where groups are compared.
 
     A policy loss must leave the others out of its mask too, else they count as tokens that taught nothing.
@@ -186,7 +186,7 @@ def group_means(scores: Tensor, group_ids: Tensor) -> Tensor:
     return (_group_sum(scores.double(), groups, sizes) / sizes)[groups].to(scores.dtype)
 
 
-def _own(estimator: OwnEstimator, rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
+def _own(estimator: UserEstimator, rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
     """What it says, checked: ValueError for another shape, or for numbers that are not finite."""
     found = estimator(rewards, mask, group_ids)
     if not isinstance(found, Tensor) or found.shape != rewards.shape:

@@ -23,9 +23,9 @@ class Correction(str, Enum):
     """What happens to a token's loss."""
 
     none = "none"
-    truncate = "truncate"  # times min(w, high) (TIS)
-    band = "band"  # times w where low <= w <= high, else 0 (IcePop)
-    mask = "mask"  # as it is where low <= w <= high, else 0 (masked importance sampling)
+    tis = "tis"  # times min(w, high) (TIS)
+    icepop = "icepop"  # times w where low <= w <= high, else 0 (IcePop)
+    mis = "mis"  # as it is where low <= w <= high, else 0 (masked importance sampling)
 
 
 class Level(str, Enum):
@@ -42,7 +42,7 @@ class CorrectionConfig:
 
     kind: Correction = Correction.none  # what the weight trainer probability / engine probability does to a loss (docs/agreement.md)
     level: Level = Level.token  # whose weight: of each token, of the whole response (a product), or their geometric mean
-    low: float = 0.5  # of `band` and `mask`: smallest weight that counts
+    low: float = 0.5  # of `icepop` and `mis`: smallest weight that counts
     high: float = 2.0  # largest weight that counts
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ def correction_weights(
 
     Both log-probs [B, S] at the sampling temperature, on the same tokens. The count that a loss is divided by stays that of all tokens.
     Metrics, also of what is not corrected: those of `weight_metrics`, and rollout/corrected_fraction of tokens whose factor is not their
-    weight (`truncate`, `band`) or not 1 (`mask`).
+    weight (`tis`, `icepop`) or not 1 (`mis`).
     """
     log_weights = masked(old_logprobs.detach() - rollout_logprobs, mask)
     if config.level is not Level.token:
@@ -67,11 +67,11 @@ def correction_weights(
         )
     weights = ratios(log_weights)
     inside = (weights >= config.low) & (weights <= config.high)
-    if config.kind is Correction.truncate:
+    if config.kind is Correction.tis:
         factors, corrected = weights.clamp(max=config.high), weights > config.high
-    elif config.kind is Correction.band:
+    elif config.kind is Correction.icepop:
         factors, corrected = weights * inside, ~inside
-    elif config.kind is Correction.mask:
+    elif config.kind is Correction.mis:
         factors, corrected = inside.to(weights.dtype), ~inside
     else:
         factors, corrected = weights.new_ones(weights.shape), mask & False

@@ -88,7 +88,7 @@ class LogRatios:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OwnPairLoss:
+class UserPairLoss:
     """A loss of one's own: `function(LogRatios) -> [P]`, of log-ratios to a reference, summed over a response's tokens."""
 
     value: str  # how it was named
@@ -100,9 +100,9 @@ class OwnPairLoss:
     sft_coef: float = 0.0
 
 
-def pair_losses(ratios: LogRatios, variant: DPOVariant | OwnPairLoss) -> Tensor:
+def pair_losses(ratios: LogRatios, variant: DPOVariant | UserPairLoss) -> Tensor:
     """The variant's loss of each pair, [P], without the supervised term. Raises ValueError if a loss of one's own has another shape."""
-    if isinstance(variant, OwnPairLoss):
+    if isinstance(variant, UserPairLoss):
         found = variant.function(ratios)
         if not isinstance(found, Tensor) or found.shape != ratios.chosen.shape:
             got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__

@@ -21,8 +21,8 @@ def policy_loss(
     aggregation_constant: float | None = None,
     objective: Objective | Surrogate = Objective.ppo,
     dual_clip: float | None = None,
-    gate_positive: float = 1.0,
-    gate_negative: float = 1.05,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
     entropy_coef: float = 0.0,
     kl_coef: float = 0.0,
     kl_estimator: KLEstimator = KLEstimator.k3,
@@ -46,7 +46,7 @@ def policy_loss(
     logprobs = masked(require(outputs.logprobs, "TokenOutputs.logprobs"), mask)
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     log_ratios = logprobs - masked(old_logprobs, mask)
-    clip = Clip(low=clip_eps_low, high=clip_eps_high, dual=dual_clip, gate_positive=gate_positive, gate_negative=gate_negative)
+    clip = Clip(low=clip_eps_low, high=clip_eps_high, dual=dual_clip, tau_pos=tau_pos, tau_neg=tau_neg)
     per_token, clipped = surrogate(objective, log_ratios, masked(batch.advantages, mask), mask, clip)
     metrics: dict[str, Metric] = {}
     if batch.rollout_logprobs is not None:

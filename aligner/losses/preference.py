@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from aligner.losses.aggregation import masked, require
-from aligner.losses.pairs import DPOVariant, LogRatios, OwnPairLoss, pair_losses
+from aligner.losses.pairs import DPOVariant, LogRatios, UserPairLoss, pair_losses
 from aligner.metrics import Mean, Metric
 from aligner.types import LossOutput, PreferenceBatch, TokenOutputs
 
@@ -20,7 +20,7 @@ def dpo_loss(
     batch: PreferenceBatch,
     *,
     beta: float,
-    variant: DPOVariant | OwnPairLoss = DPOVariant.sigmoid,
+    variant: DPOVariant | UserPairLoss = DPOVariant.sigmoid,
     label_smoothing: float = 0.0,
     sft_coef: float | None = None,
     average_logprobs: bool | None = None,
@@ -106,7 +106,7 @@ def _shaped(logprobs: Tensor | None, batch: PreferenceBatch, field: str) -> Tens
     return found
 
 
-def _check(beta: float, variant: DPOVariant | OwnPairLoss, label_smoothing: float) -> None:
+def _check(beta: float, variant: DPOVariant | UserPairLoss, label_smoothing: float) -> None:
     if beta <= 0:
         raise ValueError(f"beta is {beta}, expected a number > 0")
     if label_smoothing and not variant.takes_smoothing:

@@ -36,13 +36,13 @@ class Objective(str, Enum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clip:
     """Bounds: ratios stay in [1 - low, 1 + high]; GMPO's log-ratios in [-low, high]. `dual` c > 1 bounds PPO's loss by -c A where A < 0
-    (1912.09729). `gate_positive`, `gate_negative`: the steepness of SAPO's gate for either sign of the advantage."""
+    (1912.09729). `tau_pos`, `tau_neg`: the steepness of SAPO's gate for either sign of the advantage."""
 
     low: float
     high: float
     dual: float | None = None
-    gate_positive: float = 1.0
-    gate_negative: float = 1.05
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
 
     def __post_init__(self) -> None:
         if self.dual is not None and self.dual <= 1:
@@ -109,7 +109,7 @@ def _gmpo(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> t
 
 def _sapo(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
     """-A * sigmoid(tau (r - 1)) * 4 / tau: the slope at r = 1 is that of the ratio, and falls off smoothly on both sides."""
-    tau = torch.where(advantages > 0, clip.gate_positive, clip.gate_negative)
+    tau = torch.where(advantages > 0, clip.tau_pos, clip.tau_neg)
     return -advantages * torch.sigmoid(tau * (ratios(log_ratios) - 1.0)) * 4.0 / tau, torch.zeros_like(mask)
 
 

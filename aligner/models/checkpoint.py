@@ -240,8 +240,8 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
 
 def _layout(model: TrainableModel) -> dict[str, int]:
     """What the random generators of a rank depend on."""
-    here = model.topology
-    sizes = {"world": here.world_size, "tp": here.tp_size, "pp": here.pp_size, "cp": here.cp_size, "dp": here.dp_size}
+    topology = model.topology
+    sizes = {"world": topology.world_size, "tp": topology.tp_size, "pp": topology.pp_size, "cp": topology.cp_size, "dp": topology.dp_size}
     return sizes | {"ep": model.chunks[0].config.expert_model_parallel_size, "chunks": len(model.chunks)}
 
 

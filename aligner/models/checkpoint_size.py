@@ -29,9 +29,9 @@ def planned_bytes(planned: Sequence[PlannedDirectory]) -> int:
 
 def estimated_bytes(model: TrainableModel) -> int:
     """About what a checkpoint of the model takes, from its parameters. Collective."""
-    here, config = model.topology, model.config
-    dense_copies = here.world_size // (here.tp_size * here.pp_size)
-    expert_copies = here.world_size // (config.expert_model_parallel_size * config.expert_tensor_parallel_size * here.pp_size)
+    topology, config = model.topology, model.config
+    dense_copies = topology.world_size // (topology.tp_size * topology.pp_size)
+    expert_copies = topology.world_size // (config.expert_model_parallel_size * config.expert_tensor_parallel_size * topology.pp_size)
     own = 0.0
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _SHOWN = 3  # tensors that a message names
 
 
-def spoilt_parameters(runners: Sequence[Any], limit: float) -> str:
+def non_finite_parameters(runners: Sequence[Any], limit: float) -> str:
     """Which trained parameters are not finite, or above `limit` in magnitude (0: any finite one may be); empty where all are sound.
 
     `runners`: this rank's DDP-wrapped chunks. The same on every rank. Collective: one number is added up.

@@ -78,7 +78,7 @@ class Pairs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
+class AdapterSite:
     """A linear layer of this rank's chunk that gets an adapter."""
 
     name: str  # of the layer in the chunk
@@ -91,18 +91,18 @@ class Seat:
 class Adapter(torch.nn.Module):
     """The pairs of one linear layer: `a` [pairs * rank, in] and `b` by part, [rows, rank]; this rank's shares of them."""
 
-    def __init__(self, seat: Seat, lora: LoraConfig, process_groups: ProcessGroupCollection, *, sequence_parallel: bool) -> None:
+    def __init__(self, site: AdapterSite, lora: LoraConfig, process_groups: ProcessGroupCollection, *, sequence_parallel: bool) -> None:
         super().__init__()
-        self.seat = seat
-        self.pairs = seat.pairs
+        self.site = site
+        self.pairs = site.pairs
         self.rank = lora.rank
         self.scaling = lora.scaling
         self.dropout = lora.dropout
         self.group: dist.ProcessGroup = process_groups.expt_tp if self.pairs.is_expert else process_groups.tp
         self.splits_sequence = sequence_parallel and not self.pairs.is_expert
-        options = {"dtype": seat.weight.dtype, "device": seat.weight.device}
-        self.a = torch.nn.Parameter(torch.empty(len(self.pairs.projections) * lora.rank, seat.weight.shape[1], **options))
-        self.b = torch.nn.ParameterDict({part: torch.zeros(seat.sizes[part], lora.rank, **options) for part in self.pairs.trained})
+        options = {"dtype": site.weight.dtype, "device": site.weight.device}
+        self.a = torch.nn.Parameter(torch.empty(len(self.pairs.projections) * lora.rank, site.weight.shape[1], **options))
+        self.b = torch.nn.ParameterDict({part: torch.zeros(site.sizes[part], lora.rank, **options) for part in self.pairs.trained})
         self._mark(self.a, split_dim=None if self.pairs.splits_output else 1)
         for matrix in self.b.values():
             self._mark(matrix, split_dim=0 if self.pairs.splits_output else None)
@@ -112,7 +112,7 @@ class Adapter(torch.nn.Module):
         # A whole parameter counts in gradient norms on the first tensor-parallel rank alone; of unsplit experts each rank has others.
         has_others = split_dim is not None or (self.pairs.is_expert and self.group.size() == 1)
         set_tensor_model_parallel_attributes(parameter, has_others, -1 if split_dim is None else split_dim, 1)
-        parameter.allreduce = self.seat.weight.__dict__.get("allreduce", True)  # false: its replicas are the expert-data-parallel ranks
+        parameter.allreduce = self.site.weight.__dict__.get("allreduce", True)  # false: its replicas are the expert-data-parallel ranks
         parameter.sequence_parallel = self.splits_sequence and split_dim is None  # each rank's gradient is of its part of the sequence
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,20 +163,20 @@ class Adapter(torch.nn.Module):
         """[..., rows of the fused output on this rank]; zeros where a part has no pair."""
         blocks = [hidden] * len(matrices) if self.pairs.shares_a else hidden.split(self.rank, dim=-1)
         outputs = {part: F.linear(block, matrices[part]) for part, block in zip(self.pairs.trained, blocks, strict=True)}
-        if len(self.seat.sizes) == 1:
+        if len(self.site.sizes) == 1:
             return outputs[_WHOLE]
-        every = [outputs[p] if p in outputs else hidden.new_zeros(*hidden.shape[:-1], size) for p, size in self.seat.sizes.items()]
-        return torch.cat([part.unflatten(-1, (self.seat.groups, -1)) for part in every], dim=-1).flatten(-2)
+        every = [outputs[p] if p in outputs else hidden.new_zeros(*hidden.shape[:-1], size) for p, size in self.site.sizes.items()]
+        return torch.cat([part.unflatten(-1, (self.site.groups, -1)) for part in every], dim=-1).flatten(-2)
 
 
-def seats(chunk: Any, lora: LoraConfig) -> list[Seat]:
+def sites(chunk: Any, lora: LoraConfig) -> list[AdapterSite]:
     """The linear layers of a chunk that `lora` names. Raises ConfigError where there is none, or one cannot be split as its weight is."""
     linears = {
         name.removesuffix(".weight"): chunk.get_submodule(name.removesuffix(".weight"))
         for name, _ in chunk.named_parameters()
         if _LINEAR.fullmatch(name)
     }
-    found = [seat for name, module in linears.items() if (seat := _seat(chunk, name, module, lora)) is not None]
+    found = [site for name, module in linears.items() if (site := _site(chunk, name, module, lora)) is not None]
     if not found:
         raise ConfigError(
             f"model.lora.targets={[target.value for target in lora.targets]}: the model has no such layer "
@@ -204,7 +204,7 @@ def pairs_of(weight: str, architecture: Architecture, targets: Sequence[LoraTarg
     return Pairs(rule=rule, parts=parts, trained=trained, splits_output=kind in ("linear_qkv", "linear_fc1"), is_expert=is_expert)
 
 
-def _seat(chunk: Any, name: str, module: torch.nn.Module, lora: LoraConfig) -> Seat | None:
+def _site(chunk: Any, name: str, module: torch.nn.Module, lora: LoraConfig) -> AdapterSite | None:
     architecture, tp = chunk.architecture, chunk.pg_collection.tp.size()
     pairs = pairs_of(global_name(chunk, f"{name}.weight"), architecture, lora.targets)
     if pairs is None:
@@ -219,13 +219,13 @@ def _seat(chunk: Any, name: str, module: torch.nn.Module, lora: LoraConfig) -> S
             raise ConfigError(f"model.lora.targets: adapters of q, k and v need parallel.tp={tp} to divide the {heads} key-value heads")
         keys = groups * architecture.head_dim
         rows = [architecture.num_attention_heads * architecture.head_dim // tp, keys, keys]
-    return Seat(name=name, weight=module.weight, pairs=pairs, sizes=dict(zip(pairs.parts, rows, strict=True)), groups=groups)
+    return AdapterSite(name=name, weight=module.weight, pairs=pairs, sizes=dict(zip(pairs.parts, rows, strict=True)), groups=groups)
 
 
 def make_adapters(chunk: Any, lora: LoraConfig) -> dict[str, Adapter]:
     """New adapters by their layer's name in the chunk, on their layers' device, not attached; the A's are not filled yet."""
     splits = chunk.config.sequence_parallel
-    return {seat.name: Adapter(seat, lora, chunk.pg_collection, sequence_parallel=splits) for seat in seats(chunk, lora)}
+    return {site.name: Adapter(site, lora, chunk.pg_collection, sequence_parallel=splits) for site in sites(chunk, lora)}
 
 
 def attach(chunk: Any, lora: LoraConfig) -> None:

@@ -176,7 +176,7 @@ class TrainableModel:
         self.scheduler.step(1)  # before the update: the first update of a warm-up must not have a learning rate of 0
         _, grad_norm, _ = self.optimizer.step()
         self.version += 1
-        if spoilt := finite.spoilt_parameters(self.runners, self.guard.max_weight):
+        if spoilt := finite.non_finite_parameters(self.runners, self.guard.max_weight):
             self.guard.spoilt(f"optimizer step {self.version} was made and left {spoilt}")
             return without_values(self._reduce(metrics) | self.auxiliary.metrics()) | {SPOILT: Sum(total=1)} | self._optimizer_metrics(None)
         return self._reduce(metrics) | self.auxiliary.metrics() | self._optimizer_metrics(float(grad_norm))

@@ -35,7 +35,7 @@ _Pending = tuple[list[Rollout], Future[Scores], Future[Tensor] | None]  # what w
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class ReplicaStats:
     """What one replica of the engine did of a batch: response tokens, and seconds until it had nothing left to sample."""
 
     tokens: int
@@ -60,7 +60,7 @@ class ScoredRollouts:
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     baselines: Tensor | None = None
     ages: Tensor | None = None
-    shares: tuple[Share, ...] = ()  # of the engine's replicas
+    replica_stats: tuple[ReplicaStats, ...] = ()  # of the engine's replicas
 
     def __post_init__(self) -> None:
         if not self.valid.numel():
@@ -85,7 +85,7 @@ class ScoredRollouts:
             parts={name: part[rows] for name, part in self.parts.items()},
             baselines=None if self.baselines is None else self.baselines[rows],
             ages=None if self.ages is None else self.ages[rows],
-            shares=self.shares,
+            replica_stats=self.replica_stats,
         )
 
 
@@ -103,9 +103,9 @@ def joined(rounds: Sequence[ScoredRollouts]) -> ScoredRollouts:
         parts={name: torch.cat([one.parts[name] for one in rounds]) for name in _same_names([one.parts for one in rounds])},
         baselines=None if first.baselines is None else torch.cat([one.baselines for one in rounds]),
         ages=None if first.ages is None else torch.cat([one.ages for one in rounds]),
-        shares=tuple(
-            Share(tokens=sum(share.tokens for share in shares), seconds=sum(share.seconds for share in shares))
-            for shares in zip(*(one.shares for one in rounds), strict=True)
+        replica_stats=tuple(
+            ReplicaStats(tokens=sum(stats.tokens for stats in replica_stats), seconds=sum(stats.seconds for stats in replica_stats))
+            for replica_stats in zip(*(one.replica_stats for one in rounds), strict=True)
         ),
     )
 
@@ -114,7 +114,7 @@ def joined(rounds: Sequence[ScoredRollouts]) -> ScoredRollouts:
 class Scorers:
     """Who judges finished rollouts. `critic` is None where no values are wanted.
 
-    `reward_name` stands for the reward in errors; `non_finite` says what happens where it is NaN or infinite. `beat` is called whenever
+    `reward_name` stands for the reward in errors; `non_finite` says what happens if it is NaN or infinite. `heartbeat` is called when
     some responses are finished or scored: sampling may take long without any other sign of life.
     """
 
@@ -123,7 +123,7 @@ class Scorers:
     pad_id: int = 0
     reward_name: str = "the reward"
     non_finite: NonFiniteReward = NonFiniteReward.stop
-    beat: Callable[[], None] = lambda: None
+    heartbeat: Callable[[], None] = lambda: None
 
 
 def sample_seeds(run_seed: int, step: int, count: int) -> list[int]:
@@ -134,7 +134,7 @@ def sample_seeds(run_seed: int, step: int, count: int) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class PendingRollouts:
     """One rank's part of a batch, between `start` and `finish`: what its replica's leader sent to the scorers, or what went wrong."""
 
     pending: list[_Pending]
@@ -147,11 +147,11 @@ def collect(
     engine: RolloutEngine, prompts: Sequence[Prompt], seeds: Sequence[int], *, scorers: Scorers, sampling: SamplingConfig | None = None
 ) -> ScoredRollouts:
     """Sample one response per (prompt, seed) and score it: `start` and `finish`, with the engine awake in between. Collective."""
-    return collect_all(engine, [Wanted(prompts=prompts, seeds=seeds, sampling=sampling)], scorers=scorers)[0]
+    return collect_all(engine, [SampleRequest(prompts=prompts, seeds=seeds, sampling=sampling)], scorers=scorers)[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class SampleRequest:
     """One response per (prompt, seed); `sampling` replaces the engine's own settings."""
 
     prompts: Sequence[Prompt]
@@ -159,18 +159,18 @@ class Wanted:
     sampling: SamplingConfig | None = None
 
 
-def collect_all(engine: RolloutEngine, wanted: Sequence[Wanted], *, scorers: Scorers) -> list[ScoredRollouts]:
+def collect_all(engine: RolloutEngine, requests: Sequence[SampleRequest], *, scorers: Scorers) -> list[ScoredRollouts]:
     """`collect` of several batches from the same weights, one after the other: answers are awaited when all are sampled. Collective."""
     engine.wake()
-    parts = [start(engine, one.prompts, one.seeds, scorers=scorers, sampling=one.sampling) for one in wanted]
-    everything = [_gather(part, one.seeds, scorers) for part, one in zip(parts, wanted, strict=True)]
+    parts = [start(engine, one.prompts, one.seeds, scorers=scorers, sampling=one.sampling) for one in requests]
+    everything = [_gather(part, one.seeds, scorers) for part, one in zip(parts, requests, strict=True)]
     engine.sleep()  # every replica has finished
-    return [_assembled(gathered, len(one.prompts), scorers) for gathered, one in zip(everything, wanted, strict=True)]
+    return [_assembled(gathered, len(one.prompts), scorers) for gathered, one in zip(everything, requests, strict=True)]
 
 
 def start(
     engine: RolloutEngine, prompts: Sequence[Prompt], seeds: Sequence[int], *, scorers: Scorers, sampling: SamplingConfig | None = None
-) -> Part:
+) -> PendingRollouts:
     """Sample one response per (prompt, seed) on an engine that is awake; returns when this replica has nothing left to sample.
 
     `sampling` replaces the engine's own settings (validation). The engine's replicas share the prompts, and the leading rank of each sends
@@ -183,7 +183,7 @@ def start(
     try:
         # Consumed to its end, also where a scorer refuses: the replica's other ranks are in it too.
         for finished in engine.generate(prompts, seeds, sampling):
-            scorers.beat()
+            scorers.heartbeat()
             if engine.replica.is_leader and error is None:
                 try:
                     pending.append((finished, *_submit(finished, scorers)))
@@ -191,15 +191,15 @@ def start(
                     error = failed
     except AlignerError as failed:
         error = failed
-    return Part(pending=pending, error=error, seconds=time.monotonic() - started, is_leader=engine.replica.is_leader)
+    return PendingRollouts(pending=pending, error=error, seconds=time.monotonic() - started, is_leader=engine.replica.is_leader)
 
 
-def with_values(part: Part, critic: Critic, pad_id: int) -> Part:
+def with_values(part: PendingRollouts, critic: Critic, pad_id: int) -> PendingRollouts:
     """The part, with the critic of now asked for the values of what was sampled without one."""
     return replace(part, pending=[(rollouts, scores, _values(rollouts, critic, pad_id)) for rollouts, scores, _ in part.pending])
 
 
-def finish(part: Part, prompts: Sequence[Prompt], seeds: Sequence[int], *, scorers: Scorers) -> ScoredRollouts:
+def finish(part: PendingRollouts, prompts: Sequence[Prompt], seeds: Sequence[int], *, scorers: Scorers) -> ScoredRollouts:
     """What `start` sampled for these prompts and seeds, on every replica, with its scores. Collective; every rank gets the whole result.
 
     Awaits the scorers' answers; an error of the engine or of a scorer on any replica is raised on every rank. Raises EngineError where
@@ -214,7 +214,7 @@ def response_metrics(collected: ScoredRollouts, seconds: float) -> dict[str, flo
     `seconds` were spent on sampling; where it was done ahead, the replicas' own are reported instead: the step waited for the rest of it.
     """
     if collected.ages is not None:
-        seconds = max(share.seconds for share in collected.shares)
+        seconds = max(stats.seconds for stats in collected.replica_stats)
     lengths = torch.tensor([len(rollout.response) for rollout in collected.rollouts], dtype=torch.float64)
     truncated = [rollout.finish_reason == FinishReason.length for rollout in collected.rollouts]
     rewards = collected.valid_rewards.double()
@@ -227,8 +227,8 @@ def response_metrics(collected: ScoredRollouts, seconds: float) -> dict[str, flo
         "rollout/response_length_max": lengths.max().item(),
         "rollout/truncated_fraction": sum(truncated) / len(truncated),
         "rollout/tokens_per_second": sum(rollout.num_written for rollout in collected.rollouts) / max(seconds, 1e-9),
-        "rollout/tokens_imbalance": _imbalance([share.tokens for share in collected.shares]),
-        "rollout/seconds_imbalance": _imbalance([share.seconds for share in collected.shares]),
+        "rollout/tokens_imbalance": _imbalance([stats.tokens for stats in collected.replica_stats]),
+        "rollout/seconds_imbalance": _imbalance([stats.seconds for stats in collected.replica_stats]),
         **_age_metrics(collected.ages),
         **episode_metrics(collected.rollouts),
         **health_metrics(collected),
@@ -272,7 +272,7 @@ class _Row:
     values: Tensor | None
 
 
-_Gathered = tuple[list[_Row], AlignerError | None, Share | None]  # of one rank
+_Gathered = tuple[list[_Row], AlignerError | None, ReplicaStats | None]  # of one rank
 
 
 def _imbalance(work: Sequence[float]) -> float:
@@ -295,26 +295,26 @@ def _values(rollouts: Sequence[Rollout], critic: Critic, pad_id: int) -> Future[
     return critic.values(TokenBatch(tokens=tokens, lengths=torch.tensor(lengths)))
 
 
-def _gather(part: Part, seeds: Sequence[int], scorers: Scorers) -> list[_Gathered]:
+def _gather(part: PendingRollouts, seeds: Sequence[int], scorers: Scorers) -> list[_Gathered]:
     """Every rank's rows, or its error."""
     error, rows = part.error, []
     if error is None:
         try:
-            rows = _await(part.pending, {seed: index for index, seed in enumerate(seeds)}, scorers.beat)
+            rows = _await(part.pending, {seed: index for index, seed in enumerate(seeds)}, scorers.heartbeat)
             _check_finite(rows, scorers)
         except AlignerError as failed:  # raised on every rank by `_assembled`: none may be left waiting for this one
             error = failed
-    share = Share(tokens=sum(row.rollout.num_written for row in rows), seconds=part.seconds) if part.is_leader else None
-    return gather_objects((rows, error, share))
+    stats = ReplicaStats(tokens=sum(row.rollout.num_written for row in rows), seconds=part.seconds) if part.is_leader else None
+    return gather_objects((rows, error, stats))
 
 
-def _await(pending: Sequence[_Pending], index_of: dict[int, int], beat: Callable[[], None]) -> list[_Row]:
+def _await(pending: Sequence[_Pending], index_of: dict[int, int], heartbeat: Callable[[], None]) -> list[_Row]:
     rows: list[_Row] = []
     for rollouts, scores, values in pending:
         judged = scores.result()
         parts = {name: part.tolist() for name, part in judged.parts.items()}
         states = [None] * len(rollouts) if values is None else list(values.result())
-        beat()
+        heartbeat()
         answers = zip(rollouts, judged.rewards.tolist(), judged.valid.tolist(), states, strict=True)
         rows += [
             _Row(
@@ -348,7 +348,7 @@ def _assembled(everything: Sequence[_Gathered], num_prompts: int, scorers: Score
         failed=failed,
         parts={name: torch.tensor([row.parts[name] for row in rows], dtype=torch.float32) for name in names},
         values=None if scorers.critic is None else [row.values for row in rows],
-        shares=tuple(share for _, _, share in everything if share is not None),
+        replica_stats=tuple(stats for _, _, stats in everything if stats is not None),
     )
 
 

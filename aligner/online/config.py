@@ -23,7 +23,6 @@ from aligner.models.guard import GuardConfig
 from aligner.models.optimizer import OptimizerConfig
 from aligner.online.validation import ValidationConfig
 from aligner.planner.workload import Phase, Work
-from aligner.rewards.config import RewardFunctionConfig
 from aligner.rollout.config import RolloutConfig, check_engine
 from aligner.servers.components import RewardConfig
 from aligner.servers.config import ClientConfig
@@ -45,15 +44,14 @@ class OnlineRun(JobRun):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)  # the engine that samples responses, and how it draws them
     reward: RewardConfig = field(default_factory=RewardConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)  # responses are then episodes of several turns
-    client: ClientConfig = field(default_factory=ClientConfig)
-    accuracy: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # judges validation responses; empty: no accuracy
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
-    launcher: LocalLauncherConfig = field(default_factory=LocalLauncherConfig)
+    server_client: ClientConfig = field(default_factory=ClientConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)  # how validation responses are sampled and judged
+    local_launcher: LocalLauncherConfig = field(default_factory=LocalLauncherConfig)
     batch_setting: ClassVar[str] = "mini_batch_size"  # what the setting is called that `algorithm.mini_batch_size` says
 
     def __post_init__(self) -> None:
-        reports = self.validation.reports(has_accuracy=bool(self.accuracy.function))
-        missing = "" if self.accuracy.function else "; accuracy, mean@n and pass@k need accuracy.function"
+        reports = self.validation.reports()
+        missing = "" if self.validation.scorer.path else "; accuracy, mean@n and pass@k need validation.scorer.path"
         check_best_metric(self.checkpoint, self.loop, reports=reports, validation=self.data.validation, missing=missing)
 
     def start(self, recipe: Recipe) -> int:
@@ -66,7 +64,7 @@ class OnlineRun(JobRun):
 
     def models(self) -> list[UsedModel]:
         found = [UsedModel(component="actor", key="model", config=self.model)]
-        if self.reward.serve and not self.reward.function.function:
+        if self.reward.serve and not self.reward.function.path:
             found.append(UsedModel(component="reward", key="reward.model", config=self.reward.model, is_scalar=True, needs_head=True))
         return found
 
@@ -88,7 +86,7 @@ class OnlineRun(JobRun):
                 num_ranks=reward.num_processes,
                 parallel=reward.parallel,
                 settings=reward.server,
-                work=None if reward.function.function else work,
+                work=None if reward.function.path else work,
                 model=reward.model,
                 check=lambda model, architecture, ranks: check_layout(model, reward.parallel, architecture, ranks),
             ),
@@ -108,17 +106,17 @@ class OnlineRun(JobRun):
 
     def check_complete(self) -> None:
         """Raise ConfigError if nothing gives rewards."""
-        if self.has_scorer or not self.environment.function:
+        if self.has_scorer or not self.environment.path:
             self.reward.check_named()
         self._check_environment()
 
     def check_given_rewards(self) -> None:
         """`check_complete` of a run that learns without rewards, and reports those that are configured."""
-        if self.has_scorer or self.environment.function:
+        if self.has_scorer or self.environment.path:
             OnlineRun.check_complete(self)
 
     def _check_environment(self) -> None:
-        if self.environment.function and "environment" in self.reward.functions:
+        if self.environment.path and "environment" in self.reward.functions:
             raise ConfigError("reward.functions.environment: so the environment's own reward is named; give it another name")
 
     def describe_judge(self, load: Callable[[], tuple[Any, Sequence[Prompt], Tokenizer, int]]) -> str:
@@ -156,5 +154,5 @@ def check_iterated(config: OnlineRun) -> None:
     """Raise ConfigError for what training in iterations, on pairs of single responses, cannot be combined with."""
     if config.rollout.asynchronous.max_staleness:
         raise ConfigError("rollout.asynchronous.max_staleness: an iteration is sampled before it is trained on; allowed: 0")
-    if config.environment.function:
-        raise ConfigError(f"environment.function={config.environment.function}: single responses are compared; allowed: none")
+    if config.environment.path:
+        raise ConfigError(f"environment.path={config.environment.path}: single responses are compared; allowed: none")

@@ -17,7 +17,7 @@ from aligner.errors import RunHalted
 from aligner.loop.learnt import TOKENS_SEEN, accounted
 from aligner.loop.loop import Clock
 from aligner.online.collect import ScoredRollouts, joined
-from aligner.online.rounds import Rounds
+from aligner.online.rollout_source import RolloutSource
 from aligner.online.selection import with_spread
 
 
@@ -52,23 +52,23 @@ class Groups:
         return accounted(samples=0, seen=rows, surplus=surplus, no_signal=rows - surplus) | {TOKENS_SEEN: float(tokens)}
 
 
-def whole_round(rounds: Rounds, step: int, clock: Clock, *, group_size: int) -> Groups:
+def whole_round(source: RolloutSource, step: int, clock: Clock, *, group_size: int) -> Groups:
     """One round as it is. Collective."""
-    sampled = rounds.take(step, clock)
+    sampled = source.take(step, clock)
     without_signal = _share_without(has_signal(sampled, group_size)) if group_size > 1 else None
     return Groups(sampled=sampled, chosen=sampled, num_rounds=1, num_surplus=0, without_signal=without_signal)
 
 
 def groups_with_signal(
-    rounds: Rounds, step: int, clock: Clock, *, group_size: int, num_groups: int, max_rounds: int, exhausted: Exhausted
+    source: RolloutSource, step: int, clock: Clock, *, group_size: int, num_groups: int, max_rounds: int, exhausted: Exhausted
 ) -> Groups:
     """`num_groups` groups whose rewards differ, of as many rounds as that takes. Collective: every rank sees the same rewards.
 
     Raises RunHalted where `max_rounds` were not enough and that is to end the run.
     """
-    taken = [rounds.take(step, clock)]
+    taken = [source.take(step, clock)]
     while len(taken) < max_rounds and sum(int(has_signal(one, group_size).sum()) for one in taken) < num_groups:
-        taken.append(rounds.take(step, clock))
+        taken.append(source.take(step, clock))
     sampled = joined(taken)
     signal = has_signal(sampled, group_size)
     useful = signal.nonzero().flatten()

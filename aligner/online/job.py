@@ -16,15 +16,15 @@ from aligner.environments.reward import EnvironmentReward
 from aligner.errors import ConfigError, describe_os_error
 from aligner.loop.parts import load_model_files, load_sets, tokenizer_directory, train_to_end, with_lengths
 from aligner.loop.recipe import Built, Recipe
-from aligner.loop.same_shape import frozen_model
-from aligner.loop.session import Session, announced, session
+from aligner.loop.same_architecture import frozen_model
+from aligner.loop.session import Session, announced, open_session
 from aligner.loop.sources import pinned, pinned_base
 from aligner.losses.correction import Correction
 from aligner.models import create
 from aligner.models.config import ModelConfig
 from aligner.models.guard import Guard
 from aligner.models.policy import MegatronPolicy, ReferencePolicy
-from aligner.online.asynchronous import AsyncRounds
+from aligner.online.async_rollout_source import AsyncRolloutSource
 from aligner.online.config import OnlineRun
 from aligner.online.moving_reference import CheckpointedReference
 from aligner.online.policy_gradient import PolicyGradientConfig
@@ -34,7 +34,7 @@ from aligner.protocols import Critic, RewardModel
 from aligner.reporting.rollout_table import write_rows
 from aligner.rewards.compose import composed_reward, formula
 from aligner.rewards.local import function_reward
-from aligner.rewards.unjudged import Unjudged
+from aligner.rewards.no_reward import NoReward
 from aligner.rollout.config import check_cache
 from aligner.rollout.create import create_engine
 from aligner.rollout.engine import Capabilities
@@ -76,8 +76,8 @@ class OnlineJob(Generic[C]):
         """The prompts of data.train and data.validation."""
         return load_prompt_sets(self.session, self.config, tokenizer)
 
-    def same_shape(self, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
-        """Another model whose weights can take the place of the policy's; see `aligner.loop.same_shape`."""
+    def frozen_model(self, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
+        """Another model whose weights can take the place of the policy's; see `aligner.loop.same_architecture`."""
         return frozen_model(self.session, self.config.model, role, path, **texts)
 
     def frozen(self, model: ModelConfig) -> ReferencePolicy:
@@ -96,17 +96,17 @@ class OnlineJob(Generic[C]):
 
     def critic(self) -> CriticClient:
         """The critic behind its server, once that is ready."""
-        here, config = self.session, self.config
+        session, config = self.session, self.config
         critic = CriticClient(
-            here.directory.services,
-            config=config.client,
-            access=_access(here, config),
-            run=here.directory.run_id(),
-            journal=here.directory.journal / "critic" if here.is_first else None,
+            session.directory.services,
+            config=config.server_client,
+            access=_access(session, config),
+            run=session.directory.run_id(),
+            journal=session.directory.journal / "critic" if session.is_first else None,
         )
-        if here.is_first:
-            here.say("waiting for the critic server")
-            with here.progress.phase(WAIT_FOR_SERVERS):
+        if session.is_first:
+            session.say("waiting for the critic server")
+            with session.progress.phase(WAIT_FOR_SERVERS):
                 critic.wait_until_ready()
         self.parts.insert(1, critic.close)
         return critic
@@ -120,9 +120,9 @@ class OnlineJob(Generic[C]):
         """A reference that follows the policy, and that a run which goes on finds again."""
         return CheckpointedReference(self.session, self.policy, task.reference, verify=self.config.checkpoint.verify)
 
-    def rounds(
+    def rollout_source(
         self, task: OnlineTask, *, group_size: int = 1, greedy: bool = False, critic: Critic | None = None, takes_more: bool = False
-    ) -> AsyncRounds | None:
+    ) -> AsyncRolloutSource | None:
         """The rounds of an asynchronous run; None for an on-policy run: its algorithm samples when it needs rollouts.
 
         `greedy`: a response of that kind per prompt is needed too. `critic` gives the values. `takes_more`: a step may take several rounds.
@@ -137,22 +137,22 @@ class OnlineJob(Generic[C]):
                 "(docs/asynchronous.md)"
             )
         last = None if takes_more else config.loop.max_steps
-        return AsyncRounds(task, group_size, settings, task.engine.gate, greedy=greedy, critic=critic, last=last)
+        return AsyncRolloutSource(task, group_size, settings, task.engine.gate, greedy=greedy, critic=critic, last=last)
 
 
 def train(recipe: Recipe, config: OnlineRun) -> int:
     """Run a recipe that learns from its own samples; the exit code. Every rank calls it."""
-    with session(config, config.run, config.parallel, component="actor") as here, announced(here, "actor") as publication:
-        job = OnlineJob(session=here, config=with_lengths(config), publication=publication)
+    with open_session(config, config.run, config.parallel, component="actor") as session, announced(session, "actor") as publication:
+        job = OnlineJob(session=session, config=with_lengths(config), publication=publication)
         built: Built = recipe.build(job)
-        code = train_to_end(here, job.config, built, tokenizer=job.tokenizer_files, shown=recipe.columns)
+        code = train_to_end(session, job.config, built, tokenizer=job.tokenizer_files, shown=recipe.columns)
         for close in job.parts:
             close()
     return code
 
 
 def build_task(
-    here: Session, config: OnlineRun, *, with_reference: bool, num_prompts: int, load: Load | None = None
+    session: Session, config: OnlineRun, *, with_reference: bool, num_prompts: int, load: Load | None = None
 ) -> tuple[OnlineTask, MegatronPolicy, Path]:
     """Data first (bad lines are found in seconds), then models, then the engine on the policy's own weights.
 
@@ -160,51 +160,51 @@ def build_task(
     """
     sampling = config.rollout.sampling
     if reshaping := sampling.reshaping():
-        here.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/sampling.md)")
+        session.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/sampling.md)")
     config.check_complete()
-    model = (pinned if with_reference else pinned_base)(here, "model", config.model)
+    model = (pinned if with_reference else pinned_base)(session, "model", config.model)
     tokenizer, architecture = load_model_files(model)
-    config.check(architecture, here.topology.world_size)
-    prompts, validation = (load or partial(load_prompt_sets, here, config))(tokenizer)
+    config.check(architecture, session.topology.world_size)
+    prompts, validation = (load or partial(load_prompt_sets, session, config))(tokenizer)
     longest = max((len(prompt.tokens) for prompt in (*prompts, *validation)), default=0)
     check_cache(config.rollout, longest_prompt=longest, context=create.context_length(config.model, architecture))
     follow_up = None
-    if config.environment.function:
+    if config.environment.path:
         follow_up = environment_follow_up(config.environment, tokenizer, [*prompts, *validation])
-    reward = _reward(here, config, tokenizer)
+    reward = _reward(session, config, tokenizer)
     updates = config.loop.max_steps * config.algorithm.updates_per_step
     guard = Guard(config.guard)
     training = create.training(model, config.optimizer, total_steps=updates, temperature=sampling.temperature, guard=guard)
-    policy = create.create_policy(model, architecture, config.parallel, here.topology, training)
+    policy = create.create_policy(model, architecture, config.parallel, session.topology, training)
     decode = partial(tokenizer.decode, skip_special=False)
     engine = create_engine(policy, config.rollout, eos_id=tokenizer.eos_id, decode=decode, follow_up=follow_up)
     task = OnlineTask(
         engine=engine,
         reference=ReferencePolicy(policy) if with_reference else None,
         reward=reward,
-        topology=here.topology,
+        topology=session.topology,
         train=prompts,
         order=EpochSampler(len(prompts), num_prompts, config.run.seed),
         validation=validation,
         validation_sampling=replace(sampling, temperature=0.0),
-        accuracy=function_reward(config.accuracy, tokenizer.decode) if config.accuracy.function else None,
+        validation_scorer=function_reward(config.validation.scorer, tokenizer.decode) if config.validation.scorer.path else None,
         decode=tokenizer.decode,
         pad_id=tokenizer.pad_id,
         seed=config.run.seed,
         max_response_length=sampling.max_response_length,
-        compares_logprobs=compares_logprobs(config, engine.capabilities, here.say),
+        compares_logprobs=compares_logprobs(config, engine.capabilities, session.say),
         reward_name=_reward_name(config),
         guard=config.guard,
         validation_config=config.validation,
-        beat=here.progress.beat,
-        keep_samples=validation_samples(here),
+        heartbeat=session.progress.heartbeat,
+        keep_samples=validation_samples(session),
     )
     return task, policy, tokenizer_directory(model)
 
 
-def load_prompt_sets(here: Session, config: OnlineRun, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt]]:
+def load_prompt_sets(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt]]:
     """The prompts of data.train and data.validation; says what was left out. Raises DataError listing all bad lines."""
-    train, validation = load_sets(here, load_prompts, config.data, tokenizer)
+    train, validation = load_sets(session, load_prompts, config.data, tokenizer)
     return list(train), list(validation[: config.data.num_validation_prompts])
 
 
@@ -231,41 +231,43 @@ def compares_logprobs(config: OnlineRun, capabilities: Capabilities, say: Callab
     return False
 
 
-def _reward(here: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
-    if config.environment.function:
-        return EnvironmentReward(_scorer(here, config, tokenizer) if config.has_scorer else None)
-    return _scorer(here, config, tokenizer) if config.has_scorer else Unjudged()
+def _reward(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
+    if config.environment.path:
+        return EnvironmentReward(_scorer(session, config, tokenizer) if config.has_scorer else None)
+    return _scorer(session, config, tokenizer) if config.has_scorer else NoReward()
 
 
-def _scorer(here: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
+def _scorer(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
     functions = config.reward.functions
     if not config.reward.serve:
         return composed_reward(functions, tokenizer.decode) if functions else function_reward(config.reward.function, tokenizer.decode)
-    texts = _texts(tokenizer) if config.reward.function.function else None
+    texts = _texts(tokenizer) if config.reward.function.path else None
     weights = config.reward.attribute_weights
     reduce = weighted_sum(weights) if weights else None
-    client = RewardClient(here.directory.services, config=config.client, access=_access(here, config), texts=texts, reduce=reduce)
+    client = RewardClient(
+        session.directory.services, config=config.server_client, access=_access(session, config), texts=texts, reduce=reduce
+    )
     scorer = composed_reward(functions, tokenizer.decode, client) if functions else client
-    if here.is_first:
-        here.say("waiting for the reward server")
-        with here.progress.phase(WAIT_FOR_SERVERS):
+    if session.is_first:
+        session.say("waiting for the reward server")
+        with session.progress.phase(WAIT_FOR_SERVERS):
             client.wait_until_ready()
     return scorer
 
 
 def _reward_name(config: OnlineRun) -> str:
     """Where rewards come from, for messages."""
-    if config.environment.function and not config.has_scorer:
-        return f"environment {config.environment.function}"
+    if config.environment.path and not config.has_scorer:
+        return f"environment {config.environment.path}"
     if config.reward.functions:
         return f"reward {formula(config.reward.functions)}"
-    if config.reward.function.function:
-        return f"reward function {config.reward.function.function}"
+    if config.reward.function.path:
+        return f"reward function {config.reward.function.path}"
     return f"reward model {config.reward.model.path}"
 
 
-def _access(here: Session, config: OnlineRun) -> Access:
-    return Access.for_client(here.directory.secret, config.client)
+def _access(session: Session, config: OnlineRun) -> Access:
+    return Access.for_client(session.directory.secret, config.server_client)
 
 
 def _texts(tokenizer: Tokenizer) -> Callable[[Rollout], tuple[str, str, str | None]]:
@@ -278,17 +280,17 @@ def _texts(tokenizer: Tokenizer) -> Callable[[Rollout], tuple[str, str, str | No
     return texts
 
 
-def validation_samples(here: Session) -> Callable[[Sequence[SampleRow]], None]:
+def validation_samples(session: Session) -> Callable[[Sequence[SampleRow]], None]:
     """Writes the rows of a validation to the run's `validation/step_%06d.jsonl`, on rank 0. A full disk costs the file, not the run."""
-    directory = here.directory.validation
+    directory = session.directory.validation
 
     def keep(rows: Sequence[SampleRow]) -> None:
-        if not here.is_first:
+        if not session.is_first:
             return
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
-            write_rows(directory, here.progress.step, rows)
+            write_rows(directory, session.progress.step, rows)
         except OSError as error:
-            here.say(f"warning: samples of a validation could not be written, the run goes on: {describe_os_error(error, directory)}")
+            session.say(f"warning: samples of a validation could not be written, the run goes on: {describe_os_error(error, directory)}")
 
     return keep

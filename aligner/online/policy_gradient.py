@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.loop.own_functions import named, resolve, text_of
+from aligner.loop.user_functions import named, resolve, text_of
 from aligner.losses.advantages import GROUPED, PER_RESPONSE, Estimator
 from aligner.losses.aggregation import Aggregation, masked
 from aligner.losses.correction import CorrectionConfig
@@ -37,8 +37,8 @@ class PolicyGradientConfig:
     clip_eps_low: float = 0.2  # ratios are clipped from below at 1 - this (gmpo: log-ratios at minus this)
     clip_eps_high: float = 0.2  # ratios are clipped from above at 1 + this (gmpo: log-ratios at this)
     dual_clip: float = 0.0  # 0: off; of objective=ppo
-    gate_positive: float = 1.0  # of objective=sapo: steepness where the advantage is positive
-    gate_negative: float = 1.05  # of objective=sapo: steepness where the advantage is negative
+    tau_pos: float = 1.0  # of objective=sapo: steepness where the advantage is positive
+    tau_neg: float = 1.05  # of objective=sapo: steepness where the advantage is negative
     entropy_coef: float = 0.0  # weight of the policy's entropy, as a bonus in the loss; 0: none
     aggregation: Aggregation = Aggregation.token_mean  # what the mean of the loss is over: all tokens, or sequences (docs/estimators.md)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)  # for a sampler whose log-probs are not the trainer's
@@ -63,7 +63,7 @@ class PolicyGradientConfig:
         objective = named("algorithm.objective", self.objective, Objective)
         if self.dual_clip and objective is not Objective.ppo:
             raise ConfigError(f"algorithm.dual_clip={self.dual_clip}: objective={self.objective} has none; allowed: 0")
-        for name in ("gate_positive", "gate_negative"):
+        for name in ("tau_pos", "tau_neg"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be above 0")
         if self.entropy_coef < 0:
@@ -99,8 +99,8 @@ class PolicyGradientConfig:
             clip_eps_low=self.clip_eps_low,
             clip_eps_high=self.clip_eps_high,
             dual_clip=self.dual_clip or None,
-            gate_positive=self.gate_positive,
-            gate_negative=self.gate_negative,
+            tau_pos=self.tau_pos,
+            tau_neg=self.tau_neg,
             entropy_coef=self.entropy_coef,
             aggregation=self.aggregation,
             aggregation_constant=float(max_response_length),
@@ -166,15 +166,19 @@ def check_estimator(
     name = "of your own" if estimator is None else estimator.value
     if estimator in GROUPED and group_size < 2:
         raise ConfigError(
-            f"algorithm.group_size={group_size}: a group needs at least 2 responses to compare, with estimator={name}; "
+            f"algorithm.group_size={group_size}: a group needs at least 2 responses to compare, with advantage_estimator={name}; "
             f"1 is allowed with {_names(set(Estimator) - GROUPED)}"
         )
     if dynamic_sampling and estimator is not None and estimator not in GROUPED:
-        raise ConfigError(f"algorithm.dynamic_sampling=true: estimator={name} learns from equal rewards; allowed with {_names(GROUPED)}")
+        raise ConfigError(
+            f"algorithm.dynamic_sampling=true: advantage_estimator={name} learns from equal rewards; allowed with {_names(GROUPED)}"
+        )
     if not normalize_std and estimator is not Estimator.grpo:
-        raise ConfigError(f"algorithm.normalize_std=false: estimator={name} does not divide by a group's deviation; allowed: true")
+        raise ConfigError(
+            f"algorithm.normalize_std=false: advantage_estimator={name} does not divide by a group's deviation; allowed: true"
+        )
     if gamma != 1 and estimator in PER_RESPONSE:
-        raise ConfigError(f"algorithm.gamma={gamma}: estimator={name} has one advantage per response; allowed: 1")
+        raise ConfigError(f"algorithm.gamma={gamma}: advantage_estimator={name} has one advantage per response; allowed: 1")
     if estimator is Estimator.remax:
         _check_baselines(shaping)
 
@@ -183,13 +187,13 @@ def _check_baselines(shaping: ShapingConfig) -> None:
     """A greedy response's reward is clipped and scaled as the others are; the rest would hold the two against each other in two units."""
     if shaping.standardize is not Standardize.none:
         raise ConfigError(
-            f"algorithm.shaping.standardize={shaping.standardize.value}: estimator=remax compares with greedy responses, which are not "
-            f"among those that are standardised; allowed: none"
+            f"algorithm.shaping.standardize={shaping.standardize.value}: advantage_estimator=remax compares with greedy responses, "
+            f"which are not among those that are standardised; allowed: none"
         )
     if shaping.overlong_buffer:
         raise ConfigError(
-            f"algorithm.shaping.overlong_buffer={shaping.overlong_buffer}: estimator=remax keeps only the reward of the greedy response "
-            f"that it compares with; allowed: 0"
+            f"algorithm.shaping.overlong_buffer={shaping.overlong_buffer}: advantage_estimator=remax keeps only the reward of the "
+            f"greedy response that it compares with; allowed: 0"
         )
 
 

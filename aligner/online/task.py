@@ -36,7 +36,7 @@ class OnlineTask:
     order: EpochSampler
     validation: Sequence[Prompt]
     validation_sampling: Any  # a SamplingConfig; greedy
-    accuracy: RewardModel | None  # judges validation responses against the prompts' answers
+    validation_scorer: RewardModel | None  # judges validation responses against the prompts' answers
     decode: Callable[[Sequence[int]], str]
     pad_id: int
     seed: int
@@ -45,7 +45,7 @@ class OnlineTask:
     compares_logprobs: bool = True  # the engine's log-probs are at the sampling temperature, as the policy's are
     guard: GuardConfig = field(default_factory=GuardConfig)
     validation_config: ValidationConfig = field(default_factory=ValidationConfig)
-    beat: Callable[[], None] = lambda: None  # a sign of life, while responses are sampled
+    heartbeat: Callable[[], None] = lambda: None  # a sign of life, while responses are sampled
     keep_samples: Callable[[Sequence[SampleRow]], None] = lambda rows: None  # is given the first few of each validation, on every rank
 
     def prompts(self, step: int) -> list[Prompt]:
@@ -60,7 +60,7 @@ class OnlineTask:
             pad_id=self.pad_id,
             reward_name=self.reward_name,
             non_finite=self.guard.reward,
-            beat=self.beat,
+            heartbeat=self.heartbeat,
         )
 
     def validate(self) -> Mapping[str, float]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from aligner.errors import ConfigError
 from aligner.online.collect import ScoredRollouts, collect, sample_rows
 from aligner.protocols import RewardModel
+from aligner.rewards.config import RewardFunctionConfig
 from aligner.types import FinishReason, Rollout
 
 if TYPE_CHECKING:
@@ -29,13 +30,14 @@ NUM_KEPT = 16  # prompts whose greedy responses a run keeps
 
 @dataclass(kw_only=True, slots=True)
 class ValidationConfig:
-    """What is sampled for a validation besides one greedy response per prompt."""
+    """How a validation is judged, and what it samples besides one greedy response per prompt."""
 
+    scorer: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # judges responses; without a path: no accuracy
     num_samples: int = 0  # sampled responses per prompt; 0: none
     temperature: float = 1.0  # of the sampled responses
     top_p: float = 1.0  # of the sampled responses: the likeliest tokens with this share of the probability; 1: off
     k: list[int] = field(default_factory=list)  # of pass@k and best@k; empty: 1, 2, 4, ... up to num_samples
-    correct_from: float = 0.5  # the accuracy function's score from which on a response counts as right
+    pass_threshold: float = 0.5  # smallest score of `scorer` with which a response counts as right
 
     def __post_init__(self) -> None:
         if self.num_samples < 0:
@@ -53,8 +55,9 @@ class ValidationConfig:
         """The numbers of responses that pass@k and best@k are of."""
         return self.k or [2**power for power in range(self.num_samples.bit_length())]
 
-    def reports(self, *, has_accuracy: bool) -> list[str]:
+    def reports(self) -> list[str]:
         """The names of the metrics that a validation with these settings gives."""
+        has_accuracy = bool(self.scorer.path)
         names = ["reward", "response_length", "truncated_fraction"] + ["accuracy"] * has_accuracy
         if self.num_samples:
             n = self.num_samples
@@ -85,8 +88,8 @@ def validate(task: OnlineTask, rejudge: Rejudge = _as_they_are) -> dict[str, flo
         "validation/response_length": _mean([float(len(rollout.response)) for rollout in greedy.rollouts]),
         "validation/truncated_fraction": _truncated(greedy.rollouts),
     }
-    if task.accuracy is not None:
-        scores, valid = _judge(task.accuracy, greedy.rollouts)
+    if task.validation_scorer is not None:
+        scores, valid = _judge(task.validation_scorer, greedy.rollouts)
         metrics["validation/accuracy"] = scores[valid].double().mean().item()
     return metrics | _sampled(task, task.validation_config, rejudge) if task.validation_config.num_samples else metrics
 
@@ -122,13 +125,13 @@ def _sampled(task: OnlineTask, config: ValidationConfig, rejudge: Rejudge) -> di
     }
     for k in config.ks:
         metrics[f"validation/reward_best@{k}"] = _over_prompts(rewards, k, lambda own, k=k: best_at_k(own, k))
-    return metrics | _accuracy(task.accuracy, collected, config) if task.accuracy is not None else metrics
+    return metrics | _accuracy(task.validation_scorer, collected, config) if task.validation_scorer is not None else metrics
 
 
 def _accuracy(judge: RewardModel, collected: ScoredRollouts, config: ValidationConfig) -> dict[str, float]:
     n = config.num_samples
     scores = _by_prompt(*_judge(judge, collected.rollouts), n)
-    right = [[score >= config.correct_from for score in own] for own in scores]
+    right = [[score >= config.pass_threshold for score in own] for own in scores]
     metrics = {f"validation/mean@{n}": _over_prompts(scores, 1, lambda own: sum(own) / len(own))}
     for k in config.ks:
         metrics[f"validation/pass@{k}"] = _over_prompts(right, k, lambda own, k=k: pass_at_k(len(own), sum(own), k))

@@ -67,7 +67,7 @@ class _Thread:
 
 
 class Progress:
-    """The recorder. Entering or leaving a phase or a collective, and `beat`, are progress. Any thread may call it.
+    """The recorder. Entering or leaving a phase or a collective, and `heartbeat`, are progress. Any thread may call it.
 
     Two threads may be in collectives at a time, of different groups; a phase is of the whole rank.
     """
@@ -105,19 +105,19 @@ class Progress:
     def enter_phase(self, name: str) -> None:
         """From now on this is phase `name`."""
         self._phase, self._phase_since = name, time.time()
-        self.beat()
+        self.heartbeat()
 
     def at_step(self, step: int) -> None:
         """Training step `step` (or a server's running number of operations) begins."""
         self._step = step
-        self.beat()
+        self.heartbeat()
 
     @property
     def step(self) -> int:
         """The training step that began last; 0 before the first."""
         return self._step
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Something has been done."""
         self._still_since = time.monotonic()
 

@@ -265,7 +265,7 @@ RULES = (
         title="sampler and trainer grow apart",
         judge=_gap_grows,
         cause="the engine has other weights or other arithmetic than the trainer, and the difference grows with training",
-        remedy="run `aligner gap RUN`, set rollout.verify_refit=checksum and algorithm.correction.kind=truncate",
+        remedy="run `aligner gap RUN`, set rollout.verify_refit=checksum and algorithm.correction.kind=tis",
     ),
     Rule(
         name="unfinished_rewarded",

@@ -117,5 +117,5 @@ def _function_part(name: str, config: NamedRewardConfig, decode: Callable[[Seque
         seconds = config.timeout_seconds + SLACK_SECONDS
     else:
         function, seconds = build_reward_function(config), config.timeout_seconds
-    spec = config.url or config.function
+    spec = config.url or config.path
     return FunctionReward(function, decode, seconds, name=spec, on_error=config.on_error, num_threads=config.num_threads)

@@ -19,27 +19,27 @@ class OnError(str, Enum):
 
 @dataclass(kw_only=True, slots=True)
 class RewardFunctionConfig:
-    """`function` is `package.module:name`, `package.module.name` or `path/to/file.py:name`; empty where a reward model is used instead.
+    """`path` is `package.module:name`, `package.module.name` or `path/to/file.py:name`; empty: no function.
 
     With `arguments`, the name is that of a factory, called with them once, which returns the reward function
     (`aligner.rewards.builtin:fixed_string` with `{target: hello}`).
     """
 
-    function: str = ""  # package.module:name or path/to/file.py:name of a function; empty: none
-    arguments: dict[str, Any] = field(default_factory=dict)  # keyword arguments; `function` is then a factory that is called with them once
+    path: str = ""  # package.module:name or path/to/file.py:name of a function; empty: none
+    arguments: dict[str, Any] = field(default_factory=dict)  # keyword arguments; `path` is then a factory that is called with them once
     timeout_seconds: float = 30.0  # for one call
     on_error: OnError = OnError.stop  # of a failure: stop: the run ends; invalid: the sample gets no reward and is counted
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.timeout_seconds) and self.timeout_seconds > 0):
             raise ConfigError(f"timeout_seconds={self.timeout_seconds}: must be finite and above 0")
-        if self.arguments and not self.function:
-            raise ConfigError(f"arguments={dict(self.arguments)}: needs function, the factory that takes them")
+        if self.arguments and not self.path:
+            raise ConfigError(f"arguments={dict(self.arguments)}: needs path, which names the factory that takes them")
 
 
 @dataclass(kw_only=True, slots=True)
 class NamedRewardConfig(RewardFunctionConfig):
-    """One of several rewards: a `function` as above, an HTTP endpoint (`url`), or the reward model that reward.serve serves (`served`).
+    """One of several rewards: a `path` as above, an HTTP endpoint (`url`), or the reward model that reward.serve serves (`served`).
 
     The endpoint is sent a POST of {"prompts": [...], "responses": [...], "answers": [...]} and answers {"rewards": [...]}.
     """
@@ -52,10 +52,10 @@ class NamedRewardConfig(RewardFunctionConfig):
 
     def __post_init__(self) -> None:
         RewardFunctionConfig.__post_init__(self)
-        sources = [text for text in (self.function and f"function={self.function}", self.url and f"url={self.url}") if text]
+        sources = [text for text in (self.path and f"path={self.path}", self.url and f"url={self.url}") if text]
         sources += ["served=true"] if self.served else []
         if len(sources) != 1:
-            raise ConfigError(f"{' and '.join(sources) or 'no source'}: a reward has exactly one of function, url and served=true")
+            raise ConfigError(f"{' and '.join(sources) or 'no source'}: a reward has exactly one of path, url and served=true")
         if self.url and not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"url={self.url}: must begin with http:// or https://")
         if self.token_variable and not self.url:

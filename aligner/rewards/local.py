@@ -213,10 +213,10 @@ class Complaints:
 
 def function_reward(config: RewardFunctionConfig, decode: Callable[[Sequence[int]], str]) -> FunctionReward:
     """The FunctionReward that a config describes. Raises ConfigError."""
-    if not config.function:
+    if not config.path:
         raise ConfigError("function is empty; name a reward function, or use a reward model")
     function = build_reward_function(config)
-    return FunctionReward(function, decode, config.timeout_seconds, name=config.function, on_error=config.on_error)
+    return FunctionReward(function, decode, config.timeout_seconds, name=config.path, on_error=config.on_error)
 
 
 def _is_array(x: object) -> TypeGuard[np.generic | np.ndarray | torch.Tensor]:

@@ -32,10 +32,10 @@ from enum import Enum
 from pathlib import Path
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.rewards.jail.rooms import WORK
+from aligner.rewards.jail.namespaces import WORK
 
 NOBODY = 65534
-START = "import sys; sys.path.insert(0, {package!r}); from aligner.rewards.jail.inside import main; main()"
+START = "import sys; sys.path.insert(0, {package!r}); from aligner.rewards.jail.sandbox_child import main; main()"
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 ENDING_SECONDS = 10.0  # for the processes of a program that was told to end
 START_SECONDS = 30.0  # until the surroundings stand, on a machine under load; the program's own time counts from then on
@@ -170,7 +170,7 @@ class Sandbox:
             return _Watch(process, status, limits, gently=isolation in (Isolation.landlock, Isolation.limits)).outcome()
 
     def _order(self, isolation: Isolation, limits: SandboxLimits, directory: str, uid: int | None) -> dict[str, object]:
-        """What aligner.rewards.jail.inside is told, but for the descriptors."""
+        """What aligner.rewards.jail.sandbox_child is told, but for the descriptors."""
         return {
             "isolation": isolation.value,
             "directory": directory,

@@ -35,7 +35,7 @@ class Take:
         self._block.tell(room)
         return self._work.take(room)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """On the leader, now and then while it waits: so that the others know it is alive."""
         self._block.tell(_WAIT)
 
@@ -125,7 +125,7 @@ class Requests:
             self._heard = time.monotonic()
             return ended
         if time.monotonic() - self._heard < self._timeout_seconds:
-            take.beat()
+            take.heartbeat()
             return ended
         named = ", ".join(str(request.index) for request, _ in list(self._running.values())[:5])
         raise EngineError(

@@ -103,7 +103,7 @@ class Access:
             try:
                 tls = ssl.create_default_context(cafile=config.tls_ca)
             except OSError as error:
-                raise ConfigError(f"client.tls_ca={config.tls_ca}: no certificates can be read there: {error}") from error
+                raise ConfigError(f"server_client.tls_ca={config.tls_ca}: no certificates can be read there: {error}") from error
             tls.minimum_version = ssl.TLSVersion.TLSv1_2
         return cls(run_secret(secret), tls)
 
@@ -125,13 +125,15 @@ class Access:
         """An unopened connection to a server.
 
         Raises:
-            ServerUnreachable: the server speaks TLS and this client has no `client.tls_ca`, or the other way round: then nothing is sent,
-                because the secret would cross the network in the clear.
+            ServerUnreachable: the server speaks TLS and this client has no `server_client.tls_ca`, or the other way round: then nothing is
+                sent, because the secret would cross the network in the clear.
         """
         address = urlsplit(url)
         if address.scheme != self.scheme:
             wanted = (
-                "set client.tls_ca" if address.scheme == "https" else "set the server's tls_certificate and tls_key, or no client.tls_ca"
+                "set server_client.tls_ca"
+                if address.scheme == "https"
+                else "set the server's tls_certificate and tls_key, or no server_client.tls_ca"
             )
             raise ServerUnreachable(f"{url}: this client is set up for {self.scheme}; {wanted}")
         if self.tls is None:

@@ -22,11 +22,11 @@ from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig
 from aligner.servers.history import CriticHistory
 from aligner.servers.journal import Journal
-from aligner.servers.lane import Lane, combine
 from aligner.servers.link import ServiceLink
 from aligner.servers.recovery import Recovery
 from aligner.servers.registry import Registration, current_attempt
 from aligner.servers.reward import padded_tokens
+from aligner.servers.worker_thread import WorkerThreads, combine
 from aligner.types import Rollout, Scores, TokenBatch, ValueBatch
 
 CLOSE_SECONDS = 5.0
@@ -50,9 +50,9 @@ class CriticClient:
         talks = journal is not None
         self._link = ServiceLink(services_dir, name, config, access=access, attempt=current_attempt(), is_talkative=talks)
         self._history = CriticHistory(self._link, config, run=run, journal=None if journal is None else Journal(journal))
-        self._infer = Lane(f"{name}-infer", config.num_threads)
-        self._train = Lane(f"{name}-train", 1)
-        self._watch = None if journal is None else Lane(f"{name}-watch", 1)
+        self._infer = WorkerThreads(f"{name}-infer", config.num_threads)
+        self._train = WorkerThreads(f"{name}-train", 1)
+        self._watch = None if journal is None else WorkerThreads(f"{name}-watch", 1)
         if self._watch is not None:
             self._watch.submit(self._look_now_and_then)
         atexit.register(self.close)  # a thread that is inside torch while the interpreter goes away aborts the process
@@ -104,9 +104,9 @@ class CriticClient:
         """End the threads; calls under way fail with ServerUnreachable. Happens at exit by itself."""
         atexit.unregister(self.close)
         self._link.close()
-        for lane in (self._infer, self._train, self._watch):
-            if lane is not None:
-                lane.close(CLOSE_SECONDS)
+        for threads in (self._infer, self._train, self._watch):
+            if threads is not None:
+                threads.close(CLOSE_SECONDS)
 
     def _look_now_and_then(self) -> None:
         """Bring a new server to where this client is although nobody asks anything of it yet: other ranks may."""
@@ -142,7 +142,7 @@ class RewardClient:
         self._reduce = reduce
         self._link = ServiceLink(services_dir, name, config, access=access, attempt=current_attempt())
         self._recovery = Recovery(self._link, config, lambda server, patience: self._link.probe(server))
-        self._lane = Lane(f"{name}-score", config.num_threads)
+        self._threads = WorkerThreads(f"{name}-score", config.num_threads)
         atexit.register(self.close)
 
     def wait_until_ready(self) -> Registration:
@@ -155,21 +155,21 @@ class RewardClient:
             raise ValueError("RewardClient.score: no rollouts were given")
         piece = self._config.rows_per_request
         parts = [rollouts[start : start + piece] for start in range(0, len(rollouts), piece)]
-        pieces = [self._lane.submit(lambda part=part: self._scored(part)) for part in parts]
+        pieces = [self._threads.submit(lambda part=part: self._scored(part)) for part in parts]
         return combine(pieces, lambda rewards: Scores.of(torch.cat(rewards)))
 
     def attributes(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """All scores of token sequences, float32 [B, K], as the model gives them. Waits for them; raises what went wrong."""
         piece = self._config.rows_per_request
         parts = [wire.RewardRequest(batch=padded_tokens(rows[start : start + piece])) for start in range(0, len(rows), piece)]
-        pieces = [self._lane.submit(lambda part=part: self._asked(part)) for part in parts]
+        pieces = [self._threads.submit(lambda part=part: self._asked(part)) for part in parts]
         return torch.cat([one.result() for one in pieces])
 
     def close(self) -> None:
         """End the threads; calls under way fail with ServerUnreachable. Happens at exit by itself."""
         atexit.unregister(self.close)
         self._link.close()
-        self._lane.close(CLOSE_SECONDS)
+        self._threads.close(CLOSE_SECONDS)
 
     def _scored(self, rollouts: Sequence[Rollout]) -> Tensor:
         texts = None

@@ -37,7 +37,7 @@ class CriticConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RewardConfig:
-    """Who scores responses: a Python function (`function.function`), the weighted sum of several (`functions`), or a reward model
+    """Who scores responses: a Python function (`function.path`), the weighted sum of several (`functions`), or a reward model
     (`model.path`); behind a server with `serve`.
     """
 
@@ -55,9 +55,9 @@ class RewardConfig:
             raise ConfigError(f"reward.num_processes={self.num_processes}: must be at least 1")
         if not all(map(math.isfinite, self.attribute_weights)) or (self.attribute_weights and not any(self.attribute_weights)):
             raise ConfigError(f"reward.attribute_weights={self.attribute_weights}: must be finite, and not all of them 0")
-        if self.functions and self.function.function:
+        if self.functions and self.function.path:
             raise ConfigError(
-                f"reward.function.function={self.function.function} and reward.functions.{', '.join(self.functions)}: give one of the two; "
+                f"reward.function.path={self.function.path} and reward.functions.{', '.join(self.functions)}: give one of the two; "
                 "a single function is one of reward.functions too"
             )
         check_parts(self.functions)
@@ -71,16 +71,16 @@ class RewardConfig:
 
     def check_named(self) -> None:
         """Raise ConfigError where nothing says how responses are scored (the settings of a run may be shown before they are complete)."""
-        if self.function.function or (self.functions and not self.serve):
+        if self.function.path or (self.functions and not self.serve):
             return
         if not self.serve:
             raise ConfigError(
-                "reward.function.function='': name a reward function, or set reward.serve=true with reward.model.path to use a reward model"
+                "reward.function.path='': name a reward function, or set reward.serve=true with reward.model.path to use a reward model"
             )
         if not self.model.path:
-            raise ConfigError("reward.model.path='': name the reward model's checkpoint, or a function in reward.function.function")
+            raise ConfigError("reward.model.path='': name the reward model's checkpoint, or a function in reward.function.path")
 
     @property
     def has_functions(self) -> bool:
         """Whether Python functions or endpoints score responses, alone or beside a reward model."""
-        return bool(self.function.function or self.functions)
+        return bool(self.function.path or self.functions)

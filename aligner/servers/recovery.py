@@ -54,7 +54,7 @@ class Recovery:
         self._given_up: ServerError | None = None
 
     def connect(self) -> Registration:
-        """The first server, waited for `client.discovery_timeout_seconds`. Raises ServerUnreachable, or what `fit` raises."""
+        """The first server, waited for `server_client.discovery_timeout_seconds`. Raises ServerUnreachable, or what `fit` raises."""
         with self._lock:
             if self._server is None:
                 self._server = self._replacement(Patience(self._config.discovery_timeout_seconds), "")
@@ -70,8 +70,8 @@ class Recovery:
         """One call, made again after each loss of a server.
 
         Raises:
-            ServerUnreachable: no other server came within `client.recovery_timeout_seconds`, or this call met the end of more than
-                `client.max_lost_servers`.
+            ServerUnreachable: no other server came within `server_client.recovery_timeout_seconds`, or this call met the end of more than
+                `server_client.max_lost_servers`.
             ServerTimeout: likewise, where the servers do not answer.
             RequestRejected: the server's error message.
         """
@@ -138,5 +138,5 @@ class Recovery:
         if not cause:
             return ServerUnreachable(str(error))
         tried = f"{num_servers} were met since and did not last" if num_servers else "none has taken its place"
-        waited = f"Waited for another server ({patience.seconds:g} s, client.recovery_timeout_seconds)"
+        waited = f"Waited for another server ({patience.seconds:g} s, server_client.recovery_timeout_seconds)"
         return ServerUnreachable(f"{cause}{waited}: {tried}: {error}")

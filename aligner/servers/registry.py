@@ -219,7 +219,7 @@ class Publication:
             print(f"registry: {replaced}", flush=True)
         gone_path(services_dir, registration.name).unlink(missing_ok=True)
         self._write(registration)
-        self._thread = threading.Thread(target=self._beat, name=f"heartbeat-{registration.name}", daemon=True)
+        self._thread = threading.Thread(target=self._heartbeat, name=f"heartbeat-{registration.name}", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Publication:
@@ -269,7 +269,7 @@ class Publication:
         temporary.write_text(json.dumps(asdict(registration), indent=1) + "\n")
         os.replace(temporary, self._path)
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         while not self._stop.wait(self._heartbeat_seconds):
             try:
                 found = read_registration(self._path)

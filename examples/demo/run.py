@@ -125,7 +125,7 @@ TensorBoard   tensorboard --logdir {ppo / "tensorboard"}
 
 next, on a model of yours (see README.md):
   {sys.executable} examples/nlp/train_grpo.py model.path=HF_DIRECTORY data.train=PROMPTS.jsonl \\
-      reward.function.function=my_rewards.py:reward run.directory=runs/mine""")
+      reward.function.path=my_rewards.py:reward run.directory=runs/mine""")
     if accuracies[-1] > accuracies[0]:
         return 0
     print("\nthe accuracy did not rise: something is wrong", file=sys.stderr)

@@ -1,6 +1,6 @@
 """An advantage estimator of one's own: OPO (Hao et al. 2025, 2505.23585), whose baseline weighs the rewards of a group by length.
 
-python examples/nlp/train_grpo.py ... algorithm.estimator=examples/extend/estimator.py:opo
+python examples/nlp/train_grpo.py ... algorithm.advantage_estimator=examples/extend/estimator.py:opo
 """
 
 import torch

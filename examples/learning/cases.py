@@ -18,7 +18,7 @@ COMMON = (
     *(f"optimizer.lr={LEARNING_RATE}", f"optimizer.min_lr={LEARNING_RATE / 10}", "optimizer.weight_decay=0"),
     "data.max_prompt_length=8",
     *("rollout.max_batch_size=256", f"rollout.sampling.max_response_length={MAX_RESPONSE_LENGTH}"),
-    "reward.function.function=aligner.rewards.builtin:exact_match",
+    "reward.function.path=aligner.rewards.builtin:exact_match",
     *("loop.table_every=40", "logging.tensorboard=false", "logging.progress=plain"),
 )
 REUSED = ("algorithm.prompts_per_step=32", "algorithm.mini_batch_size=64", "loop.max_steps=80")
@@ -81,7 +81,7 @@ CASES = (
     _preset("reinforce", *ONE_PER_PROMPT, *ON_POLICY),
     _preset("reinforce_pp", "algorithm.prompts_per_step=256", "algorithm.mini_batch_size=64", "loop.max_steps=80"),
     _preset("reinforce_pp_baseline", *REUSED),
-    Case(name="grpo_async", settings=("rollout.asynchronous.max_staleness=1", "algorithm.correction.kind=truncate", *REUSED)),
+    Case(name="grpo_async", settings=("rollout.asynchronous.max_staleness=1", "algorithm.correction.kind=tis", *REUSED)),
     _ONLINE_DPO,
     _REJECTION_SAMPLING,
 )

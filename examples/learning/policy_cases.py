@@ -57,7 +57,7 @@ def rejection_sampling(bench: Bench) -> list[Row]:
     prompts = bench.stories.prompts
     settings = [
         *(f"data.train={prompts.train}", f"data.max_prompt_length={PROMPT_LENGTH}", *LEARNING_RATE),
-        *(f"rollout.sampling.max_response_length={RESPONSE_LENGTH}", "reward.function.function=aligner.rewards.builtin:happy_words"),
+        *(f"rollout.sampling.max_response_length={RESPONSE_LENGTH}", "reward.function.path=aligner.rewards.builtin:happy_words"),
         *("algorithm.prompts_per_step=16", "algorithm.group_size=4", "algorithm.drop_truncated=false", "loop.max_steps=20"),
     ]
     return [win_row(bench, "rejection_sampling", bench.train("rejection_sampling", "rejection_sampling", settings))]

@@ -211,7 +211,7 @@ def sampled_ahead(directory: Path, topology, parallel, inputs: dict) -> None:
     from aligner.data.loader import EpochSampler
     from aligner.loop.loop import Clock
     from aligner.losses.sft import sft_loss
-    from aligner.online.asynchronous import AsyncRounds
+    from aligner.online.async_rollout_source import AsyncRolloutSource
     from aligner.online.task import OnlineTask
     from aligner.parallel.collectives import gather_objects
     from aligner.rollout.config import AsynchronousConfig, RolloutConfig
@@ -225,8 +225,8 @@ def sampled_ahead(directory: Path, topology, parallel, inputs: dict) -> None:
     prompts = [Prompt(id=i, tokens=tuple(tokens), source=f"p:{i}") for i, tokens in enumerate(inputs["prompts"])]
     order = EpochSampler(len(prompts), 4, seed=1)
     parts = {"engine": engine, "reference": None, "reward": Lengths(), "topology": topology, "train": prompts, "order": order}
-    rest = {"validation": [], "validation_sampling": sampling, "accuracy": None, "decode": str, "pad_id": 0, "seed": 3}
-    rounds = AsyncRounds(OnlineTask(**parts, **rest, max_response_length=24), 2, ahead, engine.gate, last=4)
+    rest = {"validation": [], "validation_sampling": sampling, "validation_scorer": None, "decode": str, "pad_id": 0, "seed": 3}
+    rounds = AsyncRolloutSource(OnlineTask(**parts, **rest, max_response_length=24), 2, ahead, engine.gate, last=4)
     gate, steps = engine.gate, Counter()
     between_steps, num_holds = gate.between_steps, gate._wanted
 

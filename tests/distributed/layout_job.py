@@ -196,12 +196,12 @@ def objectives() -> list:
 
     by_token, by_sequence = Aggregation.token_mean, Aggregation.sequence_mean
     by_constant = Aggregation.sequence_sum_constant
-    sequences = CorrectionConfig(kind=Correction.truncate, level=Level.sequence_mean, high=1.01)
+    sequences = CorrectionConfig(kind=Correction.tis, level=Level.sequence_mean, high=1.01)
     settings = [
         {"objective": Objective.ppo, "aggregation": by_sequence, "dual_clip": 1.5, "kl_coef": 0.1, "kl_estimator": KLEstimator.k3},
         {"objective": Objective.gspo, "aggregation": by_sequence, "kl_coef": 0.1, "kl_estimator": KLEstimator.k2},
-        {"objective": Objective.gspo_token, "aggregation": by_token, "correction": CorrectionConfig(kind=Correction.band)},
-        {"objective": Objective.cispo, "aggregation": by_token, "correction": CorrectionConfig(kind=Correction.mask)},
+        {"objective": Objective.gspo_token, "aggregation": by_token, "correction": CorrectionConfig(kind=Correction.icepop)},
+        {"objective": Objective.cispo, "aggregation": by_token, "correction": CorrectionConfig(kind=Correction.mis)},
         {"objective": Objective.gmpo, "aggregation": by_sequence, "kl_coef": 0.1, "kl_estimator": KLEstimator.abs},
         {"objective": Objective.sapo, "aggregation": by_constant, "correction": sequences},
         {"objective": Objective.reinforce, "aggregation": by_constant, "kl_coef": 0.1, "kl_estimator": KLEstimator.k1},

@@ -31,7 +31,7 @@ def settings() -> list[str]:
         *(f"model.architecture.{name}={size}" for name, size in (sizes | {"max_position_embeddings": 32}).items()),
         *("num_processes=2", "parallel.tp=2", "data.max_prompt_length=8", "rollout.sampling.max_response_length=8"),
         *("critic.server.host=0.0.0.0", "reward.server.host=0.0.0.0"),
-        "reward.function.function=aligner.rewards.builtin:exact_match",
+        "reward.function.path=aligner.rewards.builtin:exact_match",
     ]
 
 

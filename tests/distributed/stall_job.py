@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from aligner.loop.config import RunConfig
 from aligner.loop.loop import Clock
-from aligner.loop.session import Session, session
+from aligner.loop.session import Session, open_session
 from aligner.parallel.topology import ParallelConfig
 
 STALL_SECONDS = 3.0  # a loaded machine may take a second for one collective
@@ -33,19 +33,19 @@ def main() -> None:
     run = RunConfig(
         directory=directory, num_threads=1, start_timeout_seconds=60, collective_timeout_seconds=60, stall_timeout_seconds=STALL_SECONDS
     )
-    with session(Config(run=run), run, ParallelConfig(), component="actor") as here:
+    with open_session(Config(run=run), run, ParallelConfig(), component="actor") as session:
         pair = dist.new_group([0, 1], group_desc="FIRST_PAIR_GROUP")
         print(f"pid {os.getpid()}", flush=True)
         for step in range(1, 5):
-            train(here, step, how, pair)
+            train(session, step, how, pair)
 
 
-def train(here: Session, step: int, how: str, pair: dist.ProcessGroup) -> None:
-    here.progress.at_step(step)
-    with Clock(here.progress).phase("train"):
-        if step == 3 and here.topology.rank == 1:
+def train(session: Session, step: int, how: str, pair: dist.ProcessGroup) -> None:
+    session.progress.at_step(step)
+    with Clock(session.progress).phase("train"):
+        if step == 3 and session.topology.rank == 1:
             stall(how)
-        if here.topology.rank < 2:
+        if session.topology.rank < 2:
             dist.all_reduce(torch.ones(1), group=pair)
         dist.all_reduce(torch.ones(1))
 

@@ -88,7 +88,7 @@ def _paced_reward(pace: Path) -> str:
         f"        time.sleep(float(open({str(pace)!r}).read()))\n"
         "        return [response.count(target[0]) / 8 for response in responses]\n    return score\n"
     )
-    return f"reward.function.function={file}:reward"
+    return f"reward.function.path={file}:reward"
 
 
 def run_settings(folder: Path, num_steps: int) -> list[str]:

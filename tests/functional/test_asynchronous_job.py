@@ -25,7 +25,7 @@ def test_ends_and_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     said = run_job(launcher("grpo"), run, [*settings, "loop.max_steps=3", "run.export_hf=false"])
     assert "warning: algorithm.correction.kind=none with rollout.asynchronous.max_staleness=1" in said
-    said = run_job(launcher("grpo"), run, [*settings, "loop.max_steps=5", "algorithm.correction.kind=truncate", "run.allow_changes=true"])
+    said = run_job(launcher("grpo"), run, [*settings, "loop.max_steps=5", "algorithm.correction.kind=tis", "run.allow_changes=true"])
     assert "resumed after step 3" in said and "correction.kind=none" not in said
     assert steps_of(run) == [1, 2, 3, 4, 5]
     # The first step after a start has nothing that was sampled ahead; two updates make a step.

@@ -43,15 +43,15 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
         ["data.max_prompt_length=8 + rollout.sampling.max_response_length=25: longer than the model's context of 32 tokens"],
     ),
     "ranks": (GRPO, ["parallel.tp=2"], ["parallel.tp=2 does not divide the 1 ranks of this component"]),
-    "no reward": (GRPO, ["reward.function.function=", "~reward.function.arguments.target"], ["reward.function.function=''"]),
-    "no such reward": (GRPO, ["reward.function.function=aligner.rewards.builtin:fixed_strin"], ["did you mean 'fixed_string'"]),
+    "no reward": (GRPO, ["reward.function.path=", "~reward.function.arguments.target"], ["reward.function.path=''"]),
+    "no such reward": (GRPO, ["reward.function.path=aligner.rewards.builtin:fixed_strin"], ["did you mean 'fixed_string'"]),
     "critic's context": (
         CRITIC,
         ["rollout.sampling.max_response_length=25"],
         ["max_response_length=25: longer than the model's context of 32"],
     ),
     "critic's model": (CRITIC, ["critic.model.path={}/nothing"], ["{}/nothing: no such directory"]),
-    "no reward model": (REWARD, ["reward.function.function="], ["reward.model.path=''"]),
+    "no reward model": (REWARD, ["reward.function.path="], ["reward.model.path=''"]),
     "a cache without room": (GRPO, ["rollout.kv_cache_tokens=3"], ["rollout.kv_cache_tokens=3: the longest prompt has", "at least 16"]),
     "a Git LFS pointer": (GRPO, ["model.path={}/pointer", "model.seq_length=32"], ["{}/pointer/model.safetensors is a Git LFS pointer"]),
     "a missing tensor": (GRPO, ["model.path={}/small", "model.seq_length=32"], ["{}/small: no tensor named model.layers.0."]),
@@ -84,7 +84,7 @@ def good(task: Path, name: str) -> list[str]:
     if name == SFT:
         drop = ("rollout.", "data.")
         return [setting for setting in grpo_settings(task) if not setting.startswith((*drop, "algorithm."))]
-    return [*ppo_settings(task), "reward.function.function=aligner.rewards.builtin:length"]
+    return [*ppo_settings(task), "reward.function.path=aligner.rewards.builtin:length"]
 
 
 @pytest.fixture(scope="module")

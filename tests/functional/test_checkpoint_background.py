@@ -18,7 +18,7 @@ BACKGROUND = ("loop.save_every=1", "checkpoint.asynchronous=true", "checkpoint.k
 
 
 def settings(folder: Path, max_steps: int) -> list[str]:
-    reward = ("reward.function.function=aligner.rewards.builtin:fixed_string", '+reward.function.arguments.target="7-"')
+    reward = ("reward.function.path=aligner.rewards.builtin:fixed_string", '+reward.function.arguments.target="7-"')
     small = ("algorithm.rollouts_per_step=24", "algorithm.mini_batch_size=12", "critic.mini_batch_size=12")
     sized = tuple(name.split("=")[0] for name in small)
     return [*(setting for setting in ppo_settings(folder) if not setting.startswith(sized)), *small, *reward, f"loop.max_steps={max_steps}"]

@@ -62,7 +62,7 @@ def test_every_stage_composes_with_what_the_demo_gives_it(demo, tmp_path):
     assert reward_model.model.path == ppo.model.path == str(Path(sft.run.directory) / "checkpoints" / "policy")
     trained = str(Path(reward_model.run.directory) / "checkpoints" / "reward_model")
     assert (ppo.critic.model.path, ppo.reward.model.path) == (trained, trained)
-    assert ppo.reward.serve and not ppo.reward.function.function, "the reward has to come from the reward model"
+    assert ppo.reward.serve and not ppo.reward.function.path, "the reward has to come from the reward model"
     assert ppo.loop.validate_first and ppo.loop.max_steps == 7
     default = compose(TrainPPO, "ppo", demo._ppo(tmp_path, files, 0))
     assert default.loop.max_steps % default.loop.validate_every == 0, "the last step has to be validated"

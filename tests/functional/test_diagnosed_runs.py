@@ -54,21 +54,21 @@ PROVOKED = {
         {"entropy_collapse", "no_signal", "constant_reward", "kl_negative", "part_never_varies", "never_ends"},
         "algorithm=reinforce",
         *("algorithm.prompts_per_step=16", "algorithm.group_size=8", "algorithm.kl_coef=0.001", *ONE_UPDATE),
-        *("+reward.functions.form.function={rewards}:constant", "rollout.sampling.min_response_length=8", "loop.max_steps=24"),
+        *("+reward.functions.form.path={rewards}:constant", "rollout.sampling.min_response_length=8", "loop.max_steps=24"),
     ),
     "longer_is_better": (
         {"validation_falls", "length_grows", "kl_explodes", "unfinished_rewarded", "repetition"},
-        *("reward.function.function={rewards}:sevens", "accuracy.function={rewards}:fading", "optimizer.lr=2e-3"),
+        *("reward.function.path={rewards}:sevens", "validation.scorer.path={rewards}:fading", "optimizer.lr=2e-3"),
         *("data.validation={prompts}", "data.num_validation_prompts=2", "loop.validate_every=4"),
         *("algorithm.prompts_per_step=8", "algorithm.mini_batch_size=32", "rollout.sampling.max_response_length=24", "loop.max_steps=48"),
     ),
     "shorter_is_better": (
         {"mode_collapse", "length_shrinks", "unfinished_rewarded"},
-        *("reward.function.function={rewards}:brief", "optimizer.lr=4e-3", "algorithm.kl_coef=0", "loop.max_steps=24"),
+        *("reward.function.path={rewards}:brief", "optimizer.lr=4e-3", "algorithm.kl_coef=0", "loop.max_steps=24"),
     ),
     "too_many_updates": (
         {"clip_fraction"},
-        *("reward.function.function={rewards}:sevens", "algorithm.num_epochs=8", *ONE_UPDATE),
+        *("reward.function.path={rewards}:sevens", "algorithm.num_epochs=8", *ONE_UPDATE),
         *("algorithm.clip_eps_low=0.01", "algorithm.clip_eps_high=0.01", "loop.max_steps=12"),
     ),
     "ever_older_weights": (  # as the learning rate rises, two steps of age become ever more
@@ -109,7 +109,7 @@ def test_a_run_that_fails_in_silence(name: str, tmp_path: Path, rewards: Path, c
 
 
 def test_a_critic_that_does_not_learn(tmp_path: Path, rewards: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = [*ppo_settings(tmp_path), f"reward.function.function={rewards}:growing", "reward.serve=false"]
+    settings = [*ppo_settings(tmp_path), f"reward.function.path={rewards}:growing", "reward.serve=false"]
     settings += ["algorithm.rollouts_per_step=32", "algorithm.mini_batch_size=32", "critic.mini_batch_size=32", "critic.optimizer.lr=1e-9"]
     run_job(launcher("ppo"), tmp_path / "run", [*settings, "loop.max_steps=34", "run.export_hf=false"])
     assert {"critic_explains_little", "value_loss_grows"} <= diagnosed(tmp_path / "run", capsys)

@@ -26,7 +26,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     for name, text in REWARDS.items():
         (folder / f"{name}.py").write_text(text)
     base = [*grpo_settings(folder), "loop.max_steps=2"]
-    return {name: [*base, f"reward.function.function={folder / name}.py:reward"] for name in REWARDS}
+    return {name: [*base, f"reward.function.path={folder / name}.py:reward"] for name in REWARDS}
 
 
 @pytest.mark.parametrize("command", [script("train_grpo.py"), launcher("grpo")], ids=["directly", "launcher"])

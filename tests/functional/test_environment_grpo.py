@@ -19,7 +19,7 @@ def test_grpo_with_a_calculator(tmp_path: Path) -> None:
     write_task(tmp_path)
     settings = [
         *grpo_settings(tmp_path),
-        "environment.function=aligner.environments.calculator:Calculator",
+        "environment.path=aligner.environments.calculator:Calculator",
         '+environment.arguments={open: "", close: "="}',
         *("environment.max_turns=3", "environment.form=plain", 'environment.suffix=" "'),
         *('rollout.sampling.stop_strings=["="]', "rollout.sampling.max_response_length=20", "rollout.max_batch_size=48"),

@@ -36,12 +36,12 @@ def test_ppo_with_a_calculator_and_three_rewards(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     settings = [
         *ppo_settings(tmp_path),
-        "environment.function=aligner.environments.calculator:Calculator",
+        "environment.path=aligner.environments.calculator:Calculator",
         '+environment.arguments={open: "", close: "="}',
         *("environment.max_turns=3", "environment.form=plain", 'environment.suffix=" "'),
         *('rollout.sampling.stop_strings=["="]', "rollout.sampling.max_response_length=20"),
         *("reward.serve=true", f"reward.model.path={train_reward_model(tmp_path)}"),
-        f"reward.functions.digits={{function:'{tmp_path}/mine.py:digits',weight:0.5}}",
+        f"reward.functions.digits={{path:'{tmp_path}/mine.py:digits',weight:0.5}}",
         "reward.functions.model={served:true,weight:0.25}",
         *("loop.max_steps=3", "run.export_hf=false"),
     ]

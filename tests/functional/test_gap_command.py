@@ -27,7 +27,7 @@ def test_alarm_validation_and_attribution(tmp_path: Path) -> None:
     settings = [
         *(*grpo_settings(tmp_path), *SAYS_77, "loop.max_steps=9", "run.export_hf=false"),
         *(f"data.validation={tmp_path / 'prompts.jsonl'}", "data.num_validation_prompts=4", "loop.validate_every=1"),
-        *("accuracy.function=aligner.rewards.builtin:fixed_string", '+accuracy.arguments.target="7-"'),
+        *("validation.scorer.path=aligner.rewards.builtin:fixed_string", '+validation.scorer.arguments.target="7-"'),
         *("validation.num_samples=2", "checkpoint.best_metric=validation/pass@2"),
         *("guard.logprob_gap.stop=1e-12", "guard.logprob_gap.statistic=p99", "guard.logprob_gap.patience=2"),
     ]

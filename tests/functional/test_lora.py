@@ -79,7 +79,7 @@ def test_grpo_samples_from_what_it_trains(sft: Path) -> None:
     """From the checkpoint of adapters, which is merged, with new ones on top."""
     folder = sft.parent
     settings = [s for s in on_base(folder, grpo_settings(folder)) if not s.startswith("model.path=")]
-    settings += [f"model.path={sft / 'checkpoints' / 'policy'}", "reward.function.function=aligner.rewards.builtin:length"]
+    settings += [f"model.path={sft / 'checkpoints' / 'policy'}", "reward.function.path=aligner.rewards.builtin:length"]
     settings += ["loop.max_steps=3", "rollout.verify_refit=checksum"]
     run_job(launcher("grpo"), folder / "grpo", settings)
     lines = [line.values for line in metrics_of(folder / "grpo") if line.step]

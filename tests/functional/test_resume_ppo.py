@@ -72,7 +72,7 @@ def resumed(whole: Path) -> Path:
 def wounded(whole: Path) -> Path:
     """Of one whose critic was killed twice: before there was any checkpoint, and after step 3 with the checkpoint of step 2."""
     directory = whole.parent / "wounded"
-    with Job(LAUNCH, directory, [*settings(whole.parent, 0.3), "launcher.max_server_restarts=2"]) as job:
+    with Job(LAUNCH, directory, [*settings(whole.parent, 0.3), "local_launcher.max_server_restarts=2"]) as job:
         for step in (1, 3):
             job.reached(step)
             registration = directory / "services" / "critic.json"

@@ -61,8 +61,8 @@ def test_two_functions_and_an_endpoint(tmp_path, judge):
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     settings = [
         *grpo_settings(tmp_path),
-        f"reward.functions.sevens.function={tmp_path}/mine.py:sevens",
-        f"reward.functions.picky={{function:'{tmp_path}/mine.py:picky',weight:0.5,on_error:invalid}}",
+        f"reward.functions.sevens.path={tmp_path}/mine.py:sevens",
+        f"reward.functions.picky={{path:'{tmp_path}/mine.py:picky',weight:0.5,on_error:invalid}}",
         f"reward.functions.ones={{url:'{url}',weight:-0.25}}",
         *("loop.max_steps=2", "algorithm.kl_coef=0", "run.seed=5"),
     ]

@@ -17,7 +17,7 @@ LENGTH, KL_COEF = 48, 0.02
 SETTINGS = [
     f"data.train={ROOT / 'examples' / 'nlp' / 'data' / 'story_prompts.jsonl'}",
     *("data.max_prompt_length=64", f"rollout.sampling.max_response_length={LENGTH}"),
-    "reward.function.function=aligner.rewards.builtin:happy_words",
+    "reward.function.path=aligner.rewards.builtin:happy_words",
     *("algorithm.rollouts_per_step=64", "algorithm.mini_batch_size=32", f"algorithm.kl_coef={KL_COEF}", "critic.mini_batch_size=32"),
     *("optimizer.lr=4e-4", "optimizer.min_lr=4e-5", "optimizer.warmup_steps=4"),
     *("critic.optimizer.lr=1e-3", "critic.optimizer.min_lr=1e-4", "critic.optimizer.warmup_steps=4"),

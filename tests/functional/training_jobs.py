@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "nlp"
 MARK = "ALIGNER_TEST_RUN"
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SAYS_77 = ("reward.function.function=aligner.rewards.builtin:fixed_string", '+reward.function.arguments.target="7-"')
+SAYS_77 = ("reward.function.path=aligner.rewards.builtin:fixed_string", '+reward.function.arguments.target="7-"')
 
 
 def script(name: str) -> tuple[str, ...]:
@@ -195,4 +195,4 @@ def slow_reward(folder: Path, seconds: float) -> str:
         f"import time\n\ndef reward(prompts, responses, answers):\n    time.sleep({seconds})\n"
         "    return [response.count('7') / 8 for response in responses]\n"
     )
-    return f"reward.function.function={file}:reward"
+    return f"reward.function.path={file}:reward"

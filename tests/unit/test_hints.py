@@ -33,7 +33,11 @@ def test_every_synonym_is_of_a_setting_that_there_is(keys) -> None:
         assert _targets(meaning) or meaning.partition(";")[2], f"{project}: {name} says nothing"
 
 
-OPEN = {"algorithm.estimator": Estimator, "algorithm.objective": Objective, "algorithm.loss": DPOVariant}  # or a function of the user's
+OPEN = {
+    "algorithm.advantage_estimator": Estimator,
+    "algorithm.objective": Objective,
+    "algorithm.loss": DPOVariant,
+}  # or a function of the user's
 
 
 def test_every_value_of_a_synonym_is_one_that_its_setting_takes(keys) -> None:
@@ -136,13 +140,13 @@ def test_all_unknown_keys_at_once(tmp_path) -> None:
     schema = recipes()["grpo"].config
     given = ["data.train=x", f"hydra.searchpath=[file://{tmp_path / 'own'}]", "algorithm=mine", "loop.max_steps=0"]
     with pytest.raises(ConfigError) as caught:
-        compose(schema, "grpo", [*given, "learning_rate=1", "+trainer={ppo: {max_steps: 3}}", "reward.functions.a={functoin: b}"])
+        compose(schema, "grpo", [*given, "learning_rate=1", "+trainer={ppo: {max_steps: 3}}", "reward.functions.a={pathh: b}"])
     first, *lines = str(caught.value).split("\n  ")
     assert first == "5 unknown settings"
     assert lines == [
         "learning_rate in 'learning_rate=1': did you mean optimizer.lr?",
         "trainer.ppo.max_steps in '+trainer={ppo: {max_steps: 3}}': did you mean loop.max_steps?",
-        "reward.functions.a.functoin in 'reward.functions.a={functoin: b}': did you mean reward.functions.a.function?",
+        "reward.functions.a.pathh in 'reward.functions.a={pathh: b}': did you mean reward.functions.a.path?",
         f"algorithm.kl_beta in {own / 'mine.yaml'}: did you mean algorithm.kl_coef?",
         f"algorithm.nested.deep in {own / 'mine.yaml'}: see --help algorithm",
     ]
@@ -173,13 +177,13 @@ def test_all_unknown_keys_of_a_saved_config() -> None:
         ("critic.server.idle_seconds=0", "critic.server.idle_seconds=0.0: must be above 0"),
         ("reward.server.tls_key=k", "reward.server.tls_certificate='', tls_key='k': give both"),
         ("critic.server.stuck_limit_seconds=1", "critic.server.stuck_limit_seconds=1.0: must be at least round_limit_seconds=15.0"),
-        ("client.num_threads=0", "client.num_threads=0: must be above 0"),
-        ("launcher.grace_seconds=-1", "launcher.grace_seconds=-1.0: must be finite and not negative"),
-        ("launcher.num_failure_lines=0", "launcher.num_failure_lines=0: must be at least 1"),
+        ("server_client.num_threads=0", "server_client.num_threads=0: must be above 0"),
+        ("local_launcher.grace_seconds=-1", "local_launcher.grace_seconds=-1.0: must be finite and not negative"),
+        ("local_launcher.num_failure_lines=0", "local_launcher.num_failure_lines=0: must be at least 1"),
         ("logging.num_table_rows=-1", "logging.num_table_rows=-1: must not be negative"),
         ("logging.max_cell_chars=2", "logging.max_cell_chars=2: must be at least 8"),
         ("logging.wandb_entity=me", "logging.wandb_entity=me: needs logging.wandb_project"),
-        ("accuracy.timeout_seconds=0", "accuracy.timeout_seconds=0.0: must be finite and above 0"),
+        ("validation.scorer.timeout_seconds=0", "validation.scorer.timeout_seconds=0.0: must be finite and above 0"),
         ("reward.function.timeout_seconds=0", "reward.function.timeout_seconds=0.0: must be finite and above 0"),
         ("reward.functions.a.weight=1", "reward.functions.a: no source: a reward has exactly one of"),
         ("parallel.vpp=2", "parallel.vpp=2: the interleaved schedule needs parallel.pp > 1"),

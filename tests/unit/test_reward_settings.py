@@ -32,8 +32,8 @@ class Root:
 
 YAML = """reward:
   functions:
-    one: {function: a:b, weight: 2, arguments: {x: 1}}
-    two: {function: a:c}
+    one: {path: a:b, weight: 2, arguments: {x: 1}}
+    two: {path: a:c}
 """
 
 
@@ -51,11 +51,11 @@ def parts(tmp_path):
 
 
 def test_on_the_command_line(parts):
-    assert parts("+reward.functions.maths={function:'a:b',on_error:invalid}", "reward.functions.maths.weight=2") == {
-        "maths": NamedRewardConfig(function="a:b", weight=2.0, on_error=OnError.invalid)
+    assert parts("+reward.functions.maths={path:'a:b',on_error:invalid}", "reward.functions.maths.weight=2") == {
+        "maths": NamedRewardConfig(path="a:b", weight=2.0, on_error=OnError.invalid)
     }
     assert parts("reward.functions.far.url=http://c") == {"far": NamedRewardConfig(url="http://c")}
-    assert list(parts("reward.functions={p:{served:true},q:{function:a.b}}")) == ["p", "q"]
+    assert list(parts("reward.functions={p:{served:true},q:{path:a.b}}")) == ["p", "q"]
     real = compose(TrainGRPO, "grpo", ["data.train=x", "model.path=y", "reward.functions.far.url=http://c"])
     assert real.reward.functions == {"far": NamedRewardConfig(url="http://c")}
 
@@ -63,17 +63,17 @@ def test_on_the_command_line(parts):
 def test_in_yaml_and_changed_or_removed_afterwards(parts):
     assert list(parts(text=YAML)) == ["one", "two"]
     settings = ["reward.functions.one.weight=3", "reward.functions.one.arguments.y=2", "~reward.functions.two"]
-    assert parts(*settings, text=YAML) == {"one": NamedRewardConfig(function="a:b", weight=3.0, arguments={"x": 1, "y": 2})}
-    with pytest.raises(ConfigError, match="unknown setting reward.functions.three.functoin .*did you mean reward.functions.three.function"):
-        parts(text=YAML + "    three: {functoin: a:b}\n")
+    assert parts(*settings, text=YAML) == {"one": NamedRewardConfig(path="a:b", weight=3.0, arguments={"x": 1, "y": 2})}
+    with pytest.raises(ConfigError, match="unknown setting reward.functions.three.pathh .*did you mean reward.functions.three.path"):
+        parts(text=YAML + "    three: {pathh: a:b}\n")
 
 
 @pytest.mark.parametrize(
     ("override", "text"),
     [
         ("reward.functions.maths.wieght=2", "unknown setting reward.functions.maths.wieght .*did you mean reward.functions.maths.weight"),
-        ("reward.functions.maths={function:'a:b',wieght:2}", "did you mean reward.functions.maths.weight"),
-        ("reward.functions.maths={function:'a:b',weight:much}", "reward.functions.maths.weight: .*'much'"),
+        ("reward.functions.maths={path:'a:b',wieght:2}", "did you mean reward.functions.maths.weight"),
+        ("reward.functions.maths={path:'a:b',weight:much}", "reward.functions.maths.weight: .*'much'"),
         ("reward.functions.maths.weight=2", "^reward.functions.maths: no source: a reward has exactly one of"),
         ("~reward.functions.maths", "there is no reward.functions.maths to remove"),
         ("~reward.functions", "would remove a setting that the schema has"),
@@ -91,7 +91,7 @@ def test_the_nearest_key_has_the_users_name():
 
 
 def test_what_does_not_go_together():
-    one, served = NamedRewardConfig(function="a:b"), NamedRewardConfig(served=True)
+    one, served = NamedRewardConfig(path="a:b"), NamedRewardConfig(served=True)
     RewardConfig(functions={"one": one}).check_named()
     RewardConfig(functions={"one": one, "judge": served}, serve=True, model=ModelConfig(path="there")).check_named()
     with pytest.raises(ConfigError, match="reward.model.path=''"):
@@ -100,5 +100,5 @@ def test_what_does_not_go_together():
         RewardConfig(functions={"judge": served})
     with pytest.raises(ConfigError, match=r"reward.serve=true: none of reward.functions \(one\) is the reward model"):
         RewardConfig(functions={"one": one}, serve=True)
-    with pytest.raises(ConfigError, match="reward.function.function=c:d and reward.functions.one: give one of the two"):
-        RewardConfig(functions={"one": one}, function=NamedRewardConfig(function="c:d"))
+    with pytest.raises(ConfigError, match="reward.function.path=c:d and reward.functions.one: give one of the two"):
+        RewardConfig(functions={"one": one}, function=NamedRewardConfig(path="c:d"))

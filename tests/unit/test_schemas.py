@@ -222,12 +222,12 @@ def test_numbers_that_cannot_work_are_named_as_they_are_written(setting: str, er
 
 
 def test_a_reward_must_be_named() -> None:
-    with pytest.raises(ConfigError, match="reward.function.function='': name a reward function, or set reward.serve=true"):
+    with pytest.raises(ConfigError, match="reward.function.path='': name a reward function, or set reward.serve=true"):
         RewardConfig(model=ModelConfig(path="a model that is not served")).check_named()
     with pytest.raises(ConfigError, match="reward.model.path='': name the reward model's checkpoint, or a function"):
         RewardConfig(serve=True).check_named()
-    RewardConfig(function=RewardFunctionConfig(function="a:b")).check_named()
-    RewardConfig(serve=True, function=RewardFunctionConfig(function="a:b")).check_named()
+    RewardConfig(function=RewardFunctionConfig(path="a:b")).check_named()
+    RewardConfig(serve=True, function=RewardFunctionConfig(path="a:b")).check_named()
     RewardConfig(serve=True, model=ModelConfig(path="there")).check_named()
 
 
@@ -238,7 +238,7 @@ def test_a_reward_must_be_named() -> None:
         ("grpo", ["parallel.tp=3", "num_processes=2"], "parallel.tp=3 does not divide the 2 ranks"),
         ("ppo", ["critic.parallel.tp=2"], "parallel.tp=2 does not divide the 1 ranks"),
         ("ppo", [], "reward.model.path=''"),
-        ("grpo", [], "reward.function.function=''"),
+        ("grpo", [], "reward.function.path=''"),
         ("sft", ["parallel.tp=2"], "parallel.tp=2 does not divide the 1 ranks"),
     ],
 )

@@ -21,18 +21,18 @@ class Offset:
 
 
 def _observe(context: Context) -> Offset:
-    here, offsets = context.allocation, []
-    leaders = here.leaders()
+    allocation, offsets = context.allocation, []
+    leaders = allocation.leaders()
     for number in range(ROUNDS):
-        here.put(f"ready/{number}/{here.rank}", True)
-        if here.rank != 0:
-            called = here.get(f"call/{number}", deadline=here.deadline, what="rank 0 to say its time", longest_pause=0.001)
+        allocation.put(f"ready/{number}/{allocation.rank}", True)
+        if allocation.rank != 0:
+            called = allocation.get(f"call/{number}", deadline=allocation.deadline, what="rank 0 to say its time", longest_pause=0.001)
             offsets.append(time.time() - float(called))
             continue
         for rank in leaders:
-            here.get(f"ready/{number}/{rank}", deadline=here.deadline, what=f"rank {rank} to listen")
+            allocation.get(f"ready/{number}/{rank}", deadline=allocation.deadline, what=f"rank {rank} to listen")
         time.sleep(_PAUSE_SECONDS)
-        here.put(f"call/{number}", time.time())
+        allocation.put(f"call/{number}", time.time())
         offsets.append(0.0)
     return Offset(seconds=min(offsets))
 

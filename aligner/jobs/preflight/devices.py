@@ -69,29 +69,30 @@ def _size(path: Path) -> int:
 
 def judge(context: Context, seen: Mapping[int, Machine]) -> Finding:
     """Fatal: no GPU where the config is for GPUs, more ranks than GPUs, several kinds of GPU. Warning: memory that others hold."""
-    here, first = context.allocation, seen[0]
+    allocation, first = context.allocation, seen[0]
     wants_gpus = context.config.cluster.device == Device.gpu
     without = [rank for rank, machine in seen.items() if not machine.gpus]
     figures = {"host_gib": min(machine.host_bytes for machine in seen.values()) / GIB}
     if without and (wants_gpus or len(without) < len(seen)):
-        text = f"{who(here, without)}: no GPU is visible to torch"
+        text = f"{who(allocation, without)}: no GPU is visible to torch"
         return Finding(
             level=Level.fatal, found=text, advice="--gres=gpu:N or --gpus-per-node; in a container: --nv, or NVIDIA's hook; nvidia-smi"
         )
     if without:
         return _judge_host(context, seen, f"no GPU, {figures['host_gib']:.1f} GiB of host memory a node", figures)
     figures |= {"gpu_gib": min(machine.gpu_bytes for machine in seen.values()) / GIB}
-    crowded = [rank for rank, machine in seen.items() if here.nodes.count(here.nodes[rank]) > machine.gpus > 1]
+    crowded = [rank for rank, machine in seen.items() if allocation.nodes.count(allocation.nodes[rank]) > machine.gpus > 1]
     if crowded:
-        text = f"{who(here, crowded)}: {seen[crowded[0]].gpus} GPUs for {here.nodes.count(here.nodes[crowded[0]])} ranks of the node"
+        ranks_there = allocation.nodes.count(allocation.nodes[crowded[0]])
+        text = f"{who(allocation, crowded)}: {seen[crowded[0]].gpus} GPUs for {ranks_there} ranks of the node"
         return Finding(level=Level.fatal, found=text, advice="as many tasks per node as it has GPUs", figures=figures)
     if others := [rank for rank, machine in seen.items() if machine.gpu != first.gpu]:
-        text = f"{who(here, others)}: {seen[others[0]].gpu} and not {first.gpu}"
+        text = f"{who(allocation, others)}: {seen[others[0]].gpu} and not {first.gpu}"
         return Finding(level=Level.fatal, found=text, advice="ask for nodes of one kind: --constraint, --partition", figures=figures)
     found = f"{first.gpu}, {figures['gpu_gib']:.1f} GiB each"
     if held := [rank for rank, machine in seen.items() if machine.gpu_free_bytes < LEAST_FREE * machine.gpu_bytes]:
         least = min(seen[rank].gpu_free_bytes for rank in held) / GIB
-        text = f"{found}; {who(here, held)}: only {least:.1f} GiB free"
+        text = f"{found}; {who(allocation, held)}: only {least:.1f} GiB free"
         return Finding(level=Level.warning, found=text, advice="nvidia-smi there shows whose processes hold the rest", figures=figures)
     return _judge_host(context, seen, found, figures)
 

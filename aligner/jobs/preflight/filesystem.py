@@ -32,19 +32,19 @@ class Files:
 
 
 def _observe(context: Context) -> Files:
-    here = context.allocation
-    folder, problem = _prepare(context) if here.rank == 0 else (Path(), "")
-    leaders = here.leaders()
+    allocation = context.allocation
+    folder, problem = _prepare(context) if allocation.rank == 0 else (Path(), "")
+    leaders = allocation.leaders()
     if problem:
         raise LaunchError(problem)
-    if here.rank == 0:
-        here.put("folder", str(folder))
-    folder = Path(str(here.get("folder", deadline=here.deadline, what="rank 0 to make the run directory")))
+    if allocation.rank == 0:
+        allocation.put("folder", str(folder))
+    folder = Path(str(allocation.get("folder", deadline=allocation.deadline, what="rank 0 to make the run directory")))
     try:
         return _try_out(context, folder, leaders)
     finally:
-        here.put(f"finished/{here.rank}", True)
-        if here.rank == 0:
+        allocation.put(f"finished/{allocation.rank}", True)
+        if allocation.rank == 0:
             _clean(context, folder, leaders)
 
 
@@ -60,37 +60,37 @@ def _prepare(context: Context) -> tuple[Path, str]:
 
 
 def _try_out(context: Context, folder: Path, leaders: list[int]) -> Files:
-    here = context.allocation
+    allocation = context.allocation
     run = Path(context.config.run.directory).expanduser().absolute()
-    if not run.is_dir() or not _appears(folder, here.deadline):
-        raise LaunchError(f"{folder} is not there, though rank 0 on {here.node_of(0)} made it: {run} is not shared")
-    holder = _lock(folder / "lock") if here.rank == 0 else None
-    own = folder / f"of_{here.rank}"
-    write_seconds = _write(own, str(here.rank))
-    here.put(f"written/{here.rank}", True)
-    other = leaders[(leaders.index(here.rank) + 1) % len(leaders)]
-    here.get(f"written/{other}", deadline=here.deadline, what=f"rank {other} on {here.node_of(other)} to write")
+    if not run.is_dir() or not _appears(folder, allocation.deadline):
+        raise LaunchError(f"{folder} is not there, though rank 0 on {allocation.node_of(0)} made it: {run} is not shared")
+    holder = _lock(folder / "lock") if allocation.rank == 0 else None
+    own = folder / f"of_{allocation.rank}"
+    write_seconds = _write(own, str(allocation.rank))
+    allocation.put(f"written/{allocation.rank}", True)
+    other = leaders[(leaders.index(allocation.rank) + 1) % len(leaders)]
+    allocation.get(f"written/{other}", deadline=allocation.deadline, what=f"rank {other} on {allocation.node_of(other)} to write")
     started = time.monotonic()
-    if not _appears(folder / f"of_{other}", here.deadline):
+    if not _appears(folder / f"of_{other}", allocation.deadline):
         raise LaunchError(
-            f"the file that rank {other} on {here.node_of(other)} wrote to {folder} is not seen here: not the same file system"
+            f"the file that rank {other} on {allocation.node_of(other)} wrote to {folder} is not seen here: not the same file system"
         )
     seen_after = time.monotonic() - started
     text = (folder / f"of_{other}").read_text()
     if text != str(other):
         raise LaunchError(f"the file of rank {other} in {folder} reads {text!r}: a rename is not atomic here")
-    _link(own, folder / f"link_{here.rank}")
+    _link(own, folder / f"link_{allocation.rank}")
     locks_hold = True
-    if here.rank != 0:
-        here.get("written/0", deadline=here.deadline, what="rank 0 to lock a file")
-        locks_hold = _is_locked(folder / "lock", here.deadline)
-    here.put(f"tried/{here.rank}", True)
+    if allocation.rank != 0:
+        allocation.get("written/0", deadline=allocation.deadline, what="rank 0 to lock a file")
+        locks_hold = _is_locked(folder / "lock", allocation.deadline)
+    allocation.put(f"tried/{allocation.rank}", True)
     for rank in leaders:
-        here.get(f"tried/{rank}", deadline=here.deadline, what=f"rank {rank} on {here.node_of(rank)} to try the files")
+        allocation.get(f"tried/{rank}", deadline=allocation.deadline, what=f"rank {rank} on {allocation.node_of(rank)} to try the files")
     if holder is not None:
         os.close(holder)
     return Files(
-        seen_after_seconds=seen_after, write_seconds=write_seconds, rate=_rate(folder / f"large_{here.rank}"), locks_hold=locks_hold
+        seen_after_seconds=seen_after, write_seconds=write_seconds, rate=_rate(folder / f"large_{allocation.rank}"), locks_hold=locks_hold
     )
 
 
@@ -154,10 +154,10 @@ def _rate(path: Path) -> float:
 
 
 def _clean(context: Context, folder: Path, leaders: list[int]) -> None:
-    here, deadline = context.allocation, time.monotonic() + _CLEAN_SECONDS
+    allocation, deadline = context.allocation, time.monotonic() + _CLEAN_SECONDS
     try:
         for rank in leaders:
-            here.get(f"finished/{rank}", deadline=deadline, what=f"rank {rank} to leave {folder}", heeds_failure=False)
+            allocation.get(f"finished/{rank}", deadline=deadline, what=f"rank {rank} to leave {folder}", heeds_failure=False)
     except LaunchError:
         pass  # it is dead or hangs, which its missing answer says; what it has open there may stay behind
     shutil.rmtree(folder, ignore_errors=True)  # a network file system may still show a name that is gone
@@ -175,7 +175,9 @@ def judge(context: Context, seen: Mapping[int, Files]) -> Finding:
     if len(seen) > 1:
         found += f", others see it after {seen[slowest].seen_after_seconds * 1e3:.0f} ms"
     if seen[slowest].seen_after_seconds > LATE_SECONDS:
-        advice = "heartbeats are files: raise client.heartbeat_timeout_seconds well above this, or mount with shorter attribute caching"
+        advice = (
+            "heartbeats are files: raise server_client.heartbeat_timeout_seconds well above this, or mount with shorter attribute caching"
+        )
         return Finding(level=Level.warning, found=f"{found} ({context.allocation.node_of(slowest)})", advice=advice, figures=figures)
     if without := [rank for rank, files in seen.items() if not files.locks_hold]:
         found += f"; {who(context.allocation, without)}: got a lock that rank 0 holds"

@@ -30,8 +30,8 @@ class Measured:
 def ensure_group(context: Context) -> None:
     """The process group that the items with collectives use; made by the first of them."""
     if not dist.is_initialized():
-        here = context.allocation
-        links.start_group(here.world, here.store, timeout_seconds=_GROUP_TIMEOUT_SECONDS)
+        allocation = context.allocation
+        links.start_group(allocation.world, allocation.store, timeout_seconds=_GROUP_TIMEOUT_SECONDS)
 
 
 def _observe(context: Context) -> Measured:

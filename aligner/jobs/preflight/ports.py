@@ -35,7 +35,7 @@ def servers(config: JobRun) -> dict[str, ServerConfig]:
 
 
 def _observe(context: Context) -> Reached:
-    config, here = context.config, context.allocation
+    config, allocation = context.config, context.allocation
     wanted = servers(config)
     if not wanted:
         return Reached()
@@ -52,9 +52,11 @@ def _observe(context: Context) -> Reached:
         return Reached(addresses=addresses, unreachable=_reach_neighbour(context, addresses))
     finally:
         # Only when all have tried.
-        here.put(f"tried/{here.rank}", True)
-        for rank in here.leaders():
-            here.get(f"tried/{rank}", deadline=here.deadline, what=f"rank {rank} on {here.node_of(rank)} to try the ports")
+        allocation.put(f"tried/{allocation.rank}", True)
+        for rank in allocation.leaders():
+            allocation.get(
+                f"tried/{rank}", deadline=allocation.deadline, what=f"rank {rank} on {allocation.node_of(rank)} to try the ports"
+            )
         for listener in listeners.values():
             listener.close()
 
@@ -65,26 +67,28 @@ def _check_certificates(config: JobRun, wanted: Mapping[str, ServerConfig]) -> N
     for server in wanted.values():
         Access.for_server(directory.secret, server)
     if wanted:
-        Access.for_client(directory.secret, config.client)
+        Access.for_client(directory.secret, config.server_client)
 
 
 def _reach_neighbour(context: Context, own: Mapping[str, str]) -> dict[str, str]:
     """Connect to the servers of the next node; why it failed, by server."""
-    here = context.allocation
-    leaders = here.leaders()
-    here.put(f"addresses/{here.rank}", dict(own))
-    other = leaders[(leaders.index(here.rank) + 1) % len(leaders)]
-    addresses = here.get(f"addresses/{other}", deadline=here.deadline, what=f"rank {other} on {here.node_of(other)} to listen")
+    allocation = context.allocation
+    leaders = allocation.leaders()
+    allocation.put(f"addresses/{allocation.rank}", dict(own))
+    other = leaders[(leaders.index(allocation.rank) + 1) % len(leaders)]
+    addresses = allocation.get(
+        f"addresses/{other}", deadline=allocation.deadline, what=f"rank {other} on {allocation.node_of(other)} to listen"
+    )
     failed = {}
     for name, address in addresses.items():
-        if address.startswith(_LOOPBACK) and (other != here.rank or _has_other_components()):
-            failed[name] = f"{here.node_of(other)} would be called {address}, which is every node's own"
+        if address.startswith(_LOOPBACK) and (other != allocation.rank or _has_other_components()):
+            failed[name] = f"{allocation.node_of(other)} would be called {address}, which is every node's own"
             continue
         host, _, port = address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
         except OSError as error:
-            failed[name] = f"{address} ({here.node_of(other)}) cannot be reached: {error}"
+            failed[name] = f"{address} ({allocation.node_of(other)}) cannot be reached: {error}"
     return failed
 
 

@@ -31,28 +31,31 @@ class Composed:
 
 
 def _meet(context: Context) -> Place:
-    here = context.allocation
-    own = {"node": here.node, "world_size": here.size}
-    if here.store.add(f"preflight/claims/{here.rank}", 1) > 1:
-        raise LaunchError(f"two processes call themselves rank {here.rank} (one is on {here.node}): the launcher's variables are wrong")
-    places = here.exchange("place", own, what="a sign of life")
-    if len(places) != here.size:
-        raise LaunchError(f"rank {here.rank} on {here.node} was told of {here.size} ranks, rank 0 of {len(places)}")
-    here.nodes = tuple(place["node"] for place in places)
-    return Place(rank=here.rank, node=here.node, world_size=here.size, started_by=here.world.source.value)
+    allocation = context.allocation
+    own = {"node": allocation.node, "world_size": allocation.size}
+    if allocation.store.add(f"preflight/claims/{allocation.rank}", 1) > 1:
+        raise LaunchError(
+            f"two processes call themselves rank {allocation.rank} (one is on {allocation.node}): the launcher's variables are wrong"
+        )
+    places = allocation.exchange("place", own, what="a sign of life")
+    if len(places) != allocation.size:
+        raise LaunchError(f"rank {allocation.rank} on {allocation.node} was told of {allocation.size} ranks, rank 0 of {len(places)}")
+    allocation.nodes = tuple(place["node"] for place in places)
+    return Place(rank=allocation.rank, node=allocation.node, world_size=allocation.size, started_by=allocation.world.source.value)
 
 
 def _judge_ranks(context: Context, seen: Mapping[int, Place]) -> Finding:
-    here = context.allocation
-    if strays := [rank for rank, place in seen.items() if place.world_size != here.size]:
-        text = (
-            f"{who(here, strays)} {'was' if len(strays) == 1 else 'were'} told of {seen[strays[0]].world_size} ranks, rank 0 of {here.size}"
-        )
+    allocation = context.allocation
+    if strays := [rank for rank, place in seen.items() if place.world_size != allocation.size]:
+        told = f"{'was' if len(strays) == 1 else 'were'} told of {seen[strays[0]].world_size} ranks"
+        text = f"{who(allocation, strays)} {told}, rank 0 of {allocation.size}"
         return Finding(level=Level.fatal, found=text, advice="start all ranks with one srun, torchrun or mpiexec")
-    per_node = Counter(here.nodes)
+    per_node = Counter(allocation.nodes)
     sizes = sorted(set(per_node.values()))
-    found = f"{here.size} {'rank' if here.size == 1 else 'ranks'} on {len(per_node)} {'node' if len(per_node) == 1 else 'nodes'}"
-    figures = {"ranks": float(here.size), "nodes": float(len(per_node))}
+    found = (
+        f"{allocation.size} {'rank' if allocation.size == 1 else 'ranks'} on {len(per_node)} {'node' if len(per_node) == 1 else 'nodes'}"
+    )
+    figures = {"ranks": float(allocation.size), "nodes": float(len(per_node))}
     if len(sizes) > 1:
         uneven = ", ".join(f"{node}: {count}" for node, count in sorted(per_node.items(), key=lambda pair: pair[1])[:6])
         text = f"{found}, unevenly spread ({uneven})"
@@ -69,11 +72,11 @@ def _compose(context: Context) -> Composed:
 
 
 def _judge_config(context: Context, seen: Mapping[int, Composed]) -> Finding:
-    here = context.allocation
+    allocation = context.allocation
     if others := [rank for rank, one in seen.items() if one.fingerprint != seen[0].fingerprint]:
-        text = f"{who(here, others)}: another config than rank 0 ({seen[others[0]].fingerprint} and not {seen[0].fingerprint})"
+        text = f"{who(allocation, others)}: another config than rank 0 ({seen[others[0]].fingerprint} and not {seen[0].fingerprint})"
         return Finding(level=Level.fatal, found=text, advice="same checkout, arguments and environment variables on every node")
-    return _judge_sizes(here.size, context.config, seen[0].fingerprint)
+    return _judge_sizes(allocation.size, context.config, seen[0].fingerprint)
 
 
 def wanted_ranks(config: JobRun) -> dict[str, int]:

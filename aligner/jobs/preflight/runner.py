@@ -66,25 +66,25 @@ class Runner:
         return self.context.findings[name].level in (Level.ok, Level.warning)
 
     def _run(self, item: Item) -> Finding:
-        here, started = self.context.allocation, time.monotonic()
+        allocation, started = self.context.allocation, time.monotonic()
         timeout = self._timeout_seconds or item.timeout_seconds
-        here.begin(item.name, timeout)
-        takes_part = here.rank in participants(self.context, item)
+        allocation.begin(item.name, timeout)
+        takes_part = allocation.rank in participants(self.context, item)
         answer = self._observe(item, timeout) if takes_part else Answer()
         if answer.failure:
-            here.put("failed", here.rank)
+            allocation.put("failed", allocation.rank)
         if takes_part:
-            here.put(f"answer/{here.rank}", asdict(answer))
-        if here.rank == 0:
+            allocation.put(f"answer/{allocation.rank}", asdict(answer))
+        if allocation.rank == 0:
             finding = replace(self._conclude(item), seconds=time.monotonic() - started)
-            here.put("verdict", asdict(finding) | {"lost": self.lost})
+            allocation.put("verdict", asdict(finding) | {"lost": self.lost})
             return finding
         return self._await_verdict(item, answer)
 
     def _observe(self, item: Item, timeout: float) -> Answer:
-        here = self.context.allocation
+        allocation = self.context.allocation
         try:
-            observed = within(timeout + THREAD_MARGIN_SECONDS, lambda: item.observe(self.context), lambda: here.has("failed"))
+            observed = within(timeout + THREAD_MARGIN_SECONDS, lambda: item.observe(self.context), lambda: allocation.has("failed"))
         except Abandoned:
             return Answer(abandoned=True)
         except Hung as error:
@@ -99,18 +99,18 @@ class Runner:
 
     def _conclude(self, item: Item) -> Finding:
         """On rank 0: hear the others, and judge."""
-        here = self.context.allocation
+        allocation = self.context.allocation
         expected = participants(self.context, item)
-        deadline = here.deadline + THREAD_MARGIN_SECONDS + ANSWER_MARGIN_SECONDS
-        found = here.answers(expected, deadline=deadline, grace_seconds=GRACE_SECONDS)
+        deadline = allocation.deadline + THREAD_MARGIN_SECONDS + ANSWER_MARGIN_SECONDS
+        found = allocation.answers(expected, deadline=deadline, grace_seconds=GRACE_SECONDS)
         answers = {rank: Answer(**value) for rank, value in found.items()}
         self.lost = silent = [rank for rank in expected if rank not in answers]
         failures = {rank: answer.failure for rank, answer in answers.items() if answer.failure and not answer.abandoned}
         if not failures:
             failures = {rank: answer.failure for rank, answer in answers.items() if answer.failure}
         texts = _grouped(self.context, failures)
-        if silent and here.nodes:  # else they have not met, and the failure says who is missing
-            texts.append(f"{who(here, silent)}: no answer (its process is dead, or hangs where it cannot be interrupted)")
+        if silent and allocation.nodes:  # else they have not met, and the failure says who is missing
+            texts.append(f"{who(allocation, silent)}: no answer (its process is dead, or hangs where it cannot be interrupted)")
         if texts:
             return Finding(level=Level.fatal, found="; ".join(texts), advice=item.advice)
         observations = {rank: item.kind(**answer.observation) for rank, answer in answers.items() if answer.observation is not None}
@@ -120,15 +120,17 @@ class Runner:
             return Finding(level=Level.fatal, found=str(error), advice=item.advice)
 
     def _await_verdict(self, item: Item, answer: Answer) -> Finding:
-        here = self.context.allocation
+        allocation = self.context.allocation
         margin = THREAD_MARGIN_SECONDS + ANSWER_MARGIN_SECONDS + VERDICT_MARGIN_SECONDS
-        verdict = here.get("verdict", deadline=here.deadline + margin, what=f"rank 0's verdict on {item.name}", heeds_failure=False)
+        verdict = allocation.get(
+            "verdict", deadline=allocation.deadline + margin, what=f"rank 0's verdict on {item.name}", heeds_failure=False
+        )
         self.lost = verdict.pop("lost")
         finding = Finding(**verdict | {"level": Level(verdict["level"])})
-        if here.rank in self.lost:
-            raise LaunchError(f"rank {here.rank} on {here.node} answered too late for {item.name}; rank 0 went on without it")
+        if allocation.rank in self.lost:
+            raise LaunchError(f"rank {allocation.rank} on {allocation.node} answered too late for {item.name}; rank 0 went on without it")
         if answer.failure and finding.level is not Level.fatal:
-            raise LaunchError(f"rank {here.rank} on {here.node}, of which rank 0 does not know: {answer.failure}")
+            raise LaunchError(f"rank {allocation.rank} on {allocation.node}, of which rank 0 does not know: {answer.failure}")
         return finding
 
 

@@ -114,7 +114,7 @@ def _observe_reward(context: Context) -> Scores:
         answers=answers,
         empty=empty,
         num_with_answer=sum(prompt.answer is not None for prompt in prompts),
-        accuracy=config.accuracy.function,
+        accuracy=config.validation.scorer.path,
         judge=judge,
     )
 
@@ -139,10 +139,10 @@ def local_rewards(config: OnlineRun) -> dict[str, tuple[str, Callable[[Decode], 
     found: dict[str, tuple[str, Callable[[Decode], RewardModel]]] = {}
     if functions:
         found["reward"] = formula(functions), partial(composed_reward, functions)
-    elif config.reward.function.function:
-        found["reward"] = config.reward.function.function, partial(function_reward, config.reward.function)
-    if config.accuracy.function:
-        found["accuracy"] = config.accuracy.function, partial(function_reward, config.accuracy)
+    elif config.reward.function.path:
+        found["reward"] = config.reward.function.path, partial(function_reward, config.reward.function)
+    if config.validation.scorer.path:
+        found["accuracy"] = config.validation.scorer.path, partial(function_reward, config.validation.scorer)
     return found
 
 

@@ -55,8 +55,8 @@ def real_cluster(context: Context) -> list[str]:
     figures = context.findings["devices"].figures if "devices" in context.findings else {}
     if "host_gib" not in figures:
         return []
-    here = context.allocation
-    per_node = max(here.nodes.count(node) for node in set(here.nodes))
+    allocation = context.allocation
+    per_node = max(allocation.nodes.count(node) for node in set(allocation.nodes))
     device = Device.gpu if "gpu_gib" in figures else Device.cpu
     memory = figures["gpu_gib"] if device is Device.gpu else figures["host_gib"] / per_node
     cluster = {"device": device.value, "gpus_per_node": per_node, "host_memory_gib": figures["host_gib"], "gpu_memory_gib": memory}

@@ -1,7 +1,7 @@
 """An environment in a file of one's own: the policy guesses the prompt's answer, a whole number, and is told `higher` or `lower`.
 
     python examples/nlp/train_grpo.py data.train=numbers.jsonl environment.max_turns=6 \
-        environment.function=examples/nlp/environments/guess_number.py:GuessNumber +environment.arguments.bonus=0.5 ...
+        environment.path=examples/nlp/environments/guess_number.py:GuessNumber +environment.arguments.bonus=0.5 ...
 
 numbers.jsonl: {"prompt": "I think of a number from 1 to 20. Your guess, a number only:", "answer": "13"}
 """

@@ -40,7 +40,7 @@ def make_task(topology, fakes) -> Callable:
             "order": EpochSampler(num_prompts, batch_size, seed=1, shuffle=False),
             "validation": prompts[:2],
             "validation_sampling": "greedy",
-            "accuracy": None,
+            "validation_scorer": None,
             "decode": str,
             "pad_id": 9,
             "seed": 3,

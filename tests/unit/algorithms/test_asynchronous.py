@@ -11,7 +11,7 @@ import torch
 
 from aligner.errors import EngineError
 from aligner.loop.loop import Clock
-from aligner.online.rounds import OnPolicyRounds
+from aligner.online.rollout_source import OnPolicyRolloutSource
 from aligner.protocols import Replica
 from aligner.rollout.config import AsynchronousConfig
 from aligner.rollout.engine import Capabilities, GenRequest, GenResult, Memory, Refitted, WeightForm, Work
@@ -87,7 +87,7 @@ class Ahead:
     """Rounds of two responses each, over a `StepEngine`; the policy makes one optimizer step per training step."""
 
     def __init__(self, make_task, *, max_staleness: int = 1, partial: bool = True, timeout_seconds: float = 20.0, **options) -> None:
-        from aligner.online.asynchronous import AsyncRounds
+        from aligner.online.async_rollout_source import AsyncRolloutSource
         from aligner.rollout.gate import Gate
         from aligner.rollout.lifecycle import PhasedEngine
         from aligner.rollout.work import WorkSharing
@@ -98,7 +98,7 @@ class Ahead:
         self.log: list[str] = []
         self.task = make_task(self.log, num_prompts=40, batch_size=2, engine=self.engine)
         settings = AsynchronousConfig(max_staleness=max_staleness, partial=partial, timeout_seconds=timeout_seconds)
-        self.rounds = AsyncRounds(self.task, 1, settings, gate, **options)
+        self.rounds = AsyncRolloutSource(self.task, 1, settings, gate, **options)
         self.version = 0
 
     def take(self, step: int):
@@ -140,7 +140,7 @@ def make_ahead(make_task):
 @pytest.mark.parametrize("max_staleness", [1, 3])
 def test_the_thread_is_as_far_ahead_as_it_may_be(make_ahead, max_staleness):
     ahead = make_ahead(max_staleness=max_staleness)
-    expected = OnPolicyRounds(ahead.task, 1)
+    expected = OnPolicyRolloutSource(ahead.task, 1)
     for step in range(1, 7):
         collected = ahead.take(step)
         # Round r is begun when step r - max_staleness begins: with the weights that the step before it made.
@@ -150,15 +150,15 @@ def test_the_thread_is_as_far_ahead_as_it_may_be(make_ahead, max_staleness):
         assert collected.ages.tolist() == [[age, age]] * 2
         ids = [2 * step - 2, 2 * step - 1]  # the rounds come in their order, whole, as an on-policy run's
         assert [one.prompt.id for one in collected.rollouts] == ids and collected.rewards.tolist() == ids
-        assert [one.seed for one in collected.rollouts] == [w.seeds for w in wanted(ahead, step)][0]
+        assert [one.seed for one in collected.rollouts] == [w.seeds for w in requests(ahead, step)][0]
         ahead.trained()
     assert ahead.rounds.state() == expected.state() == {"extra_rounds": 0}
 
 
-def wanted(ahead: Ahead, number: int):
-    from aligner.online.rounds import wanted_of
+def requests(ahead: Ahead, number: int):
+    from aligner.online.rollout_source import sample_requests
 
-    return wanted_of(ahead.task, number, 1, greedy=False)
+    return sample_requests(ahead.task, number, 1, greedy=False)
 
 
 def test_a_round_under_way_goes_on_with_new_weights(make_ahead):

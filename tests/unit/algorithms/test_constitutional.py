@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aligner.algorithms.ai_feedback import Judge, Judgement, judgement_metrics
-from aligner.algorithms.chains import Broken, ConstitutionConfig, Learnt, Pairs, losses_of, preference_records, supervised_records
+from aligner.algorithms.chains import Broken, ConstitutionConfig, Learnt, Pairs, discards_of, preference_records, supervised_records
 from aligner.algorithms.constitution import Constitutional
 from aligner.data.cases import load_cases
 from aligner.data.config import ConstitutionDataConfig, PreferenceDataConfig, SFTDataConfig
@@ -26,7 +26,7 @@ from aligner.loop.loop import Clock
 from aligner.loop.writing import Writing
 from aligner.online.collect import Scorers
 from aligner.protocols import Replica
-from aligner.rewards.unjudged import Unjudged
+from aligner.rewards.no_reward import NoReward
 from aligner.types import FinishReason, Rollout, SamplingConfig
 
 PRINCIPLES = tuple(
@@ -109,7 +109,7 @@ def work(chars, engine=None, *, logprobs=None, max_history=1000, seed=1, batch_s
         constitution,
         framing,
         engine=engine or Scribe(chars, script),
-        scorers=Scorers(reward=Unjudged()),
+        scorers=Scorers(reward=NoReward()),
         sampling=SamplingConfig(),
         judge=None if config.pairs is Pairs.none else judge,
         seed=seed,
@@ -175,7 +175,7 @@ def test_what_goes_wrong_is_named_and_not_used(kind, reply, fault, topology, tmp
 
     cases = cases_of(tmp_path, chars)
     traces, metrics = work(chars, Scribe(chars, wrong)).make(0, cases)
-    assert traces[0]["fault"] == fault and losses_of(traces[0]) == [f"left_out/{fault}"]
+    assert traces[0]["fault"] == fault and discards_of(traces[0]) == [f"left_out/{fault}"]
     assert metrics[f"left_out/{fault}"] == 1 and metrics["constitution/supervised"] == metrics["preference/pairs"] == 2
     assert supervised_records(traces[0]) == preference_records(traces[0]) == []
     assert traces[1:] == work(chars).make(0, cases)[0][1:]
@@ -188,7 +188,7 @@ def test_a_chain_may_end_with_its_last_whole_revision(topology, tmp_path, chars)
     for broken, count in ((Broken.drop, 0), (Broken.shorten, 1)):
         (trace,), metrics = work(chars, Scribe(chars, wrong), num_revisions=2, broken=broken).make(0, cases_of(tmp_path, chars, 1))
         assert len(supervised_records(trace)) == len(preference_records(trace)) == count == metrics["constitution/supervised"]
-        assert losses_of(trace) == [("left_out/", "shortened/")[count] + "critique_truncated"]
+        assert discards_of(trace) == [("left_out/", "shortened/")[count] + "critique_truncated"]
 
 
 def test_no_room(topology, tmp_path, chars) -> None:
@@ -198,7 +198,7 @@ def test_no_room(topology, tmp_path, chars) -> None:
     revision = critique + len(" why 0\n\nRevisionRequest: mend 0\n\nRevision:")
     for size, fault in ((critique - 1, "critique_too_long"), (critique, "revision_too_long"), (revision, "comparison_too_long")):
         (trace,), metrics = work(chars, max_history=size).make(0, cases)
-        assert losses_of(trace) == [f"left_out/{fault}"] and metrics["preference/pairs"] == 0
+        assert discards_of(trace) == [f"left_out/{fault}"] and metrics["preference/pairs"] == 0
     assert len(supervised_records(trace)) == 1  # only the comparison had no room
 
 
@@ -213,7 +213,7 @@ def test_undecided_identical_and_not_understood(topology, tmp_path, chars) -> No
         (None, {"min_mass": 1.0}, "not_understood"),
     ):
         (trace,), metrics = work(chars, engine, **settings).make(0, cases)
-        assert losses_of(trace) == [f"left_out/comparison_{reason}"] and preference_records(trace) == []
+        assert discards_of(trace) == [f"left_out/comparison_{reason}"] and preference_records(trace) == []
         assert metrics[f"left_out/comparison_{reason}"] == 1 and len(supervised_records(trace)) == 1
     assert work(chars, copied).make(0, cases)[1]["constitution/unchanged"] == 1
 

@@ -91,7 +91,7 @@ CENTRED = math.sqrt(0.1)  # 0.5, 0.5, -0.5, -0.5 and six times 0
     ],
 )
 def test_advantages_that_reach_the_policy(estimator: str, settings: dict, expected: list, make) -> None:
-    algorithm = make(GROUPS, estimator=Estimator(estimator), **settings)
+    algorithm = make(GROUPS, advantage_estimator=Estimator(estimator), **settings)
     metrics = algorithm.step(1, Clock()).metrics
     assert learnt(algorithm) == expected
     assert metrics["rollout/reward"] == 7 / 4  # of the sampled responses alone
@@ -107,14 +107,14 @@ def _kl_in_reward(**settings) -> dict:
 
 def test_one_response_per_prompt_where_nothing_is_compared(make) -> None:
     """Prompts 0 and 1 with rewards 4 and 1; discounted by a half per token up to the reward on the last one."""
-    algorithm = make([4.0, 1.0], estimator=Estimator("reinforce"), group_size=1, mini_batch_size=2, gamma=0.5)
+    algorithm = make([4.0, 1.0], advantage_estimator=Estimator("reinforce"), group_size=1, mini_batch_size=2, gamma=0.5)
     algorithm.step(1, Clock())
     assert learnt(algorithm) == [[2.0, 4.0], [0.25, 0.5, 1.0]]
 
 
 def test_the_kl_in_the_reward_is_of_the_policy_that_sampled(make) -> None:
     """KL 0.5 a token, coefficient 0.1: each token gives up 0.05. A pass for log-probs is made although there is one update."""
-    algorithm = make(GROUPS, estimator=Estimator("reinforce"), **_kl_in_reward())
+    algorithm = make(GROUPS, advantage_estimator=Estimator("reinforce"), **_kl_in_reward())
     metrics = algorithm.step(1, Clock()).metrics
     assert learnt(algorithm) == [
         pytest.approx([0.9, 0.95]),
@@ -126,7 +126,7 @@ def test_the_kl_in_the_reward_is_of_the_policy_that_sampled(make) -> None:
     assert batch.old_logprobs is None and algorithm.task.engine.log.count("logprobs") == 2  # the policy's and the reference's
     assert algorithm.loss().keywords["kl_coef"] == 0.0  # not a second time
     # All of a response's KL is in its sum: groups of equal lengths do not see it, others do.
-    grouped = make(GROUPS, estimator=Estimator("rloo"), **_kl_in_reward())
+    grouped = make(GROUPS, advantage_estimator=Estimator("rloo"), **_kl_in_reward())
     grouped.step(1, Clock())
     assert learnt(grouped) == rows(1, -1, 0, 0)
 
@@ -157,7 +157,7 @@ def test_a_fixed_coefficient_is_the_settings_and_not_the_checkpoints(make) -> No
 def test_scores_are_shaped_before_they_are_compared(make) -> None:
     """Clipped to (1, 0, 2, 2), times 10; what is reported is the judge's. ReMax's baselines 0.5 and 2 go the same way."""
     shaping = ShapingConfig(clip_high=2.0, scale=10.0)
-    algorithm = make(GROUPS, estimator=Estimator("remax"), shaping=shaping)
+    algorithm = make(GROUPS, advantage_estimator=Estimator("remax"), shaping=shaping)
     metrics = algorithm.step(1, Clock()).metrics
     assert learnt(algorithm) == rows(5, -5, 0, 0)
     assert (metrics["rollout/reward"], metrics["shaping/clipped_fraction"]) == (7 / 4, 0.5)
@@ -165,7 +165,7 @@ def test_scores_are_shaped_before_they_are_compared(make) -> None:
 
 def test_a_greedy_response_without_a_reward_takes_its_prompt_along(make, fakes, monkeypatch) -> None:
     monkeypatch.setitem(GREEDY, 1, math.nan)
-    algorithm = make(GROUPS, {"guard": GuardConfig(reward=NonFiniteReward.skip)}, estimator=Estimator("remax"))
+    algorithm = make(GROUPS, {"guard": GuardConfig(reward=NonFiniteReward.skip)}, advantage_estimator=Estimator("remax"))
     metrics = algorithm.step(1, Clock()).metrics
     assert learnt(algorithm) == [[0.5] * 2, [-0.5] * 2, [], []]
     assert metrics["rollout/rewards_not_finite"] == 2.0
@@ -175,7 +175,7 @@ def test_statistics_are_of_the_whole_batch_wherever_it_was_sampled(make, fakes, 
     """Two replicas of the engine that split both groups: each rank's advantages are those of one process."""
     both: list = []
     for share in ([0, 3], [1, 2]):
-        algorithm = make(GROUPS, estimator=Estimator("reinforce_pp_baseline"))
+        algorithm = make(GROUPS, advantage_estimator=Estimator("reinforce_pp_baseline"))
         algorithm.task.engine.replica = Replica(index=len(both), count=2)
         algorithm.task.engine.share = share
         with monkeypatch.context() as patch:
@@ -283,41 +283,41 @@ def test_checkpoints_from_before_there_was_a_state_and_steps_that_are_left_out(m
     ("settings", "text"),
     [
         (
-            {"estimator": "rloo", "group_size": 1},
-            "algorithm.group_size=1: a group needs at least 2 responses to compare, with estimator=rl",
+            {"advantage_estimator": "rloo", "group_size": 1},
+            "algorithm.group_size=1: a group needs at least 2 responses to compare, with advantage_estimator=rl",
         ),
         (
-            {"estimator": "reinforce", "dynamic_sampling": True},
-            "algorithm.dynamic_sampling=true: estimator=reinforce learns from equal",
+            {"advantage_estimator": "reinforce", "dynamic_sampling": True},
+            "algorithm.dynamic_sampling=true: advantage_estimator=reinforce learns from equal",
         ),
         (
-            {"estimator": "rloo", "normalize_std": False},
-            "algorithm.normalize_std=false: estimator=rloo does not divide by",
+            {"advantage_estimator": "rloo", "normalize_std": False},
+            "algorithm.normalize_std=false: advantage_estimator=rloo does not divide by",
         ),
-        ({"gamma": 0.9}, "algorithm.gamma=0.9: estimator=grpo has one advantage per response; allowed: 1"),
-        ({"estimator": "remax", "gamma": 1.5}, "algorithm.gamma=1.5: must be between 0 and 1"),
+        ({"gamma": 0.9}, "algorithm.gamma=0.9: advantage_estimator=grpo has one advantage per response; allowed: 1"),
+        ({"advantage_estimator": "remax", "gamma": 1.5}, "algorithm.gamma=1.5: must be between 0 and 1"),
         ({"kl_target": 0.1, "kl_coef": 0.0}, "algorithm.kl_target=0.1: moves kl_coef=0, which stays 0; allowed: 0, or kl_coef above 0"),
         ({"max_rounds_per_step": 0}, "algorithm.max_rounds_per_step=0: must be at least 1"),
     ],
 )
 def test_what_does_not_go_together(settings: dict, text: str) -> None:
-    if "estimator" in settings:
-        settings = settings | {"estimator": Estimator(settings["estimator"])}
+    if "advantage_estimator" in settings:
+        settings = settings | {"advantage_estimator": Estimator(settings["advantage_estimator"])}
     with pytest.raises(ConfigError) as caught:
         GRPOConfig(**settings)
     assert str(caught.value).startswith(text)
 
 
 def test_a_kl_that_holds_nothing_is_said() -> None:
-    (doubt,) = GRPOConfig(kl_estimator=KLEstimator.k1).doubts
-    assert doubt.startswith("algorithm.kl_estimator=k1 in the loss holds nothing")
-    assert not GRPOConfig(kl_estimator=KLEstimator.k1, kl_in=KLIn.reward).doubts and not GRPOConfig().doubts
+    (warning,) = GRPOConfig(kl_estimator=KLEstimator.k1).warnings
+    assert warning.startswith("algorithm.kl_estimator=k1 in the loss holds nothing")
+    assert not GRPOConfig(kl_estimator=KLEstimator.k1, kl_in=KLIn.reward).warnings and not GRPOConfig().warnings
 
 
 def test_a_kl_that_is_not_finite_moves_no_coefficient(make) -> None:
     """One row's log-probs under the reference are NaN: with guard.non_finite=skip it is left out, and the others are learnt from."""
     settings = _kl_in_reward(kl_target=0.1, kl_horizon=10)
-    algorithm = make(GROUPS, {"guard": GuardConfig(non_finite=NonFinite.skip)}, estimator=Estimator("reinforce"), **settings)
+    algorithm = make(GROUPS, {"guard": GuardConfig(non_finite=NonFinite.skip)}, advantage_estimator=Estimator("reinforce"), **settings)
     reference = algorithm.task.reference.logprobs
     algorithm.task.reference.logprobs = lambda batch: reference(batch).index_fill(0, torch.tensor([1]), torch.nan)
     metrics = algorithm.step(1, Clock()).metrics
@@ -331,8 +331,11 @@ def test_a_kl_that_is_not_finite_moves_no_coefficient(make) -> None:
 
 def test_what_remax_cannot_shape() -> None:
     for shaping, text in (
-        (ShapingConfig(standardize=Standardize.batch), "algorithm.shaping.standardize=batch: estimator=remax compares with greedy"),
-        (ShapingConfig(overlong_buffer=4), "algorithm.shaping.overlong_buffer=4: estimator=remax keeps only the reward"),
+        (
+            ShapingConfig(standardize=Standardize.batch),
+            "algorithm.shaping.standardize=batch: advantage_estimator=remax compares with greedy",
+        ),
+        (ShapingConfig(overlong_buffer=4), "algorithm.shaping.overlong_buffer=4: advantage_estimator=remax keeps only the reward"),
     ):
         with pytest.raises(ConfigError, match=text):
-            GRPOConfig(estimator=Estimator("remax"), shaping=shaping)
+            GRPOConfig(advantage_estimator=Estimator("remax"), shaping=shaping)

@@ -102,7 +102,7 @@ def test_a_step_in_which_everything_is_cut_trains_nothing(fakes, make_task) -> N
     [
         (
             {"group_size": 1},
-            "algorithm.group_size=1: a group needs at least 2 responses to compare, with estimator=grpo; "
+            "algorithm.group_size=1: a group needs at least 2 responses to compare, with advantage_estimator=grpo; "
             "1 is allowed with remax, reinforce, reinforce_pp",
         ),
         ({"mini_batch_size": 100}, "algorithm.mini_batch_size=100: must divide prompts_per_step * group_size = 512"),

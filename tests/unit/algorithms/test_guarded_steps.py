@@ -12,7 +12,7 @@ from aligner.algorithms.ppo import PPO, PPOConfig
 from aligner.data.collate import rollout_batch
 from aligner.errors import RollBack, RunHalted
 from aligner.loop.loop import Clock, LoopConfig, StepResult, run
-from aligner.loop.skipped_steps import LeftOutSteps
+from aligner.loop.skipped_steps import FORMER_NAME, SkippedStepsFile
 from aligner.models.guard import SKIPPED, SKIPPED_IN_A_ROW, GuardConfig, NonFinite, NonFiniteReward
 from aligner.online.collect import ScoredRollouts, Scorers, collect, response_metrics
 
@@ -136,27 +136,36 @@ class Steps:
         return len(self.taken)
 
 
-def run_steps(steps: Steps, left_out: LeftOutSteps) -> int:
+def run_steps(steps: Steps, skipped_steps: SkippedStepsFile) -> int:
     config = LoopConfig(max_steps=6, save_every=2, table_every=0)
-    return run(steps, config, checkpointer=steps, open_reporter=lambda start: steps, left_out=left_out)
+    return run(steps, config, checkpointer=steps, open_reporter=lambda start: steps, skipped_steps=skipped_steps)
 
 
 def test_a_rolled_back_run_goes_on_from_its_checkpoint_without_the_step(tmp_path):
-    path = tmp_path / "left_out.json"
+    path = tmp_path / "skipped_steps.json"
     first = Steps(saved=0, bad=4)
     with pytest.raises(RollBack):
-        run_steps(first, LeftOutSteps(path, most=2))
+        run_steps(first, SkippedStepsFile(path, most=2))
     assert (first.saved, first.rescued) == (2, False)  # step 3 was whole, and yet it is gone back to step 2
     again = Steps(saved=first.saved, bad=4)
-    assert run_steps(again, LeftOutSteps(path, most=2)) == 6
+    assert run_steps(again, SkippedStepsFile(path, most=2)) == 6
     assert again.taken == [3, 5, 6] and again.saved == 6
     assert again.logged[4] == {"optim/step_left_out": 1.0}
 
 
 def test_a_run_is_not_rolled_back_for_ever(tmp_path):
-    path = tmp_path / "left_out.json"
-    LeftOutSteps(path, most=1).add(3, "the gradient is not finite")
-    left_out = LeftOutSteps(path, most=1)
-    assert left_out.steps == {3}
-    with pytest.raises(RunHalted, match=r"rolled back enough \(guard.max_roll_backs=1; steps left out: 3\)"):
-        run_steps(Steps(saved=4, bad=5), left_out)
+    path = tmp_path / "skipped_steps.json"
+    SkippedStepsFile(path, most=1).add(3, "the gradient is not finite")
+    skipped_steps = SkippedStepsFile(path, most=1)
+    assert skipped_steps.steps == {3}
+    with pytest.raises(RunHalted, match=r"rolled back enough \(guard.max_roll_backs=1; steps skipped: 3\)"):
+        run_steps(Steps(saved=4, bad=5), skipped_steps)
+
+
+def test_the_list_of_a_run_that_was_started_under_the_files_former_name(tmp_path):
+    path = tmp_path / "skipped_steps.json"
+    path.with_name(FORMER_NAME).write_text('{"4": "a NaN"}')
+    skipped_steps = SkippedStepsFile(path, most=3)
+    assert skipped_steps.steps == {4}
+    skipped_steps.add(6, "another")
+    assert SkippedStepsFile(path, most=3).steps == {4, 6}

@@ -18,7 +18,7 @@ from aligner.losses.surrogates import Objective
         ({"clip_eps_low": 1.0}, r"algorithm.clip_eps_low=1.0, clip_eps_high=0.2: need 0 < low < 1 and high > 0"),
         ({"dual_clip": 0.5}, r"algorithm.dual_clip=0.5: must be above 1, or 0 for off"),
         ({"dual_clip": 3.0, "objective": Objective.cispo}, r"algorithm.dual_clip=3.0: objective=cispo has none; allowed: 0"),
-        ({"gate_negative": 0.0}, r"algorithm.gate_negative=0.0: must be above 0"),
+        ({"tau_neg": 0.0}, r"algorithm.tau_neg=0.0: must be above 0"),
         ({"entropy_coef": -1.0}, r"algorithm.entropy_coef=-1.0: must not be negative"),
         (
             {"objective": Objective.gmpo, "aggregation": Aggregation.token_mean},
@@ -32,8 +32,8 @@ def test_what_cannot_be_is_refused(config, fields, message):
 
 
 def test_settings_reach_the_loss():
-    config = GRPOConfig(objective=Objective.sapo, gate_positive=2.0, clip_eps_high=0.3, entropy_coef=0.1)
+    config = GRPOConfig(objective=Objective.sapo, tau_pos=2.0, clip_eps_high=0.3, entropy_coef=0.1)
     settings = config.loss(max_response_length=7, kl_coef=0.5).keywords
-    expected = {"objective": Objective.sapo, "gate_positive": 2.0, "clip_eps_high": 0.3, "entropy_coef": 0.1}
+    expected = {"objective": Objective.sapo, "tau_pos": 2.0, "clip_eps_high": 0.3, "entropy_coef": 0.1}
     expected |= {"aggregation": Aggregation.sequence_mean, "aggregation_constant": 7.0, "kl_coef": 0.5, "dual_clip": None}
     assert expected.items() <= settings.items() and settings["correction"] is config.correction

@@ -33,12 +33,12 @@ def test_an_estimator_by_hand() -> None:
     """Two groups of two: lengths 1 and 3, rewards 4 and 0 (baseline 1); lengths 2 and 2, rewards 1 and 3 (baseline 2)."""
     mask = torch.tensor([[0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0], [0, 1, 1, 0]]).bool()
     scores, groups = torch.tensor([4.0, 0.0, 1.0, 3.0]), torch.tensor([7, 7, 2, 2])
-    found = estimate(GRPOConfig(estimator=OPO).resolved_estimator(), outcome_rewards(scores, mask), mask, groups)
+    found = estimate(GRPOConfig(advantage_estimator=OPO).resolved_estimator(), outcome_rewards(scores, mask), mask, groups)
     assert torch.equal(found, torch.tensor([3.0, -1.0, -1.0, 1.0])[:, None] * mask)
     valid = torch.tensor([True, True, True, False])  # a row without a reward weighs nothing
-    found = estimate(GRPOConfig(estimator=OPO).resolved_estimator(), outcome_rewards(scores, mask), mask, groups, valid=valid)
+    found = estimate(GRPOConfig(advantage_estimator=OPO).resolved_estimator(), outcome_rewards(scores, mask), mask, groups, valid=valid)
     assert found[2].tolist() == [0, 0, 0, 0] and found[3].tolist() == [0, 0, 0, 0] and found[0, 1] == 3
-    assert torch.equal(counted_rows(GRPOConfig(estimator=OPO).resolved_estimator(), groups, valid), valid)
+    assert torch.equal(counted_rows(GRPOConfig(advantage_estimator=OPO).resolved_estimator(), groups, valid), valid)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,15 @@ def test_an_estimator_by_hand() -> None:
 def test_what_an_estimator_returns_is_checked(body: str, said: str, own) -> None:
     mask = torch.tensor([[0, 1, 1]] * 2).bool()
     with pytest.raises(ValueError, match=said):
-        estimate(GRPOConfig(estimator=own(body)).resolved_estimator(), outcome_rewards(torch.ones(2), mask), mask, torch.tensor([0, 0]))
+        estimate(
+            GRPOConfig(advantage_estimator=own(body)).resolved_estimator(), outcome_rewards(torch.ones(2), mask), mask, torch.tensor([0, 0])
+        )
 
 
 def test_grpo_asks_the_estimator_that_is_named(fakes, make_task) -> None:
-    config = GRPOConfig(prompts_per_step=1, group_size=2, mini_batch_size=2, estimator=OPO, kl_coef=0)
+    config = GRPOConfig(prompts_per_step=1, group_size=2, mini_batch_size=2, advantage_estimator=OPO, kl_coef=0)
     algorithm = GRPO(config, fakes.FakePolicy([]), make_task([]))
-    assert algorithm.estimator.__name__ == "opo" and config.greedy_per_round == 0
+    assert algorithm.advantage_estimator.__name__ == "opo" and config.greedy_per_round == 0
 
 
 def test_an_objective_is_ours_or_the_users() -> None:
@@ -120,12 +122,18 @@ def test_a_pair_loss_by_hand(own) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: GRPOConfig(estimator="opo"), "algorithm.estimator=opo: allowed: grpo, rloo, .* or path/to/file.py:name"),
+        (
+            lambda: GRPOConfig(advantage_estimator="opo"),
+            "algorithm.advantage_estimator=opo: allowed: grpo, rloo, .* or path/to/file.py:name",
+        ),
         (lambda: GRPOConfig(objective="tpo"), "algorithm.objective=tpo: allowed: ppo, gspo, .* or path/to/file.py:name"),
         (lambda: DPOConfig(loss="dpo"), "algorithm.loss=dpo: allowed: sigmoid, .* or path/to/file.py:name"),
-        (lambda: GRPOConfig(estimator="nowhere.py:f").resolved_estimator(), "algorithm.estimator 'nowhere.py:f': there is no file"),
         (
-            lambda: GRPOConfig(estimator=TRUNCATED).resolved_estimator(),
+            lambda: GRPOConfig(advantage_estimator="nowhere.py:f").resolved_estimator(),
+            "algorithm.advantage_estimator 'nowhere.py:f': there is no file",
+        ),
+        (
+            lambda: GRPOConfig(advantage_estimator=TRUNCATED).resolved_estimator(),
             r"missing a .* 'clip'; expected truncated\(rewards, mask, ",
         ),
         (lambda: DPOConfig(loss=OPO).settings(), r"missing a required argument: 'mask'; expected opo\(ratios\)"),
@@ -137,4 +145,6 @@ def test_what_cannot_be_called_is_refused_by_its_setting(make, said: str) -> Non
 
 
 def test_ours_are_named_as_before() -> None:
-    assert [GRPOConfig(estimator=one.value, group_size=2, mini_batch_size=2).resolved_estimator() for one in Estimator] == list(Estimator)
+    assert [GRPOConfig(advantage_estimator=one.value, group_size=2, mini_batch_size=2).resolved_estimator() for one in Estimator] == list(
+        Estimator
+    )

@@ -68,11 +68,11 @@ SAID = {
     "cispo": {"objective": "cispo", "clip_eps_high": 4.0, "aggregation": "token_mean", "kl_coef": 0.0},
     "gmpo": {"objective": "gmpo", "clip_eps_low": 0.4, "clip_eps_high": 0.4, "kl_coef": 0.0},
     "sapo": {"objective": "sapo", "kl_coef": 0.0},
-    "rloo": SEQUENCES | {"estimator": "rloo", "group_size": 4, "mini_batch_size": 256, "kl_coef": 0.05},
-    "remax": SEQUENCES | {"estimator": "remax", "prompts_per_step": 512, "group_size": 1},
-    "reinforce": SEQUENCES | {"estimator": "reinforce", "prompts_per_step": 512, "group_size": 1},
+    "rloo": SEQUENCES | {"advantage_estimator": "rloo", "group_size": 4, "mini_batch_size": 256, "kl_coef": 0.05},
+    "remax": SEQUENCES | {"advantage_estimator": "remax", "prompts_per_step": 512, "group_size": 1},
+    "reinforce": SEQUENCES | {"advantage_estimator": "reinforce", "prompts_per_step": 512, "group_size": 1},
     "reinforce_pp": {
-        "estimator": "reinforce_pp",
+        "advantage_estimator": "reinforce_pp",
         "aggregation": "token_mean",
         "prompts_per_step": 1024,
         "group_size": 1,
@@ -81,7 +81,7 @@ SAID = {
         "kl_estimator": "k1",
         "kl_coef": 0.01,
     },
-    "reinforce_pp_baseline": {"estimator": "reinforce_pp_baseline", "aggregation": "token_mean", "kl_estimator": "k2"},
+    "reinforce_pp_baseline": {"advantage_estimator": "reinforce_pp_baseline", "aggregation": "token_mean", "kl_estimator": "k2"},
 }
 
 

@@ -70,7 +70,7 @@ def test_replicas_get_all_prompts_and_share_what_they_sampled(fakes, prompts, mo
     assert [r.prompt.id for r in whole.rollouts] == [0, 1, 2, 3, 4]
     assert whole.rewards.tolist() == [0, 10, 20, 30, 40]
     # Prompt i gets i + 2 tokens.
-    assert [share.tokens for share in whole.shares] == [6 + 3, 2 + 4 + 5]
+    assert [share.tokens for share in whole.replica_stats] == [6 + 3, 2 + 4 + 5]
     assert response_metrics(whole, 1.0)["rollout/tokens_imbalance"] == pytest.approx(11 / 10)
 
 
@@ -79,11 +79,11 @@ def test_a_replica_that_gets_no_prompt(fakes, prompts, monkeypatch) -> None:
     engine = fakes.FakeEngine([], Replica(index=0, count=2), share=[])
     one = fakes.rollout(prompts[0], 7, fakes.EOS, seed=50)
     row = rollouts._Row(position=0, rollout=one, reward=3.0, valid=True, parts={}, values=None)
-    others = [([row], None, rollouts.Share(tokens=2, seconds=3.0)), ([], None, None)]
+    others = [([row], None, rollouts.ReplicaStats(tokens=2, seconds=3.0)), ([], None, None)]
     monkeypatch.setattr(rollouts, "gather_objects", lambda local: [local, *others])
     collected = collect(engine, prompts[:1], SEEDS[:1], scorers=scorers(fakes, critic=False))
     assert engine.asked == [([0], [50])] and collected.rollouts == [one] and collected.rewards.tolist() == [3.0]
-    assert [share.tokens for share in collected.shares] == [0, 2]
+    assert [share.tokens for share in collected.replica_stats] == [0, 2]
 
 
 class Judge:
@@ -110,7 +110,7 @@ def test_what_rewards_are_made_of_and_rewards_that_are_none(fakes, prompts) -> N
     assert twice.rewards.tolist() == [0, 10, 0, 30, 40, 0, 10]
     assert twice.failed.nonzero().flatten().tolist() == [2, 5]
     assert twice.parts["length"].tolist() == [2, 3, 4, 5, 6, 4, 3]
-    assert [share.tokens for share in twice.shares] == [40]  # 20 each: shares are those of the whole
+    assert [share.tokens for share in twice.replica_stats] == [40]  # 20 each: shares are those of the whole
     plain = collect(fakes.FakeEngine([]), prompts, SEEDS, scorers=scorers(fakes, critic=False))
     with pytest.raises(ValueError, match=r"made of \['id', 'length'\], others of \[\]"):
         joined([collected, plain])
@@ -234,8 +234,8 @@ def test_a_mini_batch_without_tokens_is_left_out() -> None:
 def test_response_metrics_and_samples(fakes, prompts) -> None:
     cut = fakes.rollout(prompts[0], 7, 7, 7)
     whole = fakes.rollout(prompts[1], fakes.EOS)
-    shares = tuple(rollouts.Share(tokens=tokens, seconds=seconds) for tokens, seconds in ((3, 0.5), (1, 2.0)))
-    collected = rollouts.ScoredRollouts(rollouts=[cut, whole], rewards=torch.tensor([1.0, 4.0]), values=None, shares=shares)
+    replica_stats = tuple(rollouts.ReplicaStats(tokens=tokens, seconds=seconds) for tokens, seconds in ((3, 0.5), (1, 2.0)))
+    collected = rollouts.ScoredRollouts(rollouts=[cut, whole], rewards=torch.tensor([1.0, 4.0]), values=None, replica_stats=replica_stats)
     assert response_metrics(collected, 2.0) == {
         "rollout/reward": 2.5,
         "rollout/reward_std": 1.5,

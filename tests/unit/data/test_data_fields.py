@@ -30,14 +30,14 @@ from aligner.data.proposals import Quantity, load_proposals
 from aligner.data.regression import load_regression
 from aligner.data.requests import load_requests, load_unlabelled
 from aligner.data.reward_config import RegressionDataConfig, StepDataConfig
-from aligner.data.sampled import Sought, load_sampled
+from aligner.data.sampled import LabelQuery, load_sampled
 from aligner.data.sources import read_records
 from aligner.data.steps import load_steps
 from aligner.data.supervised import load_supervised
 from aligner.data.unpaired import load_unpaired
 from aligner.errors import DataError
 
-SOUGHT = Sought(quantity=Quantity.proposal, attributes=("quality",), lowest=0, highest=4)
+QUERY = LabelQuery(quantity=Quantity.proposal, attributes=("quality",), lowest=0, highest=4)
 RATED = partial(RegressionDataConfig, attributes=["good", "long"])
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 SPOKEN = [{"from": "User", "value": "a"}, {"from": "Assistant", "value": "b", "label": "quality:4"}]
@@ -96,7 +96,7 @@ def test_fields_of_turns_are_listed_too(jsonl, chars):
 
 def test_records_that_are_passed_on_whole_have_no_unused_fields(jsonl, chars):
     path = jsonl(GROUP | {"source": "x"})
-    ((group,), report) = load_sampled(path, SampledDataConfig(train=path), chars, SOUGHT)
+    ((group,), report) = load_sampled(path, SampledDataConfig(train=path), chars, QUERY)
     assert report.unused == {} and group.with_log_probs(Quantity.proposal, [0.0, 0.0])["source"] == "x"
 
 

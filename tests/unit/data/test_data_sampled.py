@@ -13,7 +13,7 @@ from aligner.data.config import AnnotateDataConfig, BadLines, Overlong, Proposal
 from aligner.data.labels import MISSING
 from aligner.data.proposals import Quantity, load_proposals
 from aligner.data.requests import load_requests, load_unlabelled
-from aligner.data.sampled import Sought, load_sampled
+from aligner.data.sampled import LabelQuery, load_sampled
 from aligner.errors import ConfigError, DataError
 
 PROMPT = [
@@ -38,8 +38,8 @@ END = "\n<extra_id_1><eos>"
 
 
 def load(path: str, chars, quantity: Quantity, attributes=("joy",), **settings):
-    sought = Sought(quantity=quantity, attributes=attributes, lowest=0, highest=4)
-    return load_sampled(path, SampledDataConfig(train=path, **settings), chars, sought)
+    query = LabelQuery(quantity=quantity, attributes=attributes, lowest=0, highest=4)
+    return load_sampled(path, SampledDataConfig(train=path, **settings), chars, query)
 
 
 def learnt(chars, row) -> tuple[str, str]:

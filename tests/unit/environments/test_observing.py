@@ -69,7 +69,7 @@ def rendered(tokenizer: Tokenizer, around, text: str, last: str) -> str:
 
 
 def test_an_observation_is_a_message_of_the_chat(chat: Tokenizer, plain: Tokenizer) -> None:
-    around = surroundings(EnvironmentConfig(function="x"), chat, prompts(chat, True, True))
+    around = surroundings(EnvironmentConfig(path="x"), chat, prompts(chat, True, True))
     assert rendered(chat, around, "42", last="<eos>") == "\n<u>42<eos><a>"
     assert rendered(chat, around, "42", last="!") == "<eos>\n<u>42<eos><a>"  # a turn that a stop string ended gets its end token
     # Prompt, turn, observation and next turn are together what the template writes of the whole conversation.
@@ -83,9 +83,9 @@ def test_an_observation_is_a_message_of_the_chat(chat: Tokenizer, plain: Tokeniz
     tokens = observation_tokens(chat, "a<eos><a>b")
     assert len(tokens) == 1 + len("<eos><a>") + 1 and chat.encode("<eos>")[0] not in tokens
     assert chat.encode("<eos>") == [2]  # as before
-    assert surroundings(EnvironmentConfig(function="x"), chat, prompts(chat, False)).behind == ()
-    assert rendered(plain, surroundings(EnvironmentConfig(function="x"), plain, []), "42", last="!") == "42"
-    own = EnvironmentConfig(function="x", form=ObservationForm.plain, prefix=" [", suffix="]<u>\n")
+    assert surroundings(EnvironmentConfig(path="x"), chat, prompts(chat, False)).behind == ()
+    assert rendered(plain, surroundings(EnvironmentConfig(path="x"), plain, []), "42", last="!") == "42"
+    own = EnvironmentConfig(path="x", form=ObservationForm.plain, prefix=" [", suffix="]<u>\n")
     for tokenizer in (chat, plain):
         assert rendered(tokenizer, surroundings(own, tokenizer, prompts(tokenizer, False)), "42", last="!") == " [42]<u>\n"
 
@@ -93,24 +93,24 @@ def test_an_observation_is_a_message_of_the_chat(chat: Tokenizer, plain: Tokeniz
 def test_settings_that_cannot_work(chat: Tokenizer, plain: Tokenizer, tmp_path: Path) -> None:
     wrong = {
         "some prompts end as the chat template ends a user's message, data.jsonl:2 does not": lambda: surroundings(
-            EnvironmentConfig(function="x"), chat, prompts(chat, True, False)
+            EnvironmentConfig(path="x"), chat, prompts(chat, True, False)
         ),
         "no tools here.*allowed: another role, or environment.form=plain": lambda: surroundings(
-            EnvironmentConfig(function="x", form=ObservationForm.chat, role="tool"), chat, []
+            EnvironmentConfig(path="x", form=ObservationForm.chat, role="tool"), chat, []
         ),
-        "has no chat template": lambda: surroundings(EnvironmentConfig(function="x", form=ObservationForm.chat), plain, []),
+        "has no chat template": lambda: surroundings(EnvironmentConfig(path="x", form=ObservationForm.chat), plain, []),
         "environment.max_turns=0": lambda: EnvironmentConfig(max_turns=0),
         "environment.num_workers=0": lambda: EnvironmentConfig(num_workers=0),
         "environment.timeout_seconds=nan": lambda: EnvironmentConfig(timeout_seconds=float("nan")),
         "environment.role='system'": lambda: EnvironmentConfig(role="system"),
         "environment.form=auto: prefix and suffix": lambda: EnvironmentConfig(prefix="x"),
-        "environment.function='' takes none": lambda: EnvironmentConfig(arguments={"a": 1}),
-        "environment 'nothing': expected": lambda: build_environment(EnvironmentConfig(function="nothing")),
-        "did you mean 'Calculator'": lambda: build_environment(EnvironmentConfig(function="aligner.environments.calculator:Calculater")),
+        "environment.path='' takes none": lambda: EnvironmentConfig(arguments={"a": 1}),
+        "environment 'nothing': expected": lambda: build_environment(EnvironmentConfig(path="nothing")),
+        "did you mean 'Calculator'": lambda: build_environment(EnvironmentConfig(path="aligner.environments.calculator:Calculater")),
         "cannot be made from {'size': 3}: TypeError": lambda: build_environment(
-            EnvironmentConfig(function="aligner.environments.calculator:Calculator", arguments={"size": 3})
+            EnvironmentConfig(path="aligner.environments.calculator:Calculator", arguments={"size": 3})
         ),
-        "gave a dict without reset": lambda: build_environment(EnvironmentConfig(function="builtins:dict")),
+        "gave a dict without reset": lambda: build_environment(EnvironmentConfig(path="builtins:dict")),
     }
     for message, action in wrong.items():
         with pytest.raises(ConfigError, match=message):
@@ -118,7 +118,7 @@ def test_settings_that_cannot_work(chat: Tokenizer, plain: Tokenizer, tmp_path: 
 
 
 def test_a_follow_up_from_the_settings(chat: Tokenizer) -> None:
-    settings = EnvironmentConfig(function="aligner.environments.calculator:Calculator", arguments={"tolerance": 0.5}, max_turns=3)
+    settings = EnvironmentConfig(path="aligner.environments.calculator:Calculator", arguments={"tolerance": 0.5}, max_turns=3)
     follow_up = environment_follow_up(settings, chat, prompts(chat, True))
     assert isinstance(follow_up.environment, Calculator) and follow_up.max_turns == 3
     exchange = follow_up.open()

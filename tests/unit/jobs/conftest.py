@@ -51,7 +51,7 @@ def composed(task: Path) -> dict[str, JobRun]:
         f"data.train={task / 'prompts.jsonl'}",
         *("model.architecture.num_layers=2", "model.architecture.hidden_size=32", "model.architecture.ffn_hidden_size=64"),
     ]
-    reward = "reward.function.function=aligner.rewards.builtin:exact_match"
+    reward = "reward.function.path=aligner.rewards.builtin:exact_match"
     return {"ppo": compose(recipes()["ppo"].config, "ppo", [*base, reward]), "sft": compose(recipes()["sft"].config, "sft", base)}
 
 

@@ -17,7 +17,7 @@ from aligner.loop.changes import check_changes
 from aligner.loop.session import _open
 from aligner.models import checkpoint_files as files
 
-FIRST = ("data.train=a.jsonl", "model.path=m", "reward.function.function=f", "reward.function.arguments.target=7")
+FIRST = ("data.train=a.jsonl", "model.path=m", "reward.function.path=f", "reward.function.arguments.target=7")
 
 
 def settings(*changes: str, schema: type = TrainGRPO) -> str:
@@ -105,7 +105,7 @@ def test_the_newest_checkpoint_says_what_was_changed(tmp_path, first):
 
 def test_settings_of_another_version_or_recipe(tmp_path, first):
     """One that this version has and the checkpoint lacks is new; one of another kind of run is another experiment."""
-    older = "\n".join(line for line in first.splitlines() if "gate_positive" not in line) + "\n"
+    older = "\n".join(line for line in first.splitlines() if "tau_pos" not in line) + "\n"
     assert older != first and check(saved(tmp_path, older), first) == ""
     sft, dpo = settings(schema=TrainSFT), settings(schema=TrainDPO)
     for schema, before, now in ((TrainDPO, sft, dpo), (TrainSFT, dpo, sft)):

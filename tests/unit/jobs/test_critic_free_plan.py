@@ -22,7 +22,11 @@ def config():
     [
         ({}, 0, {Phase.ref_logprobs}),  # one update: the policy is the one that sampled
         ({"mini_batch_size": 128, "kl_coef": 0.0}, 0, {Phase.logprobs}),
-        ({"estimator": Estimator.remax, "kl_in": KLIn.reward}, 64, {Phase.logprobs, Phase.ref_logprobs}),  # a greedy response per prompt
+        (
+            {"advantage_estimator": Estimator.remax, "kl_in": KLIn.reward},
+            64,
+            {Phase.logprobs, Phase.ref_logprobs},
+        ),  # a greedy response per prompt
         ({"kl_in": KLIn.reward, "kl_coef": 0.0}, 0, set()),
     ],
 )

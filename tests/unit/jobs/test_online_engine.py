@@ -25,14 +25,12 @@ def run_of(temperature: float, correction: Correction = Correction.none) -> Trai
 @pytest.mark.parametrize(("kind", "temperature"), [(LogprobKind.sampled, 0.7), (LogprobKind.raw, 1.0)])
 def test_those_of_the_same_distribution_are_compared(kind, temperature) -> None:
     said: list[str] = []
-    assert compares_logprobs(run_of(temperature, Correction.band), capabilities(kind), said.append) and not said
+    assert compares_logprobs(run_of(temperature, Correction.icepop), capabilities(kind), said.append) and not said
 
 
 def test_others_are_left_out_and_cannot_correct() -> None:
     said: list[str] = []
     assert not compares_logprobs(run_of(0.7), capabilities(LogprobKind.raw), said.append)
     assert said == ["warning: tensorrt_llm gives log-probs at temperature 1, not 0.7: rollout/logprob_gap is not reported"]
-    with pytest.raises(
-        ConfigError, match=r"algorithm.correction.kind=truncate: rollout.engine=tensorrt_llm gives log-probs at temperature 1"
-    ):
-        compares_logprobs(run_of(0.7, Correction.truncate), capabilities(LogprobKind.raw), said.append)
+    with pytest.raises(ConfigError, match=r"algorithm.correction.kind=tis: rollout.engine=tensorrt_llm gives log-probs at temperature 1"):
+        compares_logprobs(run_of(0.7, Correction.tis), capabilities(LogprobKind.raw), said.append)

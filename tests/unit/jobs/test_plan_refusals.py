@@ -89,7 +89,7 @@ def overrides_of(recipe: str, task: Path, directory: Path) -> list[str]:
     given += [f"model.tokenizer={task / 'tokenizer'}", f"run.directory={directory}", "num_processes=8", "data.train=not-there.jsonl"]
     has = {key: hasattr(recipes()[recipe].config(), key) for key in ("rollout", "reward", "critic")}
     given += ["data.max_prompt_length=8", "rollout.sampling.max_response_length=8"] if has["rollout"] else []
-    given += ["reward.function.function=aligner.rewards.builtin:length"] if has["reward"] else []
+    given += ["reward.function.path=aligner.rewards.builtin:length"] if has["reward"] else []
     given += ["critic.num_processes=8", "algorithm.rollouts_per_step=64", "algorithm.mini_batch_size=64"] if has["critic"] else []
     given += ["data.max_history_length=8"] if recipe == "constitution" else []
     return given + (["data.max_length=32"] if hasattr(recipes()[recipe].config().data, "max_length") else [])
@@ -109,7 +109,7 @@ def first_refusal(recipe: str, component: str, config: object, monkeypatch: pyte
     def announced(*_, **__):
         yield None
 
-    monkeypatch.setattr(module, "session", session)
+    monkeypatch.setattr(module, "open_session", session)
     monkeypatch.setattr(module, "announced", announced, raising=False)
     with pytest.raises(ConfigError) as refused:
         job(recipes()[recipe], config)

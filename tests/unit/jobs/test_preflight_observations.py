@@ -14,7 +14,7 @@ from aligner.models import hf_files
 from aligner.models.config import Architecture
 from aligner.rewards.config import NamedRewardConfig
 
-FUNCTION = "reward.function.function"
+FUNCTION = "reward.function.path"
 
 
 def observed(item, context):
@@ -133,8 +133,8 @@ def test_rewards(run, tmp_path):
         run(samples.REWARD, {FUNCTION: f"{broken}:reward"})
     with pytest.raises(ConfigError, match="has no 'lenght'; did you mean 'length'"):
         run(samples.REWARD, {FUNCTION: "aligner.rewards.builtin:lenght"})
-    parts = {"one": NamedRewardConfig(function=f"{flat}:reward"), "judge": NamedRewardConfig(served=True)}
-    parts["two"] = NamedRewardConfig(function="aligner.rewards.builtin:exact_match", weight=2.0)
+    parts = {"one": NamedRewardConfig(path=f"{flat}:reward"), "judge": NamedRewardConfig(served=True)}
+    parts["two"] = NamedRewardConfig(path="aligner.rewards.builtin:exact_match", weight=2.0)
     several = {FUNCTION: "", "reward.functions": parts}
     assert "one + 2 two: mean 2.5 for the answers themselves, 0.5 for empty ones" in run(samples.REWARD, several).found
     assert run(samples.REWARD, {FUNCTION: ""}).found == "no reward function: a reward model scores"

@@ -175,7 +175,7 @@ def test_documented_commands_fit_a_context_of_512(recipe: str, settings: tuple[s
     longer = json.dumps(record).replace("Once", "Once " * 600) if recipe != "distill" else json.dumps(record)
     data.write_text(f"{json.dumps(record)}\n{longer}\n")
     own = {"model.path": model, "reward.model.path": model, "critic.model.path": model, "teacher.path": model, "judge.path": model}
-    own |= {"data.train": data, "data.validation": data, "reward.function.function": "aligner.rewards.builtin:happy_words"}
+    own |= {"data.train": data, "data.validation": data, "reward.function.path": "aligner.rewards.builtin:happy_words"}
     given = [setting for setting in settings if not setting.startswith(("data.attributes=", "environment.", "+environment."))]
     given = [f"{name}={own.get(name, value)}" for name, _, value in (setting.partition("=") for setting in given)]
     if recipe == "self_rewarding" and "algorithm.judge=reward" not in given:  # the paper's question alone has 1112 of its tokens

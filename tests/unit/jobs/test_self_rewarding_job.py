@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aligner.algorithms.iterations import Answer
-from aligner.algorithms.judge import Judgement, ask_about, said_by
+from aligner.algorithms.judge import Judgement, ask_about, scoring_settings
 from aligner.algorithms.self_rewarding import TrainSelfRewarding
 from aligner.config import compose
 from aligner.data.prompts import load_prompts
@@ -18,7 +18,7 @@ from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs import plan
 from aligner.jobs.preflight import samples
-from aligner.online.kept_files import KeptFiles
+from aligner.online.sample_store import SampleFiles
 
 CHAT = "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}a {% endif %}"
 
@@ -72,10 +72,10 @@ def test_settings_that_sample_otherwise(task: Path, template: str) -> None:
     def said(*settings: str) -> str:
         config = config_of(task, template, *settings)
         prompts, _ = load_prompts(config.data.train, config.data, tokenizer)
-        return said_by(config, ask_about(config, prompts, (), tokenizer=tokenizer, context=1000))
+        return scoring_settings(config, ask_about(config, prompts, (), tokenizer=tokenizer, context=1000))
 
     tokenizer = load_tokenizer(task / "tokenizer")
-    function = "reward.function.function=aligner.rewards.builtin:exact_match"
+    function = "reward.function.path=aligner.rewards.builtin:exact_match"
     others = ["algorithm.num_judgements=2", "algorithm.highest_score=4", "algorithm.judge_top_p=1", "rollout.sampling.top_k=3", function]
     assert said() == said("loop.max_steps=7", "run.directory=elsewhere", "algorithm.batch_size=8")
     assert len({said(), *(said(one) for one in others)}) == 6
@@ -86,7 +86,7 @@ def test_what_is_kept(tmp_path: Path, topology) -> None:
     answers = [Answer(tokens=(1, 2), ended=True, reward=0.1), Answer(tokens=(), ended=False)]
     judgements = [Judgement(scores=(1.5, None), texts=("Score: 1.5", "\ud7ff \N{SNOWMAN}")), Judgement(scores=(), texts=())]
     for kind, items, stem in ((Answer, answers, "part"), (Judgement, judgements, "judgements")):
-        files = KeptFiles(tmp_path, kind, stem=stem)
+        files = SampleFiles(tmp_path, kind, stem=stem)
         files.write("one", 0, items)
         path = tmp_path / "one" / f"{stem}_000000.json"
         assert files.read("one", 0) == items and files.read("one", 1) is None and files.read("two", 0) is None
@@ -95,7 +95,7 @@ def test_what_is_kept(tmp_path: Path, topology) -> None:
             path.write_text(damaged)
             assert files.read("one", 0) is None, damaged
     assert json.loads(text)[1] == {"scores": [], "texts": []}
-    KeptFiles(tmp_path, Answer).write("spin", 0, [Answer(tokens=(7,), ended=True)])
+    SampleFiles(tmp_path, Answer).write("spin", 0, [Answer(tokens=(7,), ended=True)])
     assert (tmp_path / "spin" / "part_000000.json").read_text() == '[{"tokens": [7], "ended": true}]'
 
 
@@ -106,7 +106,7 @@ def test_preflight(task: Path, template: str, context_of) -> None:
 
     small = ["rollout.sampling.max_response_length=8"]
     assert "the policy judges itself, 3 times: asked about" in found(template, *small) and "in 12 tokens" in found(template, *small)
-    assert found("algorithm.judge=reward", "reward.function.function=aligner.rewards.builtin:exact_match").startswith("aligner.rewards")
+    assert found("algorithm.judge=reward", "reward.function.path=aligner.rewards.builtin:exact_match").startswith("aligner.rewards")
     with pytest.raises(ConfigError, match="judge_template=nowhere: cannot be read"):
         found("algorithm.judge_template=nowhere")
 

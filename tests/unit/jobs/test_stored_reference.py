@@ -61,7 +61,7 @@ def policy_of(topology, seed: int = 1):
 
 
 @pytest.fixture
-def here(topology, tmp_path: Path):
+def session(topology, tmp_path: Path):
     from aligner.loop.session import Session
 
     return Session(topology=topology, directory=RunDirectory(tmp_path / "run"), config_yaml="")
@@ -72,23 +72,23 @@ def config_of(kind: type, algorithm, **fields):
     return kind(algorithm=algorithm, logging=logging, loop=LoopConfig(max_steps=3), **fields)
 
 
-def stored_pairs(here, policy, train, validation, **fields):
+def stored_pairs(session, policy, train, validation, **fields):
     from aligner.loop.stored_reference import with_reference
 
     config = config_of(TrainDPO, DPOConfig(**SIZES, **PRECOMPUTED), **fields)
-    return with_reference(here, config, policy, TOKENIZER, {"train": train, "validation": validation})
+    return with_reference(session, config, policy, TOKENIZER, {"train": train, "validation": validation})
 
 
-def files(here) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(here.directory.reference.glob("*.safetensors"))}
+def files(session) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(session.directory.reference.glob("*.safetensors"))}
 
 
-def test_every_row_has_what_the_reference_says_of_it(here) -> None:
+def test_every_row_has_what_the_reference_says_of_it(session) -> None:
     """Eight pairs in files of three, the last of which ends with a validation pair; whatever length a row's neighbours have."""
     train, validation = pairs(7, 1), pairs(1, 2)
-    policy = policy_of(here.topology)
-    found = stored_pairs(here, policy, train, validation)
-    assert [len(one) for one in found] == [7, 1] and list(files(here)) == [f"part_{i:06d}.safetensors" for i in range(3)]
+    policy = policy_of(session.topology)
+    found = stored_pairs(session, policy, train, validation)
+    assert [len(one) for one in found] == [7, 1] and list(files(session)) == [f"part_{i:06d}.safetensors" for i in range(3)]
     for given, one in zip([*train, *validation], [*found[0], *found[1]], strict=True):
         assert one == given  # but for the log-probs
         for mine, own in zip(given.rows, one.rows, strict=True):
@@ -102,12 +102,12 @@ def test_every_row_has_what_the_reference_says_of_it(here) -> None:
         supervised_batch([found[0][0].chosen, train[1].chosen], PAD)
 
 
-def test_a_run_that_is_stopped_goes_on_with_the_files_that_it_has(here) -> None:
+def test_a_run_that_is_stopped_goes_on_with_the_files_that_it_has(session) -> None:
     train = pairs(8, 1)
-    whole, other = policy_of(here.topology), policy_of(here.topology)
-    stored_pairs(here, whole, train, [])
-    expected = files(here)
-    for path in here.directory.reference.iterdir():
+    whole, other = policy_of(session.topology), policy_of(session.topology)
+    stored_pairs(session, whole, train, [])
+    expected = files(session)
+    for path in session.directory.reference.iterdir():
         if path.is_file():
             path.unlink()
     compute, calls = other.logprobs, []
@@ -119,55 +119,55 @@ def test_a_run_that_is_stopped_goes_on_with_the_files_that_it_has(here) -> None:
         return compute(batch)
 
     other.logprobs = stopping
-    assert stored_pairs(here, other, train, []) is None and 0 < len(files(here)) < 3
-    assert stored_pairs(here, other, train, []) is not None and files(here) == expected
+    assert stored_pairs(session, other, train, []) is None and 0 < len(files(session)) < 3
+    assert stored_pairs(session, other, train, []) is not None and files(session) == expected
     before = len(calls)
-    assert stored_pairs(here, other, train, []) is not None and len(calls) == before  # nothing is computed again
+    assert stored_pairs(session, other, train, []) is not None and len(calls) == before  # nothing is computed again
 
 
-def test_files_of_something_else_are_refused(here) -> None:
-    train, policy = pairs(4, 1), policy_of(here.topology)
-    stored_pairs(here, policy, train, [])
+def test_files_of_something_else_are_refused(session) -> None:
+    train, policy = pairs(4, 1), policy_of(session.topology)
+    stored_pairs(session, policy, train, [])
     with pytest.raises(DataError, match=r"reference holds parts of another job: model differ; allowed: the same settings and files"):
-        stored_pairs(here, policy, train, [], run=RunConfig(seed=2))
+        stored_pairs(session, policy, train, [], run=RunConfig(seed=2))
     with pytest.raises(DataError, match="holds parts of another job: train differ"):
-        stored_pairs(here, policy, pairs(4, 2), [])
+        stored_pairs(session, policy, pairs(4, 2), [])
     with pytest.raises(DataError, match="holds parts of another job: validation, num_items differ"):
-        stored_pairs(here, policy, train, pairs(1, 2))
-    path = here.directory.reference / "part_000001.safetensors"
+        stored_pairs(session, policy, train, pairs(1, 2))
+    path = session.directory.reference / "part_000001.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(DataError, match=f"{path} is not a file of a reference's log-probs: .*; remove it, and it is computed again"):
-        list(stored_pairs(here, policy, train, [])[0])
-    path.write_bytes((here.directory.reference / "part_000000.safetensors").read_bytes())
+        list(stored_pairs(session, policy, train, [])[0])
+    path.write_bytes((session.directory.reference / "part_000000.safetensors").read_bytes())
     with pytest.raises(DataError, match=f"{path} has log-probs .* of 6 rows, expected 2 rows"):
-        list(stored_pairs(here, policy, train, [])[0])
+        list(stored_pairs(session, policy, train, [])[0])
     path.unlink()
-    assert len(list(stored_pairs(here, policy, train, [])[0])) == 4
+    assert len(list(stored_pairs(session, policy, train, [])[0])) == 4
 
 
-def test_dpo_trains_as_with_a_live_reference(here) -> None:
+def test_dpo_trains_as_with_a_live_reference(session) -> None:
     train, validation = pairs(9, 1), pairs(4, 2)
     parts = {"pad_id": PAD, "seed": 1}
-    live, policy = policy_of(here.topology), policy_of(here.topology)
-    stored = stored_pairs(here, policy, train, validation)
+    live, policy = policy_of(session.topology), policy_of(session.topology)
+    stored = stored_pairs(session, policy, train, validation)
     one = DPO(DPOConfig(**SIZES), live, ReferencePolicy(live), train=train, validation=validation, **parts)
     other = DPO(DPOConfig(**SIZES, **PRECOMPUTED), policy, None, train=stored[0], validation=stored[1], **parts)
     same_training(one, other)
 
 
 @pytest.mark.parametrize("loss", UnpairedLoss)
-def test_kto_trains_as_with_a_live_reference(loss: UnpairedLoss, here) -> None:
+def test_kto_trains_as_with_a_live_reference(loss: UnpairedLoss, session) -> None:
     """The rows that its KL is estimated on are those of each step, whose examples are known beforehand."""
     from aligner.algorithms.kto import _mismatched_sets
     from aligner.loop.stored_reference import with_reference
 
     train, validation = responses(9, 1), responses(4, 2)
     parts = {"pad_id": PAD, "seed": 1, "max_length": 5}
-    live, policy = policy_of(here.topology), policy_of(here.topology)
+    live, policy = policy_of(session.topology), policy_of(session.topology)
     config = config_of(TrainKTO, KTOConfig(loss=loss, **SIZES, **PRECOMPUTED))
     config.data.max_length = 5
     sets = {"train": train, "validation": validation} | _mismatched_sets(config, train, validation)
-    stored = with_reference(here, config, policy, TOKENIZER, sets)
+    stored = with_reference(session, config, policy, TOKENIZER, sets)
     others = StoredMismatches(train=stored[2], validation=stored[3]) if loss.needs_kl else StoredMismatches()
     one = KTO(KTOConfig(loss=loss, **SIZES), live, ReferencePolicy(live), train=train, validation=validation, **parts)
     other = KTO(config.algorithm, policy, None, train=stored[0], validation=stored[1], stored=others, **parts)

@@ -96,7 +96,7 @@ def test_a_gap_that_is_not_a_number_is_seen() -> None:
 def test_a_correction_reports_the_weights_of_its_level() -> None:
     """The product of a sequence's weights: 1 * 2 and 1/2 * 4 * 1/2; each token has its sequence's: 2, 2, 1, 1, 1."""
     log_weights = on_tokens([math.log(w) for w in (1.0, 2.0, 0.5, 4.0, 0.5)])
-    config = CorrectionConfig(kind=Correction.truncate, level=Level.sequence, high=1.5)
+    config = CorrectionConfig(kind=Correction.tis, level=Level.sequence, high=1.5)
     got = values(correction_weights(log_weights, torch.zeros(2, 5), MASK, config)[1])
     assert got["rollout/importance_weight"] == pytest.approx(7 / 5)
     assert got["rollout/effective_sample_size"] == pytest.approx(49 / 11 / 5)

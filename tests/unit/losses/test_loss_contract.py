@@ -25,7 +25,7 @@ from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, Preferen
 
 B, S, K = 6, 7, 3
 PPO = partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.3, aggregation_constant=5, dual_clip=3.0, entropy_coef=0.1, kl_coef=0.2)
-BAND = CorrectionConfig(kind=Correction.band)
+BAND = CorrectionConfig(kind=Correction.icepop)
 LOSSES = {
     **{f"ppo_{a.value}": (partial(PPO, aggregation=a), PolicyBatch) for a in Aggregation},
     **{

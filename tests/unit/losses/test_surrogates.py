@@ -88,7 +88,7 @@ def test_sapo():
     result, _ = loss(Objective.sapo, BY_TOKEN, Aggregation.token_mean)
     expected = -gate(1.5, 1) - gate(0.5, 1) + gate(1.5, 1.05) + gate(0.5, 1.05) - 2 * gate(1.1, 1)
     assert result.total.item() == pytest.approx(expected, abs=1e-5)
-    _, gradient = loss(Objective.sapo, BY_TOKEN, Aggregation.token_mean, gate_positive=2.0)
+    _, gradient = loss(Objective.sapo, BY_TOKEN, Aggregation.token_mean, tau_pos=2.0)
     p = 1 / (1 + math.exp(-2 * 0.5))
     assert gradient[0] == pytest.approx(-4 * p * (1 - p) * 1.5, abs=1e-6)  # 4 sigmoid' r
 
@@ -122,11 +122,11 @@ ENGINE = OLD - on_tokens(tensor([3.0, 0.25, 1.5, 1.0, 1.0]).log())
     ("kind", "level", "factors", "corrected"),
     [
         (Correction.none, Level.token, [1, 1, 1, 1, 1], 0),
-        (Correction.truncate, Level.token, [2, 0.25, 1.5, 1, 1], 1),
-        (Correction.band, Level.token, [0, 0, 1.5, 1, 1], 2),
-        (Correction.mask, Level.token, [0, 0, 1, 1, 1], 2),
-        (Correction.truncate, Level.sequence, [0.75, 0.75, 1.5, 1.5, 1.5], 0),
-        (Correction.band, Level.sequence_mean, [0.75**0.5] * 2 + [1.5 ** (1 / 3)] * 3, 0),
+        (Correction.tis, Level.token, [2, 0.25, 1.5, 1, 1], 1),
+        (Correction.icepop, Level.token, [0, 0, 1.5, 1, 1], 2),
+        (Correction.mis, Level.token, [0, 0, 1, 1, 1], 2),
+        (Correction.tis, Level.sequence, [0.75, 0.75, 1.5, 1.5, 1.5], 0),
+        (Correction.icepop, Level.sequence_mean, [0.75**0.5] * 2 + [1.5 ** (1 / 3)] * 3, 0),
     ],
 )
 def test_correction_by_hand(kind, level, factors, corrected):
@@ -147,11 +147,11 @@ def test_the_correction_has_no_gradient(kind):
 
 
 def test_the_correction_scales_the_surrogate_and_not_the_count():
-    options = {"rollout_logprobs": ENGINE, "correction": CorrectionConfig(kind=Correction.band)}
+    options = {"rollout_logprobs": ENGINE, "correction": CorrectionConfig(kind=Correction.icepop)}
     result, gradient = loss(Objective.reinforce, BY_TOKEN, Aggregation.token_mean, **options)
     assert gradient == pytest.approx([0, 0, 1.5, 1.0, -2.0], abs=1e-6) and result.count.item() == 5
     with pytest.raises(ValueError, match=r"PolicyBatch.rollout_logprobs is needed"):
-        loss(Objective.ppo, BY_TOKEN, correction=CorrectionConfig(kind=Correction.truncate))
+        loss(Objective.ppo, BY_TOKEN, correction=CorrectionConfig(kind=Correction.tis))
 
 
 @pytest.mark.parametrize("fields", [{"low": 1.0}, {"high": 1.0}, {"low": -0.1}])

@@ -171,7 +171,7 @@ VARIANTS = {
     "dapo": ({"loss_type": "dapo"}, TOKEN_MEAN),
     "dr_grpo": ({"loss_type": "dr_grpo"}, CONSTANT),
     "sapo": ({"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
-             {"objective": Objective.sapo, "gate_positive": 2.0, "gate_negative": 3.0}),
+             {"objective": Objective.sapo, "tau_pos": 2.0, "tau_neg": 3.0}),
     "gspo": ({"importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.06},
              {"objective": Objective.gspo, "clip_eps_low": 0.05, "clip_eps_high": 0.06}),
     "luspo": ({"loss_type": "luspo", "importance_sampling_level": "sequence"},
@@ -203,13 +203,13 @@ def test_cispo():
 
 
 CORRECTIONS = {
-    "token_truncate": ({"vllm_importance_sampling_clip_max": 1.3}, {"kind": Correction.truncate, "high": 1.3}),
+    "token_truncate": ({"vllm_importance_sampling_clip_max": 1.3}, {"kind": Correction.tis, "high": 1.3}),
     "sequence_truncate": ({"vllm_importance_sampling_clip_max": 1.3},
-                          {"kind": Correction.truncate, "level": Level.sequence, "high": 1.3}),
+                          {"kind": Correction.tis, "level": Level.sequence, "high": 1.3}),
     "token_mask": ({"vllm_importance_sampling_clip_min": 0.8, "vllm_importance_sampling_clip_max": 1.3},
-                   {"kind": Correction.band, "low": 0.8, "high": 1.3}),
+                   {"kind": Correction.icepop, "low": 0.8, "high": 1.3}),
     "sequence_mask": ({"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_clip_max": 1.5},
-                      {"kind": Correction.band, "level": Level.sequence, "low": 0.5, "high": 1.5}),
+                      {"kind": Correction.icepop, "level": Level.sequence, "low": 0.5, "high": 1.5}),
 }  # fmt: skip
 
 

@@ -117,7 +117,7 @@ def test_parts_are_scored_at_the_same_time(tmp_path):
         "def one(p, r, a):\n    both.wait()\n    return [1.0] * len(r)\n\n"
         "async def two(p, r, a):\n    both.wait()\n    return [float(len(x)) for x in r]\n"
     )
-    configs = {"one": NamedRewardConfig(function=f"{file}:one"), "two": NamedRewardConfig(function=f"{file}:two", weight=0.1)}
+    configs = {"one": NamedRewardConfig(path=f"{file}:one"), "two": NamedRewardConfig(path=f"{file}:two", weight=0.1)}
     assert formula(configs) == "one + 0.1 two"
     reward = composed_reward(configs, decode)
     assert reward.score(ROLLOUTS).result(60).rewards.tolist() == pytest.approx([1.3, 1.3, 1.5])
@@ -127,7 +127,7 @@ def test_parts_are_scored_at_the_same_time(tmp_path):
 def test_an_error_names_part_function_and_sample(tmp_path):
     file = tmp_path / "bad.py"
     file.write_text("def reward(p, r, a):\n    return [{'one': 1, 'three': 2}[x] for x in r]\n")
-    reward = composed_reward({"form": NamedRewardConfig(function=f"{file}:reward")}, decode)
+    reward = composed_reward({"form": NamedRewardConfig(path=f"{file}:reward")}, decode)
     with pytest.raises(RewardError, match=r"reward form: reward function .*bad.py:reward raised KeyError: 'two'.* \(prompt train.jsonl:2"):
         reward.score(ROLLOUTS).result(60)
     reward.close()
@@ -145,12 +145,12 @@ def test_a_served_part_needs_a_server():
     ("settings", "text"),
     [
         ({}, "no source: a reward has exactly one of function, url and served=true"),
-        ({"function": "a:b", "url": "http://c"}, "function=a:b and url=http://c: a reward has exactly one"),
+        ({"path": "a:b", "url": "http://c"}, "path=a:b and url=http://c: a reward has exactly one"),
         ({"url": "ftp://c"}, "url=ftp://c: must begin with http:// or https://"),
-        ({"function": "a:b", "token_variable": "KEY"}, "token_variable=KEY: is for a url, and there is none"),
-        ({"function": "a:b", "weight": math.inf}, "weight=inf: must be finite"),
-        ({"function": "a:b", "num_threads": 0}, "num_threads=0: must be at least 1"),
-        ({"function": "a:b", "timeout_seconds": 0.0}, "timeout_seconds=0.0: must be finite and above 0"),
+        ({"path": "a:b", "token_variable": "KEY"}, "token_variable=KEY: is for a url, and there is none"),
+        ({"path": "a:b", "weight": math.inf}, "weight=inf: must be finite"),
+        ({"path": "a:b", "num_threads": 0}, "num_threads=0: must be at least 1"),
+        ({"path": "a:b", "timeout_seconds": 0.0}, "timeout_seconds=0.0: must be finite and above 0"),
     ],
 )
 def test_bad_settings(settings, text):
@@ -160,11 +160,11 @@ def test_bad_settings(settings, text):
 
 
 def test_bad_sets_of_parts():
-    part = NamedRewardConfig(function="a:b")
+    part = NamedRewardConfig(path="a:b")
     with pytest.raises(ConfigError, match="reward.functions.a/b: a name has letters, digits and _ only"):
         check_parts({"a/b": part})
     with pytest.raises(ConfigError, match="the weight of all of one, two is 0"):
-        check_parts({"one": NamedRewardConfig(function="a:b", weight=0), "two": NamedRewardConfig(function="a:b", weight=0)})
+        check_parts({"one": NamedRewardConfig(path="a:b", weight=0), "two": NamedRewardConfig(path="a:b", weight=0)})
     with pytest.raises(ConfigError, match="one and two have served=true; one reward model is served"):
         check_parts({"one": NamedRewardConfig(served=True), "two": NamedRewardConfig(served=True)})
 

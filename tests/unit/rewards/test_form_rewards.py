@@ -59,7 +59,7 @@ def test_pattern():
     assert texts(pattern(r"#### -?\d+", anywhere=True), "so #### 42", "no") == [1, 0]
     assert texts(pattern("a.*b"), "a\n\nb") == [1]
     with pytest.raises(ConfigError, match=r"format:pattern' cannot be made from arguments {'regex': '\('}: .*unterminated"):
-        build_reward_function(RewardFunctionConfig(function="aligner.rewards.format:pattern", arguments={"regex": "("}))
+        build_reward_function(RewardFunctionConfig(path="aligner.rewards.format:pattern", arguments={"regex": "("}))
 
 
 def test_keywords():
@@ -92,5 +92,5 @@ def test_bad_arguments(make, text):
 
 def test_a_factory_without_its_arguments_says_which():
     with pytest.raises(ConfigError, match="fixed_string' cannot be made from arguments {}: .*'target'"):
-        build_reward_function(RewardFunctionConfig(function="aligner.rewards.builtin:fixed_string"))
+        build_reward_function(RewardFunctionConfig(path="aligner.rewards.builtin:fixed_string"))
     assert texts(fixed_string(target="x"), "axb", "b") == [1, 0]

@@ -275,7 +275,7 @@ def test_a_failing_decoder_is_raised():
 
 
 def test_from_a_config():
-    model = function_reward(RewardFunctionConfig(function="aligner.rewards.builtin:length"), decode)
+    model = function_reward(RewardFunctionConfig(path="aligner.rewards.builtin:length"), decode)
     assert model.score(ROLLOUTS).result(30).rewards.tolist() == pytest.approx([3 / 200, 3 / 200, 1.0])
     model.close()
     with pytest.raises(ConfigError, match="function is empty"):

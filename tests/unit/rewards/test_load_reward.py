@@ -69,7 +69,7 @@ def test_a_file_that_cannot_be_imported(tmp_path):
 
 
 def test_a_factory_gets_its_arguments():
-    reward = build_reward_function(RewardFunctionConfig(function="aligner.rewards.builtin:fixed_string", arguments={"target": "hi"}))
+    reward = build_reward_function(RewardFunctionConfig(path="aligner.rewards.builtin:fixed_string", arguments={"target": "hi"}))
     assert reward(["", ""], ["oh hi", "no"], [None, None]) == [1.0, 0.0]
 
 
@@ -83,7 +83,7 @@ def test_a_factory_gets_its_arguments():
 )
 def test_a_factory_that_fails_is_named(function, arguments, message):
     with pytest.raises(ConfigError, match=message):
-        build_reward_function(RewardFunctionConfig(function=function, arguments=arguments))
+        build_reward_function(RewardFunctionConfig(path=function, arguments=arguments))
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, math.inf, math.nan])
@@ -107,4 +107,4 @@ def test_a_file_that_ends_the_program_when_it_is_imported_is_refused(tmp_path, t
 def test_a_factory_that_ends_the_program_is_refused(tmp_path):
     (tmp_path / "mine.py").write_text("def make(target):\n    raise SystemExit(0)\n")
     with pytest.raises(ConfigError, match=r"cannot be made from arguments {'target': 'a'}: it ended the program \(sys.exit\(0\)"):
-        build_reward_function(RewardFunctionConfig(function=f"{tmp_path}/mine.py:make", arguments={"target": "a"}))
+        build_reward_function(RewardFunctionConfig(path=f"{tmp_path}/mine.py:make", arguments={"target": "a"}))

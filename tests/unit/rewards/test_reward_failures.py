@@ -116,6 +116,6 @@ def test_a_factory_is_called_also_without_arguments(tmp_path):
         "from aligner.rewards.forms import Factory\n\n"
         "@Factory\ndef make(gain=2):\n    return lambda p, r, a: [gain * len(one) for one in r]\n"
     )
-    assert build_reward_function(RewardFunctionConfig(function=f"{file}:make"))([], ["ab"], []) == [4]
-    assert build_reward_function(RewardFunctionConfig(function=f"{file}:make", arguments={"gain": 5}))([], ["ab"], []) == [10]
+    assert build_reward_function(RewardFunctionConfig(path=f"{file}:make"))([], ["ab"], []) == [4]
+    assert build_reward_function(RewardFunctionConfig(path=f"{file}:make", arguments={"gain": 5}))([], ["ab"], []) == [10]
     assert Factory(lambda x: x)(3) == 3

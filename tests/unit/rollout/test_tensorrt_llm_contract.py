@@ -311,7 +311,7 @@ def test_followers_take_part_when_the_leader_takes():
     leader, follower = Counted(), Counted()
     first = Take(leader, Wire(size=2, index=0))
     first.requests(4)
-    first.beat()
+    first.heartbeat()
     first.requests(1)
     first.end()
     Take(follower, Wire(size=2, index=1)).follow()

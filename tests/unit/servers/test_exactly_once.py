@@ -222,7 +222,9 @@ def test_nobody_takes_the_place(tmp_path: Path) -> None:
     train(critic, 1)
     link.restart = lambda: None
     link.fate = dies_at(("before", "critic_train"))
-    expected = r"critic_train: the connection broke Waited for another server \(0.05 s, client.recovery_timeout_seconds\): none has taken"
+    expected = (
+        r"critic_train: the connection broke Waited for another server \(0.05 s, server_client.recovery_timeout_seconds\): none has taken"
+    )
     with pytest.raises(ServerUnreachable, match=expected):
         train(critic, 2)
     with pytest.raises(ServerUnreachable, match=expected):  # at once, without waiting anew

@@ -108,7 +108,7 @@ def test_tls(tmp_path: Path) -> None:
             client.connection(f"https://127.0.0.1:{port}", 10).request("GET", "/")
         listener.shutdown()
 
-    with pytest.raises(ServerUnreachable, match="this client is set up for http; set client.tls_ca"):
+    with pytest.raises(ServerUnreachable, match="this client is set up for http; set server_client.tls_ca"):
         plain.connection("https://localhost:1", 10)
     with pytest.raises(ServerUnreachable, match="this client is set up for https; set the server's tls_certificate"):
         client.connection("http://localhost:1", 10)
@@ -145,7 +145,7 @@ def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     junk.write_text("no certificate")
     with pytest.raises(ConfigError, match=r"server.tls_certificate=.*junk.pem.*cannot be used"):
         Access.for_server(tmp_path / "secret", ServerConfig(tls_certificate=str(junk), tls_key=str(junk)))
-    with pytest.raises(ConfigError, match=r"client.tls_ca=.*junk.pem: no certificates"):
+    with pytest.raises(ConfigError, match=r"server_client.tls_ca=.*junk.pem: no certificates"):
         Access.for_client(tmp_path / "secret", ClientConfig(tls_ca=str(junk)))
     with pytest.raises(ConfigError, match="tls_certificate='x', tls_key='': give both for TLS, or none"):
         ServerConfig(tls_certificate="x")

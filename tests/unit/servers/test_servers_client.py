@@ -28,10 +28,10 @@ from aligner.servers.access import Access
 from aligner.servers.client import CriticClient, RewardClient
 from aligner.servers.config import ClientConfig
 from aligner.servers.kserve import HEADER_LENGTH, AnswerError
-from aligner.servers.lane import Lane, combine
 from aligner.servers.ledger import Refused
 from aligner.servers.link import ServiceLink
 from aligner.servers.registry import Publication, make_registration, registration_path
+from aligner.servers.worker_thread import WorkerThreads, combine
 from aligner.types import FinishReason, Prompt, Rollout, TokenBatch
 
 ACCESS = Access("0" * 64)
@@ -409,12 +409,12 @@ def test_combine_keeps_order_and_fails_at_once() -> None:
 
 
 def test_a_lane_of_one_thread_keeps_order_and_survives_errors() -> None:
-    lane, seen = Lane("test", 1), []
-    first = lane.submit(lambda: seen.append(1))
-    broken = lane.submit(lambda: 1 // 0)
-    last = lane.submit(lambda: seen.append(2))
+    threads, seen = WorkerThreads("test", 1), []
+    first = threads.submit(lambda: seen.append(1))
+    broken = threads.submit(lambda: 1 // 0)
+    last = threads.submit(lambda: seen.append(2))
     last.result(10)
     assert first.done() and seen == [1, 2]
     with pytest.raises(ZeroDivisionError):
         broken.result(10)
-    lane.close(10)
+    threads.close(10)

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 
 from aligner.loop.loop import Clock
-from aligner.online.collect import ScoredRollouts, Wanted, collect_all, sample_seeds
+from aligner.online.collect import SampleRequest, ScoredRollouts, collect_all, sample_seeds
 from aligner.online.task import OnlineTask
 from aligner.protocols import Critic
 from aligner.types import Prompt
 
 
-class Rounds(Protocol):
+class RolloutSource(Protocol):
     """Where rollouts come from. Collective: every rank calls every method, at the same points."""
 
     def take(self, step: int, clock: Clock) -> ScoredRollouts:
@@ -74,14 +74,14 @@ def round_of(task: OnlineTask, number: int, group_size: int) -> tuple[list[Promp
     return prompts, sample_seeds(task.seed, number, len(prompts))
 
 
-def wanted_of(task: OnlineTask, number: int, group_size: int, *, greedy: bool) -> list[Wanted]:
+def sample_requests(task: OnlineTask, number: int, group_size: int, *, greedy: bool) -> list[SampleRequest]:
     """What is sampled for a round: its responses, and with `greedy` one more for each prompt."""
     prompts, seeds = round_of(task, number, group_size)
-    wanted = [Wanted(prompts=prompts, seeds=seeds)]
+    requests = [SampleRequest(prompts=prompts, seeds=seeds)]
     if greedy:
         first = slice(None, None, group_size)
-        wanted.append(Wanted(prompts=prompts[first], seeds=seeds[first], sampling=task.validation_sampling))
-    return wanted
+        requests.append(SampleRequest(prompts=prompts[first], seeds=seeds[first], sampling=task.validation_sampling))
+    return requests
 
 
 def with_baselines(collected: ScoredRollouts, greedy: ScoredRollouts, group_size: int) -> ScoredRollouts:
@@ -96,8 +96,8 @@ def with_baselines(collected: ScoredRollouts, greedy: ScoredRollouts, group_size
     )
 
 
-class OnPolicyRounds:
-    """`Rounds` that are sampled when they are asked for, from the policy's weights of now.
+class OnPolicyRolloutSource:
+    """A `RolloutSource` that samples each round when it is asked for, from the policy's weights of now.
 
     `with_baselines`: one greedy response per prompt is sampled and scored too, for its reward alone (`ScoredRollouts.baselines`). `critic`
     is asked for the values of finished responses while others are sampled.
@@ -112,9 +112,9 @@ class OnPolicyRounds:
 
     def take(self, step: int, clock: Clock) -> ScoredRollouts:
         task = self._task
-        wanted = wanted_of(task, self._cursor.next(step), self._group_size, greedy=self._with_baselines)
+        requests = sample_requests(task, self._cursor.next(step), self._group_size, greedy=self._with_baselines)
         with clock.phase("generate"):
-            collected, *greedy = collect_all(task.engine, wanted, scorers=task.scorers(self._critic))
+            collected, *greedy = collect_all(task.engine, requests, scorers=task.scorers(self._critic))
         return with_baselines(collected, greedy[0], self._group_size) if greedy else collected
 
     def trained(self, version: int) -> None:

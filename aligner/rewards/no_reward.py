@@ -10,7 +10,7 @@ import torch
 from aligner.types import Rollout, Scores
 
 
-class Unjudged:
+class NoReward:
     """`aligner.protocols.RewardModel` that gives every rollout 0."""
 
     def score(self, rollouts: Sequence[Rollout]) -> Future[Scores]:

@@ -12,7 +12,7 @@ from aligner.loop.sources import pinned
 from aligner.models.config import ModelConfig
 
 
-def check_same_shape(own: ModelConfig, other: ModelConfig, *, setting: str, whose: str, otherwise: str) -> Tokenizer:
+def check_same_architecture(own: ModelConfig, other: ModelConfig, *, setting: str, whose: str, otherwise: str) -> Tokenizer:
     """The tokenizer of `other`, which takes the place of `own`'s weights.
 
     Raises ConfigError where it has another architecture or vocabulary; `setting` (`teacher.path=...`) is what named it, `whose` stands for
@@ -31,7 +31,7 @@ def check_same_shape(own: ModelConfig, other: ModelConfig, *, setting: str, whos
     return its_tokenizer
 
 
-def frozen_model(here: Session, own: ModelConfig, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
-    """The model at `path`, the same one at every start of the run, and its tokenizer. Raises ConfigError as `check_same_shape` does."""
-    model = pinned(here, role, replace(own, path=path, tokenizer=""))
-    return model, check_same_shape(own, model, **texts)
+def frozen_model(session: Session, own: ModelConfig, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
+    """The model at `path`, the same one at every start of the run, and its tokenizer. Raises as `check_same_architecture`."""
+    model = pinned(session, role, replace(own, path=path, tokenizer=""))
+    return model, check_same_architecture(own, model, **texts)

@@ -27,15 +27,15 @@ import torch
 
 from aligner.errors import EngineError
 from aligner.loop.loop import Clock
-from aligner.online.collect import Part, ScoredRollouts, Wanted, finish, start, with_values
-from aligner.online.rounds import Cursor, wanted_of, with_baselines
+from aligner.online.collect import PendingRollouts, SampleRequest, ScoredRollouts, finish, start, with_values
+from aligner.online.rollout_source import Cursor, sample_requests, with_baselines
 from aligner.online.task import OnlineTask
 from aligner.parallel import platform
 from aligner.parallel.together import together
 from aligner.protocols import Critic
 from aligner.rollout.config import AsynchronousConfig
 from aligner.rollout.gate import Gate
-from aligner.servers.lane import Lane
+from aligner.servers.worker_thread import WorkerThreads
 
 CLOSE_SECONDS = 10.0
 
@@ -45,12 +45,12 @@ class _Flight:
     """A round that the thread has been asked for."""
 
     number: int
-    wanted: Sequence[Wanted]
-    parts: Future[list[Part]]
+    requests: Sequence[SampleRequest]
+    parts: Future[list[PendingRollouts]]
 
 
-class AsyncRounds:
-    """`aligner.online.rounds.Rounds` that are sampled ahead. Every rank constructs one, over the engine whose `gate` this is.
+class AsyncRolloutSource:
+    """A `RolloutSource` that samples ahead. Every rank constructs one, over the engine whose `gate` this is.
 
     Args:
         greedy: one greedy response per prompt is sampled too, for its reward alone (`ScoredRollouts.baselines`).
@@ -83,7 +83,7 @@ class AsyncRounds:
         self._steps = 0  # of training since the start or the checkpoint
         self._made_by = {0: 0}  # these, by the version of the weights that they made
         self._stream = platform.SideStream()
-        self._lane = Lane("rollouts", 1)
+        self._thread = WorkerThreads("rollouts", 1)
         atexit.register(self.close)  # a thread that is inside torch while the interpreter goes away aborts the process
 
     def take(self, step: int, clock: Clock) -> ScoredRollouts:
@@ -122,7 +122,7 @@ class AsyncRounds:
         """End the thread; a round under way is given up before its next step. Happens at exit by itself."""
         atexit.unregister(self.close)
         self._gate.stop()
-        self._lane.close(CLOSE_SECONDS)
+        self._thread.close(CLOSE_SECONDS)
 
     def _leave_out_before(self, number: int) -> None:
         """Steps that were left out leave out their rounds. A round that is in flight all the same is sampled for nothing."""
@@ -138,18 +138,18 @@ class AsyncRounds:
             limit = min(limit, max(self._last, self._taken + 1 - self._is_in_step))
         while self._asked < limit:
             self._asked += 1
-            wanted = wanted_of(self._task, self._asked, self._group_size, greedy=self._greedy)
+            requests = sample_requests(self._task, self._asked, self._group_size, greedy=self._greedy)
             self._gate.expect()
             self._in_flight.append(
-                _Flight(number=self._asked, wanted=wanted, parts=self._lane.submit(lambda wanted=wanted: self._run(wanted)))
+                _Flight(number=self._asked, requests=requests, parts=self._thread.submit(lambda requests=requests: self._run(requests)))
             )
 
-    def _run(self, wanted: Sequence[Wanted]) -> list[Part]:
+    def _run(self, requests: Sequence[SampleRequest]) -> list[PendingRollouts]:
         """In the thread."""
         try:
             with self._stream.current():
                 scorers = self._task.scorers()
-                return [start(self._task.engine, one.prompts, one.seeds, scorers=scorers, sampling=one.sampling) for one in wanted]
+                return [start(self._task.engine, one.prompts, one.seeds, scorers=scorers, sampling=one.sampling) for one in requests]
         finally:
             self._gate.ended()
 
@@ -158,11 +158,11 @@ class AsyncRounds:
         scorers = self._task.scorers(self._critic)
         if self._critic is not None:
             parts = [with_values(part, self._critic, scorers.pad_id) for part in parts]
-        wanted = zip(parts, flight.wanted, strict=True)
-        collected, *greedy = [finish(part, one.prompts, one.seeds, scorers=scorers) for part, one in wanted]
+        requests = zip(parts, flight.requests, strict=True)
+        collected, *greedy = [finish(part, one.prompts, one.seeds, scorers=scorers) for part, one in requests]
         return with_baselines(collected, greedy[0], self._group_size) if greedy else collected
 
-    def _sampled(self, flight: _Flight) -> list[Part]:
+    def _sampled(self, flight: _Flight) -> list[PendingRollouts]:
         seconds = self._config.timeout_seconds
         if not wait([flight.parts], seconds).done:
             raise EngineError(f"the thread `rollouts` has not sampled it within rollout.asynchronous.timeout_seconds={seconds:g}")

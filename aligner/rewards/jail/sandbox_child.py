@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from aligner.rewards.jail import kernel
 from aligner.rewards.jail.calls import call_filter
-from aligner.rewards.jail.rooms import DEVICES, WORK, become, build_root, count_own_processes, end_with, enter_namespaces
+from aligner.rewards.jail.namespaces import DEVICES, WORK, become, build_root, count_own_processes, end_with, enter_namespaces
 
 PROGRAM = "program.py"
 SEPARATE = ("bubblewrap", "namespaces")  # with file system, processes and network of their own

@@ -14,7 +14,7 @@ from aligner.parallel.collectives import from_rank_0
 Item = TypeVar("Item")
 
 
-class KeptFiles(Generic[Item]):
+class SampleFiles(Generic[Item]):
     """`aligner.algorithms.iterations.Kept` in a directory: <name>/<stem>_000000.json, each with its name once it is complete.
 
     `kind`: the dataclass of the items; its fields are numbers, texts, and tuples of them. Those that are None are not written.

@@ -12,7 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Lane:
+class WorkerThreads:
     """`num_threads` threads over one queue; with one thread calls run strictly in the order of submission."""
 
     def __init__(self, name: str, num_threads: int) -> None:
