@@ -136,8 +136,8 @@ def test_two_replicas_agree_on_results_and_on_errors(run_distributed, directory,
             response, logprobs, reason = expected["rollouts"][rollout.seed]
             assert (rollout.response, rollout.finish_reason.value, reward) == (response, reason, len(response))
             assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
-        assert len(collected.shares) == 2 and min(share.tokens for share in collected.shares) > 0
-        assert sum(share.tokens for share in collected.shares) == collected.rewards.sum()
+        assert len(collected.replica_stats) == 2 and min(share.tokens for share in collected.replica_stats) > 0
+        assert sum(share.tokens for share in collected.replica_stats) == collected.rewards.sum()
         torch.testing.assert_close(got["logprobs"], expected["logprobs"], rtol=0, atol=1e-5)
         torch.testing.assert_close(got["one"], expected["logprobs"][:1], rtol=0, atol=1e-5)
         assert got["small"] == "a training batch of 1 is smaller than the 2 data-parallel replicas"

@@ -131,7 +131,7 @@ def test_a_calculator() -> None:
 
 
 def test_an_environment_in_a_file_of_ones_own() -> None:
-    settings = {"function": f"{ROOT / 'examples/nlp/environments/guess_number.py'}:GuessNumber", "arguments": {"bonus": 1.0}}
+    settings = {"path": f"{ROOT / 'examples/nlp/environments/guess_number.py'}:GuessNumber", "arguments": {"bonus": 1.0}}
     game = build_environment(EnvironmentConfig(**settings))
     state = game.reset(question("13"))
     assert [game.step(state, turn(text)).text for text in ("5?", "20", "x")] == ["higher", "lower", "That is no number."]

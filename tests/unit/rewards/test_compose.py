@@ -144,7 +144,7 @@ def test_a_served_part_needs_a_server():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({}, "no source: a reward has exactly one of function, url and served=true"),
+        ({}, "no source: a reward has exactly one of path, url and served=true"),
         ({"path": "a:b", "url": "http://c"}, "path=a:b and url=http://c: a reward has exactly one"),
         ({"url": "ftp://c"}, "url=ftp://c: must begin with http:// or https://"),
         ({"path": "a:b", "token_variable": "KEY"}, "token_variable=KEY: is for a url, and there is none"),

@@ -93,7 +93,7 @@ def test_config_refuses_a_timeout(timeout):
 
 
 def test_config_refuses_arguments_for_nothing():
-    with pytest.raises(ConfigError, match="needs function, the factory that takes them"):
+    with pytest.raises(ConfigError, match="needs path, which names the factory that takes them"):
         RewardFunctionConfig(arguments={"target": "x"})
 
 
