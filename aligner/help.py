@@ -15,14 +15,16 @@ MATTER = (
     *("data.train", "data.validation", "data.max_length", "data.apply_chat_template", "data.attributes"),
     *("model.path", "teacher.path", "judge.path", "reward.function.path", "reward.model.path", "critic.model.path", "run.directory"),
     *("algorithm.batch_size", "algorithm.prompts_per_step", "algorithm.rollouts_per_step", "algorithm.group_size"),
+    *("algorithm.mini_batch_size", "algorithm.num_samples", "algorithm.epochs_per_iteration", "algorithm.advantage_estimator"),
     *(
-        "algorithm.mini_batch_size",
-        "algorithm.num_samples",
-        "algorithm.epochs_per_iteration",
-        "algorithm.advantage_estimator",
         "algorithm.loss",
+        "algorithm.divergence",
+        "algorithm.kl_coef",
+        "algorithm.beta",
+        "algorithm.attributes",
+        "algorithm.adds",
+        "algorithm.pairs",
     ),
-    *("algorithm.divergence", "algorithm.kl_coef", "algorithm.beta", "algorithm.attributes", "algorithm.adds", "algorithm.pairs"),
     *("algorithm.top_k", "algorithm.served_by", "optimizer.lr", "critic.optimizer.lr", "loop.max_steps", "loop.save_every"),
     *("loop.validate_every", "rollout.engine", "rollout.sampling.temperature", "rollout.sampling.max_response_length"),
     *("model.micro_batch_size", "model.recompute", "model.lora.rank", "num_processes", "parallel.tp", "parallel.pp"),
@@ -39,18 +41,15 @@ NEEDED = {
 }
 _EXAMPLE = "model.path=models/Qwen2.5-1.5B data.train=data/train.jsonl"
 
-# Sections that do something with certain settings only. Without any of them `--help` leaves the section out, and says so.
+# Sections that do something with certain settings only (a key without a value: one that is there and not empty). Without any of them
+# `--help` leaves the section out, and says so.
 NEEDS = {
     "rollout.vllm": ("rollout.engine=vllm",),
     "rollout.tensorrt_llm": ("rollout.engine=tensorrt_llm",),
     "reward.model": ("reward.serve=true",),
     "reward.parallel": ("reward.serve=true",),
     "reward.server": ("reward.serve=true",),
-    "server_client": (
-        "reward.serve=true",
-        "critic.server.host",
-        "algorithm.served_by",
-    ),  # a key without a value: one that is there, not empty
+    "server_client": ("reward.serve=true", "critic.server.host", "algorithm.served_by"),
 }
 
 

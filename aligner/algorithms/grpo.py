@@ -1,8 +1,9 @@
 """Policy gradients without a critic: group relative policy optimisation (Shao et al. 2024, 2402.03300) and its kin.
 
-One step: sample `group_size` responses to each prompt; what their rewards are held against is `advantage_estimator`'s choice (a group's mean, the
-other responses, a greedy one, nothing: `aligner.losses.advantages`); what the policy descends on is `objective`'s. The KL to the reference
-is a term of the loss, or taken off the rewards of single tokens (`kl_in`). The presets under conf/grpo/algorithm are the papers' choices.
+One step: sample `group_size` responses to each prompt. `advantage_estimator` chooses what their rewards are compared with (the group's
+mean, the other responses, a greedy one, nothing: `aligner.losses.advantages`), `objective` what the policy minimises. The KL to the
+reference is a term of the loss, or is subtracted from the rewards of single tokens (`kl_in`). The presets under conf/grpo/algorithm are
+the papers' choices.
 
 Where a step's rollouts are used for exactly one update, the policy that is trained is the one that sampled: the ratio is 1 with gradient,
 and no separate pass for the old log-probs is made (unless the KL in the reward needs them).
@@ -125,7 +126,7 @@ class GRPOConfig(PolicyGradientConfig):
 
 
 class GRPO:
-    """The algorithm over its parts. Every rank constructs one. `rollout_source`: where rollouts come from; None: sampled when they are needed."""
+    """The algorithm over its parts. Every rank constructs one. `rollout_source`: None: rollouts are sampled when they are needed."""
 
     def __init__(self, config: GRPOConfig, policy: Policy, task: OnlineTask, rollout_source: RolloutSource | None = None) -> None:
         self.config = config

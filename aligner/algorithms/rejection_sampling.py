@@ -71,7 +71,7 @@ class RejectionSamplingConfig:
 
 
 class RejectionSampling:
-    """The algorithm over its parts. Every rank constructs one. `rollout_source`: where rollouts come from; None: sampled when they are needed."""
+    """The algorithm over its parts. Every rank constructs one. `rollout_source`: None: rollouts are sampled when they are needed."""
 
     def __init__(
         self, config: RejectionSamplingConfig, policy: Policy, task: OnlineTask, rollout_source: RolloutSource | None = None

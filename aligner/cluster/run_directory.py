@@ -126,7 +126,7 @@ class RunDirectory:
 
     @property
     def skipped_steps(self) -> Path:
-        """`skipped_steps.json`: the training steps that the run leaves out, and why."""
+        """`skipped_steps.json`: the training steps that the run skips, and why."""
         return self.path / "skipped_steps.json"
 
     @property

@@ -15,6 +15,7 @@ import yaml
 
 from aligner.cluster.run_directory import POLICY, REWARD_MODEL, RunDirectory
 from aligner.errors import ConfigError
+from aligner.former_names import translated
 from aligner.models import checkpoint_files as files
 from aligner.schema import SchemaKey, schema_keys
 
@@ -23,7 +24,7 @@ _SHOWN = 12  # changes that a message lists
 _HARMLESS = (
     *("run.[!s]*", "loop.*", "guard.*", "checkpoint.*", "logging.*", "cluster.*", "slurm.*", "local_launcher.*", "server_client.*"),
     *("parallel.*", "*.parallel.*", "num_processes", "*.num_processes", "*.server.*", "critic.accept_gap"),
-    *("*timeout_seconds", "*num_threads", "environment.num_workers", "validation.*", "accuracy.*"),
+    *("*timeout_seconds", "*num_threads", "environment.num_workers", "validation.*"),
     *("data.validation", "data.num_validation_prompts", "algorithm.validation_batch_size"),
     *("*optimizer.offload", "*optimizer.distributed"),
     *(
@@ -77,7 +78,7 @@ def _changes(before: Any, now: Any, keys: list[SchemaKey]) -> dict[str, tuple[An
     """(before, now) by setting. One that the schema has gained since is no change; one that it has lost, or never had, is."""
     if not isinstance(before, dict):
         return {}
-    old, new = dict(_flat(before)), dict(_flat(now))
+    old, new = dict(_flat(translated(before, keys))), dict(_flat(now))
     gained = {key.key for key in keys if key.key not in old and not key.open}
     return {
         name: (old.get(name, _NOT_SET), new.get(name, _NOT_SET))

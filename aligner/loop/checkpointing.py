@@ -164,7 +164,7 @@ class RunCheckpointer:
         return True
 
     def _wait_for_critic(self, save: _SaveUnderWay) -> None:
-        """The client's own deadline (`server_client.train_timeout_seconds`) ends each of its requests; this one is for what is left of them."""
+        """The client's own deadline (`server_client.train_timeout_seconds`) ends each of its requests; this one is for the rest."""
         deadline = time.monotonic() + self._config.write_timeout_seconds
         while not self._critic_has_ended(save):
             asked = [future for future in (save.critic_began, save.critic_ended) if future is not None]

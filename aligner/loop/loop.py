@@ -109,14 +109,14 @@ class Reporter(Protocol):
 
 
 class SkippedSteps(Protocol):
-    """The training steps that this run leaves out, because their batches gave numbers that are not finite. Kept through restarts."""
+    """The training steps that this run skips, because their batches gave numbers that are not finite. Kept through restarts."""
 
     @property
     def steps(self) -> frozenset[int]:
         """The same on every rank."""
 
     def add(self, step: int, reason: str) -> None:
-        """Collective. Raises RunHalted where the run has left out as many as it may."""
+        """Collective. Raises RunHalted if the run has skipped as many as it may."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,8 +165,8 @@ def run(
     """Train from the newest checkpoint (or from the start) to `config.max_steps`. Every rank calls it. Returns the last finished step.
 
     `open_reporter(start_step)` makes the reporter once the step to start from is known. What is done is recorded in `progress`; the steps
-    in `skipped_steps` are counted and not trained on. Where another step would not be saved within `budget` the run stops, as after a signal;
-    where one of the `alarms` says so it raises RunHalted, with the step saved.
+    in `skipped_steps` are counted and not trained on. If another step could not be saved within `budget`, the run stops, as after a signal;
+    if one of the `alarms` says so, it saves the step and raises RunHalted.
     """
     progress, budget = progress or Progress(), budget or TimeBudget()
     finished = _resume(algorithm, checkpointer, progress)
@@ -223,7 +223,7 @@ def _resume(algorithm: Algorithm, checkpointer: Checkpointer, progress: Progress
 
 def _skip_step(skipped_steps: SkippedSteps | None, step: int, error: RollBack) -> None:
     if skipped_steps is None:
-        raise AlignerError(f"step {step} is to be left out ({error}), and this run keeps no list of such steps") from error
+        raise AlignerError(f"step {step} is to be skipped ({error}), and this run keeps no list of such steps") from error
     skipped_steps.add(step, str(error))
 
 

@@ -32,6 +32,6 @@ def check_same_architecture(own: ModelConfig, other: ModelConfig, *, setting: st
 
 
 def frozen_model(session: Session, own: ModelConfig, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
-    """The model at `path`, the same one at every start of the run, and its tokenizer. Raises ConfigError as `check_same_architecture` does."""
+    """The model at `path`, the same one at every start of the run, and its tokenizer. Raises as `check_same_architecture`."""
     model = pinned(session, role, replace(own, path=path, tokenizer=""))
     return model, check_same_architecture(own, model, **texts)

@@ -1,4 +1,4 @@
-"""Settings that name one of ours (`algorithm.advantage_estimator=rloo`) or a function of the user's (`algorithm.advantage_estimator=my_file.py:opo`)."""
+"""Settings that name a variant of ours (`algorithm.loss=sigmoid`) or a function of the user's (`algorithm.loss=my_file.py:hinge`)."""
 
 from __future__ import annotations
 

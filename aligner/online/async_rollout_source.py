@@ -50,7 +50,7 @@ class _Flight:
 
 
 class AsyncRolloutSource:
-    """`aligner.online.rollout_source.RolloutSource` that are sampled ahead. Every rank constructs one, over the engine whose `gate` this is.
+    """A `RolloutSource` that samples ahead. Every rank constructs one, over the engine whose `gate` this is.
 
     Args:
         greedy: one greedy response per prompt is sampled too, for its reward alone (`ScoredRollouts.baselines`).

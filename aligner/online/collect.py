@@ -114,7 +114,7 @@ def joined(rounds: Sequence[ScoredRollouts]) -> ScoredRollouts:
 class Scorers:
     """Who judges finished rollouts. `critic` is None where no values are wanted.
 
-    `reward_name` stands for the reward in errors; `non_finite` says what happens where it is NaN or infinite. `heartbeat` is called whenever
+    `reward_name` stands for the reward in errors; `non_finite` says what happens if it is NaN or infinite. `heartbeat` is called when
     some responses are finished or scored: sampling may take long without any other sign of life.
     """
 

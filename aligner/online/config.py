@@ -23,7 +23,6 @@ from aligner.models.guard import GuardConfig
 from aligner.models.optimizer import OptimizerConfig
 from aligner.online.validation import ValidationConfig
 from aligner.planner.workload import Phase, Work
-from aligner.rewards.config import RewardFunctionConfig
 from aligner.rollout.config import RolloutConfig, check_engine
 from aligner.servers.components import RewardConfig
 from aligner.servers.config import ClientConfig
@@ -46,13 +45,12 @@ class OnlineRun(JobRun):
     reward: RewardConfig = field(default_factory=RewardConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)  # responses are then episodes of several turns
     server_client: ClientConfig = field(default_factory=ClientConfig)
-    accuracy: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # judges validation responses; empty: no accuracy
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)  # how validation responses are sampled and judged
     local_launcher: LocalLauncherConfig = field(default_factory=LocalLauncherConfig)
     batch_setting: ClassVar[str] = "mini_batch_size"  # what the setting is called that `algorithm.mini_batch_size` says
 
     def __post_init__(self) -> None:
-        reports = self.validation.reports(has_accuracy=bool(self.validation.scorer.path))
+        reports = self.validation.reports()
         missing = "" if self.validation.scorer.path else "; accuracy, mean@n and pass@k need validation.scorer.path"
         check_best_metric(self.checkpoint, self.loop, reports=reports, validation=self.data.validation, missing=missing)
 

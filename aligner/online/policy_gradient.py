@@ -187,13 +187,13 @@ def _check_baselines(shaping: ShapingConfig) -> None:
     """A greedy response's reward is clipped and scaled as the others are; the rest would hold the two against each other in two units."""
     if shaping.standardize is not Standardize.none:
         raise ConfigError(
-            f"algorithm.shaping.standardize={shaping.standardize.value}: advantage_estimator=remax compares with greedy responses, which are not "
-            f"among those that are standardised; allowed: none"
+            f"algorithm.shaping.standardize={shaping.standardize.value}: advantage_estimator=remax compares with greedy responses, "
+            f"which are not among those that are standardised; allowed: none"
         )
     if shaping.overlong_buffer:
         raise ConfigError(
-            f"algorithm.shaping.overlong_buffer={shaping.overlong_buffer}: advantage_estimator=remax keeps only the reward of the greedy response "
-            f"that it compares with; allowed: 0"
+            f"algorithm.shaping.overlong_buffer={shaping.overlong_buffer}: advantage_estimator=remax keeps only the reward of the "
+            f"greedy response that it compares with; allowed: 0"
         )
 
 

@@ -97,7 +97,7 @@ def with_baselines(collected: ScoredRollouts, greedy: ScoredRollouts, group_size
 
 
 class OnPolicyRolloutSource:
-    """`RolloutSource` that are sampled when they are asked for, from the policy's weights of now.
+    """A `RolloutSource` that samples each round when it is asked for, from the policy's weights of now.
 
     `with_baselines`: one greedy response per prompt is sampled and scored too, for its reward alone (`ScoredRollouts.baselines`). `critic`
     is asked for the values of finished responses while others are sampled.

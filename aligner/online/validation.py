@@ -19,6 +19,7 @@ from torch import Tensor
 from aligner.errors import ConfigError
 from aligner.online.collect import ScoredRollouts, collect, sample_rows
 from aligner.protocols import RewardModel
+from aligner.rewards.config import RewardFunctionConfig
 from aligner.types import FinishReason, Rollout
 
 if TYPE_CHECKING:
@@ -29,13 +30,14 @@ NUM_KEPT = 16  # prompts whose greedy responses a run keeps
 
 @dataclass(kw_only=True, slots=True)
 class ValidationConfig:
-    """What is sampled for a validation besides one greedy response per prompt."""
+    """How a validation is judged, and what it samples besides one greedy response per prompt."""
 
+    scorer: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)  # judges responses; without a path: no accuracy
     num_samples: int = 0  # sampled responses per prompt; 0: none
     temperature: float = 1.0  # of the sampled responses
     top_p: float = 1.0  # of the sampled responses: the likeliest tokens with this share of the probability; 1: off
     k: list[int] = field(default_factory=list)  # of pass@k and best@k; empty: 1, 2, 4, ... up to num_samples
-    pass_threshold: float = 0.5  # the accuracy function's score from which on a response counts as right
+    pass_threshold: float = 0.5  # smallest score of `scorer` with which a response counts as right
 
     def __post_init__(self) -> None:
         if self.num_samples < 0:
@@ -53,8 +55,9 @@ class ValidationConfig:
         """The numbers of responses that pass@k and best@k are of."""
         return self.k or [2**power for power in range(self.num_samples.bit_length())]
 
-    def reports(self, *, has_accuracy: bool) -> list[str]:
+    def reports(self) -> list[str]:
         """The names of the metrics that a validation with these settings gives."""
+        has_accuracy = bool(self.scorer.path)
         names = ["reward", "response_length", "truncated_fraction"] + ["accuracy"] * has_accuracy
         if self.num_samples:
             n = self.num_samples

@@ -163,7 +163,7 @@ class Watch:
         return self._progress.still_seconds > self._stall_seconds and not self._waits_for_a_server()
 
     def _waits_for_a_server(self) -> bool:
-        """Whether a rank of this component waits for a server, or one is busy for it: the client has deadlines of its own (`server_client.*`)."""
+        """Whether a rank of this component waits for a server, or one is busy for it: the client has deadlines (`server_client.*`)."""
         now = self._own_file.stat().st_mtime
         fresh = [health for health in _read_all(self._health, attempt=self._place.attempt) if now - health.written < self._answer_seconds]
         if any(health.is_awaiting and health.place.incarnation == self._place.incarnation for health in fresh):

@@ -19,7 +19,7 @@ class OnError(str, Enum):
 
 @dataclass(kw_only=True, slots=True)
 class RewardFunctionConfig:
-    """`path` is `package.module:name`, `package.module.name` or `path/to/file.py:name`; empty where a reward model is used instead.
+    """`path` is `package.module:name`, `package.module.name` or `path/to/file.py:name`; empty: no function.
 
     With `arguments`, the name is that of a factory, called with them once, which returns the reward function
     (`aligner.rewards.builtin:fixed_string` with `{target: hello}`).

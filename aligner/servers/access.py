@@ -125,8 +125,8 @@ class Access:
         """An unopened connection to a server.
 
         Raises:
-            ServerUnreachable: the server speaks TLS and this client has no `server_client.tls_ca`, or the other way round: then nothing is sent,
-                because the secret would cross the network in the clear.
+            ServerUnreachable: the server speaks TLS and this client has no `server_client.tls_ca`, or the other way round: then nothing is
+                sent, because the secret would cross the network in the clear.
         """
         address = urlsplit(url)
         if address.scheme != self.scheme:

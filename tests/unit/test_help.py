@@ -43,7 +43,7 @@ def test_the_first_page(recipe: str) -> None:
     assert len(text.splitlines()) < 65
     schema = recipes()[recipe].config
     top = {key.key for key in schema_keys(schema) if key.section and "." not in key.key}
-    listed = set(re.findall(r"^  ([a-z]+) +\d+  \S", sections, re.MULTILINE))
+    listed = set(re.findall(r"^  ([a-z_]+) +\d+  \S", sections, re.MULTILINE))
     left_out = set(re.findall(r"[a-z_.]+", sections.partition("not used without")[2].partition("\n\nGroups")[0])) & top
     assert listed | left_out == top and not listed & left_out
     command = re.search(r"^Example:\n  aligner train (\S+) (.*)$", text, re.MULTILINE)
@@ -79,12 +79,12 @@ def test_all_is_all(recipe: str) -> None:
 
 def test_what_nothing_uses_is_left_out() -> None:
     """Servers' sections are on the first page only with a server."""
-    line = "not used without reward.serve=true: reward.model, reward.parallel, reward.server, client"
+    line = "not used without reward.serve=true: reward.model, reward.parallel, reward.server, server_client"
     without, served, ppo = shown("grpo"), shown("grpo", "", "reward.serve=true"), shown("ppo")
-    assert line in without and "\n  client " not in without and "reward.model.path=" not in without
-    assert line not in served and "\n  client " in served and "  reward.model.path=" in served
-    assert "\n  client " in ppo and "\n  critic " in ppo
-    assert "\n  client " not in shown("annotate") and "\n  client " in shown("annotate", "", "algorithm.served_by=runs/x")
+    assert line in without and "\n  server_client " not in without and "reward.model.path=" not in without
+    assert line not in served and "\n  server_client " in served and "  reward.model.path=" in served
+    assert "\n  server_client " in ppo and "\n  critic " in ppo
+    assert "\n  server_client " not in shown("annotate") and "\n  server_client " in shown("annotate", "", "algorithm.served_by=runs/x")
     assert "rollout.vllm (" not in shown("grpo") and "without rollout.engine=vllm: rollout.vllm" in without
     assert "(not used without reward.serve=true)" in shown("grpo", "reward")
 

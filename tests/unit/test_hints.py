@@ -141,13 +141,13 @@ def test_all_unknown_keys_at_once(tmp_path) -> None:
     schema = recipes()["grpo"].config
     given = ["data.train=x", f"hydra.searchpath=[file://{tmp_path / 'own'}]", "algorithm=mine", "loop.max_steps=0"]
     with pytest.raises(ConfigError) as caught:
-        compose(schema, "grpo", [*given, "learning_rate=1", "+trainer={ppo: {max_steps: 3}}", "reward.functions.a={functoin: b}"])
+        compose(schema, "grpo", [*given, "learning_rate=1", "+trainer={ppo: {max_steps: 3}}", "reward.functions.a={pathh: b}"])
     first, *lines = str(caught.value).split("\n  ")
     assert first == "5 unknown settings"
     assert lines == [
         "learning_rate in 'learning_rate=1': did you mean optimizer.lr?",
         "trainer.ppo.max_steps in '+trainer={ppo: {max_steps: 3}}': did you mean loop.max_steps?",
-        "reward.functions.a.functoin in 'reward.functions.a={functoin: b}': did you mean reward.functions.a.path?",
+        "reward.functions.a.pathh in 'reward.functions.a={pathh: b}': did you mean reward.functions.a.path?",
         f"algorithm.kl_beta in {own / 'mine.yaml'}: did you mean algorithm.kl_coef?",
         f"algorithm.nested.deep in {own / 'mine.yaml'}: see --help algorithm",
     ]

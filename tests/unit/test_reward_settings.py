@@ -64,8 +64,8 @@ def test_in_yaml_and_changed_or_removed_afterwards(parts):
     assert list(parts(text=YAML)) == ["one", "two"]
     settings = ["reward.functions.one.weight=3", "reward.functions.one.arguments.y=2", "~reward.functions.two"]
     assert parts(*settings, text=YAML) == {"one": NamedRewardConfig(path="a:b", weight=3.0, arguments={"x": 1, "y": 2})}
-    with pytest.raises(ConfigError, match="unknown setting reward.functions.three.functoin .*did you mean reward.functions.three.path"):
-        parts(text=YAML + "    three: {functoin: a:b}\n")
+    with pytest.raises(ConfigError, match="unknown setting reward.functions.three.pathh .*did you mean reward.functions.three.path"):
+        parts(text=YAML + "    three: {pathh: a:b}\n")
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,8 @@ def judge(context: Context, seen: Mapping[int, Machine]) -> Finding:
     figures |= {"gpu_gib": min(machine.gpu_bytes for machine in seen.values()) / GIB}
     crowded = [rank for rank, machine in seen.items() if allocation.nodes.count(allocation.nodes[rank]) > machine.gpus > 1]
     if crowded:
-        text = f"{who(allocation, crowded)}: {seen[crowded[0]].gpus} GPUs for {allocation.nodes.count(allocation.nodes[crowded[0]])} ranks of the node"
+        ranks_there = allocation.nodes.count(allocation.nodes[crowded[0]])
+        text = f"{who(allocation, crowded)}: {seen[crowded[0]].gpus} GPUs for {ranks_there} ranks of the node"
         return Finding(level=Level.fatal, found=text, advice="as many tasks per node as it has GPUs", figures=figures)
     if others := [rank for rank, machine in seen.items() if machine.gpu != first.gpu]:
         text = f"{who(allocation, others)}: {seen[others[0]].gpu} and not {first.gpu}"

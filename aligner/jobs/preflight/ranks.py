@@ -47,7 +47,8 @@ def _meet(context: Context) -> Place:
 def _judge_ranks(context: Context, seen: Mapping[int, Place]) -> Finding:
     allocation = context.allocation
     if strays := [rank for rank, place in seen.items() if place.world_size != allocation.size]:
-        text = f"{who(allocation, strays)} {'was' if len(strays) == 1 else 'were'} told of {seen[strays[0]].world_size} ranks, rank 0 of {allocation.size}"
+        told = f"{'was' if len(strays) == 1 else 'were'} told of {seen[strays[0]].world_size} ranks"
+        text = f"{who(allocation, strays)} {told}, rank 0 of {allocation.size}"
         return Finding(level=Level.fatal, found=text, advice="start all ranks with one srun, torchrun or mpiexec")
     per_node = Counter(allocation.nodes)
     sizes = sorted(set(per_node.values()))

@@ -12,7 +12,7 @@ from aligner.algorithms.ppo import PPO, PPOConfig
 from aligner.data.collate import rollout_batch
 from aligner.errors import RollBack, RunHalted
 from aligner.loop.loop import Clock, LoopConfig, StepResult, run
-from aligner.loop.skipped_steps import SkippedStepsFile
+from aligner.loop.skipped_steps import FORMER_NAME, SkippedStepsFile
 from aligner.models.guard import SKIPPED, SKIPPED_IN_A_ROW, GuardConfig, NonFinite, NonFiniteReward
 from aligner.online.collect import ScoredRollouts, Scorers, collect, response_metrics
 
@@ -158,5 +158,14 @@ def test_a_run_is_not_rolled_back_for_ever(tmp_path):
     SkippedStepsFile(path, most=1).add(3, "the gradient is not finite")
     skipped_steps = SkippedStepsFile(path, most=1)
     assert skipped_steps.steps == {3}
-    with pytest.raises(RunHalted, match=r"rolled back enough \(guard.max_roll_backs=1; steps left out: 3\)"):
+    with pytest.raises(RunHalted, match=r"rolled back enough \(guard.max_roll_backs=1; steps skipped: 3\)"):
         run_steps(Steps(saved=4, bad=5), skipped_steps)
+
+
+def test_the_list_of_a_run_that_was_started_under_the_files_former_name(tmp_path):
+    path = tmp_path / "skipped_steps.json"
+    path.with_name(FORMER_NAME).write_text('{"4": "a NaN"}')
+    skipped_steps = SkippedStepsFile(path, most=3)
+    assert skipped_steps.steps == {4}
+    skipped_steps.add(6, "another")
+    assert SkippedStepsFile(path, most=3).steps == {4, 6}

@@ -103,7 +103,7 @@ def task(make_task, fakes):
             [],
             engine=Engine(Replica()),
             reward=Judge(fakes, reward),
-            accuracy=None if accuracy is None else Judge(fakes, accuracy),
+            validation_scorer=None if accuracy is None else Judge(fakes, accuracy),
             validation_sampling=SamplingConfig(temperature=0.0, max_response_length=3),
             validation_config=config,
         )
@@ -161,8 +161,9 @@ def test_responses_without_a_score_count_as_not_sampled(task) -> None:
 
 @pytest.mark.parametrize("config", [ValidationConfig(), ValidationConfig(num_samples=3), ValidationConfig(num_samples=8, k=[8, 5])])
 def test_what_is_reported_is_what_the_settings_say(task, config) -> None:
-    for accuracy in (None, lambda number, length: 1.0):
-        assert set(validate(task(config, accuracy=accuracy))) == set(config.reports(has_accuracy=accuracy is not None))
+    judged = replace(config, scorer=RewardFunctionConfig(path="module:name"))
+    assert set(validate(task(config))) == set(config.reports())
+    assert set(validate(task(judged, accuracy=lambda number, length: 1.0))) == set(judged.reports())
 
 
 def test_default_k() -> None:
@@ -188,16 +189,17 @@ def test_a_best_metric_that_is_not_reported_is_refused_at_the_start() -> None:
     data = PromptDataConfig(validation="held_out.jsonl")
     best = CheckpointConfig(best_metric="validation/pass@4")
     sampled = ValidationConfig(num_samples=4)
-    judged = RewardFunctionConfig(path="module:name")
+    scorer = RewardFunctionConfig(path="module:name")
+    judged = replace(sampled, scorer=scorer)
     for recipe in (TrainGRPO, TrainPPO):
-        made = recipe(checkpoint=best, loop=VALIDATE, data=data, validation=sampled, accuracy=judged)
-        assert made.validation is sampled
+        made = recipe(checkpoint=best, loop=VALIDATE, data=data, validation=judged)
+        assert made.validation is judged
         with pytest.raises(
             ConfigError, match=r"best_metric=validation/pass@4: .* accuracy, mean@n and pass@k need validation\.scorer\.path"
         ):
             recipe(checkpoint=best, loop=VALIDATE, data=data, validation=sampled)
         with pytest.raises(ConfigError, match="best_metric=validation/pass@4: validation reports validation/reward, .*accuracy$"):
-            recipe(checkpoint=best, loop=VALIDATE, data=data, accuracy=judged)
+            recipe(checkpoint=best, loop=VALIDATE, data=data, validation=ValidationConfig(scorer=scorer))
     pairs, examples = PreferenceDataConfig(validation="held_out.jsonl"), SFTDataConfig(validation="held_out.jsonl")
     for recipe, held_out, metric in ((TrainSFT, examples, "loss"), (TrainDPO, pairs, "margin"), (TrainRewardModel, pairs, "accuracy")):
         recipe(checkpoint=CheckpointConfig(best_metric=f"validation/{metric}"), loop=VALIDATE, data=held_out)
