@@ -136,8 +136,14 @@ def composing(schema: type, name: str, overrides: Sequence[str], folders: Sequen
 
 
 def search_path(overrides: Sequence[str]) -> tuple[list[Path | str], list[str]]:
-    """(what overrides of hydra.searchpath name: directories, or places that Hydra alone can read; the other overrides)."""
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    """(what overrides of hydra.searchpath name: directories, or places that Hydra alone can read; the other overrides).
+
+    Raises ConfigError for a text that is no override.
+    """
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise explain(error, ()) from error
     named = [str(place) for one in parsed if one.key_or_group == "hydra.searchpath" for place in one.value() or []]
     places = [Path(place.removeprefix("file://")) if "://" not in place or place.startswith("file://") else place for place in named]
     for place in places:

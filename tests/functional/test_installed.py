@@ -1,0 +1,78 @@
+"""The package as users have it: a wheel in an environment of its own, without the checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+from training_jobs import ROOT, tiny_settings, write_task
+
+TIMEOUT = 400
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The bin/ of an environment with a wheel of this checkout. Its dependencies are this environment's, without this one's aligner."""
+    folder = tmp_path_factory.mktemp("installed")
+    ignored = shutil.ignore_patterns(".git", ".venv*", "build", "runs", "*.egg-info", ".*_cache", "__pycache__")
+    source = shutil.copytree(ROOT, folder / "source", ignore=ignored)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", f"--wheel-dir={folder}", str(source)]
+    subprocess.run(command, check=True, timeout=TIMEOUT)
+    shutil.rmtree(source)
+    venv.create(folder / "venv", with_pip=False, symlinks=True)
+    packages = next((folder / "venv" / "lib").glob("python*")) / "site-packages"
+    (wheel,) = folder.glob("*.whl")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", f"--target={packages}", str(wheel)]
+    subprocess.run(install, check=True, timeout=TIMEOUT)
+    (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # files *.pth in it are not read
+    return folder / "venv" / "bin"
+
+
+def run(installed: Path, folder: Path, *arguments: str, code: int = 0) -> str:
+    """What `aligner arguments` prints, started in an empty directory."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    command = [str(installed / "python"), "-m", "aligner.cli", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def test_a_wheel_trains(installed: Path, tmp_path: Path) -> None:
+    where = subprocess.run(
+        [installed / "python", "-c", "import aligner; print(aligner.__file__)"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert Path(where.stdout.strip()).is_relative_to(installed.parent)
+    write_task(tmp_path)
+    settings = [*tiny_settings(tmp_path), "reward.function.path=aligner.rewards.builtin:length", "loop.max_steps=1", "run.directory=run"]
+    settings += ["algorithm.prompts_per_step=4", "algorithm.group_size=2", "algorithm.mini_batch_size=8"]
+    assert "actor finished" in run(installed, tmp_path, "launch", "local", "grpo", *settings)
+    assert (tmp_path / "run" / "done.json").is_file() and (tmp_path / "run" / "export" / "config.json").is_file()
+    assert "already" in run(installed, tmp_path, "train", "grpo", *settings)
+    run(installed, tmp_path, "convert", "--from-hf", "run/export", "--to-megatron", "converted")
+    run(installed, tmp_path, "report", "run")
+
+
+def test_a_wheel_has_configs_scripts_and_examples(installed: Path, tmp_path: Path) -> None:
+    assert "actor on 128 ranks" in run(installed, tmp_path, "plan", "ppo_70b")
+    script = run(installed, tmp_path, "launch", "slurm", "ppo_70b", "--dry-run")
+    package = next(installed.parent.glob("lib/python*/site-packages/aligner"))
+    shipped = (package / "slurm" / "ppo_70b.sub").read_text()
+    assert [line for line in script.splitlines() if line.startswith("#SBATCH")] == [
+        x for x in shipped.splitlines() if x.startswith("#SBATCH")
+    ]
+    assert (package / "examples" / "nlp" / "train_grpo.py").is_file() and (package / "examples" / "nlp" / "data" / "gsm8k.py").is_file()
+    assert "reward.parallel.pp=0" in run(installed, tmp_path, "serve", "reward", "ppo", "reward.parallel.pp=0", "data.train=x", code=2)
+
+
+def test_the_demo_of_a_wheel(installed: Path, tmp_path: Path) -> None:
+    """Not to its end: three PPO steps teach nothing, which is an error."""
+    out = run(installed, tmp_path, "demo", "--steps", "3", "--directory", "demo", code=1)
+    records = [json.loads(line) for line in (tmp_path / "demo" / "ppo" / "metrics.jsonl").read_text().splitlines()]
+    assert len(records) == 3 and "ppo" in out

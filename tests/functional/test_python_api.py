@@ -1,0 +1,84 @@
+"""`aligner.train`: what a notebook gives it, and what comes back."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+from training_jobs import write_task
+
+import aligner
+from aligner.errors import AlignerError, ConfigError
+
+ARCHITECTURE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 64}
+ARCHITECTURE["max_position_embeddings"] = 32
+ROWS = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(4) for b in range(4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("api")
+    write_task(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def sft(folder: Path) -> aligner.Result:
+    """SFT of a new model on rows, with settings as sections and as keys."""
+    model = {
+        "tokenizer": folder / "tokenizer",
+        "architecture": ARCHITECTURE | {"max_position_embeddings": 32},
+        "make_vocab_divisible_by": 2,
+    }
+    sections = {"data": {"train": ROWS, "max_length": 16}, "optimizer": {"lr": 1e-3}}
+    return aligner.train("sft", model=model, max_steps=2, directory=folder / "sft", **sections, **{"algorithm.batch_size": 8})
+
+
+def test_the_result_is_what_the_run_left(sft: aligner.Result, folder: Path) -> None:
+    assert [record["step"] for record in sft.metrics] == [1, 2] and sft.metrics[0]["optim/lr"] <= 1e-3
+    assert sft.checkpoint == folder / "sft" / "checkpoints" / "policy" / "step_000002"
+    model, tokenizer = sft.model(), sft.tokenizer()
+    assert isinstance(model, transformers.PreTrainedModel) and model.config.num_hidden_layers == 1
+    assert tokenizer.decode(tokenizer("3+4=")["input_ids"]).endswith("3+4=")
+    assert [json.loads(line) for line in (folder / "sft" / "given" / "data_train.jsonl").read_text().splitlines()] == ROWS
+
+
+def test_a_function_with_what_it_closes_over_is_the_reward(sft: aligner.Result, folder: Path) -> None:
+    bonus = 0.25
+    prompts = [{"prompt": row["prompt"], "answer": row["response"]} for row in ROWS]
+    settings = {"algorithm.prompts_per_step": 4, "algorithm.group_size": 2, "algorithm.mini_batch_size": 8, "algorithm.kl_coef": 0.0}
+    settings |= {"rollout.sampling.max_response_length": 4, "data.max_prompt_length": 8, "model.make_vocab_divisible_by": 2}
+
+    def reward(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
+        return [len(response) + bonus for response in responses]
+
+    where, path = folder / "grpo", sft.checkpoint
+    grpo = aligner.train(
+        "grpo", model=path, data=prompts, reward=reward, max_steps=1, directory=where, overrides=["algorithm=dr_grpo"], **settings
+    )
+    row = json.loads(next((where / "rollouts").glob("*.jsonl")).read_text().splitlines()[0])
+    assert row["reward"] == len(row["response"]) + bonus
+    assert (grpo.directory, len(grpo.metrics)) == (where, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"learning_rate": 3}, ConfigError, "unknown setting learning_rate in 'learning_rate=3': did you mean optimizer.lr?"),
+        ({"max_steps": 0}, ConfigError, "loop.max_steps=0: must be at least 1"),
+        ({"data": [3]}, ConfigError, "data.train: row 0 is no mapping of names to texts and numbers"),
+        ({"data": [{"promt": "3+4=", "response": "7"}]}, AlignerError, "data_train.jsonl:1"),
+    ],
+)
+def test_refusals_name_the_setting_or_the_row(sft: aligner.Result, tmp_path: Path, settings, error, text: str) -> None:
+    given = {"model": sft.export, "data": ROWS, "max_steps": 1, "directory": tmp_path / "run"} | settings
+    with pytest.raises(error, match=re.escape(text)):
+        aligner.train("sft", **given)
+
+
+def test_a_recipe_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match="there is no config 'gropo': did you mean grpo?"):
+        aligner.train("gropo")
