@@ -29,7 +29,7 @@ NUM_KEPT = 16  # prompts whose greedy responses a run keeps
 
 @dataclass(kw_only=True, slots=True)
 class ValidationConfig:
-    """What is sampled for a validation besides one greedy response per prompt."""
+    """Sampling settings of a validation, besides one greedy response per prompt."""
 
     num_samples: int = 0  # sampled responses per prompt; 0: none
     temperature: float = 1.0  # of the sampled responses
@@ -71,9 +71,9 @@ def _as_they_are(collected: ScoredRollouts) -> ScoredRollouts:
 
 
 def validate(task: OnlineTask, rejudge: Rejudge = _as_they_are) -> dict[str, float]:
-    """The metrics of `ValidationConfig.reports`, NaN where nothing was judged; none without validation prompts. Collective.
+    """The metrics of `ValidationConfig.reports`, NaN if nothing was judged; none without validation prompts. Collective.
 
-    `rejudge` is given what was sampled, with the task's rewards, before anything is made of it.
+    `rejudge` gets the samples with the task's rewards, before any metric is computed.
     """
     if not task.validation:
         return {}

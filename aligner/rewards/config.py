@@ -11,7 +11,7 @@ from aligner.errors import ConfigError
 
 
 class OnError(str, Enum):
-    """What a failure of a reward function leads to."""
+    """How to treat a failure of a reward function."""
 
     stop = "stop"  # the run ends, naming the sample
     invalid = "invalid"  # the sample gets no reward and is left out and counted: the one that fails alone, or all of a call that hangs
@@ -19,7 +19,7 @@ class OnError(str, Enum):
 
 @dataclass(kw_only=True, slots=True)
 class RewardFunctionConfig:
-    """`function` is `package.module:name`, `package.module.name` or `path/to/file.py:name`; empty where a reward model is used instead.
+    """`function` is `package.module:name`, `package.module.name` or `path/to/file.py:name`; empty if a reward model is used instead.
 
     With `arguments`, the name is that of a factory, called with them once, which returns the reward function
     (`aligner.rewards.builtin:fixed_string` with `{target: hello}`).
