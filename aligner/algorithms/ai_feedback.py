@@ -1,6 +1,6 @@
 """Preferences from a language model (Bai et al. 2022, 2212.08073, section 4.1): the odds that it gives (A) over (B).
 
-Both responses are asked about in both orders. With d1 the log-odds of the first response where it is (A), and d2 where it is (B),
+Both responses are asked about in both orders. With d1 the log-odds of the first response when it is (A), and d2 when it is (B),
 
     log-odds = (d1 + d2) / 2        position bias = (d1 - d2) / 2,
 
@@ -44,7 +44,7 @@ class JudgeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """What a judge says of two responses: for every question the log-odds that the first is better where it is (A), and where it is (B).
+    """What a judge says of two responses: for every question the log-odds that the first is better when it is (A), and when it is (B).
 
     `mass`: how much of the probability was on the two answers, in the mean; little says that the questions were not understood.
     """
@@ -64,7 +64,7 @@ class Judgement:
 
     @property
     def entropy(self) -> float:
-        """Of this probability, in nats: ln 2 where the judge cannot tell."""
+        """Of this probability, in nats: ln 2 if the judge cannot tell."""
         parts = (sigmoid(self.margin), sigmoid(-self.margin))
         return -sum(p * math.log(p) for p in parts if p)
 
@@ -102,9 +102,9 @@ class Judge:
     heartbeat: Callable[[], None] = lambda: None
 
     def compare(self, asked: Sequence[Sequence[Question]], sources: Sequence[str]) -> list[Judgement | None]:
-        """Of every two responses, about which all of these questions are asked; None where one of them is too long.
+        """Judgements of pairs of responses, each asked all of its questions; None if a question is too long.
 
-        Raises RunHalted where log-probs are not finite.
+        Raises RunHalted if log-probs are not finite.
         """
         rows = [self._rows(questions, source) for questions, source in zip(asked, sources, strict=True)]
         scored = iter(self._scores([row for some in rows for row in some or ()]))
@@ -143,7 +143,7 @@ class Judge:
 
 
 def judgement_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
-    """Means over comparisons; empty where there is none."""
+    """Means over comparisons; empty if there is none."""
     if not judgements:
         return {}
     count = len(judgements)

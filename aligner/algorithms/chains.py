@@ -1,4 +1,4 @@
-"""Chains of Constitutional AI (see `constitution.py`): settings, what is made of a prompt, and the records that come of it."""
+"""Chains of Constitutional AI (see `constitution.py`): settings, the chain of a prompt, and its records."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Learnt(str, Enum):
 
 
 class Broken(str, Enum):
-    """What becomes of a chain in which a step goes wrong."""
+    """How to treat a chain in which a step fails."""
 
     drop = "drop"  # it is left out
     shorten = "shorten"  # it ends with its last whole revision, if it has one
@@ -95,7 +95,7 @@ class Round:
 
 @dataclass(kw_only=True, slots=True)
 class Chain:
-    """What was made of a case. `fault` says what went wrong, '' for nothing: the chain ends there."""
+    """The chain of a case. `fault` names what failed ('' if nothing did); the chain ends there."""
 
     case: Case
     number: int  # of the case's chains
@@ -123,7 +123,7 @@ class Pair:
 
 
 def supervised_records(trace: Mapping[str, Any]) -> list[Record]:
-    """What is learnt of a trace, as `train_sft` reads it: `{prompt, response}`, with how the response came to be."""
+    """The training records of a trace, as `train_sft` reads them: `{prompt, response}`, with how the response came to be."""
     rounds = trace["rounds"]
     return [
         {
@@ -162,7 +162,7 @@ def preference_records(trace: Mapping[str, Any]) -> list[Record]:
 
 
 def discards_of(trace: Mapping[str, Any]) -> list[str]:
-    """What of a trace is not used, and why: `left_out/<name>` or `shortened/<name>` of a chain, `left_out/comparison_<name>`."""
+    """The unused parts of a trace, with reasons: `left_out/<name>` or `shortened/<name>` of a chain, `left_out/comparison_<name>`."""
     fault, comparison = trace["fault"], trace.get("comparison", {"left_out": ""})
     found = [f"{'shortened' if trace['learnt'] else 'left_out'}/{fault}"] if fault else []
     reason = comparison["left_out"]
@@ -233,7 +233,7 @@ def comparison_of(case: Case, pair: Pair, judgement: Judgement | None, config: C
 
 
 def check_constitution(constitution: Constitution, config: Any) -> None:
-    """Raise DataError where no principle asks for what the job does."""
+    """Raise DataError if no principle asks for what the job does."""
     where = config.data.constitution
     if config.algorithm.num_revisions and not constitution.revising:
         raise DataError(f"{where}: no principle has critique_request and revision_request (algorithm.num_revisions=0 needs none)")
@@ -244,7 +244,7 @@ def check_constitution(constitution: Constitution, config: Any) -> None:
 def publish_feedback(parts: Parts, folder: Path, *, constitution: Constitution, wanted: Sequence[str]) -> str:
     """Write the parts as the files that training reads, and a report of what was left out. What to say of it.
 
-    Raises DataError where a file that was wanted has no record; all files are there nevertheless.
+    Raises DataError if a file that was wanted has no record; all files are there nevertheless.
     """
     counts: Counter[str] = Counter()
     for part in range(parts.num_parts):

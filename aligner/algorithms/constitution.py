@@ -1,7 +1,7 @@
 """Constitutional AI (Bai et al. 2022, 2212.08073): a model answers, criticises and revises its answers by written principles, and says
-which of two responses is better. What comes of it are supervised records and preferences; no person judges.
+which of two responses is better. The output is supervised records and preferences; no person judges.
 
-A prompt's *chain*: a response; then in every round a principle by chance, a critique of the newest response by it, and a revision. Where a
+A prompt's *chain*: a response; then in every round a principle by chance, a critique of the newest response by it, and a revision. If a
 step goes wrong (cut at the longest length, empty, no text, no room for what it needs) the chain ends, under the name of what went wrong;
 nothing of that step is used. Everything is a function of weights, records, settings and seeds: a part that is made again is the same.
 """
@@ -223,7 +223,7 @@ class Constitutional:
 
 
 def text_sampling(sampling: SamplingConfig) -> SamplingConfig:
-    """The settings for plain text, where a model goes on with the next turn unless it is stopped."""
+    """The settings for plain text, where a model continues with the next turn unless it is stopped."""
     return replace(sampling, stop_strings=[*sampling.stop_strings, *(mark for mark in MARKS if mark not in sampling.stop_strings)])
 
 

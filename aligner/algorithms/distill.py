@@ -1,12 +1,12 @@
-"""Knowledge distillation (Hinton et al. 2015, 1503.02531) on what a teacher said beforehand: its K likeliest tokens in each place.
+"""Knowledge distillation (Hinton et al. 2015, 1503.02531) from stored log-probs of a teacher's K likeliest tokens at each position.
 
 One step: a batch of examples with the teacher's log-probs; one update of the policy (the student) on
 
-    divergence(teacher, student) + ce_coef * (-log pi)        per learnt token
+    divergence(teacher, student) + ce_coef * (-log pi)        per trained token
 
 of both distributions renormalised over the K tokens, or with all other tokens as one more outcome.
 
-Against `sft.py`: what is learnt of a token is how likely all of the teacher's K were, not which one is in the data. Against
+Against `sft.py`: each position teaches how likely all of the teacher's K tokens were, not which one is in the data. Against
 `online_distillation.py`: the text is the data's, not the student's own, and the teacher need not be there, so it may be of any size and
 layout.
 """
@@ -91,7 +91,7 @@ class Student(Policy, Protocol):
 
 
 def distillation_terms(outputs: TokenOutputs, batch: DistillationBatch, *, ce_coef: float, **settings: Any) -> LossOutput:
-    """Divergence and, times `ce_coef`, cross-entropy: sums over learnt tokens; count: those tokens. `settings` of `distillation_loss`.
+    """Divergence and, times `ce_coef`, cross-entropy: sums over trained tokens; count: those tokens. `settings` of `distillation_loss`.
 
     Metrics: distillation/loss (the divergence, nats per token), distillation/agreement, distillation/nll.
     """

@@ -1,14 +1,14 @@
-"""Direct preference optimisation (Rafailov et al. 2023, 2305.18290) and its kin: every loss of `aligner.losses.pairs`.
+"""Direct preference optimisation (Rafailov et al. 2023, 2305.18290) and its variants: every loss of `aligner.losses.pairs`.
 
 One step: a batch of pairs of responses; the frozen reference's log-probs of both; one update of the policy on
 
     -log sigma(beta ((l_chosen - ref_chosen) - (l_rejected - ref_rejected)))
 
 Against a reward model with PPO (`reward_model.py`, `ppo.py`): the same pairs, but the reward is implicit, beta log(pi / ref), so that
-nothing is sampled and no critic is learnt. Against `sft.py`: the rejected response pushes back, the reference holds in place. Losses
+nothing is sampled and no critic is trained. Against `sft.py`: the rejected response pushes back, the reference holds in place. Losses
 without a reference (SimPO, CPO, ORPO) make one pass less per step, and keep no second copy of the weights.
 
-The reference's log-probs of a pair never change, but for last bits that hang on the shape of a batch. `reference=live` computes them for
+The reference's log-probs of a pair never change, except for last bits that depend on the batch's shape. `reference=live` computes them for
 every batch in the shape that the policy will see, so that at the first step the two are equal to the last bit and D is exactly 0; it costs
 a second copy of the weights in host memory, their way to the device, and a pass without backward half per step. `reference=precomputed`
 reads them from files that were written before the first step (`aligner.loop.stored_reference`): one pass in all, and no copy. They differ
@@ -70,7 +70,7 @@ class PairLossConfig:
 
     @property
     def variant(self) -> DPOVariant | UserPairLoss:
-        """What the loss needs. A function of the user's is not imported: it raises ValueError if it is called."""
+        """The variant's requirements. A user's function is not imported: calling it raises ValueError."""
         return named("algorithm.loss", self.loss, DPOVariant) or UserPairLoss(value=self.loss, function=_not_imported)
 
     def resolved_loss(self) -> DPOVariant | UserPairLoss:
@@ -152,7 +152,7 @@ class Reference(Protocol):
 class DPO(Stateless):
     """The algorithm over its parts. Every rank constructs one.
 
-    `reference`: None where the loss needs none, or the pairs bring its log-probs. Raises DataError where the loss learns how much better a
+    `reference`: None if the loss needs none, or the pairs bring its log-probs. Raises DataError if the loss learns how much better a
     response is, and no training pair says that.
     """
 
@@ -194,7 +194,7 @@ class DPO(Stateless):
         return StepResult(metrics=metrics | {"data/epoch": self.order.epoch(step)})
 
     def validate(self) -> Mapping[str, float]:
-        """The loss and what goes with it on the validation pairs, as `validation/*`."""
+        """Loss and metrics on the validation pairs, as `validation/*`."""
         if not self._validation:
             self._validation = [self._with_reference(pairs) for pairs in self._held_out]
         parts = [self._judge(batch) for batch in self._validation]
@@ -238,7 +238,7 @@ class TrainDPO(TrainerRun):
 
 
 def build(job: TrainerJob[TrainDPO]) -> Built | None:
-    """The reference, where the loss has one, is the model that the run starts from."""
+    """The reference, if the loss has one, is the model that the run starts from."""
     settings = job.config.algorithm
     train, validation = job.load(load_preferences)
     policy = job.policy()

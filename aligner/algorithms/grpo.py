@@ -1,11 +1,11 @@
-"""Policy gradients without a critic: group relative policy optimisation (Shao et al. 2024, 2402.03300) and its kin.
+"""Policy gradients without a critic: group relative policy optimisation (Shao et al. 2024, 2402.03300) and its variants.
 
 One step: sample `group_size` responses to each prompt. `advantage_estimator` chooses what their rewards are compared with (the group's
 mean, the other responses, a greedy one, nothing: `aligner.losses.advantages`), `objective` what the policy minimises. The KL to the
 reference is a term of the loss, or is subtracted from the rewards of single tokens (`kl_in`). The presets under conf/grpo/algorithm are
 the papers' choices.
 
-Where a step's rollouts are used for exactly one update, the policy that is trained is the one that sampled: the ratio is 1 with gradient,
+If a step's rollouts are used for exactly one update, the trained policy is the one that sampled: the ratio is 1 with gradient,
 and no separate pass for the old log-probs is made (unless the KL in the reward needs them).
 """
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class KLIn(str, Enum):
-    """Where the KL to the reference holds the policy back."""
+    """Where the KL to the reference enters."""
 
     loss = "loss"  # a term with gradient of its own
     reward = "reward"  # taken off the reward of every token; of the policy that sampled, without gradient
@@ -56,7 +56,7 @@ class KLIn(str, Enum):
 
 @dataclass(kw_only=True, slots=True)
 class GRPOConfig(PolicyGradientConfig):
-    """Settings of GRPO and its kin."""
+    """Settings of GRPO and its variants."""
 
     prompts_per_step: int = 64  # prompts of a training step, each with group_size responses
     group_size: int = 8  # responses per prompt
@@ -95,7 +95,7 @@ class GRPOConfig(PolicyGradientConfig):
 
     @property
     def rollouts_per_step(self) -> int:
-        """Responses learnt from in one training step."""
+        """Responses that one training step learns from."""
         return self.prompts_per_step * self.group_size
 
     @property
@@ -114,7 +114,7 @@ class GRPOConfig(PolicyGradientConfig):
 
     @property
     def warnings(self) -> list[str]:
-        """What is allowed and hardly wanted."""
+        """Settings that are allowed but probably a mistake."""
         if self.needs_reference and self.kl_in is KLIn.loss and self.kl_estimator is KLEstimator.k1:
             return ["algorithm.kl_estimator=k1 in the loss holds nothing: its gradient is 0 on average (k2, k3, or kl_in=reward do)"]
         return []
@@ -171,7 +171,7 @@ class GRPO:
     ) -> PolicyBatch:
         """Advantages of one batch of rollouts with shaped rewards, whose rows are in group order.
 
-        Rows without a valid reward are not learnt from, nor is a row that is then alone in a group that is compared; the statistics of a
+        Rows without a valid reward are not trained on, nor is a row that is then alone in a group that is compared; the statistics of a
         group are those of the others.
         """
         config, mask, valid = self.config, batch.loss_mask, collected.valid
@@ -207,7 +207,7 @@ class GRPO:
         )
 
     def loss(self) -> Loss:
-        """The policy loss with the KL's coefficient of now."""
+        """The policy loss with the current KL coefficient."""
         config = self.config
         kl_coef = self.kl_coef if config.kl_in is KLIn.loss else 0.0
         return config.loss(max_response_length=self.task.max_response_length, kl_coef=kl_coef, kl_estimator=config.kl_estimator)
@@ -270,7 +270,7 @@ COLUMNS = (
 
 @dataclass(kw_only=True, slots=True)
 class TrainGRPO(OnlineRun):
-    """GRPO and its kin (conf/grpo/grpo.yaml)."""
+    """GRPO and its variants (conf/grpo/grpo.yaml)."""
 
     algorithm: GRPOConfig = field(default_factory=GRPOConfig)
 

@@ -1,11 +1,11 @@
 """Training in iterations on pairs of the policy's own responses: what SPIN (`spin.py`) and self-rewarding (`self_rewarding.py`) share.
 
-Iteration i: the policy of now becomes the reference and answers the iteration's prompts; pairs are made of what it wrote; then
+Iteration i: the current policy becomes the reference and answers the iteration's prompts; pairs are made of what it wrote; then
 `epochs_per_iteration` passes over them with a loss of `aligner.losses.pairs`. An iteration has as many steps as all of its prompts would
 need, so that `loop.max_steps` says how many iterations there are, whatever becomes of the pairs.
 
 Whatever is made for an iteration is kept in files, a part at a time, and is a function of weights, prompts, settings and seeds alone: a run
-that is killed goes on with the parts that it had, in the middle of an iteration or of what comes before it.
+that is killed continues with the parts that it had, in the middle of an iteration or of what comes before it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Item = TypeVar("Item")
 
 @dataclass(kw_only=True, slots=True)
 class IterationConfig(PairLossConfig):
-    """How an iteration is made and learnt from, under `algorithm.`."""
+    """Settings of an iteration's sampling and training, under `algorithm.`."""
 
     batch_size: int = 64  # pairs per update
     prompts_per_iteration: int = 0  # 0: all of them
@@ -61,7 +61,7 @@ class IterationConfig(PairLossConfig):
 
     @property
     def rollouts_per_step(self) -> int:
-        """Responses sampled per training step, in the mean over an iteration, where each prompt gets one."""
+        """Mean number of responses sampled per training step over an iteration, if each prompt gets one."""
         return -(-self.batch_size // self.epochs_per_iteration)
 
     @property
@@ -72,7 +72,7 @@ class IterationConfig(PairLossConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What the policy wrote; `ended` where it stopped by itself. `reward`: None where there is none."""
+    """What the policy wrote; `ended`: it stopped by itself. `reward`: None if there is none."""
 
     tokens: tuple[int, ...]
     ended: bool
@@ -80,13 +80,13 @@ class Answer:
 
 
 class SampleStore(Protocol[Item]):
-    """Files of what an iteration is made of, a part at a time. Collective; every rank gets what was read."""
+    """The files of an iteration, part by part. Collective; every rank gets the contents."""
 
     def read(self, name: str, part: int) -> list[Item] | None:
-        """None where that part has not been written whole."""
+        """None if that part has not been written whole."""
 
     def write(self, name: str, part: int, items: Sequence[Item]) -> None:
-        """All of it, or nothing where the process ends meanwhile."""
+        """All of it, or nothing if the process ends meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +107,7 @@ class PairIterations(Stateless, ABC):
     """The algorithm over its parts, but for how pairs are made of responses. Every rank constructs one.
 
     `prompts` are those of data.train; `group_size` responses are sampled to each. `settings`: text that says how; files of other settings
-    are not gone on with. `rewarded`: the task's reward judges the responses, and is kept with them.
+    are ignored. `rewarded`: the task's reward judges the responses, and is kept with them.
     """
 
     area: ClassVar[str]  # of the metric that says which iteration it is
@@ -148,15 +148,15 @@ class PairIterations(Stateless, ABC):
 
     @abstractmethod
     def prepare(self, iteration: Iteration, answers: Sequence[Answer], clock: Clock) -> tuple[dict[str, float], Sequence[SampleRow]]:
-        """Make what is learnt from of the iteration's responses: metrics, and rows to show (none: the responses as they were sampled)."""
+        """Make the training pairs from the iteration's responses; returns metrics, and rows to show (none: the responses as sampled)."""
 
     @abstractmethod
     def recall(self, iteration: Iteration, answers: Sequence[Answer]) -> None:
-        """The same from files alone. Raises CheckpointError where they are no longer there."""
+        """The same from files alone. Raises CheckpointError if they are no longer there."""
 
     @abstractmethod
     def pairs(self, iteration: int, position: int) -> tuple[list[PreferencePair], dict[str, float]]:
-        """What step number `position` (from 0) of this iteration learns from, and what is to be said of it."""
+        """The pairs for step number `position` (from 0) of this iteration, and their metrics."""
 
     def step(self, step: int, clock: Clock) -> StepResult:
         iteration, position = divmod(step - 1, self.steps_per_iteration)
@@ -175,7 +175,7 @@ class PairIterations(Stateless, ABC):
         return {"iteration": self.iteration, "name": self.name, "reference_step": self.reference_step}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError where what the iteration is made of is no longer there."""
+        """Raises CheckpointError if the iteration's files are no longer there."""
         self.iteration, self.name, self.reference_step = state["iteration"], state["name"], state["reference_step"]
         if self.reference_step:
             self.reference.restore(self.reference_step)
@@ -199,7 +199,7 @@ class PairIterations(Stateless, ABC):
         return found
 
     def read(self, files: SampleStore[Item], iteration: Iteration, what: str) -> list[Item]:
-        """The items of all parts. Raises CheckpointError where one is missing, or damaged."""
+        """The items of all parts. Raises CheckpointError if one is missing, or damaged."""
         parts = [files.read(iteration.name, number) for number in range(len(iteration.parts))]
         if missing := [number for number, items in enumerate(parts) if items is None]:
             raise CheckpointError(f"part {missing[0]} of the {what} {iteration.name} of this run is no longer there, or damaged")
@@ -269,7 +269,7 @@ class PairIterations(Stateless, ABC):
 
 
 def answer_metrics(answers: Sequence[Answer]) -> dict[str, float]:
-    """What is said of an iteration's responses."""
+    """Metrics of an iteration's responses."""
     ended = sum(answer.ended for answer in answers)
     return {
         "rollout/response_length": sum(len(answer.tokens) for answer in answers) / len(answers),

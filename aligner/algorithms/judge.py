@@ -57,7 +57,7 @@ with this additive scoring model, we'll systematically attribute points based on
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rubric:
-    """What the judge is asked, and how its answer is read. Scores are from `lowest` to `highest`."""
+    """The judge's question, and how its answer is parsed. Scores are from `lowest` to `highest`."""
 
     template: str
     pattern: re.Pattern[str]
@@ -65,12 +65,12 @@ class Rubric:
     highest: float
 
     def ask(self, question: str, response: str) -> str:
-        """The judge's prompt. What looks like a placeholder in either text stays as it is."""
+        """The judge's prompt. Placeholders in the two texts are not replaced."""
         texts = {PROMPT: question, RESPONSE: response}
         return _PLACEHOLDER.sub(lambda found: texts[found[0]], self.template)
 
     def score(self, judgement: str) -> float | None:
-        """The last score that it names, as judges are asked to conclude with it; None where it names none that is in range."""
+        """The last score in the text, because judges are asked to conclude with it; None if none is in range."""
         found = self.pattern.findall(judgement)
         try:
             score = float(found[-1]) if found else None
@@ -80,7 +80,7 @@ class Rubric:
 
 
 def score_pattern(pattern: str) -> re.Pattern[str]:
-    """The pattern, compiled. Raises ConfigError where it is none, or has not exactly one group: the score."""
+    """The pattern, compiled. Raises ConfigError if it is none, or has not exactly one group: the score."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:
@@ -109,7 +109,7 @@ def read_template(path: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """All judgements of one response: their `texts`, and for each the score, or None where it does not parse.
+    """All judgements of one response: their `texts`, and for each the score, or None if it does not parse.
 
     No texts: the response was too long to be judged.
     """
@@ -119,7 +119,7 @@ class Judgement:
 
     @property
     def score(self) -> float | None:
-        """The mean of the scores; None where there is none."""
+        """The mean of the scores; None if there is none."""
         found = self.parsed
         return sum(found) / len(found) if found else None
 
@@ -130,7 +130,7 @@ class Judgement:
 
 
 class Judge:
-    """Asks the engine's weights of now. Every rank constructs one; `judge` is collective.
+    """Asks the engine with its current weights. Every rank constructs one; `judge` is collective.
 
     `ask(prompt, response)` gives the ids of the judge's prompt; those of more than `longest` are not judged. `read`: ids to text.
     """
@@ -211,7 +211,7 @@ class Asking:
 
 
 def rubric_of(settings: Any) -> Rubric:
-    """What the judge is asked. Raises ConfigError for a template that cannot be used."""
+    """The rubric of the config. Raises ConfigError for a template that cannot be used."""
     return Rubric(
         template=read_template(settings.judge_template),
         pattern=score_pattern(settings.score_pattern),
@@ -228,7 +228,7 @@ def longest_question(config: Any, tokenizer: Tokenizer) -> int:
 
 
 def ask_about(config: Any, train: Sequence[Prompt], validation: Sequence[Prompt], *, tokenizer: Tokenizer, context: int) -> Asking:
-    """The judge of responses to these prompts is asked as the policy is: through the chat template where they are.
+    """The judge of responses to these prompts is asked as the policy is: through the chat template if they are.
 
     Raises ConfigError for a template that cannot be used, or that leaves no room for the longest response and a judgement of it.
     """
@@ -246,7 +246,7 @@ def ask_about(config: Any, train: Sequence[Prompt], validation: Sequence[Prompt]
 
 
 def check_room(config: Any, template: int, context: int) -> None:
-    """Raise ConfigError where a judge's prompt (with a template of so many tokens) and its judgement may not fit the model's context."""
+    """Raise ConfigError if a judge's prompt (with a template of so many tokens) and its judgement may not fit the model's context."""
     sizes = {
         "the judge's template": template,
         "data.max_prompt_length": config.data.max_prompt_length,
@@ -259,7 +259,7 @@ def check_room(config: Any, template: int, context: int) -> None:
 
 
 def make_judge(settings: Any, asking: Asking, engine: RolloutEngine, heartbeat: Callable[[], None], *, context: int) -> Judge:
-    """The policy as the judge. What is read back as text may have more tokens than it was sampled with: too long is not judged."""
+    """The policy as the judge. Text may encode to more tokens than it was sampled with; responses that get too long are not judged."""
     return Judge(
         asking.rubric,
         engine,
@@ -273,7 +273,7 @@ def make_judge(settings: Any, asking: Asking, engine: RolloutEngine, heartbeat: 
 
 
 def scoring_settings(config: Any, asking: Asking | None) -> str:
-    """All that decides on what is sampled and how it is scored, besides weights, prompts and seeds."""
+    """Everything that determines samples and scores, besides weights, prompts and seeds."""
     settings, reward, judged = config.algorithm, config.reward, None
     if asking is not None:
         rubric = asking.rubric

@@ -3,7 +3,7 @@
 One step: a batch of judged responses; the frozen reference's log-probs; an estimate z of the policy's KL to the reference, from prompts
 paired with the responses to *other* prompts of the batch; one update of the policy on
 
-    w sigma(-beta (d - z)) where desirable, w sigma(-beta (z - d)) where not,    d = log pi - log pi_ref of the response.
+    w sigma(-beta (d - z)) if desirable, w sigma(-beta (z - d)) if not,    d = log pi - log pi_ref of the response.
 
 Against DPO (`dpo.py`): a thumb up or down is enough, and the two kinds need not be equally many (`desirable_weight`,
 `undesirable_weight`); what a response is compared with is z and not its partner. z is of the whole batch and has no gradient, so that
@@ -99,7 +99,7 @@ class StoredMismatches:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """Responses with the reference's log-probs, and the mismatched rows that the KL is estimated on (None where none is)."""
+    """Responses with the reference's log-probs, and the mismatched rows that the KL is estimated on (None if none is)."""
 
     matched: LabeledBatch
     mismatched: LabeledBatch | None
@@ -108,7 +108,7 @@ class Judged:
 class KTO(Stateless):
     """The algorithm over its parts. Every rank constructs one.
 
-    `max_length` cuts mismatched rows, which may be longer than any example. `reference` is None where its log-probs are `stored`, and the
+    `max_length` cuts mismatched rows, which may be longer than any example. `reference` is None if its log-probs are `stored`, and the
     examples bring theirs. Raises DataError for a single validation example.
     """
 
@@ -161,7 +161,7 @@ class KTO(Stateless):
         return StepResult(metrics=metrics | of_mask(judged.matched.loss_mask) | {"data/epoch": self.order.epoch(step)})
 
     def validate(self) -> Mapping[str, float]:
-        """The loss and what goes with it on the validation responses, as `validation/*`; z is of all of them."""
+        """Loss and metrics on the validation responses, as `validation/*`; z covers all of them."""
         if not self._validation:
             self._validation = self._judged(self._held_out, self._mismatched(self._held_out, 0), self.config.validation_batch_size)
         if not self._validation:
@@ -171,7 +171,7 @@ class KTO(Stateless):
         return {name.replace("kto/", "validation/"): value for name, value in values(merge(parts)).items()}
 
     def _mismatched(self, examples: Sequence[UnpairedExample], step: int) -> Sequence[UnpairedExample]:
-        """The rows that the KL of a step is estimated on (0: of the validation); none where none is. May be of any of the examples."""
+        """The rows that the KL of a step is estimated on (0: of the validation); none if none is. May be of any of the examples."""
         if not (self.config.loss.needs_kl and examples):
             return []
         if self.stored is None:
@@ -195,7 +195,7 @@ class KTO(Stateless):
         return Judged(matched=batches[0], mismatched=batches[1] if others else None)
 
     def _kl(self, judged: Sequence[Judged]) -> float:
-        """z over all mismatched rows, under the policy of now."""
+        """z over all mismatched rows, under the current policy."""
         return kl_baseline([self._ratio(one.mismatched) for one in judged if one.mismatched]) if self.config.loss.needs_kl else 0.0
 
     def _ratio(self, batch: LabeledBatch) -> Mean:
@@ -205,7 +205,7 @@ class KTO(Stateless):
 
 
 def balance(examples: Sequence[UnpairedExample], config: KTOConfig) -> str:
-    """How many responses of each kind there are; advice where their weights are far from equal (2402.01306, equation 8)."""
+    """How many responses of each kind there are; advice if their weights are far from equal (2402.01306, equation 8)."""
     good = sum(example.desirable for example in examples)
     bad, counts = len(examples) - good, f"{good} desirable and {len(examples) - good} undesirable responses"
     if not (good and bad and config.undesirable_weight):

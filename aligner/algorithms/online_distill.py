@@ -50,7 +50,7 @@ REPORTS = ("validation/reverse_kl", "validation/response_length")  # of a valida
 
 
 class Signal(str, Enum):
-    """What of the teacher is learnt from; see the module's text."""
+    """The teacher's signal for training; see the module's docstring."""
 
     topk = "topk"
     sampled = "sampled"
@@ -103,7 +103,7 @@ class Teacher(Protocol):
 class OnlineDistillation:
     """The algorithm over its parts. Every rank constructs one.
 
-    `below`: one more than the largest id of the tokenizer. `judged`: the rollouts have rewards, which are reported and not learnt from.
+    `below`: one more than the largest id of the tokenizer. `judged`: the rollouts have rewards, which are only reported.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class OnlineDistillation:
         return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
 
     def examples(self, batch: RolloutBatch) -> tuple[DistillationBatch | PolicyBatch, dict[str, float]]:
-        """What is trained on, and what is known of it beforehand."""
+        """The training examples, and their metrics so far."""
         sampled = batch.rollout_logprobs if self.task.compares_logprobs else None
         common = {"tokens": batch.tokens, "lengths": batch.lengths, "loss_mask": batch.loss_mask, "rollout_logprobs": sampled}
         if self.config.signal is Signal.topk:

@@ -98,16 +98,16 @@ class MovingReference(Protocol):
         """As `Policy.logprobs`."""
 
     def renew(self, step: int) -> None:
-        """From now on it is the policy of now, which has finished `step`; it can be restored after a restart."""
+        """Make the current policy, which has finished `step`, the reference; it can be restored after a restart."""
 
     def restore(self, step: int) -> None:
-        """From now on it is what `renew(step)` made it. Raises CheckpointError where that is not there."""
+        """Restore the reference that `renew(step)` made. Raises CheckpointError if it is not there."""
 
 
 def online_dpo_loss(outputs: TokenOutputs, batch: PreferenceBatch, **settings: Any) -> LossOutput:
-    """`dpo_loss`, with the KL of the policy to the reference (where there is one), k3 per token of the pairs, as `pairs/ref_kl`.
+    """`dpo_loss`, with the KL of the policy to the reference (if there is one), k3 per token of the pairs, as `pairs/ref_kl`.
 
-    These are samples of the policy, but chosen ones: the best and the worst of many are further from the reference than its samples are.
+    These samples are selected: the best and the worst of many are further from the reference than the policy's average samples.
     """
     result = dpo_loss(outputs, batch, **settings)
     if batch.ref_logprobs is None:
@@ -119,7 +119,7 @@ def online_dpo_loss(outputs: TokenOutputs, batch: PreferenceBatch, **settings: A
 class OnlineDPO:
     """The algorithm over its parts. Every rank constructs one.
 
-    `reference`: None where the loss needs none. `rollout_source`: where rollouts come from; None: sampled when they are needed.
+    `reference`: None if the loss needs none. `rollout_source`: where rollouts come from; None: sampled when they are needed.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class OnlineDPO:
         )
 
     def pair_metrics(self, pairs: Pairs) -> dict[str, float]:
-        """How many pairs there are, and what became of the prompts."""
+        """Number of pairs, and how the prompts were used."""
         with_any = (pairs.chosen // self.config.group_size).unique().numel()
         metrics = {
             "pairs/count": float(len(pairs.gaps)),

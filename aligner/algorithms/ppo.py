@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class PPOConfig(PolicyGradientConfig):
-    """Defaults are NeMo-Aligner's where it has the setting."""
+    """Defaults are NeMo-Aligner's if it has the setting."""
 
     rollouts_per_step: int = 512  # one per prompt
     kl_coef: float = 0.02  # of the KL to the reference, inside the reward

@@ -49,7 +49,7 @@ class StepModel(Trainable, Protocol):
 
 
 def process_loss(outputs: TokenOutputs, batch: StepBatch) -> LossOutput:
-    """`step_loss` of a batch. Raises ValueError where the scores are missing."""
+    """`step_loss` of a batch. Raises ValueError if the scores are missing."""
     return step_loss(require(outputs.step_scores, "TokenOutputs.step_scores"), batch.step_labels, batch.loss_mask)
 
 
@@ -81,7 +81,7 @@ class ProcessRewardModelTraining(EpochTraining[SteppedExample, StepModel]):
 
 
 def _first_error(bad: Tensor, batch: StepBatch) -> Tensor:
-    """Where the first bad step of each row [B] ends; the row's width where there is none."""
+    """Where the first bad step of each row [B] ends; the row's width if there is none."""
     width = batch.tokens.shape[1]
     return torch.where(bad & batch.loss_mask, torch.arange(width), width).amin(dim=1)
 

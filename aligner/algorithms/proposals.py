@@ -61,13 +61,13 @@ class ProposalsConfig(AnnotateConfig):
 
     @property
     def query(self) -> LabelQuery:
-        """What is added, as the data need to know it."""
+        """The quantity that is added, in the form that the data need."""
         return LabelQuery(quantity=self.adds, attributes=self.attributes, lowest=self.lowest, highest=self.highest)
 
     def log_prob(self, scores: Sequence[float], levels: Sequence[float]) -> float:
         """log P(a|x,y) of these levels (MISSING: free) by the attribute model's scores of a response, nats.
 
-        Raises ValueError where there are more of the one than of the other.
+        Raises ValueError if there are more of the one than of the other.
         """
         asked = [self._probability(score, level) for score, level in zip(scores, levels, strict=True) if level != MISSING]
         return sum(math.log(max(one, sys.float_info.min)) for one in asked)  # far from the score, with a large c, floats end
@@ -80,7 +80,7 @@ class ProposalsConfig(AnnotateConfig):
 
 
 def beta_mass(low: float, high: float, alpha: float, beta: float) -> float:
-    """What a Beta(alpha, beta) distribution has between `low` and `high`, 0 to 1; in the tails, too, with all of its digits."""
+    """Mass of a Beta(alpha, beta) distribution between `low` and `high`, from 0 to 1; accurate in the tails too."""
     if high <= alpha / (alpha + beta):
         return _below(high, alpha, beta) - _below(low, alpha, beta)
     if low >= alpha / (alpha + beta):  # from the other end: 1 minus 1 has no digits
@@ -99,7 +99,7 @@ def _below(x: float, a: float, b: float) -> float:
 
 
 def _fraction(x: float, a: float, b: float) -> float:
-    """1 + d1/(1 + d2/(1 + ...)) by Lentz's method; its terms go to 0 fast. Raises ArithmeticError where they do not."""
+    """1 + d1/(1 + d2/(1 + ...)) by Lentz's method; its terms go to 0 fast. Raises ArithmeticError if they do not."""
     value, c, d = 1.0, 1.0, 0.0
     for term in range(1, MOST_TERMS):
         m = term // 2
@@ -168,7 +168,7 @@ def _scorer(job: WriterJob[WriteProposals]) -> Iterator[LogProbs]:
 
 
 def _add(config: WriteProposals, log_probs: LogProbs, part: int, groups: Sequence[SampledGroup]) -> tuple[list[Record], dict[str, float]]:
-    """The records of these groups, and how much the responses differ: where they do not, their weights are equal."""
+    """The records of these groups, and how much the responses differ: if they do not, their weights are equal."""
     size, adds = config.algorithm.batch_size, config.algorithm.adds
     rows = [(row, group.levels) for group in groups for row in group.rows]
     found = [one for start in range(0, len(rows), size) for one in log_probs(rows[start : start + size])]

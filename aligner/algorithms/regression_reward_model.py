@@ -93,7 +93,7 @@ class RegressionTraining(EpochTraining[LabelledExample, AttributeModel]):
 
 
 def correlation(one: Tensor, other: Tensor) -> float:
-    """Pearson's of two vectors of one length; NaN where one of them is constant, or there are fewer than two numbers."""
+    """Pearson's of two vectors of one length; NaN if one of them is constant, or there are fewer than two numbers."""
     if len(one) < 2:
         return math.nan
     first, second = one - one.mean(), other - other.mean()

@@ -114,7 +114,7 @@ class RejectionSampling:
         return best_rows(collected.rewards, allowed, group_size=config.group_size, keep=config.keep, min_reward=config.min_reward)
 
     def examples(self, batch: RolloutBatch, kept: Tensor) -> LabeledBatch:
-        """The kept responses with their prompts; what the policy wrote is learnt."""
+        """The kept responses with their prompts; the policy's own tokens are trained on."""
         return LabeledBatch(
             tokens=batch.tokens[kept],
             lengths=batch.lengths[kept],
@@ -135,7 +135,7 @@ class RejectionSampling:
         return metrics
 
     def account(self, kept: Tensor, batch: RolloutBatch, collected: ScoredRollouts) -> dict[str, float]:
-        """What was learnt from, and why the rest was not."""
+        """The responses trained on, and why the rest was not."""
         config, learnt = self.config, torch.zeros(len(collected.rollouts), dtype=torch.bool)
         learnt[kept] = True
         never = torch.zeros_like(learnt)

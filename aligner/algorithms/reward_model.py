@@ -58,7 +58,7 @@ class ScoreModel(Trainable, Protocol):
 class RewardModelTraining(EpochTraining[PreferencePair, ScoreModel]):
     """The algorithm over its parts. Every rank constructs one.
 
-    Raises DataError where the loss is of margins and no training pair has one.
+    Raises DataError if the loss is of margins and no training pair has one.
     """
 
     def check(self) -> None:

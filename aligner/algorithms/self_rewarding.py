@@ -1,11 +1,11 @@
-"""Self-rewarding language models (Yuan et al. 2024, 2401.10020): the policy learns from which of its responses it judges to be the better.
+"""Self-rewarding language models (Yuan et al. 2024, 2401.10020): the policy judges its own responses and learns from the pairs.
 
-Iteration i: the policy of now becomes the reference, samples `group_size` responses to each prompt, and scores every one of them as a judge
+Iteration i: the current policy becomes the reference, samples `group_size` responses to each prompt, and scores each of them as a judge
 (`judge.py`), `num_judgements` times. The best and the worst of a group are a pair; then `epochs_per_iteration` passes over the pairs with a
 loss of `aligner.losses.pairs`. With `judge=reward` the run's reward scores instead: iterative DPO (2312.11456).
 
 Against SPIN (`spin.py`): no given responses, so that the policy may become better than its data. Against online DPO (`online_dpo.py`): a
-whole iteration is sampled at once and trained on for many steps, which is cheap where sampling and judging are not.
+whole iteration is sampled at once and trained on for many steps, which saves sampling and judging.
 
 `length_control` is that of Meta-Rewarding (Wu et al. 2024, 2407.19594): judges like long responses, so that of those that are nearly the
 best the shortest is chosen, and of those that are nearly the worst the longest is rejected.
@@ -114,13 +114,13 @@ class SelfRewardingConfig(IterationConfig):
         return self.rollouts_per_step * self.num_judgements if self.judge is JudgedBy.policy else 0
 
     def judge_sampling(self) -> SamplingConfig:
-        """How judgements are drawn. Raises ConfigError for what cannot be."""
+        """Sampling settings of judgements. Raises ConfigError for settings that cannot work."""
         return SamplingConfig(temperature=self.judge_temperature, top_p=self.judge_top_p, max_response_length=self.max_judgement_length)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """An iteration's responses with what they are worth; None where no valid score was given."""
+    """An iteration's responses with their scores; None if no valid score was given."""
 
     answers: Sequence[Answer]
     scores: Sequence[float | None]
@@ -128,7 +128,7 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """What is learnt from, and how many best and worst ones are left out: ties, and pairs of the same tokens."""
+    """The training pairs, and how many pairs are left out: ties, and pairs with the same tokens."""
 
     pairs: list[PreferencePair] = field(default_factory=list)
     num_ties: int = 0
@@ -138,7 +138,7 @@ class Chosen:
 class SelfRewarding(PairIterations):
     """The algorithm over its parts. Every rank constructs one.
 
-    `judge` and the files of its `judgements`: None where the task's reward scores. `rewarded`: there is such a reward; beside a judge it is
+    `judge` and the files of its `judgements`: None if the task's reward scores. `rewarded`: there is such a reward; beside a judge it is
     reported. `settings`: text that says how responses and judgements are sampled, and by what they are scored.
     """
 
@@ -166,7 +166,7 @@ class SelfRewarding(PairIterations):
         self._chosen = Chosen()
 
     def prepare(self, iteration: Iteration, answers: Sequence[Answer], clock: Clock) -> tuple[dict[str, float], Sequence[SampleRow]]:
-        """Scores, and pairs. Raises RunHalted where no response has a score: training would never begin."""
+        """Scores, and pairs. Raises RunHalted if no response has a score: training would never begin."""
         if self.judge is None:
             scored, metrics = self._scored(answers), {}
         else:
@@ -193,7 +193,7 @@ class SelfRewarding(PairIterations):
         return [pairs[order.indices(place)[0]] for place in places], {"pairs/in_update": float(len(places))}
 
     def validate(self) -> Mapping[str, float]:
-        """As in all online runs, with the judge's scores for rewards, where there is one; and how much of what it said does not parse."""
+        """As in all online runs, but with the judge's scores as rewards if there is a judge; reports how many judgements do not parse."""
         self.policy.sleep()
         self.task.engine.refit(self.policy.version)
         if self.judge is None:
@@ -355,7 +355,7 @@ class TrainSelfRewarding(OnlineRun):
         return self.actor_traits(unit=2, has_reference=True, extra_rows=self.algorithm.judgements_per_step)
 
     def check_complete(self) -> None:
-        """Rewards need only be named if they are what judges."""
+        """Rewards are required only if they judge."""
         self.check_given_rewards() if self.judges_itself else OnlineRun.check_complete(self)
 
     def reserved_length(self, tokenizer: Callable[[], Tokenizer]) -> int:

@@ -1,15 +1,15 @@
-"""Self-play fine-tuning (SPIN, Chen et al. 2024, 2401.01335): the policy learns to prefer the data to what it wrote itself before.
+"""Self-play fine-tuning (SPIN, Chen et al. 2024, 2401.01335): the policy learns to prefer the data to its own earlier responses.
 
-Iteration i: the policy of now becomes the reference and answers the prompts; then `epochs_per_iteration` passes over the pairs (chosen: the
+Iteration i: the current policy becomes the reference and answers the prompts; then `epochs_per_iteration` passes over pairs (chosen: the
 given response, rejected: its own) with a loss of `aligner.losses.pairs`,
 
     -log sigma(beta ((l_chosen - ref_chosen) - (l_rejected - ref_rejected))).
 
 Against DPO (`dpo.py`): nobody compares responses, supervised data are enough. Against `online_dpo.py`: no reward, and the samples are one
-iteration old. Against SFT (`sft.py`): it goes on where SFT has converged, until the policy's responses cannot be told from the data's.
+iteration old. Against SFT (`sft.py`): it improves after SFT has converged, until the policy's responses cannot be told from the data's.
 
-Responses are kept in files, a part at a time, and what they are is a function of weights, prompts and seeds alone: a run that is killed
-goes on with those that it had, in the middle of an iteration or of its sampling.
+Responses are kept in files, part by part. They are a function of weights, prompts and seeds alone, so a run that is killed
+continues with its existing parts, in the middle of an iteration or of its sampling.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SPINConfig(IterationConfig):
 class SPIN(PairIterations):
     """The algorithm over its parts. Every rank constructs one.
 
-    `settings`: text that says how responses are sampled; files of other settings are not gone on with.
+    `settings`: text that says how responses are sampled; files written with different settings are ignored.
     """
 
     area = "spin"

@@ -1,6 +1,6 @@
 """SteerLM 2 (2406.08673): the policy Q(y|a,x) is brought towards the responses y that have the attributes a.
 
-One step: a batch of prompts, each with n responses that were sampled from a proposal Q'; the log-probs of the policy of now; one update on
+One step: a batch of prompts, each with n responses that were sampled from a proposal Q'; the log-probs of the current policy; one update on
 
     sum_i (w_i - b_i) * (-log Q(y_i|a,x)) / (mean response tokens),     w, b: `aligner.losses.steerlm`.
 
@@ -69,7 +69,7 @@ class Reference(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weighed:
-    """A batch whose labels are the coefficients of `steerlm_loss`, and how far the policy is from what is aimed at."""
+    """A batch whose labels are the coefficients of `steerlm_loss`, and the policy's distance from its target."""
 
     batch: LabeledBatch
     aim: Tensor  # w, float64 [B]
@@ -89,9 +89,9 @@ class Weighed:
 
 
 class SteerLM2(Stateless):
-    """The algorithm over its parts. Every rank constructs one. `reference`: None where the records say what Q' is.
+    """The algorithm over its parts. Every rank constructs one. `reference`: None if the records have log Q'.
 
-    Raises DataError where neither says it.
+    Raises DataError if neither says it.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class SteerLM2(Stateless):
         return StepResult(metrics=metrics | of_mask(weighs) | {"data/epoch": self.order.epoch(step)})
 
     def weigh(self, groups: Sequence[ProposedGroup]) -> Weighed:
-        """The rows of these groups with their coefficients under the policy of now."""
+        """The rows of these groups with their coefficients under the current policy."""
         size = len(groups[0].rows)
         batch = supervised_batch([row for group in groups for row in group.rows], self.pad_id)
         targets = _column([group.targets for group in groups])

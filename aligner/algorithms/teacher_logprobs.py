@@ -58,7 +58,7 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherSet:
-    """One data set: its examples, what its files are, and how one is written (every rank calls it)."""
+    """One data set: its examples, the manifest of its files, and how one is written (every rank calls it)."""
 
     examples: Sequence[SupervisedExample]
     manifest: Manifest

@@ -1,4 +1,4 @@
-"""What Constitutional AI starts from: prompts to be answered, or pairs of responses that are only compared."""
+"""The input of Constitutional AI: prompts to be answered, or pairs of responses that are only compared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HUMAN_MARK = "\n\nHuman:"
 class Case:
     """A prompt as it is answered: messages for the chat template, or a text that ends where the assistant's turn begins.
 
-    `pair`: the two responses that were given with it, where nothing is to be sampled.
+    `pair`: the two responses that were given with it, if nothing is to be sampled.
     """
 
     prompt: Prompt
@@ -47,12 +47,12 @@ class Case:
         return [{"role": message.role, "content": message.content} for message in self.said]
 
     def response(self, text: str) -> str:
-        """A response as a record has it: behind a text's "Assistant:" there is a space."""
+        """A response as in a record: a space follows a text's "Assistant:"."""
         return text if self.messages is not None else f" {text}"
 
     @property
     def dialogue(self) -> str:
-        """What was said so far, as a text."""
+        """The dialogue so far, as a text."""
         if self.messages is None:
             return str(self.said).removesuffix(ASSISTANT_MARK).strip()
         names = {"user": "Human", "assistant": "Assistant", "system": "System", "tool": "Tool"}
@@ -69,7 +69,7 @@ def load_cases(
 ) -> tuple[list[Case], LoadReport]:
     """All usable records at `location`: prompts, or with `given` pairs: `{prompt, responses: [a, b]}` or those of preferences.
 
-    Raises: DataError listing all bad lines, or where none is left.
+    Raises: DataError listing all bad lines, or if none is left.
     """
     tally = Tally(location, config.bad_lines)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)

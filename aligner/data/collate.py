@@ -19,7 +19,7 @@ def token_batch(sequences: Sequence[Sequence[int]], pad_id: int, pad_multiple: i
 
 
 def rollout_batch(rollouts: Sequence[Rollout], pad_id: int, pad_multiple: int = 1) -> RolloutBatch:
-    """Rollouts as they are, in their order: loss_mask on what the policy wrote (end token included), sampler's log-probs, 0 elsewhere."""
+    """Rollouts as they are, in their order: loss_mask on the policy's own tokens (end token included), sampler's log-probs, 0 elsewhere."""
     for rollout in rollouts:
         if not rollout.prompt.tokens:
             raise ValueError(f"the prompt of {rollout.prompt.source} has no token: position 0 would be a response token")
@@ -38,7 +38,7 @@ def rollout_batch(rollouts: Sequence[Rollout], pad_id: int, pad_multiple: int = 
 
 
 def supervised_batch(examples: Sequence[SupervisedExample], pad_id: int, pad_multiple: int = 1) -> LabeledBatch:
-    """Supervised rows, padded; no labels. With the reference's log-probs where the rows have them: all, or none."""
+    """Supervised rows, padded; no labels. With the reference's log-probs if the rows have them: all, or none."""
     width = _width([len(example.tokens) for example in examples], pad_multiple)
     mask = _pad([example.loss_mask for example in examples], False, width, torch.bool)
     return LabeledBatch(

@@ -1,4 +1,4 @@
-"""What to read and how to cut it: one config per use of data. Light: nothing heavy is imported here."""
+"""Settings for reading and cutting data: one config per use. Light: nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from aligner.errors import ConfigError
 
 
 class BadLines(str, Enum):
-    """What to do with records that cannot be used."""
+    """How to treat records that cannot be used."""
 
     fail = "fail"  # list them all in one error before training starts
     skip = "skip"  # leave them out, count them and report them
 
 
 class Overlong(str, Enum):
-    """What to do with an example of more tokens than `max_length`, or a prompt of more than `max_prompt_length`."""
+    """How to treat an example of more tokens than `max_length`, or a prompt of more than `max_prompt_length`."""
 
     drop = "drop"  # leave it out and count it
     truncate = "truncate"  # cut it and count it: an example loses its end, its end token too; a prompt its beginning
@@ -24,7 +24,7 @@ class Overlong(str, Enum):
 
 
 class Learn(str, Enum):
-    """Which text of a supervised record is learnt."""
+    """Which text of a supervised record is trained on."""
 
     responses = "responses"  # every assistant turn, with its end token
     last_response = "last_response"  # the last assistant turn alone
@@ -84,7 +84,7 @@ class PromptDataConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ExampleDataConfig:
-    """What examples to learn from have in common. `train`, `validation` as in `PromptDataConfig`."""
+    """Common settings of training examples. `train`, `validation` as in `PromptDataConfig`."""
 
     train: str = "???"  # required: a jsonl, json or parquet file, a directory of them, or datasets:NAME[:SPLIT]
     validation: str = ""  # data to validate on, given as `train` is; empty: none
@@ -136,7 +136,7 @@ class UnpairedDataConfig(PreferenceDataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class DistillationDataConfig(ExampleDataConfig):
-    """What a teacher says of examples. `train`, `validation` are directories that `teacher_logprobs` wrote, or files of NeMo-Aligner's
+    """A teacher's log-probs of examples. `train`, `validation` are directories that `teacher_logprobs` wrote, or files of NeMo-Aligner's
     `{tokens, labels, loss_mask, topk_logits, topk_token_ids}`."""
 
 
@@ -177,7 +177,7 @@ class SampledDataConfig(ProposalDataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class RequestDataConfig(PromptDataConfig):
-    """Prompts to be answered: those of `PromptDataConfig`, or SteerLM's conversations, whose last turn is asked for anew.
+    """Prompts to be answered: those of `PromptDataConfig`, or SteerLM's conversations, whose last turn is generated again.
 
     `attributes`, such as quality:4,toxicity:0, are asked of every response, which is then written in SteerLM's format.
     """
@@ -194,14 +194,14 @@ class RequestDataConfig(PromptDataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class AnnotateDataConfig(SFTDataConfig):
-    """Conversations that are to have labels: the records of `SFTDataConfig`. `max_length` holds for what is scored."""
+    """Conversations to be labelled: the records of `SFTDataConfig`. `max_length` holds for what is scored."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ConstitutionDataConfig(PromptDataConfig):
     """Prompts to be answered, criticised and revised: those of `PromptDataConfig`; or pairs of responses to be compared.
 
-    What is longer than `max_history_length` is left out and counted.
+    Longer inputs than `max_history_length` are left out and counted.
     """
 
     constitution: str = ""  # a YAML or JSON file of principles (aligner/data/constitution.py); empty: built-in ones

@@ -39,7 +39,7 @@ _Key = tuple[str | int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Principle:
-    """What a response is held against. `critique_request` and `revision_request` are empty where it only compares, `question` where it
+    """A principle to judge responses by. `critique_request` and `revision_request` are empty if it only compares, `question` if it
     does not."""
 
     name: str
@@ -73,7 +73,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constitution:
-    """Principles, and what to show before it is asked for."""
+    """Principles, and examples to show before the questions."""
 
     principles: tuple[Principle, ...]
     examples: tuple[Example, ...] = ()
@@ -108,9 +108,9 @@ def draw(principles: Sequence[Principle], count: int, key: str) -> list[Principl
 
 
 def load_constitution(path: str) -> Constitution:
-    """The file at `path`; the built-in principles (`aligner.data.principles`) where it is empty.
+    """The file at `path`; the built-in principles (`aligner.data.principles`) if it is empty.
 
-    Raises: ConfigError where there is no such file; DataError listing all faults, each with the file, in YAML the line, and the entry.
+    Raises: ConfigError if there is no such file; DataError listing all faults, each with the file, in YAML the line, and the entry.
     """
     if not path:
         return Constitution(principles=tuple(Principle(**one) for one in DEFAULT))
@@ -123,7 +123,7 @@ def load_constitution(path: str) -> Constitution:
 
 
 def _tree(file: Path) -> tuple[Any, Mapping[_Key, int]]:
-    """The file's value, and for YAML the line of everything in it. Raises DataError where it is neither JSON nor YAML."""
+    """The file's value, and for YAML the line of everything in it. Raises DataError if it is neither JSON nor YAML."""
     lines: dict[_Key, int] = {}
     try:
         text = file.read_text(encoding="utf-8-sig")

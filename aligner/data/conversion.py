@@ -1,4 +1,4 @@
-"""What programs that turn a published data set into this project's records have in common: reading local files, and writing jsonl."""
+"""Shared code of the programs that convert published data sets into this project's records: reading local files, and writing jsonl."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def each_record(convert: Callable[[Record], Iterable[Record]]) -> Callable[[str]
 
 
 def run(source: str, target: Path, convert: Callable[[str], Iterable[Record]]) -> int:
-    """Write what `convert` makes of `source` to `target`, all of it or nothing. Prints; returns the exit code: 2 where data do not fit."""
+    """Convert `source` with `convert` into `target`, all of it or nothing. Prints; returns the exit code: 2 if data do not fit."""
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     number = 0
     try:

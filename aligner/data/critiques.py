@@ -1,4 +1,4 @@
-"""What Constitutional AI asks a model: for a critique, for a revision, and which of two responses is better (2212.08073, sections 3 and 4).
+"""The questions of Constitutional AI: for a critique, for a revision, and which of two responses is better (2212.08073, sections 3 and 4).
 
 Texts are framed as the paper's dialogues,
 
@@ -28,7 +28,7 @@ UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # bytes that are no text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turns:
-    """One round of a response: what is asked of it, and what has been answered so far."""
+    """One round of a response: its requests, and the answers so far."""
 
     response: str
     critique_request: str
@@ -60,7 +60,7 @@ class Question:
 
 
 class Framing:
-    """Token ids of what is asked. Texts are encoded with a begin token where `add_bos` and the tokenizer have one."""
+    """Token ids of the questions. Texts are encoded with a begin token if `add_bos` is set and the tokenizer has one."""
 
     def __init__(self, tokenizer: Tokenizer, constitution: Constitution, *, add_bos: bool) -> None:
         self._tokenizer = tokenizer
@@ -88,7 +88,7 @@ class Framing:
         return [([*head, *option], len(head)) for option in self._options]
 
     def read(self, response: Sequence[int], *, ended: bool, chat: bool) -> tuple[str, str]:
-        """(the text of a response, what is wrong with it). Nothing is: ''; else truncated, empty or unreadable.
+        """(the text of a response, its fault): '' if there is none; else truncated, empty or unreadable.
 
         `ended`: it stopped by itself. Unreadable is one with bytes that are no text, or with a special token in its midst (another turn).
         """

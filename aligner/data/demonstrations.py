@@ -1,4 +1,4 @@
-"""Supervised examples as prompts with the response that is given: what SPIN compares its own responses with."""
+"""Supervised examples as prompts with the given response, with which SPIN compares its own responses."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def answered(prompt: Prompt, response: Sequence[int]) -> SupervisedExample:
 def load_demonstrations(
     location: str, config: DemonstrationDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[Demonstration], LoadReport]:
-    """All usable records at `location`, and what was left out or cut. `first`: only of so many records.
+    """All usable records at `location`, and a report of dropped and cut ones. `first`: use only this many records.
 
     Of a conversation the last response is the given one, and all before it is the prompt; `Prompt.id` is the record's index.
-    Raises: DataError listing all bad lines; DataError where none is left.
+    Raises: DataError listing all bad lines; DataError if none is left.
     """
     tally = Tally(location, config.bad_lines)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
@@ -60,7 +60,7 @@ def load_demonstrations(
 
 
 def response_start(loss_mask: Sequence[bool]) -> int:
-    """Where the last stretch of learnt tokens begins, which ends the row. Raises DataError where none does."""
+    """Where the last run of trained tokens begins; it ends the row. Raises DataError if there is none."""
     learnt = list(loss_mask)
     if not learnt[-1]:
         raise DataError("ends with a turn that is not learnt, expected a response at the end")

@@ -23,7 +23,7 @@ FIELDS = ("tokens", "labels", "loss_mask", "topk_logits", "topk_token_ids")
 
 
 class Selected(Sequence[DistilledExample]):
-    """Some of the examples of another sequence, each cut to `max_length` tokens where that is given."""
+    """Some of the examples of another sequence, each cut to `max_length` tokens if that is given."""
 
     def __init__(self, examples: Sequence[DistilledExample], chosen: Sequence[int], max_length: int | None) -> None:
         self._examples = examples
@@ -40,9 +40,9 @@ class Selected(Sequence[DistilledExample]):
 def load_distillation(
     location: str, config: DistillationDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[Sequence[DistilledExample], LoadReport]:
-    """All usable examples at `location`, and what was left out or cut. `first`: only of so many records.
+    """All usable examples at `location`, and a report of dropped and cut ones. `first`: use only this many records.
 
-    Raises: DataError for a directory that is not complete; DataError listing all bad lines, or where no example is left; ConfigError where
+    Raises: DataError for a directory that is not complete; DataError listing all bad lines, or if no example is left; ConfigError if
     the teacher had another vocabulary.
     """
     tally = Tally(location, config.bad_lines)
@@ -66,7 +66,7 @@ def load_distillation(
 
 
 def check_logprobs(examples: Sequence[DistilledExample]) -> None:
-    """Raise DataError, naming the record, where a record's numbers are not log-probs over a vocabulary: K of them sum to more than 1."""
+    """Raise DataError, naming the record, if a record's numbers are not log-probs over a vocabulary: K of them sum to more than 1."""
     if isinstance(examples, Selected):
         return  # teacher_logprobs wrote them
     for example in examples:
@@ -160,7 +160,7 @@ def distillation_batch(examples: Sequence[DistilledExample], pad_id: int) -> Dis
 def distilled(
     examples: Sequence[SupervisedExample], mask: torch.Tensor, named: torch.Tensor, logprobs: torch.Tensor
 ) -> list[DistilledExample]:
-    """The rows of a teacher's pass over a batch: `mask` bool [B, S], what it gave [B, S, K]."""
+    """The rows of a teacher's pass over a batch: `mask` bool [B, S], its output [B, S, K]."""
     return [
         DistilledExample(
             tokens=example.tokens,

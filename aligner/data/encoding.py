@@ -1,4 +1,4 @@
-"""From typed text to token ids and loss masks: where the begin and end tokens go is decided here and nowhere else."""
+"""From typed text to token ids and loss masks: only this module decides where begin and end tokens go."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aligner.errors import DataError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded:
-    """Token ids with their loss mask: True on what is learnt (response and its end token), never on position 0."""
+    """Token ids with their loss mask: True on trained tokens (response and its end token), never on position 0."""
 
     tokens: tuple[int, ...]
     loss_mask: tuple[bool, ...]
@@ -28,7 +28,7 @@ class PromptStyle:
 
 
 def as_conversation(prompt: str | Conversation, style: PromptStyle) -> Conversation | None:
-    """The prompt's messages; None where it is to be used as plain text."""
+    """The prompt's messages; None if it is to be used as plain text."""
     if not isinstance(prompt, str):
         return prompt
     return (Message(role="user", content=prompt),) if style.apply_chat_template else None
@@ -59,7 +59,7 @@ def encode_response(tokenizer: Tokenizer, prompt: str | Conversation, response: 
 
 
 def encode_conversation(tokenizer: Tokenizer, messages: Conversation, *, last_only: bool = False) -> Encoded:
-    """A whole conversation, every assistant turn (with its end token) in the mask, or the last one; what follows is cut."""
+    """A whole conversation, every assistant turn (with its end token) in the mask, or the last one; later turns are cut."""
     learnt = [i for i, message in enumerate(messages) if message.role == "assistant"]
     return _encode_turns(tokenizer, messages, learnt[-1:] if last_only else learnt)
 
@@ -76,7 +76,7 @@ def everything(encoded: Encoded) -> Encoded:
 
 
 def last_span(encoded: Encoded) -> Encoded:
-    """The same tokens with only the last run of learnt ones in the mask."""
+    """The same tokens with only the last run of trained ones in the mask."""
     stop = max(i for i, learnt in enumerate(encoded.loss_mask) if learnt) + 1
     start = stop
     while start and encoded.loss_mask[start - 1]:
@@ -85,9 +85,9 @@ def last_span(encoded: Encoded) -> Encoded:
 
 
 def encode_labelled(tokenizer: Tokenizer, record: LabelledRecord, style: PromptStyle, *, ends: bool = True) -> Encoded:
-    """A conversation with labels as plain text; every learnt turn up to the mark of the next one is in the mask, and the end token.
+    """A conversation with labels as plain text; every trained turn up to the mark of the next one is in the mask, and the end token.
 
-    `ends`: False where the last turn was cut off: nothing says then that it is over.
+    `ends`: False if the last turn was cut off: nothing says then that it is over.
     """
     written, tokens, spans = "", _begin(tokenizer, [], style), []
     for text, learnt in record.segments(ends=ends):
@@ -132,7 +132,7 @@ def _turn_span(tokenizer: Tokenizer, messages: Conversation, position: int, toke
     """[start, stop) of one assistant turn: from behind its generation prompt to its end token, or to where the template ends it.
 
     Templates may render a turn differently once others follow (thinking removed), so only the part before the turn must agree, and the
-    part up to it only where the template writes no end token.
+    part up to it only if the template writes no end token.
     """
     head = tokenizer.apply_chat_template(messages[:position], add_generation_prompt=True)
     if tokens[: len(head)] != head:
@@ -162,7 +162,7 @@ def _masked(tokens: list[int], spans: Sequence[tuple[int, int]]) -> Encoded:
 
 
 def truncated(encoded: Encoded, max_length: int) -> Encoded:
-    """Its first `max_length` tokens. Raises DataError where nothing to learn is left."""
+    """Its first `max_length` tokens. Raises DataError if nothing to learn is left."""
     mask = encoded.loss_mask[:max_length]
     if not any(mask):
         raise DataError(f"has no response token within max_length={max_length} ({len(encoded.tokens)} tokens), expected a shorter prompt")

@@ -43,7 +43,7 @@ COLOURS = ("\x1b[30;42m", "\x1b[0m")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One sequence of tokens; `note` is behind it in a listing: labels, or what it is for."""
+    """One sequence of tokens; a listing appends `note`: labels, or the row's purpose."""
 
     tokens: tuple[int, ...]
     loss_mask: tuple[bool, ...]
@@ -141,7 +141,7 @@ def duplicates(views: Sequence[View]) -> list[tuple[str, str]]:
 
 
 def render(row: Row, tokenizer: Tokenizer, marks: tuple[str, str] = BRACKETS) -> str:
-    """The text of a row, special tokens too, each run of learnt tokens between `marks`."""
+    """The text of a row, special tokens too, each run of trained tokens between `marks`."""
     pieces, start, size = [], 0, len(row.tokens)
     written = ""
     for stop in range(1, size + 1):

@@ -6,8 +6,8 @@ is written as the text on which that family of models was trained,
 
     <extra_id_0>System\\n{system}\\n<extra_id_1>User\\n{value}\\n<extra_id_1>Assistant\\n<extra_id_2>{label}\\n{value}\\n<extra_id_1>
 
-`mask` names the speaker whose turns are not learnt. A label is given, not learnt: the model learns the text that has these attributes, up
-to and with the mark of the next turn.
+`mask` names the speaker whose turns are not trained on. A label is given, not trained on: the model learns the text with these
+attributes, up to and with the mark of the next turn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VALUE_TO_TEXT, TEXT_TO_VALUE = "VALUE_TO_TEXT", "TEXT_TO_VALUE"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What one speaker says; `label` is empty where nothing is asked of the text."""
+    """One speaker's turn; `label` is empty if the text has no requested attributes."""
 
     speaker: str
     text: str
@@ -34,13 +34,13 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelledRecord:
-    """A conversation at least one turn of which is to be learnt."""
+    """A conversation with at least one turn to train on."""
 
     system: str
     turns: tuple[Turn, ...]
 
     def segments(self, *, ends: bool = True) -> list[tuple[str, bool]]:
-        """The text in pieces, each with whether it is learnt. `ends`: False where the last turn was cut off, and has no mark behind it."""
+        """The text in pieces, each with a flag: is it trained on? `ends`: False if the last turn was cut off, and has no mark behind it."""
         pieces: list[tuple[str, bool]] = [(f"{SYSTEM_START}System\n{self.system}\n{TURN_START}", False)]
         for turn in self.turns:
             label = f"{LABEL_START}{turn.label}\n" if turn.label else ""
@@ -60,7 +60,7 @@ def is_labelled(raw: RawRecord) -> bool:
 def parse_labelled(raw: RawRecord, *, judged: bool = False) -> LabelledRecord:
     """`{system?, conversations: [{from, value, label?}], mask?, type?}`; without a `type` labels are left out.
 
-    `judged`: the labels are to be learnt, not the text: they are read without a `type`, and with `TEXT_TO_VALUE`.
+    `judged`: train on the labels, not the text: they are read without a `type`, and with `TEXT_TO_VALUE`.
     """
     record = raw_object(raw)
     refuse_two(["conversations", *supervised_readings(record)])

@@ -12,9 +12,9 @@ MISSING = -100.0  # of an attribute, or a step, that nobody judged; null in JSON
 
 
 def parse_labels(value: object, attributes: Sequence[str], what: str) -> tuple[float, ...]:
-    """One number per attribute: from a list of as many, an object by name, or SteerLM's "quality:4,toxicity:0"; MISSING where it has none.
+    """One number per attribute: from a list of as many, an object by name, or SteerLM's "quality:4,toxicity:0"; MISSING if it has none.
 
-    Raises DataError for another number of labels, an unknown name, what is no finite number, or labels all of which are missing.
+    Raises DataError for another number of labels, an unknown name, a number that is not finite, or only missing labels.
     """
     if isinstance(value, str):
         value = _named(value, what)
@@ -31,7 +31,7 @@ def parse_labels(value: object, attributes: Sequence[str], what: str) -> tuple[f
 
 
 def parse_step_labels(value: object, num_steps: int, what: str) -> tuple[float, ...]:
-    """One label per step: true or false, or a number from 0 to 1; MISSING where nobody judged it. Raises DataError as `parse_labels`."""
+    """One label per step: true or false, or a number from 0 to 1; MISSING if nobody judged it. Raises DataError as `parse_labels`."""
     if not isinstance(value, list) or len(value) != num_steps:
         raise DataError(f"{what} is {shown(value)}, expected a list of {num_steps} labels, one per step")
     labels = tuple(float(label) if isinstance(label, bool) else _number(label, f"{what}[{i}]") for i, label in enumerate(value))

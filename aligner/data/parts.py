@@ -1,6 +1,6 @@
-"""A data set that a job writes part by part, so that one that is killed goes on behind the last whole part.
+"""A data set that a job writes part by part, so that a killed job continues after the last complete part.
 
-<directory>/manifest.json        what it is made of
+<directory>/manifest.json        its inputs
 <directory>/part_000000.jsonl    the records of `part_size` items each; complete as soon as it has its name (or of another suffix)
 """
 
@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """`made_of` holds digests and settings by name: parts of something else are not gone on with."""
+    """`made_of` holds digests and settings by name: parts of different inputs are refused."""
 
     directory: Path
     made_of: Mapping[str, str]
@@ -34,7 +34,7 @@ class Parts:
         return math.ceil(self.num_items / self.part_size)
 
     def begin(self) -> None:
-        """Write the manifest, or find that it is there. Raises DataError where the parts were made of something else."""
+        """Write the manifest, or find that it is there. Raises DataError if the parts were made of something else."""
         path = self.directory / MANIFEST
         own = {**self.made_of, "num_items": self.num_items, "part_size": self.part_size}
         if not path.exists():
@@ -52,12 +52,12 @@ class Parts:
         return next((part for part in range(self.num_parts) if not self.path(part).exists()), self.num_parts)
 
     def write(self, part: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """All of a part, or nothing where the process ends meanwhile."""
+        """All of a part, or nothing if the process ends meanwhile."""
         text = "".join(_lines(records))
         publish(self.path(part), lambda new: new.write_text(text))
 
     def join(self, path: Path, select: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None) -> None:
-        """All parts as one file; with `select`, what it gives of every record instead of the record."""
+        """All parts as one file; with `select`, its result for every record instead of the record."""
 
         def write(new: Path) -> None:
             with new.open("w") as stream:
@@ -75,7 +75,7 @@ class Parts:
             return [json.loads(line) for line in stream]
 
     def path(self, part: int) -> Path:
-        """Where a whole part is, or will be."""
+        """Path of a complete part, whether it exists or not."""
         return self.directory / f"part_{part:06d}.{self.suffix}"
 
 

@@ -32,11 +32,11 @@ class PreferencePair:
 
     @property
     def rows(self) -> tuple[SupervisedExample, ...]:
-        """What a model reads of it."""
+        """The rows that a model reads."""
         return self.chosen, self.rejected
 
     def with_reference(self, logprobs: Sequence[Tensor]) -> PreferencePair:
-        """The same pair with a frozen reference's log-probs of the learnt tokens of each of its `rows`."""
+        """The same pair with a frozen reference's log-probs of the trained tokens of each of its `rows`."""
         chosen, rejected = (replace(row, ref_logprobs=found) for row, found in zip(self.rows, logprobs, strict=True))
         return replace(self, chosen=chosen, rejected=rejected)
 
@@ -58,10 +58,10 @@ class _Lines:
 def load_preferences(
     location: str, config: PreferenceDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[PreferencePair], LoadReport]:
-    """All usable pairs at `location` (`config.train` or `config.validation`), and what was left out or cut.
+    """All usable pairs at `location` (`config.train` or `config.validation`), and a report of dropped and cut ones.
 
     `first`: only of so many records.
-    Raises: DataError listing all bad lines; DataError where no pair is left.
+    Raises: DataError listing all bad lines; DataError if no pair is left.
     """
     tally = Tally(location, config.bad_lines)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
@@ -84,7 +84,7 @@ def load_preferences(
 
 
 def require_margins(pairs: Sequence[PreferencePair], what: str) -> None:
-    """Raise DataError where no pair says how much better its chosen response is: `what` would learn that all are equally good."""
+    """Raise DataError if no pair says how much better its chosen response is: `what` would learn that all are equally good."""
     if not any(pair.margin for pair in pairs):
         raise DataError(
             f"{what} needs records with chosen_reward and rejected_reward: "

@@ -15,11 +15,11 @@ from aligner.types import Prompt
 def load_prompts(
     location: str, config: PromptDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[Prompt], LoadReport]:
-    """All usable prompts at `location` (`config.train` or `config.validation`), tokenized, and what was left out.
+    """All usable prompts at `location` (`config.train` or `config.validation`), tokenized, and a report of dropped ones.
 
     `first`: only of so many records.
     `Prompt.id` is the record's index at `location`, whatever else was dropped, so it is stable across epochs and resumes.
-    Raises: DataError listing all bad lines; DataError where no prompt is left.
+    Raises: DataError listing all bad lines; DataError if no prompt is left.
     """
     tally = Tally(location, config.bad_lines)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
@@ -40,7 +40,7 @@ def load_prompts(
 
 
 def fit_prompt(tokens: list[int], config: PromptDataConfig, bos_id: int | None) -> list[int]:
-    """`tokens` itself where they fit (0: any do); else what `config.overlong` says: a DataError, `TooLong`, or their end.
+    """`tokens` itself if they fit (0: any do); else what `config.overlong` says: a DataError, `TooLong`, or their end.
 
     A begin token stays the first one.
     """

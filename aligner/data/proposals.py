@@ -42,7 +42,7 @@ class Quantity(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProposedGroup:
-    """The responses to one prompt. `targets` are log P(a|x,y) + log P(y|x); `proposals` log Q'(y|a,x), None where the record has none."""
+    """The responses to one prompt. `targets` are log P(a|x,y) + log P(y|x); `proposals` log Q'(y|a,x), None if the record has none."""
 
     rows: tuple[SupervisedExample, ...]
     targets: tuple[float, ...]
@@ -69,9 +69,9 @@ class Responses:
 def load_proposals(
     location: str, config: ProposalDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[ProposedGroup], LoadReport]:
-    """All usable groups at `location`, and what was left out. `first`: only of so many records.
+    """All usable groups at `location`, and a report of dropped ones. `first`: use only this many records.
 
-    Raises: DataError listing all bad lines; DataError where no group is left, or where groups differ in size.
+    Raises: DataError listing all bad lines; DataError if no group is left, or if groups differ in size.
     """
     tally = Tally(location, config.bad_lines)
     style = PromptStyle(apply_chat_template=False, add_bos=config.add_bos)
@@ -90,7 +90,7 @@ def load_proposals(
 
 
 def parse_responses(raw: RawRecord, num_responses: int) -> Responses:
-    """The record, with the first `num_responses` of its responses, or all of them (0). Its log-probs are not looked at."""
+    """The record, with the first `num_responses` of its responses, or all of them (0). Its log-probs are not read."""
     record = raw_object(raw)
     system = field_text(record, "system", empty=True) if "system" in record else ""
     label = field_text(record, "label")
@@ -108,7 +108,7 @@ def parse_responses(raw: RawRecord, num_responses: int) -> Responses:
 
 
 def check_sizes(location: str, sizes: Sequence[int]) -> None:
-    """Raise DataError where groups differ in size."""
+    """Raise DataError if groups differ in size."""
     if len(different := sorted(set(sizes))) > 1:
         raise DataError(
             f"{location}: records have {shown(different)} responses, expected the same number in all (data.num_responses cuts them)"

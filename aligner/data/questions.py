@@ -1,4 +1,4 @@
-"""What prompts ask, as text: a judge reads that, without the marks of a chat template."""
+"""The questions of prompts as text, for a judge, without the marks of a chat template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant", "tool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Questions:
-    """By the `source` of a prompt what it asks. `are_chats`: the model is spoken to through its chat template."""
+    """The question of each prompt, by its `source`. `are_chats`: the model's prompts use its chat template."""
 
     texts: dict[str, str] = field(default_factory=dict)
     are_chats: bool = False
@@ -25,7 +25,7 @@ class Questions:
 
 
 def read_questions(location: str, config: PromptDataConfig, prompts: Iterable[Prompt]) -> Questions:
-    """Of these prompts, which `load_prompts` made of the records at `location`."""
+    """The questions of these prompts, which `load_prompts` made from the records at `location`."""
     wanted = {prompt.id for prompt in prompts}
     texts, are_chats = {}, config.apply_chat_template
     for raw in read_records(location, max(wanted, default=0) + 1):
@@ -37,7 +37,7 @@ def read_questions(location: str, config: PromptDataConfig, prompts: Iterable[Pr
 
 
 def question_text(asked: str | Conversation) -> str:
-    """A text as it is; of a conversation what its only message says, or every turn behind its speaker's name."""
+    """A text as it is; for a conversation its only message, or every turn after its speaker's name."""
     if isinstance(asked, str):
         return asked
     if len(asked) == 1:

@@ -51,14 +51,14 @@ class ResponseRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationRecord:
-    """A conversation that ends with the assistant, every assistant turn of which is to be learnt."""
+    """A conversation that ends with the assistant, whose assistant turns are all trained on."""
 
     messages: Conversation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreferenceRecord:
-    """Two responses to one prompt; `margin` is chosen_reward - rejected_reward where given, else 0."""
+    """Two responses to one prompt; `margin` is chosen_reward - rejected_reward if given, else 0."""
 
     prompt: str | Conversation
     chosen: str
@@ -110,7 +110,7 @@ def supervised_readings(record: dict[str, object]) -> list[str]:
 
 
 def _reading(record: dict[str, object]) -> str:
-    """The name of the field that is the prompt, or the conversation. Raises DataError where another one could be meant."""
+    """The name of the field that is the prompt, or the conversation. Raises DataError if another one could be meant."""
     formats = "{messages}, {prompt, response} or {input, output}, or {instruction, input?, output}"
     found = supervised_readings(record) or [_first_present(record, ("messages", *_ASKED), formats)]
     refuse_two(found, _NAME_BOTH)
@@ -120,7 +120,7 @@ def _reading(record: dict[str, object]) -> str:
 
 
 def _only_one_asks(record: dict[str, object], name: str, hint: str = "") -> None:
-    """Raise DataError where another text could be the prompt, or a part of it."""
+    """Raise DataError if another text could be the prompt, or a part of it."""
     others = [one for one in _ASKED if one != name and (name, one) != ("instruction", "input") and has(record, one)]
     refuse_two([name, *others], hint)
 
@@ -201,7 +201,7 @@ def _preference(prompt: str | Conversation, chosen: str, rejected: str, margin: 
 
 
 def shown(value: object) -> str:
-    """A value as it is repeated in a message, cut where it is long."""
+    """A value as it is repeated in a message, cut if it is long."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
@@ -221,14 +221,14 @@ def has(record: dict[str, object], name: str) -> bool:
 
 
 def the_one(record: dict[str, object], names: tuple[str, ...], formats: str, *, hint: str = "") -> str:
-    """Which of the fields the record has. Raises DataError where it has none of them, or several."""
+    """Which of the fields the record has. Raises DataError if it has none of them, or several."""
     found = [name for name in names if has(record, name)]
     refuse_two(found, hint)
     return found[0] if found else _first_present(record, names, formats)
 
 
 def refuse_two(found: Sequence[str], hint: str = "") -> None:
-    """Raise DataError where a record can be read by two fields."""
+    """Raise DataError if a record can be read by two fields."""
     if len(found) > 1:
         raise DataError(f"has {found[0]!r} and {found[1]!r}, either of which could be meant, expected one of them{hint}")
 
@@ -258,7 +258,7 @@ def text_of(value: object, what: str, *, empty: bool = False) -> str:
 
 
 def field_text(record: dict[str, object], name: str, *, empty: bool = False) -> str:
-    """The text in a field. Raises DataError where it is missing or no text."""
+    """The text in a field. Raises DataError if it is missing or no text."""
     return text_of(_value(record, name), f"field {name!r}", empty=empty)
 
 

@@ -1,9 +1,9 @@
 """A frozen reference's log-probs of the examples of a run, computed once and kept on disk.
 
-<directory>/manifest.json             what was computed from what (`aligner.data.parts`)
-<directory>/part_000000.safetensors   of the rows of `part_size` examples, in their order: how many tokens are learnt, and their log-probs
+<directory>/manifest.json             the inputs (`aligner.data.parts`)
+<directory>/part_000000.safetensors   of the rows of `part_size` examples, in their order: number of trained tokens, and their log-probs
 
-Log-probs are float32 and of learnt tokens alone: 4 bytes each. A run reads rows as it needs them.
+Log-probs are float32 and only of trained tokens: 4 bytes each. A run reads rows as it needs them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Referenced(Protocol):
     def rows(self) -> Sequence[SupervisedExample]: ...
 
     def with_reference(self, logprobs: Sequence[Tensor]) -> Any:
-        """The same example with the log-probs of the learnt tokens of each row."""
+        """The same example with the log-probs of the trained tokens of each row."""
 
 
 Example = TypeVar("Example", bound=Referenced)
 
 
 def write_part(parts: Parts, number: int, rows: Sequence[Tensor]) -> None:
-    """The log-probs, float32 [learnt tokens], of each row of a part. A file that has its name is complete and on disk."""
+    """Write the log-probs, float32 [trained tokens], of each row of a part. A file that has its name is complete and on disk."""
     tensors = {"learnt": torch.tensor([len(row) for row in rows], dtype=torch.int64), "logprobs": torch.cat(list(rows))}
     publish(parts.path(number), lambda new: save_file(tensors, new))
 
@@ -65,7 +65,7 @@ class _Part:
 class WithReference(Sequence[Example]):
     """The examples, from number `first` of the parts on, with the log-probs that are stored for them, read when they are asked for.
 
-    All have as many rows. Raises DataError where a file is damaged, or is of other rows.
+    All have as many rows. Raises DataError if a file is damaged, or is of other rows.
     """
 
     def __init__(self, examples: Sequence[Example], parts: Parts, first: int) -> None:

@@ -24,7 +24,7 @@ from aligner.types import LabeledBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelledExample:
-    """A row to be scored, and one number per attribute; `aligner.data.labels.MISSING` where nobody gave one."""
+    """A row to be scored, and one number per attribute; `aligner.data.labels.MISSING` if nobody gave one."""
 
     row: SupervisedExample
     labels: tuple[float, ...]
@@ -33,10 +33,10 @@ class LabelledExample:
 def load_regression(
     location: str, config: RegressionDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[LabelledExample], LoadReport]:
-    """All usable examples at `location` (`config.train` or `config.validation`), and what was left out or cut.
+    """All usable examples at `location` (`config.train` or `config.validation`), and a report of dropped and cut ones.
 
     A conversation is one example for each of its turns that has a label. `first`: only of so many records.
-    Raises: DataError listing all bad lines; DataError where no example is left.
+    Raises: DataError listing all bad lines; DataError if no example is left.
     """
     tally = Tally(location, config.bad_lines)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)

@@ -1,4 +1,4 @@
-"""What came of reading a data set, and the one place that decides whether bad records stop the run."""
+"""The report of reading a data set, and the only place that decides whether bad records stop the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Out = TypeVar("Out")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LongRecord:
-    """A record that was left out: its tokens, and what is allowed: `512 tokens (data.max_length)`."""
+    """A record that was left out: its tokens, and the limit: `512 tokens (data.max_length)`."""
 
     source: str
     length: int
@@ -40,7 +40,7 @@ class LoadReport:
     unused: dict[str, int]  # name of a field that nothing was asked of -> in how many of the records used
 
     def summary(self) -> str:
-        """One line for the log, and a second one where records have fields that are not used."""
+        """One line for the log, and a second one if records have fields that are not used."""
         parts = [f"{self.location}: {self.num_kept} of {self.num_records} records used", *self.long_texts()]
         for count, what in ((self.num_truncated, "truncated"), (self.num_bad, "bad and skipped")):
             if count:
@@ -49,7 +49,7 @@ class LoadReport:
         return f"{said}\n{self.location}: {self.unused_text()}" if self.unused else said
 
     def long_texts(self) -> list[str]:
-        """What was left out as too long, by limit: `12 left out: longer than 512 tokens (data.max_length), they have 530 to 911`."""
+        """Describes records that were too long, by limit: `12 left out: longer than 512 tokens (data.max_length), they have 530 to 911`."""
         lengths: dict[str, list[int]] = {}
         for one in self.too_long:
             lengths.setdefault(one.limit, []).append(one.length)
@@ -86,14 +86,14 @@ class TooLong(Exception):
 
 
 def too_long(length: int, limit: int, overlong: Overlong, setting: str = "data.max_length") -> NoReturn:
-    """Leave a record out that has more tokens than allowed and is not cut: raises TooLong; DataError where it is to be refused."""
+    """Leave a record out that has more tokens than allowed and is not cut: raises TooLong; DataError if it is to be refused."""
     if overlong is Overlong.refuse:
         raise DataError(f"has {length} tokens, allowed: at most {setting}={limit} (data.overlong=drop leaves such records out)")
     raise TooLong(length, limit, setting)
 
 
 class Tally:
-    """Collects what happens to the records of one data set. `truncated` is counted up by the conversion.
+    """Counts the outcomes of the records of one data set. `truncated` is counted up by the conversion.
 
     `whole`: records are passed on as they are, so that no field of them goes unused.
     """
@@ -132,14 +132,14 @@ class Tally:
         return converted
 
     def _note_unused(self, raw: RawRecord) -> None:
-        """Count the record's fields that its conversion did not ask for; once, also where it is several items."""
+        """Count the record's fields that its conversion did not ask for; once, also if it is several items."""
         if isinstance(raw.value, Fields) and raw.index != self._latest and not self._whole:
             self._latest = raw.index
             for name in dict.fromkeys(raw.value.unused()):
                 self._unused[name] = self._unused.get(name, 0) + 1
 
     def finish(self) -> LoadReport:
-        """The report. Raises DataError with all bad lines (20 of them listed) unless they may be skipped, and where nothing is left."""
+        """The report. Raises DataError with all bad lines (20 of them listed) unless they may be skipped, and if nothing is left."""
         listed = tuple(self._problems[:MAX_LISTED])
         if self._problems and self._policy == BadLines.fail:
             raise DataError(

@@ -24,7 +24,7 @@ USER, ASSISTANT = "User", "Assistant"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A prompt to be answered; in a conversation with labels `record` is what precedes the answer, and `label` what is asked of it."""
+    """A prompt to be answered; in a labelled conversation `record` has the turns before the answer and `label` its attributes."""
 
     prompt: Prompt
     record: LabelledRecord | None = None
@@ -40,7 +40,7 @@ class Request:
     def proposed(self, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A record with several responses, as `aligner.data.proposals` reads it once they have their log-probs.
 
-        An answer has `value` and what else is known of it. Raises DataError where no attributes are asked for.
+        An answer has `value` and further fields. Raises DataError if no attributes are asked for.
         """
         if self.record is None:
             raise DataError(f"{self.prompt.source}: asks for no attributes, expected some (data.attributes) with algorithm.grouped=true")
@@ -60,8 +60,8 @@ def load_requests(
 ) -> tuple[list[Request], LoadReport]:
     """All usable prompts at `location`. With `config.attributes`, or conversations for records, they are written in SteerLM's format.
 
-    Of a conversation the last turn is what is asked for anew; the attributes are its label, where the config names none.
-    Raises: DataError listing all bad lines, or where no prompt is left.
+    The last turn of a conversation is generated again; its attributes are its own label, if the config names none.
+    Raises: DataError listing all bad lines, or if no prompt is left.
     """
     if not config.attributes and not _has_conversations(location):
         prompts, report = load_prompts(location, config, tokenizer, first=first)
@@ -93,7 +93,7 @@ def encode_request(tokenizer: Tokenizer, record: LabelledRecord, label: str, sty
 
 
 def response_text(text: str) -> str:
-    """What a model wrote, without the mark of the next turn."""
+    """A model's response, without the mark of the next turn."""
     return text.partition(TURN_START)[0].removesuffix("\n")
 
 
@@ -117,9 +117,9 @@ class Unlabelled:
 def load_unlabelled(
     location: str, config: AnnotateDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[Unlabelled], LoadReport]:
-    """All usable records: conversations, `{messages}`, `{prompt, response}` or `{input, output}`. Labels that are there are given anew.
+    """All usable records: conversations, `{messages}`, `{prompt, response}` or `{input, output}`. Existing labels are replaced.
 
-    Raises: DataError listing all bad lines, or where no record is left.
+    Raises: DataError listing all bad lines, or if no record is left.
     """
     tally = Tally(location, config.bad_lines)
     style = PromptStyle(apply_chat_template=False, add_bos=config.add_bos)
@@ -171,7 +171,7 @@ def _conversation(raw: RawRecord, prompt_field: str, response_field: str) -> Lab
 
 
 def from_messages(messages: Sequence[Message], system: str = "") -> LabelledRecord:
-    """A chat as a conversation: a system message at its beginning is the record's, users are `User`, the rest is learnt."""
+    """A chat as a conversation: a system message at its beginning is the record's, users are `User`, the rest is trained on."""
     if messages and messages[0].role == "system":
         system, messages = messages[0].content, messages[1:]
     if bad := [message.role for message in messages if message.role not in ("user", "assistant")]:

@@ -1,4 +1,4 @@
-"""What to read for reward models that learn from numbers: attributes of responses, and judgements of their steps. Light."""
+"""Data settings of reward models that learn from numbers: attributes of responses, and judgements of their steps. Light."""
 
 from __future__ import annotations
 

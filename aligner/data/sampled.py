@@ -23,7 +23,7 @@ from aligner.errors import DataError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelQuery:
-    """What the responses are to have; for `Quantity.attributes` the attribute model's outputs, in their order, and their levels."""
+    """The quantity to compute; for `Quantity.attributes` the attribute model's outputs, in their order, and their levels."""
 
     quantity: Quantity
     attributes: Sequence[str]
@@ -33,7 +33,7 @@ class LabelQuery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledGroup:
-    """One record: what is scored of each response, and the levels that its label asks for (MISSING where it does not; else empty)."""
+    """One record: the scored rows of each response, and the levels that its label asks for (MISSING if it does not; else empty)."""
 
     record: Mapping[str, Any]
     rows: tuple[SupervisedExample, ...]
@@ -48,11 +48,11 @@ class SampledGroup:
 def load_sampled(
     location: str, config: SampledDataConfig, tokenizer: Tokenizer, query: LabelQuery, *, first: int | None = None
 ) -> tuple[list[SampledGroup], LoadReport]:
-    """All usable groups at `location`, and what was left out. `first`: only of so many records.
+    """All usable groups at `location`, and a report of dropped ones. `first`: use only this many records.
 
     What is scored is, token for token, what `load_proposals` gives for training. P(y|x) sees the same conversation without labels, or as
     the model's own chat template writes it. Of P(a|x,y) it is what an attribute model was trained on: all of it is in the mask.
-    Raises: DataError listing all bad lines; DataError where no group is left, or where groups differ in size.
+    Raises: DataError listing all bad lines; DataError if no group is left, or if groups differ in size.
     """
     tally = Tally(location, config.bad_lines, whole=True)
 

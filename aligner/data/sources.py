@@ -40,7 +40,7 @@ class Fields(dict[str, Any]):
         return dict.get(self, name, default)
 
     def unused(self, prefix: str = "") -> Iterator[str]:
-        """Names of what holds something and was not looked up; `messages[].name` in the objects of a list that was."""
+        """Names of non-empty fields that were not read; `messages[].name` in the objects of a list that was."""
         for name, value in self.items():
             if name not in self.read:
                 if value is not None and value != "":
@@ -60,7 +60,7 @@ _JSON = json.JSONDecoder(object_pairs_hook=Fields)
 class RawRecord:
     """One record: `line` counts from 1 (lines of jsonl, records of anything else), `index` from 0 over the whole data set.
 
-    Objects in `value` are `Fields`, so that what nobody asks for is known. `error` says why there is no `value` (a line that is not JSON).
+    Objects in `value` are `Fields`, so that unused fields are known. `error` says why there is no `value` (a line that is not JSON).
     """
 
     file: str
@@ -84,7 +84,7 @@ class _Item:
 def read_records(location: str, first: int | None = None) -> Iterator[RawRecord]:
     """All records, or the `first` so many, of a file, a directory (its files by name) or a `datasets:` name, in a fixed order.
 
-    Raises: DataError where nothing can be read at `location`; a single bad line is yielded with its `error`.
+    Raises: DataError if nothing can be read at `location`; a single bad line is yielded with its `error`.
     """
     index = 0
     for name, items in _open(location):

@@ -41,10 +41,10 @@ class _Record:
 def load_steps(
     location: str, config: StepDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[SteppedExample], LoadReport]:
-    """All usable examples at `location` (`config.train` or `config.validation`), and what was left out or cut.
+    """All usable examples at `location` (`config.train` or `config.validation`), and a report of dropped and cut ones.
 
     `first`: only of so many records.
-    Raises: DataError listing all bad lines; DataError where no example is left.
+    Raises: DataError listing all bad lines; DataError if no example is left.
     """
     tally = Tally(location, config.bad_lines)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)

@@ -1,4 +1,4 @@
-"""Supervised examples: tokens with a mask on what is learnt."""
+"""Supervised examples: tokens with a mask on the trained ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from aligner.data.tokenizer import Tokenizer
 class SupervisedExample:
     """One row: `loss_mask` is True on response tokens and their end token; `source` is `file:line`.
 
-    `ref_logprobs`: a frozen reference's log-probs of the tokens in `loss_mask`, float32, where they are stored (`aligner.data.reference`).
+    `ref_logprobs`: a frozen reference's log-probs of the tokens in `loss_mask`, float32, if they are stored (`aligner.data.reference`).
     """
 
     tokens: tuple[int, ...]
@@ -40,10 +40,10 @@ class SupervisedExample:
 def load_supervised(
     location: str, config: SFTDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[SupervisedExample], LoadReport]:
-    """All usable examples at `location` (`config.train` or `config.validation`), and what was left out or cut.
+    """All usable examples at `location` (`config.train` or `config.validation`), and a report of dropped and cut ones.
 
     `first`: only of so many records.
-    Raises: DataError listing all bad lines; DataError where no example is left.
+    Raises: DataError listing all bad lines; DataError if no example is left.
     """
     tally = Tally(location, config.bad_lines)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
@@ -76,7 +76,7 @@ def _encode_responses(raw: RawRecord, config: SFTDataConfig, tokenizer: Tokenize
 
 
 def fit_length(encoded: Encoded, max_length: int, overlong: Overlong) -> Encoded:
-    """`encoded` itself where it fits (0: any does); else what `overlong` says: a DataError, `TooLong`, or its beginning."""
+    """`encoded` itself if it fits (0: any does); else what `overlong` says: a DataError, `TooLong`, or its beginning."""
     if not max_length or len(encoded.tokens) <= max_length:
         return encoded
     if overlong is Overlong.truncate:

@@ -1,6 +1,6 @@
-"""What a teacher says of supervised examples, on disk: its K likeliest tokens in place of each learnt one, with their log-probs.
+"""A teacher's log-probs of supervised examples, on disk: its K likeliest tokens at the position of each trained one.
 
-    <directory>/manifest.json              what was computed from what; written first
+    <directory>/manifest.json              the inputs; written first
     <directory>/shard_000000.safetensors   `shard_size` examples each, in the order of the data; complete as soon as it has its name
 
 A run reads rows as it needs them: the whole would rarely fit into memory. Records of NeMo-Aligner's distillation are read too.
@@ -53,7 +53,7 @@ class DistilledExample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What the files of a directory are: the same in all of them."""
+    """The properties that all files of a directory share."""
 
     format: int = FORMAT
     top_k: int
@@ -74,7 +74,7 @@ class Manifest:
 
 
 def shard_path(directory: Path, shard: int) -> Path:
-    """Where a complete shard is, or will be."""
+    """Path of a complete shard, whether it exists or not."""
     return directory / f"shard_{shard:06d}.safetensors"
 
 
@@ -93,7 +93,7 @@ def data_digest(examples: Sequence[SupervisedExample]) -> str:
 
 
 def begin(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest, or find that the directory has this one. Raises DataError where its files were made of something else."""
+    """Write the manifest, or find that the directory has this one. Raises DataError if its files were made of something else."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / MANIFEST
     if not path.exists():
@@ -109,7 +109,7 @@ def begin(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises DataError where there is none that this version reads."""
+    """Raises DataError if there is none that this version reads."""
     path = directory / MANIFEST
     try:
         found = json.loads(path.read_text())
@@ -166,7 +166,7 @@ class _Shard:
 
 
 class TeacherFiles(Sequence[DistilledExample]):
-    """The examples of a directory, read when they are asked for. Raises DataError where it is not complete."""
+    """The examples of a directory, read when they are asked for. Raises DataError if it is not complete."""
 
     def __init__(self, directory: Path) -> None:
         self.manifest = read_manifest(directory)
@@ -188,7 +188,7 @@ class TeacherFiles(Sequence[DistilledExample]):
         return self._shards[shard].lengths[row]
 
     def check_tokenizer(self, digest: str) -> None:
-        """Raise ConfigError where the teacher's tokens are not those of the tokenizer with this digest."""
+        """Raise ConfigError if the teacher's tokens are not those of the tokenizer with this digest."""
         if self.manifest.tokenizer != digest:
             raise ConfigError(
                 f"data: the log-probs of {self.manifest.made_of} are of another vocabulary than model.path's; "

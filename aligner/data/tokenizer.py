@@ -1,4 +1,4 @@
-"""The tokenizer of a model directory, reduced to what this package needs, with no special token that was not asked for."""
+"""The tokenizer of a model directory, reduced to this package's needs, without unrequested special tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer. `bos_id` may be None; `eos_id` always exists; `pad_id` is the end token where none is defined."""
+    """A Hugging Face tokenizer. `bos_id` may be None; `eos_id` always exists; `pad_id` is the end token if none is defined."""
 
     def __init__(self, backend: PreTrainedTokenizerBase, path: str) -> None:
         if backend.eos_token_id is None:
@@ -35,7 +35,7 @@ class Tokenizer:
 
     @property
     def max_token_id(self) -> int:
-        """The largest id it can produce; more than `vocab_size - 1` where its ids have gaps."""
+        """The largest id it can produce; more than `vocab_size - 1` if its ids have gaps."""
         return max(self._backend.get_vocab().values())
 
     @property
@@ -48,7 +48,7 @@ class Tokenizer:
         return bool(self._backend.chat_template)
 
     def encode(self, text: str, *, add_special: bool = False, plain: bool = False) -> list[int]:
-        """Token ids of `text`; with `add_special`, with what the tokenizer adds of itself (usually a begin token).
+        """Token ids of `text`; with `add_special`, with the tokenizer's own additions (usually a begin token).
 
         `plain`: a special token that is written out in the text stays text.
         """
@@ -60,8 +60,8 @@ class Tokenizer:
     def continuation(self, prefix: str, text: str, *, plain: bool = False) -> list[int]:
         """Token ids of `text` as the continuation of `encode(prefix)`.
 
-        A tokenizer may put a space before the first word of whatever it is given (SentencePiece), so the text is encoded behind the prefix
-        and the prefix's ids are cut off; where a token spans the border, behind a line break; and by itself where that also merges.
+        A tokenizer may put a space before the first word of whatever it is given (SentencePiece), so the text is encoded after the prefix
+        and the prefix's ids are cut off. If a token spans the border, it is encoded after a line break; by itself if that also merges.
         """
         for anchor in (prefix, "\n"):
             head, whole = self.encode(anchor, plain=plain), self.encode(anchor + text, plain=plain)
@@ -76,7 +76,7 @@ class Tokenizer:
     def decode_after(self, prefix: Sequence[int], ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids` behind `prefix`, such that `continuation` gives them again.
 
-        By themselves they would lose the space before their first word where the tokenizer puts one there (SentencePiece). Where `prefix`
+        By themselves they would lose the space before their first word if the tokenizer puts one there (SentencePiece). Where `prefix`
         ends in the middle of a character they are read by themselves.
         """
         head, whole = (self.decode(part, skip_special=skip_special) for part in (prefix, [*prefix, *ids]))
@@ -85,7 +85,7 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
         """Token ids of a conversation in the model's own format.
 
-        Raises: ConfigError where the tokenizer has no template; DataError where the template refuses the messages.
+        Raises: ConfigError if the tokenizer has no template; DataError if the template refuses the messages.
         """
         return list(self._apply(messages, tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False))
 
@@ -108,14 +108,14 @@ class Tokenizer:
             raise DataError(f"the chat template of {self.path} refuses the messages: {error}") from error
 
     def save(self, directory: str | Path) -> None:
-        """Write it where `load_tokenizer` and `transformers` can load it."""
+        """Write it in the form that `load_tokenizer` and `transformers` load."""
         self._backend.save_pretrained(str(directory))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load from a local directory; never from the network, never running code from it.
 
-    Raises: ConfigError naming what was looked for.
+    Raises: ConfigError naming the missing files.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -132,7 +132,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
-    """Raise ConfigError where the tokenizer can produce an id for which the model has no embedding."""
+    """Raise ConfigError if the tokenizer can produce an id for which the model has no embedding."""
     if tokenizer.max_token_id >= model_vocab_size:
         raise ConfigError(
             f"tokenizer {tokenizer.path} produces ids up to {tokenizer.max_token_id} ({tokenizer.vocab_size} tokens), "

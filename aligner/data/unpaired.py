@@ -29,11 +29,11 @@ class UnpairedExample:
 
     @property
     def rows(self) -> tuple[SupervisedExample, ...]:
-        """What a model reads of it."""
+        """The rows that a model reads."""
         return (self.row,)
 
     def with_reference(self, logprobs: Sequence[Tensor]) -> UnpairedExample:
-        """The same response with a frozen reference's log-probs of its learnt tokens."""
+        """The same response with a frozen reference's log-probs of its trained tokens."""
         (found,) = logprobs
         return replace(self, row=replace(self.row, ref_logprobs=found))
 
@@ -44,17 +44,17 @@ class UnpairedExample:
 
     @property
     def response(self) -> tuple[int, ...]:
-        """The tokens behind the prompt."""
+        """The tokens after the prompt."""
         return self.row.tokens[self.row.loss_mask.index(True) :]
 
 
 def load_unpaired(
     location: str, config: UnpairedDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[UnpairedExample], LoadReport]:
-    """All usable responses at `location` (`config.train` or `config.validation`), and what was left out or cut.
+    """All usable responses at `location` (`config.train` or `config.validation`), and a report of dropped and cut ones.
 
     A record of a pair is two responses, its chosen one desirable. `first`: only of so many records.
-    Raises: DataError listing all bad lines; DataError where no response is left.
+    Raises: DataError listing all bad lines; DataError if no response is left.
     """
     tally = Tally(location, config.bad_lines)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
@@ -80,7 +80,7 @@ def unpaired_batch(examples: Sequence[UnpairedExample], pad_id: int) -> LabeledB
 def mismatched(examples: Sequence[UnpairedExample], max_length: int) -> list[UnpairedExample]:
     """Every prompt with the response of another example, cut at `max_length` tokens; each response is used once.
 
-    Responses move on by as few places as give the fewest prompts a response of their own (which another example of that prompt has).
+    Responses shift by the smallest number of places that gives the fewest prompts one of their own responses (from another example).
     Raises ValueError for a single example.
     """
     if len(examples) < 2:
@@ -98,7 +98,7 @@ def mismatched(examples: Sequence[UnpairedExample], max_length: int) -> list[Unp
 
 
 class MismatchedSteps(Sequence[UnpairedExample]):
-    """`mismatched` of the examples of each of `num_steps` steps, one step behind the other; made when they are asked for."""
+    """`mismatched` of the examples of each of `num_steps` steps, one step after the other; made on demand."""
 
     def __init__(self, examples: Sequence[UnpairedExample], order: EpochSampler, max_length: int, num_steps: int) -> None:
         self._examples = examples

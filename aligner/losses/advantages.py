@@ -1,6 +1,6 @@
-"""From rewards to advantages. Every function sees the *global* rollout batch: statistics of a part of it would be another algorithm.
+"""Compute advantages from rewards. Every function takes the *global* rollout batch: statistics of a part would change the algorithm.
 
-`estimate` gives the advantages of every estimator without a critic, `gae` PPO's. What stands outside a mask never reaches a result.
+`estimate` gives the advantages of every estimator without a critic, `gae` PPO's. Values outside the mask never reach a result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aligner.losses.scan import discounted_sums
 
 
 class Estimator(str, Enum):
-    """What a response's rewards are held against. R is their plain sum, G[t] their discounted sum from token t on."""
+    """The baseline that a response's rewards are compared with. R is their plain sum, G[t] their discounted sum from token t on."""
 
     grpo = "grpo"  # (R - mean of its group) / std of its group (2402.03300); without the division Dr. GRPO (2503.20783)
     rloo = "rloo"  # R - mean of the other responses of its group (2402.14740)
@@ -50,12 +50,12 @@ def estimate(
 ) -> Tensor:
     """Advantages [B, S] of the whole rollout batch; 0 outside the mask and in rows that `counted_rows` leaves out.
 
-    token_rewards float [B, S] (`shaped_rewards`: scores on the last tokens, and the KL where it is part of the reward); mask bool [B, S];
+    token_rewards float [B, S] (`shaped_rewards`: scores on the last tokens, and the KL if it is part of the reward); mask bool [B, S];
     group_ids int64 [B], equal for responses to one prompt, which the GROUPED need; baselines float [B], which remax needs: the reward of
     the greedy response to each row's prompt; valid bool [B], the rows that have a reward (None: all), the others take part in no
     statistic. `normalize_std` is grpo's, `gamma` discounts G.
 
-    A baseline is taken off the reward of the last token, as in the code of ReMax, so it is discounted as the score is. A KL that is part of
+    A baseline is subtracted from the reward of the last token, as in ReMax's code, so it is discounted like the score. A KL that is part of
     the reward is in R (so in the mean of a group, as in verl and TRL's RLOO) and in G. REINFORCE++ has it there (k1). Its -baseline variant
     has the KL in the loss (k2), for which this is OpenRLHF's `reinforce_baseline` and verl's `reinforce_plus_plus_baseline`.
 
@@ -87,7 +87,7 @@ def estimate(
 
 
 def counted_rows(estimator: Estimator | UserEstimator, group_ids: Tensor | None, valid: Tensor) -> Tensor:
-    """bool [B]: the rows that `estimate` learns from: the valid ones, without those left alone in their group where groups are compared.
+    """bool [B]: the rows that `estimate` learns from: the valid ones, without those left alone in their group if groups are compared.
 
     A policy loss must leave the others out of its mask too, else they count as tokens that taught nothing.
     """
@@ -213,7 +213,7 @@ def _over_masked(x: Tensor, mask: Tensor, decay: float, *, inclusive: bool) -> T
 
 
 def _slots(mask: Tensor) -> Tensor | None:
-    """Where a token stands among its row's masked tokens, int64 [B, S]; S for the others. None where no row has a gap in its mask."""
+    """Where a token stands among its row's masked tokens, int64 [B, S]; S for the others. None if no row has a gap in its mask."""
     starts = (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1, dtype=torch.int32) + mask[:, 0]
     if not (starts > 1).any():
         return None

@@ -19,7 +19,7 @@ class Aggregation(str, Enum):
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` with 0 where `mask` is False: neither values nor gradients (nor NaN) of those positions survive. Shapes [B, S]."""
+    """`x`, but 0 at positions where `mask` is False: their values, gradients and NaN do not survive. Shapes [B, S]."""
     return torch.where(mask, x, 0.0)
 
 
@@ -32,7 +32,7 @@ def aggregate(per_token: Tensor, mask: Tensor, aggregation: Aggregation, constan
     """Sum and count of `per_token` [B, S] over `mask` bool [B, S]; the loss is the sum over everything / the count over everything.
 
     The count is the number of masked tokens for `token_mean`, else of sequences with at least one masked token. `constant` is the divisor
-    of `sequence_sum_constant` (the longest response allowed, in tokens). Raises ValueError where that is missing or not positive.
+    of `sequence_sum_constant` (the longest response allowed, in tokens). Raises ValueError if that is missing or not positive.
     """
     per_token = masked(per_token, mask)
     if aggregation is Aggregation.token_mean:
@@ -54,5 +54,5 @@ def require(tensor: Tensor | None, field: str) -> Tensor:
 
 
 def maximum(x: Tensor, mask: Tensor) -> Tensor:
-    """The largest masked value of a non-negative `x` [B, S], 0 where nothing is masked; detached scalar."""
+    """The largest masked value of a non-negative `x` [B, S], 0 if nothing is masked; detached scalar."""
     return masked(x.detach(), mask).amax() if x.numel() else torch.zeros((), device=x.device)

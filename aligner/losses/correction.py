@@ -20,7 +20,7 @@ from aligner.metrics import Mean, Metric
 
 
 class Correction(str, Enum):
-    """What happens to a token's loss."""
+    """How the weight changes a token's loss."""
 
     none = "none"
     tis = "tis"  # times min(w, high) (TIS)

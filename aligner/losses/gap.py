@@ -1,8 +1,8 @@
-"""How far the engine's log-probs are from the trainer's on the same tokens, per token that the policy wrote: what a run watches.
+"""The gap between the engine's and the trainer's log-probs of the same tokens, over the tokens that the policy wrote.
 
 With l the trainer's log-prob of a token (of the weights that the batch is trained from) and l' the engine's (that sampled it), d = l - l',
 w = exp(d). Samples are the engine's, so KL(engine || trainer) is the mean of w - 1 - d and KL(trainer || engine) that of w d - w + 1: k3 of
-Schulman 2020 in both directions, never negative. All is 0 (weights: 1) where the two agree; a difference comes from the engine's own
+Schulman 2020 in both directions, never negative. All is 0 (weights: 1) if the two agree; a difference comes from the engine's own
 arithmetic, or from weights that are older than the trainer's.
 """
 
@@ -22,7 +22,7 @@ Sampled = TypeVar("Sampled", PreferenceBatch, LabeledBatch, DistillationBatch)  
 
 
 def gap_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """What is reported of two log-probs [B, S] over the tokens of bool `mask`, without gradient:
+    """Metrics of the gap between two log-probs [B, S] over the tokens of bool `mask`, without gradient:
 
     rollout/logprob_gap (mean of |d|), _max and, within 1.6%, _p50, _p90, _p99, _p999; rollout/logprob_kl (engine || trainer),
     rollout/logprob_kl_reverse (trainer || engine); the weights w as `weight_metrics` has them.
@@ -38,7 +38,7 @@ def gap_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) ->
 
 
 def with_gap(loss: Callable[[TokenOutputs, Sampled], LossOutput]) -> Callable[[TokenOutputs, Sampled], LossOutput]:
-    """`loss` with the `gap_metrics` of batches that have rollout_logprobs: those that the weights of now sampled, in their first update."""
+    """`loss` plus `gap_metrics` for batches that have rollout_logprobs, that is, in the first update after sampling."""
 
     def watched(outputs: TokenOutputs, batch: Sampled) -> LossOutput:
         result = loss(outputs, batch)
@@ -53,8 +53,8 @@ def with_gap(loss: Callable[[TokenOutputs, Sampled], LossOutput]) -> Callable[[T
 
 
 def weight_metrics(weights: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """Of importance weights [B, S] over the tokens of `mask`: rollout/importance_weight (mean), _max, _min, and
-    rollout/effective_sample_size, the part of the tokens that as many equal weights would stand for."""
+    """Metrics of importance weights [B, S] over the tokens of `mask`: rollout/importance_weight (mean), _max, _min, and
+    rollout/effective_sample_size, as a fraction of the number of tokens."""
     weights = masked(weights.detach(), mask).double()  # squares of weights up to e^20
     count = mask.sum()
     return {

@@ -13,8 +13,8 @@ class KLEstimator(str, Enum):
     As a number all but `abs` are near KL(policy || reference). As a term of the loss they are something else, because their gradient is
     not the gradient of what they estimate (2506.09477, 2510.01555). What it is on average, for samples of the policy itself:
 
-    - k1: zero. It does not hold the policy at all, and adds noise.
-    - abs: towards the reference at one rate, however far away.
+    - k1: zero. It does not restrain the policy and adds noise.
+    - abs: towards the reference at a constant rate, however far away.
     - k2: d * grad log-prob, the gradient of KL(policy || reference). The one to choose; REINFORCE++'s -baseline variant does.
     - k3: (1 - exp(-d)) * grad log-prob, the gradient of KL(reference || policy). GRPO's choice; the same as k2 for small d, at most 1 and
       unbounded below for large ones.
@@ -32,7 +32,7 @@ class KLEstimator(str, Enum):
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """KL(policy || reference) per token; any equal shapes; gradient flows into both arguments (for what it is, see `KLEstimator`).
 
-    Positive k1 means that the policy likes the token more than the reference does, so `reward - kl_coef * kl` holds the policy back.
+    Positive k1 means that the policy likes the token more than the reference does, so `reward - kl_coef * kl` penalises it.
     """
     d = logprobs - ref_logprobs
     if estimator is KLEstimator.k1:

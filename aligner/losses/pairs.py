@@ -1,6 +1,6 @@
-"""The preference losses as functions of one pair: what `aligner.losses.preference` makes of two responses' log-ratios.
+"""The preference losses as functions of one pair's log-ratios; `aligner.losses.preference` applies them to batches.
 
-c and r are log pi - log pi_ref of the chosen and of the rejected response (log pi alone where a loss has no reference), summed or averaged
+c and r are log pi - log pi_ref of the chosen and of the rejected response (log pi alone if a loss has no reference), summed or averaged
 over the response's tokens; D = c - r; g = eta * (reward of the chosen - reward of the rejected response); e = label_smoothing.
 """
 
@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 
 class DPOVariant(str, Enum):
-    """What is minimised, per pair."""
+    """The loss of a pair."""
 
     sigmoid = "sigmoid"  # -(1-e) log sigma(beta D) - e log sigma(-beta D) (DPO, 2305.18290; cDPO where e > 0)
     robust = "robust"  # (-(1-e) log sigma(beta D) + e log sigma(-beta D)) / (1 - 2e): unbiased under labels flipped at rate e (2403.00409)
@@ -114,7 +114,7 @@ def pair_losses(ratios: LogRatios, variant: DPOVariant | UserPairLoss) -> Tensor
 
 
 def log_odds(logprobs: Tensor) -> Tensor:
-    """log(p / (1 - p)) of log-probs <= 0, finite also where p is 1 to rounding, and with it its gradient.
+    """log(p / (1 - p)) of log-probs <= 0, finite, with a finite gradient, even if p rounds to 1.
 
     log(1 - p) is log(-expm1(log p)): exact near p = 1, where it matters, and within rounding of log p elsewhere.
     """

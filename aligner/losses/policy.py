@@ -1,4 +1,4 @@
-"""The policy-gradient loss: a surrogate of the objective's choice, with what GRPO, Dr. GRPO, DAPO and their kin add to it."""
+"""The policy-gradient loss: a surrogate of the objective's choice, with what GRPO, Dr. GRPO, DAPO and their variants add to it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def policy_loss(
     sampler that differs from the trainer. The KL term carries gradient: for a KL inside the reward leave `kl_coef` 0 here.
     `aggregation_constant`: see `aggregate`.
 
-    Reads outputs.logprobs, and outputs.entropy (needed where entropy_coef != 0), all [B, S] at the sampling temperature; batch.ref_logprobs
-    is needed where kl_coef != 0, batch.rollout_logprobs where a correction is asked for. Raises ValueError naming a missing field, or a
+    Reads outputs.logprobs, and outputs.entropy (needed if entropy_coef != 0), all [B, S] at the sampling temperature; batch.ref_logprobs
+    is needed if kl_coef != 0, batch.rollout_logprobs if a correction is set. Raises ValueError naming a missing field, or a
     dual_clip <= 1. Metrics: policy/{loss, clip_fraction, approx_kl, ratio_mean}; with their inputs policy/{ref_kl, entropy},
     those of `losses.gap` and, with a correction, rollout/corrected_fraction.
     """

@@ -1,6 +1,6 @@
 """Losses on pairs of responses, from log-probs of whole responses: the DPO family.
 
-What a loss makes of a pair's two log-ratios is in `aligner.losses.pairs`; here they are taken from log-probs per token, and summed up.
+`aligner.losses.pairs` defines each loss of a pair; here log-ratios are computed from log-probs per token, and losses summed.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def dpo_loss(
 ) -> LossOutput:
     """Sum over pairs of the variant's loss + sft_coef * (mean negative log-likelihood per token of the chosen response); count: pairs.
 
-    Reads outputs.logprobs, batch.ref_logprobs where the variant needs a reference, float32 [2P, S], rows chosen and rejected interleaved,
-    and batch.margins where it needs them. log-probs are summed over a response's tokens, or averaged: `average_logprobs`, and where that
-    is None what the variant's authors do, as for `sft_coef`. `gamma`, `eta`, `dpop_coef`: of simpo, rpo and dpop alone. A pair whose rows
+    Reads outputs.logprobs, batch.ref_logprobs if the variant needs a reference, float32 [2P, S], rows chosen and rejected interleaved,
+    and batch.margins if it needs them. log-probs are summed over a response's tokens, or averaged: `average_logprobs`, which
+    defaults (None) to the authors' choice, as does `sft_coef`. `gamma`, `eta`, `dpop_coef`: only for simpo, rpo and dpop. A pair whose rows
     both have an empty loss_mask is filler and counts nothing.
     The supervised term is averaged per response and then over pairs (2404.19733), not over all tokens of the batch, so that it has the
     pairs' count. Raises ValueError for log-probs that are missing or have another shape, beta <= 0, or a label_smoothing that the variant
     does not take.
 
     Metrics over pairs: preference/{loss, accuracy, margin, chosen_reward, rejected_reward}, a reward being beta * the log-ratio (or
-    log-prob) that entered the loss, a tie not accurate; preference/sft_loss where it is used. Over tokens: preference/{chosen_logprob,
+    log-prob) that entered the loss, a tie not accurate; preference/sft_loss if it is used. Over tokens: preference/{chosen_logprob,
     rejected_logprob} (both may fall while the margin grows: 2404.19733).
     """
     _check(beta, variant, label_smoothing)

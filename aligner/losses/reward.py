@@ -16,7 +16,7 @@ MISSING_LABEL = -100.0  # of an attribute that nobody judged
 
 
 class BradleyTerry(str, Enum):
-    """What the annotated margin m of a pair does; d is the score of the chosen response minus that of the rejected one."""
+    """How the annotated margin m of a pair is used; d is the score of the chosen response minus that of the rejected one."""
 
     standard = "standard"  # -log sigma(d): nothing
     margin = "margin"  # -log sigma(d - |m|) (Llama 2, 2307.09288)
@@ -92,10 +92,10 @@ def regression_loss(outputs: TokenOutputs, batch: LabeledBatch, *, attributes: S
 def step_loss(scores: Tensor, labels: Tensor, mask: Tensor) -> LossOutput:
     """Binary cross-entropy of sigma(score) at the ends of steps; count: steps (process reward models, 2305.20050, 2312.08935).
 
-    `scores` float [B, S]: that of the step which token t ends, from the hidden state behind t; `labels` [B, S]: 1 for a good step, 0 for a
-    bad one, or the share of continuations from there that came to the right answer; `mask` bool [B, S]: True on the last token of each step
-    that has a label. Raises ValueError where the shapes differ.
-    Metrics over steps: reward/{loss, accuracy, score_mean}; a step is taken for good where its score is above 0.
+    `scores` float [B, S]: the score of the step that ends at token t, from the hidden state after t; `labels` [B, S]: 1 for a good step,
+    0 for a bad one, or the share of continuations from there that reached the right answer; `mask` bool [B, S]: True on the
+    last token of each labelled step. Raises ValueError if the shapes differ.
+    Metrics over steps: reward/{loss, accuracy, score_mean}; a step counts as good if its score is above 0.
     """
     if not scores.shape == labels.shape == mask.shape:
         shapes = f"scores {tuple(scores.shape)}, labels {tuple(labels.shape)}, mask {tuple(mask.shape)}"

@@ -1,4 +1,4 @@
-"""What happens to the scores of a batch of responses before they become rewards: clipping, standardisation, scale, over-long penalty."""
+"""Turn the scores of a batch of responses into rewards: clipping, standardisation, scale, over-long penalty."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Standardize(str, Enum):
 @dataclass(kw_only=True, slots=True)
 class ShapingConfig:
     """Settings under `algorithm.shaping.`; the defaults change nothing. They take hold in this order: clip, standardize, scale, shift,
-    over-long penalty; so bounds are in the judge's unit, and the penalty in that of the reward that is learnt from.
+    over-long penalty; so bounds are in the judge's unit, and the penalty in that of the reward used for training.
     """
 
     clip_low: float | None = None  # smallest score; smaller ones become it; None: off
@@ -53,7 +53,7 @@ class ShapingConfig:
             raise ConfigError(f"algorithm.shaping.overlong_penalty={self.overlong_penalty}: must not be negative")
 
     def check_length(self, max_length: int) -> None:
-        """Raise ConfigError where the buffer is longer than the longest response allowed, in tokens."""
+        """Raise ConfigError if the buffer is longer than the longest response allowed, in tokens."""
         if self.overlong_buffer > max_length:
             raise ConfigError(
                 f"algorithm.shaping.overlong_buffer={self.overlong_buffer}: must be at most sampling.max_response_length={max_length}"
@@ -82,7 +82,7 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """Uncorrected; NaN where nothing was seen."""
+        """Uncorrected; NaN if nothing was seen."""
         return math.sqrt(self.squares / self.count) if self.count else math.nan
 
 
@@ -90,15 +90,15 @@ class Moments:
 def shape(
     scores: Tensor, lengths: Tensor, valid: Tensor, config: ShapingConfig, state: Moments, *, max_length: int
 ) -> tuple[Tensor, Moments, dict[str, float]]:
-    """(rewards [B], the state to go on with, metrics) of the *global* batch's scores, in the order that `ShapingConfig` states.
+    """(rewards [B], the state to continue with, metrics) of the *global* batch's scores, in the order that `ShapingConfig` states.
 
     scores float [B]; lengths int [B], of responses in tokens; valid bool [B], the rows that have a score: the others take part in no
     statistic and get 0. Standardised is (score - mean) / sqrt(variance + 1e-8), the variance uncorrected. The over-long penalty is
     DAPO's (2503.14476, eq. 13) times `overlong_penalty`: 0 up to max_length - overlong_buffer tokens, from there linearly down to
     -overlong_penalty at `max_length`, the longest response allowed. `state` comes back unchanged unless `standardize` is `running`.
 
-    Metrics, where their setting is on: shaping/{clipped_fraction, mean, std (that were taken out), overlong_fraction, overlong_penalty}.
-    Raises ConfigError for an overlong_buffer above `max_length`, ValueError where a valid score is not finite.
+    Metrics, if their setting is on: shaping/{clipped_fraction, mean, std (that were taken out), overlong_fraction, overlong_penalty}.
+    Raises ConfigError for an overlong_buffer above `max_length`, ValueError if a valid score is not finite.
     """
     config.check_length(max_length)
     if not scores[valid].isfinite().all():
@@ -127,5 +127,5 @@ def overlong(lengths: Tensor, buffer: int, max_length: int) -> Tensor:
 
 
 def _mean(x: Tensor, valid: Tensor) -> float:
-    """Mean over valid rows; NaN where there are none."""
+    """Mean over valid rows; NaN if there are none."""
     return x[valid].double().mean().item()

@@ -33,7 +33,7 @@ def importance_weights(target: Tensor, proposal: Tensor, *, group_size: int) -> 
 
 
 def response_coefficients(aim: Tensor, policy: Tensor, lengths: Tensor, *, group_size: int) -> Tensor:
-    """What each response's negative log-likelihood is multiplied by in `steerlm_loss`: n (w - b) / (mean tokens of its group), float32 [B].
+    """The factor of each response's negative log-likelihood in `steerlm_loss`: n (w - b) / (mean tokens of its group), float32 [B].
 
     `aim` is w and `policy` b, both [B]; `lengths` int64 [B] counts response tokens. The factor n makes a mean over rows one over groups.
     """
@@ -46,7 +46,7 @@ def steerlm_loss(outputs: TokenOutputs, batch: LabeledBatch) -> LossOutput:
 
     Reads outputs.logprobs [B, S] and batch.labels [B, 1], which `response_coefficients` made. A row with an empty loss_mask is filler and
     counts nothing. Raises ValueError for log-probs or labels that are missing or of another shape.
-    Metrics: steerlm/loss (0 where the policy is what is aimed at, but elsewhere too), steerlm/distance (mean |coefficient|: 0 only there),
+    Metrics: steerlm/loss (0 if the policy is what is aimed at, but elsewhere too), steerlm/distance (mean |coefficient|: 0 only there),
     steerlm/nll per token.
     """
     logprobs = masked(require(outputs.logprobs, "TokenOutputs.logprobs"), batch.loss_mask)

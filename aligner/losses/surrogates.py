@@ -1,4 +1,4 @@
-"""What policy-gradient methods put in the place of `-advantage * log-prob`: PPO's clipped ratio and its successors, per token.
+"""Surrogates of `-advantage * log-prob` in policy-gradient methods: PPO's clipped ratio and its successors, per token.
 
 Each takes log-ratios d = logprobs - old_logprobs [B, S] (with gradient, 0 outside the mask), advantages [B, S] and the mask, and gives the
 loss of every token and where its clipping took hold, both [B, S]. Sequence-level objectives give each token its sequence's loss, so that
@@ -35,7 +35,7 @@ class Objective(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clip:
-    """Bounds: ratios stay in [1 - low, 1 + high]; GMPO's log-ratios in [-low, high]. `dual` c > 1 bounds PPO's loss by -c A where A < 0
+    """Bounds: ratios stay in [1 - low, 1 + high]; GMPO's log-ratios in [-low, high]. `dual` c > 1 bounds PPO's loss by -c A if A < 0
     (1912.09729). `tau_pos`, `tau_neg`: the steepness of SAPO's gate for either sign of the advantage."""
 
     low: float

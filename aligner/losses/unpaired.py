@@ -14,7 +14,7 @@ from aligner.types import LabeledBatch, LossOutput, TokenOutputs
 
 
 class UnpairedLoss(str, Enum):
-    """What a response's log-ratio d = log pi - log pi_ref is compared with."""
+    """The reference point for a response's log-ratio d = log pi - log pi_ref."""
 
     kto = "kto"  # the policy's KL to the reference, estimated on mismatched prompts and responses
     apo_zero = "apo_zero"  # 0
@@ -56,7 +56,7 @@ def kto_loss(
     sft_coef: float = 0.0,
     average_logprobs: bool = False,
 ) -> LossOutput:
-    """Sum over responses of w_d sigma(-beta (d - z)) where desirable, w_u sigma(-beta (z - d)) where not; count: responses.
+    """Sum over responses of w_d sigma(-beta (d - z)) if desirable, w_u sigma(-beta (z - d)) if not; count: responses.
 
     Reads outputs.logprobs and batch.ref_logprobs, float32 [B, S], and batch.labels [B, 1]: 1 desirable, -1 undesirable. `kl` is z of the
     whole batch (`kl_baseline`; 0 makes it the unpaired APO-zero). d sums (or averages) the log-ratio over the response's tokens. sft_coef
@@ -64,7 +64,7 @@ def kto_loss(
     Raises ValueError for what is missing or of another shape, and beta <= 0.
 
     Metrics: kto/loss, kto/accuracy (share of responses on the right side of z) over responses; kto/{desirable_reward, undesirable_reward},
-    which are beta * d over those of the kind; kto/kl, which is z; kto/sft_loss over desirable responses, where it is used.
+    which are beta * d over those of the kind; kto/kl, which is z; kto/sft_loss over desirable responses, if it is used.
     """
     if beta <= 0:
         raise ValueError(f"beta is {beta}, expected a number > 0")

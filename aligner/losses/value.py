@@ -13,7 +13,7 @@ def value_loss(outputs: TokenOutputs, batch: ValueBatch, *, clip: float | None) 
     """0.5 * max((v_clip - G)^2, (v - G)^2) summed over masked tokens, v_clip = v_old + clip(v - v_old, -clip, clip); count: those tokens.
 
     G are the (unwhitened) returns, v_old the values that the returns were made from; `clip` None leaves 0.5 * (v - G)^2. Reads
-    outputs.values [B, S]. Raises ValueError where values are missing or clip is not positive.
+    outputs.values [B, S]. Raises ValueError if values are missing or clip is not positive.
     Metrics: value/{loss, clip_fraction, mean, return_mean}, and value/{return_sq_mean, error_mean, error_sq_mean} for `explained_variance`.
     """
     if clip is not None and clip <= 0:
@@ -45,7 +45,7 @@ def value_loss(outputs: TokenOutputs, batch: ValueBatch, *, clip: float | None) 
 def explained_variance(metrics: Mapping[str, float]) -> float:
     """1 - Var(G - v) / Var(G) of everything that was merged into `value_loss`'s metrics: 1 is perfect, 0 no better than a constant.
 
-    NaN where all returns are equal, so that there is nothing to explain.
+    NaN if all returns are equal, so that there is nothing to explain.
     """
     return_variance = metrics["value/return_sq_mean"] - metrics["value/return_mean"] ** 2
     error_variance = metrics["value/error_sq_mean"] - metrics["value/error_mean"] ** 2

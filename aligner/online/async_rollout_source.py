@@ -1,8 +1,8 @@
 """Asynchronous rollouts: the next rounds are sampled in a thread of every rank while the policy trains on this one.
 
-The sampler has weights of its own, which are replaced after every training step: between two decode steps of the round under way (its
-responses go on with the new weights: partial rollouts, AReaL 2505.24298, PipelineRL 2509.19128), or when it has ended. What bounds how old
-rollouts get is which rounds the thread may begin. With `taken` rounds taken, round r is begun where
+The sampler has its own weights, which are replaced after every training step: between two decode steps of the current round (its
+responses continue with the new weights: partial rollouts, AReaL 2505.24298, PipelineRL 2509.19128), or when the round has ended.
+The age of rollouts is bounded by the rounds that the thread may start. With `taken` rounds taken, round r may start if
 
     r <= taken + 1 + max_staleness - (1 while a step is under way)
 
@@ -87,7 +87,7 @@ class AsyncRolloutSource:
         atexit.register(self.close)  # a thread that is inside torch while the interpreter goes away aborts the process
 
     def take(self, step: int, clock: Clock) -> ScoredRollouts:
-        """The next round; waits for it where it is not sampled yet. Raises EngineError where that takes longer than the configured time."""
+        """The next round; waits for it if it is not sampled yet. Raises EngineError if that takes longer than the configured time."""
         number = self._cursor.next(step)
         self._leave_out_before(number)
         self._ask()
@@ -169,7 +169,7 @@ class AsyncRolloutSource:
         return flight.parts.result()
 
     def _ages(self, collected: ScoredRollouts) -> torch.Tensor:
-        """How many training steps oldest and newest token of each rollout are behind the policy of now: int64 [B, 2]."""
+        """How many training steps oldest and newest token of each rollout are behind the current policy: int64 [B, 2]."""
         newest = [rollout.policy_version for rollout in collected.rollouts]
         oldest = [rollout.policy_version if rollout.oldest_version is None else rollout.oldest_version for rollout in collected.rollouts]
         ages = torch.tensor([[self._steps - self._made_by[version] for version in pair] for pair in zip(oldest, newest, strict=True)])

@@ -1,4 +1,4 @@
-"""One batch of rollouts with rewards (and values): sampled on every replica of the engine, scored while sampling goes on."""
+"""One batch of rollouts with rewards (and values): sampled on every replica of the engine, scored during sampling."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Pending = tuple[list[Rollout], Future[Scores], Future[Tensor] | None]  # what w
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaStats:
-    """What one replica of the engine did of a batch: response tokens, and seconds until it had nothing left to sample."""
+    """One replica's share of a batch: response tokens, and seconds until it had nothing left to sample."""
 
     tokens: int
     seconds: float
@@ -44,11 +44,11 @@ class ReplicaStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredRollouts:
-    """Rollouts in the order of their prompts; one tensor of values per rollout, [length], where a critic was asked.
+    """Rollouts in the order of their prompts; one tensor of values per rollout, [length], if a critic was asked.
 
     `rewards` float32 [B] are finite; those of rollouts that are not in `valid` (bool [B]; all, unless given) stand for none: 0. Among these
     `failed` (bool [B]) are the ones that their judge gave none. `parts` are by name what the rewards were made of, float32 [B] each.
-    `baselines` float32 [B], where they were asked for: the reward of the greedy response to each row's prompt. `ages` int64 [B, 2], where
+    `baselines` float32 [B], if they were asked for: the reward of the greedy response to each row's prompt. `ages` int64 [B, 2], if
     they were sampled ahead: training steps that the weights which sampled the first and the last token are behind the policy.
     """
 
@@ -90,7 +90,7 @@ class ScoredRollouts:
 
 
 def joined(rounds: Sequence[ScoredRollouts]) -> ScoredRollouts:
-    """The rows of all of them, one after the other; what a replica did is summed. Raises ValueError where their rewards' parts differ."""
+    """The rows of all of them, one after the other; what a replica did is summed. Raises ValueError if their rewards' parts differ."""
     first, *others = rounds
     if not others:
         return first
@@ -112,7 +112,7 @@ def joined(rounds: Sequence[ScoredRollouts]) -> ScoredRollouts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scorers:
-    """Who judges finished rollouts. `critic` is None where no values are wanted.
+    """Who judges finished rollouts. `critic` is None if no values are wanted.
 
     `reward_name` stands for the reward in errors; `non_finite` says what happens if it is NaN or infinite. `heartbeat` is called when
     some responses are finished or scored: sampling may take long without any other sign of life.
@@ -195,23 +195,23 @@ def start(
 
 
 def with_values(part: PendingRollouts, critic: Critic, pad_id: int) -> PendingRollouts:
-    """The part, with the critic of now asked for the values of what was sampled without one."""
+    """The part, with values from the current critic for responses that were sampled without a critic."""
     return replace(part, pending=[(rollouts, scores, _values(rollouts, critic, pad_id)) for rollouts, scores, _ in part.pending])
 
 
 def finish(part: PendingRollouts, prompts: Sequence[Prompt], seeds: Sequence[int], *, scorers: Scorers) -> ScoredRollouts:
     """What `start` sampled for these prompts and seeds, on every replica, with its scores. Collective; every rank gets the whole result.
 
-    Awaits the scorers' answers; an error of the engine or of a scorer on any replica is raised on every rank. Raises EngineError where
-    responses are missing, RunHalted where a reward is not finite and the scorers say that this ends the run.
+    Awaits the scorers' answers; an error of the engine or of a scorer on any replica is raised on every rank. Raises EngineError if
+    responses are missing, RunHalted if a reward is not finite and the scorers say that this ends the run.
     """
     return _assembled(_gather(part, seeds, scorers), len(prompts), scorers)
 
 
 def response_metrics(collected: ScoredRollouts, seconds: float) -> dict[str, float]:
-    """What every online algorithm reports of its rollouts. An imbalance is the most that a replica of the engine did over the mean.
+    """Rollout metrics of every online algorithm. An imbalance is the largest share of a replica of the engine, divided by the mean.
 
-    `seconds` were spent on sampling; where it was done ahead, the replicas' own are reported instead: the step waited for the rest of it.
+    `seconds` were spent on sampling; if it was done ahead, the replicas' own are reported instead: the step waited for the rest of it.
     """
     if collected.ages is not None:
         seconds = max(stats.seconds for stats in collected.replica_stats)
@@ -276,7 +276,7 @@ _Gathered = tuple[list[_Row], AlignerError | None, ReplicaStats | None]  # of on
 
 
 def _imbalance(work: Sequence[float]) -> float:
-    """The most that a replica did, as a multiple of the mean: 1 where all did the same."""
+    """The most that a replica did, as a multiple of the mean: 1 if all did the same."""
     return max(work) * len(work) / sum(work) if work and sum(work) else 1.0
 
 
@@ -353,7 +353,7 @@ def _assembled(everything: Sequence[_Gathered], num_prompts: int, scorers: Score
 
 
 def _same_names(parts: Sequence[Mapping[str, object]]) -> list[str]:
-    """The names of the rewards' parts, which every one of these has. Raises ValueError where they differ."""
+    """The names of the rewards' parts, which every one of these has. Raises ValueError if they differ."""
     names = list(parts[0]) if parts else []
     other = next((list(one) for one in parts if one.keys() != set(names)), None)
     if other is not None:

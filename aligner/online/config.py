@@ -1,4 +1,4 @@
-"""What every run that learns from the policy's own samples has, and what it can be asked."""
+"""Settings and checks of every run that learns from the policy's own samples."""
 
 from __future__ import annotations
 

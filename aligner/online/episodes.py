@@ -1,4 +1,4 @@
-"""What is reported of episodes: conversations of several turns with an environment."""
+"""Metrics of episodes: multi-turn conversations with an environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aligner.types import Rollout
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means over episodes: turns of the policy, tokens that it was told, and what the environment counted; nothing of other rollouts."""
+    """Means over episodes: the policy's turns, observation tokens, and the environment's counts; empty for other rollouts."""
     episodes = [rollout for rollout in rollouts if rollout.written is not None]
     if not episodes:
         return {}
@@ -21,7 +21,7 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def readable(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> str:
-    """The response as text; what the environment said is in [[ ]]."""
+    """The response as text, with observations in [[ ]]."""
     if rollout.written is None:
         return decode(rollout.response)
     parts = []

@@ -1,8 +1,8 @@
 """Dynamic sampling (DAPO, 2503.14476, section 3.2): a step learns from groups of responses whose rewards differ.
 
-Where all responses to a prompt get the same reward, a group's advantages are 0: the more such groups, the fewer the step learns from. So
+If all responses to a prompt get the same reward, the group's advantages are 0 and the step learns nothing from it. So
 further rounds are sampled until there are as many groups with a signal as the step has prompts. The surplus of the last round is dropped,
-as DAPO's own code (verl) does: keeping it would train later steps on what older weights sampled.
+as DAPO's own code (verl) does: keeping it would train later steps on samples of older weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aligner.online.selection import with_spread
 
 
 class Exhausted(str, Enum):
-    """What a step does where its rounds together had too few groups with a signal."""
+    """How a step continues if its rounds together had too few groups with a signal."""
 
     stop = "stop"  # ends the run
     fill = "fill"  # goes on, with groups without a signal in the place of those that are missing
@@ -39,12 +39,12 @@ class Groups:
     without_signal: float | None  # the part of the sampled groups; None where a group is one response
 
     def metrics(self) -> dict[str, float]:
-        """What is reported of them."""
+        """Metrics of the groups."""
         metrics = {"rollout/rounds": float(self.num_rounds), "rollout/groups_surplus": float(self.num_surplus)}
         return metrics if self.without_signal is None else metrics | {"rollout/groups_without_signal": self.without_signal}
 
     def dropped(self, group_size: int) -> dict[str, float]:
-        """The account (`aligner.loop.learnt`) of what was sampled and is not among what was chosen."""
+        """The account (`aligner.loop.learnt`) of sampled responses that were not chosen."""
         rows, surplus = len(self.sampled.rollouts) - len(self.chosen.rollouts), self.num_surplus * group_size
         if not rows:
             return {}
@@ -64,7 +64,7 @@ def groups_with_signal(
 ) -> Groups:
     """`num_groups` groups whose rewards differ, of as many rounds as that takes. Collective: every rank sees the same rewards.
 
-    Raises RunHalted where `max_rounds` were not enough and that is to end the run.
+    Raises RunHalted if `max_rounds` were not enough and that is to end the run.
     """
     taken = [source.take(step, clock)]
     while len(taken) < max_rounds and sum(int(has_signal(one, group_size).sum()) for one in taken) < num_groups:

@@ -1,4 +1,4 @@
-"""The job of a recipe that learns from its own samples: what its `build` is given, and what is done around it."""
+"""The job of a recipe that learns from its own samples: the parts for its `build`, and the work around it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Load = Callable[[Tokenizer], tuple[list[Prompt], list[Prompt]]]
 
 @dataclass(kw_only=True)
 class OnlineJob(Generic[C]):
-    """What a recipe builds its algorithm from, on one rank. `config` has every length."""
+    """The parts from which a recipe builds its algorithm, on one rank. `config` has every length."""
 
     session: Session
     config: C
@@ -117,7 +117,7 @@ class OnlineJob(Generic[C]):
             self.publication.ready()
 
     def moving_reference(self, task: OnlineTask) -> CheckpointedReference:
-        """A reference that follows the policy, and that a run which goes on finds again."""
+        """A reference that follows the policy; a resumed run restores it."""
         return CheckpointedReference(self.session, self.policy, task.reference, verify=self.config.checkpoint.verify)
 
     def rollout_source(
@@ -209,9 +209,9 @@ def load_prompt_sets(session: Session, config: OnlineRun, tokenizer: Tokenizer) 
 
 
 def compares_logprobs(config: OnlineRun, capabilities: Capabilities, say: Callable[[str], None]) -> bool:
-    """Whether the engine's log-probs are those of the distribution that the policy's are of; where they are not, it is said once.
+    """Whether the engine's log-probs are of the same distribution as the policy's; prints once if not.
 
-    Raises ConfigError where a correction by them is asked for.
+    Raises ConfigError if a correction by them is asked for.
     """
     temperature = config.rollout.sampling.temperature
     if capabilities.logprobs is LogprobKind.sampled or temperature == 1:

@@ -1,4 +1,4 @@
-"""A reference policy that follows the trained one every so many steps, and that a run which goes on finds again."""
+"""A reference policy that is replaced by the trained one every N steps; a resumed run restores it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CheckpointedReference:
     """`aligner.algorithms.online_dpo.MovingReference`: every reference but the first is a checkpoint of weights alone.
 
     They are in <run>/checkpoints/reference. No checkpoint of the policy has to be of the same step; those that none of the policy's
-    checkpoints goes on with are removed.
+    checkpoints continues with are removed.
     """
 
     def __init__(self, session: Session, policy: MegatronPolicy, frozen: ReferencePolicy, *, verify: bool) -> None:
@@ -36,14 +36,14 @@ class CheckpointedReference:
         return self._frozen.logprobs(batch)
 
     def renew(self, step: int) -> None:
-        """Freeze the policy of now, which has finished `step`. Every rank calls it. Raises CheckpointError where it cannot be written."""
+        """Freeze the current policy, which has finished `step`. Every rank calls it. Raises CheckpointError if it cannot be written."""
         request = checkpoint.SaveRequest(step=step, state={}, config_yaml=self._session.config_yaml, weights_only=True)
         checkpoint.save(self._folder, self._policy.model, request)
         self._frozen.renew()
         from_rank_0(lambda: remove_unused(self._folder, self._session.directory.checkpoints / POLICY))
 
     def restore(self, step: int) -> None:
-        """Freeze what `renew(step)` wrote. Every rank calls it. Raises CheckpointError where it is not there or damaged."""
+        """Freeze what `renew(step)` wrote. Every rank calls it. Raises CheckpointError if it is not there or damaged."""
         path = files.step_directory(self._folder, step)
         self._frozen.restore(partial(checkpoint.load_same, path=path, verify=self._verify))
 
@@ -60,7 +60,7 @@ def unused(references: Sequence[int], policies: Sequence[int]) -> list[int]:
 
 
 def remove_unused(references: Path, policies: Path) -> None:
-    """Remove them from disk, and what a killed run left. On one rank."""
+    """Remove unused references and leftovers of a killed run from disk. On one rank."""
     files.clean([references])
     for step in unused(list(files.complete_steps(references)), list(files.complete_steps(policies))):
         files.remove_step([references], step)

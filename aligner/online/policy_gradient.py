@@ -1,4 +1,4 @@
-"""What policy gradients share, whoever says what a response is worth (a critic: `ppo.py`; other responses: `grpo.py`): the settings of the
+"""Shared parts of policy gradients, whatever the baseline of a response (a critic: `ppo.py`; other responses: `grpo.py`): settings of the
 loss and of the KL, shaped rewards, masks, mini-batches.
 """
 
@@ -111,7 +111,7 @@ class PolicyGradientConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shaped:
-    """Rollouts whose rewards (and baselines) are those that are learnt from."""
+    """Rollouts with the rewards (and baselines) used for training."""
 
     collected: ScoredRollouts
     moments: Moments  # of all scores so far: to be kept once the step is over
@@ -119,7 +119,7 @@ class Shaped:
 
 
 def shaped(collected: ScoredRollouts, batch: RolloutBatch, config: ShapingConfig, moments: Moments, *, max_length: int) -> Shaped:
-    """The scores of a step's rollouts as rewards (`aligner.losses.shaping`); a response's length is of what the policy wrote."""
+    """The scores of a step's rollouts as rewards (`aligner.losses.shaping`); a response's length counts the policy's own tokens."""
     lengths = batch.loss_mask.sum(dim=1)
     rewards, seen, metrics = shape(collected.rewards, lengths, collected.valid, config, moments, max_length=max_length)
     baselines = collected.baselines
@@ -131,7 +131,7 @@ def shaped(collected: ScoredRollouts, batch: RolloutBatch, config: ShapingConfig
 def finite_rows(x: Tensor, guard: GuardConfig, what: str) -> Tensor:
     """Which rows of x [B, S] are finite everywhere, bool [B]. Every rank calls it with the same tensor.
 
-    Where some are not, and the guard does not skip such updates, it raises RunHalted or RollBack as for an update.
+    If some are not, and the guard does not skip such updates, it raises RunHalted or RollBack as for an update.
     """
     finite = x.isfinite().all(dim=1)
     if not finite.all() and guard.non_finite is not NonFinite.skip:
@@ -155,7 +155,7 @@ def mini_batches(batch: PolicyBatch, size: int, num_epochs: int, *, key: str) ->
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> float:
-    """Mean of x [B, S] over the mask; 0 where that is empty."""
+    """Mean of x [B, S] over the mask; 0 if that is empty."""
     return masked(x.double(), mask).sum().item() / max(int(mask.sum()), 1)
 
 

@@ -1,6 +1,6 @@
-"""What `docs/diagnosis.md` watches of a step's responses: how sure the policy is of them, how much they repeat, which of them are rewarded.
+"""Response metrics that `docs/diagnosis.md` watches: the policy's certainty, repetition, and which responses are rewarded.
 
-Of a large batch a bounded number of responses is looked at, spread evenly over it: 10 ms for 512 of 1024 tokens, 25 ms for 2048 of 8192.
+In a large batch a bounded number of responses is examined, spread evenly: 10 ms for 512 of 1024 tokens, 25 ms for 2048 of 8192.
 """
 
 from __future__ import annotations

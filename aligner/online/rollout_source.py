@@ -1,7 +1,7 @@
 """Rounds: the batches of rollouts that an algorithm learns from, as they follow one another.
 
 Round r = 1, 2, ... is one batch of prompts, each `group_size` times, with their seeds: a pure function of r and the run's seed. A training
-step takes one round, or more where it drops some of what it gets. So a step's first round is its own number plus how many rounds the steps
+step takes one round, or more if it drops some of what it gets. So a step's first round is its own number plus how many rounds the steps
 before took beyond their first; that count is all that a resumed run needs to know, and a step that is left out leaves out its first round.
 """
 
@@ -21,7 +21,7 @@ from aligner.types import Prompt
 
 
 class RolloutSource(Protocol):
-    """Where rollouts come from. Collective: every rank calls every method, at the same points."""
+    """The source of rollouts. Collective: every rank calls every method, at the same points."""
 
     def take(self, step: int, clock: Clock) -> ScoredRollouts:
         """The next round for training step `step`: rows in the order of their prompts, a prompt's responses side by side.
@@ -33,10 +33,10 @@ class RolloutSource(Protocol):
         """The step is over and the policy has the weights of optimizer step `version`: sample from these as soon as may be."""
 
     def state(self) -> dict[str, Any]:
-        """What resuming after the last step that is over needs besides its number; JSON-able."""
+        """State for resuming after the last complete step, besides its number; JSON-able."""
 
     def load_state(self, state: Mapping[str, Any], version: int) -> None:
-        """Go on behind `state` (empty: of a run that took one round a step) with the policy's weights of `version`."""
+        """Continue after `state` (empty: of a run that took one round a step) with the policy's weights of `version`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,7 +75,7 @@ def round_of(task: OnlineTask, number: int, group_size: int) -> tuple[list[Promp
 
 
 def sample_requests(task: OnlineTask, number: int, group_size: int, *, greedy: bool) -> list[SampleRequest]:
-    """What is sampled for a round: its responses, and with `greedy` one more for each prompt."""
+    """The requests of a round: its responses, and with `greedy` one more for each prompt."""
     prompts, seeds = round_of(task, number, group_size)
     requests = [SampleRequest(prompts=prompts, seeds=seeds)]
     if greedy:

@@ -1,4 +1,4 @@
-"""The files that a run keeps what it samples in, part by part, where it trains in iterations."""
+"""The files of samples, part by part, of a run that trains in iterations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SampleFiles(Generic[Item]):
         self._stem = stem
 
     def read(self, name: str, part: int) -> list[Item] | None:
-        """None where there is no such file, or not one that was written here."""
+        """None if there is no such file, or not one that was written here."""
         return from_rank_0(lambda: self._read(self._path(name, part)))
 
     def write(self, name: str, part: int, items: Sequence[Item]) -> None:

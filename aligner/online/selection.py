@@ -1,4 +1,4 @@
-"""Which of a step's responses are learnt from where not all of them are: the best of each prompt, or pairs; and how updates are cut.
+"""Select the responses that a step learns from (the best of each prompt, or pairs), and split them into updates.
 
 Rows are in prompt order, `group_size` neighbours per prompt. Everything here is a pure function of its arguments; ties go by position.
 """
@@ -43,7 +43,7 @@ class Pairs:
 
 
 def best_rows(rewards: Tensor, allowed: Tensor, *, group_size: int, keep: int, min_reward: float | None = None) -> Tensor:
-    """The rows, int64 and ascending, of the `keep` best allowed responses to each prompt; fewer where fewer are allowed.
+    """The rows, int64 and ascending, of the `keep` best allowed responses to each prompt; fewer if fewer are allowed.
 
     `rewards` float32 [B], finite; `allowed` bool [B]; rows with less than `min_reward` are never among them.
     """
@@ -146,5 +146,5 @@ def _compared(rewards: Tensor, usable: Tensor, pairing: Pairing, seed: int) -> t
 
 
 def _another(usable: Tensor, position: Tensor) -> Tensor:
-    """Of each group a usable position other than `position` [groups, 1], where there is one: equal rewards are a tie of two responses."""
+    """Of each group a usable position other than `position` [groups, 1], if there is one: equal rewards are a tie of two responses."""
     return usable.scatter(1, position, False).to(torch.int8).argmax(dim=1, keepdim=True)

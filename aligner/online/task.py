@@ -1,4 +1,4 @@
-"""What PPO and GRPO are given besides a policy: prompts, engine, judges, and how to validate."""
+"""The inputs of PPO and GRPO besides a policy: prompts, engine, judges, and validation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class OnlineTask:
         return [self.train[index] for index in self.order.indices(step - 1)]
 
     def scorers(self, critic: Critic | None = None) -> Scorers:
-        """Who judges this run's rollouts: its reward, and `critic` where values are wanted."""
+        """Who judges this run's rollouts: its reward, and `critic` if values are wanted."""
         return Scorers(
             reward=self.reward,
             critic=critic,

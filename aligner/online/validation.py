@@ -74,9 +74,9 @@ def _as_they_are(collected: ScoredRollouts) -> ScoredRollouts:
 
 
 def validate(task: OnlineTask, rejudge: Rejudge = _as_they_are) -> dict[str, float]:
-    """The metrics of `ValidationConfig.reports`, NaN where nothing was judged; none without validation prompts. Collective.
+    """The metrics of `ValidationConfig.reports`, NaN if nothing was judged; none without validation prompts. Collective.
 
-    `rejudge` is given what was sampled, with the task's rewards, before anything is made of it.
+    `rejudge` gets the samples with the task's rewards, before any metric is computed.
     """
     if not task.validation:
         return {}

@@ -19,7 +19,7 @@ LONGEST_CHARACTERS = 200
 
 
 def exact_match(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
-    """1 where the response, without surrounding whitespace, is the answer. Raises ValueError for a prompt without one."""
+    """1 if the response, without surrounding whitespace, is the answer. Raises ValueError for a prompt without one."""
     return [
         float(response.strip() == _needed(answer, prompt).strip())
         for prompt, response, answer in zip(prompts, responses, answers, strict=True)
@@ -27,7 +27,7 @@ def exact_match(prompts: list[str], responses: list[str], answers: list[str | No
 
 
 def contains_answer(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
-    """1 where the answer stands somewhere in the response. Raises ValueError for a prompt without one, or with a blank one."""
+    """1 if the answer stands somewhere in the response. Raises ValueError for a prompt without one, or with a blank one."""
     return [
         float(_not_blank(_needed(answer, prompt), "answer").strip() in response)
         for prompt, response, answer in zip(prompts, responses, answers, strict=True)
@@ -47,7 +47,7 @@ def length(prompts: list[str], responses: list[str], answers: list[str | None]) 
 
 @Factory
 def fixed_string(target: str) -> Callable[[list[str], list[str], list[str | None]], list[float]]:
-    """Factory: 1 where the response contains `target`, else 0 (the sanity run of the field)."""
+    """Factory: 1 if the response contains `target`, else 0 (the sanity run of the field)."""
     wanted = _not_blank(target, "target")
 
     def reward(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
@@ -72,7 +72,7 @@ def starts_with(target: str) -> Callable[[list[str], list[str], list[str | None]
 
 @Factory
 def keywords(words: list[str], forbidden: list[str] | None = None) -> Callable[[list[str], list[str], list[str | None]], list[float]]:
-    """Factory: the fraction of `words` that the response has, whole and in any case; 0 where it has one of the `forbidden`."""
+    """Factory: the fraction of `words` that the response has, whole and in any case; 0 if it has one of the `forbidden`."""
     wanted = [_whole_word(word) for word in words]
     unwanted = [_whole_word(word) for word in forbidden or ()]
     if not wanted:

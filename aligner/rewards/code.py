@@ -19,7 +19,7 @@ FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNOREC
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """A test: what a program reads and what it has to write."""
+    """A test: the program's input and its expected output."""
 
     given: str
     expected: str
@@ -34,12 +34,12 @@ def python_tests(
     interpreter: str = "",
     memory_megabytes: int = 512,
 ) -> TextFunction:
-    """Factory: 1 where the response's program passes all tests in the prompt's answer, else 0; with `partial`, the fraction it passes.
+    """Factory: 1 if the response's program passes all tests in the prompt's answer, else 0; with `partial`, the fraction it passes.
 
-    The program is the response's last fenced block, else all of it. Tests are Python that runs after it, where each `assert` counts as one
+    The program is the response's last fenced block, else all of it. Tests are Python that runs after it; each `assert` counts as one
     (MBPP, HumanEval), or JSON: {"inputs": [...], "outputs": [...]} of what it reads and writes (APPS). `timeout_seconds` are of computing,
     for one run, which also ends after WALL_TIMES as much time; `num_parallel` programs run at a time. Raises ValueError without tests,
-    ConfigError where no sandbox works.
+    ConfigError if no sandbox works.
     """
     if isolation not in Isolation.__members__:
         raise ConfigError(f"isolation is {isolation!r}, expected one of {', '.join(Isolation.__members__)}")
@@ -66,7 +66,7 @@ def program_of(response: str) -> str:
 
 
 def parse_tests(text: str) -> str | list[Exchange]:
-    """Python source, or pairs of input and output. Raises ValueError where it is neither, or empty."""
+    """Python source, or pairs of input and output. Raises ValueError if it is neither, or empty."""
     if not text.strip():
         raise ValueError("the prompt has no tests as its answer")
     try:
@@ -99,7 +99,7 @@ def _says(outcome: Outcome, expected: str) -> bool:
 
 
 def _asserts_passed(sandbox: Sandbox, program: str, tests: str) -> float:
-    """The fraction of the top-level asserts that hold; where there are none, 1 if the tests run to their end.
+    """The fraction of the top-level asserts that hold; if there are none, 1 if the tests run to their end.
 
     The program could end before the tests with exit code 0: only the word that is written after the last test counts.
     """
@@ -114,7 +114,7 @@ def _asserts_passed(sandbox: Sandbox, program: str, tests: str) -> float:
 
 
 def _counting(tests: str, name: str) -> tuple[str, int]:
-    """The tests with every top-level assert in a `try` that appends to the list `name` where it holds, and how many there are."""
+    """The tests with every top-level assert in a `try` that appends to the list `name` if it holds, and how many there are."""
     tree, total = ast.parse(tests), 0
     body: list[ast.stmt] = []
     for statement in tree.body:

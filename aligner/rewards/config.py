@@ -11,7 +11,7 @@ from aligner.errors import ConfigError
 
 
 class OnError(str, Enum):
-    """What a failure of a reward function leads to."""
+    """How to treat a failure of a reward function."""
 
     stop = "stop"  # the run ends, naming the sample
     invalid = "invalid"  # the sample gets no reward and is left out and counted: the one that fails alone, or all of a call that hangs

@@ -24,11 +24,11 @@ class EndpointError(Exception):
 def endpoint_function(
     url: str, timeout_seconds: float, token_variable: str = ""
 ) -> Callable[[list[str], list[str], list[str | None]], list[float]]:
-    """A thread-safe reward function that asks `url`, again and again where nothing answers or it is busy, for `timeout_seconds` in all.
+    """A thread-safe reward function that asks `url`, retrying for `timeout_seconds` in all if nothing answers or it is busy.
 
     It raises EndpointError, with the status and how the body begins, for any other status than 200 and for an answer without rewards.
-    How many rewards there are, and of what type, is for the caller to check. `token_variable` names the environment variable with a bearer
-    token; raises ConfigError where it is not set.
+    The caller checks number and type of the rewards. `token_variable` names the environment variable with a bearer
+    token; raises ConfigError if it is not set.
     """
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
     if token_variable:

@@ -9,9 +9,9 @@ from aligner.rewards.forms import Factory, TextFunction
 
 @Factory
 def pattern(regex: str, anywhere: bool = False) -> TextFunction:
-    """Factory: 1 where the whole response, without surrounding whitespace, matches `regex` (`.` stands for newlines too), else 0.
+    """Factory: 1 if the whole response, without surrounding whitespace, matches `regex` (`.` stands for newlines too), else 0.
 
-    With `anywhere`, where a part of it matches. Python cannot interrupt a regular expression: one that backtracks without end hangs.
+    With `anywhere`, a part that matches is enough. Python cannot interrupt a regular expression: one that backtracks without end hangs.
     """
     compiled = re.compile(regex, re.DOTALL)
 
@@ -24,7 +24,7 @@ def pattern(regex: str, anywhere: bool = False) -> TextFunction:
 
 @Factory
 def sections(tags: list[str] | None = None, partial: bool = True, opened: bool = False) -> TextFunction:
-    """Factory: 1 where the response is `<think>...</think><answer>...</answer>` (or other `tags`, in their order), none of them empty and
+    """Factory: 1 if the response is `<think>...</think><answer>...</answer>` (or other `tags`, in their order), none of them empty and
     with nothing but whitespace around them.
 
     With `partial`, another response gets half of the fraction of the tags (opening and closing ones) that it has exactly once: something to

@@ -25,7 +25,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class OnSamples:
-    """A reward function that wants more than texts: `function(samples) -> one number per sample`. May be `async def`. A decorator."""
+    """A reward function that needs more than texts: `function(samples) -> one number per sample`. May be `async def`. A decorator."""
 
     function: Callable[[list[Sample]], list[float] | Awaitable[list[float]]]
 
@@ -35,9 +35,9 @@ class OnSamples:
 
 @dataclass(frozen=True, slots=True)
 class Factory:
-    """Something that makes a reward function of the config's `arguments`, also where there are none. A decorator.
+    """Something that makes a reward function of the config's `arguments`, also if there are none. A decorator.
 
-    A function without it is a factory where arguments are given, and a reward function where not.
+    A function without it is a factory if arguments are given, and a reward function if not.
     """
 
     make: Callable[..., Any]

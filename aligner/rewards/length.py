@@ -1,4 +1,4 @@
-"""Rewards for the length of a response, in tokens, words or characters. They are given beside a reward for what it says."""
+"""Rewards for the length of a response, in tokens, words or characters. Use them beside a reward for the content."""
 
 from __future__ import annotations
 

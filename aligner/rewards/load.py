@@ -23,7 +23,7 @@ FORMS = "package.module:name, package.module.name or path/to/file.py:name"
 def load_reward_function(spec: str, what: str = "reward function") -> Callable:
     """Import what `spec` names (see `FORMS`; a relative path counts from the working directory); `what` it is, in messages.
 
-    Raises ConfigError where the form is wrong, the module or file cannot be imported, or the name is not there or not callable.
+    Raises ConfigError if the form is wrong, the module or file cannot be imported, or the name is not there or not callable.
     """
     if ":" in spec:
         location, _, name = spec.rpartition(":")
@@ -60,7 +60,7 @@ def build_reward_function(config: RewardFunctionConfig) -> RewardFunction:
 
 
 def raised(error: BaseException) -> str:
-    """What user code raised, for a person."""
+    """The exception of user code, as readable text."""
     if isinstance(error, SystemExit):
         last = traceback.extract_tb(error.__traceback__)[-1]
         return f"it ended the program (sys.exit({error.code!r}) at {last.filename}:{last.lineno})"

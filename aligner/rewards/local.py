@@ -41,11 +41,11 @@ class RewardHung(RewardError):
 class FunctionReward:
     """A `RewardModel` (aligner.protocols) made of a Python function (aligner.rewards.forms), which gets the samples of one `score` call.
 
-    Calls are made in threads of their own, `num_threads` at a time: with one, the function need not be thread-safe. `decode` turns tokens
+    Calls run in separate threads, `num_threads` at a time: with one, the function need not be thread-safe. `decode` turns tokens
     into text, without special tokens. `name` stands for the function in messages.
 
     With `on_error=invalid` the samples that the function fails for, when it is called with each alone, have no reward, and neither have
-    those that it gives NaN or infinity. It is said once per policy version which the first was.
+    those that it gives NaN or infinity. The first of them is reported once per policy version.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class FunctionReward:
     def score(self, rollouts: Sequence[Rollout]) -> Future[Scores]:
         """Start scoring; resolves to B rewards on CPU.
 
-        The future raises RewardError, naming function and sample, where the function raises, takes longer than `timeout_seconds` for the
+        The future raises RewardError, naming function and sample, if the function raises, takes longer than `timeout_seconds` for the
         call, or returns anything but B numbers (a list, a NumPy array, a tensor), unless `on_error` is `invalid`.
         """
         return self._executor.submit(self._score, list(rollouts))
 
     def close(self) -> None:
-        """Drop calls that have not begun. One that runs goes on, for at most `timeout_seconds`."""
+        """Drop calls that have not started. A running one continues, for at most `timeout_seconds`."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _score(self, rollouts: list[Rollout]) -> Scores:
@@ -106,7 +106,7 @@ class FunctionReward:
             raise RewardError(f"reward function {self._name} raised {type(error).__name__}: {error}; {culprit}") from error
 
     def _possible_rewards(self, samples: Samples, deadline: float) -> tuple[list[float], str]:
-        """One per sample, NaN where there is none, and what went wrong first. Raises RewardError where too many calls hang already."""
+        """One per sample, NaN if there is none, and what went wrong first. Raises RewardError if too many calls hang already."""
         try:
             return self._checked(self._call(samples, deadline), samples), ""
         except RewardHung as error:
@@ -124,14 +124,14 @@ class FunctionReward:
         return rewards, complaint
 
     def _tolerable(self, error: RewardHung) -> str:
-        """The error's text. Raises it where so many calls hang that this is no exception."""
+        """The error's text. Raises it if so many calls hang that this is no exception."""
         self._hanging = [thread for thread in self._hanging if thread.is_alive()]
         if len(self._hanging) >= MAX_HANGING:
             raise RewardHung(f"{error}; {len(self._hanging)} calls hang, too many for on_error=invalid") from error
         return str(error)
 
     def _call(self, samples: Samples, deadline: float) -> object:
-        """What the function returns or raises; RewardHung where it has done neither by `deadline` (of time.monotonic)."""
+        """What the function returns or raises; RewardHung if it has done neither by `deadline` (of time.monotonic)."""
         outcome: queue.SimpleQueue[tuple[object, BaseException | None]] = queue.SimpleQueue()
         function = self._function
 
@@ -198,7 +198,7 @@ class FunctionReward:
 
 
 class Complaints:
-    """What goes wrong again and again is said once per policy version, which is once per step."""
+    """Reports repeated failures once per policy version, that is, once per step."""
 
     def __init__(self, about: str) -> None:
         self._about = about

@@ -1,6 +1,6 @@
-"""Rewards for mathematical answers (GSM8K, MATH and their kin), checked by math-verify (https://github.com/huggingface/Math-Verify).
+"""Rewards for mathematical answers (GSM8K, MATH and similar sets), checked by math-verify (https://github.com/huggingface/Math-Verify).
 
-Processes of their own do the checking (aligner.rewards.maths_worker): it cannot be interrupted in a thread. Needs `aligner[rewards]`.
+Separate processes do the checking (aligner.rewards.maths_worker), because a thread cannot be interrupted. Needs `aligner[rewards]`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class CheckFailed(Exception):
 
 @Factory
 def maths(timeout_seconds: float = 2.0, num_workers: int = 2) -> TextFunction:
-    """Factory: 1 where the response's final answer equals the prompt's, else 0.
+    """Factory: 1 if the response's final answer equals the prompt's, else 0.
 
-    The prompt's answer is what follows the last `####` in it, else all of it: a number (with commas, a currency, a unit or `%`) or a LaTeX
-    expression. The response's is what follows its last `####`, else its last `\\boxed{...}`, else the last number or expression. An answer
-    that takes more than `timeout_seconds` of computing to check (not of time: the machine's load does not count), or gigabytes, counts as
-    wrong, and is said: the policy wrote it, and it must not be able to stop the run, nor to have the sample left out.
+    The prompt's answer is the text after its last `####`, else all of it: a number (with commas, a currency, a unit or `%`) or a LaTeX
+    expression. The response's is the text after its last `####`, else its last `\\boxed{...}`, else the last number or expression.
+    An answer that takes more than `timeout_seconds` of computing to check (not of time: the machine's load does not count), or
+    gigabytes, counts as wrong and is reported: the policy wrote it, so it must not be able to stop the run or to exclude its sample.
 
     Raises ValueError for a prompt without an answer that is one, ConfigError without math-verify.
     """
@@ -60,7 +60,7 @@ def maths(timeout_seconds: float = 2.0, num_workers: int = 2) -> TextFunction:
 
 
 def final_answer(text: str) -> str:
-    """What follows the last `####`, else all of it; numbers without commas and currency."""
+    """The text after the last `####`, else all of it; numbers without commas and currency."""
     answer = text.rpartition(MARK)[2].strip()
     number = answer.replace(",", "").lstrip("$").strip()
     return number if re.fullmatch(r"[-+]?\d+(\.\d+)?", number) else answer
@@ -90,7 +90,7 @@ class _Checkers:
         return [float(bool(verdict)) for verdict in verdicts]
 
     def _check(self, gold: str, response: str) -> bool | None:
-        """Whether it is right; None where that cannot be found out in time. Raises ValueError for a gold answer that is none."""
+        """Whether it is right; None if that cannot be found out in time. Raises ValueError for a gold answer that is none."""
         checker = self._idle.get()
         try:
             if checker is None:
@@ -121,7 +121,7 @@ class _Checker:
     """One process. It ends when this one does, with its standard input."""
 
     def __init__(self) -> None:
-        """Raises CheckFailed where it does not come up."""
+        """Raises CheckFailed if it does not come up."""
         package = str(Path(__file__).resolve().parents[2])
         command = [sys.executable, "-c", START.format(package=package)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -134,7 +134,7 @@ class _Checker:
         self.has_answered = True
 
     def ask(self, question: dict[str, object], seconds: float) -> dict[str, bool | str]:
-        """Its answer. Raises CheckFailed where none comes in time."""
+        """Its answer. Raises CheckFailed if none comes in time."""
         try:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()

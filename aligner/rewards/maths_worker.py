@@ -1,7 +1,7 @@
 """A process that checks mathematical answers with math-verify, one JSON line in and one out: the only importer of math-verify.
 
 math-verify's own time limits need the main thread of a process, and sympy can be stuck in one long computation: whoever asks kills this
-process where no answer comes. Nothing heavy is imported here, torch least of all.
+process if no answer comes. Nothing heavy is imported here, torch least of all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class OutOfTime(BaseException):
 def main() -> None:
     """Answer {"gold", "response", "seconds"} with {"right": true or false}, {"undecided": why} or {"bad_gold": text}, until stdin ends.
 
-    `seconds` are of computing: what is right does not depend on the machine's load.
+    `seconds` are of computing, so the result does not depend on the machine's load.
     """
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which closes stdin

@@ -13,7 +13,7 @@ EXCERPT_CHARACTERS = 120
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
-    """What one call of a reward function is about."""
+    """The samples of one call of a reward function."""
 
     samples: tuple[Sample, ...]
     version: int  # of the policy that sampled them
@@ -23,7 +23,7 @@ class Samples:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], decode: Callable[[Sequence[int]], str]) -> Samples:
-        """Their texts, without special tokens where `decode` leaves them out."""
+        """Their texts, without special tokens if `decode` leaves them out."""
         samples = tuple(
             Sample(
                 prompt=rollout.prompt.text or decode(rollout.prompt.tokens),

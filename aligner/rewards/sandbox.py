@@ -47,7 +47,7 @@ class SandboxError(AlignerError):
 
 
 class Isolation(str, Enum):
-    """What a program is kept apart from the rest by."""
+    """How a program is isolated."""
 
     auto = "auto"  # the first of these that works here
     bubblewrap = "bubblewrap"
@@ -69,7 +69,7 @@ class Ending(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxLimits:
-    """What one program may use. Time counts from its start; memory and computing are per process."""
+    """Resource limits of one program. Time counts from its start; memory and computing are per process."""
 
     wall_seconds: float = 10.0
     cpu_seconds: int = 10
@@ -88,7 +88,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a program ended: its exit code, or the signal's number where one ended it; what it wrote, as far as it was read."""
+    """How a program ended: its exit code, or the signal's number if one ended it; what it wrote, as far as it was read."""
 
     ending: Ending
     code: int
@@ -101,7 +101,7 @@ TRIAL = SandboxLimits(wall_seconds=60.0)  # whether an isolation works does not 
 
 
 class Sandbox:
-    """Runs programs, from any thread, each in surroundings of its own. See the module's docstring."""
+    """Runs programs, from any thread, each in its own surroundings. See the module's docstring."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Sandbox:
     ) -> None:
         """`interpreter` is the Python that programs run with (empty: this one); `bubblewrap` the command's name or path.
 
-        Raises ConfigError where the isolation asked for does not work here, saying why.
+        Raises ConfigError if the isolation asked for does not work here, saying why.
         """
         self.limits = limits or SandboxLimits()
         self._interpreter = os.path.abspath(interpreter or sys.executable)
@@ -122,7 +122,7 @@ class Sandbox:
         self.isolation = self._first_working(list(Isolation)[1:] if isolation is Isolation.auto else [isolation])
 
     def run(self, source: str, stdin: str = "") -> Outcome:
-        """Run a program, which reads `stdin`. Raises SandboxError where it could not be started."""
+        """Run a program, which reads `stdin`. Raises SandboxError if it could not be started."""
         return self._run(source, stdin, self.isolation, self.limits)
 
     def _first_working(self, candidates: list[Isolation]) -> Isolation:
@@ -227,7 +227,7 @@ class _Watch:
         self._started_at: float | None = None
 
     def outcome(self) -> Outcome:
-        """Wait for the end; whatever happens on the way, nothing is left. Raises SandboxError where the program was never started."""
+        """Wait for the end; whatever happens on the way, nothing is left. Raises SandboxError if the program was never started."""
         ending: Ending | None = None
         try:
             ending = self._follow(time.monotonic() + START_SECONDS)
@@ -242,7 +242,7 @@ class _Watch:
         return self._judged(ending, said)
 
     def _follow(self, deadline: float) -> Ending | None:
-        """Read until all ends are closed; an ending where it has to be brought about."""
+        """Read until all ends are closed; an ending if it has to be brought about."""
         with selectors.DefaultSelector() as selector:
             for descriptor in (self._status, self._out, self._err):
                 self._read[descriptor] = bytearray()

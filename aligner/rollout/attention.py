@@ -1,4 +1,4 @@
-"""The paged key-value cache, what a pass over it is asked to do, and attention over it in plain torch: the reference for every kernel.
+"""The paged key-value cache, the plans of a pass over it, and attention over it in plain torch: the reference for every kernel.
 
 A sequence's tokens lie in pages of `page_size` slots, named by its page table: token `t` is in slot `t % page_size` of page
 `table[t // page_size]`. Nothing is padded: sequences of any lengths share a pass.
@@ -77,7 +77,7 @@ class DecodeBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
-    """Chunks from position 0 of like lengths: one padded attention call. What fills a row up stands behind its tokens, where a causal
+    """Chunks from position 0 of similar lengths: one padded attention call. Padding comes after a row's tokens, where a causal
     mask hides it."""
 
     rows: Tensor  # int64 [chunks, longest]: which flat token is there
@@ -97,7 +97,7 @@ class Continued:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillPlan:
-    """What the chunks of one pass ask of every layer: N flat tokens, their positions and slots, and who attends to what."""
+    """The plan of one pass for every layer: N flat tokens, their positions and slots, and which keys each one attends to."""
 
     tokens: Tensor  # int64 [N]
     positions: Tensor  # int64 [N]

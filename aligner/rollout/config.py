@@ -1,4 +1,4 @@
-"""What a user says about generation."""
+"""Settings of generation."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class EngineKind(str, Enum):
 
 
 class VerifyRefit(str, Enum):
-    """What a refit proves besides that every weight came, whole and finite."""
+    """Checks of a refit besides that every weight arrived, complete and finite."""
 
     none = "none"
     checksum = "checksum"  # that every weight that arrived is bit for bit, and in its place, what training holds
 
 
 class Kernels(str, Enum):
-    """What the built-in engine computes with."""
+    """The kernels of the built-in engine."""
 
     auto = "auto"  # on CPU in float32 C kernels that are compiled at first use, on GPU the attention kernels that are installed
     torch = "torch"  # plain torch
@@ -39,8 +39,8 @@ class Kernels(str, Enum):
 class ShareWork(str, Enum):
     """Whether replicas take prompts from one queue as they have room, so that all end at about the same time.
 
-    Who samples what is then a race. Tokens depend on prompt and seed alone, but the last bits of log-probs on the batch they were computed
-    in: a run with fixed shares repeats to the bit where the device does.
+    Timing then decides which replica samples what. Tokens depend on prompt and seed alone, but the last bits of log-probs depend on
+    the batch: only a run with fixed shares repeats bit for bit, if the device does.
     """
 
     auto = "auto"  # on GPU, and where model.batch_invariant makes company harmless; fixed shares on CPU
@@ -107,7 +107,7 @@ class RolloutConfig:
 
 
 def check_cache(config: RolloutConfig, *, longest_prompt: int, context: int) -> None:
-    """Raise ConfigError where the built-in engine's key-value cache is stated and cannot hold the longest prompt with its response."""
+    """Raise ConfigError if the built-in engine's key-value cache is stated and cannot hold the longest prompt with its response."""
     length = min(longest_prompt + config.sampling.max_response_length, context) - 1  # the last token is never looked at
     needed = -(-length // PAGE_SIZE) * PAGE_SIZE
     if config.engine is EngineKind.megatron and 0 < config.kv_cache_tokens < needed:
@@ -118,7 +118,7 @@ def check_cache(config: RolloutConfig, *, longest_prompt: int, context: int) -> 
 
 
 def check_engine(config: RolloutConfig, architecture: Architecture, *, tp: int, world_size: int) -> None:
-    """Raise ConfigError where the engine of `config` cannot sample with replicas of `tp` ranks each. What is installed is not asked."""
+    """Raise ConfigError if the engine of `config` cannot sample with replicas of `tp` ranks each. Does not check installed packages."""
     check_splits(architecture, tp=tp, world_size=world_size)
     if config.engine is EngineKind.megatron:
         return
@@ -134,7 +134,7 @@ def check_engine(config: RolloutConfig, architecture: Architecture, *, tp: int, 
 
 
 def check_splits(architecture: Architecture, *, tp: int, world_size: int) -> None:
-    """Raise ConfigError where `rollout.tp` ranks cannot share the model, or do not divide the component's ranks."""
+    """Raise ConfigError if `rollout.tp` ranks cannot share the model, or do not divide the component's ranks."""
     if world_size % tp:
         allowed = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise ConfigError(f"rollout.tp={tp}: does not divide the {world_size} ranks of this component; allowed: {allowed}")

@@ -1,4 +1,4 @@
-"""Which engine a run samples with: picks by `rollout.engine`, and imports a wrapped package only where it is the one."""
+"""Which engine a run samples with: picks by `rollout.engine`, and imports a wrapped package only if it is the one."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ Decode = Callable[[Sequence[int]], str]
 def create_engine(
     policy: MegatronPolicy, config: RolloutConfig, *, eos_id: int, decode: Decode | None = None, follow_up: FollowUp | None = None
 ) -> PhasedEngine:
-    """The engine on the policy's weights, ready to generate where it does not sleep between generations. Collective over the component.
+    """The engine on the policy's weights, ready to generate if it does not sleep between generations. Collective over the component.
 
-    `decode` (token ids -> text) is for stop strings; with `follow_up` responses are episodes of several turns. Raises ConfigError where the
-    engine cannot be laid out as the config says, EngineError where it cannot be started or filled.
+    `decode` (token ids -> text) is for stop strings; with `follow_up` responses are episodes of several turns. Raises ConfigError if the
+    engine cannot be laid out as the config says, EngineError if it cannot be started or filled.
     """
     gate: Gate | None = None
     if config.engine == EngineKind.megatron:

@@ -4,7 +4,7 @@ A decode step through the training modules takes several times as long on small 
 pass equal to the modules' forward. It computes with `ModelWeights`, which may be the training parameters themselves.
 
 A decode step runs, with `kernels=auto`: on CPU in float32 on compiled kernels (`aligner.rollout.native`); on GPU with FlashAttention over
-the pages where it is installed; else in plain torch. On GPU it is a CUDA graph for dense models.
+the pages if it is installed; else in plain torch. On GPU it is a CUDA graph for dense models.
 Tensor parallelism: each rank holds its heads, its share of the MLP (of every expert) and of the vocabulary.
 """
 
@@ -45,7 +45,7 @@ from aligner.rollout.weights import Affine, FeedForward, LayerWeights, ModelWeig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shards:
-    """Which share of the model this rank decodes with: `group` is None where it has all of it."""
+    """Which share of the model this rank decodes with: `group` is None if it has all of it."""
 
     index: int = 0
     count: int = 1
@@ -55,7 +55,7 @@ class Shards:
 class Decoder:
     """A language model's forward pass over a KV cache. Collective over the group of `shards`.
 
-    `frequencies` are the rotary embedding's, one for each pair of rotated dimensions; None where positions are learned. `page_size` 0 is
+    `frequencies` are the rotary embedding's, one for each pair of rotated dimensions; None if positions are learned. `page_size` 0 is
     the kernels' own.
     """
 
@@ -107,7 +107,7 @@ class Decoder:
 
     @property
     def fused_draw(self) -> FusedDraw | None:
-        """The sampler's kernel, where the decode steps have theirs."""
+        """The sampler's kernel, if the decode steps have theirs."""
         return None if self._native is None else self._native.draw
 
     @torch.no_grad()
@@ -129,7 +129,7 @@ class Decoder:
         return self._step(batch, cache)
 
     def refitted(self) -> None:
-        """The weights hold other numbers now: forget what was made of the old ones. Nothing was."""
+        """The weights changed: forget everything computed from the old ones. Here nothing was."""
 
     def _step(self, batch: DecodeBatch, cache: PagedKV) -> Tensor:
         return self._finish(self._forward(batch.tokens, plan_decode(batch, cache.page_size), cache))

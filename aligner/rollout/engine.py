@@ -1,11 +1,11 @@
-"""What a rollout engine is, and what goes into and comes out of one.
+"""The interface of a rollout engine: protocols, requests and results.
 
-An engine samples from weights of its own or from the policy's in place. The order of a step's phases is fixed: wake the weights, refit,
-wake the key-value cache, generate, sleep. `aligner.rollout.lifecycle` holds every engine to it; a refit that fails leaves mixed weights,
+An engine samples from its own weights or from the policy's in place. The order of a step's phases is fixed: wake the weights, refit,
+wake the key-value cache, generate, sleep. `aligner.rollout.lifecycle` enforces it; a refit that fails leaves mixed weights,
 so nothing is generated after it until another one succeeds.
 
-`Engine` is what the lifecycle drives: the built-in one (`aligner.rollout.megatron`), or `aligner.rollout.foreign` around a `ForeignEngine`,
-which is what an inference package is made into.
+The lifecycle drives an `Engine`: the built-in one (`aligner.rollout.megatron`), or `aligner.rollout.foreign` around a `ForeignEngine`,
+which wraps an inference package.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 
 class Memory(str, Enum):
-    """What an engine can give back between two generations."""
+    """Memory that an engine can release between two generations."""
 
     weights = "weights"
     kv_cache = "kv_cache"
@@ -42,7 +42,7 @@ class WeightForm(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """What an engine can do, for those who configure a run."""
+    """The capabilities of an engine, for the configuration of a run."""
 
     name: str
     max_tp: int | None  # ranks that can share one replica; None: as many as the model's sizes allow
@@ -72,10 +72,10 @@ class GenRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenResult:
-    """One finished response. `logprobs` are of the sampled tokens, of the kind that is said; `raw_logprobs` at temperature 1 where the
+    """One finished response. `logprobs` are of the sampled tokens, of the kind that is said; `raw_logprobs` at temperature 1 if the
     engine gives both.
 
-    Where the weights changed on the way, `versions` has (number of the first token, version) of each stretch that was sampled from the same
+    If the weights changed meanwhile, `versions` has (number of the first token, version) of each stretch that was sampled from the same
     ones, and `weight_version` is that of the last; else it is empty.
     """
 
@@ -96,12 +96,12 @@ class GenResult:
 
 
 class Work(Protocol):
-    """Where an engine's requests come from: a list, a queue that several replicas share, or episodes whose turns follow one another."""
+    """The source of an engine's requests: a list, a queue that several replicas share, or episodes whose turns follow one another."""
 
     is_open: bool  # after a `take` that gave nothing: whether a later one may, since responses that end are followed by more requests
 
     def take(self, room: int) -> Sequence[GenRequest]:
-        """Up to `room` (at least 1) more requests, those of one prompt next to each other; none where nothing is left, or (`is_open`) for
+        """Up to `room` (at least 1) more requests, those of one prompt next to each other; none if nothing is left, or (`is_open`) for
         now: then something that this engine was given before has not ended. What an engine yields has ended.
 
         Every rank of a replica calls it at the same point with the same `room` and gets the same requests.
@@ -122,7 +122,7 @@ class ListedWork:
 
 
 class Engine(Protocol):
-    """What the lifecycle drives, on one rank; it alone keeps the order of the phases, and calls each method on every rank.
+    """An engine on one rank, driven by the lifecycle, which alone keeps the order of the phases and calls each method on every rank.
 
     `refit`, `wake` and `sleep` are collective over the component, `generate` over a replica.
     """
@@ -135,12 +135,12 @@ class Engine(Protocol):
         """Allocate what is named, which is asleep. Weights may hold anything until `refit`."""
 
     def sleep(self, memory: frozenset[Memory]) -> None:
-        """Give back what is named, which is awake; contents are lost."""
+        """Release the named memory, which is awake; contents are lost."""
 
     def refit(self, version: int) -> Refitted:
         """Take the policy's current weights, of optimizer step `version`. Called with the weights awake and nothing being generated.
 
-        Raises where it fails; the weights are mixed then.
+        Raises if it fails; the weights are mixed then.
         """
 
     def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
@@ -151,11 +151,11 @@ class Engine(Protocol):
 
 
 class ForeignEngine(Protocol):
-    """An inference package in the training processes, with weights of its own: one replica's engine on one of its ranks.
+    """An inference package in the training processes, with its own weights: one replica's engine on one of its ranks.
 
     Constructing it must import nothing of the package and allocate nothing on the device. Calls come in this order, on every rank of the
     replica: `start`; then for each refit `begin_refit`, `load` for each bucket, `finish_refit` (or `abort_refit` after a failure on any
-    rank of the component), with the weights awake and the cache asleep where `sleep` was called since; `generate`; `sleep`, `wake`.
+    rank of the component), with the weights awake, and the cache asleep if `sleep` was called since; `generate`; `sleep`, `wake`.
     Anything that a method raises is raised on every rank of the component and, from `begin_refit` to `finish_refit`, forbids generating.
     """
 
@@ -166,14 +166,14 @@ class ForeignEngine(Protocol):
         """Import the package and build the model with weights of any contents. Afterwards everything is awake."""
 
     def begin_refit(self, manifest: Manifest) -> None:
-        """Get ready for exactly these tensors (Hugging Face names, full shapes). What must not be held across training begins here."""
+        """Prepare for exactly these tensors (Hugging Face names, full shapes). Acquire here what must not be held during training."""
 
     def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """Copy these full, contiguous tensors into the engine's weights: whole fusion groups, names and shapes checked before. When it
-        returns, the tensors may be overwritten. Must not wait for other ranks: where one fails, it is not called there again."""
+        returns, the tensors may be overwritten. Must not wait for other ranks: if one fails, it is not called there again."""
 
     def finish_refit(self, version: int) -> None:
-        """All buckets have come, on every rank: do what follows a load, forget cached prefixes; results are of `version` from now on."""
+        """All buckets have arrived, on every rank: finish the load, forget cached prefixes; later results are of `version`."""
 
     def abort_refit(self) -> None:
         """The refit failed on some rank: leave what `begin_refit` entered. The weights stay mixed.
@@ -182,11 +182,11 @@ class ForeignEngine(Protocol):
         """
 
     def read_back(self, name: str) -> Tensor | None:
-        """The engine's weight of this Hugging Face name, full and in its dtype, for verification after `finish_refit`; None where it
-        cannot be told from what the engine keeps (quantized, split over ranks)."""
+        """The engine's weight of this Hugging Face name, full and in its dtype, for verification after `finish_refit`; None if it
+        cannot be recovered from the engine's form (quantized, split over ranks)."""
 
     def sleep(self, memory: frozenset[Memory]) -> None:
-        """Give back the device memory that is named. What an engine cannot give back it keeps."""
+        """Release the named device memory, as far as the engine can."""
 
     def wake(self, memory: frozenset[Memory]) -> None:
         """Take it again. Weights may hold anything until the next refit, which always follows before something is generated."""

@@ -1,8 +1,8 @@
-"""Episodes of several turns in one generation: a turn that has ended goes to the environment, and what follows it is a further request.
+"""Multi-turn episodes in one generation: a finished turn goes to the environment, and the next turn is a further request.
 
 The next turn of an episode takes any free seat as soon as its observation is there, beside other episodes' turns: none waits for the
 slowest. Tokens go in and come out: the request of the next turn is the prompt, all that the policy wrote, as it was sampled, and the
-observations' tokens. Each turn draws with a seed of its own, a pure function of the episode's seed and the turn's number, so an episode
+observations' tokens. Each turn draws with its own seed, a pure function of the episode's seed and the turn's number, so an episode
 depends on its prompt and seed alone (as far as its environment does).
 
 The replica's leading rank alone keeps the conversations; the others of the replica are told which requests follow.
@@ -31,8 +31,8 @@ _SEED_BITS = 62
 class Conversing:
     """How the engine's replicas talk with an environment.
 
-    `group`: this replica's ranks, leader first, for tensors on the CPU; None where it is one. `in_step`: what follows the turns that have
-    ended is waited for before more is begun, so that which requests are computed together does not depend on time.
+    `group`: this replica's ranks, leader first, for tensors on the CPU; None if it is one. `in_step`: wait for
+    the replies to all finished turns before starting more requests, so that batches do not depend on timing.
     """
 
     follow_up: FollowUp
@@ -81,7 +81,7 @@ class _Episode:
         return GenRequest(index=index, tokens=tokens, seed=turn_seed(self.seed, len(self.turns) + 1), limit=self.room)
 
     def rollout(self, *, is_done: bool, failed: bool) -> Rollout:
-        """The whole episode. It counts as cut where its last turn was, and where it was not done."""
+        """The whole episode. It counts as cut if its last turn was cut, or if the environment was not done."""
         first, last = self.turns[0], self.turns[-1]
         stopped = is_done and last.finish_reason is FinishReason.stop
         oldest = first.versions[0][1] if first.versions else first.weight_version
@@ -127,7 +127,7 @@ class Episodes:
 
     @property
     def is_open(self) -> bool:
-        """Whether more requests may come of those that there were."""
+        """Whether the existing requests may lead to more."""
         return bool(self.num_sampling or self.num_waiting or self.follow_ups)
 
     def began(self, requests: Sequence[GenRequest]) -> None:
@@ -191,9 +191,9 @@ class EpisodeWork:
         self.is_open = True
 
     def take(self, room: int) -> Sequence[GenRequest]:
-        """See `Work.take`. Where the engine has nothing else to do, waits until the environment has replied.
+        """See `Work.take`. If the engine has nothing else to do, waits until the environment has replied.
 
-        Raises what the environment's failure is on the leading rank, EngineError on the others.
+        Raises the environment's error on the leading rank, EngineError on the others.
         """
         news = self._agree(room, is_needed=False)
         fresh = self._fresh(room - len(news.requests))

@@ -1,4 +1,4 @@
-"""Paged attention of the flash-attn packages, where one of them and a GPU that it runs on are there.
+"""Paged attention of the flash-attn packages, if one of them and a GPU that it runs on are there.
 
 FlashAttention-2 (package `flash_attn`, Dao 2023) takes pages of multiples of 256 tokens; FlashAttention-3 (`flash_attn_interface`, Shah et
 al. 2024, Hopper) of any size. Both take float16 and bfloat16 and heads of up to 256 dimensions.
@@ -58,7 +58,7 @@ class FlashAttention:
 
 
 def load(package: Package) -> FlashAttention | None:
-    """The package's attention, or None where it is not installed or is one that this was not written for: a log line then says so."""
+    """The package's attention, or None if it is not installed or is one that this was not written for: a log line then says so."""
     try:
         function = importlib.import_module(package.module).flash_attn_with_kvcache
     except (ImportError, AttributeError):

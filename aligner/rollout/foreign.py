@@ -1,6 +1,6 @@
 """An inference package's engine as one that the lifecycle can drive: the policy's weights are streamed into it, checked on the way.
 
-The stream is collective over the component. Where an engine fails on one rank, that rank follows the stream to its end without loading, so
+The stream is collective over the component. If an engine fails on one rank, that rank follows the stream to its end without loading, so
 that no other is left waiting; then all give the refit up.
 """
 
@@ -29,7 +29,7 @@ Export = Callable[[], Iterator[tuple[str, Tensor]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightStream:
-    """Where a foreign engine's weights come from: `Policy.export_weights`, what it must give, and in what portions."""
+    """The source of a foreign engine's weights: `Policy.export_weights`, its manifest, and the bucket size."""
 
     export: Export
     manifest: Manifest
@@ -73,8 +73,8 @@ class StreamedEngine:
         return self.foreign.max_sequence_length
 
     def refit(self, version: int) -> Refitted:
-        """Stream the policy's current weights into the engine. Raises EngineError on every rank where it failed on any, also
-        where a verification was asked for and the engine cannot read its weights back."""
+        """Stream the policy's current weights into the engine. Raises EngineError on every rank if it failed on any, also
+        if a verification was asked for and the engine cannot read its weights back."""
         started = time.monotonic()
         delivery = _Delivery(self.foreign, self._stream)
         try:

@@ -1,11 +1,11 @@
-"""Between two threads of a rank: one generates, the other one holds it between two of its steps to give it new weights.
+"""A gate between two threads of a rank: one generates; the other holds it between two of its steps to give it new weights.
 
 Generations run in a thread, one after the other. The main thread says beforehand how many it wants (`expect`), the thread when each is over
 (`ended`), and the generation itself asks before its steps whether somebody wants to come in (`between_steps`). So whoever holds knows
 whether the thread stands between two steps or has nothing left to do.
 
 The ranks of a replica generate in step and must take new weights before the same one: the leading rank decides and tells the others before
-each step, over a group that is used for nothing else (two threads must never share one). Where one rank is a replica nothing is told.
+each step, over a group that is used for nothing else (two threads must never share one). A replica of one rank needs no messages.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Stopped(EngineError):
 
 
 class Gate:
-    """What the two threads share. `group`: the ranks of the replica, for tensors on the CPU; None where it is one rank.
+    """The state that the two threads share. `group`: the ranks of the replica, for tensors on the CPU; None if it is one rank.
 
-    `timeout_seconds`: how long the end of a step, of the generations that are expected, or of a hold is waited for.
+    `timeout_seconds`: time allowed for a step, for the expected generations, and for a hold to end.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_seconds: float = 3600.0) -> None:
@@ -55,20 +55,20 @@ class Gate:
             self._changed.notify_all()
 
     def hold(self) -> None:
-        """Returns when the thread stands between two steps, or has nothing to do; `release` lets it go on. From the main thread, on all
-        ranks of the component. Raises EngineError where the thread's step does not end in time."""
+        """Returns when the thread stands between two steps, or has nothing to do; `release` lets it continue. From the main thread, on all
+        ranks of the component. Raises EngineError if the thread's step does not end in time."""
         with self._changed:
             self._wanted += 1
             self._wait("a step of the generation in the background to end", lambda: self._standing == self._wanted or self._is_idle)
 
     def release(self, version: int, broken: str = "") -> None:
-        """Let the generation go on with weights of `version`; where they are `broken`, end with an EngineError that says so."""
+        """Let the generation continue with weights of `version`; if they are `broken`, end with an EngineError that says so."""
         with self._changed:
             self._released, self._version, self._broken = self._wanted, version, broken
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Wait until the thread has run all generations that are expected. Raises EngineError where it does not in time."""
+        """Wait until the thread has run all generations that are expected. Raises EngineError if it does not in time."""
         with self._changed:
             self._wait("the generations in the background to end", lambda: self._is_idle)
 
@@ -81,8 +81,8 @@ class Gate:
     def between_steps(self, settle: Callable[[], None]) -> int | None:
         """The generation is between two steps: it stands here while it is held, after `settle` has brought what is under way to its end.
 
-        Returns the version of the new weights; None where they are those of the step before. All ranks of the replica call it at the same
-        points. Raises Stopped, and EngineError where the weights are broken or the hold does not end in time.
+        Returns the version of the new weights; None if they are those of the step before. All ranks of the replica call it at the same
+        points. Raises Stopped, and EngineError if the weights are broken or the hold does not end in time.
         """
         number = self._agreed(_STOP if self._is_over else self._wanted)
         if number == _STOP:

@@ -1,15 +1,15 @@
-"""Continuous batching over a paged cache: a response that ends makes room at once, for as long as there are requests.
+"""Continuous batching over a paged cache: a finished response frees its seat at once, as long as there are requests.
 
 The loop alternates between two kinds of steps. A prefill step puts pieces of prompts into the cache, at most `prefill_chunk_tokens` in one
-pass; a decode step computes one more token of every running response. As long as prompts are to be computed nothing is decoded: what
-counts is that all end early, and a decode step costs nearly as much for a few responses as for many.
+pass; a decode step computes one more token of every running response. Prompts go first: the aim is that all responses end early, and
+a decode step costs nearly as much for a few responses as for many.
 
-A prompt is computed once for all responses to it (a GRPO group), and whole pages of tokens with which others begin too are shared. Where
-pages run out, the response that arrived last gives its own back; what it has so far is computed again when there is room.
+A prompt is computed once for all responses to it (a GRPO group), and full pages of common prefixes are shared. If pages run
+out, the response that arrived last releases its own; its tokens so far are recomputed when there is room.
 
-Where another thread gives the decoder new weights on the way (`Pauses`), running responses go on with them. Their keys and values are kept
-as the old weights made them (as in PipelineRL, Piche et al. 2025, 2509.19128), or computed again (as in AReaL, Fu et al. 2025, 2505.24298);
-what others could share is forgotten in both cases.
+If another thread gives the decoder new weights meanwhile (`Pauses`), running responses continue with them. Their keys and values stay
+those of the old weights (as in PipelineRL, Piche et al. 2025, 2509.19128), or are recomputed (as in AReaL, Fu et al. 2025, 2505.24298).
+Shared prefixes are forgotten in both cases.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REFILL_PART = 8  # prompts are computed when this part of the seats is free, or
 
 
 class PagedDecoder(Protocol):
-    """What computes; `aligner.rollout.decode.Decoder`."""
+    """The model that computes; `aligner.rollout.decode.Decoder`."""
 
     architecture: Architecture
     max_sequence_length: int
@@ -55,7 +55,7 @@ class Pauses(Protocol):
     """Who may change the weights between two steps; `aligner.rollout.gate.Gate`."""
 
     def between_steps(self, settle: Callable[[], None]) -> int | None:
-        """Wait while somebody is in, after `settle()`. Returns the version of new weights, None where they are as before. May raise."""
+        """Wait while somebody is in, after `settle()`. Returns the version of new weights, None if they are as before. May raise."""
 
 
 class Generation:
@@ -67,9 +67,9 @@ class Generation:
         prefill_chunk_tokens: tokens of one prefill pass.
         eos_id: ends a response, besides the sampling's own stop tokens.
         decode: token ids to text, for stop strings.
-        steps_ahead: steps that are launched before the results of an earlier one are looked at; hides the host's work behind an
+        steps_ahead: steps that are launched before the results of an earlier one are read; hides the host's work behind an
             accelerator's, and costs each response one more row of one step.
-        add_up: the sampler's sum over the vocabulary; where log-probs must be the trainer's to the bit, the trainer's.
+        add_up: the sampler's sum over the vocabulary; the trainer's, if log-probs must be bit-identical to the trainer's.
         fused_draw: the sampler's kernel, for sampling that nothing reshapes.
         pauses: asked before each step that begins no prompt; None: the weights stay as they are.
         recompute: after new weights, keys and values of running responses are computed again.
@@ -184,7 +184,7 @@ class _Loop:
         self.scheduler.forget_everything()
 
     def _admit(self) -> list[tuple[Prefix, Response]]:
-        """Take requests and seat them, where that is worth a step; returns those that can be drawn for at once."""
+        """Take requests and seat them, if that is worth a step; returns those that can be drawn for at once."""
         scheduler = self.scheduler
         free = scheduler.num_free_seats
         if self.has_more_work and not scheduler.waiting and (free >= self.refill or not scheduler.seated):

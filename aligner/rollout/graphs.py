@@ -1,6 +1,6 @@
 """CUDA graphs of decode steps: a step is recorded once for each size and replayed, which costs one launch instead of hundreds.
 
-A graph keeps addresses: of its inputs, which are buffers that each step fills; of the weights and the cache, and where one of these has
+A graph keeps addresses: of its inputs, which are buffers that each step fills; of the weights and the cache, and if one of these has
 moved all graphs are recorded again. Sizes are rounded up, so that there are few. Rows that only fill up write to the cache's scratch page.
 """
 
@@ -19,7 +19,7 @@ WARM_UPS = 2
 
 
 class Capture(Protocol):
-    """Records what a function does."""
+    """Records the kernels of a function."""
 
     def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """(what does it again, its result: the same tensor each time)."""

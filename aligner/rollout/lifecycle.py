@@ -2,8 +2,8 @@
 
     wake(weights) -> refit -> wake(kv_cache) -> generate -> sleep
 
-`wake()` goes through the first three where they are due, so an algorithm says `refit`, `wake`, `generate`, `sleep`. Without
-`rollout.offload` nothing is ever given back: a refit happens at once, and `wake` and `sleep` do nothing. A refit that fails on any rank
+`wake()` goes through the first three if they are due, so an algorithm says `refit`, `wake`, `generate`, `sleep`. Without
+`rollout.offload` nothing is ever released: a refit happens at once, and `wake` and `sleep` do nothing. A refit that fails on any rank
 fails on all, and leaves weights of two versions: until another one succeeds nothing is generated.
 
 With a `Gate`, another thread may generate meanwhile: a refit then comes between two of its steps, and `wake` waits until it has done what
@@ -32,15 +32,15 @@ class Sharing(Protocol):
     """How the replicas share the requests of a generation; `aligner.rollout.work.WorkSharing`."""
 
     def open(self, requests: Sequence[GenRequest]) -> AbstractContextManager[Work]:
-        """What this replica takes of them. Every rank calls it with the same requests."""
+        """This replica's share of the requests. Every rank calls it with the same requests."""
 
 
 class PhasedEngine:
     """`aligner.protocols.RolloutEngine`. Every method is collective over the component; errors are raised on every rank.
 
-    `offload`: device memory is given back between generations; the engine's starts out asleep. Otherwise everything is awake, and
+    `offload`: device memory is released between generations; the engine's starts out asleep. Otherwise everything is awake, and
     constructing this refits for the first time. `gate`: `generate` is called in another thread than everything else, validation aside.
-    `conversing`: what is sampled are episodes of several turns, with an environment.
+    `conversing`: samples multi-turn episodes with an environment.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class PhasedEngine:
         return self.engine.capabilities
 
     def refit(self, version: int) -> None:
-        """Sample from the policy's current weights, of optimizer step `version`; where the weights are asleep, from when they wake. What
-        another thread generates goes on with them.
+        """Sample from the policy's current weights, of optimizer step `version`; if the weights are asleep, from when they wake. A
+        generation in another thread continues with them.
 
-        Raises EngineError where it fails on any rank (on all of them), while something is generated, and where a cache that can sleep is
+        Raises EngineError if it fails on any rank (on all of them), while something is generated, and if a cache that can sleep is
         awake: it is of other weights, and the policy's may be away.
         """
         self._refuse_unless_idle("take new weights")
@@ -95,10 +95,10 @@ class PhasedEngine:
                 self._refill()
 
     def wake(self, memory: frozenset[Memory] = ALL_MEMORY) -> None:
-        """Take device memory again; with the cache, be ready to generate from the policy's weights of now. What is awake stays as it is.
-        What another thread was asked to generate is waited for.
+        """Take device memory again; with the cache, be ready to generate from the policy's current weights. Awake memory stays as it is.
+        Waits for generations that another thread was asked for.
 
-        Waking everything refits where that is due. Raises EngineError for a cache that is to wake before the weights have and are refitted.
+        Waking everything refits if that is due. Raises EngineError for a cache that is to wake before the weights have and are refitted.
         """
         self._refuse_unless_idle("wake")
         if self.gate is not None:
@@ -118,7 +118,7 @@ class PhasedEngine:
         self._awake |= _CACHE
 
     def sleep(self, memory: frozenset[Memory] = ALL_MEMORY) -> None:
-        """Give back device memory, where `rollout.offload` asks for it. Raises EngineError while something is generated, and for weights
+        """Release device memory, if `rollout.offload` is set. Raises EngineError while something is generated, and for weights
         that are to sleep before the cache."""
         self._refuse_unless_idle("sleep")
         given = memory & self._awake
@@ -206,7 +206,7 @@ class PhasedEngine:
 
     @contextmanager
     def _held(self, version: int) -> Iterator[None]:
-        """In the block no other thread generates, which then goes on with weights of `version`."""
+        """In the block no other thread generates, which then continues with weights of `version`."""
         if self.gate is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""Which tensors a whole model is made of, from its architecture alone, and whether a refit brought exactly these.
+"""The tensors of a whole model, from its architecture alone, and a check that a refit brought exactly these.
 
 Hugging Face names and shapes are what engines of other packages are filled with (`hf_manifest`); global Megatron names are the built-in
 engine's (`global_manifest`). No tensor is needed to make one, so what the weights should be does not depend on what they are.
@@ -86,7 +86,7 @@ def _full_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
 
 
 def mismatch(name: str, tensor: Tensor, spec: TensorSpec) -> str:
-    """What is wrong with a tensor's shape or dtype; empty where nothing is."""
+    """The error in a tensor's shape or dtype; empty if there is none."""
     if tuple(tensor.shape) != spec.shape:
         return f"{name} has the shape {list(tensor.shape)}, the model's config makes it {list(spec.shape)}"
     if tensor.dtype != spec.dtype:

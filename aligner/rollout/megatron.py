@@ -89,7 +89,7 @@ class MegatronEngine:
         )
 
     def refit(self, version: int) -> Refitted:
-        """Take the policy's current weights. Raises EngineError, on every rank, where some are missing, damaged or not what was sent."""
+        """Take the policy's current weights. Raises EngineError, on every rank, if some are missing, damaged, or differ from those sent."""
         started = time.monotonic()
         num_bytes = self.weights.fill()
         self.decoder.refitted()

@@ -79,7 +79,7 @@ class PagePool:
         return len(tokens) // self.page_size
 
     def unpublish(self) -> None:
-        """What is in the pages is not found by other sequences any more; who uses them goes on."""
+        """Other sequences no longer find the pages' contents; current users continue."""
         self._published.clear()
         self._key_of.clear()
 

@@ -1,13 +1,13 @@
-"""The built-in engine's weights between training and generation: where they come from, and when they are filled and given back.
+"""The built-in engine's weights between training and generation: their source, and when they are filled and released.
 
 `TrainingWeights` are the policy's parameters themselves, `SnapshotWeights` a copy of them for an engine that samples while they are
 trained. `OwnWeights` are in the rollout layout, refilled from the training shards in buckets. With `rollout.offload` only one of the two
-sets is on the device at a time: the engine's weights give their memory back while the policy trains (what was in them is the policy's, so
-nothing needs to be kept), the policy's wait in host memory while the engine samples.
+sets is on the device at a time: the engine's weights release their memory while the policy trains (they are copies of the policy's, so
+nothing needs to be kept), and the policy's wait in host memory while the engine samples.
 
-Every refit checks the training shards before any of them moves, on all ranks, and what arrived for numbers that are not finite;
-`rollout.verify_refit=checksum` also compares what arrived with what was sent. What the engine reads in place is checked where that is
-asked for, nothing else.
+Every refit checks the training shards before any of them moves, on all ranks, and the received tensors for numbers that are not finite;
+`rollout.verify_refit=checksum` also compares checksums of sent and received tensors. Weights that the engine reads in place are checked
+only if that is asked for.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class TrainingWeights:
         self.shards = Shards(index=groups.tp.rank(), count=groups.tp.size(), group=groups.tp)
 
     def allocate(self) -> None:
-        """They are where they are needed."""
+        """Nothing to do: the weights are in place."""
 
     def release(self) -> None:
-        """They are not the engine's to give back."""
+        """Nothing to do: the weights belong to the policy."""
 
     def fill(self) -> int:
-        """They are always the policy's: 0 bytes move. Raises EngineError for numbers that are not finite, where that is asked for."""
+        """They are always the policy's: 0 bytes move. Raises EngineError for numbers that are not finite, if that is asked for."""
         if self._checked:
             _refuse_not_finite(self._named)
         return 0
@@ -121,17 +121,17 @@ class OwnWeights:
             tensor.untyped_storage().resize_(self._sizes[name])
 
     def release(self) -> None:
-        """Give the memory back, and the policy its weights where they take turns."""
+        """Release the memory, and move the policy's weights back if the two take turns."""
         for tensor in self._tensors.values():
             tensor.untyped_storage().resize_(0)
         if self._training is not None:
             self._training.move_in()
 
     def fill(self) -> int:
-        """Copy the policy's current weights, which then leave the device where they take turns; the bytes that were copied here.
+        """Copy the policy's current weights, which then leave the device if the two take turns; returns the bytes copied here.
 
         Raises EngineError, on every rank, naming a training shard that is missing, extra or has the wrong shape or dtype (nothing has
-        moved then), and numbers that are not finite or not what was sent.
+        moved then), and numbers that are not finite or differ from those sent.
         """
         sources = named_parameters(self._chunks)
         together(lambda: check_sources(self._moves, sources, self._chunks[0]), "checking the weights to send", error=EngineError)
@@ -165,7 +165,7 @@ def rollout_weights(
     """The policy's weights for `tp` ranks that share the model in generation (0: as many as in training), not filled yet. Collective.
 
     `takes_turns`: of the engine's own weights and the policy's one set is on the device. `apart`: they stay as they are while the policy
-    trains in another thread. Raises ConfigError where `tp` ranks cannot share the model.
+    trains in another thread. Raises ConfigError if `tp` ranks cannot share the model.
     """
     chunk = chunks[0]
     tp = tp or chunk.pg_collection.tp.size()

@@ -1,6 +1,6 @@
 """The responses that are being decoded: one row each, and what was sampled for them.
 
-What a row is lives in arrays on the host, which know all of it beforehand; only the tokens come from the device, in one transfer per step.
+The state of the rows lives in arrays on the host, known beforehand; only the tokens come from the device, in one transfer per step.
 A step touches in Python the rows that enter a new page and no others.
 """
 
@@ -62,7 +62,7 @@ class RunningBatch:
         return Fetch(draw, list(responses), new[0] + new[2])
 
     def drop_exhausted(self) -> None:
-        """Drop the rows that have as many tokens as they may: what they drew last ends them."""
+        """Drop the rows that have reached their limit: their last draw ends them."""
         if self.responses and self._least_left == 0:
             self._keep((self._positions < self._last_positions).nonzero()[0])
 
@@ -83,7 +83,7 @@ class RunningBatch:
         self._tables[self._seats[rows], self._positions[rows] // self._page_size] = pages
 
     def inputs(self) -> DecodeBatch:
-        """What the decoder computes next."""
+        """The decoder's next inputs."""
         tables = self._tables[self._seats, : self._longest // self._page_size + 1]
         return DecodeBatch(tokens=self._tokens, positions=upload(self._positions, self._device), pages=upload(tables, self._device))
 
@@ -96,7 +96,7 @@ class RunningBatch:
         return Fetch(draw, self.responses, self._positions + self._offsets)
 
     def num_drawn(self, response: Response) -> int:
-        """Tokens of the response so far; 0 where it has no row."""
+        """Tokens of the response so far; 0 if it has no row."""
         if response not in self.responses:
             return 0
         return int(self._positions[self.responses.index(response)]) - len(response.request.tokens) + 1
@@ -149,14 +149,14 @@ class Fetch:
             self._event.record()
 
     def wait(self) -> list[np.ndarray]:
-        """Tokens, whether they ended (0 no, 1 stop, 2 length), log-probs, and raw ones where they were asked for."""
+        """Tokens, whether they ended (0 no, 1 stop, 2 length), log-probs, and raw ones if they were asked for."""
         if self._event is not None:
             self._event.synchronize()
         return [part.numpy() for part in self._parts]
 
 
 class Transcript:
-    """What every seat's response has sampled so far, on the host."""
+    """The tokens of every seat's response so far, on the host."""
 
     def __init__(self, *, num_seats: int, max_length: int, raw: bool) -> None:
         self._max_length = max_length
@@ -165,7 +165,7 @@ class Transcript:
         self._saved: dict[int, list[np.ndarray]] = {}  # what was sampled at seats that were lost, by arrival
 
     def interrupt(self, response: Response, length: int) -> None:
-        """The response is about to lose its seat: its `length` tokens become what is computed before it goes on."""
+        """The response is about to lose its seat: its `length` tokens are recomputed before it continues."""
         self._saved[response.arrival] = sampled = [row.copy() for row in self._sampled(response, length)]
         response.tokens = (*response.request.tokens, *sampled[0].tolist())
 

@@ -42,7 +42,7 @@ class FusedDraw(Protocol):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
     """One token per running sequence: int64 tokens [B], float32 logprobs [B] at the sampling temperature (greedy: 1), float32
-    raw_logprobs [B] at temperature 1 where asked for, int8 ended [B] (GOES_ON, STOP, LENGTH)."""
+    raw_logprobs [B] at temperature 1 if asked for, int8 ended [B] (GOES_ON, STOP, LENGTH)."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -52,10 +52,10 @@ class Draw:
 
 class Sampler:
     """Draws for the sequences that occupy `num_seats` seats. `decode` (ids to text) is needed for stop strings only; `add_up` sums the
-    rows of [B, V] numbers from 0 to 1 for log-probs, where they must be the trainer's to the bit as the trainer does. `fused` draws where
+    rows of [B, V] numbers from 0 to 1 for log-probs, as the trainer does if they must be bit-identical to the trainer's. `fused` draws if
     no setting reshapes the softmax.
 
-    Raises ConfigError where there are stop strings and no `decode`.
+    Raises ConfigError if there are stop strings and no `decode`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Sampler:
         self._texts: list[tuple[list[int], int]] = [([], 0)] * num_seats  # with stop strings: prompt's end + response, its start
 
     def seat(self, seat: int, *, prompt: Sequence[int], response: Sequence[int], seed: int, limit: int) -> None:
-        """Give `seat` to a sequence: a new one, or (with the `response` so far) one that was preempted, which goes on exactly.
+        """Give `seat` to a sequence: a new one, or (with the `response` so far) a preempted one, which continues exactly.
 
         Args:
             seed: int64; limit: the most tokens that this response may have.
@@ -115,7 +115,7 @@ class Sampler:
     def draw(self, logits: Tensor, seats: Tensor) -> Draw:
         """The next token of each seat in `seats` (int64 [B], no seat twice) from its logits, float32 [B, V], which are left as they are.
 
-        A response ends with its stop token, with the token that completes a stop string, or at its limit. Waits for the device only where
+        A response ends with its stop token, with the token that completes a stop string, or at its limit. Waits for the device only if
         there are stop strings.
         """
         self._settle()
@@ -127,7 +127,7 @@ class Sampler:
 
     @torch.no_grad()
     def probabilities(self, logits: Tensor, seats: Tensor) -> Tensor:
-        """What `draw` would draw from now, float32 [B, V]; it changes nothing. Not for greedy."""
+        """The distribution that `draw` would use now, float32 [B, V]; changes nothing. Not for greedy."""
         self._settle()
         processed = self._processed(logits, seats, self._state[1, seats])
         z = self._heated(logits)
@@ -149,7 +149,7 @@ class Sampler:
             self._age = 0
 
     def _pick(self, logits: Tensor, seats: Tensor, positions: Tensor, begins: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(tokens, log-probs, raw log-probs where asked for)."""
+        """(tokens, log-probs, raw log-probs if asked for)."""
         uniform = self._uniforms[seats, positions - begins]
         if self._fused is not None:
             return self._fused(logits, uniform, self._sampling.temperature, raw=self._sampling.raw_logprobs)
@@ -176,7 +176,7 @@ class Sampler:
         return logits if self._sampling.temperature in (0.0, 1.0) else logits / self._sampling.temperature
 
     def _processed(self, logits: Tensor, seats: Tensor, positions: Tensor) -> Tensor:
-        """The logits with penalties, and without stop tokens where it is too early for them; `logits` itself where nothing changes."""
+        """The logits with penalties, and without stop tokens if it is too early for them; `logits` itself if nothing changes."""
         sampling = self._sampling
         if self._seen is not None:
             penalty = sampling.repetition_penalty

@@ -1,7 +1,7 @@
 """Continuous batching without tensors: which sequences wait, which have a seat and pages, and which tokens are put into the cache next.
 
 Nothing here depends on anything but the calls, so all ranks of a replica decide the same. Sequences are seated in the order in which they
-arrived, and those that arrived last lose their seats first where pages run out: the oldest always goes on, and in the end all finish.
+arrived, and those that arrived last lose their seats first if pages run out: the oldest always continues, and in the end all finish.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Response:
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """Tokens that are put into the cache for one or several responses; afterwards what others with the very same tokens start from.
+    """Tokens that are put into the cache for one or several responses; later responses with the same tokens start from them.
 
-    A last page that is not full belongs to the first response, which goes on writing behind these tokens. The others get copies.
+    A last page that is not full belongs to the first response, which continues to write after these tokens. The others get copies.
     """
 
     tokens: tuple[int, ...]
@@ -71,7 +71,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Counters:
-    """What one generation did, on one replica."""
+    """Counts of one generation, on one replica."""
 
     prefilled_tokens: int = 0  # computed in prefill passes, those of responses that came back included
     shared_tokens: int = 0  # of prompts (and responses that came back) that were in the cache already, or on their way there
@@ -121,7 +121,7 @@ class Scheduler:
         return ready
 
     def next_pieces(self) -> list[Piece]:
-        """What the next prefill pass computes: the oldest prefixes, as much of them as fits. They count as computed from here on."""
+        """The pieces of the next prefill pass: the oldest prefixes, as much of them as fits. They count as computed from here on."""
         pieces: list[Piece] = []
         room = self.chunk_tokens
         for prefix in self.prefilling:
@@ -135,7 +135,7 @@ class Scheduler:
         return pieces
 
     def computed(self, prefix: Prefix, logits: Tensor) -> list[Response]:
-        """The last of its pieces is in the cache: the responses that waited for it. It is kept for others while there is room."""
+        """Its last piece is in the cache; returns the responses that waited for it. It is kept for others while there is room."""
         assert self.prefilling[0] is prefix  # they end in the order in which they began
         self.prefilling.popleft()
         prefix.logits = logits
@@ -155,14 +155,14 @@ class Scheduler:
         self.pool.unpublish()
 
     def find_pages(self, count: int) -> bool:
-        """Whether `count` pages are free, once kept prefixes have been forgotten for them where needed."""
+        """Whether `count` pages are free, once kept prefixes have been forgotten for them if needed."""
         while self.pool.num_free < count:
             if not self.forget_oldest():
                 return False
         return True
 
     def forget_oldest(self) -> bool:
-        """Give back the pages of the kept prefix that was not used for the longest time, else of a turn; False where none is kept."""
+        """Release the pages of the least recently used kept prefix, else of a turn; False if none is kept."""
         for prefix in self._prefixes.values():
             if prefix.logits is not None:
                 self._forget(prefix)
@@ -193,7 +193,7 @@ class Scheduler:
     def keep(self, response: Response, sampled: Sequence[int]) -> None:
         """A response is about to leave which a turn of the same episode may follow: while there is room, that one finds its whole pages.
 
-        Not where the weights changed on the way: other sequences begin with the same tokens.
+        Not if the weights changed meanwhile: other sequences begin with the same tokens.
         """
         if len(response.versions) > 1:
             return
@@ -227,7 +227,7 @@ class Scheduler:
         return prefix.is_claimed and len(prefix.tokens) % self.pool.page_size > 0
 
     def _join(self, response: Response) -> Prefix:
-        """Give the response its pages: those of a prefix with the same tokens, which is made where there is none."""
+        """Give the response its pages: those of a prefix with the same tokens, which is made if there is none."""
         prefix = self._prefixes.get(response.tokens)
         if prefix is None:
             prefix = self._begin(response.tokens)

@@ -1,4 +1,4 @@
-"""Does a refit reach the engine? Every weight of the policy is negated, and what is sampled then must be what the negated policy gives."""
+"""Does a refit reach the engine? Every weight of the policy is negated; samples must then match the negated policy."""
 
 from __future__ import annotations
 

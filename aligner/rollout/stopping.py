@@ -1,8 +1,8 @@
 """Strings that end a response: found in its text the moment a token completes one, at a cost that does not grow with the response.
 
-What a token adds to a text depends on its neighbours: a character of several bytes may be split over tokens, and some tokenizers drop the
+The text of a token depends on its neighbours: a character of several bytes may be split over tokens, and some tokenizers drop the
 space before the first word of what they decode. So a few tokens back are always decoded too (at the start of a response, the end of its
-prompt), and nothing is decoded where the newest token cannot complete a string.
+prompt), and nothing is decoded if the newest token cannot complete a string.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StopStrings:
 
     def _boundary(self, tokens: Sequence[int], first: int, start: int) -> int:
         """The nearest place at or before `first` where a character begins: some tokenizers decode nothing of a run of bytes that begins
-        inside one. `first` itself where there is none, as with bytes that are no characters."""
+        inside one. `first` itself if there is none, as with bytes that are no characters."""
         for place in range(first, first - MOST_BYTES, -1):
             if place <= start:
                 return start

@@ -1,7 +1,7 @@
 """The policy's weights on their way into an engine of another package: Hugging Face names, full tensors, in buckets.
 
 Engines fuse q, k and v, gate and up, and a layer's experts into one tensor each, and some can only be given all of a fused tensor's parts
-at once: such a group is never cut, even where it alone exceeds the size of a bucket.
+at once: such a group is never cut, even if it alone exceeds the size of a bucket.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GROUPS = (
 
 
 def fusion_group(name: str) -> str:
-    """What all tensors that an engine may fuse with this one (Hugging Face name) have in common; its own name where there are none."""
+    """A key shared by all tensors that an engine may fuse with this one (Hugging Face name); its own name if there are none."""
     for kind, pattern in enumerate(_GROUPS):
         if found := pattern.fullmatch(name):
             return f"{found[1]}/{kind}"
@@ -36,11 +36,11 @@ def fusion_group(name: str) -> str:
 def weight_buckets(named: Iterator[tuple[str, Tensor]], *, bucket_bytes: int, manifest: Manifest) -> Iterator[Bucket]:
     """Collect the full tensors of a model, in `manifest`'s order, into buckets of at most `bucket_bytes`, whole fusion groups each.
 
-    A larger group gets a bucket to itself. The tensors are the stream's own, contiguous ones: no copy is made of them where they are, so
+    A larger group gets a bucket to itself. The tensors are the stream's own, made contiguous; contiguous ones are not copied, so
     the buckets must be used while the weights stay as they are. The next tensor is asked for when a bucket has been used, so a caller that
     drops it then never has more than one, and what the stream needs to make the next tensor.
 
-    Raises EngineError where the stream does not keep a group together. A tensor that the manifest has not, or that is missing, is for
+    Raises EngineError if the stream does not keep a group together. A tensor that the manifest has not, or that is missing, is for
     `Receipt` to find.
     """
     ends = _last_names(manifest, bucket_bytes)

@@ -66,7 +66,7 @@ class TensorRTLLMEngine:
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def start(self) -> None:
-        """Import the package and build the model with random weights. Collective over the component where MPI started it."""
+        """Import the package and build the model with random weights. Collective over the component if MPI started it."""
         if self._executor is not None:
             raise EngineError("TensorRT-LLM was started twice")
         size, index = self._block.size, self._block.index
@@ -96,28 +96,28 @@ class TensorRTLLMEngine:
         self._version, self._unready = version, ""
 
     def abort_refit(self) -> None:
-        """The refit failed on some rank: let the executor go on, with weights that nothing is generated from."""
+        """The refit failed on some rank: let the executor continue, with weights that must not be used."""
         self._unready = "its last refit failed, so its weights are mixed"
         if self._executor is not None:
             self._executor.abort_refit()
 
     def read_back(self, name: str) -> Tensor | None:
-        """The engine's weight of this name where it keeps it as it came: embeddings, norms and output projections of a replica of one rank.
+        """The engine's weight of this name if it is kept unchanged: embeddings, norms and output projections of a replica of one rank.
 
-        What it fuses, or splits over ranks, cannot be told: None.
+        None for weights that it fuses or splits over ranks.
         """
         if self._block.size > 1 or name not in self._shapes:
             return None
         return self._running().parameter(name, self._shapes[name])
 
     def sleep(self, memory: frozenset[Memory]) -> None:
-        """Give back device memory, where the model was built for it."""
+        """Release device memory, if the model was built for it."""
         if self._config.offload:
             self._running().release(memory - self._asleep)
             self._asleep |= memory
 
     def wake(self, memory: frozenset[Memory]) -> None:
-        """Take it again; weights hold what they happen to hold until the next refit."""
+        """Take it again; weights are undefined until the next refit."""
         if self._config.offload:
             self._running().materialize(memory & self._asleep)
             self._asleep -= memory
@@ -127,7 +127,7 @@ class TensorRTLLMEngine:
     def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
         """Yield responses as they end. In a replica of several ranks the first one yields them, the others nothing.
 
-        Raises EngineError out of order, where the package reports an error for a request, and where none ends for `timeout_seconds`.
+        Raises EngineError out of order, if the package reports an error for a request, and if none ends for `timeout_seconds`.
         """
         self._running()
         self._settings.check_sampling(sampling)
@@ -201,7 +201,7 @@ class TensorRTLLMEngine:
 
 
 def _uses_graphs(settings: TensorRTLLMConfig, contract: Contract, *, sleeps: bool) -> bool:
-    """Raise ConfigError where they were asked for and cannot be had."""
+    """Raise ConfigError if they were asked for and cannot be had."""
     possible = contract.rules.cuda_graphs_with_sleep or not sleeps
     if settings.cuda_graphs == CudaGraphs.always and not possible:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a user says about the TensorRT-LLM engine. Imports nothing of the package."""
+"""Settings of the TensorRT-LLM engine. Imports nothing of the package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REFUSED: Mapping[str, tuple[Any, str]] = {
 
 
 class Sampler(str, Enum):
-    """Which of the package's samplers draws the tokens; they differ in what their log-probs are of."""
+    """Which of the package's samplers draws the tokens; they differ in the distribution of their log-probs."""
 
     trtllm = "trtllm"  # the compiled one: a seed for each request, log-probs at the sampling temperature
     torch = "torch"  # the one in PyTorch: log-probs at temperature 1; no seeds before TensorRT-LLM 1.3
@@ -56,7 +56,7 @@ class TensorRTLLMConfig:
             raise ConfigError(f"rollout.tensorrt_llm.kv_memory_fraction={self.kv_memory_fraction}: must be above 0 and at most 1")
 
     def check(self, sampling: SamplingConfig, *, tp: int) -> None:
-        """Raise ConfigError where replicas of `tp` ranks cannot be had, or `sampling` cannot be followed."""
+        """Raise ConfigError if replicas of `tp` ranks cannot be had, or `sampling` cannot be followed."""
         self.check_sampling(sampling)
         if tp > 1 and not self.spmd:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""What this package takes for granted of each TensorRT-LLM version, as recorded from its sources, and which versions it knows.
+"""The recorded assumptions about each TensorRT-LLM version, taken from its sources, and the list of known versions.
 
 A contract (`contracts/tensorrt_llm-<version>.json`) lists the functions with their signatures, the classes with their fields or members
 that the engine uses, where each was read (repository, commit, whether at the version's own tag), and the rules that no signature tells.
@@ -59,7 +59,7 @@ class Symbol:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """What signatures do not tell."""
+    """Rules that signatures do not express."""
 
     cuda_graphs_with_sleep: bool  # whether graphs survive that memory is given back and taken again
     per_request_seeds: Mapping[str, bool]  # by sampler
@@ -129,7 +129,7 @@ def _symbol(key: str, entry: Mapping[str, Any]) -> Symbol:
 def gate(*, allow_drafts: bool) -> Contract:
     """The contract of the installed version, found without importing it.
 
-    Raises EngineError where the package is not installed, and listing the known versions where this one is not among them, or its contract
+    Raises EngineError if the package is not installed, and listing the known versions if this one is not among them, or its contract
     is a draft that was not asked for.
     """
     known = [load(name) for name in known_versions()]

@@ -3,7 +3,7 @@
     python -m aligner.rollout.tensorrt_llm_diff                          # the installed package against the contract of its version
     python -m aligner.rollout.tensorrt_llm_diff --contract 1.2.1 --package /path/to/tensorrt_llm
 
-Prints each difference and ends with status 1 where there is one, 2 where there is nothing to compare.
+Prints each difference and ends with status 1 if there is one, 2 if there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def differences(contract: Contract, package: Path) -> list[str]:
-    """What of the contract does not hold for the package in this directory, one line each."""
+    """The parts of the contract that the package in this directory breaks, one line each."""
     found = []
     for symbol in contract.symbols.values():
         file = package / Path(symbol.file).relative_to(PACKAGE)

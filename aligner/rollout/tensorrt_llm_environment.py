@@ -1,4 +1,4 @@
-"""What must hold around the first import of TensorRT-LLM, and how long its blocking calls may take.
+"""The environment of TensorRT-LLM's first import, and time limits of its blocking calls.
 
 Importing it starts MPI, with whatever the environment says: in a rank that Slurm, torchrun or another MPI started, it would join (or wait
 for) a world that does not exist. So the launcher's variables are hidden for the import, unless this process is in MPI already. Others tell
@@ -57,7 +57,7 @@ def require_devices(count: int, *, visible: int, current: int, index: int) -> No
 
 @contextmanager
 def limit(seconds: float, what: str, *, end: Callable[[int], object] = os._exit) -> Iterator[None]:
-    """End the process where the block takes longer than that: it is in a call of the package that nothing can interrupt.
+    """End the process if the block takes longer than that: it is in a call of the package that nothing can interrupt.
 
     Says what it waited for and writes every thread's stack first. The launcher sees a non-zero status and ends the other ranks.
     """

@@ -49,7 +49,7 @@ class Executor:
         platform.synchronize()
 
     def finish_refit(self) -> None:
-        """What follows the last bucket; then go on."""
+        """Finish after the last bucket; then continue."""
         if self._contract.find("WorkerExtension.finalize_weight_update"):
             self._finalize_by_extension()
         else:
@@ -59,7 +59,7 @@ class Executor:
         self._resume()
 
     def abort_refit(self) -> None:
-        """Go on with mixed weights, from which nothing must be generated. Does nothing outside of a refit."""
+        """Continue with mixed weights, which must not be used. Does nothing outside of a refit."""
         if not self._is_loading:
             return
         try:
@@ -81,7 +81,7 @@ class Executor:
         self._exchange(materialize_with_tag, memory)
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """The model's parameter of exactly this name and shape, where it has one: those that it neither fuses, renames nor pads."""
+        """The model's parameter of exactly this name and shape, if it has one: those that it neither fuses, renames nor pads."""
         found = dict(self._model.named_parameters()).get(name)
         return found if found is not None and tuple(found.shape) == shape else None
 

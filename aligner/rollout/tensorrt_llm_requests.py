@@ -19,7 +19,7 @@ _WAIT, _END = 0, -1
 
 
 class Take:
-    """Where requests come from, for all ranks of a replica: only the leader knows when it has room, so it says so to the others first."""
+    """The source of requests for all ranks of a replica: only the leader knows when it has room, so it says so to the others first."""
 
     def __init__(self, work: Work, block: Block) -> None:
         self._work = work
@@ -31,7 +31,7 @@ class Take:
         return self._work.is_open
 
     def requests(self, room: int) -> Sequence[GenRequest]:
-        """On the leader: up to `room` (at least 1) more; none where nothing is left."""
+        """On the leader: up to `room` (at least 1) more; none if nothing is left."""
         self._block.tell(room)
         return self._work.take(room)
 
@@ -44,7 +44,7 @@ class Take:
         self._block.tell(_END)
 
     def follow(self) -> None:
-        """On the other ranks, until the leader ends: take part where taking is collective."""
+        """On the other ranks, until the leader ends: take part if taking is collective."""
         while (room := self._block.hear()) != _END:
             if room != _WAIT:
                 self._work.take(room)
@@ -75,7 +75,7 @@ class Requests:
         self._heard = time.monotonic()  # when a request ended last, or the first ones began
 
     def run(self, take: Take, *, limit: int) -> Iterator[list[GenResult]]:
-        """Keep `limit` requests in the package until nothing is left to take. What still runs when this is left is aborted."""
+        """Keep `limit` requests in the package until nothing is left to take. Requests that still run on exit are aborted."""
         loop = asyncio.new_event_loop()
         try:
             more = True
@@ -99,7 +99,7 @@ class Requests:
                 take.end()
 
     async def _submit(self, requests: Sequence[GenRequest]) -> None:
-        """Inside the loop: the package makes a request that can be awaited only where one runs."""
+        """Inside the loop: the package makes a request that can be awaited only if one runs."""
         from tensorrt_llm import SamplingParams
 
         for request in requests:
@@ -142,7 +142,7 @@ class Requests:
         return to_result(request, handle.outputs[0], self._sampling, kind=self._kind, eos_id=self._eos_id, version=self._version)
 
     async def _abort(self) -> None:
-        """Take back what still runs, after an error or where the caller wants no more."""
+        """Take back what still runs, after an error or if the caller wants no more."""
         running, self._running = self._running, {}
         for task, (_, handle) in running.items():
             if not task.done():

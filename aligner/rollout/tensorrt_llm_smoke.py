@@ -51,7 +51,7 @@ class Trial:
         self.requests = [GenRequest(index=i, tokens=tuple(row[: PROMPT_TOKENS - i]), seed=i) for i, row in enumerate(rows)]
 
     def refit(self) -> None:
-        """Give the engine the reference's weights of now."""
+        """Give the engine the reference's current weights."""
         tensors = dict(self._named())
         self._version += 1
         specs = {name: TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in tensors.items()}
@@ -78,7 +78,7 @@ class Trial:
         return sorted(results, key=lambda one: one.index)
 
     def agree(self) -> str:
-        """Compare greedy choices and sampled log-probs with the reference's. Raises EngineError where they differ by more than rounding."""
+        """Compare greedy choices and sampled log-probs with the reference's. Raises EngineError if they differ by more than rounding."""
         worst_choice = worst_gap = 0.0
         for result in self.responses(0.0):
             logits = self._logits(result)

@@ -41,7 +41,7 @@ class Block:
             self._broadcast(number)
 
     def hear(self) -> int:
-        """What the leader tells. Waits as long as the group's timeout."""
+        """The leader's message. Waits as long as the group's timeout."""
         return self._broadcast(0)
 
     def _broadcast(self, number: int) -> int:

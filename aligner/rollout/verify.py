@@ -28,14 +28,14 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def magnitudes(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A scalar for each tensor that is finite where all of its elements are; no memory beside it."""
+    """A scalar for each tensor that is finite if all of its elements are; needs no further memory."""
     if tensors[0].is_cuda:
         return list(torch._foreach_norm(tensors, float("inf")))  # fused over all of them
     return [torch.maximum(low.abs(), high.abs()) for low, high in map(torch.aminmax, tensors)]  # ten times as fast as that norm
 
 
 def along(tensor: Tensor, dim: int, indices: Tensor) -> Tensor:
-    """What each index along `dim` adds to the checksum, int64 [size]; `indices` int64 [size] are those of the full tensor."""
+    """The contribution of each index along `dim` to the checksum, int64 [size]; `indices` int64 [size] are those of the full tensor."""
     bits = tensor.detach().view(_BITS[tensor.element_size()])
     others = [other for other in range(bits.dim()) if other != dim]
     sums = bits.sum(dim=others, dtype=torch.int64) if others else bits.long()
@@ -48,7 +48,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def expected(moves: Sequence[Move], sources: Mapping[str, Tensor], lanes: Lanes) -> Tensor:
-    """Checksum of what each rank of the new split must get of each tensor, int64 [moves, ranks], from the training shards.
+    """Checksum of the part of each tensor that each rank of the new split must get, int64 [moves, ranks], from the training shards.
 
     Collective over the world; every rank gets all of it.
     """
@@ -69,7 +69,7 @@ def expected(moves: Sequence[Move], sources: Mapping[str, Tensor], lanes: Lanes)
 
 
 def found(moves: Sequence[Move], targets: Mapping[str, Tensor], index: int) -> Tensor:
-    """Checksum of what this rank, `index` of the new split, holds of each tensor: int64 [moves]."""
+    """Checksum of the part of each tensor that this rank, `index` of the new split, holds: int64 [moves]."""
     sums = []
     for move in moves:
         target = targets[move.name].narrow(move.dim, 0, move.target.size(index))

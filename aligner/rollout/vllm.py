@@ -34,7 +34,7 @@ _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VLLMModel:
-    """What is to be sampled from. `directory` has the model's Hugging Face config.json; its weights are not read."""
+    """The model to sample from. `directory` has the model's Hugging Face config.json; its weights are not read."""
 
     directory: Path
     architecture: Architecture
@@ -60,7 +60,7 @@ class VLLMEngine:
         self._can_sleep, self._asleep = config.offload and torch.cuda.is_available(), frozenset()
 
     def start(self) -> None:
-        """Collective over the component. Raises EngineError where vLLM is missing or of an unknown version."""
+        """Collective over the component. Raises EngineError if vLLM is missing or of an unknown version."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         try:

@@ -1,4 +1,4 @@
-"""What a user says about vLLM. Imports nothing heavy."""
+"""Settings of vLLM. Imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The weights that a rollout engine computes with, by role: the training parameters in place, or the engine's own in another split.
 
-In place costs nothing and needs no refit. Its own ones the engine needs where the training layout leaves a rank without all layers or all
-experts (pipeline, expert parallelism), or splits them over another number of ranks. Names are global, as `models.initialise` makes them.
+Reading in place costs nothing and needs no refit. The engine needs its own weights if the training layout leaves a rank without all
+layers or experts (pipeline, expert parallelism), or splits them over another number of ranks. Names are global, as in
+`models.initialise`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ POSITIONS = "embedding.position_embeddings.weight"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Affine:
-    """Weight and bias of a linear layer or a norm; bias None where there is none."""
+    """Weight and bias of a linear layer or a norm; bias None if there is none."""
 
     weight: Tensor
     bias: Tensor | None
@@ -32,7 +33,7 @@ class Affine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForward:
-    """A dense layer's, or an expert's, two matrices; `up` is `[gate; up]` where the model gates."""
+    """A dense layer's, or an expert's, two matrices; `up` is `[gate; up]` if the model gates."""
 
     up: Affine
     down: Affine
@@ -130,7 +131,7 @@ def named_parameters(chunks: Sequence[LanguageModel]) -> dict[str, Tensor]:
 def moves(chunks: Sequence[LanguageModel], *, tp: int) -> list[Move]:
     """How every tensor of the model gets from the training layout to `tp` tensor-parallel ranks: the same list on every rank.
 
-    Collective over each pipeline group. Raises ConfigError where the model's sizes cannot be split over `tp` ranks.
+    Collective over each pipeline group. Raises ConfigError if the model's sizes cannot be split over `tp` ranks.
     """
     chunk = chunks[0]
     found = []

@@ -54,7 +54,7 @@ class Division:
     group_of: tuple[int, ...]
 
     def claim(self, start: int, room: int) -> int:
-        """How many requests a replica with `room` takes from the queue, of which `start` are gone; 0 where none are left."""
+        """How many requests a replica with `room` takes from the queue, of which `start` are gone; 0 if none are left."""
         if start >= len(self.queue):
             return 0
         first, replicas = self.group_of[start], len(self.opening)
@@ -101,7 +101,7 @@ def _groups(requests: Sequence[GenRequest], num_replicas: int) -> list[list[GenR
 
 
 class SharedWork:
-    """What one replica takes of a generation: `aligner.rollout.engine.Work`. Fewer requests than there is room for do not mean the end."""
+    """One replica's part of a generation: `aligner.rollout.engine.Work`. Fewer requests than there is room for do not mean the end."""
 
     is_open = False
 
@@ -114,7 +114,7 @@ class SharedWork:
         self._is_over = not division.queue
 
     def take(self, room: int) -> Sequence[GenRequest]:
-        """Up to `room` more requests; none where nothing is left. Collective over the replica, with the same `room` on all of its ranks."""
+        """Up to `room` more requests; none if nothing is left. Collective over the replica, with the same `room` on all of its ranks."""
         if room < 1:
             raise ValueError(f"take(room={room}): needs room for at least 1 request")
         if not self._held and not self._is_over:
@@ -125,7 +125,7 @@ class SharedWork:
         return taken
 
     def abandon(self) -> None:
-        """This replica has failed: the others shall end what they have, and begin nothing more. Its own part stays undone."""
+        """This replica has failed: the others finish their requests and start no more. Its own part stays undone."""
         self._held = []
         if not self._is_over and self._replica.is_leader:
             self._queue.add(len(self._division.queue))
@@ -167,7 +167,7 @@ class Queue:
         self._timeout_seconds = timeout_seconds
 
     def add(self, count: int) -> int:
-        """Add to the number that are gone; what it is then. Raises EngineError where the store does not answer."""
+        """Add to the number of taken requests; returns the new number. Raises EngineError if the store does not answer."""
         return self._answer(self._taken, lambda: self._store.add(self._taken, count))
 
     def leave(self) -> None:
@@ -201,7 +201,7 @@ class Queue:
 class WorkSharing:
     """Opens the work of one generation after the other. Every rank constructs it, and opens, at the same points.
 
-    `group` is of the ranks of this replica, its leader first; None where a replica is one rank. `fixed` gives each replica a share that
+    `group` is of the ranks of this replica, its leader first; None if a replica is one rank. `fixed` gives each replica a share that
     depends on the requests alone: then the batches that samples are computed in, and so the last bits of log-probs, are the same in
     every run. `store` is for tests; else it is the default process group's.
     """
@@ -215,7 +215,7 @@ class WorkSharing:
 
     @contextmanager
     def open(self, requests: Sequence[GenRequest]) -> Iterator[Work]:
-        """What this replica takes of `requests`, which are the same on all ranks. Where the block raises, the other replicas begin
+        """This replica's share of `requests`, which are the same on all ranks. If the block raises, the other replicas begin
         nothing more. No rank waits for another one here."""
         self._num_opened += 1
         division = divide(requests, self._replica.count, fixed=self._fixed)

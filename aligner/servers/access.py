@@ -1,4 +1,4 @@
-"""Who may talk to a run's servers: the run's secret, and TLS where it is configured.
+"""Who may talk to a run's servers: the run's secret, and TLS if it is configured.
 
 The secret lies in a file of the run directory that only its owner can read. It travels in the `Authorization` header and is never written
 anywhere else: not to arguments, environment, logs or configurations.
@@ -109,11 +109,11 @@ class Access:
 
     @property
     def scheme(self) -> str:
-        """What a server's URL begins with."""
+        """The scheme of a server's URL."""
         return "http" if self.tls is None else "https"
 
     def headers(self) -> dict[str, str]:
-        """What every request carries."""
+        """The headers of every request."""
         return {"Authorization": self._expected.decode()}
 
     def admits(self, authorization: str | None) -> bool:

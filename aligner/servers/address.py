@@ -1,4 +1,4 @@
-"""Where a server listens, and what others call that place."""
+"""The address that a server listens on, and the name that others reach it by."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def advertised_host(config: ServerConfig, environ: Mapping[str, str]) -> str:
-    """What clients connect to: as configured, else the bound address, else (where every address is bound) this machine's own.
+    """The host that clients connect to: as configured, else the bound address, else (if every address is bound) this machine's own.
 
     That is an address rather than a name, so that clients need no resolver; with TLS it is a name, because certificates hold names. Slurm's
-    name for the node comes first, then the machine's, then any interface that is up; loopback only where there is nothing else.
+    name for the node comes first, then the machine's, then any interface that is up; loopback only if there is nothing else.
     """
     if config.advertised_host:
         return _bracketed(config.advertised_host)

@@ -1,7 +1,7 @@
 """Asynchronous clients of the critic and reward servers: they satisfy `aligner.protocols.Critic` and `RewardModel`.
 
 Every call returns a future at once; `result()` gives the tensors or raises ServerUnreachable, ServerTimeout or RequestRejected. Nothing is
-ever swallowed. A server that dies is waited for, and its successor asked again; what a critic is trained on is applied once all the same.
+ever swallowed. After a server dies, the client waits for its successor and asks again; each train request is still applied only once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CriticClient:
     def __init__(
         self, services_dir: Path, *, config: ClientConfig, access: Access, run: str, journal: Path | None = None, name: str = "critic"
     ) -> None:
-        """Raises ServerError where the journal cannot be opened."""
+        """Raises ServerError if the journal cannot be opened."""
         self._config = config
         talks = journal is not None
         self._link = ServiceLink(services_dir, name, config, access=access, attempt=current_attempt(), is_talkative=talks)
@@ -63,9 +63,9 @@ class CriticClient:
         return self._history.mark
 
     def resume(self, mark: str) -> None:
-        """Go on behind `mark`, which an actor's checkpoint holds. Only the client with the journal.
+        """Continue after `mark`, which an actor's checkpoint holds. Only the client with the journal.
 
-        Raises ServerError where the critic was trained on something else and cannot be brought there: it says which checkpoints there are,
+        Raises ServerError if the critic was trained on something else and cannot be brought there: it says which checkpoints there are,
         and what to do.
         """
         self._history.resume(mark)
@@ -89,7 +89,7 @@ class CriticClient:
         return self._train.submit(lambda: self._history.train(batch, step).metrics)
 
     def begin_save(self, step: int) -> Future[None]:
-        """Begin a checkpoint of the critic of now; resolves when the critic may be trained on."""
+        """Begin a checkpoint of the current critic; resolves when training may continue."""
         return self._train.submit(lambda: self._history.begin_save(step))
 
     def save(self, step: int) -> Future[str]:
@@ -192,7 +192,7 @@ class RewardClient:
 
 
 def weighted_sum(weights: Sequence[float]) -> Callable[[Tensor], Tensor]:
-    """A `reduce` for RewardClient: rewards [B] from scores [B, K]. It raises RequestRejected where a row has another number of scores."""
+    """A `reduce` for RewardClient: rewards [B] from scores [B, K]. It raises RequestRejected if a row has another number of scores."""
     factors = torch.tensor(list(weights), dtype=torch.float32)
 
     def reduce(scores: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is said of the components behind servers: the critic and the reward."""
+"""Settings of the components behind servers: the critic and the reward."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RewardConfig:
             )
 
     def check_named(self) -> None:
-        """Raise ConfigError where nothing says how responses are scored (the settings of a run may be shown before they are complete)."""
+        """Raise ConfigError if nothing says how responses are scored (the settings of a run may be shown before they are complete)."""
         if self.function.path or (self.functions and not self.serve):
             return
         if not self.serve:

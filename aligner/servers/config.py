@@ -111,7 +111,7 @@ class ClientConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestLimits:
-    """What a request may hold; checked on rank 0 before any rank computes."""
+    """Limits of a request; checked on rank 0 before any rank computes."""
 
     vocab_size: int
     max_sequence_length: int

@@ -1,6 +1,6 @@
 """How rank 0 leads the other ranks of a server: commands go out, reports come back, and a failure on one rank reaches all of them.
 
-Every rank constructs these objects at the same point. All traffic is on CPU tensors in a gloo group of its own, so that it neither mixes
+Every rank constructs these objects at the same point. All traffic is on CPU tensors in a separate gloo group, so that it neither mixes
 with the model's collectives nor needs a GPU. A server of one process needs no process group at all.
 """
 
@@ -20,9 +20,9 @@ FAILURE_KEY = "aligner/servers/failure"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """What all ranks do next: run `operation` on `payload`; nothing where it is None (the idle no-op).
+    """The next command for all ranks: run `operation` on `payload`; nothing if it is None (the idle no-op).
 
-    They end after this where `stop`, and with an exception where rank 0 gives a `failure`.
+    They end after this if `stop`, and with an exception if rank 0 gives a `failure`.
     """
 
     operation: str | None = None
@@ -33,7 +33,7 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What one rank says after a command: its error, and whether it was asked (by a signal) to stop."""
+    """One rank's report after a command: its error, and whether a signal asked it to stop."""
 
     error: str | None = None
     stop_requested: bool = False
@@ -64,7 +64,7 @@ class ControlGroup:
             self._store.set(FAILURE_KEY, message)
 
     def announced_failure(self) -> str | None:
-        """What a rank announced, if any did. Called from a thread."""
+        """A failure that some rank announced, or None. Called from a thread."""
         if self._store is None or not self._store.check([FAILURE_KEY]):
             return None
         return self._store.get(FAILURE_KEY).decode()

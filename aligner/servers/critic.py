@@ -19,7 +19,7 @@ from aligner.types import TokenBatch
 
 
 class ValueModel(Trainable, Protocol):
-    """What is served; its methods are collective over the ranks of the component and take the whole batch."""
+    """Protocol of a served value model; called on all ranks of the component with the full batch."""
 
     def values(self, batch: TokenBatch) -> Tensor:
         """Values float32 [B, S]; no gradient, no dropout."""
@@ -29,8 +29,8 @@ class CriticService:
     """The operations of a critic. Every rank constructs one around its part of the model.
 
     A train request is split in order into mini-batches of `mini_batch_size` rows (the last may be smaller), each one optimizer step, and
-    this `num_epochs` times. Each request is applied once: `ledger` knows what was. `save(request)` writes a checkpoint, the ledger with it,
-    and returns its path; it raises `ledger.Refused` where this is not the critic that the request means. `loss_metric` is the metric
+    this `num_epochs` times. Each request is applied once: `ledger` records which. `save(request)` writes a checkpoint, the ledger with it,
+    and returns its path; it raises `ledger.Refused` if this is not the critic that the request means. `loss_metric` is the metric
     reported as `loss_mean`.
     """
 
@@ -56,7 +56,7 @@ class CriticService:
         self._loss_metric = loss_metric
 
     def infer(self, request: ValuesRequest) -> Tensor:
-        """Values float32 [B, S], 0 in the padding. Raises `ledger.Refused` where another critic is meant than the one of now."""
+        """Values float32 [B, S], 0 in the padding. Raises `ledger.Refused` if the request means another critic than the current one."""
         if request.after is not None:
             self._ledger.check_after(request.after)
         batch = request.batch
@@ -67,7 +67,7 @@ class CriticService:
     def train(self, request: TrainRequest) -> TrainReply:
         """Train on one step's rollouts; the metrics are merged over all optimizer steps. A request that was applied is only answered.
 
-        Raises `ledger.Refused` where the request does not follow what was applied last.
+        Raises `ledger.Refused` if the request does not follow the last applied one.
         """
         recorded = self._ledger.find(request.identity)
         if recorded is not None:
@@ -88,7 +88,7 @@ class CriticService:
         return self._save(request)
 
     def status(self, request: StatusRequest) -> CriticStatus:
-        """What this critic was trained on, and counts as."""
+        """The training history of this critic: its mark and counts."""
         self._ledger.check_run(request.run)
         if request.adopt is not None:
             self._ledger.adopt(request.adopt)

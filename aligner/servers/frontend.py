@@ -51,7 +51,7 @@ def _bound_function(endpoint: Endpoint, submit: Submit) -> Callable:
 class Frontend:
     """The Triton processes of one server.
 
-    PyTriton lives in a thread of its own for as long as the server: the kernel ties tritonserver's life to the thread that forked it.
+    PyTriton lives in a separate thread for as long as the server: the kernel ties tritonserver's life to the thread that forked it.
     """
 
     def __init__(self, config: ServerConfig, incarnation: str, log: Path, endpoints: Sequence[Endpoint], submit: Submit) -> None:
@@ -75,7 +75,7 @@ class Frontend:
 
         Raises:
             TritonDied: it did, or a Python stub of it; its output is in the `log` file.
-            ServerError: Triton was not ready in time, or was not waited for.
+            ServerError: Triton was not ready in time, or the wait was cancelled.
         """
         started = time.monotonic()
         self._thread.start()

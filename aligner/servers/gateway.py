@@ -1,4 +1,4 @@
-"""What listens on the network: lets in the run's own requests, checks their form, and passes them on to Triton.
+"""The network front of a server: admits the run's own requests, checks their form, and passes them on to Triton.
 
 It speaks the KServe v2 protocol (JSON and Triton's binary tensors), and of that only health, metadata and inference. It runs in a thread of
 rank 0's process with an event loop of its own.
@@ -60,7 +60,7 @@ class Gateway:
     """The HTTP server of one critic or reward server. It answers as soon as it is started; requests are taken once `connect` was called."""
 
     def __init__(self, config: ServerConfig, access: Access, endpoints: Sequence[Endpoint], limits: RequestLimits, health: Health) -> None:
-        """Raises ServerError where the configured address or port cannot be had."""
+        """Raises ServerError if the configured address or port cannot be had."""
         self._config = config
         self._access = access
         self._limits = limits
@@ -80,7 +80,7 @@ class Gateway:
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
 
     def start(self) -> None:
-        """Return when it answers. Raises ServerError where it cannot."""
+        """Return when it answers. Raises ServerError if it cannot."""
         self._thread.start()
         if not self._started.wait(START_SECONDS) or self._error is not None:
             raise ServerError(f"the gateway on port {self.port} did not start: {self._error or f'waited {START_SECONDS:.0f} s'}")
@@ -195,7 +195,7 @@ class Gateway:
         return _json(report, 200 if report["ready"] else 503)
 
     def _oldest_seconds(self) -> float:
-        """How long ago the oldest request that is not answered went to Triton; 0 where none waits."""
+        """How long ago the oldest request that is not answered went to Triton; 0 if none waits."""
         sent = list(self._sent.values())  # at once: another thread may be adding to it
         return time.monotonic() - sent[0] if sent else 0.0
 
@@ -217,7 +217,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def _admitted(self, size: int) -> Iterator[int]:
-        """A place for one request of `size` bytes. Raises Refusal where there is none."""
+        """A place for one request of `size` bytes. Raises Refusal if there is none."""
         failure = self._health.failure()
         if self._upstream is None or failure is not None:
             raise Refusal(503, failure or "it is starting", {"Retry-After": str(RETRY_SECONDS)})

@@ -1,4 +1,4 @@
-"""What a server may say about itself: whether its loop goes round all ranks, and what it does now."""
+"""A server's report about itself: whether its loop visits all ranks, and what it does now."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Health:
         self._failure: Callable[[], str | None] | None = None
 
     def watch(self, failure: Callable[[], str | None]) -> None:
-        """From now on `failure` tells what has gone wrong for good."""
+        """Set the `failure` callback, which reports a permanent failure."""
         self._failure = failure
 
     def failure(self) -> str | None:
@@ -69,7 +69,7 @@ class Health:
         return None if self._failure is None else self._failure()
 
     def report(self, waiting: int, oldest_seconds: float) -> dict[str, object]:
-        """The JSON document of `/v2/health/ready`; the server is ready where its `reason` is None.
+        """The JSON document of `/v2/health/ready`; the server is ready if its `reason` is None.
 
         `waiting` requests are not answered; the oldest of them was given to Triton so long ago.
         """

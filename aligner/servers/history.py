@@ -1,4 +1,4 @@
-"""The critic as its trainer sees it: a history of requests, each applied once, whatever becomes of the servers that apply them.
+"""The critic as its trainer sees it: a history of requests, each applied once even if servers die.
 
 Rank 0 of the actor keeps the journal. A critic that comes back from an older checkpoint is asked what it was trained on (`critic_status`)
 and gets again what it lacks, in order. The other ranks only ask for values; they wait until rank 0 has done that.
@@ -68,21 +68,21 @@ class CriticHistory:
             raise
 
     def begin_save(self, step: int) -> None:
-        """The critic copies what a checkpoint of now needs, and goes on."""
+        """The critic copies its current state for a checkpoint, and continues."""
         self._saving = (step, self.mark)
         self._save(SaveRequest(step=step, after=self.mark, wait=False))
 
     def save(self, step: int) -> str:
-        """The path of the checkpoint of `step`, which is complete: that which was begun, or one of now."""
+        """The path of the complete checkpoint of `step`: the one that was begun, or a new one."""
         begun = self._saving is not None and self._saving[0] == step
         path = self._save(SaveRequest(step=step, after=self._saving[1] if begun else self.mark, wait=True))
         self._saving = None if begun else self._saving
         return path
 
     def resume(self, mark: str) -> None:
-        """Go on behind `mark`, where an actor's checkpoint says that its critic was; what the journal has from later on is forgotten.
+        """Continue after `mark`, the critic's mark in an actor's checkpoint; later entries of the journal are forgotten.
 
-        Raises ServerError where the critic was trained on something else, and the journal does not lead from there to here.
+        Raises ServerError if the critic was trained on something else, and the journal does not lead from there to here.
         """
         self.follow(mark)
         self._own_journal().drop_after(mark)

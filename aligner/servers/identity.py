@@ -1,4 +1,4 @@
-"""What makes a training request the one it is: its place in the run, its tensors, and the request before it.
+"""The identity of a training request: its place in the run, its tensors, and the request before it.
 
 A request's *mark* names it together with all that went before it: `step.part.hash`, where the hash covers the run, the place, the tensors
 and the mark of the request before. Two critics with the same mark were trained on the same requests in the same order. `START` is the mark
@@ -52,14 +52,14 @@ class TrainIdentity:
 
 
 def check_mark(name: str, mark: str) -> str:
-    """The mark itself. Raises ValueError, naming the tensor `name`, where it is none."""
+    """The mark itself. Raises ValueError, naming the tensor `name`, if it is none."""
     if mark != START and not _MARK.fullmatch(mark):
         raise ValueError(f"{name}: {mark[:100]!r}; allowed are {START!r} and <step>.<part>.<64 hexadecimal digits>")
     return mark
 
 
 def position(mark: str) -> tuple[int, int]:
-    """(step, part) of a mark; (-1, 0) for `START`, which is before all others. Raises ValueError where it is no mark."""
+    """(step, part) of a mark; (-1, 0) for `START`, which is before all others. Raises ValueError if it is no mark."""
     match = _MARK.fullmatch(check_mark("previous", mark))
     return (int(match[1]), int(match[2])) if match else (-1, 0)
 

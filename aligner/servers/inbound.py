@@ -1,7 +1,7 @@
 """From the bytes that somebody sent to tensors that Triton may see.
 
 Everything about a request's form is checked here, before any byte of it reaches Triton: sizes, JSON, names, dtypes, shapes and what the
-shapes say about bytes. Triton then gets a new request, written by us from what was understood. What the numbers mean (token ids, lengths,
+shapes say about bytes. Triton then gets a new request, written from the parsed one. What the numbers mean (token ids, lengths,
 masks, finiteness) is checked once too, later, on whole arrays: see `Endpoint.payload`.
 """
 
@@ -177,7 +177,7 @@ def _entries(value: object, what: str, most: int) -> list[object]:
 
 
 def _outputs(endpoint: Endpoint, value: object, binary: bool) -> tuple[tuple[str, bool], ...]:
-    """The outputs that are asked for; all of them where none is named."""
+    """The outputs that are asked for; all of them if none is named."""
     names = endpoint.output_names
     wanted: dict[str, bool] = {}
     for entry in _entries(value, "outputs", len(names)):

@@ -1,4 +1,4 @@
-"""The way of a request on rank 0 behind Triton: checked in PyTriton's threads, queued, taken by the main thread, answered."""
+"""The path of a request on rank 0 behind Triton: checked in PyTriton's threads, queued, taken by the main thread, answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client sends to a server that trains, on disk before it is sent: one that comes back from an older checkpoint gets it again.
+"""Train requests, on disk before they are sent: a server that restarts from an older checkpoint gets them again.
 
     <folder>/00000007.000.1a2b3c4d5e6f7081.safetensors    step, part and hash of the mark; the tensors as sent, the identity as metadata
 
@@ -27,7 +27,7 @@ class Journal:
     """The entries of one client, in order. Thread-safe; one process writes."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what is there. Raises ServerError where the folder cannot be made, or an entry is damaged."""
+        """Read what is there. Raises ServerError if the folder cannot be made, or an entry is damaged."""
         self._folder = folder
         self._lock = threading.Lock()
         try:
@@ -39,7 +39,7 @@ class Journal:
         self._entries = [_identity_of(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
 
     def append(self, identity: TrainIdentity, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write one entry behind the one that it names as its previous; what followed that one before is of a past that is over.
+        """Write one entry behind the one that it names as its previous; earlier entries after that one belong to an abandoned past.
 
         Raises:
             ServerError: it cannot be written (a full disk, say). The journal is then as it was.
@@ -58,7 +58,7 @@ class Journal:
             self._keep([*self._chain(identity.previous), identity])
 
     def between(self, mark: str, until: str) -> list[TrainIdentity] | None:
-        """The entries after `mark` up to that with the mark `until`, in order; None where the journal does not lead there."""
+        """The entries after `mark` up to that with the mark `until`, in order; None if the journal does not lead there."""
         if mark == until:
             return []
         chain = self.leading_to(until)
@@ -71,7 +71,7 @@ class Journal:
             return self._chain(mark)
 
     def read(self, identity: TrainIdentity) -> dict[str, np.ndarray]:
-        """The tensors of an entry. Raises ServerError where they are not those that were written."""
+        """The tensors of an entry. Raises ServerError if they are not those that were written."""
         path = self._path(identity)
         try:
             with safe_open(path, framework="numpy") as file:
@@ -83,7 +83,7 @@ class Journal:
         return arrays
 
     def drop_after(self, mark: str) -> None:
-        """Forget what does not lead to `mark`: the run goes on from there another way."""
+        """Forget entries after `mark`: the run continues from there differently."""
         with self._lock:
             self._keep(self._chain(mark))
 
@@ -94,7 +94,7 @@ class Journal:
 
     @property
     def entries(self) -> list[TrainIdentity]:
-        """What it holds, in order."""
+        """Its entries, in order."""
         with self._lock:
             return list(self._entries)
 

@@ -25,7 +25,7 @@ class AnswerError(Exception):
 
 
 def decode_failure(body: bytes) -> tuple[int | None, str]:
-    """What an answer other than 200 says: our status and message, or None and Triton's text."""
+    """The content of an answer other than 200: our status and message, or None and Triton's text."""
     text = body.decode(errors="replace")
     try:
         text = str(json.loads(text)["error"])

@@ -1,4 +1,4 @@
-"""What a critic has been trained on in this run: every request once, in order. Pure bookkeeping; every rank holds one and decides alike.
+"""A critic's record of train requests: every request once, in order. Pure bookkeeping; every rank holds one and decides alike.
 
     the request names                       the ledger
     what was applied lately                 gives the recorded reply, and nothing is done
@@ -38,7 +38,7 @@ class Reason(str, Enum):
 
 
 class Refused(ServerError):
-    """A request that does not fit to what was applied. Nothing has been changed, and every rank refuses alike."""
+    """A request that does not fit the applied ones. Nothing has changed, and every rank refuses alike."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(f"refused ({reason.value}): {message}")
@@ -67,7 +67,7 @@ class Ledger:
         self._records: deque[_Record] = deque(maxlen=NUM_RECORDS)
 
     def find(self, identity: TrainIdentity) -> TrainReply | None:
-        """The recorded reply where this very request was applied already; None where it is to be applied now.
+        """The recorded reply if this very request was already applied; None if it is to be applied now.
 
         Raises:
             Refused: it names both requests, or both runs.
@@ -111,7 +111,7 @@ class Ledger:
             raise Refused(Reason.foreign, f"this critic belongs to run {self.run}, the request to run {run}")
 
     def check_after(self, mark: str) -> None:
-        """Raise Refused unless `mark` is what was applied last."""
+        """Raise Refused unless `mark` is the last applied one."""
         if mark == self.mark:
             return
         here, asked = position(self.mark), position(mark)
@@ -128,12 +128,12 @@ class Ledger:
         )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; JSON-able."""
+        """The state for a checkpoint; JSON-able."""
         records = [{"identity": asdict(record.identity), "reply": asdict(record.reply)} for record in self._records]
         return {"run": self.run, "mark": self.mark, "count": self.count, "records": records}
 
     def load_state(self, state: Mapping[str, Any], *, checkpoint_step: int) -> None:
-        """Continue from a checkpoint of this run. Raises CheckpointError where it is another run's, or does not fit together."""
+        """Continue from a checkpoint of this run. Raises CheckpointError if it is another run's, or does not fit together."""
         if state["run"] != self.run:
             raise CheckpointError(
                 f"the critic's checkpoint of step {checkpoint_step} belongs to run {state['run']}, this is run {self.run}: it is another "

@@ -1,6 +1,6 @@
 """One client's way to its server: discovery, one HTTP exchange at a time per thread, and the prompt news of the server's death.
 
-Every exchange opens a connection of its own: that costs well under a millisecond, and a connection that died while idle can never be
+Every exchange opens a new connection: that costs well under a millisecond, and a connection that died while idle can never be
 mistaken for a server that died while training. While an answer is awaited, the registration is watched.
 """
 
@@ -31,7 +31,7 @@ LOST = (408, 500, 502, 503)  # the server ends, or what it stands before has; wh
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One incarnation of a server, and what tells whether it lives."""
+    """One incarnation of a server, with its liveness check."""
 
     registration: Registration
     liveness: Liveness
@@ -65,7 +65,7 @@ class ServiceLink:
         self._closed = threading.Event()
 
     def find(self, timeout_seconds: float) -> Server:
-        """A server that is ready, waited for so long. Raises ServerUnreachable."""
+        """A server that is ready; waits at most this long. Raises ServerUnreachable."""
         registration = wait_for_service(
             self._services_dir,
             self._name,
@@ -125,7 +125,7 @@ class ServiceLink:
             raise ServerUnreachable(f"{what}: {registration.describe()} sent an answer that cannot be read: {error}") from error
 
     def probe(self, server: Server) -> None:
-        """Ask the server whether it is ready. Raises ServerUnreachable or ServerTimeout where it is not, or does not say."""
+        """Ask the server whether it is ready. Raises ServerUnreachable or ServerTimeout if it is not, or does not say."""
         seconds = self._config.connect_timeout_seconds
         request = ("GET", "/v2/health/ready", {}, b"")
         status, _, answer = self._answer(server, "health", request, time.monotonic() + seconds, seconds)

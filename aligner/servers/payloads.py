@@ -1,4 +1,4 @@
-"""What requests and replies are, once decoded: the typed side of `wire.py`."""
+"""Decoded requests and replies: the typed side of `wire.py`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class StatusRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CriticStatus:
-    """What a critic was trained on: the mark of the last request, how many, from the checkpoint of which step (0: the first weights)."""
+    """A critic's training history: mark of the last request, number of requests, and step of its checkpoint (0: the first weights)."""
 
     run: str
     mark: str

@@ -1,4 +1,4 @@
-"""What /proc says about processes of this machine. Linux only, standard library only."""
+"""Information from /proc about this machine's processes. Linux only, standard library only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parent(pid: int) -> int | None:
 
 
 def zombie_children(pid: int) -> list[int]:
-    """Children of `pid` that have ended and that it has not waited for."""
+    """Children of `pid` that have ended but not been reaped."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(PermissionError):  # another user's, where /proc is mounted with hidepid=1

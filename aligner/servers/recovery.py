@@ -1,6 +1,6 @@
-"""Calls that outlive their server: when it is lost, another one of the same name is waited for, made to fit, and asked again.
+"""Calls that survive the loss of their server: wait for another one of the same name, bring it up to date, and ask again.
 
-What is asked must be harmless to repeat: inference is; training is because the server's ledger knows what it has applied.
+Requests must be harmless to repeat: inference is; training is, because the server's ledger records the applied ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RETRIED = (Reason.behind.value, Reason.gap.value)  # of a server that was replac
 
 
 class Patience:
-    """How long a lost server may go without sign of another one; `renew` where there was progress."""
+    """Time allowed for a replacement server to appear; `renew` it after progress."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -41,7 +41,7 @@ class Patience:
 class Recovery:
     """One client's calls over the servers that come and go behind one name. Thread-safe.
 
-    `fit(server, patience)` is called with every server that is met, before anything else is asked of it: it brings the server to where the
+    `fit(server, patience)` is called with every new server, before any other request: it brings the server to where the
     client is, or raises. It may be interrupted by the server's death, and begins again with the next one.
     """
 
@@ -54,14 +54,14 @@ class Recovery:
         self._given_up: ServerError | None = None
 
     def connect(self) -> Registration:
-        """The first server, waited for `server_client.discovery_timeout_seconds`. Raises ServerUnreachable, or what `fit` raises."""
+        """The first server; waits up to `server_client.discovery_timeout_seconds`. Raises ServerUnreachable, or what `fit` raises."""
         with self._lock:
             if self._server is None:
                 self._server = self._replacement(Patience(self._config.discovery_timeout_seconds), "")
             return self._server.registration
 
     def reconnect(self) -> Registration:
-        """The same, and the server is made to fit anew."""
+        """The same, and `fit` is called again."""
         with self._lock:
             self._server = None
         return self.connect()
@@ -72,7 +72,7 @@ class Recovery:
         Raises:
             ServerUnreachable: no other server came within `server_client.recovery_timeout_seconds`, or this call met the end of more than
                 `server_client.max_lost_servers`.
-            ServerTimeout: likewise, where the servers do not answer.
+            ServerTimeout: likewise, if the servers do not answer.
             RequestRejected: the server's error message.
         """
         lost = 0
@@ -108,7 +108,7 @@ class Recovery:
                 raise
 
     def look(self) -> None:
-        """Recover now where the server is known to be dead, though nobody asks anything of it. For a thread that looks now and then."""
+        """Recover now if the server is known to be dead, even without a request. For a thread that checks from time to time."""
         server = self._server
         if server is not None and self._given_up is None:
             problem = server.liveness.problem()
@@ -116,7 +116,7 @@ class Recovery:
                 self.recover(server, ServerUnreachable(f"{server.registration.describe()} was lost: {problem}."))
 
     def _replacement(self, patience: Patience, cause: str, lost: str = "") -> Server:
-        """A server that is ready and fits: another one than the incarnation `lost`, or that one where it answers again."""
+        """A server that is ready and fits: another one than the incarnation `lost`, or that one if it answers again."""
         incarnations: set[str] = set()
         while True:
             try:

@@ -1,6 +1,6 @@
 """Discovery through a directory that all components share: one `<name>.json` for each, written atomically, touched as a heartbeat.
 
-It is there from the start of the process on, so that those who wait can say for what. A service is dead when its registration is gone,
+It exists from the start of the process, so waiting clients can say what they wait for. A service is dead when its registration is gone,
 belongs to another incarnation, has not been touched for `heartbeat_timeout_seconds`, or names a process of this machine that no longer
 exists.
 """
@@ -36,9 +36,9 @@ class ServiceState(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registration:
-    """Which component `name` is, where, since when (`started_at`: Unix time), and how far it is.
+    """A component `name`: its place, start time (`started_at`: Unix time) and state.
 
-    `incarnation` is new for every start of its process, `attempt` for every start of the whole run ("" where nobody counts them). The actor
+    `incarnation` is new for every start of its process, `attempt` for every start of the whole run ("" if nobody counts them). The actor
     registers too; it has no `url`.
     """
 
@@ -66,17 +66,17 @@ class Registration:
 
 
 def registration_path(services_dir: Path, name: str) -> Path:
-    """Where the registration of `name` lies."""
+    """Path of the registration of `name`."""
     return services_dir / f"{name}.json"
 
 
 def gone_path(services_dir: Path, name: str) -> Path:
-    """A text file by which a launcher says that nobody will start `name` again, and why: then it is not waited for."""
+    """A text file in which a launcher says that nobody will start `name` again, and why; then clients stop waiting."""
     return services_dir / f"{name}.gone"
 
 
 def current_attempt() -> str:
-    """Which start of the run this process belongs to, as its launcher says; "" where it says nothing."""
+    """Which start of the run this process belongs to, as its launcher says; "" if it says nothing."""
     return os.environ.get(ATTEMPT, "")
 
 
@@ -102,7 +102,7 @@ def make_registration(*, name: str, role: str, num_ranks: int, layout: str = "",
 
 
 def read_registration(path: Path) -> tuple[Registration, int] | None:
-    """The registration and its heartbeat (the file's mtime in ns); None where there is no file.
+    """The registration and its heartbeat (the file's mtime in ns); None if there is no file.
 
     Opens the file although `stat` would do for the heartbeat: network file systems refresh attributes when a file is opened.
     """
@@ -117,7 +117,7 @@ def read_registration(path: Path) -> tuple[Registration, int] | None:
 
 
 def process_is_dead(registration: Registration) -> bool:
-    """True where the process is known to be gone; False where it lives or is on another machine."""
+    """True if the process is known to be gone; False if it lives or is on another machine."""
     return registration.node == node_identity() and start_ticks(registration.pid) != registration.process_start_ticks
 
 
@@ -135,7 +135,7 @@ class Liveness:
         self._problem: str | None = None
 
     def problem(self) -> str | None:
-        """What says that the service is dead; None while it lives. Reads the file at most every `POLL_SECONDS`."""
+        """Why the service is dead; None while it lives. Reads the file at most every `POLL_SECONDS`."""
         with self._lock:
             now = time.monotonic()
             if now - self._checked_at >= POLL_SECONDS:
@@ -169,10 +169,10 @@ class Liveness:
 
 
 def claim(services_dir: Path, mine: Registration, heartbeat_seconds: float) -> str:
-    """Make sure that nobody else holds the name of this registration; says what is replaced, "" where there is nothing.
+    """Make sure that nobody else holds the name of this registration; says what is replaced, "" if there is nothing.
 
-    What an earlier attempt left is replaced, alive or not: it ends itself when it sees that. So is what belongs to a process that is gone;
-    where that cannot be seen, because it ran on another machine, the heartbeat is watched for a while.
+    A registration of an earlier attempt is replaced, alive or not: that server ends itself when it sees this. So is one of a dead process;
+    if that cannot be seen, because it ran on another machine, the heartbeat is watched for a while.
 
     Raises:
         ServerError: a process of the same attempt is alive and holds the name.
@@ -205,7 +205,7 @@ def _beats(path: Path, heartbeat_ns: int, seconds: float) -> bool:
 
 
 class Publication:
-    """A published registration, kept alive by a thread of its own until `withdraw` (or the end of its `with` block)."""
+    """A published registration, kept alive by a thread until `withdraw` (or the end of its `with` block)."""
 
     def __init__(self, services_dir: Path, registration: Registration, heartbeat_seconds: float) -> None:
         self.registration = registration
@@ -229,9 +229,9 @@ class Publication:
         self.withdraw()
 
     def ready(self, url: str = "") -> Registration:
-        """The component has loaded, and answers at `url` where it is a server. Returns the new registration.
+        """The component has loaded, and answers at `url` if it is a server. Returns the new registration.
 
-        Raises ServerError where the name was taken by another process meanwhile.
+        Raises ServerError if the name was taken by another process meanwhile.
         """
         if self._failure is not None:
             raise ServerError(self._failure)
@@ -251,8 +251,8 @@ class Publication:
     def withdraw(self) -> None:
         """Remove the registration unless another server has taken the name. Callable more than once.
 
-        Where it cannot be removed (a file system in trouble) that is said, and no error: the process may be leaving with one, which counts,
-        and a registration of a process that is gone is recognised as such.
+        If it cannot be removed (a file system in trouble), prints that and raises nothing: the process may be leaving with an error
+        that counts, and clients recognise the registration of a dead process.
         """
         self._stop.set()
         self._thread.join(timeout=self._heartbeat_seconds + 5.0)
@@ -298,11 +298,11 @@ def wait_for_service(
 ) -> Registration:
     """Wait until `name` is registered, ready, alive and of this attempt ("": of any); another thread may set `abandoned` to end the wait.
 
-    `tell` gets a line when there is something new about what is waited for.
+    `tell` gets a line when there is news about the awaited service.
 
     Raises:
-        ServerUnreachable: says what was waited for, where, how long, and what was found instead (nothing, one that loads, a dead one, one
-            of an earlier attempt). At once, where a launcher says that nobody will start it (again).
+        ServerUnreachable: names the awaited service, the place, the time waited, and what was found instead (nothing, one
+            that loads, a dead one, one of an earlier attempt). At once, if a launcher says that nobody will start it (again).
     """
     abandoned = abandoned or threading.Event()
     path = registration_path(services_dir, name)

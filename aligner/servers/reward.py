@@ -17,7 +17,7 @@ TextReward = Callable[[list[str], list[str], list[str | None]], Sequence[float]]
 
 
 class ScoreModel(Protocol):
-    """What is served; collective over the ranks of the component, and takes the whole batch."""
+    """Protocol of a served score model; called on all ranks of the component with the full batch."""
 
     def scores(self, batch: TokenBatch) -> Tensor:
         """Scores float32 [B, K]; no gradient, no dropout."""

@@ -5,8 +5,8 @@ check what they say and queue them. The main thread of rank 0 takes them one at 
 (which may use the model's collectives); rank 0 answers. While nothing arrives, a no-op goes round, so that no process group times out, a
 dead rank is noticed, and any rank's SIGTERM stops the server.
 
-A bad request is rejected and the server goes on. A handler that raises, on any rank, ends the server with an exception on every rank:
-its weights may no longer agree. The client is told which rank failed and why.
+A bad request is rejected and the server continues. A handler that raises, on any rank, ends the server with an exception on every rank:
+its weights may no longer agree. The client learns which rank failed and why.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def serve(
     """Serve until a signal or a failure. Every rank calls it, from its main thread; `name` is what clients look for in `services_dir`.
 
     `publication` is rank 0's registration of a component that said early that it was loading; without it one is made now. Only requests
-    with the secret of the file `secret` are let in; it is made where there is none. `progress` records what this rank does.
+    with the secret of the file `secret` are let in; it is made if there is none. `progress` records what this rank does.
 
     Returns after SIGTERM or SIGINT on any rank, when the running operation is finished and answered.
 
@@ -212,7 +212,7 @@ def _open(service: _Service, control: ControlGroup, intake: Intake, stop: _StopS
 
 
 def _start_frontend(service: _Service, incarnation: str, intake: Intake, stop: _StopSignal, cleanup: contextlib.ExitStack) -> Frontend:
-    """Start Triton; a second time where it dies on the way, which its Python backend does now and then on a busy machine
+    """Start Triton; a second time if it dies on the way, which its Python backend does now and then on a busy machine
     (boost::interprocess::lock_exception, triton-inference-server/server issue 8882). Nothing has been asked of it by then.
 
     Raises TritonDied the second time, and what else `Frontend.start` raises at once.

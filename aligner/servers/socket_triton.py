@@ -25,9 +25,9 @@ MAX_PATH_BYTES = 100  # the kernel's limit is 107
 
 
 class SocketTriton(Triton):
-    """`still_wanted` is asked while it waits for Triton to start; `note` is given what Triton and its stubs print, line by line.
+    """`still_wanted` is asked while it waits for Triton to start; `note` gets the output of Triton and its stubs, line by line.
 
-    `run` raises ServerError once that says no, and TritonDied where Triton has ended.
+    `run` raises ServerError once that says no, and TritonDied if Triton has ended.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class _SocketConnection(http.client.HTTPConnection):
 
 
 def answers(path: Path, target: str) -> bool:
-    """Whether a GET of `target` through the socket is answered with 200; False too where nobody listens yet."""
+    """Whether a GET of `target` through the socket is answered with 200; False too if nobody listens yet."""
     connection = _SocketConnection(path)
     try:
         connection.request("GET", target)

@@ -1,4 +1,4 @@
-"""Watches what the main thread cannot while it computes, and ends the process if the main thread does not."""
+"""Runs checks while the main thread computes, and ends the process if the main thread does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request's tensors must look like, whatever they mean."""
+"""Structural checks of a request's tensors, independent of their meaning."""
 
 from __future__ import annotations
 

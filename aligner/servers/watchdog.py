@@ -1,4 +1,4 @@
-"""Removes what a server leaves behind, however it ends. Run as a script in a session of its own; standard library only.
+"""Removes a server's leftovers, however it ends. Run as a script in a separate session; standard library only.
 
 Its standard input is a pipe that only the server holds. When the server closes it or dies, SIGKILL included, every process that carries the
 server's environment marker is killed, and its shared memory and its workspace are removed. `kill -9` of a PyTriton process otherwise leaves

@@ -211,7 +211,7 @@ def _column(texts: list[str]) -> np.ndarray:
 
 
 def encode_reward(request: RewardRequest) -> dict[str, np.ndarray]:
-    """The tensors of what is there: tokens, texts or both."""
+    """The tensors for tokens, texts or both."""
     arrays = {} if request.batch is None else encode_tokens(request.batch)
     if request.texts is not None:
         arrays["prompts"] = _column(request.texts.prompts)
@@ -268,7 +268,7 @@ def encode_values(request: ValuesRequest, values: Tensor) -> dict[str, np.ndarra
 
 
 def encode_scores(request: RewardRequest, scores: Tensor) -> dict[str, np.ndarray]:
-    """A score that is not finite travels: the client knows whose it is, and what it leads to (`guard.reward`)."""
+    """Scores that are not finite are sent too: the client knows the sample and the consequence (`guard.reward`)."""
     return {"rewards": _shaped("rewards", scores, num_rows(request))}
 
 

@@ -1,1 +1,1 @@
-"""What a sandboxed program's own process does before it becomes that program. Standard library only: it starts once per program."""
+"""Code that a sandboxed program's process runs before it becomes that program. Standard library only: it starts once per program."""

@@ -1,6 +1,6 @@
 """Which system calls a sandboxed program may not make, as a seccomp filter: no sockets, and no hands on other processes.
 
-Refused calls fail with EPERM. Where the program has no process namespace of its own it may send signals to itself and its own process
+Refused calls fail with EPERM. If the program has no process namespace of its own, it may send signals to itself and its own process
 group only: it runs as the same user as the run, whose processes `kill(-1)` would end.
 """
 
@@ -27,7 +27,7 @@ def call_filter(machine: str, *, only_signals_to: tuple[int, ...] | None) -> byt
     """The filter's code for `machine` (of os.uname).
 
     `only_signals_to`: the process ids (0: the own group; negative: a group) that may be sent signals; None: all that the kernel lets it.
-    Raises OSError where the machine's system calls are not known here.
+    Raises OSError if the machine's system calls are not known here.
     """
     if machine not in _ARCHITECTURE:
         raise OSError(errno.ENOSYS, f"no system call filter for {machine}, only for {', '.join(_ARCHITECTURE)}")

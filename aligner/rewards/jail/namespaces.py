@@ -1,4 +1,4 @@
-"""A file system, process table and network of its own: what a sandboxed program sees, built without privileges by user namespaces."""
+"""A sandboxed program's own file system, process table and network, built without privileges with user namespaces."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LINKS = {"tmp": WORK, "dev/shm": WORK, "dev/fd": "/proc/self/fd"}
 
 
 def enter_namespaces() -> int:
-    """Go on as process 1 of new namespaces, with the same user and group. The process that called stays behind until this one ends.
+    """Continue as process 1 of new namespaces, with the same user and group. The process that called stays behind until this one ends.
 
-    Returns a descriptor for `end_with`, to be called after the last change of user. Raises OSError where the kernel does not let this user
+    Returns a descriptor for `end_with`, to be called after the last change of user. Raises OSError if the kernel does not let this user
     have them.
     """
     is_root = os.geteuid() == 0

@@ -1,5 +1,5 @@
-"""Compiling the kernels for this machine's processor, once: the library is kept in the user's cache directory under a name that says what
-it was made of, so that a new source, compiler flag or processor gets its own."""
+"""Compiling the kernels for this machine's processor, once: the library is kept in the user's cache directory under a name made from
+its inputs, so that a new source, compiler flag or processor gets its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cache_directory(environment: Mapping[str, str]) -> Path:
 
 
 def processor() -> str:
-    """What `-march=native` depends on, as far as it can be read: the processor's model and features."""
+    """The inputs of `-march=native`, as far as they can be read: the processor's model and features."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux
@@ -41,7 +41,7 @@ def processor() -> str:
 
 
 def compiled(environment: Mapping[str, str] = os.environ, flags: Sequence[str] = FLAGS) -> Path:
-    """The shared library, compiled now where no process has done it before. Raises BuildError."""
+    """The shared library, compiled now if no process has done it before. Raises BuildError."""
     sources = sorted([*SOURCES.glob("*.c"), *SOURCES.glob("*.h")])
     if not sources:
         raise BuildError(f"no sources in {SOURCES}")

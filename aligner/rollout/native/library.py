@@ -63,7 +63,7 @@ class Library:
 
         Args:
             logits: float32 [B, V] on the CPU.
-            uniforms: float64 [B] in [0, 1); not looked at where `temperature` is 0 (greedy).
+            uniforms: float64 [B] in [0, 1); not read if `temperature` is 0 (greedy).
             raw: whether log-probs at temperature 1 are wanted too.
 
         Returns:
@@ -86,7 +86,7 @@ class Library:
 
 @functools.cache
 def load() -> Library | None:
-    """The kernels, or None where they cannot be had: a line in the log then says why, once."""
+    """The kernels, or None if they cannot be had: a line in the log then says why, once."""
     try:
         return Library(str(compiled()))
     except (BuildError, OSError) as error:

@@ -21,7 +21,7 @@ MANY_ROWS = 64  # up to these with vectors across rows; BLAS is made for more
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outside:
-    """What a step leaves to the decoder."""
+    """Parts of a step that remain with the decoder."""
 
     embed: Callable[[Tensor, Tensor], Tensor]  # tokens, positions -> [B, H]
     reduce: Callable[[Tensor], Tensor]  # in place, over the ranks that share the model
