@@ -11,6 +11,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 from training_jobs import ROOT, tiny_settings, write_task
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
 from training_jobs import ROOT, script, tiny_settings, write_task
 
 from aligner.algorithms.registry import recipes
