@@ -1,4 +1,4 @@
-"""Direct preference optimisation (Rafailov et al. 2023, 2305.18290) and its kin: every loss of `aligner.losses.pairs`.
+"""Direct preference optimisation (Rafailov et al. 2023, 2305.18290) and its kin: every loss of `aligner.losses.preference`.
 
 One step: a batch of pairs of responses; the frozen reference's log-probs of both; one update of the policy on
 
@@ -37,8 +37,7 @@ from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_batch_sizes,
 from aligner.loop.loop import Clock, StepResult
 from aligner.loop.own_functions import named, resolve, text_of
 from aligner.loop.recipe import Built, Recipe, Traits
-from aligner.losses.pairs import DPOVariant, LogRatios, OwnPairLoss
-from aligner.losses.preference import dpo_loss
+from aligner.losses.preference import DPOVariant, LogRatios, OwnPairLoss, dpo_loss
 from aligner.metrics import Metrics, merge, values
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal

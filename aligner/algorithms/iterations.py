@@ -1,8 +1,8 @@
 """Training in iterations on pairs of the policy's own responses: what SPIN (`spin.py`) and self-rewarding (`self_rewarding.py`) share.
 
 Iteration i: the policy of now becomes the reference and answers the iteration's prompts; pairs are made of what it wrote; then
-`epochs_per_iteration` passes over them with a loss of `aligner.losses.pairs`. An iteration has as many steps as all of its prompts would
-need, so that `loop.max_steps` says how many iterations there are, whatever becomes of the pairs.
+`epochs_per_iteration` passes over them with a loss of `aligner.losses.preference`. An iteration has as many steps as all of its prompts
+would need, so that `loop.max_steps` says how many iterations there are, whatever becomes of the pairs.
 
 Whatever is made for an iteration is kept in files, a part at a time, and is a function of weights, prompts, settings and seeds alone: a run
 that is killed goes on with the parts that it had, in the middle of an iteration or of what comes before it.

@@ -29,8 +29,8 @@ from aligner.loop.learnt import of_mask
 from aligner.loop.loop import Clock, StepResult
 from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.aggregation import Aggregation
+from aligner.losses.correction import with_gap
 from aligner.losses.distillation import Divergence
-from aligner.losses.gap import with_gap
 from aligner.losses.policy import policy_loss
 from aligner.metrics import merge, values
 from aligner.models.config import ModelConfig

@@ -2,7 +2,7 @@
 
 Iteration i: the policy of now becomes the reference, samples `group_size` responses to each prompt, and scores every one of them as a judge
 (`judge.py`), `num_judgements` times. The best and the worst of a group are a pair; then `epochs_per_iteration` passes over the pairs with a
-loss of `aligner.losses.pairs`. With `judge=reward` the run's reward scores instead: iterative DPO (2312.11456).
+loss of `aligner.losses.preference`. With `judge=reward` the run's reward scores instead: iterative DPO (2312.11456).
 
 Against SPIN (`spin.py`): no given responses, so that the policy may become better than its data. Against online DPO (`online_dpo.py`): a
 whole iteration is sampled at once and trained on for many steps, which is cheap where sampling and judging are not.

@@ -1,7 +1,7 @@
 """Self-play fine-tuning (SPIN, Chen et al. 2024, 2401.01335): the policy learns to prefer the data to what it wrote itself before.
 
 Iteration i: the policy of now becomes the reference and answers the prompts; then `epochs_per_iteration` passes over the pairs (chosen: the
-given response, rejected: its own) with a loss of `aligner.losses.pairs`,
+given response, rejected: its own) with a loss of `aligner.losses.preference`,
 
     -log sigma(beta ((l_chosen - ref_chosen) - (l_rejected - ref_rejected))).
 
