@@ -29,10 +29,9 @@ from aligner.algorithms.chains import (
     trace_metrics,
     trace_of,
 )
-from aligner.data.cases import Case, load_cases
 from aligner.data.config import ConstitutionDataConfig
 from aligner.data.constitution import Constitution, Principle, draw, load_constitution
-from aligner.data.critiques import MARKS, Framing, Question, Turns
+from aligner.data.critiques import MARKS, Case, Framing, Question, Turns, load_cases
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError

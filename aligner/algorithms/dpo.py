@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from aligner.data.collate import preference_batch
+from aligner.data.collate import EpochSampler, preference_batch
 from aligner.data.config import PreferenceDataConfig
-from aligner.data.loader import EpochSampler
 from aligner.data.preferences import PreferencePair, load_preferences, require_margins
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
@@ -35,8 +34,7 @@ from aligner.errors import ConfigError
 from aligner.loop.config import TrainerRun, check_best_metric
 from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_batch_sizes, check_reference
 from aligner.loop.loop import Clock, StepResult
-from aligner.loop.own_functions import named, resolve, text_of
-from aligner.loop.recipe import Built, Recipe, Traits
+from aligner.loop.recipe import Built, Recipe, Traits, named, resolve, text_of
 from aligner.losses.preference import DPOVariant, LogRatios, OwnPairLoss, dpo_loss
 from aligner.metrics import Metrics, merge, values
 from aligner.protocols import Policy

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from aligner.data.encoding import PromptStyle, encode_prompt
-from aligner.data.questions import read_questions
+from aligner.data.prompts import read_questions
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.online.collect import ScoredRollouts, Scorers, collect

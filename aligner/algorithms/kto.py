@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from aligner.data.collate import EpochSampler
 from aligner.data.config import UnpairedDataConfig
-from aligner.data.loader import EpochSampler
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.unpaired import MismatchedSteps, UnpairedExample, load_unpaired, mismatched, unpaired_batch

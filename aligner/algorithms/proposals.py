@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any
 from aligner.algorithms.annotate import AnnotateConfig
 from aligner.data.collate import supervised_batch
 from aligner.data.config import SampledDataConfig
-from aligner.data.labels import MISSING
-from aligner.data.proposals import Quantity
+from aligner.data.labelled import MISSING
+from aligner.data.proposals import Quantity, SampledGroup, Sought, load_sampled
 from aligner.data.report import LoadReport
-from aligner.data.sampled import SampledGroup, Sought, load_sampled
 from aligner.data.supervised import SupervisedExample
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError

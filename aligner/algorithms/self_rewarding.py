@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, Kept, PairIterations
+from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, Kept, KeptFiles, PairIterations
 from aligner.algorithms.judge import (
     Judge,
     Judgement,
@@ -35,9 +35,9 @@ from aligner.algorithms.judge import (
     score_pattern,
 )
 from aligner.algorithms.online_dpo import MovingReference
-from aligner.data.demonstrations import answered
-from aligner.data.loader import EpochSampler
+from aligner.data.collate import EpochSampler
 from aligner.data.preferences import PreferencePair
+from aligner.data.supervised import answered
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, RunHalted
 from aligner.loop.learnt import accounted
@@ -46,7 +46,6 @@ from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.online import validation
 from aligner.online.collect import ScoredRollouts, sample_seeds
 from aligner.online.config import OnlineRun, check_iterated
-from aligner.online.kept_files import KeptFiles
 from aligner.online.selection import Pairing, Pairs, pairs_by_length, pairs_of
 from aligner.online.task import OnlineTask
 from aligner.protocols import Policy

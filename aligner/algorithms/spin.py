@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, Kept, PairIterations
+from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, Kept, KeptFiles, PairIterations
 from aligner.algorithms.online_dpo import MovingReference
-from aligner.data.collate import supervised_batch
+from aligner.data.collate import EpochSampler, supervised_batch
 from aligner.data.config import DemonstrationDataConfig
-from aligner.data.demonstrations import Demonstration, load_demonstrations
-from aligner.data.loader import EpochSampler
 from aligner.data.preferences import PreferencePair
 from aligner.data.report import LoadReport
+from aligner.data.supervised import Demonstration, load_demonstrations
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.loop import lengths
@@ -35,7 +34,6 @@ from aligner.loop.learnt import accounted
 from aligner.loop.loop import Clock
 from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.online.config import OnlineRun, check_iterated
-from aligner.online.kept_files import KeptFiles
 from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from aligner.data.collate import supervised_batch
+from aligner.data.collate import EpochSampler, supervised_batch
 from aligner.data.config import ProposalDataConfig
-from aligner.data.loader import EpochSampler
 from aligner.data.proposals import OF_PROPOSAL, ProposedGroup, load_proposals
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer

@@ -19,10 +19,9 @@ from aligner.models.megatron_config import check_divisible
 from aligner.models.optimizer import OptimizerConfig
 from aligner.models.peft import load_peft
 from aligner.models.policy import MegatronPolicy
-from aligner.models.reward import MegatronRewardModel
+from aligner.models.reward import MegatronRewardModel, MegatronValueModel
 from aligner.models.scalar_head import VALUES, ScalarHead, read_head
 from aligner.models.trainable import TrainableModel, Training
-from aligner.models.value import MegatronValueModel
 from aligner.parallel import platform
 from aligner.parallel.collectives import from_rank_0
 from aligner.parallel.exact import check_arithmetic

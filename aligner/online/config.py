@@ -14,10 +14,9 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.environments.config import EnvironmentConfig
 from aligner.errors import ConfigError
 from aligner.loop import lengths
-from aligner.loop.config import JobRun, check_best_metric, check_layout, check_replicas
+from aligner.loop.config import CheckpointConfig, JobRun, check_best_metric, check_layout, check_replicas
 from aligner.loop.loop import LoopConfig
 from aligner.loop.recipe import Recipe, Server, Traits, UsedModel
-from aligner.models.checkpoint_config import CheckpointConfig
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.guard import GuardConfig
 from aligner.models.optimizer import OptimizerConfig

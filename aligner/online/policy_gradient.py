@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.loop.own_functions import named, resolve, text_of
+from aligner.loop.recipe import named, resolve, text_of
 from aligner.losses.advantages import GROUPED, PER_RESPONSE, Estimator
 from aligner.losses.aggregation import Aggregation, masked
 from aligner.losses.correction import CorrectionConfig

@@ -1,12 +1,15 @@
 """What `docs/diagnosis.md` watches of a step's responses: how sure the policy is of them, how much they repeat, which of them are rewarded.
 
 Of a large batch a bounded number of responses is looked at, spread evenly over it: 10 ms for 512 of 1024 tokens, 25 ms for 2048 of 8192.
+
+`episode_metrics` are of episodes: conversations of several turns with an environment.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -15,6 +18,30 @@ from aligner.types import FinishReason, Rollout
 
 if TYPE_CHECKING:
     from aligner.online.collect import ScoredRollouts
+
+
+def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Means over episodes: turns of the policy, tokens that it was told, and what the environment counted; nothing of other rollouts."""
+    episodes = [rollout for rollout in rollouts if rollout.written is not None]
+    if not episodes:
+        return {}
+    names = sorted({name for episode in episodes for name in episode.counts})
+    sums = {"turns": sum(episode.num_turns for episode in episodes)}
+    sums |= {"observation_tokens": sum(len(episode.response) - episode.num_written for episode in episodes)}
+    sums |= {name: sum(episode.counts.get(name, 0.0) for episode in episodes) for name in names}
+    return {f"rollout/{name}": total / len(episodes) for name, total in sums.items()}
+
+
+def readable(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> str:
+    """The response as text; what the environment said is in [[ ]]."""
+    if rollout.written is None:
+        return decode(rollout.response)
+    parts = []
+    for is_written, part in groupby(zip(rollout.response, rollout.written, strict=True), key=lambda pair: pair[1]):
+        text = decode([token for token, _ in part])
+        parts.append(text if is_written else f"[[{text}]]")
+    return "".join(parts)
+
 
 MAX_SAMPLED = 256  # responses whose log-probs are added up; prompts whose responses are compared
 MIN_PROMPTS = 8  # fewer responses are easily the same by chance

@@ -16,7 +16,7 @@ from torch import Tensor
 from aligner.errors import ConfigError, EngineError
 from aligner.models.offload import HostMemory
 from aligner.parallel import platform
-from aligner.parallel.together import together
+from aligner.parallel.collectives import together
 from aligner.protocols import Replica
 from aligner.rollout import verify
 from aligner.rollout.engine import ALL_MEMORY, Capabilities, ForeignEngine, GenResult, Memory, Refitted, Work

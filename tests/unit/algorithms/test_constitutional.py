@@ -13,10 +13,9 @@ import torch
 from aligner.algorithms.ai_feedback import Judge, Judgement, judgement_metrics
 from aligner.algorithms.chains import Broken, ConstitutionConfig, Learnt, Pairs, losses_of, preference_records, supervised_records
 from aligner.algorithms.constitution import Constitutional
-from aligner.data.cases import load_cases
 from aligner.data.config import ConstitutionDataConfig, PreferenceDataConfig, SFTDataConfig
 from aligner.data.constitution import Constitution, Principle
-from aligner.data.critiques import Framing
+from aligner.data.critiques import Framing, load_cases
 from aligner.data.parts import Parts
 from aligner.data.preferences import load_preferences
 from aligner.data.supervised import load_supervised

@@ -15,7 +15,7 @@ from aligner.loop.loop import Clock
 from aligner.losses.preference import DPOVariant, dpo_loss
 from aligner.metrics import values
 from aligner.online.collect import ScoredRollouts
-from aligner.online.moving_reference import unused
+from aligner.online.job import unused
 from aligner.online.selection import Pairing
 from aligner.types import PreferenceBatch, TokenOutputs
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 
-from aligner.cluster.output import Echo, LineAssembler, plain
+from aligner.cluster.console import Echo, LineAssembler, plain
 
 
 def test_lines_are_cut_at_line_ends_only() -> None:

@@ -17,7 +17,7 @@ from aligner.environments.load import build_environment, environment_follow_up
 from aligner.environments.observing import observation_tokens, surroundings
 from aligner.environments.reward import EnvironmentReward
 from aligner.errors import ConfigError
-from aligner.online.episodes import episode_metrics, readable
+from aligner.online.response_health import episode_metrics, readable
 from aligner.types import FinishReason, Prompt, Rollout, Scores
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<u>", "<t>", "<a>")  # ids 0 to 5
