@@ -44,7 +44,7 @@ from aligner.online.collect import Scorers, Wanted, collect_all, sample_seeds
 from aligner.planner.workload import Phase, Work
 from aligner.protocols import RolloutEngine
 from aligner.reporting.formats import Column
-from aligner.rewards.unjudged import Unjudged
+from aligner.rewards.local import Unjudged
 from aligner.rollout.config import RolloutConfig, check_engine
 from aligner.types import FinishReason, Prompt, SamplingConfig
 

@@ -21,7 +21,7 @@ from aligner.models.config import Architecture
 from aligner.online.collect import Scorers, collect, sample_seeds
 from aligner.planner.workload import Phase, Work
 from aligner.protocols import RolloutEngine
-from aligner.rewards.unjudged import Unjudged
+from aligner.rewards.local import Unjudged
 from aligner.rollout.config import RolloutConfig, check_engine
 from aligner.types import FinishReason
 

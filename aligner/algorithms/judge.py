@@ -20,7 +20,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.online.collect import ScoredRollouts, Scorers, collect
 from aligner.protocols import RolloutEngine
-from aligner.rewards.unjudged import Unjudged
+from aligner.rewards.local import Unjudged
 from aligner.types import Prompt, SamplingConfig
 
 PROMPT, RESPONSE = "{prompt}", "{response}"

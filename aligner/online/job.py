@@ -17,7 +17,7 @@ from aligner.cluster.run_directory import POLICY, REFERENCE
 from aligner.data.collate import EpochSampler
 from aligner.data.prompts import load_prompts
 from aligner.data.tokenizer import Tokenizer
-from aligner.environments.load import environment_follow_up
+from aligner.environments.exchange import environment_follow_up
 from aligner.environments.reward import EnvironmentReward
 from aligner.errors import ConfigError, describe_os_error
 from aligner.loop.parts import load_model_files, load_sets, tokenizer_directory, train_to_end, with_lengths
@@ -39,8 +39,7 @@ from aligner.parallel.progress import WAIT_FOR_SERVERS
 from aligner.protocols import Critic, RewardModel
 from aligner.reporting.rollout_table import write_rows
 from aligner.rewards.compose import composed_reward, formula
-from aligner.rewards.local import function_reward
-from aligner.rewards.unjudged import Unjudged
+from aligner.rewards.local import Unjudged, function_reward
 from aligner.rollout.config import check_cache
 from aligner.rollout.create import create_engine
 from aligner.rollout.engine import Capabilities

@@ -25,7 +25,7 @@ from aligner.loop.loop import Clock
 from aligner.loop.writing import Writing
 from aligner.online.collect import Scorers
 from aligner.protocols import Replica
-from aligner.rewards.unjudged import Unjudged
+from aligner.rewards.local import Unjudged
 from aligner.types import FinishReason, Rollout, SamplingConfig
 
 PRINCIPLES = tuple(

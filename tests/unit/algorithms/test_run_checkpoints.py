@@ -18,9 +18,8 @@ from aligner.loop.session import Session
 from aligner.models import checkpoint
 from aligner.models.checkpoint_files import complete_steps
 from aligner.models.optimizer import OptimizerConfig
-from aligner.servers.identity import TrainIdentity
 from aligner.servers.ledger import Ledger, Refused
-from aligner.servers.payloads import SaveRequest, TrainReply
+from aligner.servers.payloads import SaveRequest, TrainIdentity, TrainReply
 
 
 @pytest.fixture

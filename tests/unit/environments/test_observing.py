@@ -13,8 +13,7 @@ from aligner.data.encoding import PromptStyle, encode_prompt
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.environments.calculator import Calculator
 from aligner.environments.config import EnvironmentConfig, ObservationForm
-from aligner.environments.load import build_environment, environment_follow_up
-from aligner.environments.observing import observation_tokens, surroundings
+from aligner.environments.exchange import build_environment, environment_follow_up, observation_tokens, surroundings
 from aligner.environments.reward import EnvironmentReward
 from aligner.errors import ConfigError
 from aligner.online.response_health import episode_metrics, readable
