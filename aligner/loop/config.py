@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -95,7 +96,7 @@ class RunConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class JobRun:
+class JobRun(ABC):
     """What every job has, and what it can be asked. Each recipe adds its `data` and its `algorithm`, and says `traits` and `read`."""
 
     run: RunConfig = field(default_factory=RunConfig)
@@ -106,17 +107,17 @@ class JobRun:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     num_processes: int = 1  # ranks (of an online run: of the actor), however they are started
 
+    @abstractmethod
     def start(self, recipe: Recipe) -> int:
         """Run the recipe with these settings; see `Recipe.run`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def traits(self) -> Traits:
         """What this run is. Lengths are those of the settings: 0 if they are not filled in yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
         """The usable records at `location`, or of the `first` so many, as the run reads them. Raises DataError listing the bad lines."""
-        raise NotImplementedError
 
     def servers(self) -> Sequence[Server]:
         """The other components of the run."""

@@ -126,6 +126,12 @@ class Recipe(Generic[C]):
     columns: Sequence[Column]  # that the progress view and the final summary show
     component: str = ""  # what its files in the run directory are called by; "": its name
 
+    def __post_init__(self) -> None:
+        if missing := sorted(getattr(self.config, "__abstractmethods__", ())):
+            raise TypeError(
+                f"recipe {self.name}: {self.config.__name__} has no method {', '.join(missing)} (see aligner.loop.config.JobRun)"
+            )
+
     def run(self, config: C) -> int:
         """Run it on this process, which is one rank. Returns the exit code: 0, or 75 if it stopped before its last step."""
         return config.start(self)
