@@ -250,6 +250,7 @@ class ConstitutionalAI(WritingRun):
     algorithm: ConstitutionConfig = field(default_factory=ConstitutionConfig)
 
     def __post_init__(self) -> None:
+        WritingRun.__post_init__(self)
         if self.rollout.asynchronous.max_staleness:
             raise ConfigError("rollout.asynchronous.max_staleness: nothing is trained here; allowed: 0")
         if self.judge.path and self.algorithm.pairs in (Pairs.none, Pairs.given):

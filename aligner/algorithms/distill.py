@@ -135,6 +135,7 @@ class TrainDistillation(TrainerRun):
     algorithm: DistillationConfig = field(default_factory=DistillationConfig)
 
     def __post_init__(self) -> None:
+        TrainerRun.__post_init__(self)
         check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
 
     def traits(self) -> Traits:

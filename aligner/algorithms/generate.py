@@ -58,6 +58,7 @@ class Generate(WritingRun):
     algorithm: GenerateConfig = field(default_factory=GenerateConfig)
 
     def __post_init__(self) -> None:
+        WritingRun.__post_init__(self)
         if self.rollout.asynchronous.max_staleness:
             raise ConfigError("rollout.asynchronous.max_staleness: nothing is trained here; allowed: 0")
 

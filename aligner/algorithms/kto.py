@@ -240,6 +240,7 @@ class TrainKTO(TrainerRun):
     has_frozen_start = True
 
     def __post_init__(self) -> None:
+        TrainerRun.__post_init__(self)
         check_best_metric(self.checkpoint, self.loop, reports=self.algorithm.reports, validation=self.data.validation)
 
     def traits(self) -> Traits:

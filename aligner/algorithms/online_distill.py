@@ -24,7 +24,7 @@ from torch import Tensor
 from aligner.algorithms.distill import DivergenceConfig, distillation_terms
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
-from aligner.loop.config import check_best_metric
+from aligner.loop.config import JobRun, check_best_metric
 from aligner.loop.learnt import of_mask
 from aligner.loop.loop import Clock, StepResult
 from aligner.loop.recipe import Built, Recipe, Traits
@@ -210,6 +210,7 @@ class TrainOnlineDistillation(OnlineRun):
     algorithm: OnlineDistillationConfig = field(default_factory=OnlineDistillationConfig)
 
     def __post_init__(self) -> None:
+        JobRun.__post_init__(self)
         check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
 
     def traits(self) -> Traits:

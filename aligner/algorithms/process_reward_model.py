@@ -94,6 +94,7 @@ class TrainProcessRewardModel(TrainerRun):
     algorithm: ProcessRewardModelConfig = field(default_factory=ProcessRewardModelConfig)
 
     def __post_init__(self) -> None:
+        TrainerRun.__post_init__(self)
         check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
 
     def traits(self) -> Traits:

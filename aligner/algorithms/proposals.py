@@ -132,6 +132,7 @@ class WriteProposals(WritingRun):
     client: ClientConfig = field(default_factory=ClientConfig)
 
     def __post_init__(self) -> None:
+        WritingRun.__post_init__(self)
         adds = self.algorithm.adds
         if self.data.apply_chat_template and adds is not Quantity.response:
             raise ConfigError(f"data.apply_chat_template=true: {adds.field} is of SteerLM's format; allowed: with algorithm.adds=response")

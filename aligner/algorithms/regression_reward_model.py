@@ -118,6 +118,7 @@ class TrainRegressionRewardModel(TrainerRun):
     algorithm: RegressionConfig = field(default_factory=RegressionConfig)
 
     def __post_init__(self) -> None:
+        TrainerRun.__post_init__(self)
         check_pooling(self.algorithm.pooling, self.model)
         check_best_metric(self.checkpoint, self.loop, reports=reports(self.data.attributes), validation=self.data.validation)
 

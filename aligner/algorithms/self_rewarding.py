@@ -114,7 +114,10 @@ class SelfRewardingConfig(IterationConfig):
 
     def judge_sampling(self) -> SamplingConfig:
         """How judgements are drawn. Raises ConfigError for what cannot be."""
-        return SamplingConfig(temperature=self.judge_temperature, top_p=self.judge_top_p, max_response_length=self.max_judgement_length)
+        try:
+            return SamplingConfig(temperature=self.judge_temperature, top_p=self.judge_top_p, max_response_length=self.max_judgement_length)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("sampling.", "algorithm.judge_")) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

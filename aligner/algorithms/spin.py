@@ -29,7 +29,7 @@ from aligner.data.supervised import Demonstration, load_demonstrations
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.loop import lengths
-from aligner.loop.config import check_best_metric
+from aligner.loop.config import JobRun, check_best_metric
 from aligner.loop.learnt import accounted
 from aligner.loop.loop import Clock
 from aligner.loop.recipe import Built, Recipe, Traits
@@ -141,6 +141,7 @@ class TrainSPIN(OnlineRun):
     batch_setting = "batch_size"
 
     def __post_init__(self) -> None:
+        JobRun.__post_init__(self)
         check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
         check_iterated(self)
 

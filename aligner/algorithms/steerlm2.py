@@ -173,6 +173,7 @@ class TrainSteerLM2(TrainerRun):
     has_frozen_start = True
 
     def __post_init__(self) -> None:
+        TrainerRun.__post_init__(self)
         check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
 
     def traits(self) -> Traits:

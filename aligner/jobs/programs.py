@@ -8,6 +8,7 @@ from pathlib import Path
 
 from aligner.algorithms.registry import recipe_of
 from aligner.loop.config import JobRun
+from aligner.servers.components import in_section
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "examples" / "nlp"
 
@@ -35,7 +36,8 @@ def programs(name: str, config: JobRun, overrides: Sequence[str], *, num_process
     role = config.traits().role
     found = [_program("actor" if role == "actor" else recipe.name, recipe.script, overrides, num_ranks)]
     for server in config.servers():
-        server.parallel.check_world(server.num_ranks)
+        with in_section(server.name):
+            server.parallel.check_world(server.num_ranks)
         found.append(_program(server.name, server.script, (f"recipe={recipe.name}", *overrides), server.num_ranks))
     return found
 

@@ -107,6 +107,10 @@ class JobRun(ABC):
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     num_processes: int = 1  # ranks (of an online run: of the actor), however they are started
 
+    def __post_init__(self) -> None:
+        if self.num_processes < 1:
+            raise ConfigError(f"num_processes={self.num_processes}: must be at least 1")
+
     @abstractmethod
     def start(self, recipe: Recipe) -> int:
         """Run the recipe with these settings; see `Recipe.run`."""
@@ -145,6 +149,7 @@ class JobRun(ABC):
 
     def check_complete(self) -> None:
         """Raise ConfigError for settings that a run needs and that may still be missing when they are only shown."""
+        return None
 
 
 @dataclass(kw_only=True, slots=True)

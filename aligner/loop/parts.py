@@ -41,6 +41,7 @@ from aligner.reporting.formats import Column
 from aligner.reporting.jsonl import StepMetrics, read_metrics
 from aligner.reporting.reporter import Reporter, SilentReporter
 from aligner.reporting.summary import is_empty, learnt_from
+from aligner.servers.components import in_section
 
 
 class LeftOutSteps:
@@ -86,7 +87,10 @@ J = TypeVar("J", bound=JobRun)
 
 def with_lengths(config: J) -> J:
     """The config with every length filled in, from the models that it names. Raises ConfigError naming those that do not fit."""
-    contexts = {key: create.context_length(model, create.read_architecture(model, vocab_size=0)) for key, model in config.readers().items()}
+    contexts = {}
+    for key, model in config.readers().items():
+        with in_section(key.rpartition(".")[0]):
+            contexts[key] = create.context_length(model, create.read_architecture(model, vocab_size=0))
     return lengths.fill(config, contexts, reserved=config.reserved_length(lambda: load_model_files(config.model)[0]))
 
 

@@ -39,6 +39,7 @@ from aligner.parallel.topology import ParallelConfig, Topology
 from aligner.parallel.watch import Place, Watch, clear_last_report
 from aligner.rollout.config import EngineKind
 from aligner.schema import SchemaKey, schema_keys
+from aligner.servers.components import SERVERS
 from aligner.servers.registry import Publication, make_registration
 
 _NOT_SET = "(not set)"
@@ -123,7 +124,6 @@ def _listed(changes: dict[str, tuple[Any, Any]]) -> str:
 
 
 HEARTBEAT_SECONDS = 2.0
-SERVERS = ("critic", "reward")  # components that answer the other one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,7 +44,7 @@ def pinned_base(here: Session, role: str, model: ModelConfig) -> ModelConfig:
 
 def _pin(record: Path, role: str, model: ModelConfig) -> str:
     if not record.exists():
-        found = str(create.source_directory(model).absolute())
+        found = str(create.source_directory(model, key=role).absolute())
         record.parent.mkdir(mode=0o700, exist_ok=True)
         publish(record, lambda new: new.write_text(json.dumps({"path": model.path, "found": found}) + "\n"))
         return found

@@ -24,7 +24,7 @@ from aligner.online.validation import ValidationConfig
 from aligner.planner.workload import Phase, Work
 from aligner.rewards.config import RewardFunctionConfig
 from aligner.rollout.config import RolloutConfig, check_engine
-from aligner.servers.components import RewardConfig
+from aligner.servers.components import RewardConfig, in_section
 from aligner.servers.config import ClientConfig
 from aligner.types import Prompt
 
@@ -51,6 +51,7 @@ class OnlineRun(JobRun):
     batch_setting: ClassVar[str] = "mini_batch_size"  # what the setting is called that `algorithm.mini_batch_size` says
 
     def __post_init__(self) -> None:
+        JobRun.__post_init__(self)
         reports = self.validation.reports(has_accuracy=bool(self.accuracy.function))
         missing = "" if self.accuracy.function else "; accuracy, mean@n and pass@k need accuracy.function"
         check_best_metric(self.checkpoint, self.loop, reports=reports, validation=self.data.validation, missing=missing)
@@ -89,9 +90,14 @@ class OnlineRun(JobRun):
                 settings=reward.server,
                 work=None if reward.function.function else work,
                 model=reward.model,
-                check=lambda model, architecture, ranks: check_layout(model, reward.parallel, architecture, ranks),
+                check=self.check_reward,
             ),
         )
+
+    def check_reward(self, model: ModelConfig, architecture: Architecture, num_ranks: int) -> None:
+        """Raise ConfigError if the reward model, whose config is `model`, cannot be laid out."""
+        with in_section("reward"):
+            check_layout(model, self.reward.parallel, architecture, num_ranks)
 
     def with_lengths(self, context: lengths.Context) -> Self:
         return lengths.sampled(self, context)

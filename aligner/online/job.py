@@ -242,7 +242,7 @@ def build_task(
         order=EpochSampler(len(prompts), num_prompts, config.run.seed),
         validation=validation,
         validation_sampling=replace(sampling, temperature=0.0),
-        accuracy=function_reward(config.accuracy, tokenizer.decode) if config.accuracy.function else None,
+        accuracy=function_reward(config.accuracy, tokenizer.decode, "accuracy.function") if config.accuracy.function else None,
         decode=tokenizer.decode,
         pad_id=tokenizer.pad_id,
         seed=config.run.seed,

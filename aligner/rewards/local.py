@@ -262,11 +262,11 @@ class Complaints:
             print(f"warning: {self._about}: {text} (on_error=invalid; left out and counted)", flush=True)
 
 
-def function_reward(config: RewardFunctionConfig, decode: Callable[[Sequence[int]], str]) -> FunctionReward:
-    """The FunctionReward that a config describes. Raises ConfigError."""
+def function_reward(config: RewardFunctionConfig, decode: Callable[[Sequence[int]], str], what: str = "reward function") -> FunctionReward:
+    """The FunctionReward that a config describes; `what` it is, in messages. Raises ConfigError."""
     if not config.function:
-        raise ConfigError("function is empty; name a reward function, or use a reward model")
-    function = build_reward_function(config)
+        raise ConfigError("reward.function.function='': name a reward function, or use a reward model")
+    function = build_reward_function(config, what)
     return FunctionReward(function, decode, config.timeout_seconds, name=config.function, on_error=config.on_error)
 
 

@@ -16,6 +16,7 @@ from aligner.config import compose, fingerprint
 from aligner.errors import ConfigError, LaunchError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
 from aligner.loop.config import JobRun
+from aligner.servers.components import SERVERS, in_section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +97,8 @@ def _judge_sizes(size: int, config: JobRun, mark: str) -> Finding:
     layouts = {_main(config): config.parallel} | {server.name: server.parallel for server in config.servers()}
     for name, count in wanted.items():
         try:
-            layouts[name].check_world(count)
+            with in_section(name if name in SERVERS else ""):
+                layouts[name].check_world(count)
         except ConfigError as error:
             advice = f"mend {name}'s parallel sizes, or its num_processes"
             return Finding(level=Level.fatal, found=f"{name}: {error}", advice=advice)
