@@ -14,12 +14,13 @@ import selectors
 import struct
 import termios
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from aligner.cluster.component import Component
 from aligner.cluster.run_directory import RunDirectory
+from aligner.errors import LaunchError, describe_os_error
 
 _MAX_LINE_BYTES = 64 * 1024
 _COLOURS = ("36", "35", "33", "32", "34", "96", "95", "93")  # ANSI foreground colours, one per component in turn
@@ -105,17 +106,47 @@ _KEPT_LINES = 200
 _DEFAULT_TERMINAL = (40, 120)  # rows, columns where the terminal does not tell
 
 
+class LogFile:
+    """A file that is appended to. A full disk costs what did not fit, never the run: `warn` is told once.
+
+    Raises LaunchError where it cannot be opened.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._warn = warn
+        self._is_whole = True
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise LaunchError(describe_os_error(error, path)) from error
+
+    def write(self, data: bytes) -> None:
+        """Append the data, or as much as fits."""
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            if self._is_whole:
+                self._is_whole = False
+                self._warn(f"warning: {describe_os_error(error, self._path)}; the log lacks lines, the run goes on")
+
+    def close(self) -> None:
+        """Nothing is written from now on."""
+        self._file.close()
+
+
 class Channel:
     """The reading end of one rank's stdout and stderr."""
 
-    def __init__(self, prefix: str, log_path: Path, reader: int, draws: bool) -> None:
+    def __init__(self, prefix: str, log_path: Path, reader: int, draws: bool, warn: Callable[[str], None]) -> None:
         self.prefix = prefix
         self.log_path = log_path
         self.reader = reader
         self.draws = draws  # the rank draws on the terminal itself
         self.lines = LineAssembler()
         self.tail: deque[str] = deque(maxlen=_KEPT_LINES)
-        self.log = log_path.open("ab", buffering=0)
+        self.log = LogFile(log_path, warn)
 
     def last_lines(self, count: int) -> list[str]:
         """The last `count` lines, without colours."""
@@ -133,7 +164,7 @@ class Console:
         self._selector = selectors.DefaultSelector()
         self._open: list[Channel] = []
         self.log = run_directory.logs / "launcher.log"
-        self._notes = self.log.open("a", buffering=1)
+        self._notes = LogFile(self.log, self._warn)
 
     def __enter__(self) -> Console:
         return self
@@ -148,9 +179,12 @@ class Console:
 
     def note(self, text: str) -> None:
         """A line of the launcher itself."""
-        self._notes.write(text + "\n")
+        self._notes.write(f"{text}\n".encode())
         if not self._drawn:
             self._echo.line("run", text)
+
+    def _warn(self, text: str) -> None:
+        self._echo.line("run", text)
 
     def drawing_ended(self) -> None:
         """From now on lines are shown again: the rank that drew on the terminal is gone."""
@@ -161,7 +195,7 @@ class Console:
         draws = component.terminal and rank == 0 and self._terminal is not None
         reader, writer = self._open_terminal() if draws else os.pipe()
         os.set_blocking(reader, False)
-        channel = Channel(component.prefix(rank), log_path, reader, draws)
+        channel = Channel(component.prefix(rank), log_path, reader, draws, self._warn)
         self._selector.register(reader, selectors.EVENT_READ, channel)
         self._open.append(channel)
         return channel, writer

@@ -35,6 +35,7 @@ REFUSED = [
     ("grpo", "actor", [TRTLLM, "rollout.tp=8"], "rollout.tp=8: with rollout.engine=tensorrt_llm each rank computes a replica"),
     ("grpo", "actor", [TRTLLM, "parallel.tp=2"], "rollout.tp=2: with rollout.engine=tensorrt_llm each rank computes a replica"),
     ("grpo", "actor", [TRTLLM, "rollout.sampling.repetition_penalty=1.1"], "rollout.sampling.repetition_penalty=1.1: not with"),
+    ("grpo", "actor", [TRTLLM, "rollout.sampling.raw_logprobs=true"], "rollout.sampling.raw_logprobs=true: rollout.engine=tensorrt_llm"),
     (
         "grpo",
         "actor",
