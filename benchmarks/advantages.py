@@ -25,9 +25,8 @@ from torch import Tensor
 from aligner.losses.advantages import Estimator, estimate, gae, outcome_rewards, returns_to_go, shaped_rewards, whiten
 from aligner.losses.aggregation import Aggregation
 from aligner.losses.kl import KLEstimator, kl_estimate
-from aligner.losses.policy import policy_loss
+from aligner.losses.policy import Objective, policy_loss
 from aligner.losses.shaping import Moments, ShapingConfig, Standardize, shape
-from aligner.losses.surrogates import Objective
 from aligner.types import PolicyBatch, TokenOutputs
 
 GROUP = 8

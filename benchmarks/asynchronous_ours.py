@@ -19,7 +19,7 @@ from pathlib import Path
 from asynchronous import Spec
 
 from aligner.algorithms.grpo import GRPO, GRPOConfig, TrainGRPO
-from aligner.data.loader import EpochSampler
+from aligner.data.collate import EpochSampler
 from aligner.loop.config import RunConfig
 from aligner.loop.loop import Clock
 from aligner.losses.correction import Correction, CorrectionConfig

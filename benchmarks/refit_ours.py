@@ -27,9 +27,9 @@ from aligner.models.trainable import Training
 from aligner.parallel import launch, platform, topology
 from aligner.parallel.collectives import gather_objects
 from aligner.rollout.config import RolloutConfig
+from aligner.rollout.foreign import weight_buckets
 from aligner.rollout.manifest import hf_manifest
 from aligner.rollout.megatron import MegatronEngine
-from aligner.rollout.stream import weight_buckets
 
 MIB = 2**20
 

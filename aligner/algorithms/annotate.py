@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from aligner.data.config import AnnotateDataConfig
+from aligner.data.config import STEERLM_ATTRIBUTES, AnnotateDataConfig
 from aligner.data.report import LoadReport
 from aligner.data.requests import Unlabelled, load_unlabelled
-from aligner.data.reward_config import STEERLM_ATTRIBUTES
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.loop.config import WritingRun

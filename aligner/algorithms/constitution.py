@@ -29,10 +29,9 @@ from aligner.algorithms.chains import (
     trace_metrics,
     trace_of,
 )
-from aligner.data.cases import Case, load_cases
 from aligner.data.config import ConstitutionDataConfig
 from aligner.data.constitution import Constitution, Principle, draw, load_constitution
-from aligner.data.critiques import MARKS, Framing, Question, Turns
+from aligner.data.critiques import MARKS, Case, Framing, Question, Turns, load_cases
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
@@ -45,7 +44,7 @@ from aligner.online.collect import SampleRequest, Scorers, collect_all, sample_s
 from aligner.planner.workload import Phase, Work
 from aligner.protocols import RolloutEngine
 from aligner.reporting.formats import Column
-from aligner.rewards.no_reward import NoReward
+from aligner.rewards.local import NoReward
 from aligner.rollout.config import RolloutConfig, check_engine
 from aligner.types import FinishReason, Prompt, SamplingConfig
 
@@ -253,6 +252,7 @@ class ConstitutionalAI(WritingRun):
     algorithm: ConstitutionConfig = field(default_factory=ConstitutionConfig)
 
     def __post_init__(self) -> None:
+        WritingRun.__post_init__(self)
         if self.rollout.asynchronous.max_staleness:
             raise ConfigError("rollout.asynchronous.max_staleness: nothing is trained here; allowed: 0")
         if self.judge.path and self.algorithm.pairs in (Pairs.none, Pairs.given):

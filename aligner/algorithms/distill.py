@@ -19,9 +19,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aligner.data.config import DistillationDataConfig
-from aligner.data.distillation import check_logprobs, distillation_batch, load_distillation
+from aligner.data.distillation import DistilledExample, check_logprobs, distillation_batch, load_distillation
 from aligner.data.report import LoadReport
-from aligner.data.teacher import DistilledExample
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.loop.config import TrainerRun, check_best_metric
@@ -136,6 +135,7 @@ class TrainDistillation(TrainerRun):
     algorithm: DistillationConfig = field(default_factory=DistillationConfig)
 
     def __post_init__(self) -> None:
+        TrainerRun.__post_init__(self)
         check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
 
     def traits(self) -> Traits:

@@ -1,4 +1,4 @@
-"""Direct preference optimisation (Rafailov et al. 2023, 2305.18290) and its variants: every loss of `aligner.losses.pairs`.
+"""Direct preference optimisation (Rafailov et al. 2023, 2305.18290) and its kin: every loss of `aligner.losses.preference`.
 
 One step: a batch of pairs of responses; the frozen reference's log-probs of both; one update of the policy on
 
@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from aligner.data.collate import preference_batch
+from aligner.data.collate import EpochSampler, preference_batch
 from aligner.data.config import PreferenceDataConfig
-from aligner.data.loader import EpochSampler
 from aligner.data.preferences import PreferencePair, load_preferences, require_margins
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
@@ -35,10 +34,8 @@ from aligner.errors import ConfigError
 from aligner.loop.config import TrainerRun, check_best_metric
 from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_batch_sizes, check_reference
 from aligner.loop.loop import Clock, StepResult
-from aligner.loop.recipe import Built, Recipe, Traits
-from aligner.loop.user_functions import named, resolve, text_of
-from aligner.losses.pairs import DPOVariant, LogRatios, UserPairLoss
-from aligner.losses.preference import dpo_loss
+from aligner.loop.recipe import Built, Recipe, Traits, named, resolve, text_of
+from aligner.losses.preference import DPOVariant, LogRatios, UserPairLoss, dpo_loss
 from aligner.metrics import Metrics, merge, values
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
@@ -228,6 +225,7 @@ class TrainDPO(TrainerRun):
     has_frozen_start = True
 
     def __post_init__(self) -> None:
+        TrainerRun.__post_init__(self)
         check_best_metric(self.checkpoint, self.loop, reports=self.algorithm.reports, validation=self.data.validation)
 
     def traits(self) -> Traits:

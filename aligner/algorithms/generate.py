@@ -21,7 +21,7 @@ from aligner.models.config import Architecture
 from aligner.online.collect import Scorers, collect, sample_seeds
 from aligner.planner.workload import Phase, Work
 from aligner.protocols import RolloutEngine
-from aligner.rewards.no_reward import NoReward
+from aligner.rewards.local import NoReward
 from aligner.rollout.config import RolloutConfig, check_engine
 from aligner.types import FinishReason
 
@@ -58,6 +58,7 @@ class Generate(WritingRun):
     algorithm: GenerateConfig = field(default_factory=GenerateConfig)
 
     def __post_init__(self) -> None:
+        WritingRun.__post_init__(self)
         if self.rollout.asynchronous.max_staleness:
             raise ConfigError("rollout.asynchronous.max_staleness: nothing is trained here; allowed: 0")
 

@@ -24,8 +24,7 @@ from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.loop.learnt import of_rows, totals
 from aligner.loop.loop import Clock, StepResult
-from aligner.loop.recipe import Built, Recipe, Traits
-from aligner.loop.user_functions import named, resolve, text_of
+from aligner.loop.recipe import Built, Recipe, Traits, named, resolve, text_of
 from aligner.losses.advantages import Estimator, UserEstimator, counted_rows, estimate, outcome_rewards, shaped_rewards
 from aligner.losses.aggregation import Aggregation
 from aligner.losses.kl import KLEstimator, adapt_kl_coef, kl_estimate

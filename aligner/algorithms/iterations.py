@@ -1,28 +1,32 @@
 """Training in iterations on pairs of the policy's own responses: what SPIN (`spin.py`) and self-rewarding (`self_rewarding.py`) share.
 
 Iteration i: the current policy becomes the reference and answers the iteration's prompts; pairs are made of what it wrote; then
-`epochs_per_iteration` passes over them with a loss of `aligner.losses.pairs`. An iteration has as many steps as all of its prompts would
-need, so that `loop.max_steps` says how many iterations there are, whatever becomes of the pairs.
+`epochs_per_iteration` passes over them with a loss of `aligner.losses.preference`. An iteration has as many steps as all of its prompts
+would need, so that `loop.max_steps` says how many iterations there are, whatever becomes of the pairs.
 
 Whatever is made for an iteration is kept in files, a part at a time, and is a function of weights, prompts, settings and seeds alone: a run
 that is killed continues with the parts that it had, in the middle of an iteration or of what comes before it.
+
+`SampleFiles` holds what a run samples, part by part.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from aligner.algorithms.dpo import PairLossConfig
 from aligner.algorithms.online_dpo import MovingReference
-from aligner.data.collate import preference_batch
-from aligner.data.loader import EpochSampler
+from aligner.data.collate import EpochSampler, preference_batch
 from aligner.data.preferences import PreferencePair
 from aligner.errors import CheckpointError, ConfigError
+from aligner.files import publish
 from aligner.loop.epochs import Stateless
 from aligner.loop.learnt import TOKENS
 from aligner.loop.loop import Clock, StepResult
@@ -31,10 +35,48 @@ from aligner.metrics import merge, values
 from aligner.online.collect import collect, sample_rows, sample_seeds
 from aligner.online.selection import updates_of
 from aligner.online.task import OnlineTask
+from aligner.parallel.collectives import from_rank_0
 from aligner.protocols import Policy
 from aligner.types import FinishReason, Prompt, SampleRow
 
 Item = TypeVar("Item")
+
+
+class SampleFiles(Generic[Item]):
+    """`aligner.algorithms.iterations.SampleStore` in a directory: <name>/<stem>_000000.json, each with its name once it is complete.
+
+    `kind`: the dataclass of the items; its fields are numbers, texts, and tuples of them. Those that are None are not written.
+    """
+
+    def __init__(self, directory: Path, kind: type[Item], *, stem: str = "part") -> None:
+        self._directory = directory
+        self._kind = kind
+        self._stem = stem
+
+    def read(self, name: str, part: int) -> list[Item] | None:
+        """None if there is no such file, or not one that was written here."""
+        return from_rank_0(lambda: self._read(self._path(name, part)))
+
+    def write(self, name: str, part: int, items: Sequence[Item]) -> None:
+        """Atomically."""
+        from_rank_0(lambda: self._write(self._path(name, part), items))
+
+    def _path(self, name: str, part: int) -> Path:
+        return self._directory / name / f"{self._stem}_{part:06d}.json"
+
+    def _read(self, path: Path) -> list[Item] | None:
+        try:
+            records = json.loads(path.read_text())
+            return [
+                self._kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in one.items()}) for one in records
+            ]
+        except (FileNotFoundError, ValueError, AttributeError, TypeError):
+            return None
+
+    def _write(self, path: Path, items: Sequence[Item]) -> None:
+        names = [field.name for field in fields(self._kind)]
+        records = [{name: value for name in names if (value := getattr(item, name)) is not None} for item in items]
+        publish(path, lambda new: new.write_text(json.dumps(records)))
 
 
 @dataclass(kw_only=True, slots=True)

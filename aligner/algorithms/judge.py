@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from aligner.data.encoding import PromptStyle, encode_prompt
-from aligner.data.questions import read_questions
+from aligner.data.prompts import read_questions
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.online.collect import ScoredRollouts, Scorers, collect
 from aligner.protocols import RolloutEngine
-from aligner.rewards.no_reward import NoReward
+from aligner.rewards.local import NoReward
 from aligner.types import Prompt, SamplingConfig
 
 PROMPT, RESPONSE = "{prompt}", "{response}"

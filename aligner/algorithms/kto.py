@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from aligner.data.collate import EpochSampler
 from aligner.data.config import UnpairedDataConfig
-from aligner.data.loader import EpochSampler
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.unpaired import MismatchedSteps, UnpairedExample, load_unpaired, mismatched, unpaired_batch
@@ -240,6 +240,7 @@ class TrainKTO(TrainerRun):
     has_frozen_start = True
 
     def __post_init__(self) -> None:
+        TrainerRun.__post_init__(self)
         check_best_metric(self.checkpoint, self.loop, reports=self.algorithm.reports, validation=self.data.validation)
 
     def traits(self) -> Traits:

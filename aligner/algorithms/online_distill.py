@@ -24,13 +24,13 @@ from torch import Tensor
 from aligner.algorithms.distill import DivergenceConfig, distillation_terms
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
-from aligner.loop.config import check_best_metric
+from aligner.loop.config import JobRun, check_best_metric
 from aligner.loop.learnt import of_mask
 from aligner.loop.loop import Clock, StepResult
 from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.aggregation import Aggregation
+from aligner.losses.correction import with_gap
 from aligner.losses.distillation import Divergence
-from aligner.losses.gap import with_gap
 from aligner.losses.policy import policy_loss
 from aligner.metrics import merge, values
 from aligner.models.config import ModelConfig
@@ -210,6 +210,7 @@ class TrainOnlineDistillation(OnlineRun):
     algorithm: OnlineDistillationConfig = field(default_factory=OnlineDistillationConfig)
 
     def __post_init__(self) -> None:
+        JobRun.__post_init__(self)
         check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
 
     def traits(self) -> Traits:

@@ -1,7 +1,7 @@
 """Online direct preference optimisation (Guo et al. 2024, 2402.04792): DPO on pairs of the policy's own samples.
 
 One step: sample `group_size` responses to each prompt; score them; pair those of a prompt, the better one chosen (`pairing`), and drop
-ties; log-probs of the frozen reference for the pairs; updates of the policy on a loss of `aligner.losses.pairs`,
+ties; log-probs of the frozen reference for the pairs; updates of the policy on a loss of `aligner.losses.preference`,
 
     -log sigma(beta ((l_chosen - ref_chosen) - (l_rejected - ref_rejected))).
 
@@ -27,7 +27,7 @@ from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Clock, StepResult
 from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.aggregation import masked_mean
-from aligner.losses.gap import with_gap
+from aligner.losses.correction import with_gap
 from aligner.losses.kl import KLEstimator, kl_estimate
 from aligner.losses.preference import dpo_loss
 from aligner.metrics import merge, values

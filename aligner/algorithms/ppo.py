@@ -41,7 +41,7 @@ from aligner.parallel.collectives import from_rank_0
 from aligner.planner.workload import Phase, Work
 from aligner.protocols import Critic, Policy
 from aligner.reporting.formats import Column, Goal
-from aligner.servers.components import CriticConfig
+from aligner.servers.components import CriticConfig, in_section
 from aligner.types import PolicyBatch, RolloutBatch, ValueBatch
 
 if TYPE_CHECKING:
@@ -257,7 +257,8 @@ class TrainPPO(OnlineRun):
 
     def check_critic(self, model: ModelConfig, architecture: Architecture, num_ranks: int) -> None:
         """Raise ConfigError if the critic, whose model is `model`, cannot be laid out, or has too few rollouts for its replicas."""
-        check_layout(model, self.critic.parallel, architecture, num_ranks)
+        with in_section("critic"):
+            check_layout(model, self.critic.parallel, architecture, num_ranks)
         rows, size, dp = self.algorithm.rollouts_per_step, self.critic.mini_batch_size, num_ranks // self.critic.parallel.replica_size
         smallest = rows % size or size  # the last one may be smaller
         if smallest < dp:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from aligner.algorithms import reward_model
 from aligner.cluster.run_directory import REWARD_MODEL
+from aligner.data.config import StepDataConfig
 from aligner.data.report import LoadReport
-from aligner.data.reward_config import StepDataConfig
 from aligner.data.steps import SteppedExample, load_steps, step_batch
 from aligner.data.tokenizer import Tokenizer
 from aligner.loop.config import TrainerRun, check_best_metric
@@ -94,6 +94,7 @@ class TrainProcessRewardModel(TrainerRun):
     algorithm: ProcessRewardModelConfig = field(default_factory=ProcessRewardModelConfig)
 
     def __post_init__(self) -> None:
+        TrainerRun.__post_init__(self)
         check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
 
     def traits(self) -> Traits:

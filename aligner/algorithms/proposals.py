@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any
 from aligner.algorithms.annotate import AnnotateConfig
 from aligner.data.collate import supervised_batch
 from aligner.data.config import SampledDataConfig
-from aligner.data.labels import MISSING
-from aligner.data.proposals import Quantity
+from aligner.data.labelled import MISSING
+from aligner.data.proposals import LabelQuery, Quantity, SampledGroup, load_sampled
 from aligner.data.report import LoadReport
-from aligner.data.sampled import LabelQuery, SampledGroup, load_sampled
 from aligner.data.supervised import SupervisedExample
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError
@@ -133,6 +132,7 @@ class WriteProposals(WritingRun):
     server_client: ClientConfig = field(default_factory=ClientConfig)
 
     def __post_init__(self) -> None:
+        WritingRun.__post_init__(self)
         adds = self.algorithm.adds
         if self.data.apply_chat_template and adds is not Quantity.response:
             raise ConfigError(f"data.apply_chat_template=true: {adds.field} is of SteerLM's format; allowed: with algorithm.adds=response")

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from aligner.cluster.run_directory import REWARD_MODEL
-from aligner.data.labels import MISSING
+from aligner.data.config import RegressionDataConfig
+from aligner.data.labelled import MISSING
 from aligner.data.regression import LabelledExample, labelled_batch, load_regression
 from aligner.data.report import LoadReport
-from aligner.data.reward_config import RegressionDataConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.loop.config import TrainerRun, check_best_metric, check_pooling
@@ -118,6 +118,7 @@ class TrainRegressionRewardModel(TrainerRun):
     algorithm: RegressionConfig = field(default_factory=RegressionConfig)
 
     def __post_init__(self) -> None:
+        TrainerRun.__post_init__(self)
         check_pooling(self.algorithm.pooling, self.model)
         check_best_metric(self.checkpoint, self.loop, reports=reports(self.data.attributes), validation=self.data.validation)
 

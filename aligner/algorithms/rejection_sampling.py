@@ -23,7 +23,7 @@ from aligner.errors import ConfigError
 from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Clock, StepResult
 from aligner.loop.recipe import Built, Recipe, Traits
-from aligner.losses.gap import with_gap
+from aligner.losses.correction import with_gap
 from aligner.losses.sft import sft_loss
 from aligner.metrics import merge, values
 from aligner.online.collect import ScoredRollouts, response_metrics, sample_rows

@@ -102,6 +102,7 @@ class TrainRewardModel(TrainerRun):
     algorithm: RewardModelConfig = field(default_factory=RewardModelConfig)
 
     def __post_init__(self) -> None:
+        TrainerRun.__post_init__(self)
         check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
         check_pooling(self.algorithm.pooling, self.model)
 

@@ -2,7 +2,7 @@
 
 Iteration i: the current policy becomes the reference, samples `group_size` responses to each prompt, and scores each of them as a judge
 (`judge.py`), `num_judgements` times. The best and the worst of a group are a pair; then `epochs_per_iteration` passes over the pairs with a
-loss of `aligner.losses.pairs`. With `judge=reward` the run's reward scores instead: iterative DPO (2312.11456).
+loss of `aligner.losses.preference`. With `judge=reward` the run's reward scores instead: iterative DPO (2312.11456).
 
 Against SPIN (`spin.py`): no given responses, so that the policy may become better than its data. Against online DPO (`online_dpo.py`): a
 whole iteration is sampled at once and trained on for many steps, which saves sampling and judging.
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, PairIterations, SampleStore
+from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, PairIterations, SampleFiles, SampleStore
 from aligner.algorithms.judge import (
     Judge,
     Judgement,
@@ -35,9 +35,9 @@ from aligner.algorithms.judge import (
     scoring_settings,
 )
 from aligner.algorithms.online_dpo import MovingReference
-from aligner.data.demonstrations import answered
-from aligner.data.loader import EpochSampler
+from aligner.data.collate import EpochSampler
 from aligner.data.preferences import PreferencePair
+from aligner.data.supervised import answered
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, RunHalted
 from aligner.loop.learnt import accounted
@@ -46,7 +46,6 @@ from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.online import validation
 from aligner.online.collect import ScoredRollouts, sample_seeds
 from aligner.online.config import OnlineRun, check_iterated
-from aligner.online.sample_store import SampleFiles
 from aligner.online.selection import Pairing, Pairs, pairs_by_length, pairs_of
 from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
@@ -115,7 +114,10 @@ class SelfRewardingConfig(IterationConfig):
 
     def judge_sampling(self) -> SamplingConfig:
         """Sampling settings of judgements. Raises ConfigError for settings that cannot work."""
-        return SamplingConfig(temperature=self.judge_temperature, top_p=self.judge_top_p, max_response_length=self.max_judgement_length)
+        try:
+            return SamplingConfig(temperature=self.judge_temperature, top_p=self.judge_top_p, max_response_length=self.max_judgement_length)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("sampling.", "algorithm.judge_")) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

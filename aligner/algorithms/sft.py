@@ -69,6 +69,7 @@ class TrainSFT(TrainerRun):
     algorithm: SFTConfig = field(default_factory=SFTConfig)
 
     def __post_init__(self) -> None:
+        TrainerRun.__post_init__(self)
         check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
 
     def traits(self) -> Traits:

@@ -1,7 +1,7 @@
 """Self-play fine-tuning (SPIN, Chen et al. 2024, 2401.01335): the policy learns to prefer the data to its own earlier responses.
 
 Iteration i: the current policy becomes the reference and answers the prompts; then `epochs_per_iteration` passes over pairs (chosen: the
-given response, rejected: its own) with a loss of `aligner.losses.pairs`,
+given response, rejected: its own) with a loss of `aligner.losses.preference`,
 
     -log sigma(beta ((l_chosen - ref_chosen) - (l_rejected - ref_rejected))).
 
@@ -19,23 +19,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, PairIterations, SampleStore
+from aligner.algorithms.iterations import Answer, Iteration, IterationConfig, PairIterations, SampleFiles, SampleStore
 from aligner.algorithms.online_dpo import MovingReference
-from aligner.data.collate import supervised_batch
+from aligner.data.collate import EpochSampler, supervised_batch
 from aligner.data.config import DemonstrationDataConfig
-from aligner.data.demonstrations import Demonstration, load_demonstrations
-from aligner.data.loader import EpochSampler
 from aligner.data.preferences import PreferencePair
 from aligner.data.report import LoadReport
+from aligner.data.supervised import Demonstration, load_demonstrations
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.loop import lengths
-from aligner.loop.config import check_best_metric
+from aligner.loop.config import JobRun, check_best_metric
 from aligner.loop.learnt import accounted
 from aligner.loop.loop import Clock
 from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.online.config import OnlineRun, check_iterated
-from aligner.online.sample_store import SampleFiles
 from aligner.online.task import OnlineTask
 from aligner.protocols import Policy
 from aligner.reporting.formats import Column, Goal
@@ -143,6 +141,7 @@ class TrainSPIN(OnlineRun):
     batch_setting = "batch_size"
 
     def __post_init__(self) -> None:
+        JobRun.__post_init__(self)
         check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
         check_iterated(self)
 

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from aligner.data.collate import supervised_batch
+from aligner.data.collate import EpochSampler, supervised_batch
 from aligner.data.config import ProposalDataConfig
-from aligner.data.loader import EpochSampler
 from aligner.data.proposals import OF_PROPOSAL, ProposedGroup, load_proposals
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
@@ -174,6 +173,7 @@ class TrainSteerLM2(TrainerRun):
     has_frozen_start = True
 
     def __post_init__(self) -> None:
+        TrainerRun.__post_init__(self)
         check_best_metric(self.checkpoint, self.loop, reports=REPORTS, validation=self.data.validation)
 
     def traits(self) -> Traits:

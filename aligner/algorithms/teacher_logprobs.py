@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from aligner.data import teacher as files
+from aligner.data import distillation as files
 from aligner.data.collate import supervised_batch
 from aligner.data.config import SFTDataConfig
-from aligner.data.distillation import distilled
+from aligner.data.distillation import DistilledExample, Manifest, distilled
 from aligner.data.report import LoadReport
 from aligner.data.supervised import SupervisedExample, load_supervised
-from aligner.data.teacher import DistilledExample, Manifest
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.loop.config import WritingRun

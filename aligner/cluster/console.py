@@ -1,4 +1,7 @@
-"""Reads what the ranks write, as it comes: raw into their log files, line by line (or, for a live view, byte by byte) to our output."""
+"""Reads what the ranks write, as it comes: raw into their log files, line by line (or, for a live view, byte by byte) to our output.
+
+On one terminal the output of many processes is whole lines with a prefix each, without carriage returns and cursor movements.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,144 @@ import errno
 import fcntl
 import os
 import pty
+import re
 import selectors
 import struct
 import termios
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from aligner.cluster.component import Component
-from aligner.cluster.output import Echo, LineAssembler, plain
 from aligner.cluster.run_directory import RunDirectory
+from aligner.errors import LaunchError, describe_os_error
+
+_MAX_LINE_BYTES = 64 * 1024
+_COLOURS = ("36", "35", "33", "32", "34", "96", "95", "93")  # ANSI foreground colours, one per component in turn
+_NOTE_COLOUR = "1"
+_COLOUR_CODE = re.compile(r"\x1b\[[0-9;:]*m")
+_OTHER_CONTROL = re.compile(
+    r"\x1b\[(?![0-9;:]*m)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b(?!\[)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]"
+)
+
+
+def plain(text: str) -> str:
+    """The text without colours, cursor movements and other control characters (tabs stay)."""
+    return _COLOUR_CODE.sub("", _OTHER_CONTROL.sub("", text))
+
+
+class LineAssembler:
+    """Cuts a byte stream into lines; of a line that was redrawn with carriage returns (progress bars) the last state counts."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that `data` completed. A line without an end is passed on after 64 KiB, so that memory stays bounded."""
+        *complete, pending = (self._pending + data).split(b"\n")
+        pending = pending[pending.rstrip(b"\r").rfind(b"\r") + 1 :]
+        if len(pending) > _MAX_LINE_BYTES:
+            complete.append(pending)
+            pending = b""
+        self._pending = pending
+        return [self._text(line) for line in complete]
+
+    def flush(self) -> list[str]:
+        """What was left without a line end when the stream ended."""
+        rest, self._pending = self._pending, b""
+        return [self._text(rest)] if rest else []
+
+    @staticmethod
+    def _text(line: bytes) -> str:
+        return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+
+
+class Echo:
+    """Writes prefixed lines to one stream; colours only where it is a terminal and NO_COLOR is unset.
+
+    When the stream's reader goes away (`aligner launch | head`) the run goes on: its output is in the log files anyway.
+    """
+
+    def __init__(self, stream: TextIO, prefixes: Sequence[str], groups: Sequence[int]) -> None:
+        """`prefixes[i]` is shown in the colour of `groups[i]` (the component's number)."""
+        self._stream = stream
+        self._colour = stream.isatty() and not os.environ.get("NO_COLOR")
+        width = max(len(prefix) for prefix in (*prefixes, "run"))
+        self._width = width + 2
+        self._colours = {prefix: _COLOURS[group % len(_COLOURS)] for prefix, group in zip(prefixes, groups, strict=True)}
+        self.closed = False
+
+    def line(self, prefix: str, text: str) -> None:
+        """One line of the process called `prefix`."""
+        label = f"[{prefix}]".ljust(self._width)
+        text = _OTHER_CONTROL.sub("", text)
+        if self._colour:
+            reset = "\x1b[0m" if "\x1b" in text else ""
+            self._write(f"\x1b[{self._colours.get(prefix, _NOTE_COLOUR)}m{label}\x1b[0m {text}{reset}\n")
+        else:
+            self._write(f"{label} {_COLOUR_CODE.sub('', text)}\n")
+
+    def raw(self, data: bytes) -> None:
+        """Pass the bytes of a process that draws the whole terminal itself."""
+        self._write(data.decode(errors="replace"))
+
+    def _write(self, text: str) -> None:
+        if self.closed:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except BrokenPipeError:
+            self.closed = True
+
 
 _READ_BYTES = 1 << 16
 _KEPT_LINES = 200
 _DEFAULT_TERMINAL = (40, 120)  # rows, columns where the terminal does not tell
 
 
+class LogFile:
+    """A file that is appended to. A full disk costs what did not fit, never the run: `warn` is told once.
+
+    Raises LaunchError where it cannot be opened.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._warn = warn
+        self._is_whole = True
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise LaunchError(describe_os_error(error, path)) from error
+
+    def write(self, data: bytes) -> None:
+        """Append the data, or as much as fits."""
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            if self._is_whole:
+                self._is_whole = False
+                self._warn(f"warning: {describe_os_error(error, self._path)}; the log lacks lines, the run goes on")
+
+    def close(self) -> None:
+        """Nothing is written from now on."""
+        self._file.close()
+
+
 class Channel:
     """The reading end of one rank's stdout and stderr."""
 
-    def __init__(self, prefix: str, log_path: Path, reader: int, draws: bool) -> None:
+    def __init__(self, prefix: str, log_path: Path, reader: int, draws: bool, warn: Callable[[str], None]) -> None:
         self.prefix = prefix
         self.log_path = log_path
         self.reader = reader
         self.draws = draws  # the rank draws on the terminal itself
         self.lines = LineAssembler()
         self.tail: deque[str] = deque(maxlen=_KEPT_LINES)
-        self.log = log_path.open("ab", buffering=0)
+        self.log = LogFile(log_path, warn)
 
     def last_lines(self, count: int) -> list[str]:
         """The last `count` lines, without colours."""
@@ -51,7 +164,7 @@ class Console:
         self._selector = selectors.DefaultSelector()
         self._open: list[Channel] = []
         self.log = run_directory.logs / "launcher.log"
-        self._notes = self.log.open("a", buffering=1)
+        self._notes = LogFile(self.log, self._warn)
 
     def __enter__(self) -> Console:
         return self
@@ -66,9 +179,12 @@ class Console:
 
     def note(self, text: str) -> None:
         """A line of the launcher itself."""
-        self._notes.write(text + "\n")
+        self._notes.write(f"{text}\n".encode())
         if not self._drawn:
             self._echo.line("run", text)
+
+    def _warn(self, text: str) -> None:
+        self._echo.line("run", text)
 
     def drawing_ended(self) -> None:
         """From now on lines are shown again: the rank that drew on the terminal is gone."""
@@ -79,7 +195,7 @@ class Console:
         draws = component.terminal and rank == 0 and self._terminal is not None
         reader, writer = self._open_terminal() if draws else os.pipe()
         os.set_blocking(reader, False)
-        channel = Channel(component.prefix(rank), log_path, reader, draws)
+        channel = Channel(component.prefix(rank), log_path, reader, draws, self._warn)
         self._selector.register(reader, selectors.EVENT_READ, channel)
         self._open.append(channel)
         return channel, writer

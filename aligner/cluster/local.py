@@ -13,29 +13,124 @@ The run ends when every rank of the main components has ended. It is done where 
 When a process fails (a non-zero exit, a main component that leaves without it, or a server that ends while the main component still runs,
 whatever its exit code: PyTriton's parent exits 0 after Triton crashed) the main component has `grace_seconds` to notice, save a checkpoint
 and stop; then everything is ended, by SIGTERM and then SIGKILL, with all descendants. Linux only.
+
+The launcher holds the run's lock, which keeps other launchers of this machine out, and its lease, which keeps Slurm jobs of the same run
+away and tells its own processes when it is gone. Signals are recorded, and looked at between two polls.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
+import signal
+import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from types import FrameType
+from typing import Any, TextIO
 
+from aligner.cluster import lease as leases
 from aligner.cluster import processes
 from aligner.cluster.component import Component, check_components, free_ports
 from aligner.cluster.config import LocalLauncherConfig
 from aligner.cluster.console import Console
 from aligner.cluster.exit_codes import ExitCode
-from aligner.cluster.local_lease import hold
+from aligner.cluster.lease import LeaseRecord
 from aligner.cluster.ranks import Guard, Rank, start_rank
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.services import ServiceWatch
-from aligner.cluster.signals import StopSignals, exclusive
-from aligner.errors import LaunchError
+from aligner.cluster.slurm.client import SlurmClient
+from aligner.errors import ConfigError, LaunchError, describe_os_error
 from aligner.user_code import was_calling
+
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopSignals:
+    """While active, SIGINT, SIGTERM and SIGHUP are recorded instead of ending the process; the old handlers come back afterwards.
+
+    Python delivers signals to the main thread only: in another thread nothing is installed and nothing is received.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in _STOP:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup: stays ignored
+                    self._previous[number] = signal.signal(number, self._record)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _record(self, number: int, _frame: FrameType | None) -> None:
+        self.received.append(number)
+
+    def name(self) -> str:
+        """The first signal, as a user knows it."""
+        return "Ctrl-C" if self.received[0] == signal.SIGINT else signal.Signals(self.received[0]).name
+
+
+@contextmanager
+def exclusive(run_directory: RunDirectory) -> Iterator[None]:
+    """Hold the run directory's lock; the kernel releases it however this process ends.
+
+    Raises:
+        LaunchError: another launcher holds it.
+        ConfigError: it cannot be written.
+    """
+    path = run_directory.path / "launcher.lock"
+    try:
+        lock = path.open("a")
+    except OSError as error:
+        raise ConfigError(f"run.directory={run_directory.path}: {describe_os_error(error, path)}") from error
+    with lock as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LaunchError(f"another launcher is running in {run_directory.path} (it holds {path.name})") from None
+        yield
+
+
+_SCONTROL_SECONDS = 30.0
+_SETTLE_SECONDS = 0.05  # the run directory's lock keeps other launchers of this machine away already
+
+
+@contextmanager
+def hold(run_directory: RunDirectory, valid_seconds: float) -> Iterator[dict[str, str]]:
+    """Hold the run meanwhile, under the launcher's lock; gives the variables that its processes need.
+
+    Raises:
+        RunHeld: a Slurm job, or a launcher on another machine, holds it.
+    """
+    job = f"local-{os.getpid()}"
+    record = LeaseRecord(job=job, attempt=f"{job}.0", host=socket.gethostname(), pid=os.getpid(), valid_seconds=valid_seconds)
+    lease = leases.claim(run_directory.lease, record, is_over=_is_over, settle_seconds=_SETTLE_SECONDS)
+    try:
+        yield {leases.ATTEMPT_VARIABLE: record.attempt, leases.VARIABLE: str(run_directory.lease)}
+    finally:
+        lease.release()
+
+
+def _is_over(other: LeaseRecord) -> bool | None:
+    if other.host == socket.gethostname() and other.job.startswith("local-"):
+        return True  # this launcher has the lock that the other one held
+    if not other.job.isdigit() or shutil.which("scontrol") is None:
+        return None
+    try:
+        return SlurmClient(_SCONTROL_SECONDS).is_over(other.job)
+    except LaunchError:  # no controller here: the signs of life decide
+        return None
+
 
 __all__ = ["Component", "launch"]
 

@@ -8,16 +8,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from aligner.data.demonstrations import Demonstration
-from aligner.data.labels import MISSING
+from aligner.data.distillation import DistilledExample
+from aligner.data.labelled import MISSING
 from aligner.data.preferences import PreferencePair
-from aligner.data.proposals import ProposedGroup
+from aligner.data.proposals import ProposedGroup, SampledGroup
 from aligner.data.regression import LabelledExample
 from aligner.data.requests import Request, Unlabelled
-from aligner.data.sampled import SampledGroup
 from aligner.data.steps import SteppedExample
-from aligner.data.supervised import SupervisedExample
-from aligner.data.teacher import DistilledExample
+from aligner.data.supervised import Demonstration, SupervisedExample
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.unpaired import UnpairedExample
 from aligner.errors import DataError

@@ -4,20 +4,25 @@
 
 with a the label, x the prompt, y a response; Q is the model that the responses were sampled from. They are written as
 `aligner.data.labelled` writes conversations with labels. A response with `finish_reason` "length" was cut off: its row has no end.
+
+`load_sampled` reads responses that wait for one of these log-probs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-from aligner.data.config import ProposalDataConfig
-from aligner.data.encoding import PromptStyle, encode_labelled
-from aligner.data.labelled import LabelledRecord, Turn, parse_turn
-from aligner.data.records import field_text, raw_object, shown
+from aligner.data.config import ProposalDataConfig, SampledDataConfig
+from aligner.data.encoding import Encoded, PromptStyle, encode_labelled, encode_plain, encode_response
+from aligner.data.labelled import MISSING, LabelledRecord, Turn, parse_labels, parse_turn
+from aligner.data.records import Message, field_text, raw_object, shown
+from aligner.data.regression import attribute_text
 from aligner.data.report import LoadReport, Tally
+from aligner.data.requests import USER
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.supervised import SupervisedExample, fit_length
 from aligner.data.tokenizer import Tokenizer
@@ -139,3 +144,84 @@ def _log(response: dict[str, object], name: str, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise DataError(f"{what}: {name!r} is {shown(value)}, expected a finite number (the recipe proposals writes it)")
     return float(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelQuery:
+    """The quantity to compute; for `Quantity.attributes` the attribute model's outputs, in their order, and their levels."""
+
+    quantity: Quantity
+    attributes: Sequence[str]
+    lowest: int
+    highest: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledGroup:
+    """One record: the scored rows of each response, and the levels that its label asks for (MISSING if it does not; else empty)."""
+
+    record: Mapping[str, Any]
+    rows: tuple[SupervisedExample, ...]
+    levels: tuple[float, ...] = ()
+
+    def with_log_probs(self, quantity: Quantity, log_probs: Sequence[float]) -> dict[str, Any]:
+        """The record, all else as it was; a log-prob that was there is replaced."""
+        responses = [one | {quantity.field: log_prob} for one, log_prob in zip(self.record["responses"], log_probs, strict=True)]
+        return {**self.record, "responses": responses}
+
+
+def load_sampled(
+    location: str, config: SampledDataConfig, tokenizer: Tokenizer, sought: LabelQuery, *, first: int | None = None
+) -> tuple[list[SampledGroup], LoadReport]:
+    """All usable groups at `location`, and a report of dropped ones. `first`: use only this many records.
+
+    What is scored is, token for token, what `load_proposals` gives for training. P(y|x) sees the same conversation without labels, or as
+    the model's own chat template writes it. Of P(a|x,y) it is what an attribute model was trained on: all of it is in the mask.
+    Raises: DataError listing all bad lines; DataError if no group is left, or if groups differ in size.
+    """
+    tally = Tally(location, config.bad_lines, whole=True)
+
+    def convert(raw: RawRecord) -> SampledGroup:
+        found, rows = parse_responses(raw, config.num_responses), []
+        for number in range(len(found.turns)):
+            fitted = fit_length(_encode(tokenizer, found, number, sought.quantity, config), config.max_length, config.overlong)
+            rows.append(SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source))
+        levels = _levels(found.label, sought) if sought.quantity is Quantity.attributes else ()
+        return SampledGroup(record={**raw.value, "responses": list(found.fields)}, rows=tuple(rows), levels=levels)
+
+    groups = tally.convert(read_records(location, first), convert)
+    check_sizes(location, [len(group.rows) for group in groups])
+    return groups, tally.finish()
+
+
+def _encode(tokenizer: Tokenizer, found: Responses, number: int, quantity: Quantity, config: SampledDataConfig) -> Encoded:
+    style = PromptStyle(apply_chat_template=False, add_bos=config.add_bos)
+    record, whole = found.conversations[number], found.whole[number]
+    if quantity is Quantity.attributes:
+        return encode_plain(tokenizer, attribute_text(record, len(record.turns) - 1), style)
+    if quantity is Quantity.proposal:
+        return encode_labelled(tokenizer, record, style, ends=whole)
+    if not config.apply_chat_template:
+        return encode_labelled(tokenizer, record.unlabelled(), style, ends=whole)
+    if not whole:
+        raise DataError(
+            f"field 'responses[{number}]' was cut off (finish_reason 'length'), and a chat template writes an end; expected whole "
+            "responses: sample them with a larger rollout.sampling.max_response_length"
+        )
+    return encode_response(tokenizer, _messages(record), record.turns[-1].text, style)
+
+
+def _messages(record: LabelledRecord) -> tuple[Message, ...]:
+    """What precedes the last turn, as a chat."""
+    system = (Message(role="system", content=record.system),) if record.system else ()
+    turns = (Message(role="user" if turn.speaker == USER else "assistant", content=turn.text) for turn in record.turns[:-1])
+    return (*system, *turns)
+
+
+def _levels(label: str, sought: LabelQuery) -> tuple[float, ...]:
+    levels = parse_labels(label, sought.attributes, "field 'label'")
+    for name, level in zip(sought.attributes, levels, strict=True):
+        if level != MISSING and (level != int(level) or not sought.lowest <= level <= sought.highest):
+            allowed = f"a whole number from {sought.lowest} to {sought.highest} (algorithm.lowest, highest)"
+            raise DataError(f"field 'label' is {shown(label)}: {name} is {level:g}, expected {allowed}")
+    return levels

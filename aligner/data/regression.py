@@ -9,12 +9,11 @@ from itertools import chain
 import torch
 
 from aligner.data.collate import supervised_batch
+from aligner.data.config import RegressionDataConfig
 from aligner.data.encoding import Encoded, PromptStyle, encode_conversation, encode_plain, encode_response
-from aligner.data.labelled import LABEL_START, TURN_START, LabelledRecord, is_labelled, parse_labelled
-from aligner.data.labels import parse_labels
+from aligner.data.labelled import LABEL_START, TURN_START, LabelledRecord, is_labelled, parse_labelled, parse_labels
 from aligner.data.records import ConversationRecord, field_text, parse_supervised, raw_object, refuse_two, supervised_readings
 from aligner.data.report import LoadReport, Tally
-from aligner.data.reward_config import RegressionDataConfig
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.supervised import SupervisedExample, fit_length
 from aligner.data.tokenizer import Tokenizer
@@ -24,7 +23,7 @@ from aligner.types import LabeledBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelledExample:
-    """A row to be scored, and one number per attribute; `aligner.data.labels.MISSING` if nobody gave one."""
+    """A row to be scored, and one number per attribute; `aligner.data.labelled.MISSING` where nobody gave one."""
 
     row: SupervisedExample
     labels: tuple[float, ...]

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from aligner.data.collate import supervised_batch
-from aligner.data.config import Overlong
+from aligner.data.config import Overlong, StepDataConfig
 from aligner.data.encoding import PromptStyle, encode_prompt
-from aligner.data.labels import MISSING, parse_step_labels
+from aligner.data.labelled import MISSING, parse_step_labels
 from aligner.data.records import Conversation, parse_prompt, raw_object, shown, text_of, the_one
 from aligner.data.report import LoadReport, Tally, too_long
-from aligner.data.reward_config import StepDataConfig
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.supervised import SupervisedExample
 from aligner.data.tokenizer import Tokenizer

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from aligner.data.collate import supervised_batch
+from aligner.data.collate import EpochSampler, supervised_batch
 from aligner.data.config import UnpairedDataConfig
 from aligner.data.encoding import PromptStyle, encode_response
-from aligner.data.loader import EpochSampler
 from aligner.data.records import Conversation, has, parse_judged, parse_preference, raw_object, refuse_two
 from aligner.data.report import LoadReport, Tally
 from aligner.data.sources import RawRecord, read_records

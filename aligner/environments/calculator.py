@@ -1,11 +1,92 @@
-"""An environment with one tool: the policy may calculate before it answers."""
+"""An environment with one tool: the policy may calculate before it answers.
+
+The arithmetic that a policy wrote is parsed, never executed, and never larger than a few lines of digits.
+"""
 
 from __future__ import annotations
 
-from aligner.environments.arithmetic import calculate, last_number
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable
+
 from aligner.environments.environment import Observation, Turn
-from aligner.environments.tools import CLOSE, OPEN, Toolbox
+from aligner.environments.tools import CLOSE, OPEN, Toolbox, ToolError
 from aligner.types import Prompt
+
+MOST_CHARACTERS = 200
+MOST_BITS = 512  # of an integer
+_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_UNARY: dict[type[ast.unaryop], Callable[[float], float]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_NUMBER = re.compile(r"(?<![\d.])-?(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)")  # in `7-3` two, of which none is negative
+
+
+def calculate(expression: str) -> str:
+    """The value of an expression of numbers, + - * / // % ** and parentheses, as text: `7`, `2.5`.
+
+    Raises ToolError where it is something else, too long or too large, or has no value.
+    """
+    if len(expression) > MOST_CHARACTERS:
+        raise ToolError(f"the expression has {len(expression)} characters, at most {MOST_CHARACTERS} are calculated")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+        value = _value(tree.body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ToolError(f"cannot read {expression.strip()!r} as arithmetic") from error
+    except ZeroDivisionError as error:
+        raise ToolError("division by zero") from error
+    except OverflowError as error:
+        raise ToolError("the result is too large") from error
+    if isinstance(value, int):
+        return str(value)
+    return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.12g}"
+
+
+def last_number(text: str) -> float | None:
+    """The number that comes last in a text (`1,234.5` is one); None where there is none, or none that is finite."""
+    found = _NUMBER.findall(text)
+    value = float(found[-1].replace(",", "")) if found else math.inf
+    return value if math.isfinite(value) else None
+
+
+def _value(node: ast.expr) -> float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return _bounded(node.value)
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+        return _UNARY[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow):
+            _check_power(left, right)
+        return _bounded(_BINARY[type(node.op)](left, right))
+    raise ValueError(f"{type(node).__name__} is no arithmetic")
+
+
+def _check_power(base: float, exponent: float) -> None:
+    """Before it is computed: an integer's power may have more digits than there is memory."""
+    if isinstance(base, int) and isinstance(exponent, int) and exponent > 0 and base.bit_length() * exponent > MOST_BITS:
+        raise OverflowError
+
+
+def _bounded(value: object) -> float:
+    if isinstance(value, int):
+        if value.bit_length() > MOST_BITS:
+            raise OverflowError
+        return value
+    if not isinstance(value, float):  # a root of a negative number is complex
+        raise ValueError(f"{type(value).__name__} is no real number")
+    if not math.isfinite(value):
+        raise OverflowError
+    return value
 
 
 class Calculator:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aligner.environments.arithmetic import last_number
-from aligner.environments.calculator import is_close, right_answer
+from aligner.environments.calculator import is_close, last_number, right_answer
 from aligner.environments.environment import Observation, Turn
 from aligner.errors import ConfigError
 from aligner.types import Prompt

@@ -26,7 +26,7 @@ from aligner.loop.config import JobRun
 from aligner.loop.lengths import fill
 from aligner.loop.parts import load_model_files
 from aligner.loop.session import see_own_gpus
-from aligner.losses.gap import gap_metrics
+from aligner.losses.correction import gap_metrics
 from aligner.metrics import values
 from aligner.models import create
 from aligner.models.checkpoint_files import read_marker, resolve

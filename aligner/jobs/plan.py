@@ -20,6 +20,7 @@ from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.estimate import Scales, named, plan_component
 from aligner.planner.workload import Component, Engine, Head, Phase
 from aligner.rollout.config import RolloutConfig
+from aligner.servers.components import in_section
 
 MIB = 2**20
 
@@ -64,7 +65,11 @@ def components(config: JobRun) -> list[Component]:
     Raises ConfigError for settings that it would refuse at its start (`JobRun.with_lengths`, `JobRun.check`).
     """
     models = {key: _own_or_actors(attrgetter(key)(config), config.model) for key in config.readers()}
-    config = fill(config, {key: create.context_length(model, _architecture(key, model)) for key, model in models.items()})
+    contexts = {}
+    for key, model in models.items():
+        with in_section(key.rpartition(".")[0]):
+            contexts[key] = create.context_length(model, _architecture(key, model))
+    config = fill(config, contexts)
     return [_main(config), *(_server(config, server) for server in config.servers() if server.work is not None)]
 
 
@@ -93,7 +98,8 @@ def _server(config: JobRun, server: Server) -> Component:
     """A component that answers it; without a model of its own it has the other's."""
     key = f"{server.name}.model"
     model = _own_or_actors(server.model, config.model)
-    architecture = _architecture(key, model)
+    with in_section(server.name):
+        architecture, placed = _architecture(key, model), _model(model, config.cluster)
     with named(server.name):
         server.check(model, architecture, server.num_ranks)
     return Component(
@@ -101,7 +107,7 @@ def _server(config: JobRun, server: Server) -> Component:
         head=Head.scalar,
         num_ranks=server.num_ranks,
         architecture=architecture,
-        model=_model(model, config.cluster),
+        model=placed,
         parallel=server.parallel,
         optimizer=server.optimizer,
         work=server.work,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from aligner.algorithms.registry import recipe_of
 from aligner.loop.config import JobRun
+from aligner.servers.components import in_section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +31,8 @@ def programs(name: str, config: JobRun, overrides: Sequence[str], *, num_process
     role = config.traits().role
     found = [_program("actor" if role == "actor" else recipe.name, ("train", name, *overrides), num_ranks)]
     for server in config.servers():
-        server.parallel.check_world(server.num_ranks)
+        with in_section(server.name):
+            server.parallel.check_world(server.num_ranks)
         found.append(_program(server.name, ("serve", server.name, name, *overrides), server.num_ranks))
     return found
 

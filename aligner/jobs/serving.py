@@ -9,7 +9,6 @@ from functools import partial
 from aligner.algorithms.ppo import TrainPPO
 from aligner.errors import ConfigError
 from aligner.loop.checkpointing import CriticCheckpointer, load_critic
-from aligner.loop.config import check_layout
 from aligner.loop.parts import load_model_files, tokenizer_directory, with_lengths
 from aligner.loop.session import Session, announced, open_session
 from aligner.loop.sources import pinned, pinned_base
@@ -21,6 +20,7 @@ from aligner.models.scalar_head import ScalarHead
 from aligner.online.config import OnlineRun
 from aligner.rewards.forms import OnSamples
 from aligner.rewards.load import build_reward_function
+from aligner.servers.components import in_section
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.critic import CriticService
 from aligner.servers.intake import Operation
@@ -33,10 +33,12 @@ def serve_critic(config: TrainPPO) -> None:
     """The critic of a PPO run: trains on what the actor sends, until it is told to stop. Every rank calls it."""
     critic = config.critic
     with ExitStack() as stack:
-        session = stack.enter_context(open_session(config, config.run, critic.parallel, component="critic", writes_config=False))
+        with in_section("critic"):
+            session = stack.enter_context(open_session(config, config.run, critic.parallel, component="critic", writes_config=False))
         publication = stack.enter_context(announced(session, "critic", heartbeat_seconds=critic.server.heartbeat_seconds))
         model_config = pinned_base(session, "critic.model", critic.model.or_else(config.model))
-        _, architecture = load_model_files(model_config)
+        with in_section("critic"):
+            _, architecture = load_model_files(model_config)
         with_lengths(config)  # raises where the longest rollout does not fit
         config.check_critic(model_config, architecture, session.topology.world_size)
         updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs
@@ -44,7 +46,10 @@ def serve_critic(config: TrainPPO) -> None:
             model_config, critic.optimizer, total_steps=config.loop.max_steps * updates, guard=ReportingGuard(config.guard)
         )
         weights = config.reward.attribute_weights
-        model = create.create_value_model(model_config, architecture, critic.parallel, session.topology, training, output_weights=weights)
+        with in_section("critic"):
+            model = create.create_value_model(
+                model_config, architecture, critic.parallel, session.topology, training, output_weights=weights
+            )
         damaged = config.run.damaged_checkpoint
         ledger = load_critic(session, model.model, config.checkpoint, accept_gap=critic.accept_gap, damaged=damaged)
         step = ledger.checkpoint_step
@@ -68,12 +73,14 @@ def serve_reward_model(config: OnlineRun) -> None:
     """The reward component of a run: a frozen reward model, or a reward function. Every rank calls it."""
     reward = config.reward
     with ExitStack() as stack:
-        session = stack.enter_context(open_session(config, config.run, reward.parallel, component="reward", writes_config=False))
+        with in_section("reward"):
+            session = stack.enter_context(open_session(config, config.run, reward.parallel, component="reward", writes_config=False))
         publication = stack.enter_context(announced(session, "reward", heartbeat_seconds=reward.server.heartbeat_seconds))
         reward.check_named()
         is_function = bool(reward.function.path)
         model_config = reward.model.or_else(config.model) if is_function else pinned(session, "reward.model", reward.model)
-        tokenizer, architecture = load_model_files(model_config)
+        with in_section("reward"):
+            tokenizer, architecture = load_model_files(model_config)
         with_lengths(config)  # raises where the longest rollout does not fit
         if is_function:
             function = build_reward_function(reward.function)
@@ -81,9 +88,10 @@ def serve_reward_model(config: OnlineRun) -> None:
                 raise ConfigError(f"reward.serve=true: {reward.function.path} wants whole samples, and a server is sent texts only")
             service = FunctionRewardService(function, name=reward.function.path, decode=tokenizer.decode)
         else:
-            check_layout(model_config, reward.parallel, architecture, session.topology.world_size)
+            config.check_reward(model_config, architecture, session.topology.world_size)
             training = create.training(model_config, None)
-            model = create.create_reward_model(model_config, architecture, reward.parallel, session.topology, training)
+            with in_section("reward"):
+                model = create.create_reward_model(model_config, architecture, reward.parallel, session.topology, training)
             _check_weights(reward.attribute_weights, model.head)
             service = RewardService(model, encode=tokenizer.encode)
         session.say(f"reward: serves {reward.function.path or model_config.path}")
@@ -114,13 +122,14 @@ def _serve(
     publication: Publication | None,
 ) -> None:
     """Serve in the run's directory, with its secret."""
-    serve(
-        name,
-        operations,
-        config=config,
-        limits=limits,
-        services_dir=session.directory.services,
-        secret=session.directory.secret,
-        progress=session.progress,
-        publication=publication,
-    )
+    with in_section(name):
+        serve(
+            name,
+            operations,
+            config=config,
+            limits=limits,
+            services_dir=session.directory.services,
+            secret=session.directory.secret,
+            progress=session.progress,
+            publication=publication,
+        )

@@ -16,11 +16,11 @@ from typing import Any
 
 from aligner.cluster.run_directory import CRITIC, POLICY
 from aligner.errors import CheckpointError, ConfigError, WrongContents
+from aligner.loop.config import BestMode, CheckpointConfig, DamagedCheckpoint
 from aligner.loop.pairs import find_pair
 from aligner.loop.session import Session
 from aligner.models import checkpoint
 from aligner.models import checkpoint_files as files
-from aligner.models.checkpoint_config import BestMode, CheckpointConfig, DamagedCheckpoint
 from aligner.models.checkpoint_size import shortage
 from aligner.models.trainable import TrainableModel
 from aligner.parallel.collectives import from_rank_0, gather_objects

@@ -1,20 +1,21 @@
-"""What every run has: where it lives, its model and layout, how it trains."""
+"""What every run has: where it lives, its model and layout, how it trains, how it writes, checks and keeps its checkpoints."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from aligner.cluster.run_directory import POLICY, REWARD_MODEL
-from aligner.cluster.slurm.config import SlurmConfig
+from aligner.cluster.slurm.spec import SlurmConfig
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.loop import lengths
 from aligner.loop.loop import LoopConfig
 from aligner.loop.recipe import Recipe, Server, Traits, UsedModel
-from aligner.models.checkpoint_config import CheckpointConfig, DamagedCheckpoint
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.divisible import check_divisible, check_together
 from aligner.models.guard import GuardConfig
@@ -27,6 +28,42 @@ from aligner.reporting.config import LoggingConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+class BestMode(str, Enum):
+    """Which values of the best metric are better."""
+
+    max = "max"
+    min = "min"
+
+
+class DamagedCheckpoint(str, Enum):
+    """What a run does whose newest checkpoint is damaged."""
+
+    fall_back = "fall_back"
+    stop = "stop"
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """Applies to the actor and the critic alike; what is kept of one is kept of the other."""
+
+    asynchronous: bool = False  # go on training while a thread writes the files; costs host memory for one copy of the saved state
+    verify: bool = True  # compare every file with its SHA-256 before a checkpoint is loaded
+    read_back: bool = False  # read a checkpoint back before it becomes `latest`; costs host memory for one copy of what a rank writes
+    keep: int = 0  # newest checkpoints that stay; 0: all
+    best_metric: str = ""  # of validation, e.g. validation/accuracy: the best checkpoints stay, `best` names the first; empty: off
+    best_mode: BestMode = BestMode.max  # which values of best_metric are better: the largest or the smallest
+    keep_best: int = 1  # how many stay for their best_metric
+    write_timeout_seconds: float = 1200.0  # for writing the files of one checkpoint
+
+    def __post_init__(self) -> None:
+        if self.keep < 0:
+            raise ConfigError(f"checkpoint.keep={self.keep}: must not be negative (0 keeps all)")
+        if self.keep_best < 1:
+            raise ConfigError(f"checkpoint.keep_best={self.keep_best}: must be at least 1")
+        if self.write_timeout_seconds <= 0:
+            raise ConfigError(f"checkpoint.write_timeout_seconds={self.write_timeout_seconds}: must be above 0")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,7 +96,7 @@ class RunConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class JobRun:
+class JobRun(ABC):
     """What every job has, and what it can be asked. Each recipe adds its `data` and its `algorithm`, and says `traits` and `read`."""
 
     run: RunConfig = field(default_factory=RunConfig)
@@ -70,17 +107,21 @@ class JobRun:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     num_processes: int = 1  # ranks (of an online run: of the actor), however they are started
 
+    def __post_init__(self) -> None:
+        if self.num_processes < 1:
+            raise ConfigError(f"num_processes={self.num_processes}: must be at least 1")
+
+    @abstractmethod
     def start(self, recipe: Recipe) -> int:
         """Run the recipe with these settings; see `Recipe.run`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def traits(self) -> Traits:
         """What this run is. Lengths are those of the settings: 0 if they are not filled in yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
         """The usable records at `location`, or of the `first` so many, as the run reads them. Raises DataError listing the bad lines."""
-        raise NotImplementedError
 
     def servers(self) -> Sequence[Server]:
         """The other components of the run."""
@@ -108,6 +149,7 @@ class JobRun:
 
     def check_complete(self) -> None:
         """Raise ConfigError for settings that a run needs and that may still be missing when they are only shown."""
+        return None
 
 
 @dataclass(kw_only=True, slots=True)

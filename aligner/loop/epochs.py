@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
-from aligner.data.loader import EpochSampler
+from aligner.data.collate import EpochSampler
 from aligner.errors import ConfigError
 from aligner.loop.learnt import of_mask
 from aligner.loop.loop import Clock, StepResult

@@ -1,4 +1,7 @@
-"""What every job does in the same way: reading data and model files, the loop with its alarms, the export, the exit code."""
+"""What every job does in the same way: reading data and model files, the loop with its alarms, the export, the exit code.
+
+The steps that a run leaves out after it was rolled back are kept in its directory, in `skipped_steps.json`.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,15 @@ import yaml
 from aligner.cluster.exit_codes import ExitCode
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from aligner.errors import RunHalted
+from aligner.errors import AlignerError, RunHalted, describe_os_error
 from aligner.files import publish
 from aligner.loop import lengths, loop
 from aligner.loop.checkpointing import RunCheckpointer
 from aligner.loop.config import JobRun
-from aligner.loop.gap_alarm import GapAlarm
-from aligner.loop.learnt import LearntNothingAlarm
+from aligner.loop.learnt import GapAlarm, LearntNothingAlarm
+from aligner.loop.loop import TimeBudget, seconds_left
 from aligner.loop.recipe import Built
 from aligner.loop.session import Session
-from aligner.loop.skipped_steps import SkippedStepsFile
-from aligner.loop.time_budget import TimeBudget, seconds_left
 from aligner.models import create
 from aligner.models.build import Transformer
 from aligner.models.checkpoint import copy_tokenizer
@@ -38,9 +39,50 @@ from aligner.parallel.collectives import from_rank_0
 from aligner.reporting.config import LoggingConfig
 from aligner.reporting.formats import Column
 from aligner.reporting.jsonl import StepMetrics, read_metrics
-from aligner.reporting.learnt import is_empty
 from aligner.reporting.reporter import Reporter, SilentReporter
-from aligner.reporting.summary import learnt_from
+from aligner.reporting.summary import is_empty, learnt_from
+from aligner.servers.components import in_section
+
+FORMER_NAME = "left_out.json"  # of skipped_steps.json, in runs of before
+
+
+class SkippedStepsFile:
+    """`aligner.loop.loop.SkippedSteps` in a file. Every rank constructs one, at the same point: rank 0 reads and writes."""
+
+    def __init__(self, path: Path, *, most: int) -> None:
+        self._path = path
+        self._most = most
+        self._reasons: dict[int, str] = from_rank_0(self._read)
+
+    @property
+    def steps(self) -> frozenset[int]:
+        """The steps that are not trained on."""
+        return frozenset(self._reasons)
+
+    def add(self, step: int, reason: str) -> None:
+        """Keep `step` for this run's next start. Raises RunHalted where `most` are kept already, or this one is."""
+        if len(self._reasons) >= self._most or step in self._reasons:
+            known = ", ".join(map(str, sorted(self._reasons))) or "none"
+            raise RunHalted(f"{reason}; the run has been rolled back enough (guard.max_roll_backs={self._most}; steps skipped: {known})")
+        self._reasons[step] = reason
+        from_rank_0(self._write)
+
+    def _read(self) -> dict[int, str]:
+        path = self._path if self._path.exists() else self._path.with_name(FORMER_NAME)
+        if not path.exists():
+            return {}
+        try:
+            return {int(step): str(reason) for step, reason in json.loads(path.read_text()).items()}
+        except (OSError, ValueError, AttributeError) as error:
+            raise AlignerError(f"{path}: not a list of steps that the run skips: {error}") from error
+
+    def _write(self) -> None:
+        record = {str(step): self._reasons[step] for step in sorted(self._reasons)}
+        try:
+            publish(self._path, lambda new: new.write_text(json.dumps(record, indent=2) + "\n"))
+        except OSError as error:
+            raise AlignerError(f"a step to skip could not be recorded: {describe_os_error(error, self._path)}") from error
+
 
 Example = TypeVar("Example")
 J = TypeVar("J", bound=JobRun)
@@ -48,7 +90,10 @@ J = TypeVar("J", bound=JobRun)
 
 def with_lengths(config: J) -> J:
     """The config with every length filled in, from the models that it names. Raises ConfigError naming those that do not fit."""
-    contexts = {key: create.context_length(model, create.read_architecture(model, vocab_size=0)) for key, model in config.readers().items()}
+    contexts = {}
+    for key, model in config.readers().items():
+        with in_section(key.rpartition(".")[0]):
+            contexts[key] = create.context_length(model, create.read_architecture(model, vocab_size=0))
     return lengths.fill(config, contexts, reserved=config.reserved_length(lambda: load_model_files(config.model)[0]))
 
 

@@ -1,14 +1,19 @@
-"""Which checkpoint each frozen model of a run was made from: `latest` of another run's directory may point elsewhere at the next start."""
+"""Which checkpoint each frozen model of a run was made from: `latest` of another run's directory may point elsewhere at the next start.
+
+`check_same_architecture` says whether one model's weights can be put into another one's modules for a pass (`ReferencePolicy.restore`).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from aligner.data.tokenizer import Tokenizer
 from aligner.errors import CheckpointError, ConfigError
 from aligner.files import publish
+from aligner.loop.parts import load_model_files
 from aligner.loop.session import Session
 from aligner.models import create
 from aligner.models.checkpoint_files import MARKER
@@ -39,7 +44,7 @@ def pinned_base(session: Session, role: str, model: ModelConfig) -> ModelConfig:
 
 def _pin(record: Path, role: str, model: ModelConfig) -> str:
     if not record.exists():
-        found = str(create.source_directory(model).absolute())
+        found = str(create.source_directory(model, key=role).absolute())
         record.parent.mkdir(mode=0o700, exist_ok=True)
         publish(record, lambda new: new.write_text(json.dumps({"path": model.path, "found": found}) + "\n"))
         return found
@@ -68,3 +73,28 @@ def model_digest(source: Path | None) -> str:
             status = path.stat()
             content.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
     return content.hexdigest()
+
+
+def check_same_architecture(own: ModelConfig, other: ModelConfig, *, setting: str, whose: str, otherwise: str) -> Tokenizer:
+    """The tokenizer of `other`, which takes the place of `own`'s weights.
+
+    Raises ConfigError where it has another architecture or vocabulary; `setting` (`teacher.path=...`) is what named it, `whose` stands for
+    `own`, and `otherwise` says what to do with a model of another shape.
+    """
+    (tokenizer, architecture), (its_tokenizer, its) = load_model_files(own), load_model_files(other)
+    ours, theirs = asdict(architecture), asdict(its)
+    names = [name for name in ours if name != "initializer_range"]  # how random weights would be drawn
+    differs = [f"{name} ({theirs[name]}, {whose} is {ours[name]})" for name in names if ours[name] != theirs[name]]
+    if differs:
+        raise ConfigError(
+            f"{setting}: another architecture than {whose}: {', '.join(differs)}; allowed: one of the same shape. {otherwise}"
+        )
+    if tokenizer.digest != its_tokenizer.digest:
+        raise ConfigError(f"{setting}: its tokenizer has other words than {whose}")
+    return its_tokenizer
+
+
+def frozen_model(session: Session, own: ModelConfig, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
+    """The model at `path`, the same one at every start of the run, and its tokenizer. Raises as `check_same_architecture`."""
+    model = pinned(session, role, replace(own, path=path, tokenizer=""))
+    return model, check_same_architecture(own, model, **texts)

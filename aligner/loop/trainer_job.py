@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from aligner.cluster.exit_codes import ExitCode
-from aligner.data.loader import EpochSampler
+from aligner.data.collate import EpochSampler
 from aligner.data.report import LoadReport
 from aligner.data.supervised import SupervisedExample
 from aligner.data.tokenizer import Tokenizer

@@ -21,9 +21,8 @@ from aligner.loop.config import WritingRun
 from aligner.loop.loop import LoopConfig
 from aligner.loop.parts import conclude, load_model_files, run_loop, with_lengths
 from aligner.loop.recipe import Recipe
-from aligner.loop.same_architecture import frozen_model
 from aligner.loop.session import Session, open_session
-from aligner.loop.sources import model_digest, pinned
+from aligner.loop.sources import frozen_model, model_digest, pinned
 from aligner.loop.writing import Writing
 from aligner.models import create
 from aligner.models.config import Architecture, ModelConfig
@@ -68,7 +67,7 @@ class WriterJob(Generic[C]):
         return MegatronPolicy(policy.model)
 
     def frozen_model(self, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
-        """Another model whose weights can take the place of this one's; see `aligner.loop.same_architecture`."""
+        """Another model whose weights can take the place of this one's; see `aligner.loop.sources`."""
         return frozen_model(self.session, self.config.model, role, path, **texts)
 
     def frozen(self, policy: MegatronPolicy, model: ModelConfig) -> ReferencePolicy:

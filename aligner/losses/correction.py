@@ -3,20 +3,81 @@
 Samples come from the engine's distribution, gradients are taken as if they came from the trainer's: importance weights
 w = exp(old_logprobs - rollout_logprobs) make up for it, and grow without bound. So they are truncated (TIS, Yao et al. 2025, "Your
 efficient RL framework secretly brings you off-policy RL training") or dropped outside a band (IcePop, Ling team 2025).
+
+`gap_metrics` says how far the engine's log-probs are from the trainer's on the same tokens. With l the trainer's log-prob of a token (of
+the weights that the batch is trained from) and l' the engine's (that sampled it), d = l - l', w = exp(d). Samples are the engine's, so
+KL(engine || trainer) is the mean of w - 1 - d and KL(trainer || engine) that of w d - w + 1: k3 of Schulman 2020 in both directions, never
+negative. All is 0 (weights: 1) where the two agree; a difference comes from the engine's own arithmetic, or from weights that are older
+than the trainer's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.losses.aggregation import masked
-from aligner.losses.gap import weight_metrics
-from aligner.losses.surrogates import ratios
-from aligner.metrics import Mean, Metric
+from aligner.losses.aggregation import masked, masked_mean, maximum, require
+from aligner.metrics import Distribution, EffectiveSampleSize, Max, Mean, Metric, Min
+from aligner.types import DistillationBatch, LabeledBatch, LossOutput, PreferenceBatch, TokenOutputs
+
+# exp(20) = 5e8: far outside every clip range. Without the bound an overflowing ratio meets the zero gradient of the clipped branch as
+# 0 * inf = NaN. Such a token gets no gradient; `policy/ratio_mean` shows that it was there.
+MAX_LOG_RATIO = 20.0
+Sampled = TypeVar("Sampled", PreferenceBatch, LabeledBatch, DistillationBatch)  # batches whose rows may have been sampled
+
+
+def ratios(log_ratios: Tensor) -> Tensor:
+    """exp, bounded: see MAX_LOG_RATIO."""
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def gap_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Metric]:
+    """What is reported of two log-probs [B, S] over the tokens of bool `mis`, without gradient:
+
+    rollout/logprob_gap (mean of |d|), _max and, within 1.6%, _p50, _p90, _p99, _p999; rollout/logprob_kl (engine || trainer),
+    rollout/logprob_kl_reverse (trainer || engine); the weights w as `weight_metrics` has them.
+    """
+    log_weights = masked(old_logprobs.detach() - rollout_logprobs, mask).double()  # w - 1 - d of small d cancels
+    weights = ratios(log_weights)
+    metrics: dict[str, Metric] = {
+        "rollout/logprob_gap": Distribution.of(log_weights.abs(), mask),
+        "rollout/logprob_kl": masked_mean(log_weights.expm1() - log_weights, mask),
+        "rollout/logprob_kl_reverse": masked_mean(weights * log_weights - log_weights.expm1(), mask),
+    }
+    return metrics | weight_metrics(weights, mask)
+
+
+def with_gap(loss: Callable[[TokenOutputs, Sampled], LossOutput]) -> Callable[[TokenOutputs, Sampled], LossOutput]:
+    """`loss` plus `gap_metrics` for batches that have rollout_logprobs, that is, in the first update after sampling."""
+
+    def watched(outputs: TokenOutputs, batch: Sampled) -> LossOutput:
+        result = loss(outputs, batch)
+        if batch.rollout_logprobs is None:
+            return result
+        mask = batch.loss_mask
+        logprobs = masked(require(outputs.logprobs, "TokenOutputs.logprobs"), mask)
+        gap = gap_metrics(logprobs, masked(batch.rollout_logprobs, mask), mask)
+        return LossOutput(total=result.total, count=result.count, metrics={**result.metrics, **gap})
+
+    return watched
+
+
+def weight_metrics(weights: Tensor, mask: Tensor) -> dict[str, Metric]:
+    """Of importance weights [B, S] over the tokens of `mis`: rollout/importance_weight (mean), _max, _min, and
+    rollout/effective_sample_size, the part of the tokens that as many equal weights would stand for."""
+    weights = masked(weights.detach(), mask).double()  # squares of weights up to e^20
+    count = mask.sum()
+    return {
+        "rollout/importance_weight": masked_mean(weights, mask),
+        "rollout/importance_weight_max": Max(maximum=maximum(weights, mask)),
+        "rollout/importance_weight_min": Min(minimum=weights.masked_fill(~mask, float("inf")).amin()),
+        "rollout/effective_sample_size": EffectiveSampleSize(total=weights.sum(), squares=weights.square().sum(), count=count),
+    }
 
 
 class Correction(str, Enum):

@@ -1,14 +1,142 @@
-"""The policy-gradient loss: a surrogate of the objective's choice, with what GRPO, Dr. GRPO, DAPO and their variants add to it."""
+"""The policy-gradient loss: a surrogate of the objective's choice, with what GRPO, Dr. GRPO, DAPO and their kin add to it.
+
+A surrogate stands in the place of `-advantage * log-prob`: PPO's clipped ratio and its successors, per token. Each takes log-ratios d =
+logprobs - old_logprobs [B, S] (with gradient, 0 outside the mask), advantages [B, S] and the mask, and gives the loss of every token and
+where its clipping took hold, both [B, S]. Sequence-level objectives give each token its sequence's loss, so that
+`Aggregation.sequence_mean` is the mean over sequences that their papers have.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
 from aligner.losses.aggregation import Aggregation, aggregate, masked, masked_mean, require
-from aligner.losses.correction import Correction, CorrectionConfig, correction_weights
-from aligner.losses.gap import gap_metrics
+from aligner.losses.correction import Correction, CorrectionConfig, correction_weights, gap_metrics, ratios
 from aligner.losses.kl import KLEstimator, kl_estimate
-from aligner.losses.surrogates import Clip, Objective, Surrogate, ratios, surrogate
 from aligner.metrics import Mean, Metric
 from aligner.types import LossOutput, PolicyBatch, TokenOutputs
+
+
+class Objective(str, Enum):
+    """Which surrogate the policy descends on."""
+
+    ppo = "ppo"  # clipped ratio of a token (1707.06347)
+    gspo = "gspo"  # one ratio per sequence, the geometric mean of its tokens' (2507.18071)
+    gspo_token = "gspo_token"  # the same ratio, with advantages and gradients of single tokens (2507.18071, eq. 13)
+    cispo = "cispo"  # the clipped ratio is a weight without gradient: no token is dropped (2506.13585)
+    gmpo = "gmpo"  # geometric mean of tokens' clipped ratios (2507.20673)
+    sapo = "sapo"  # a sigmoid gate in place of the clip (2511.20347)
+    reinforce = "reinforce"  # -advantage * log-prob: no ratio (Williams 1992)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clip:
+    """Bounds: ratios stay in [1 - low, 1 + high]; GMPO's log-ratios in [-low, high]. `dual` c > 1 bounds PPO's loss by -c A if A < 0
+    (1912.09729). `tau_pos`, `tau_neg`: the steepness of SAPO's gate for either sign of the advantage."""
+
+    low: float
+    high: float
+    dual: float | None = None
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+
+    def __post_init__(self) -> None:
+        if self.dual is not None and self.dual <= 1:
+            raise ValueError(f"dual_clip is {self.dual}, expected a number > 1 or None")
+
+
+Surrogate = Callable[[Tensor, Tensor, Tensor, Clip], tuple[Tensor, Tensor]]
+
+
+def surrogate(objective: Objective | Surrogate, log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+    """(loss per token with gradient, bool where it was clipped), both [B, S], of one of ours or of a function of the user's.
+
+    Raises ValueError if such a function returns something else.
+    """
+    if isinstance(objective, Objective):
+        return _SURROGATES[objective](log_ratios, advantages, mask, clip)
+    found = objective(log_ratios, advantages, mask, clip)
+    shapes = [tuple(one.shape) for one in found] if isinstance(found, tuple) and all(isinstance(one, Tensor) for one in found) else []
+    if shapes != [tuple(log_ratios.shape)] * 2 or found[1].dtype != torch.bool:
+        raise ValueError(f"the objective returned {shapes or type(found).__name__}, expected (loss per token, bool where it was clipped)")
+    return masked(found[0], mask), found[1] & mask
+
+
+def _ppo(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+    """max(-A r, -A clip(r)), and for A < 0 at most -c A."""
+    ratio = ratios(log_ratios)
+    loss = (-advantages * ratio).maximum(-advantages * ratio.clamp(1.0 - clip.low, 1.0 + clip.high))
+    if clip.dual is not None:
+        loss = loss.minimum(-clip.dual * advantages).where(advantages < 0, loss)
+    return loss, _beyond(ratio, advantages, clip)
+
+
+def _gspo(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+    """PPO's loss of s = exp(mean over the sequence's tokens of d), in the place of every token's own ratio."""
+    loss, clipped = _ppo(_sequence_mean(log_ratios, mask)[:, None].expand_as(log_ratios), advantages, mask, _without_dual(clip))
+    return loss, clipped & mask
+
+
+def _gspo_token(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+    """PPO's loss of sg(s) * exp(d - sg(d)): the sequence's ratio in value, the token's own in gradient."""
+    sequence = _sequence_mean(log_ratios.detach(), mask)[:, None]
+    return _ppo(sequence + log_ratios - log_ratios.detach(), advantages, mask, _without_dual(clip))
+
+
+def _cispo(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+    """-sg(min(r, 1 + high)) * A * log-prob; d has the log-prob's gradient. Its value is shifted by a constant."""
+    ratio = ratios(log_ratios.detach())
+    return -ratio.clamp(max=1.0 + clip.high) * advantages * log_ratios, ratio > 1.0 + clip.high
+
+
+def _gmpo(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+    """-A exp(mean of the tokens' log-ratios, each clipped to [-low, high] on the side that its advantage's sign makes too good)."""
+    sign = advantages.sign()
+    kept = sign * (sign * log_ratios).minimum(sign * log_ratios.clamp(-clip.low, clip.high))
+    ratio = ratios(_sequence_mean(kept, mask))
+    mean_advantage = _sequence_mean(advantages, mask)
+    return (-mean_advantage * ratio)[:, None].expand_as(log_ratios), kept.detach() != log_ratios.detach()
+
+
+def _sapo(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+    """-A * sigmoid(tau (r - 1)) * 4 / tau: the slope at r = 1 is that of the ratio, and falls off smoothly on both sides."""
+    tau = torch.where(advantages > 0, clip.tau_pos, clip.tau_neg)
+    return -advantages * torch.sigmoid(tau * (ratios(log_ratios) - 1.0)) * 4.0 / tau, torch.zeros_like(mask)
+
+
+def _reinforce(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+    """-A * log-prob; d has its gradient. Its value is shifted by a constant."""
+    return -advantages * log_ratios, torch.zeros_like(mask)
+
+
+_SURROGATES: dict[Objective, Surrogate] = {
+    Objective.ppo: _ppo,
+    Objective.gspo: _gspo,
+    Objective.gspo_token: _gspo_token,
+    Objective.cispo: _cispo,
+    Objective.gmpo: _gmpo,
+    Objective.sapo: _sapo,
+    Objective.reinforce: _reinforce,
+}
+
+
+def _beyond(ratio: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
+    """Where the clipped branch is the larger loss, so that no gradient flows."""
+    return ((advantages > 0) & (ratio > 1 + clip.high)) | ((advantages < 0) & (ratio < 1 - clip.low))
+
+
+def _without_dual(clip: Clip) -> Clip:
+    return Clip(low=clip.low, high=clip.high)
+
+
+def _sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of x [B, S] over each row's masked tokens, [B]; 0 for a row without any."""
+    return masked(x, mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 def policy_loss(
@@ -33,7 +161,7 @@ def policy_loss(
         w * surrogate(objective, d, A) - entropy_coef * H + kl_coef * KL(policy || reference)
 
     PPO's surrogate is max(-A r, -A clip(r, 1 - clip_eps_low, 1 + clip_eps_high)), r = exp(d) (1707.06347); the others and `dual_clip` are
-    in `aligner.losses.surrogates`. `clip_eps_high` > `clip_eps_low` is DAPO's clip-higher (2503.14476). w is `correction`'s factor for a
+    in `aligner.losses.policy`. `clip_eps_high` > `clip_eps_low` is DAPO's clip-higher (2503.14476). w is `correction`'s factor for a
     sampler that differs from the trainer. The KL term carries gradient: for a KL inside the reward leave `kl_coef` 0 here.
     `aggregation_constant`: see `aggregate`.
 

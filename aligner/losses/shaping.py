@@ -56,7 +56,8 @@ class ShapingConfig:
         """Raise ConfigError if the buffer is longer than the longest response allowed, in tokens."""
         if self.overlong_buffer > max_length:
             raise ConfigError(
-                f"algorithm.shaping.overlong_buffer={self.overlong_buffer}: must be at most sampling.max_response_length={max_length}"
+                f"algorithm.shaping.overlong_buffer={self.overlong_buffer}: must be at most "
+                f"rollout.sampling.max_response_length={max_length}"
             )
 
 

@@ -19,18 +19,17 @@ from aligner.models.megatron_config import check_divisible
 from aligner.models.optimizer import OptimizerConfig
 from aligner.models.peft import load_peft
 from aligner.models.policy import MegatronPolicy
-from aligner.models.reward import MegatronRewardModel
+from aligner.models.reward import MegatronRewardModel, MegatronValueModel
 from aligner.models.scalar_head import VALUES, ScalarHead, read_head
 from aligner.models.trainable import TrainableModel, Training
-from aligner.models.value import MegatronValueModel
 from aligner.parallel import platform
 from aligner.parallel.collectives import from_rank_0
 from aligner.parallel.exact import check_arithmetic
 from aligner.parallel.topology import ParallelConfig, Topology
 
 
-def source_directory(config: ModelConfig) -> Path | None:
-    """Where the weights are, `latest` resolved; None for a model that starts from random weights.
+def source_directory(config: ModelConfig, *, key: str = "model") -> Path | None:
+    """Where the weights are, `latest` resolved; None for a model that starts from random weights. `key`: of its settings.
 
     Raises ConfigError where no model is there, CheckpointError for a checkpoint that is damaged.
     """
@@ -40,11 +39,11 @@ def source_directory(config: ModelConfig) -> Path | None:
     if path.is_file() and path.name in (checkpoint.LATEST, checkpoint.BEST):
         return checkpoint.resolve(path)
     if not path.is_dir():
-        raise ConfigError(f"model.path={config.path}: no such directory")
+        raise ConfigError(f"{key}.path={config.path}: no such directory")
     if (path / checkpoint.LATEST).exists() or (path / checkpoint.MARKER).exists():
         return checkpoint.resolve(path)
     if not (path / CONFIG_FILE).exists():
-        raise ConfigError(f"model.path={config.path}: neither a Hugging Face model ({CONFIG_FILE}) nor a checkpoint ({checkpoint.MARKER})")
+        raise ConfigError(f"{key}.path={config.path}: neither a Hugging Face model ({CONFIG_FILE}) nor a checkpoint ({checkpoint.MARKER})")
     return path
 
 
@@ -68,7 +67,7 @@ def _check_family(architecture: Architecture) -> None:
     described, ours = asdict(architecture_from_hf(architecture_to_hf(architecture), where="architecture")), asdict(architecture)
     for name, value in ours.items():
         if described[name] != value:
-            raise ConfigError(f"architecture.{name}={value}: models of family {architecture.family.value} have {described[name]}")
+            raise ConfigError(f"model.architecture.{name}={value}: models of family {architecture.family.value} have {described[name]}")
 
 
 def context_length(config: ModelConfig, architecture: Architecture) -> int:

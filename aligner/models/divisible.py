@@ -12,7 +12,7 @@ from aligner.parallel.topology import ParallelConfig
 def check_divisible(architecture: Architecture, parallel: ParallelConfig) -> None:
     """Raise ConfigError where the model has no vocabulary, or a size of it cannot be split over the ranks; it names the values that can."""
     if architecture.vocab_size < 1:
-        raise ConfigError(f"architecture.vocab_size={architecture.vocab_size}: must be at least 1 (the tokenizer's size, usually)")
+        raise ConfigError(f"model.architecture.vocab_size={architecture.vocab_size}: must be at least 1 (the tokenizer's size, usually)")
     _check(parallel, "tp", lambda tp: _tensor_problem(architecture, tp), architecture.num_attention_heads)
     if parallel.first_stage_layers or parallel.last_stage_layers:
         _check_uneven_stages(architecture.num_layers, parallel)

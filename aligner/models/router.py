@@ -9,14 +9,21 @@ sequence. Here each micro-batch's auxiliary loss is multiplied by the number of 
 
 whatever the layout. (A load-balancing loss is quadratic in a micro-batch's routing, so unlike everything else it does depend on which rows
 share a micro-batch.) Load balancing: 2101.03961, equation 4; z-loss: 2202.08906, equation 5.
+
+`AuxiliaryLosses` are those of one model in training: their weight in each step, and what is reported of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from aligner.metrics import Mean
+from aligner.metrics import Mean, Metric
+from aligner.parallel import platform
 from aligner.parallel.mcore import (
     MoEAuxLossAutoScaler,
     TopKRouter,
@@ -24,6 +31,11 @@ from aligner.parallel.mcore import (
     get_tokens_per_expert_and_token_count,
     switch_load_balancing_loss_func,
 )
+from aligner.protocols import Loss
+from aligner.types import Batch, DistillationBatch, LabeledBatch, TokenOutputs
+
+if TYPE_CHECKING:
+    from aligner.models.build import Transformer
 
 
 class Router(TopKRouter):
@@ -83,3 +95,37 @@ def take_balance(chunks: list) -> Mean:
     for router in found:
         router.balance = Mean(total=0.0, count=0)
     return total
+
+
+class AuxiliaryLosses:
+    """Nothing for a dense model. `aux` and `z` are the coefficients of load-balancing loss and z-loss, averages over tokens."""
+
+    def __init__(self, chunks: Sequence[Transformer], *, aux: float, z: float) -> None:
+        self._chunks = list(chunks)
+        self._aux, self._z = aux, z
+        self._active = bool(chunks[0].config.num_moe_experts) and bool(aux or z)
+
+    def weigh(self, config: TransformerConfig, batch: Batch, loss: Loss) -> None:
+        """Make the division by the loss's count, which comes after the backward pass, one by the batch's tokens for these losses."""
+        if self._active:
+            weigh_auxiliary_losses(config, aux=self._aux, z=self._z, count=_count(batch, loss), tokens=int(batch.lengths.sum()))
+
+    def metrics(self) -> dict[str, Metric]:
+        """`moe/load_balancing_loss` of the step: the mean over tokens and layers, 1 where experts are used evenly. Collective."""
+        if not (self._active and self._aux):
+            return {}
+        seen = take_balance(self._chunks)
+        both = torch.tensor([seen.total, seen.count], dtype=torch.float64, device=platform.device())
+        if dist.get_world_size() > 1:
+            dist.all_reduce(both)
+        return {"moe/load_balancing_loss": Mean(total=both[0].item(), count=both[1].item())}
+
+
+def _count(batch: Batch, loss: Loss) -> int:
+    """What the loss will be divided by over the whole batch. It is a number of tokens, pairs or sequences, whatever the outputs are."""
+    with torch.no_grad():
+        zeros = torch.zeros(batch.tokens.shape)
+        scores = torch.zeros_like(batch.labels) if isinstance(batch, LabeledBatch) and batch.labels is not None else zeros[:, :1]
+        topk = torch.zeros_like(batch.teacher_logprobs) if isinstance(batch, DistillationBatch) else None
+        outputs = TokenOutputs(logprobs=zeros, entropy=zeros, values=zeros, scores=scores, step_scores=zeros, topk_logprobs=topk)
+        return int(loss(outputs, batch).count)

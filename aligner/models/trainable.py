@@ -18,13 +18,13 @@ from aligner.errors import ConfigError
 from aligner.metrics import Max, Mean, Metric, Sum, without_values
 from aligner.models import finite
 from aligner.models import forward as passes
-from aligner.models.auxiliary import AuxiliaryLosses
 from aligner.models.build import Transformer
 from aligner.models.generators import generator_state, set_generator_state
 from aligner.models.guard import SKIPPED, SKIPPED_IN_A_ROW, SPOILT, UPDATES, Guard, GuardConfig
 from aligner.models.offload import HostMemory
 from aligner.models.optimizer import OptimizerConfig, build_optimizer, build_scheduler
 from aligner.models.placement import Splits, input_shape
+from aligner.models.router import AuxiliaryLosses
 from aligner.models.shared_prompts import families
 from aligner.parallel import mcore, platform
 from aligner.parallel.collectives import all_ranks, broadcast_object, gather_assigned_rows, gather_objects, reduce_metrics

@@ -31,7 +31,7 @@ from aligner.online.collect import PendingRollouts, SampleRequest, ScoredRollout
 from aligner.online.rollout_source import Cursor, sample_requests, with_baselines
 from aligner.online.task import OnlineTask
 from aligner.parallel import platform
-from aligner.parallel.together import together
+from aligner.parallel.collectives import together
 from aligner.protocols import Critic
 from aligner.rollout.config import AsynchronousConfig
 from aligner.rollout.gate import Gate

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from aligner.errors import AlignerError, EngineError, RunHalted
 from aligner.models.guard import NonFiniteReward
-from aligner.online.episodes import episode_metrics, readable
-from aligner.online.response_health import health_metrics
+from aligner.online.response_health import episode_metrics, health_metrics, readable
 from aligner.parallel.collectives import gather_objects
 from aligner.protocols import Critic, RewardModel, RolloutEngine
 from aligner.types import (

@@ -14,17 +14,16 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.environments.config import EnvironmentConfig
 from aligner.errors import ConfigError
 from aligner.loop import lengths
-from aligner.loop.config import JobRun, check_best_metric, check_layout, check_replicas
+from aligner.loop.config import CheckpointConfig, JobRun, check_best_metric, check_layout, check_replicas
 from aligner.loop.loop import LoopConfig
 from aligner.loop.recipe import Recipe, Server, Traits, UsedModel
-from aligner.models.checkpoint_config import CheckpointConfig
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.guard import GuardConfig
 from aligner.models.optimizer import OptimizerConfig
 from aligner.online.validation import ValidationConfig
 from aligner.planner.workload import Phase, Work
-from aligner.rollout.config import RolloutConfig, check_engine
-from aligner.servers.components import RewardConfig
+from aligner.rollout.config import EngineKind, RolloutConfig, check_engine
+from aligner.servers.components import RewardConfig, in_section
 from aligner.servers.config import ClientConfig
 from aligner.types import Prompt
 
@@ -50,6 +49,7 @@ class OnlineRun(JobRun):
     batch_setting: ClassVar[str] = "mini_batch_size"  # what the setting is called that `algorithm.mini_batch_size` says
 
     def __post_init__(self) -> None:
+        JobRun.__post_init__(self)
         reports = self.validation.reports()
         missing = "" if self.validation.scorer.path else "; accuracy, mean@n and pass@k need validation.scorer.path"
         check_best_metric(self.checkpoint, self.loop, reports=reports, validation=self.data.validation, missing=missing)
@@ -87,9 +87,14 @@ class OnlineRun(JobRun):
                 settings=reward.server,
                 work=None if reward.function.path else work,
                 model=reward.model,
-                check=lambda model, architecture, ranks: check_layout(model, reward.parallel, architecture, ranks),
+                check=self.check_reward,
             ),
         )
+
+    def check_reward(self, model: ModelConfig, architecture: Architecture, num_ranks: int) -> None:
+        """Raise ConfigError if the reward model, whose config is `model`, cannot be laid out."""
+        with in_section("reward"):
+            check_layout(model, self.reward.parallel, architecture, num_ranks)
 
     def with_lengths(self, context: lengths.Context) -> Self:
         return lengths.sampled(self, context)
@@ -102,6 +107,11 @@ class OnlineRun(JobRun):
     def check_engine(self, architecture: Architecture, num_ranks: int) -> None:
         """Raise ConfigError if the engine cannot do what `rollout` asks of it on `num_ranks` ranks."""
         check_engine(self.rollout, architecture, tp=self.rollout.tp or self.parallel.tp, world_size=num_ranks)
+        if self.rollout.engine is EngineKind.tensorrt_llm and self.rollout.sampling.raw_logprobs:
+            raise ConfigError(
+                "rollout.sampling.raw_logprobs=true: rollout.engine=tensorrt_llm gives log-probs of one kind, and validation and greedy "
+                "baselines sample at temperature 0; allowed: false (at temperature=1 both kinds are the same)"
+            )
 
     def check_complete(self) -> None:
         """Raise ConfigError if nothing gives rewards."""

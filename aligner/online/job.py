@@ -1,4 +1,7 @@
-"""The job of a recipe that learns from its own samples: the parts for its `build`, and the work around it."""
+"""The job of a recipe that learns from its own samples: what its `build` is given, and what is done around it.
+
+`CheckpointedReference` is a reference that follows the trained policy every so many steps, and that a resumed run finds again.
+"""
 
 from __future__ import annotations
 
@@ -8,40 +11,92 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from aligner.data.loader import EpochSampler
+from torch import Tensor
+
+from aligner.cluster.run_directory import POLICY, REFERENCE
+from aligner.data.collate import EpochSampler
 from aligner.data.prompts import load_prompts
 from aligner.data.tokenizer import Tokenizer
-from aligner.environments.load import environment_follow_up
+from aligner.environments.exchange import environment_follow_up
 from aligner.environments.reward import EnvironmentReward
 from aligner.errors import ConfigError, describe_os_error
 from aligner.loop.parts import load_model_files, load_sets, tokenizer_directory, train_to_end, with_lengths
 from aligner.loop.recipe import Built, Recipe
-from aligner.loop.same_architecture import frozen_model
 from aligner.loop.session import Session, announced, open_session
-from aligner.loop.sources import pinned, pinned_base
+from aligner.loop.sources import frozen_model, pinned, pinned_base
 from aligner.losses.correction import Correction
-from aligner.models import create
+from aligner.models import checkpoint, create
+from aligner.models import checkpoint_files as files
 from aligner.models.config import ModelConfig
 from aligner.models.guard import Guard
 from aligner.models.policy import MegatronPolicy, ReferencePolicy
 from aligner.online.async_rollout_source import AsyncRolloutSource
 from aligner.online.config import OnlineRun
-from aligner.online.moving_reference import CheckpointedReference
 from aligner.online.policy_gradient import PolicyGradientConfig
 from aligner.online.task import OnlineTask
+from aligner.parallel.collectives import from_rank_0
 from aligner.parallel.progress import WAIT_FOR_SERVERS
 from aligner.protocols import Critic, RewardModel
 from aligner.reporting.rollout_table import write_rows
 from aligner.rewards.compose import composed_reward, formula
-from aligner.rewards.local import function_reward
-from aligner.rewards.no_reward import NoReward
+from aligner.rewards.local import NoReward, function_reward
 from aligner.rollout.config import check_cache
 from aligner.rollout.create import create_engine
 from aligner.rollout.engine import Capabilities
 from aligner.servers.access import Access
 from aligner.servers.client import CriticClient, RewardClient, weighted_sum
 from aligner.servers.registry import Publication
-from aligner.types import LogprobKind, Prompt, Rollout, SampleRow
+from aligner.types import LogprobKind, MaskedBatch, Prompt, Rollout, SampleRow
+
+
+class CheckpointedReference:
+    """`aligner.algorithms.online_dpo.MovingReference`: every reference but the first is a checkpoint of weights alone.
+
+    They are in <run>/checkpoints/reference. No checkpoint of the policy has to be of the same step; those that none of the policy's
+    checkpoints continues with are removed.
+    """
+
+    def __init__(self, session: Session, policy: MegatronPolicy, frozen: ReferencePolicy, *, verify: bool) -> None:
+        self._session = session
+        self._policy = policy
+        self._frozen = frozen
+        self._verify = verify
+        self._folder = session.directory.checkpoints / REFERENCE
+
+    def logprobs(self, batch: MaskedBatch) -> Tensor:
+        """As `Policy.logprobs`, under the frozen weights."""
+        return self._frozen.logprobs(batch)
+
+    def renew(self, step: int) -> None:
+        """Freeze the current policy, which has finished `step`. Every rank calls it. Raises CheckpointError if it cannot be written."""
+        request = checkpoint.SaveRequest(step=step, state={}, config_yaml=self._session.config_yaml, weights_only=True)
+        checkpoint.save(self._folder, self._policy.model, request)
+        self._frozen.renew()
+        from_rank_0(lambda: remove_unused(self._folder, self._session.directory.checkpoints / POLICY))
+
+    def restore(self, step: int) -> None:
+        """Freeze what `renew(step)` wrote. Every rank calls it. Raises CheckpointError if it is not there or damaged."""
+        path = files.step_directory(self._folder, step)
+        self._frozen.restore(partial(checkpoint.load_same, path=path, verify=self._verify))
+
+
+def unused(references: Sequence[int], policies: Sequence[int]) -> list[int]:
+    """The references (by step, ascending) that no checkpoint of the policy needs: not the last before it, and older than the newest one.
+
+    A checkpoint of the step at which the reference was renewed was saved before that: it needs the one before.
+    """
+    if not policies:
+        return []
+    needed = {max((one for one in references if one < step), default=0) for step in policies}
+    return [one for one in references if one not in needed and one < max(policies)]
+
+
+def remove_unused(references: Path, policies: Path) -> None:
+    """Remove unused references and leftovers of a killed run from disk. On one rank."""
+    files.clean([references])
+    for step in unused(list(files.complete_steps(references)), list(files.complete_steps(policies))):
+        files.remove_step([references], step)
+
 
 C = TypeVar("C", bound=OnlineRun)
 Load = Callable[[Tokenizer], tuple[list[Prompt], list[Prompt]]]
@@ -77,7 +132,7 @@ class OnlineJob(Generic[C]):
         return load_prompt_sets(self.session, self.config, tokenizer)
 
     def frozen_model(self, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
-        """Another model whose weights can take the place of the policy's; see `aligner.loop.same_architecture`."""
+        """Another model whose weights can take the place of the policy's; see `aligner.loop.sources`."""
         return frozen_model(self.session, self.config.model, role, path, **texts)
 
     def frozen(self, model: ModelConfig) -> ReferencePolicy:
@@ -187,7 +242,9 @@ def build_task(
         order=EpochSampler(len(prompts), num_prompts, config.run.seed),
         validation=validation,
         validation_sampling=replace(sampling, temperature=0.0),
-        validation_scorer=function_reward(config.validation.scorer, tokenizer.decode) if config.validation.scorer.path else None,
+        validation_scorer=function_reward(config.validation.scorer, tokenizer.decode, "validation.scorer.path")
+        if config.validation.scorer.path
+        else None,
         decode=tokenizer.decode,
         pad_id=tokenizer.pad_id,
         seed=config.run.seed,

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.loop.user_functions import named, resolve, text_of
+from aligner.loop.recipe import named, resolve, text_of
 from aligner.losses.advantages import GROUPED, PER_RESPONSE, Estimator
 from aligner.losses.aggregation import Aggregation, masked
 from aligner.losses.correction import CorrectionConfig
 from aligner.losses.kl import KLEstimator
-from aligner.losses.policy import policy_loss
+from aligner.losses.policy import Objective, policy_loss
 from aligner.losses.shaping import Moments, ShapingConfig, Standardize, shape
-from aligner.losses.surrogates import Objective
 from aligner.models.guard import Guard, GuardConfig, NonFinite
 from aligner.online.collect import ScoredRollouts
 from aligner.protocols import Loss

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from aligner.data.loader import EpochSampler
+from aligner.data.collate import EpochSampler
 from aligner.models.guard import GuardConfig
 from aligner.online import validation
 from aligner.online.collect import Scorers

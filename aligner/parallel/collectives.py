@@ -1,4 +1,7 @@
-"""Collectives on rows, objects and metrics. Every rank of the group calls them in the same order."""
+"""Collectives on rows, objects and metrics. Every rank of the group calls them in the same order.
+
+`together` gives one answer for all ranks: an action that fails on any of them fails on all, with the same message.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.errors import AlignerError, ConfigError
 from aligner.metrics import Metric, Metrics
+from aligner.parallel import platform
 
 T = TypeVar("T")
 
@@ -116,3 +121,30 @@ def reduce_metrics(metrics: Metrics, group: dist.ProcessGroup, device: torch.dev
         name: metric.rebuilt([next(totals) for _ in own], [next(largest) for _ in top])
         for (name, metric), own, top in zip(metrics.items(), sums, tops, strict=True)
     }
+
+
+def together(action: Callable[[], T], what: str, *, error: type[AlignerError]) -> T:
+    """Do something on every rank; where it fails on any, every rank raises `error` with what the first of them said.
+
+    A ConfigError that all of them raise stays one. Collective. The action must not communicate after a point where it may fail on one rank
+    alone: the others would wait for it there.
+    """
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as failed:  # raised below, when all ranks know
+        failure = failed
+    if all_ranks(failure is None, platform.device()):
+        return result
+    said = gather_objects("" if failure is None else _describe(failure))
+    if all(gather_objects(isinstance(failure, ConfigError))):
+        raise failure
+    rank, message = next((rank, one) for rank, one in enumerate(said) if one)
+    where = f" on rank {rank}" if dist.get_world_size() > 1 and not all(said) else ""
+    raise error(f"{what} failed{where}: {message}") from failure
+
+
+def _describe(error: Exception) -> str:
+    """The message of an error that is for people, else with the error's name."""
+    message = str(error)
+    return message if message and isinstance(error, AlignerError) else f"{type(error).__name__}: {message}"

@@ -16,6 +16,7 @@ from aligner.planner.schedule import MicroBatches
 from aligner.planner.timing import PhaseTime, phase_times
 from aligner.planner.workload import GIB, Component, Phase
 from aligner.rollout.config import check_engine
+from aligner.servers.components import SERVERS, in_section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +54,10 @@ class ComponentPlan:
 
 @contextmanager
 def named(component: str) -> Iterator[None]:
-    """A ConfigError from within names the component."""
+    """A ConfigError from within names the component, and its settings as they are typed."""
     try:
-        yield
+        with in_section(component if component in SERVERS else ""):
+            yield
     except ConfigError as error:
         raise ConfigError(f"{component}: {error}") from error
 

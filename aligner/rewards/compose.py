@@ -116,6 +116,6 @@ def _function_part(name: str, config: NamedRewardConfig, decode: Callable[[Seque
         function = endpoint_function(config.url, config.timeout_seconds, config.token_variable)
         seconds = config.timeout_seconds + SLACK_SECONDS
     else:
-        function, seconds = build_reward_function(config), config.timeout_seconds
+        function, seconds = build_reward_function(config, f"reward.functions.{name}.function"), config.timeout_seconds
     spec = config.url or config.path
     return FunctionReward(function, decode, seconds, name=spec, on_error=config.on_error, num_threads=config.num_threads)

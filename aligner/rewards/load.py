@@ -43,19 +43,22 @@ def load_reward_function(spec: str, what: str = "reward function") -> Callable:
     return names[name]
 
 
-def build_reward_function(config: RewardFunctionConfig) -> RewardFunction:
-    """The function that `config` names, or what the factory that it names returns for `config.arguments`. Raises ConfigError."""
-    loaded = load_reward_function(config.path)
+def build_reward_function(config: RewardFunctionConfig, what: str = "reward function") -> RewardFunction:
+    """The function that `config` names, or what the factory that it names returns for `config.arguments`; `what` it is, in messages.
+
+    Raises ConfigError.
+    """
+    loaded = load_reward_function(config.path, what)
     if not config.arguments and not isinstance(loaded, Factory):
         return loaded
     try:
-        with calling(f"reward function {config.path}"):
+        with calling(f"{what} {config.path}"):
             made = loaded(**config.arguments)
     except (Exception, SystemExit) as error:
-        given = f"reward function {config.path!r} cannot be made from arguments {dict(config.arguments)}"
+        given = f"{what} {config.path!r} cannot be made from arguments {dict(config.arguments)}"
         raise ConfigError(f"{given}: {raised(error)}") from error
     if not callable(made):
-        raise ConfigError(f"reward function {config.path!r} returned a {type(made).__name__} for its arguments, expected a function")
+        raise ConfigError(f"{what} {config.path!r} returned a {type(made).__name__} for its arguments, expected a function")
     return made
 
 

@@ -1,4 +1,8 @@
-"""Reward functions run in the actor's own process, beside generation. Every failure is raised or, by option, marks samples as invalid."""
+"""Reward functions run in the actor's own process, beside generation. Every failure is raised or, by option, marks samples as invalid.
+
+`Samples` are rollouts as the texts that reward functions are given. `NoReward` is for runs that learn from their own samples without a
+reward.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeGuard
 
 import numpy as np
@@ -20,11 +25,57 @@ import torch
 
 from aligner.errors import AlignerError, ConfigError
 from aligner.rewards.config import OnError, RewardFunctionConfig
-from aligner.rewards.forms import OnSamples, RewardFunction
+from aligner.rewards.forms import OnSamples, RewardFunction, Sample
 from aligner.rewards.load import build_reward_function
-from aligner.rewards.samples import Samples
 from aligner.types import Rollout, Scores
 from aligner.user_code import calling
+
+EXCERPT_CHARACTERS = 120
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """The samples of one call of a reward function."""
+
+    samples: tuple[Sample, ...]
+    version: int  # of the policy that sampled them
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout], decode: Callable[[Sequence[int]], str]) -> Samples:
+        """Their texts, without special tokens if `decode` leaves them out."""
+        samples = tuple(
+            Sample(
+                prompt=rollout.prompt.text or decode(rollout.prompt.tokens),
+                response=decode(rollout.response),
+                answer=rollout.prompt.answer,
+                source=rollout.prompt.source,
+                rollout=rollout,
+            )
+            for rollout in rollouts
+        )
+        return cls(samples=samples, version=max((rollout.policy_version for rollout in rollouts), default=0))
+
+    def at(self, i: int) -> Samples:
+        """Sample i alone."""
+        return Samples(samples=self.samples[i : i + 1], version=self.version)
+
+    def texts(self) -> tuple[list[str], list[str], list[str | None]]:
+        """Prompts, responses and answers."""
+        return (
+            [sample.prompt for sample in self.samples],
+            [sample.response for sample in self.samples],
+            [sample.answer for sample in self.samples],
+        )
+
+    def describe(self, i: int) -> str:
+        """Where sample i came from and how its response begins."""
+        response = self.samples[i].response
+        excerpt = response[:EXCERPT_CHARACTERS] + ("..." if len(response) > EXCERPT_CHARACTERS else "")
+        return f"sample {i} of {len(self)} (prompt {self.samples[i].source}, response {excerpt!r})"
+
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 MAX_HANGING = 8  # calls that may go on for ever beside the run: each keeps a thread
@@ -211,11 +262,11 @@ class Complaints:
             print(f"warning: {self._about}: {text} (on_error=invalid; left out and counted)", flush=True)
 
 
-def function_reward(config: RewardFunctionConfig, decode: Callable[[Sequence[int]], str]) -> FunctionReward:
-    """The FunctionReward that a config describes. Raises ConfigError."""
+def function_reward(config: RewardFunctionConfig, decode: Callable[[Sequence[int]], str], what: str = "reward function") -> FunctionReward:
+    """The FunctionReward that a config describes; `what` it is, in messages. Raises ConfigError."""
     if not config.path:
-        raise ConfigError("function is empty; name a reward function, or use a reward model")
-    function = build_reward_function(config)
+        raise ConfigError("reward.function.path='': name a reward function, or use a reward model")
+    function = build_reward_function(config, what)
     return FunctionReward(function, decode, config.timeout_seconds, name=config.path, on_error=config.on_error)
 
 
@@ -245,3 +296,16 @@ def _position(thread: threading.Thread) -> str:
         return "about to return"
     last = traceback.extract_stack(frame)[-1]
     return f"at {last.filename}:{last.lineno} ({last.name})"
+
+
+class NoReward:
+    """`aligner.protocols.RewardModel` that gives every rollout 0."""
+
+    def score(self, rollouts: Sequence[Rollout]) -> Future[Scores]:
+        """Resolved at once."""
+        scores: Future[Scores] = Future()
+        scores.set_result(Scores.of(torch.zeros(len(rollouts))))
+        return scores
+
+    def close(self) -> None:
+        """There is nothing to close."""

@@ -8,8 +8,22 @@ from enum import Enum
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture
 from aligner.rollout.tensorrt_llm_config import TensorRTLLMConfig
-from aligner.rollout.vllm_config import VLLMConfig
 from aligner.types import SamplingConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class VLLMConfig:
+    """The vLLM engine (`rollout.engine=vllm`)."""
+
+    enforce_eager: bool = False  # neither torch.compile nor CUDA graphs: starts at once, samples slower
+    prefix_caching: bool = True  # a prompt is computed once for all responses to it
+
+    def check(self, sampling: SamplingConfig) -> None:
+        """Raise ConfigError naming a setting that this engine cannot follow."""
+        for name in ("stop_strings", "raw_logprobs"):
+            if getattr(sampling, name):
+                raise ConfigError(f"rollout.sampling.{name}: not available with rollout.engine=vllm; allowed: the default")
+
 
 PAGE_SIZE = 16  # tokens of a page of the key-value cache, where no kernel wants another
 

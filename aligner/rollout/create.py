@@ -15,7 +15,7 @@ from aligner.models.families import architecture_to_hf
 from aligner.models.offload import HostMemory
 from aligner.models.policy import MegatronPolicy
 from aligner.parallel import platform
-from aligner.parallel.together import together
+from aligner.parallel.collectives import together
 from aligner.parallel.transfer import block_group
 from aligner.protocols import FollowUp, Replica
 from aligner.rollout.config import EngineKind, RolloutConfig, ShareWork, VerifyRefit, check_engine

@@ -28,10 +28,9 @@ from aligner.parallel import platform
 from aligner.parallel.logprobs import row_sums
 from aligner.rollout.attention import DecodeBatch, PagedKV, PrefillChunk
 from aligner.rollout.engine import GenRequest, GenResult, Work
-from aligner.rollout.pages import PagePool
 from aligner.rollout.running import Ended, Fetch, RunningBatch, Transcript, upload
 from aligner.rollout.sampling import FusedDraw, Sampler
-from aligner.rollout.scheduler import Counters, Prefix, Response, Scheduler, copies
+from aligner.rollout.scheduler import Counters, PagePool, Prefix, Response, Scheduler, copies
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 _REFILL_PART = 8  # prompts are computed when this part of the seats is free, or all that wait can have one

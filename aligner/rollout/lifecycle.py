@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Protocol
 
 from aligner.errors import EngineError
-from aligner.parallel.together import together
+from aligner.parallel.collectives import together
 from aligner.protocols import Replica
 from aligner.rollout.engine import ALL_MEMORY, Capabilities, Engine, GenRequest, GenResult, Memory, Refitted, Work
 from aligner.rollout.episodes import Conversing, Episodes, EpisodeWork

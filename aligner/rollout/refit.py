@@ -23,8 +23,8 @@ from aligner.models.build import LanguageModel
 from aligner.models.lora import MergedWeights
 from aligner.models.offload import HostMemory
 from aligner.parallel import platform
+from aligner.parallel.collectives import together
 from aligner.parallel.reshard import Move, plan
-from aligner.parallel.together import together
 from aligner.parallel.transfer import Lanes, Refill, block_group
 from aligner.rollout import verify
 from aligner.rollout.config import VerifyRefit, check_splits

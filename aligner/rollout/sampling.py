@@ -71,7 +71,9 @@ class Sampler:
         fused: FusedDraw | None = None,
     ) -> None:
         if sampling.stop_strings and decode is None:
-            raise ConfigError(f"sampling.stop_strings={sampling.stop_strings}: needs a tokenizer; allowed: stop_token_ids")
+            raise ConfigError(
+                f"rollout.sampling.stop_strings={sampling.stop_strings}: needs a tokenizer; allowed: rollout.sampling.stop_token_ids"
+            )
         self._sampling = sampling
         self._add_up = add_up
         self._fused = None if sampling.reshaping() else fused

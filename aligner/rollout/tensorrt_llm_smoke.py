@@ -24,8 +24,8 @@ from aligner.errors import AlignerError, EngineError
 from aligner.rollout import tensorrt_llm_diff
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import ALL_MEMORY, ForeignEngine, GenRequest, GenResult, ListedWork
+from aligner.rollout.foreign import weight_buckets
 from aligner.rollout.manifest import Manifest, TensorSpec
-from aligner.rollout.stream import weight_buckets
 from aligner.rollout.tensorrt_llm import TensorRTLLMEngine
 from aligner.rollout.tensorrt_llm_config import CudaGraphs, Sampler, TensorRTLLMConfig
 from aligner.types import LogprobKind, SamplingConfig

@@ -2,15 +2,19 @@
 
 A checksum is a sum over a tensor's bit patterns, each times an odd number that says where along the split dimension it belongs, modulo
 2^64. So the checksum of a whole is the sum of its parts' however it is split, and one that is in the wrong place is noticed.
+
+`negated` serves the question whether a refit reaches the engine: what is sampled then must be what the negated policy gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from aligner.models.build import LanguageModel
 from aligner.parallel.reshard import Move, Sharding, pieces
 from aligner.parallel.transfer import Lanes, sum_over_holders
 
@@ -81,3 +85,23 @@ def _indices(sharding: Sharding, index: int, device: torch.device) -> Tensor:
     """The indices of the full tensor that a shard holds, int64, in the shard's order."""
     held = [torch.arange(start, stop, device=device) for start, stop in sharding.held_by(index)]
     return torch.cat(held)
+
+
+@contextmanager
+def negated(chunks: Sequence[LanguageModel]) -> Iterator[None]:
+    """The policy with the sign of all its parameters turned, which is undone to the bit. Not while an engine has the policy's place."""
+    _negate(chunks)
+    try:
+        yield
+    finally:
+        _negate(chunks)
+
+
+@torch.no_grad()
+def _negate(chunks: Sequence[LanguageModel]) -> None:
+    seen: set[int] = set()
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if parameter.data_ptr() not in seen:  # a tied one once
+                seen.add(parameter.data_ptr())
+                parameter.neg_()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 
 from aligner.errors import ConfigError
 from aligner.models.config import ModelConfig
@@ -11,6 +14,25 @@ from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.rewards.config import NamedRewardConfig, RewardFunctionConfig, check_parts
 from aligner.servers.config import ServerConfig
+
+SERVERS = ("critic", "reward")  # components that answer the one that trains, and the sections of their settings
+_SECTIONS = {"model": ModelConfig, "parallel": ParallelConfig, "optimizer": OptimizerConfig, "server": ServerConfig}
+_KEYS = "|".join(rf"{name}\.(?:{'|'.join(field.name for field in fields(section))})" for name, section in _SECTIONS.items())
+_OWN_KEY = re.compile(rf"(?<![\w./])(?={_KEYS}\b)")  # not below another section, and no file's name
+
+
+@contextmanager
+def in_section(path: str) -> Iterator[None]:
+    """A ConfigError from within names the settings of the component at `path` as they are typed: `critic.parallel.tp`, not `parallel.tp`.
+
+    What checks a model and its layout does not know whose they are. With an empty path the error stays as it is.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if not path:
+            raise
+        raise ConfigError(_OWN_KEY.sub(f"{path}.", str(error))) from error
 
 
 @dataclass(kw_only=True, slots=True)

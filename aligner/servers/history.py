@@ -13,10 +13,21 @@ import numpy as np
 from aligner.errors import RequestRejected, ServerError, ServerTimeout
 from aligner.servers import wire
 from aligner.servers.config import ClientConfig
-from aligner.servers.identity import START, TrainIdentity, check_mark, describe, digest_of, position
 from aligner.servers.journal import Journal
 from aligner.servers.link import Server, ServiceLink
-from aligner.servers.payloads import CriticStatus, SaveRequest, StatusRequest, TrainReply, ValuesRequest
+from aligner.servers.payloads import (
+    START,
+    CriticStatus,
+    SaveRequest,
+    StatusRequest,
+    TrainIdentity,
+    TrainReply,
+    ValuesRequest,
+    check_mark,
+    describe,
+    digest_of,
+    position,
+)
 from aligner.servers.recovery import Patience, Recovery
 from aligner.types import TokenBatch, ValueBatch
 

@@ -18,7 +18,7 @@ from safetensors.numpy import save
 
 from aligner.errors import ServerError
 from aligner.files import publish
-from aligner.servers.identity import TrainIdentity, digest_of
+from aligner.servers.payloads import TrainIdentity, digest_of
 
 SUFFIX = ".safetensors"
 

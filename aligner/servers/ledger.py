@@ -20,8 +20,7 @@ from enum import Enum
 from typing import Any
 
 from aligner.errors import CheckpointError, ServerError
-from aligner.servers.identity import START, TrainIdentity, describe, position
-from aligner.servers.payloads import CriticStatus, TrainReply
+from aligner.servers.payloads import START, CriticStatus, TrainIdentity, TrainReply, describe, position
 
 NUM_RECORDS = 8  # replies that are kept: a client repeats the last request only
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from aligner.servers.config import RequestLimits
-from aligner.servers.identity import TrainIdentity, check_mark, digest_of
 from aligner.servers.payloads import (
     CriticStatus,
     Payload,
@@ -24,9 +23,12 @@ from aligner.servers.payloads import (
     RewardTexts,
     SaveRequest,
     StatusRequest,
+    TrainIdentity,
     TrainReply,
     TrainRequest,
     ValuesRequest,
+    check_mark,
+    digest_of,
 )
 from aligner.servers.tensors import Arrays, TensorSpec, check_tensors
 from aligner.types import TokenBatch, ValueBatch

@@ -11,17 +11,15 @@ from aligner.types.batches import (
     Batch,
     DistillationBatch,
     LabeledBatch,
+    LossOutput,
     MaskedBatch,
     PolicyBatch,
     PreferenceBatch,
     RolloutBatch,
     StepBatch,
     TokenBatch,
-    ValueBatch,
-)
-from aligner.types.outputs import (
-    LossOutput,
     TokenOutputs,
+    ValueBatch,
 )
 from aligner.types.rollouts import (
     FinishReason,

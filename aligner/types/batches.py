@@ -1,4 +1,4 @@
-"""Rows of tokens with what a loss reads of them."""
+"""Rows of tokens with what a loss reads of them, what a forward pass gives a loss, and what the loss gives back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aligner.types.checks import check_tensors
+from aligner.metrics import Metrics
+
+
+def check_tensors(owner: object, tensors: dict[str, tuple[Tensor | None, torch.dtype, tuple[int, ...]]]) -> None:
+    """Raise ValueError where a tensor has not the dtype and shape stated (optional fields may be None)."""
+    for name, (tensor, dtype, shape) in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise ValueError(f"{type(owner).__name__}.{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {shape}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,3 +227,37 @@ class DistillationBatch:
 
 MaskedBatch = RolloutBatch | PolicyBatch | ValueBatch | PreferenceBatch | LabeledBatch | StepBatch | DistillationBatch
 Batch = TokenBatch | MaskedBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenOutputs:
+    """What a forward pass gives a loss: the fields that were asked for, float32; logprobs, entropy, values, step_scores [B, S],
+    scores [B, K], topk_logprobs [B, S, K] of the tokens topk_tokens (int64), which a batch may have named."""
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    scores: Tensor | None = None
+    step_scores: Tensor | None = None
+    topk_tokens: Tensor | None = None
+    topk_logprobs: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOutput:
+    """A loss as a sum and an integer count (tokens, sequences or pairs): the trainer divides once, after reducing both.
+
+    `total` is a scalar with gradient; `count` an int64 scalar; both are sums over the micro-batch, so the gradient is the same for every
+    micro-batch size and parallel layout.
+    """
+
+    total: Tensor
+    count: Tensor
+    metrics: Metrics
+
+    def __post_init__(self) -> None:
+        if self.total.dim() or self.count.dim() or self.count.dtype != torch.int64:
+            raise ValueError(
+                f"LossOutput wants a scalar total and an int64 scalar count, got {tuple(self.total.shape)} "
+                f"and {self.count.dtype} {tuple(self.count.shape)}"
+            )

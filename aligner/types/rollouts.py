@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.types.checks import check_tensors
+from aligner.types.batches import check_tensors
 
 
 class FinishReason(str, Enum):

@@ -5,7 +5,7 @@ python examples/nlp/train_grpo.py ... algorithm.objective=examples/extend/object
 
 from torch import Tensor
 
-from aligner.losses.surrogates import Clip, ratios
+from aligner.losses.policy import Clip, ratios
 
 
 def truncated(log_ratios: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:

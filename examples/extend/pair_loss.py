@@ -5,7 +5,7 @@ python examples/nlp/train_dpo.py ... algorithm.loss=examples/extend/pair_loss.py
 
 from torch import Tensor
 
-from aligner.losses.pairs import LogRatios
+from aligner.losses.preference import LogRatios
 
 
 def squared_hinge(ratios: LogRatios) -> Tensor:

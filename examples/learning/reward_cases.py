@@ -12,11 +12,10 @@ from intervals import bootstrap, correlation, ratio, ratio_change, wilson
 from stories import ATTRIBUTES, Files, Record, read, write
 from torch import Tensor
 
-from aligner.data.config import BadLines, Overlong, PreferenceDataConfig
+from aligner.data.config import BadLines, Overlong, PreferenceDataConfig, RegressionDataConfig, StepDataConfig
 from aligner.data.preferences import load_preferences
 from aligner.data.records import split_dialogue
 from aligner.data.regression import load_regression
-from aligner.data.reward_config import RegressionDataConfig, StepDataConfig
 from aligner.data.steps import load_steps
 
 FOLDS = 3

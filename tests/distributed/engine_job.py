@@ -207,8 +207,7 @@ def collect(policy, inputs: dict):
 def sampled_ahead(directory: Path, topology, parallel, inputs: dict) -> None:
     """Rounds that are sampled while the policy trains, each held and given new weights before its tenth step: all ranks of a replica take
     them before the same token, and every log-prob is the trainer's under the version that sampled it."""
-    from aligner.data.collate import rollout_batch
-    from aligner.data.loader import EpochSampler
+    from aligner.data.collate import EpochSampler, rollout_batch
     from aligner.loop.loop import Clock
     from aligner.losses.sft import sft_loss
     from aligner.online.async_rollout_source import AsyncRolloutSource

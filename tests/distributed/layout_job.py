@@ -191,8 +191,7 @@ def objectives() -> list:
     from aligner.losses.aggregation import Aggregation
     from aligner.losses.correction import Correction, CorrectionConfig, Level
     from aligner.losses.kl import KLEstimator
-    from aligner.losses.policy import policy_loss
-    from aligner.losses.surrogates import Objective
+    from aligner.losses.policy import Objective, policy_loss
 
     by_token, by_sequence = Aggregation.token_mean, Aggregation.sequence_mean
     by_constant = Aggregation.sequence_sum_constant
@@ -211,8 +210,7 @@ def objectives() -> list:
 
 def preferences() -> list:
     """Every loss of pairs: of sums and of means, with a reference, without one, and of margins."""
-    from aligner.losses.pairs import DPOVariant
-    from aligner.losses.preference import dpo_loss
+    from aligner.losses.preference import DPOVariant, dpo_loss
 
     own = {
         DPOVariant.ipo: {"sft_coef": 0.5},

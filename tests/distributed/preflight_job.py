@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from aligner.jobs.preflight import clock, command, versions
+from aligner.jobs.preflight import clock, command, ranks
 from aligner.jobs.preflight.command import Options, preflight
 
 MODE, FOLDER, RANK = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
@@ -48,8 +48,8 @@ def differ() -> None:
         time.sleep(60)
 
     command.ITEMS = tuple(replace(item, observe=hangs, timeout_seconds=2.0) if item is clock.CLOCK else item for item in command.ITEMS)
-    own = versions.own_versions
-    versions.own_versions = lambda: own() | {"torch": "0.1"}
+    own = ranks.own_versions
+    ranks.own_versions = lambda: own() | {"torch": "0.1"}
 
 
 def main() -> None:

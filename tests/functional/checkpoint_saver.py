@@ -68,9 +68,9 @@ def must_be(model, step: int) -> None:
 def save_for_ever(directory: Path, mode: str) -> None:
     from aligner.cluster.run_directory import RunDirectory
     from aligner.loop.checkpointing import POLICY, RunCheckpointer
+    from aligner.loop.config import CheckpointConfig
     from aligner.loop.session import Session
     from aligner.losses.sft import sft_loss
-    from aligner.models.checkpoint_config import CheckpointConfig
     from aligner.parallel import launch
     from aligner.parallel.topology import ParallelConfig, initialize
     from aligner.types import LabeledBatch

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from training_jobs import ROOT, launcher, run_job
 
 from aligner.losses.advantages import Estimator
-from aligner.losses.surrogates import Objective
+from aligner.losses.policy import Objective
 from aligner.reporting.diagnosis import diagnose
 from aligner.reporting.diagnosis_rules import RULES
 from aligner.reporting.jsonl import read_metrics

@@ -24,9 +24,8 @@ from aligner.servers import wire
 from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig
 from aligner.servers.frontend import MARKER
-from aligner.servers.identity import START
 from aligner.servers.kserve import decode_response, encode_request
-from aligner.servers.payloads import StatusRequest
+from aligner.servers.payloads import START, StatusRequest
 from aligner.servers.processes import processes_with_variable
 from aligner.servers.registry import Registration, wait_for_service
 

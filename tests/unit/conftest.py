@@ -92,10 +92,9 @@ def make_model(topology) -> Callable[..., Any]:
     from aligner.models.build import LanguageModel, ScalarModel
     from aligner.models.config import Architecture, Family, ModelConfig
     from aligner.models.policy import MegatronPolicy
-    from aligner.models.reward import MegatronRewardModel
+    from aligner.models.reward import MegatronRewardModel, MegatronValueModel
     from aligner.models.scalar_head import VALUES, ScalarHead
     from aligner.models.trainable import TrainableModel, Training
-    from aligner.models.value import MegatronValueModel
     from aligner.parallel.topology import ParallelConfig
 
     def make(kind: str, *, optimizer: Any = None, seed: int = 0, architecture=None, config=None, training=None, head=None) -> Any:

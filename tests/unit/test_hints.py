@@ -10,8 +10,8 @@ from aligner.errors import ConfigError
 from aligner.files import conf_directory
 from aligner.hints import hint, synonyms
 from aligner.losses.advantages import Estimator
-from aligner.losses.pairs import DPOVariant
-from aligner.losses.surrogates import Objective
+from aligner.losses.policy import Objective
+from aligner.losses.preference import DPOVariant
 from aligner.schema import SchemaKey, is_known, schema_keys
 
 

@@ -17,10 +17,9 @@ from aligner.cluster.lease import Lease
 from aligner.cluster.outcomes import TOO_EARLY
 from aligner.cluster.services import is_ready
 from aligner.cluster.slurm.client import JobRecord
-from aligner.cluster.slurm.config import OnFailure
 from aligner.cluster.slurm.history import History, done_step
 from aligner.cluster.slurm.requests import StopRequests
-from aligner.cluster.slurm.spec import ComponentSpec, JobSpec
+from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, OnFailure
 from aligner.cluster.slurm.steps import Place, Step
 from aligner.errors import LaunchError
 from aligner.user_code import was_calling

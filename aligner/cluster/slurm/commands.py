@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-from aligner.cluster.slurm.config import SlurmConfig
-from aligner.cluster.slurm.spec import ComponentSpec
+from aligner.cluster.slurm.spec import ComponentSpec, SlurmConfig
 from aligner.errors import ConfigError
 
 

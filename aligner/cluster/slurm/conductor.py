@@ -5,6 +5,8 @@ refused    2    a mistake in what was asked: cancels the follow-up
 stopped   75    before the end of its time: submits the successor, cancels the follow-up
 halted    78    numbers went bad, or no progress: cancels the follow-up
 crashed    1    all components again in the same allocation; where that is not wanted the follow-up goes on
+
+`aligner preflight` runs before the components start, as a step on the nodes of every component.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aligner.cluster import lease as leases
@@ -23,14 +25,65 @@ from aligner.cluster.slurm.allocation import Allocation
 from aligner.cluster.slurm.attempt import POLL_SECONDS, Attempt, Ending, Verdict, end_time
 from aligner.cluster.slurm.client import OVER, JobRecord, SlurmClient
 from aligner.cluster.slurm.commands import Runtime
-from aligner.cluster.slurm.config import OnFailure
-from aligner.cluster.slurm.following import FollowingJobs
-from aligner.cluster.slurm.history import ENDED, STARTED, SUBMITTED, History, done_step, newest_step
-from aligner.cluster.slurm.preflight import run_preflight
+from aligner.cluster.slurm.history import ENDED, STARTED, SUBMITTED, FollowingJobs, History, done_step, newest_step
 from aligner.cluster.slurm.requests import StopRequests
-from aligner.cluster.slurm.spec import JobSpec
-from aligner.cluster.slurm.steps import Place
+from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, OnFailure
+from aligner.cluster.slurm.steps import Place, Step
 from aligner.errors import LaunchError
+
+SKIP_VARIABLE = "ALIGNER_PREFLIGHT"  # 0: do not run it
+# What depends on the nodes. Data, models and rewards are looked at once, on the first component's.
+_ITEMS_OF_OTHERS = ("versions", "devices", "clock", "network", "filesystem", "ports")
+_SHOWN_LINES = 60
+_NAME = "preflight"
+
+
+def run_preflight(spec: JobSpec, place: Place, requests: StopRequests, variables: Mapping[str, str]) -> Verdict | None:
+    """Try on the job's nodes what it will need; None where it may start."""
+    if not spec.preflight or place.environ.get(SKIP_VARIABLE) == "0":
+        return None
+    place.say(f"preflight on {sum(component.num_nodes for component in spec.components)} nodes ({SKIP_VARIABLE}=0 skips it)")
+    components = [_component(spec, index) for index in range(len(spec.components))]
+    for component in components:
+        place.run.log(component.name, 0).unlink(missing_ok=True)
+    steps = [place.start(component, index=index, key=component.name, variables=variables) for index, component in enumerate(components)]
+    deadline = time.monotonic() + spec.slurm.preflight_timeout_seconds
+    while not all(step.has_ended() for step in steps) and time.monotonic() < deadline and not requests.any:
+        time.sleep(POLL_SECONDS)
+    late = [step.name for step in steps if not step.has_ended()]
+    place.stop(steps, time.sleep, gently=False)
+    for component in components:
+        place.say(f"{component.name}:")
+        for line in place.last_lines(component, 0, _SHOWN_LINES):
+            place.say(f"  | {line}")
+    if requests.terminate:
+        return Verdict(ending=Ending.terminated, reason="Slurm is ending the job")
+    if requests.stop:
+        return Verdict(ending=Ending.stopped, reason="it had to stop during the preflight")
+    if late:
+        return Verdict(ending=Ending.crashed, reason=f"{', '.join(late)} took longer than {spec.slurm.preflight_timeout_seconds:g} s")
+    verdicts = [verdict for step in steps if (verdict := _verdict(step)) is not None]
+    refused = [verdict for verdict in verdicts if verdict.ending is Ending.refused]
+    return next(iter(refused + verdicts), None)
+
+
+def _component(spec: JobSpec, index: int) -> ComponentSpec:
+    """The preflight of a component: all items for the first, those of the nodes for the others."""
+    component = spec.components[index]
+    if index == 0:
+        return replace(component, name=_NAME, program=spec.preflight)
+    program = (*spec.preflight, "--only", ",".join(_ITEMS_OF_OTHERS))
+    return replace(component, name=f"{_NAME}-{component.name}", program=program)
+
+
+def _verdict(step: Step) -> Verdict | None:
+    outcome = step.outcome()
+    if outcome is None or outcome.code not in (ExitCode.done, ExitCode.refused):
+        return Verdict(ending=Ending.crashed, reason=step.describe_end())
+    if outcome.code == ExitCode.refused:
+        return Verdict(ending=Ending.refused, reason=outcome.message or f"{step.name} found what the job cannot run with (see above)")
+    return None
+
 
 _CODES = {
     Ending.done: ExitCode.done,

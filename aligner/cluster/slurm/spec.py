@@ -1,4 +1,7 @@
-"""What the conductor has to run: made from the resolved config at the job's start, kept as JSON in `<run>/jobs/<job id>/spec.json`.
+"""How a run is submitted to Slurm (`SlurmConfig`), and what the conductor has to run (`JobSpec`). Imports nothing heavy: the config root
+reads it.
+
+A job's spec is made from the resolved config at the job's start, and kept as JSON in `<run>/jobs/<job id>/spec.json`.
 
 The conductor runs on the batch host, outside the components' container, with nothing but Python: so it is told everything in plain values.
 """
@@ -6,12 +9,83 @@ The conductor runs on the batch host, outside the components' container, with no
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+import re
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from aligner.cluster.slurm.config import OnFailure, SlurmConfig
-from aligner.errors import LaunchError
+from aligner.errors import ConfigError, LaunchError
+
+# What `--time` takes: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]]; empty leaves it to the partition.
+_TIME = re.compile(r"(?:\d+|\d+:\d{1,2}|\d+:\d{1,2}:\d{1,2}|\d+-\d{1,2}|\d+-\d{1,2}:\d{1,2}|\d+-\d{1,2}:\d{1,2}:\d{1,2}|)")
+
+
+class OnFailure(str, Enum):
+    """What a component's death brings about."""
+
+    restart = "restart"
+    end = "end"
+
+
+@dataclass(kw_only=True, slots=True)
+class SlurmConfig:
+    """Read by `aligner launch slurm` and by the conductor in the batch script. Numbers of ranks and of GPUs per node are elsewhere
+    (`num_processes`, `cluster.gpus_per_node`)."""
+
+    partition: str = ""  # empty, here and below: Slurm's default
+    account: str = ""  # that the job is charged to (sbatch --account)
+    qos: str = ""  # quality of service (sbatch --qos)
+    constraint: str = ""  # features that nodes must have (sbatch --constraint)
+    time_limit: str = "24:00:00"  # as for sbatch --time
+    cpus_per_rank: int = 0  # --cpus-per-task; 0: Slurm's default
+    exclusive: bool = True  # whole nodes
+    options: list[str] = field(default_factory=list)  # more sbatch options for every component, such as --mem=0
+    output: str = "%x-%j.out"  # of the batch script; the components write to <run>/logs
+    mpi: str = ""  # srun --mpi=..., such as pmix where the engine needs MPI; empty: Slurm's default
+
+    signal_seconds_before_end: int = 600  # so long before the end of its time a job is told to stop (sbatch --signal)
+    abandon_seconds: float = 120.0  # of these, kept for the end of the job: a step that lasts longer is given up
+    successor: bool = True  # a job that has to stop submits the next one, which goes on
+    follow_up: bool = True  # a job queues the next one at its start, to go on after a crash (afternotok)
+
+    on_server_failure: OnFailure = OnFailure.restart  # restart: that server alone, in its allocation, from its last checkpoint
+    max_server_restarts: int = 3  # of all servers of a job together; the next death counts as the actor's
+    on_actor_failure: OnFailure = OnFailure.restart  # restart: all components in the same allocation, from the newest checkpoint
+    max_restarts_without_progress: int = 3  # after so many restarts that brought no newer checkpoint the run is halted
+    restart_delay_seconds: float = 5.0  # pause before a component that ended starts again
+
+    preflight: bool = True  # run `aligner preflight` before the components
+    preflight_timeout_seconds: float = 1200.0  # for the whole of `aligner preflight`; then it counts as failed
+    ready_timeout_seconds: float = 1800.0  # from a server's start to its registration
+    grace_seconds: float = 60.0  # for the actor to notice that it cannot go on, before it is ended
+    shutdown_timeout_seconds: float = 60.0  # from asking a component to end to killing it
+    spread_seconds: int = 600  # how far apart the ranks of a component may end (srun --wait)
+    command_timeout_seconds: float = 60.0  # one sbatch, scancel, squeue or scontrol
+    lease_seconds: float = 60.0  # processes that hear nothing of their conductor for so long leave
+
+    def __post_init__(self) -> None:
+        if not _TIME.fullmatch(self.time_limit):
+            raise ConfigError(f"slurm.time_limit={self.time_limit}: must be minutes, hh:mm:ss or days-hh:mm:ss")
+        for name in ("cpus_per_rank", "max_server_restarts", "max_restarts_without_progress", "restart_delay_seconds", "grace_seconds"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"slurm.{name}={getattr(self, name)}: must not be negative")
+        for name in (
+            *("signal_seconds_before_end", "abandon_seconds", "preflight_timeout_seconds", "ready_timeout_seconds"),
+            *("shutdown_timeout_seconds", "spread_seconds", "command_timeout_seconds", "lease_seconds"),
+        ):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"slurm.{name}={getattr(self, name)}: must be above 0")
+        if self.abandon_seconds >= self.signal_seconds_before_end:
+            raise ConfigError(
+                f"slurm.abandon_seconds={self.abandon_seconds:g}: must be below signal_seconds_before_end={self.signal_seconds_before_end}"
+            )
+        if self.signal_seconds_before_end > 65535:
+            raise ConfigError(f"slurm.signal_seconds_before_end={self.signal_seconds_before_end}: sbatch takes at most 65535")
+        for option in self.options:
+            if not option.startswith("-") or "\n" in option:
+                raise ConfigError(f"slurm.options has {option!r}; allowed: sbatch options such as --mem=0, one a string")
+
 
 _FORMAT = 1
 

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.cluster import outcomes
-from aligner.cluster.output import plain
+from aligner.cluster.console import plain
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import Allocation, step_environment
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.commands import Runtime, srun_command
-from aligner.cluster.slurm.config import SlurmConfig
-from aligner.cluster.slurm.spec import ComponentSpec
+from aligner.cluster.slurm.spec import ComponentSpec, SlurmConfig
 from aligner.errors import LaunchError
 
 _POLL_SECONDS = 0.1

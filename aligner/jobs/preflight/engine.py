@@ -45,7 +45,7 @@ def _observe(context: Context) -> Trial:
     from aligner.models import create  # Megatron-Core comes with it
     from aligner.parallel import topology
     from aligner.rollout.create import create_engine
-    from aligner.rollout.selftest import negated
+    from aligner.rollout.verify import negated
 
     config = context.config
     if not isinstance(config, OnlineRun):

@@ -13,6 +13,7 @@ from aligner.errors import ConfigError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
 from aligner.loop.config import JobRun
 from aligner.loop.recipe import UsedModel
+from aligner.servers.components import in_section
 
 SAMPLE = "The quick brown fox: 3 + 4 = 7, naïve café, 你好.\n\tdef f(x): return x"
 
@@ -32,9 +33,10 @@ def tokenizer_of(model: UsedModel) -> Tokenizer:
     from aligner.loop.parts import tokenizer_directory  # Megatron-Core comes with it
     from aligner.models.create import read_architecture
 
-    tokenizer = load_tokenizer(str(tokenizer_directory(model.config)))
-    architecture = read_architecture(model.config, vocab_size=tokenizer.vocab_size)
-    check_vocabulary(tokenizer, architecture.vocab_size)
+    with in_section(model.key.rpartition(".")[0]):
+        tokenizer = load_tokenizer(str(tokenizer_directory(model.config)))
+        architecture = read_architecture(model.config, vocab_size=tokenizer.vocab_size)
+        check_vocabulary(tokenizer, architecture.vocab_size)
     return tokenizer
 
 

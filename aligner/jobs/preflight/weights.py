@@ -41,7 +41,7 @@ def check_model(model: UsedModel) -> tuple[str, list[str]]:
     """(a few words, warnings) on the files of `model.path`. Raises CheckpointError naming file and fault."""
     from aligner.models.create import read_architecture, source_directory  # Megatron-Core comes with it
 
-    source = source_directory(model.config)
+    source = source_directory(model.config, key=model.key)
     if source is None:
         if model.needs_head:
             raise CheckpointError(f"{model.key}.path='': a frozen reward model needs weights")

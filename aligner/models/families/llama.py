@@ -6,7 +6,7 @@ from typing import Any
 
 from aligner.models.config import Activation, Architecture, Family
 from aligner.models.families.hf_config import LLAMA3_ROPE, HFConfig
-from aligner.models.families.names import llama_like
+from aligner.models.families.mapping import llama_like
 
 NAMES = llama_like(attention={})
 SILU = {"silu": Activation.silu, "swish": Activation.silu}

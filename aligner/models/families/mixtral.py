@@ -8,7 +8,7 @@ from typing import Any
 from aligner.models.config import Architecture, Family
 from aligner.models.families import llama
 from aligner.models.families.hf_config import HFConfig
-from aligner.models.families.names import experts, llama_like
+from aligner.models.families.mapping import experts, llama_like
 
 NAMES = llama_like(attention={}, mlp=experts("block_sparse_moe", gate="w1", up="w3", down="w2"))
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from aligner.models.config import Activation, Architecture, Family, Normalization
-from aligner.models.families import llama, names
+from aligner.models.families import llama, mapping
 from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.mapping import NameTable, rule
 
 NAMES = NameTable(
-    before=names.BEFORE,
-    layer=names.INPUT_NORM
+    before=mapping.BEFORE,
+    layer=mapping.INPUT_NORM
     | {"input_layernorm.bias": rule("input_layernorm.bias")}
-    | names.ATTENTION
-    | names.MLP_NORM
+    | mapping.ATTENTION
+    | mapping.MLP_NORM
     | {"pre_mlp_layernorm.bias": rule("post_attention_layernorm.bias")}
     | {"mlp.linear_fc1.weight": rule("mlp.up_proj.weight"), "mlp.linear_fc2.weight": rule("mlp.down_proj.weight")},
-    after=names.FINAL_NORM | {"decoder.final_layernorm.bias": rule("model.norm.bias")} | names.OUTPUT,
+    after=mapping.FINAL_NORM | {"decoder.final_layernorm.bias": rule("model.norm.bias")} | mapping.OUTPUT,
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from aligner.models.config import Architecture, Family
 from aligner.models.families import llama
 from aligner.models.families.hf_config import HFConfig
-from aligner.models.families.names import QKV_BIAS, llama_like
+from aligner.models.families.mapping import QKV_BIAS, llama_like
 
 NAMES = llama_like(attention=QKV_BIAS)
 KEY_VALUE_HEADS = 32  # of files that do not say

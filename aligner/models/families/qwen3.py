@@ -8,7 +8,7 @@ from typing import Any
 from aligner.models.config import Architecture, Family
 from aligner.models.families import llama, qwen2
 from aligner.models.families.hf_config import HFConfig
-from aligner.models.families.names import QK_NORM, llama_like
+from aligner.models.families.mapping import QK_NORM, llama_like
 
 NAMES = llama_like(attention=QK_NORM)
 

@@ -8,7 +8,7 @@ from typing import Any
 from aligner.models.config import Architecture, Family
 from aligner.models.families import llama
 from aligner.models.families.hf_config import HFConfig
-from aligner.models.families.names import QK_NORM, experts, llama_like
+from aligner.models.families.mapping import QK_NORM, experts, llama_like
 
 NAMES = llama_like(attention=QK_NORM, mlp=experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"))
 

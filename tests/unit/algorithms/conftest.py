@@ -26,7 +26,7 @@ def fakes() -> ModuleType:
 @pytest.fixture
 def make_task(topology, fakes) -> Callable:
     """`make_task(log, num_prompts, batch_size, **fields)`: an OnlineTask whose reward is the prompt's id, in the data's own order."""
-    from aligner.data.loader import EpochSampler
+    from aligner.data.collate import EpochSampler
     from aligner.online.task import OnlineTask
 
     def make(log: list[str], num_prompts: int = 4, batch_size: int = 4, **fields):

@@ -13,10 +13,9 @@ import torch
 from aligner.algorithms.ai_feedback import Judge, Judgement, judgement_metrics
 from aligner.algorithms.chains import Broken, ConstitutionConfig, Learnt, Pairs, discards_of, preference_records, supervised_records
 from aligner.algorithms.constitution import Constitutional
-from aligner.data.cases import load_cases
 from aligner.data.config import ConstitutionDataConfig, PreferenceDataConfig, SFTDataConfig
 from aligner.data.constitution import Constitution, Principle
-from aligner.data.critiques import Framing
+from aligner.data.critiques import Framing, load_cases
 from aligner.data.parts import Parts
 from aligner.data.preferences import load_preferences
 from aligner.data.supervised import load_supervised
@@ -26,7 +25,7 @@ from aligner.loop.loop import Clock
 from aligner.loop.writing import Writing
 from aligner.online.collect import Scorers
 from aligner.protocols import Replica
-from aligner.rewards.no_reward import NoReward
+from aligner.rewards.local import NoReward
 from aligner.types import FinishReason, Rollout, SamplingConfig
 
 PRINCIPLES = tuple(

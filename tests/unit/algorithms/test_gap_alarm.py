@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aligner.errors import ConfigError, RunHalted
-from aligner.loop.gap_alarm import GapAlarm
+from aligner.loop.learnt import GapAlarm
 from aligner.loop.loop import Clock, LoopConfig, StepResult, run
 from aligner.models.guard import GapStatistic, LogprobGapConfig
 

@@ -12,7 +12,7 @@ from aligner.algorithms.ppo import PPO, PPOConfig
 from aligner.data.collate import rollout_batch
 from aligner.errors import RollBack, RunHalted
 from aligner.loop.loop import Clock, LoopConfig, StepResult, run
-from aligner.loop.skipped_steps import FORMER_NAME, SkippedStepsFile
+from aligner.loop.parts import FORMER_NAME, SkippedStepsFile
 from aligner.models.guard import SKIPPED, SKIPPED_IN_A_ROW, GuardConfig, NonFinite, NonFiniteReward
 from aligner.online.collect import ScoredRollouts, Scorers, collect, response_metrics
 

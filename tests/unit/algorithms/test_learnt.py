@@ -12,7 +12,7 @@ from aligner.loop.learnt import LearntNothingAlarm, of_mask, of_rows
 from aligner.loop.loop import Clock
 from aligner.models.guard import GuardConfig, LearntNothing
 from aligner.online.collect import ScoredRollouts
-from aligner.reporting.learnt import is_empty, reasons, totals
+from aligner.reporting.summary import is_empty, reasons, totals
 
 HEALTHY = {"learnt/tokens": 5.0, "optim/grad_norm": 0.1, "optim/updates": 1.0, "optim/lr": 1e-3}
 EMPTY = {

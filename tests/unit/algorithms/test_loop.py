@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from aligner.errors import AlignerError, CheckpointError, ConfigError, ServerUnreachable
-from aligner.loop.loop import Clock, LoopConfig, StepResult, run
-from aligner.loop.time_budget import TimeBudget
+from aligner.loop.loop import Clock, LoopConfig, StepResult, TimeBudget, run
 from aligner.types import FinishReason, SampleRow
 
 pytestmark = pytest.mark.usefixtures("topology")

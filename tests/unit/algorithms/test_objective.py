@@ -8,7 +8,7 @@ from aligner.algorithms.grpo import GRPOConfig
 from aligner.algorithms.ppo import PPOConfig
 from aligner.errors import ConfigError
 from aligner.losses.aggregation import Aggregation
-from aligner.losses.surrogates import Objective
+from aligner.losses.policy import Objective
 
 
 @pytest.mark.parametrize("config", [GRPOConfig, PPOConfig])

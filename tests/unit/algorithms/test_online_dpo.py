@@ -12,11 +12,10 @@ from aligner.algorithms.online_dpo import OnlineDPO, OnlineDPOConfig, online_dpo
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
 from aligner.loop.loop import Clock
-from aligner.losses.pairs import DPOVariant
-from aligner.losses.preference import dpo_loss
+from aligner.losses.preference import DPOVariant, dpo_loss
 from aligner.metrics import values
 from aligner.online.collect import ScoredRollouts
-from aligner.online.moving_reference import unused
+from aligner.online.job import unused
 from aligner.online.selection import Pairing
 from aligner.types import PreferenceBatch, TokenOutputs
 

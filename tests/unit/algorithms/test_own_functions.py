@@ -11,8 +11,7 @@ from aligner.algorithms.dpo import DPOConfig
 from aligner.algorithms.grpo import GRPO, GRPOConfig
 from aligner.errors import ConfigError
 from aligner.losses.advantages import Estimator, counted_rows, estimate, outcome_rewards
-from aligner.losses.pairs import DPOVariant
-from aligner.losses.preference import dpo_loss
+from aligner.losses.preference import DPOVariant, dpo_loss
 from aligner.types import PolicyBatch, PreferenceBatch, TokenOutputs
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "extend"

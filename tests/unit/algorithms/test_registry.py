@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -10,6 +10,8 @@ import pytest
 
 from aligner.algorithms import registry, sft
 from aligner.errors import ConfigError
+from aligner.loop.config import TrainerRun
+from aligner.loop.recipe import Traits
 
 
 @pytest.fixture
@@ -59,3 +61,15 @@ def test_a_config_is_of_the_recipe_in_whose_folder_it_lies() -> None:
         "reward_model",
         "online_dpo",
     ]
+
+
+def test_a_recipe_that_lacks_a_method_is_refused_where_it_is_defined() -> None:
+    @dataclass(kw_only=True, slots=True)
+    class Unread(TrainerRun):
+        def traits(self) -> Traits:
+            return self.batch_traits(rows=1)
+
+    with pytest.raises(TypeError, match=r"recipe unread: Unread has no method read \(see aligner.loop.config.JobRun\)"):
+        replace(sft.RECIPE, name="unread", config=Unread)
+    with pytest.raises(TypeError, match="Unread.*abstract method '?read"):
+        Unread()

@@ -12,15 +12,14 @@ import torch
 from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import CheckpointError, ConfigError, ServerUnreachable
 from aligner.loop.checkpointing import CRITIC, POLICY, CriticCheckpointer, RunCheckpointer, load_critic
+from aligner.loop.config import BestMode, CheckpointConfig
 from aligner.loop.pairs import newest_pair
 from aligner.loop.session import Session
 from aligner.models import checkpoint
-from aligner.models.checkpoint_config import BestMode, CheckpointConfig
 from aligner.models.checkpoint_files import complete_steps
 from aligner.models.optimizer import OptimizerConfig
-from aligner.servers.identity import TrainIdentity
 from aligner.servers.ledger import Ledger, Refused
-from aligner.servers.payloads import SaveRequest, TrainReply
+from aligner.servers.payloads import SaveRequest, TrainIdentity, TrainReply
 
 
 @pytest.fixture

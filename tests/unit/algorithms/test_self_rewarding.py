@@ -13,7 +13,7 @@ from aligner.algorithms.judge import Judge, Rubric, score_pattern
 from aligner.algorithms.self_rewarding import JudgedBy, SelfRewarding, SelfRewardingConfig
 from aligner.errors import CheckpointError, ConfigError, EngineError, RunHalted
 from aligner.loop.loop import Clock
-from aligner.losses.pairs import DPOVariant
+from aligner.losses.preference import DPOVariant
 from aligner.online.selection import pairs_by_length
 from aligner.types import SamplingConfig
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from aligner.algorithms.sft import SFT, SFTConfig
-from aligner.data.collate import supervised_batch
-from aligner.data.loader import EpochSampler
+from aligner.data.collate import EpochSampler, supervised_batch
 from aligner.data.supervised import SupervisedExample
 from aligner.loop.loop import Clock
 from aligner.loop.trainer_job import batch_statistics

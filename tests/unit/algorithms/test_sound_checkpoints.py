@@ -12,12 +12,12 @@ import torch
 from aligner.cluster.run_directory import CRITIC, POLICY, RunDirectory
 from aligner.errors import CheckpointError, RunHalted
 from aligner.loop.checkpointing import RunCheckpointer, keep, load_critic
+from aligner.loop.config import CheckpointConfig, DamagedCheckpoint
 from aligner.loop.loop import Clock, LoopConfig, StepResult, run
 from aligner.loop.session import Session
 from aligner.losses.sft import sft_loss
 from aligner.models import checkpoint
 from aligner.models import checkpoint_files as files
-from aligner.models.checkpoint_config import CheckpointConfig, DamagedCheckpoint
 from aligner.models.optimizer import OptimizerConfig
 from aligner.servers.ledger import Ledger
 from aligner.types import LabeledBatch

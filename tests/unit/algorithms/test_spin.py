@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from aligner.algorithms.spin import SPIN, Answer, SPINConfig, pairs_of
-from aligner.data.demonstrations import Demonstration, response_start
+from aligner.data.supervised import Demonstration, response_start
 from aligner.errors import CheckpointError, ConfigError, DataError
 from aligner.loop.loop import Clock
-from aligner.losses.pairs import DPOVariant
+from aligner.losses.preference import DPOVariant
 
 EOS = 0
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.loop import time_budget
-from aligner.loop.time_budget import TimeBudget, seconds_left
+from aligner.loop.loop import TimeBudget, seconds_left
 
 
 class Time:
@@ -24,7 +23,7 @@ class Time:
 @pytest.fixture
 def clock(monkeypatch) -> Time:
     made = Time()
-    monkeypatch.setattr(time_budget, "time", made)
+    monkeypatch.setattr("aligner.loop.loop.time", made)
     return made
 
 

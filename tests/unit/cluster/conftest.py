@@ -14,15 +14,14 @@ import pytest
 from aligner.cluster import lease as leases
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm import attempt as attempts
-from aligner.cluster.slurm import preflight as preflights
+from aligner.cluster.slurm import conductor as preflights
 from aligner.cluster.slurm import steps
 from aligner.cluster.slurm.allocation import allocation
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.commands import runtime
 from aligner.cluster.slurm.conductor import Surroundings, conduct
-from aligner.cluster.slurm.config import SlurmConfig
 from aligner.cluster.slurm.requests import StopRequests
-from aligner.cluster.slurm.spec import ComponentSpec, JobSpec
+from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, SlurmConfig
 
 FAKES = Path(__file__).parents[2] / "fakes" / "slurm_commands"
 RUNNING = "JobId=42 JobName=demo JobState=RUNNING Account=lab QOS=(null) Partition=gpu TimeLimit=01:00:00 EndTime=2099-01-01T00:00:00"

@@ -1,8 +1,17 @@
 from __future__ import annotations
 
 import io
+import os
+import resource
+import sys
+from pathlib import Path
 
-from aligner.cluster.output import Echo, LineAssembler, plain
+import pytest
+
+from aligner.cluster.component import Component
+from aligner.cluster.console import Console, Echo, LineAssembler, plain
+from aligner.cluster.run_directory import RunDirectory
+from aligner.errors import LaunchError
 
 
 def test_lines_are_cut_at_line_ends_only() -> None:
@@ -63,3 +72,36 @@ def test_a_reader_that_went_away_does_not_stop_the_run() -> None:
     echo = Echo(_ClosedPipe(), ["actor"], [0])
     echo.line("actor", "x")
     assert echo.closed
+
+
+def test_a_full_disk_costs_lines_of_the_logs_and_is_said_once_of_each(tmp_path: Path) -> None:
+    directory, stream = RunDirectory(tmp_path).create(), io.StringIO()
+    component = Component(name="actor", command=(sys.executable,), main=True)
+    log = directory.logs / "actor.0.log"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Console([component], directory, stream) as console:
+        channel, writer = console.open_channel(component, 0, log)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4, limits[1]))  # the kernel lets no file grow beyond it
+        try:
+            for number in range(3):
+                console.note(f"note {number}")
+                os.write(writer, f"line {number}\n".encode())
+                console.drain(channel)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        os.close(writer)
+    shown = stream.getvalue().splitlines()
+    assert (console.log.read_text(), log.read_text()) == ("note", "line")
+    warnings = [line for line in shown if "warning" in line]
+    assert [line.partition("; ")[2] for line in warnings] == ["the log lacks lines, the run goes on"] * 2
+    assert str(console.log) in warnings[0] and "EFBIG" in warnings[0] and str(log) in warnings[1]
+    assert [line.split()[-2:] for line in shown if line not in warnings] == [
+        [kind, str(number)] for number in range(3) for kind in ("note", "line")
+    ]
+
+
+def test_a_log_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path).create()
+    (directory.logs / "launcher.log").mkdir()
+    with pytest.raises(LaunchError, match="^Is a directory: .*launcher.log"):
+        Console([Component(name="actor", command=("x",), main=True)], directory, io.StringIO())

@@ -10,8 +10,8 @@ import pytest
 from aligner.cluster import lease as leases
 from aligner.cluster.lease import LeaseRecord, RunHeld
 from aligner.cluster.slurm.allocation import allocation
-from aligner.cluster.slurm.config import OnFailure
 from aligner.cluster.slurm.history import done_step, newest_step
+from aligner.cluster.slurm.spec import OnFailure
 from aligner.errors import ConfigError
 
 RUNNING = "JobId=42 JobName=demo JobState=RUNNING Account=lab QOS=(null) Partition=gpu TimeLimit=01:00:00 EndTime=2099-01-01T00:00:00"

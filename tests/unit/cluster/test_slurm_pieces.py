@@ -18,8 +18,7 @@ from aligner.cluster.outcomes import Outcome
 from aligner.cluster.slurm.allocation import allocation, step_environment, submission_environment
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.commands import runtime, srun_command
-from aligner.cluster.slurm.config import OnFailure, SlurmConfig
-from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, from_json, to_json
+from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, OnFailure, SlurmConfig, from_json, to_json
 from aligner.config import compose
 from aligner.errors import ConfigError, LaunchError
 from aligner.jobs.slurm import LaunchOptions, job_spec, launch_slurm

@@ -14,17 +14,17 @@ from aligner.data.config import (
     PreferenceDataConfig,
     PromptDataConfig,
     ProposalDataConfig,
+    RegressionDataConfig,
     SFTDataConfig,
+    StepDataConfig,
     UnpairedDataConfig,
 )
-from aligner.data.demonstrations import load_demonstrations
 from aligner.data.preferences import load_preferences
 from aligner.data.prompts import load_prompts
 from aligner.data.proposals import load_proposals
 from aligner.data.regression import load_regression
-from aligner.data.reward_config import RegressionDataConfig, StepDataConfig
 from aligner.data.steps import load_steps
-from aligner.data.supervised import load_supervised
+from aligner.data.supervised import load_demonstrations, load_supervised
 from aligner.data.tokenizer import load_tokenizer
 from aligner.data.unpaired import load_unpaired
 from aligner.errors import DataError

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from aligner.data.cases import load_cases
 from aligner.data.config import ConstitutionDataConfig
 from aligner.data.constitution import Comparison, Constitution, Example, Principle, draw, load_constitution
-from aligner.data.critiques import Framing, Question, Turns
+from aligner.data.critiques import Framing, Question, Turns, load_cases
 from aligner.errors import ConfigError, DataError
 
 EXAMPLE = Example(prompt="p", response="r", critique_request="cr", critique="c", revision_request="rr", revision="v")

@@ -11,10 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from aligner.data.config import PreferenceDataConfig, SFTDataConfig
+from aligner.data.config import PreferenceDataConfig, RegressionDataConfig, SFTDataConfig
 from aligner.data.preferences import load_preferences
 from aligner.data.regression import load_regression
-from aligner.data.reward_config import RegressionDataConfig
 from aligner.data.supervised import load_supervised
 
 FOLDER = Path(__file__).parents[3] / "examples" / "nlp" / "data"

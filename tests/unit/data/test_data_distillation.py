@@ -9,9 +9,20 @@ import pytest
 import torch
 
 from aligner.data.config import BadLines, DistillationDataConfig, Overlong
-from aligner.data.distillation import check_logprobs, distillation_batch, distilled, load_distillation
+from aligner.data.distillation import (
+    Manifest,
+    TeacherFiles,
+    begin,
+    check_logprobs,
+    data_digest,
+    distillation_batch,
+    distilled,
+    load_distillation,
+    num_complete,
+    shard_path,
+    write_shard,
+)
 from aligner.data.supervised import SupervisedExample
-from aligner.data.teacher import Manifest, TeacherFiles, begin, data_digest, num_complete, shard_path, write_shard
 from aligner.errors import ConfigError, DataError
 
 K = 2

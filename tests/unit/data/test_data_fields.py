@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 
-from aligner.data.cases import load_cases
 from aligner.data.config import (
     AnnotateDataConfig,
     BadLines,
@@ -17,23 +16,23 @@ from aligner.data.config import (
     PreferenceDataConfig,
     PromptDataConfig,
     ProposalDataConfig,
+    RegressionDataConfig,
     RequestDataConfig,
     SampledDataConfig,
     SFTDataConfig,
+    StepDataConfig,
     UnpairedDataConfig,
 )
-from aligner.data.demonstrations import load_demonstrations
+from aligner.data.critiques import load_cases
 from aligner.data.distillation import load_distillation
 from aligner.data.preferences import load_preferences
 from aligner.data.prompts import load_prompts
-from aligner.data.proposals import Quantity, load_proposals
+from aligner.data.proposals import LabelQuery, Quantity, load_proposals, load_sampled
 from aligner.data.regression import load_regression
 from aligner.data.requests import load_requests, load_unlabelled
-from aligner.data.reward_config import RegressionDataConfig, StepDataConfig
-from aligner.data.sampled import LabelQuery, load_sampled
 from aligner.data.sources import read_records
 from aligner.data.steps import load_steps
-from aligner.data.supervised import load_supervised
+from aligner.data.supervised import load_demonstrations, load_supervised
 from aligner.data.unpaired import load_unpaired
 from aligner.errors import DataError
 

@@ -10,10 +10,9 @@ import pytest
 from aligner.algorithms.generate import GenerateConfig
 from aligner.algorithms.proposals import ProposalsConfig, beta_mass
 from aligner.data.config import AnnotateDataConfig, BadLines, Overlong, ProposalDataConfig, RequestDataConfig, SampledDataConfig
-from aligner.data.labels import MISSING
-from aligner.data.proposals import Quantity, load_proposals
+from aligner.data.labelled import MISSING
+from aligner.data.proposals import LabelQuery, Quantity, load_proposals, load_sampled
 from aligner.data.requests import load_requests, load_unlabelled
-from aligner.data.sampled import LabelQuery, load_sampled
 from aligner.errors import ConfigError, DataError
 
 PROMPT = [

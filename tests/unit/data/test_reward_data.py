@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aligner.data.config import BadLines, Overlong
-from aligner.data.labels import MISSING, parse_labels, parse_step_labels
+from aligner.data.config import BadLines, Overlong, RegressionDataConfig, StepDataConfig
+from aligner.data.labelled import MISSING, parse_labels, parse_step_labels
 from aligner.data.regression import labelled_batch, load_regression
-from aligner.data.reward_config import RegressionDataConfig, StepDataConfig
 from aligner.data.steps import load_steps, step_batch
 from aligner.errors import ConfigError, DataError
 

@@ -13,11 +13,10 @@ from aligner.data.encoding import PromptStyle, encode_prompt
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.environments.calculator import Calculator
 from aligner.environments.config import EnvironmentConfig, ObservationForm
-from aligner.environments.load import build_environment, environment_follow_up
-from aligner.environments.observing import observation_tokens, surroundings
+from aligner.environments.exchange import build_environment, environment_follow_up, observation_tokens, surroundings
 from aligner.environments.reward import EnvironmentReward
 from aligner.errors import ConfigError
-from aligner.online.episodes import episode_metrics, readable
+from aligner.online.response_health import episode_metrics, readable
 from aligner.types import FinishReason, Prompt, Rollout, Scores
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<u>", "<t>", "<a>")  # ids 0 to 5

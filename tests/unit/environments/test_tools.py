@@ -8,11 +8,10 @@ import pytest
 
 from aligner.algorithms.grpo import TrainGRPO
 from aligner.config import compose
-from aligner.environments.arithmetic import calculate, last_number
-from aligner.environments.calculator import Calculator
+from aligner.environments.calculator import Calculator, calculate, last_number
 from aligner.environments.config import EnvironmentConfig
 from aligner.environments.environment import Observation, Turn
-from aligner.environments.load import build_environment
+from aligner.environments.exchange import build_environment
 from aligner.environments.retry_maths import RetryMaths
 from aligner.environments.tools import Toolbox, ToolError
 from aligner.errors import ConfigError

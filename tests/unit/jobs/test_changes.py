@@ -13,8 +13,7 @@ from aligner.algorithms.sft import TrainSFT
 from aligner.cluster.run_directory import CRITIC, POLICY, RunDirectory
 from aligner.config import from_yaml, to_yaml
 from aligner.errors import ConfigError
-from aligner.loop.changes import check_changes
-from aligner.loop.session import _open
+from aligner.loop.session import _open, check_changes
 from aligner.models import checkpoint_files as files
 
 FIRST = ("data.train=a.jsonl", "model.path=m", "reward.function.path=f", "reward.function.arguments.target=7")

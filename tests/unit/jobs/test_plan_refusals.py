@@ -35,6 +35,7 @@ REFUSED = [
     ("grpo", "actor", [TRTLLM, "rollout.tp=8"], "rollout.tp=8: with rollout.engine=tensorrt_llm each rank computes a replica"),
     ("grpo", "actor", [TRTLLM, "parallel.tp=2"], "rollout.tp=2: with rollout.engine=tensorrt_llm each rank computes a replica"),
     ("grpo", "actor", [TRTLLM, "rollout.sampling.repetition_penalty=1.1"], "rollout.sampling.repetition_penalty=1.1: not with"),
+    ("grpo", "actor", [TRTLLM, "rollout.sampling.raw_logprobs=true"], "rollout.sampling.raw_logprobs=true: rollout.engine=tensorrt_llm"),
     (
         "grpo",
         "actor",
@@ -60,7 +61,7 @@ REFUSED = [
     ("grpo", "actor", SHARED, "model.share_prompts=true: sequences that are"),
     ("grpo", "actor", ["parallel.pp=4"], "parallel.pp=4: does not divide the model's num_layers=2; allowed: 1, 2"),
     ("ppo", "critic", ["critic.mini_batch_size=60"], "critic.mini_batch_size=60: the last mini-batch of 64 rollouts has 4"),
-    ("ppo", "critic", ["critic.parallel.tp=3"], "parallel.tp=3 does not divide the 8 ranks of this component"),
+    ("ppo", "critic", ["critic.parallel.tp=3"], "critic.parallel.tp=3 does not divide the 8 ranks of this component"),
     ("ppo", "actor", [VLLM, "rollout.sampling.stop_strings=[x]"], "rollout.sampling.stop_strings: not available with rollout.engine=vllm"),
     ("spin", "actor", ["data.max_length=65"], "data.max_length=65: longer than the model's context of 64 tokens"),
     ("spin", "actor", ["algorithm.batch_size=4"], "algorithm.batch_size=4: smaller than the 8 data-parallel replicas"),

@@ -6,14 +6,13 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from aligner.jobs.preflight import clock, devices, filesystem, network, ports, ranks, sizing, versions
+from aligner.jobs.preflight import clock, filesystem, network, ports, ranks, sizing
 from aligner.jobs.preflight.command import ITEMS, Options
-from aligner.jobs.preflight.items import Finding, Level, ranges
-from aligner.jobs.preflight.table import show, summary, to_json
+from aligner.jobs.preflight.items import Finding, Level, ranges, show, summary, to_json
 from aligner.parallel.links import Link, Span, rounds
 
 GIB = 2**30
-HOST = devices.Machine(gpus=0, gpu="", gpu_bytes=0, gpu_free_bytes=0, host_bytes=64 * GIB, shared_bytes=8 * GIB)
+HOST = sizing.Machine(gpus=0, gpu="", gpu_bytes=0, gpu_free_bytes=0, host_bytes=64 * GIB, shared_bytes=8 * GIB)
 H100 = replace(HOST, gpus=2, gpu="H100", gpu_bytes=80 * GIB, gpu_free_bytes=79 * GIB)
 
 
@@ -23,12 +22,12 @@ def test_ranges():
 
 def test_versions_name_the_rank_that_differs(context_of):
     context = context_of(nodes=("n0", "n1"))
-    same = versions.Versions(of={"torch": "2.13.0", "megatron-core": "0.16.1"})
-    other = versions.Versions(of={"torch": "2.12.0", "megatron-core": "0.16.1"})
-    assert versions.judge(context, {0: same, 1: same}).level is Level.ok
-    found = versions.judge(context, {0: same, 1: other})
+    same = ranks.Versions(of={"torch": "2.13.0", "megatron-core": "0.16.1"})
+    other = ranks.Versions(of={"torch": "2.12.0", "megatron-core": "0.16.1"})
+    assert ranks.judge(context, {0: same, 1: same}).level is Level.ok
+    found = ranks.judge(context, {0: same, 1: other})
     assert found.level is Level.fatal and found.found == "rank 1 on n1: torch is 2.12.0 and not 2.13.0"
-    assert versions.judge(context, {0: versions.Versions(of={"megatron-core": "absent"})}).level is Level.fatal
+    assert ranks.judge(context, {0: ranks.Versions(of={"megatron-core": "absent"})}).level is Level.fatal
 
 
 @pytest.mark.parametrize(
@@ -43,16 +42,16 @@ def test_versions_name_the_rank_that_differs(context_of):
 )
 def test_gpus(context_of, on_gpus, second, level, text):
     context = context_of(on_gpus, nodes=("n0", "n0"))
-    found = devices.judge(context, {0: H100, 1: second})
+    found = sizing.judge(context, {0: H100, 1: second})
     assert found.level is level and text in found.found
 
 
 def test_gpus_that_are_missing_or_too_few(context_of, settings, on_gpus):
     planned_for_gpus = context_of(on_gpus)
-    assert devices.judge(planned_for_gpus, {0: HOST}).level is Level.fatal
-    assert devices.judge(context_of(settings("ppo")), {0: HOST}).level is Level.ok
+    assert sizing.judge(planned_for_gpus, {0: HOST}).level is Level.fatal
+    assert sizing.judge(context_of(settings("ppo")), {0: HOST}).level is Level.ok
     crowded = context_of(settings("ppo"), nodes=("n0",) * 3)
-    found = devices.judge(crowded, {rank: H100 for rank in range(3)})
+    found = sizing.judge(crowded, {rank: H100 for rank in range(3)})
     assert found.level is Level.fatal and "2 GPUs for 3 ranks" in found.found
 
 

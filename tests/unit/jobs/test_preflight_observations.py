@@ -7,9 +7,9 @@ import struct
 import pytest
 
 from aligner.errors import CheckpointError, ConfigError, DataError, ServerError
-from aligner.jobs.preflight import filesystem, ports, samples, sizing, tokenizers, versions, weights
-from aligner.jobs.preflight.devices import host_bytes
+from aligner.jobs.preflight import filesystem, ports, ranks, samples, sizing, tokenizers, weights
 from aligner.jobs.preflight.items import Level
+from aligner.jobs.preflight.sizing import host_bytes
 from aligner.models import hf_files
 from aligner.models.config import Architecture
 from aligner.rewards.config import NamedRewardConfig
@@ -28,7 +28,7 @@ def run(context_of, settings):
 
 
 def test_versions_are_read_without_imports(context_of):
-    found = versions.own_versions()
+    found = ranks.own_versions()
     assert found["numpy"].startswith("1.") and found["tensorrt-llm"] == "absent"
 
 

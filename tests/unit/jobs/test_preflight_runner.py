@@ -7,7 +7,7 @@ import pytest
 
 from aligner import cli
 from aligner.errors import ConfigError, LaunchError
-from aligner.jobs.preflight import runner
+from aligner.jobs.preflight import command
 from aligner.jobs.preflight.allocation import Abandoned
 from aligner.jobs.preflight.items import Finding, Item, Level, Where
 
@@ -31,7 +31,7 @@ def failing(error):
 
 def test_what_needs_a_fatal_item_is_not_run_and_the_rest_is(context_of):
     shown = []
-    run = runner.Runner(context_of(), progress=lambda name, finding: shown.append((name, finding.level)))
+    run = command.Runner(context_of(), progress=lambda name, finding: shown.append((name, finding.level)))
     run.run(
         [
             item("a", failing(ConfigError("model.path=x: no such directory"))),
@@ -48,15 +48,15 @@ def test_what_needs_a_fatal_item_is_not_run_and_the_rest_is(context_of):
 
 
 def test_an_unexpected_error_is_fatal_with_its_place(context_of):
-    findings = runner.Runner(context_of()).run([item("a", failing(RuntimeError("odd")))])
+    findings = command.Runner(context_of()).run([item("a", failing(RuntimeError("odd")))])
     assert findings["a"].level is Level.fatal
     assert findings["a"].found.startswith("RuntimeError: odd (at ") and "test_preflight_runner.py" in findings["a"].found
 
 
 def test_a_check_that_hangs_is_left_behind_and_named(context_of, monkeypatch):
-    monkeypatch.setattr(runner, "THREAD_MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(command, "THREAD_MARGIN_SECONDS", 0.0)
     release = threading.Event()
-    run = runner.Runner(context_of(), timeout_seconds=0.2)
+    run = command.Runner(context_of(), timeout_seconds=0.2)
     findings = run.run([item("a", lambda context: release.wait(60)), item("b")])
     release.set()
     assert findings["a"].level is Level.fatal and findings["b"].level is Level.ok
@@ -65,15 +65,15 @@ def test_a_check_that_hangs_is_left_behind_and_named(context_of, monkeypatch):
 
 
 def test_within_passes_on_results_and_errors():
-    assert runner.within(5.0, lambda: 3, lambda: False) == 3
+    assert command.within(5.0, lambda: 3, lambda: False) == 3
     with pytest.raises(ConfigError, match="no"):
-        runner.within(5.0, lambda: failing(ConfigError("no"))(None), lambda: False)
+        command.within(5.0, lambda: failing(ConfigError("no"))(None), lambda: False)
 
 
 def test_a_rank_that_does_not_answer_is_lost(context_of, monkeypatch):
-    monkeypatch.setattr(runner, "THREAD_MARGIN_SECONDS", 0.0)
-    monkeypatch.setattr(runner, "ANSWER_MARGIN_SECONDS", 0.1)
-    run = runner.Runner(context_of(nodes=("n0", "n1")), timeout_seconds=0.1)
+    monkeypatch.setattr(command, "THREAD_MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(command, "ANSWER_MARGIN_SECONDS", 0.1)
+    run = command.Runner(context_of(nodes=("n0", "n1")), timeout_seconds=0.1)
     findings = run.run([item("a"), item("b")])
     assert findings["a"].level is Level.fatal and findings["a"].found.startswith("rank 1 on n1: no answer")
     assert run.lost == [1]

@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from aligner.algorithms.iterations import Answer
+from aligner.algorithms.iterations import Answer, SampleFiles
 from aligner.algorithms.judge import Judgement, ask_about, scoring_settings
 from aligner.algorithms.self_rewarding import TrainSelfRewarding
 from aligner.config import compose
-from aligner.data.prompts import load_prompts
-from aligner.data.questions import question_text, read_questions
+from aligner.data.prompts import load_prompts, question_text, read_questions
 from aligner.data.records import Message
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs import plan
 from aligner.jobs.preflight import samples
-from aligner.online.sample_store import SampleFiles
 
 CHAT = "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}a {% endif %}"
 

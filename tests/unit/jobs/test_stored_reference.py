@@ -21,7 +21,7 @@ from aligner.errors import ConfigError, DataError
 from aligner.loop.config import RunConfig
 from aligner.loop.epochs import ReferenceLogprobs
 from aligner.loop.loop import Clock, LoopConfig
-from aligner.losses.pairs import DPOVariant
+from aligner.losses.preference import DPOVariant
 from aligner.losses.unpaired import UnpairedLoss
 from aligner.models.config import Architecture, Dtype, Family, ModelConfig
 from aligner.models.create import create_policy, training

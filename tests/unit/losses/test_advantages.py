@@ -2,8 +2,16 @@ import pytest
 import torch
 from torch import tensor
 
-from aligner.losses.advantages import gae, group_advantages, outcome_rewards, returns_to_go, rloo_advantages, shaped_rewards, whiten
-from aligner.losses.scan import discounted_sums
+from aligner.losses.advantages import (
+    discounted_sums,
+    gae,
+    group_advantages,
+    outcome_rewards,
+    returns_to_go,
+    rloo_advantages,
+    shaped_rewards,
+    whiten,
+)
 
 NAN = float("nan")
 

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from aligner.losses.correction import Correction, CorrectionConfig, Level, correction_weights
-from aligner.losses.gap import gap_metrics, weight_metrics, with_gap
+from aligner.losses.correction import Correction, CorrectionConfig, Level, correction_weights, gap_metrics, weight_metrics, with_gap
 from aligner.losses.sft import sft_loss
 from aligner.metrics import merge, values
 from aligner.types import LabeledBatch, LossOutput, TokenOutputs

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import tensor
 
-from aligner.losses.pairs import DPOVariant, LogRatios, log_odds, pair_losses
-from aligner.losses.preference import dpo_loss
+from aligner.losses.preference import DPOVariant, LogRatios, dpo_loss, log_odds, pair_losses
 from aligner.metrics import values
 from aligner.types import PreferenceBatch, TokenOutputs
 

@@ -9,8 +9,7 @@ from torch import tensor
 from aligner.errors import ConfigError
 from aligner.losses.aggregation import Aggregation
 from aligner.losses.correction import Correction, CorrectionConfig, Level, correction_weights
-from aligner.losses.policy import policy_loss
-from aligner.losses.surrogates import Objective
+from aligner.losses.policy import Objective, policy_loss
 from aligner.types import PolicyBatch, TokenOutputs
 
 MASK = tensor([[0, 1, 1, 0, 0], [0, 1, 1, 1, 0]], dtype=torch.bool)

@@ -14,8 +14,7 @@ from aligner.losses.advantages import Estimator, estimate, outcome_rewards, shap
 from aligner.losses.aggregation import Aggregation
 from aligner.losses.correction import Correction, CorrectionConfig, Level
 from aligner.losses.kl import KLEstimator, kl_estimate
-from aligner.losses.policy import policy_loss
-from aligner.losses.surrogates import Objective
+from aligner.losses.policy import Objective, policy_loss
 from aligner.rows import select_rows
 from aligner.types import PolicyBatch, TokenOutputs
 

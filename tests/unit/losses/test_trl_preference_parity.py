@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from aligner.losses.distillation import Divergence, distillation_loss
-from aligner.losses.pairs import DPOVariant
-from aligner.losses.preference import dpo_loss
+from aligner.losses.preference import DPOVariant, dpo_loss
 from aligner.losses.reward import BradleyTerry, bradley_terry_loss
 from aligner.losses.unpaired import kl_baseline, kto_loss, mean_log_ratio
 from aligner.types import LabeledBatch, PreferenceBatch, TokenOutputs

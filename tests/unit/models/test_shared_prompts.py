@@ -174,7 +174,7 @@ def test_refusals(topology):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 def test_attention_and_its_gradients_are_the_plain_ones(dtype, tolerance):
     """Segments of 4, of 5 and 3 that go on from it, and of 3 alone, against a softmax over what a slot may see; relative to the largest."""
-    from aligner.models.shared_attention import shared_attention
+    from aligner.models.attention import shared_attention
 
     segments = ((0, 4, -1), (4, 9, 0), (9, 12, 0), (12, 15, -1))
     visible = torch.zeros(15, 15, dtype=torch.bool)

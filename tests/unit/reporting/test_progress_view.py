@@ -7,8 +7,7 @@ import pytest
 
 from aligner.reporting.config import LoggingConfig, Progress
 from aligner.reporting.formats import Column, Goal
-from aligner.reporting.pace import Pace, phases, step_seconds
-from aligner.reporting.progress import PlainView, open_view
+from aligner.reporting.progress import Pace, PlainView, open_view, phases, step_seconds
 from aligner.reporting.rollout_table import SampleRow
 from aligner.types import FinishReason
 

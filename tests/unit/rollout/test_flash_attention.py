@@ -11,8 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from aligner.rollout.attention import DecodeBatch, GatheredAttention, PagedKV, PrefillChunk, plan_decode, plan_prefill
-from aligner.rollout.flash import FLASH_2, FLASH_3, flash_attention, load
+from aligner.rollout.attention import (
+    FLASH_2,
+    FLASH_3,
+    DecodeBatch,
+    GatheredAttention,
+    PagedKV,
+    PrefillChunk,
+    flash_attention,
+    load,
+    plan_decode,
+    plan_prefill,
+)
 
 
 def attend(q, k_cache, v_cache, lengths, table, causal):

@@ -52,7 +52,7 @@ def report(policy, engine, config, **tolerance):
     from aligner.data.collate import rollout_batch
     from aligner.jobs.gap import most_different, trace_paths
     from aligner.jobs.gap_report import GapReport, Tolerance
-    from aligner.losses.gap import gap_metrics
+    from aligner.losses.correction import gap_metrics
     from aligner.metrics import values
     from aligner.models.config import Dtype
 

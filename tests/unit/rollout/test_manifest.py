@@ -9,8 +9,8 @@ import torch
 
 from aligner.errors import EngineError
 from aligner.models.config import Architecture, Family
+from aligner.rollout.foreign import fusion_group, weight_buckets
 from aligner.rollout.manifest import Manifest, TensorSpec, global_manifest, hf_manifest
-from aligner.rollout.stream import fusion_group, weight_buckets
 
 FAMILIES = ["llama", "llama_tied_llama3_rope", "qwen2", "qwen2_tied", "qwen3", "mixtral", "qwen3_moe", "nemotron", "gpt2"]
 

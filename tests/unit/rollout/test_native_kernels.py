@@ -28,8 +28,7 @@ def _world(topology) -> None: ...
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
     """The kernels as they are, and for vectors of 16 numbers."""
-    from aligner.rollout.native.build import FLAGS, compiled
-    from aligner.rollout.native.library import Library, load
+    from aligner.rollout.native.library import FLAGS, Library, compiled, load
 
     cache = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
     found = {"own": load(), "16 lanes": Library(str(compiled(cache, (*FLAGS, "-O1", "-DLANES=16", "-Wno-psabi"))))}
@@ -143,26 +142,29 @@ def test_nan_shows(libraries):
 
 
 def test_compiled_once(tmp_path, monkeypatch):
-    from aligner.rollout.native import build
+    from aligner.rollout.native import library
 
     environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     calls = []
-    monkeypatch.setattr(build.subprocess, "run", lambda command, run=build.subprocess.run, **o: calls.append(command) or run(command, **o))
-    quickly = (*build.FLAGS, "-O0")
-    first = build.compiled(environment, quickly)
-    assert build.compiled(environment, quickly) == first and len(calls) == 1
+    monkeypatch.setattr(
+        library.subprocess, "run", lambda command, run=library.subprocess.run, **o: calls.append(command) or run(command, **o)
+    )
+    quickly = (*library.FLAGS, "-O0")
+    first = library.compiled(environment, quickly)
+    assert library.compiled(environment, quickly) == first and len(calls) == 1
     assert [path.name for path in (tmp_path / "aligner").iterdir()] == [first.name]  # nothing half done is left
-    with pytest.raises(build.BuildError, match="failed: .*no-such-flag"):
-        build.compiled(environment, (*build.FLAGS, "-fno-such-flag"))
+    with pytest.raises(library.BuildError, match="failed: .*no-such-flag"):
+        library.compiled(environment, (*library.FLAGS, "-fno-such-flag"))
     assert [path.name for path in (tmp_path / "aligner").iterdir()] == [first.name]
 
 
 def test_without_a_compiler_it_is_said_once_and_torch_computes(make_model, monkeypatch, caplog, tmp_path):
-    from aligner.rollout.native import build
     from aligner.rollout.native import library as native
 
+    compiled = native.compiled
+
     def missing():
-        return build.compiled({"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)})
+        return compiled({"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)})
 
     monkeypatch.setattr(native, "compiled", missing)
     native.load.cache_clear()

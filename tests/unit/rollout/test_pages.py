@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aligner.rollout.engine import GenRequest
-from aligner.rollout.pages import PagePool
-from aligner.rollout.scheduler import Counters, Response, Scheduler
+from aligner.rollout.scheduler import Counters, PagePool, Response, Scheduler
 
 
 def test_pages_are_free_when_nobody_uses_them():

@@ -320,7 +320,7 @@ def test_what_is_not_finite_is_named_and_counted():
 
 
 def test_negated_weights_come_back_to_the_bit(make_model):
-    from aligner.rollout.selftest import negated
+    from aligner.rollout.verify import negated
 
     policy = make_model("policy")
     engine = engine_of(policy)

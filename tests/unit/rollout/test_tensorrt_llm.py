@@ -19,7 +19,7 @@ from fake_tensorrt_llm_model import Misuse  # noqa: E402
 from aligner.errors import ConfigError, EngineError  # noqa: E402
 from aligner.rollout.config import RolloutConfig  # noqa: E402
 from aligner.rollout.engine import ALL_MEMORY, GenRequest, GenResult, ListedWork, Memory  # noqa: E402
-from aligner.rollout.stream import weight_buckets  # noqa: E402
+from aligner.rollout.foreign import weight_buckets  # noqa: E402
 from aligner.rollout.tensorrt_llm_config import CudaGraphs, Sampler, TensorRTLLMConfig  # noqa: E402
 from aligner.types import FinishReason, LogprobKind, SamplingConfig  # noqa: E402
 

@@ -21,7 +21,7 @@ from aligner.rollout import tensorrt_llm_diff, tensorrt_llm_environment  # noqa:
 from aligner.rollout.engine import GenRequest  # noqa: E402
 from aligner.rollout.tensorrt_llm_config import Sampler, TensorRTLLMConfig
 from aligner.rollout.tensorrt_llm_contract import Contract, gate, known_versions, load  # noqa: E402
-from aligner.rollout.tensorrt_llm_sampling import sampling_arguments, to_result  # noqa: E402
+from aligner.rollout.tensorrt_llm_requests import sampling_arguments, to_result  # noqa: E402
 from aligner.rollout.tensorrt_llm_spmd import Block, InPlace, worker_in_place  # noqa: E402
 from aligner.types import FinishReason, LogprobKind, SamplingConfig  # noqa: E402
 

@@ -13,11 +13,10 @@ import torch
 
 from aligner.errors import ConfigError, EngineError
 from aligner.models.config import Architecture
-from aligner.rollout.config import RolloutConfig
+from aligner.rollout.config import RolloutConfig, VLLMConfig
 from aligner.rollout.engine import ALL_MEMORY, GenRequest, ListedWork
 from aligner.rollout.manifest import hf_manifest
 from aligner.rollout.vllm import KNOWN_VERSIONS, VLLMEngine, VLLMModel
-from aligner.rollout.vllm_config import VLLMConfig
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 SIZES = Architecture(num_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, ffn_hidden_size=12, vocab_size=11)

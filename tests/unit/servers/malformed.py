@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from aligner.servers import wire
-from aligner.servers.identity import START, TrainIdentity, digest_of
 from aligner.servers.kserve import HEADER_LENGTH, encode_request
+from aligner.servers.payloads import START, TrainIdentity, digest_of
 from aligner.types import TokenBatch, ValueBatch
 
 NUMBERS = (-1, 0, 2**31, 2**32, 2**62, 2**63, 2**64, 10**30, -(2**63), 1.5, -0.0, 1e308, True, None, "3", "", [], [1], {}, {"a": 1})

@@ -16,9 +16,9 @@ from fake_critic import PRIME, Disk, FakeLink, FakeServer, token_batch, updated,
 from aligner.errors import RequestRejected, ServerError, ServerUnreachable
 from aligner.servers.config import ClientConfig
 from aligner.servers.history import CriticHistory
-from aligner.servers.identity import START, position
 from aligner.servers.journal import Journal
 from aligner.servers.ledger import Ledger
+from aligner.servers.payloads import START, position
 
 CONFIG = ClientConfig(recovery_timeout_seconds=60, discovery_timeout_seconds=60, max_lost_servers=10**6)  # but time does not pass
 NUM_STEPS = 7

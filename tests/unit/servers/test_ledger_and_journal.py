@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from aligner.errors import CheckpointError, ServerError
-from aligner.servers.identity import START, TrainIdentity, describe, digest_of, position
 from aligner.servers.journal import Journal
 from aligner.servers.ledger import NUM_RECORDS, Ledger, Reason, Refused
-from aligner.servers.payloads import TrainReply
+from aligner.servers.payloads import START, TrainIdentity, TrainReply, describe, digest_of, position
 
 
 def arrays(number: int) -> dict[str, np.ndarray]:

@@ -17,13 +17,13 @@ from aligner.servers import watchdog, wire
 from aligner.servers.address import listen
 from aligner.servers.config import ClientConfig, RequestLimits, ServerConfig
 from aligner.servers.critic import CriticService
-from aligner.servers.identity import TrainIdentity, digest_of
+from aligner.servers.health import Supervisor
 from aligner.servers.intake import Intake, Operation
 from aligner.servers.kserve import AnswerError
 from aligner.servers.ledger import Ledger, Refused
+from aligner.servers.payloads import TrainIdentity, digest_of
 from aligner.servers.processes import processes_with_variable
 from aligner.servers.reward import FunctionRewardService, RewardService
-from aligner.servers.supervisor import Supervisor
 from aligner.types import TokenBatch, ValueBatch
 
 LIMITS = RequestLimits(vocab_size=100, max_sequence_length=8)

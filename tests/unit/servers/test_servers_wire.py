@@ -6,8 +6,8 @@ import torch
 
 from aligner.servers import wire
 from aligner.servers.config import RequestLimits
-from aligner.servers.identity import TrainIdentity, digest_of
 from aligner.servers.kserve import HEADER_LENGTH, AnswerError, decode_error, decode_response, encode_request
+from aligner.servers.payloads import TrainIdentity, digest_of
 from aligner.types import TokenBatch, ValueBatch
 
 LIMITS = RequestLimits(vocab_size=10, max_sequence_length=4, max_rows=3)
