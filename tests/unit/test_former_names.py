@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from aligner.loop.changes import check_changes
 
 from aligner.algorithms.grpo import TrainGRPO
 from aligner.algorithms.ppo import TrainPPO
@@ -16,6 +15,7 @@ from aligner.cluster.run_directory import POLICY, RunDirectory
 from aligner.config import compose, from_yaml, schema_of, to_yaml
 from aligner.errors import ConfigError
 from aligner.former_names import NAMES, VALUES, present_name, translated
+from aligner.loop.session import check_changes
 from aligner.models import checkpoint_files as files
 from aligner.schema import is_known, schema_keys
 
