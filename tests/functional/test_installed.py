@@ -60,6 +60,25 @@ def test_a_wheel_trains(installed: Path, tmp_path: Path) -> None:
     run(installed, tmp_path, "report", "run")
 
 
+def test_a_strangers_package_brings_a_recipe_an_estimator_and_a_reward(installed: Path, tmp_path: Path) -> None:
+    """As docs/extending.md says: nothing of ours is touched."""
+    packages = next(installed.parent.glob("lib/python*/site-packages"))
+    source = shutil.copytree(ROOT / "examples" / "extend" / "package", tmp_path / "package")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", f"--target={packages}", str(source)]
+    subprocess.run(install, check=True, timeout=TIMEOUT)
+    write_task(tmp_path)
+    settings = [one for one in tiny_settings(tmp_path) if one.startswith(("model.", "logging."))] + ["loop.max_steps=1"]
+    (tmp_path / "sft.jsonl").write_text('{"prompt": "3+4=", "response": "7"}\n' * 8)
+    assert "runs/dft" in run(installed, tmp_path, "train", "dft", "--cfg", "job", "data.train=x")
+    assert "trainer on 1 rank" in run(installed, tmp_path, "plan", "dft", *settings, "data.max_length=16")
+    run(installed, tmp_path, "launch", "local", "dft", *settings, "data.train=sft.jsonl", "data.max_length=16", "algorithm.batch_size=8")
+    assert (tmp_path / "runs" / "dft" / "done.json").is_file()
+    settings = [*tiny_settings(tmp_path), "loop.max_steps=1", "run.directory=grpo", "reward.function.path=dft:brief"]
+    settings += ["algorithm.prompts_per_step=2", "algorithm.group_size=4", "algorithm.mini_batch_size=8"]
+    run(installed, tmp_path, "launch", "local", "grpo", *settings, "algorithm.advantage_estimator=dft:centred")
+    assert (tmp_path / "grpo" / "done.json").is_file()
+
+
 def test_a_wheel_has_configs_scripts_and_examples(installed: Path, tmp_path: Path) -> None:
     assert "actor on 128 ranks" in run(installed, tmp_path, "plan", "ppo_70b")
     script = run(installed, tmp_path, "launch", "slurm", "ppo_70b", "--dry-run")

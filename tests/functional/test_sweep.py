@@ -37,12 +37,12 @@ def test_two_seeds_and_two_learning_rates(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     names = [f"optimizer.lr={lr},run.seed={seed}" for lr in (0.001, 0.002) for seed in (1, 2)]
-    losses = {name: read_metrics(tmp_path / "run" / "sweep" / name / "metrics.jsonl")[-1].values["train/loss"] for name in names}
+    losses = {name: read_metrics(tmp_path / "run" / "sweep" / name / "metrics.jsonl")[-1].values["sft/loss"] for name in names}
     assert len(set(losses.values())) == 4
     table = done.stdout[done.stdout.rindex(" settings") :].splitlines()
     assert [line.split()[0] for line in table[1:5]] == names and all(line.split()[-1] == "done" for line in table[1:5])
     assert table[5] == f"in {tmp_path / 'run' / 'sweep'}"
-    column = next(column for column in recipes()["sft"].columns if column.metric == "train/loss")
+    column = next(column for column in recipes()["sft"].columns if column.metric == "sft/loss")
     assert [float(line.split()[1]) for line in table[1:5]] == [float(format(losses[name], column.format)) for name in names]
 
 

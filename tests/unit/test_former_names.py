@@ -101,7 +101,7 @@ def test_a_preset_with_a_former_name_is_refused(tmp_path: Path):
     (tmp_path / "grpo.yaml").write_text("defaults:\n  - algorithm: mine\n  - _self_\n")
     (tmp_path / "algorithm" / "mine.yaml").write_text("estimator: rloo\n")
     with pytest.raises(ConfigError, match=r"algorithm.estimator in .*: it is called algorithm.advantage_estimator now"):
-        compose(TrainGRPO, "grpo", config_dir=tmp_path)
+        compose(TrainGRPO, "grpo", folders=[tmp_path])
 
 
 def test_a_saved_config_of_before_is_the_same_config():

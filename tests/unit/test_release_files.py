@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import runpy
 import subprocess
@@ -43,15 +42,14 @@ def test_the_package_brings_its_type_information(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_all_names_is_there():
-    assert all(name == "__version__" or importlib.import_module(f"aligner.{name}") for name in aligner.__all__)
-    program = "from aligner import *; print(__version__, losses.__name__, types.__name__)"
+    program = "from aligner import *; print(__version__, losses.__name__, types.__name__, train.__module__, Result.__module__)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == [aligner.__version__, "aligner.losses", "aligner.types"], done.stderr
+    assert done.stdout.split() == [aligner.__version__, "aligner.losses", "aligner.types", "aligner.api", "aligner.api"], done.stderr
 
 
 def test_all_names_what_the_reference_documents():
     documented = {match.split(".")[1] for match in re.findall(r"reference/(aligner\.\w+)", read("mkdocs.yml"))}
-    assert documented == set(aligner.__all__) - {"__version__"}
+    assert documented - {"api"} == set(aligner.__all__) - {"__version__", "Result", "train"}
 
 
 def test_pre_commit_runs_the_tools_of_make_lint():
