@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 import transformers
-from training_jobs import write_task
+from training_jobs import ROOT, write_task
 
 import aligner
 from aligner.errors import AlignerError, ConfigError
@@ -84,3 +84,18 @@ def test_refusals_name_the_setting_or_the_row(sft: aligner.Result, tmp_path: Pat
 def test_a_recipe_that_there_is_not() -> None:
     with pytest.raises(ConfigError, match="there is no config 'gropo': did you mean grpo?"):
         aligner.train("gropo")
+
+
+def test_the_programs_of_the_documentation(sft: aligner.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """They are complete, short, and run as they stand on a model of that name."""
+    text = (ROOT / "docs" / "python.md").read_text()
+    programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(programs) == 3
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "base").symlink_to(sft.export)
+    monkeypatch.chdir(tmp_path)
+    for program in programs:
+        lines = [line for line in program.splitlines() if line.strip()]
+        assert len(lines) <= 12
+        exec(compile(program, "docs/python.md", "exec"), {"__name__": "__main__"})
+    assert (tmp_path / "runs" / "grpo" / "done.json").is_file()
