@@ -156,7 +156,7 @@ class Session:
 def see_own_gpus(config: Any, local_rank: int) -> None:
     """Hide the GPUs of other replicas from a rank with an engine that would take the first it sees; before anything uses a GPU."""
     rollout = getattr(config, "rollout", None)
-    if rollout is not None and rollout.engine is not EngineKind.megatron:
+    if rollout is not None and rollout.engine != EngineKind.megatron:
         platform.see_block(local_rank, rollout.tp or config.parallel.tp)
 
 

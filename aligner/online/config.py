@@ -107,7 +107,7 @@ class OnlineRun(JobRun):
     def check_engine(self, architecture: Architecture, num_ranks: int) -> None:
         """Raise ConfigError if the engine cannot do what `rollout` asks of it on `num_ranks` ranks."""
         check_engine(self.rollout, architecture, tp=self.rollout.tp or self.parallel.tp, world_size=num_ranks)
-        if self.rollout.engine is EngineKind.tensorrt_llm and self.rollout.sampling.raw_logprobs:
+        if self.rollout.engine == EngineKind.tensorrt_llm and self.rollout.sampling.raw_logprobs:
             raise ConfigError(
                 "rollout.sampling.raw_logprobs=true: rollout.engine=tensorrt_llm gives log-probs of one kind, and validation and greedy "
                 "baselines sample at temperature 0; allowed: false (at temperature=1 both kinds are the same)"

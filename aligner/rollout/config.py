@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.metadata import entry_points
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture
@@ -27,9 +28,11 @@ class VLLMConfig:
 
 PAGE_SIZE = 16  # tokens of a page of the key-value cache, where no kernel wants another
 
+ENGINES = "aligner.engines"  # group of entry points: engines of other packages
+
 
 class EngineKind(str, Enum):
-    """Which engine samples."""
+    """The engines that are wrapped here."""
 
     megatron = "megatron"  # the built-in one, on the policy's own weights
     tensorrt_llm = "tensorrt_llm"  # NVIDIA's, in the training processes
@@ -86,7 +89,8 @@ class AsynchronousConfig:
 class RolloutConfig:
     """The rollout engine of the actor."""
 
-    engine: EngineKind = EngineKind.megatron  # what samples: the built-in one on the policy's own weights, or another package
+    # megatron (built in, on the policy's own weights), tensorrt_llm, vllm, or the name of an entry point of another package
+    engine: str = EngineKind.megatron.value  # what samples (docs/rollouts.md, docs/extending.md)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_batch_size: int = 128  # sequences decoded at a time by one replica of the engine; their keys and values share the device
     kv_cache_tokens: int = 0  # tokens in the cache of one replica; 0: as many as max_batch_size of the longest sequences may have
@@ -103,6 +107,10 @@ class RolloutConfig:
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
 
     def __post_init__(self) -> None:
+        self.engine = self.engine.value if isinstance(self.engine, EngineKind) else self.engine
+        known = [*(kind.value for kind in EngineKind), *sorted(entry.name for entry in entry_points(group=ENGINES))]
+        if self.engine not in known:
+            raise ConfigError(f"rollout.engine={self.engine}: allowed: {', '.join(known)} (entry points of the group {ENGINES} add others)")
         for name, least in (("max_batch_size", 1), ("kv_cache_tokens", 0), ("prefill_chunk_tokens", 1), ("tp", 0), ("refit_bucket_mib", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"rollout.{name}={getattr(self, name)}: must be at least {least}")
@@ -113,9 +121,9 @@ class RolloutConfig:
 
     def _check_asynchronous(self) -> None:
         setting = f"rollout.asynchronous.max_staleness={self.asynchronous.max_staleness}"
-        if self.engine is not EngineKind.megatron:
+        if self.engine != EngineKind.megatron:
             # A wrapped package's scheduler takes no weights between two steps, and its collectives use training's threads and groups.
-            raise ConfigError(f"{setting}: rollout.engine={self.engine.value} samples between training phases; allowed: megatron, or 0")
+            raise ConfigError(f"{setting}: rollout.engine={self.engine} samples between training phases; allowed: megatron, or 0")
         if self.offload:
             raise ConfigError(f"{setting}: sampling and training need their weights at once; allowed: with rollout.offload=false, or 0")
 
@@ -124,7 +132,7 @@ def check_cache(config: RolloutConfig, *, longest_prompt: int, context: int) -> 
     """Raise ConfigError if the built-in engine's key-value cache is stated and cannot hold the longest prompt with its response."""
     length = min(longest_prompt + config.sampling.max_response_length, context) - 1  # the last token is never looked at
     needed = -(-length // PAGE_SIZE) * PAGE_SIZE
-    if config.engine is EngineKind.megatron and 0 < config.kv_cache_tokens < needed:
+    if config.engine == EngineKind.megatron and 0 < config.kv_cache_tokens < needed:
         raise ConfigError(
             f"rollout.kv_cache_tokens={config.kv_cache_tokens}: the longest prompt has {longest_prompt} tokens and needs {needed} with its "
             f"response (whole pages of {PAGE_SIZE}); allowed: 0 (as many as are needed), or at least {needed}"
@@ -134,15 +142,15 @@ def check_cache(config: RolloutConfig, *, longest_prompt: int, context: int) -> 
 def check_engine(config: RolloutConfig, architecture: Architecture, *, tp: int, world_size: int) -> None:
     """Raise ConfigError if the engine of `config` cannot sample with replicas of `tp` ranks each. Does not check installed packages."""
     check_splits(architecture, tp=tp, world_size=world_size)
-    if config.engine is EngineKind.megatron:
+    if config.engine == EngineKind.megatron:
         return
-    if config.engine is EngineKind.tensorrt_llm:
+    if config.engine == EngineKind.tensorrt_llm:
         config.tensorrt_llm.check(config.sampling, tp=tp)
-    else:
+    elif config.engine == EngineKind.vllm:
         config.vllm.check(config.sampling)
     if config.verify_refit is VerifyRefit.checksum and tp > 1:
         raise ConfigError(
-            f"rollout.verify_refit=checksum: rollout.engine={config.engine.value} reads no weights back from rollout.tp={tp} ranks; "
+            f"rollout.verify_refit=checksum: rollout.engine={config.engine} reads no weights back from rollout.tp={tp} ranks; "
             "allowed: none, or rollout.tp=1"
         )
 

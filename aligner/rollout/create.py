@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,7 +19,7 @@ from aligner.parallel import platform
 from aligner.parallel.collectives import together
 from aligner.parallel.transfer import block_group
 from aligner.protocols import FollowUp, Replica
-from aligner.rollout.config import EngineKind, RolloutConfig, ShareWork, VerifyRefit, check_engine
+from aligner.rollout.config import ENGINES, EngineKind, RolloutConfig, ShareWork, VerifyRefit, check_engine
 from aligner.rollout.engine import ForeignEngine
 from aligner.rollout.episodes import Conversing
 from aligner.rollout.foreign import StreamedEngine, WeightStream
@@ -95,6 +96,10 @@ def _foreign(config: RolloutConfig, chunk: LanguageModel, directory: Path, *, tp
         from aligner.rollout.tensorrt_llm import TensorRTLLMEngine
 
         return TensorRTLLMEngine(config, path=directory, dtype=dtype, eos_id=eos_id, max_sequence_length=length, tp=tp)
+    if config.engine != EngineKind.vllm:
+        (entry,) = entry_points(group=ENGINES, name=config.engine)
+        settings = {"dtype": dtype, "eos_id": eos_id, "max_sequence_length": length, "tp": tp}
+        return entry.load()(config, path=directory, architecture=chunk.architecture, **settings)
     from aligner.rollout.vllm import VLLMEngine, VLLMModel
 
     model = VLLMModel(directory=directory, architecture=chunk.architecture, dtype=dtype, max_sequence_length=length, eos_id=eos_id)

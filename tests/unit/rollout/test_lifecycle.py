@@ -274,3 +274,30 @@ def test_the_config_chooses_the_engine(make_model, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # as where it is not installed
     with pytest.raises(EngineError, match="starting vLLM failed: rollout.engine=vllm: vLLM cannot be imported"):
         create_engine(policy, RolloutConfig(engine=EngineKind.vllm), eos_id=2)
+
+
+def test_an_engine_of_another_package(make_model, monkeypatch):
+    """An entry point of the group aligner.engines is its name; it is called with what a wrapped engine needs to know."""
+    from importlib.metadata import EntryPoint
+
+    from aligner.rollout import config, create
+
+    given = {}
+
+    class Ours(FakeForeign):
+        def __init__(self, rollout, **settings):
+            given.update(settings, rollout=rollout, files=[path.name for path in settings["path"].iterdir()])
+            super().__init__()
+
+    monkeypatch.setattr(sys.modules[__name__], "Ours", Ours, raising=False)
+    monkeypatch.setitem(sys.modules, "stranger", sys.modules[__name__])
+    point = EntryPoint(name="ours", value="stranger:Ours", group=config.ENGINES)
+    for module in (config, create):
+        monkeypatch.setattr(module, "entry_points", lambda group, name="ours": [point] if (group, name) == (point.group, "ours") else [])
+    with pytest.raises(ConfigError, match=r"rollout.engine=our: allowed: megatron, tensorrt_llm, vllm, ours \(entry points"):
+        config.RolloutConfig(engine="our")
+    policy = make_model("policy")
+    engine = create.create_engine(policy, config.RolloutConfig(engine="ours"), eos_id=2)
+    assert engine.capabilities.name == "fake" and given["rollout"].engine == "ours"
+    assert given["architecture"] == policy.chunks[0].architecture and given["files"] == ["config.json"]
+    assert (given["eos_id"], given["tp"], given["max_sequence_length"]) == (2, 1, policy.chunks[0].max_sequence_length)
