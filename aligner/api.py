@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Rows = Iterable[Mapping[str, Any]]
+_REASON_LINES = 12  # of an error that lists what is wrong
 _GIVEN = "given"  # folder of a run directory: what came as Python objects
 _SHORT = {"model": "model.path", "data": "data.train", "validation": "data.validation", "reward": "reward.function.path"}
 _SHORT |= {"max_steps": "loop.max_steps", "directory": "run.directory"}
@@ -167,7 +168,8 @@ def _failure(run: RunDirectory, recipe: str, code: int) -> AlignerError:
     if code == ExitCode.stopped:
         return AlignerError(f"{recipe} was stopped before its last step: call it again with directory={str(run.path)!r} to go on")
     logs = sorted(run.logs.glob("*.log"), key=lambda path: path.stat().st_mtime)
-    said = [line for path in logs for line in path.read_text(errors="replace").splitlines() if line.startswith("error: ")]
-    reason = said[-1].removeprefix("error: ") if said else f"exit code {code}"
+    texts = [f"\n{path.read_text(errors='replace')}" for path in logs]
+    said = [text.rpartition("\nerror: ")[2] for text in texts if "\nerror: " in text]
+    reason = "\n".join(said[-1].splitlines()[:_REASON_LINES]) if said else f"exit code {code}"
     kind = ConfigError if code == ExitCode.refused else AlignerError
     return kind(f"{reason} (logs: {run.logs})")

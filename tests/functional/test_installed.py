@@ -55,7 +55,7 @@ def test_a_wheel_trains(installed: Path, tmp_path: Path) -> None:
     settings += ["algorithm.prompts_per_step=4", "algorithm.group_size=2", "algorithm.mini_batch_size=8"]
     assert "actor finished" in run(installed, tmp_path, "launch", "local", "grpo", *settings)
     assert (tmp_path / "run" / "done.json").is_file() and (tmp_path / "run" / "export" / "config.json").is_file()
-    assert "already" in run(installed, tmp_path, "train", "grpo", *settings)
+    assert "resumed after step 1" in run(installed, tmp_path, "train", "grpo", *settings)
     run(installed, tmp_path, "convert", "--from-hf", "run/export", "--to-megatron", "converted")
     run(installed, tmp_path, "report", "run")
 
