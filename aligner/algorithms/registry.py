@@ -12,22 +12,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import entry_points
 from types import MappingProxyType
+from typing import Any
 
 from aligner import algorithms
 from aligner.cluster.exit_codes import ExitCode
-from aligner.config import belongs_to, entrypoint
+from aligner.config import entrypoint
 from aligner.errors import ConfigError
 from aligner.loop.config import JobRun
 from aligner.loop.recipe import Recipe
+from aligner.presets import belongs_to
 
 GROUP = "aligner.recipes"
 
 
 @functools.cache
-def recipes() -> Mapping[str, Recipe]:
+def recipes() -> Mapping[str, Recipe[Any]]:
     """All recipes by name. Raises ConfigError for one of another package that cannot be imported, or whose name is taken."""
     modules = (importlib.import_module(f"{algorithms.__name__}.{one.name}") for one in pkgutil.iter_modules(algorithms.__path__))
-    found: dict[str, Recipe] = {}
+    found: dict[str, Recipe[Any]] = {}
     for module in modules:
         if isinstance(recipe := getattr(module, "RECIPE", None), Recipe):
             found[recipe.name] = recipe
@@ -45,7 +47,7 @@ def recipes() -> Mapping[str, Recipe]:
     return MappingProxyType(found)
 
 
-def recipe_of(name: str) -> Recipe:
+def recipe_of(name: str) -> Recipe[Any]:
     """The recipe that a file of conf/ belongs to: `ppo_70b` to `ppo`. Raises ConfigError for a name of none."""
     fitting = [recipe for recipe in recipes().values() if belongs_to(name, recipe.name)]
     if not fitting:
