@@ -10,27 +10,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from aligner.metrics import Metric
 from aligner.types import Batch, LossOutput, MaskedBatch, Prompt, Rollout, SamplingConfig, Scores, TokenBatch, TokenOutputs, ValueBatch
 
-Loss = Callable[[TokenOutputs, Batch], LossOutput]  # called with one micro-batch; hyper-parameters are bound by functools.partial
+BatchT = TypeVar("BatchT", bound=Batch)
+Loss = Callable[[TokenOutputs, BatchT], LossOutput]  # called with one micro-batch; hyper-parameters are bound by functools.partial
 
 
 class Trainable(Protocol):
     """A model with an optimizer."""
 
-    def train_step(self, batch: Batch, loss: Loss) -> dict[str, Metric]:
+    def train_step(self, batch: BatchT, loss: Loss[BatchT]) -> dict[str, Metric]:
         """One optimizer step over the whole batch. Returns the loss's metrics (reduced over ranks) and `optim/*`."""
 
 
 class Policy(Trainable, Protocol):
     """A language model."""
 
-    version: int  # how many optimizer steps made these weights
+    @property
+    def version(self) -> int:
+        """How many optimizer steps made these weights."""
 
     temperature: float  # the sampling temperature; it divides the logits of every log-prob that this policy gives
 

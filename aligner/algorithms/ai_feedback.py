@@ -77,7 +77,7 @@ class Judgement:
     def agrees(self) -> bool:
         """Whether both orders have the same winner, over the questions."""
         ones, others = (sum(side) for side in zip(*self.log_odds, strict=True))
-        return ones * others > 0
+        return bool(ones * others > 0)
 
 
 def sigmoid(x: float) -> float:

@@ -65,9 +65,9 @@ class ConstitutionConfig:
         for name, least in (("num_chains", 1), ("num_revisions", 0), ("num_questions", 1), ("part_size", 1), ("batch_size", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least {least}")
-        for name, least, most in (("min_probability", 0.5, 1.0), ("min_mass", 0.0, 1.0)):
-            if not least <= getattr(self, name) <= most:
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be from {least} to {most}")
+        for name, low, high in (("min_probability", 0.5, 1.0), ("min_mass", 0.0, 1.0)):
+            if not low <= getattr(self, name) <= high:
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be from {low} to {high}")
         if not self.num_revisions and self.pairs in (Pairs.none, Pairs.revised):
             raise ConfigError(
                 f"algorithm.num_revisions=0: with algorithm.pairs={self.pairs.value} there is nothing to write; allowed: sampled"
@@ -205,6 +205,7 @@ def trace_of(chain: Chain, config: ConstitutionConfig) -> dict[str, Any]:
 def pair_of(chain: Chain, config: ConstitutionConfig) -> Pair | str:
     """The two responses of a chain that are compared, or why there are none."""
     if config.pairs is Pairs.given:
+        assert chain.case.pair is not None  # what such a case is made of
         first, second = chain.case.pair
         pair = Pair(first=first, second=second, kinds=("first", "second"))
     elif config.pairs is Pairs.sampled:

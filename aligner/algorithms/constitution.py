@@ -20,6 +20,7 @@ from aligner.algorithms.chains import (
     TOO_LONG,
     Chain,
     ConstitutionConfig,
+    Pair,
     Pairs,
     Round,
     check_constitution,
@@ -40,7 +41,7 @@ from aligner.loop.config import WritingRun, check_layout
 from aligner.loop.recipe import Recipe, Traits, UsedModel
 from aligner.loop.writing import Record, digest_of
 from aligner.models.config import Architecture
-from aligner.online.collect import SampleRequest, Scorers, collect_all, sample_seeds
+from aligner.online.collect import SampleRequest, ScoredRollouts, Scorers, collect_all, sample_seeds
 from aligner.planner.workload import Phase, Work
 from aligner.protocols import RolloutEngine
 from aligner.reporting.formats import Column
@@ -111,8 +112,8 @@ class Constitutional:
         if config.pairs is not Pairs.given:
             self._sample(part, chains, sampled)
         traces = [trace_of(chain, config) for chain in chains]
-        judgements = self._compare(chains, traces) if self.judge is not None else []
-        return traces, sampled.metrics() | judgement_metrics(judgements) | trace_metrics(traces)
+        judgements = self._compare(self.judge, chains, traces) if self.judge is not None else []
+        return list(traces), sampled.metrics() | judgement_metrics(judgements) | trace_metrics(traces)
 
     def _drawn(self, case: Case, number: int, purpose: str) -> list[Principle]:
         compares = purpose == "compare"
@@ -188,7 +189,10 @@ class Constitutional:
             )
             for chat, some in asked.items()
         ]
-        answers = collect_all(self.engine, wanted, scorers=self.scorers) if wanted else []
+        answers: Sequence[ScoredRollouts] = ()
+        if wanted:
+            assert self.engine is not None  # only given pairs need none
+            answers = collect_all(self.engine, wanted, scorers=self.scorers)
         for (chat, some), collected in zip(asked.items(), answers, strict=True):
             for (chain, _), rollout in zip(some, collected.rollouts, strict=True):
                 text, fault = self.framing.read(rollout.response, ended=rollout.finish_reason is FinishReason.stop, chat=chat)
@@ -197,16 +201,17 @@ class Constitutional:
                 found.append((chain, (text, fault and f"{kind}_{fault}")))
         return found
 
-    def _compare(self, chains: Sequence[Chain], traces: Sequence[dict[str, Any]]) -> list[Judgement]:
+    def _compare(self, judge: Judge, chains: Sequence[Chain], traces: Sequence[dict[str, Any]]) -> list[Judgement]:
         """Put a comparison into the trace of every chain that has two responses; the judgements that were made."""
         pairs = [pair_of(chain, self.config) for chain in chains]
-        rows, asked, names = [], [], []
+        compared: list[tuple[int, Pair]] = []
+        asked, names = [], []
         for row, (chain, pair) in enumerate(zip(chains, pairs, strict=True)):
             if isinstance(pair, str):
                 traces[row]["comparison"] = {"left_out": pair}
                 continue
             principles = self._drawn(chain.case, chain.number, "compare")
-            rows.append(row)
+            compared.append((row, pair))
             names.append([principle.name for principle in principles])
             asked.append(
                 [
@@ -214,10 +219,10 @@ class Constitutional:
                     for principle in principles
                 ]
             )
-        sources = [chains[row].case.prompt.source for row in rows]
-        judgements = self.judge.compare(asked, sources) if rows else []
-        for row, questions, judgement in zip(rows, names, judgements, strict=True):
-            traces[row]["comparison"] = comparison_of(chains[row].case, pairs[row], judgement, self.config) | {"questions": questions}
+        sources = [chains[row].case.prompt.source for row, _ in compared]
+        judgements = judge.compare(asked, sources) if compared else []
+        for (row, pair), questions, judgement in zip(compared, names, judgements, strict=True):
+            traces[row]["comparison"] = comparison_of(chains[row].case, pair, judgement, self.config) | {"questions": questions}
         return [one for one in judgements if one is not None]
 
 

@@ -101,11 +101,11 @@ def distillation_terms(outputs: TokenOutputs, batch: DistillationBatch, *, ce_co
     return LossOutput(total=total, count=apart.count, metrics={**apart.metrics, "distillation/nll": text.metrics["sft/loss"]})
 
 
-class Distillation(EpochTraining[DistilledExample, Student]):
+class Distillation(EpochTraining[DistillationConfig, DistilledExample, DistillationBatch, Student]):
     """The algorithm over its parts. Every rank constructs one."""
 
     @property
-    def loss(self) -> Loss:
+    def loss(self) -> Loss[DistillationBatch]:
         return partial(distillation_terms, **self.config.settings())
 
     def collate(self, examples: Sequence[DistilledExample]) -> DistillationBatch:

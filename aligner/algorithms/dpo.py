@@ -37,7 +37,7 @@ from aligner.loop.loop import Clock, StepResult
 from aligner.loop.recipe import Built, Recipe, Traits, named, resolve, text_of
 from aligner.losses.preference import DPOVariant, LogRatios, UserPairLoss, dpo_loss
 from aligner.metrics import Metrics, merge, values
-from aligner.protocols import Policy
+from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.types import PreferenceBatch, TokenOutputs
 
@@ -175,7 +175,7 @@ class DPO(Stateless):
         self.train = train
         self.pad_id = pad_id
         self.order = EpochSampler(len(train), config.batch_size, seed)
-        self.loss = partial(dpo_loss, **config.settings())
+        self.loss: Loss[PreferenceBatch] = partial(dpo_loss, **config.settings())
         size = config.validation_batch_size
         held_out = list(validation)
         self._held_out = [held_out[start : start + size] for start in range(0, len(held_out), size)]

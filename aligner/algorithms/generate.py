@@ -110,7 +110,7 @@ def _answer(
     n = config.algorithm.num_samples
     prompts = [request.prompt for request in requests for _ in range(n)]
     rollouts = collect(engine, prompts, sample_seeds(config.run.seed, part, len(prompts)), scorers=scorers).rollouts
-    answers = [
+    answers: list[dict[str, Any]] = [
         {
             "value": read(rollout.prompt.tokens, rollout.response),
             "finish_reason": rollout.finish_reason.value,
@@ -120,7 +120,7 @@ def _answer(
         for rollout in rollouts
     ]
     if config.algorithm.grouped:
-        records = [request.proposed(answers[i * n : (i + 1) * n]) for i, request in enumerate(requests)]
+        records: list[Record] = [request.proposed(answers[i * n : (i + 1) * n]) for i, request in enumerate(requests)]
     else:
         records = [requests[row // n].answered(**answer) for row, answer in enumerate(answers)]
     cut = sum(rollout.finish_reason is FinishReason.length for rollout in rollouts)

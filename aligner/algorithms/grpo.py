@@ -22,11 +22,11 @@ from torch import Tensor
 
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
-from aligner.loop.learnt import of_rows, totals
+from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Clock, StepResult
 from aligner.loop.recipe import Built, Recipe, Traits, named, resolve, text_of
 from aligner.losses.advantages import Estimator, UserEstimator, counted_rows, estimate, outcome_rewards, shaped_rewards
-from aligner.losses.aggregation import Aggregation
+from aligner.losses.aggregation import Aggregation, require
 from aligner.losses.kl import KLEstimator, adapt_kl_coef, kl_estimate
 from aligner.losses.shaping import Moments
 from aligner.metrics import merge, values
@@ -39,6 +39,7 @@ from aligner.online.task import OnlineTask
 from aligner.planner.workload import Phase
 from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column, Goal
+from aligner.reporting.summary import totals
 from aligner.rows import num_rows
 from aligner.types import PolicyBatch, RolloutBatch
 
@@ -177,7 +178,7 @@ class GRPO:
         # By position, not by prompt: a batch that straddles an epoch may hold the same prompt in two groups.
         groups = torch.arange(len(collected.rollouts)) // config.group_size
         if ref_logprobs is not None and config.kl_in is KLIn.reward:
-            kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
+            kl = kl_estimate(require(old_logprobs, "old_logprobs"), ref_logprobs, config.kl_estimator)
             valid = valid & finite_rows(kl * mask, self.task.guard, "the KL to the reference")
             rewards = shaped_rewards(collected.rewards, mask, kl, self.kl_coef, valid)
         else:
@@ -205,7 +206,7 @@ class GRPO:
             rollout_logprobs=batch.rollout_logprobs if self.task.compares_logprobs else None,
         )
 
-    def loss(self) -> Loss:
+    def loss(self) -> Loss[PolicyBatch]:
         """The policy loss with the current KL coefficient."""
         config = self.config
         kl_coef = self.kl_coef if config.kl_in is KLIn.loss else 0.0
@@ -248,7 +249,7 @@ class GRPO:
             return {}
         metrics = {"policy/kl_coef": self.kl_coef}
         if config.kl_in is KLIn.reward:
-            kl = kl_estimate(old_logprobs, batch.ref_logprobs, config.kl_estimator)
+            kl = kl_estimate(require(old_logprobs, "old_logprobs"), batch.ref_logprobs, config.kl_estimator)
             metrics["policy/kl"] = masked_mean(kl, batch.loss_mask)
         if config.kl_target:
             observed = metrics["policy/kl"] if config.kl_in is KLIn.reward else measured["policy/ref_kl"]

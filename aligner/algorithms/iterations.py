@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from aligner.algorithms.dpo import PairLossConfig
 from aligner.algorithms.online_dpo import MovingReference
@@ -28,7 +28,6 @@ from aligner.data.preferences import PreferencePair
 from aligner.errors import CheckpointError, ConfigError
 from aligner.files import publish
 from aligner.loop.epochs import Stateless
-from aligner.loop.learnt import TOKENS
 from aligner.loop.loop import Clock, StepResult
 from aligner.losses.preference import dpo_loss
 from aligner.metrics import merge, values
@@ -37,6 +36,7 @@ from aligner.online.selection import updates_of
 from aligner.online.task import OnlineTask
 from aligner.parallel.collectives import from_rank_0
 from aligner.protocols import Policy
+from aligner.reporting.summary import TOKENS
 from aligner.types import FinishReason, Prompt, SampleRow
 
 Item = TypeVar("Item")
@@ -74,7 +74,7 @@ class SampleFiles(Generic[Item]):
             return None
 
     def _write(self, path: Path, items: Sequence[Item]) -> None:
-        names = [field.name for field in fields(self._kind)]
+        names = [field.name for field in fields(cast(Any, self._kind))]
         records = [{name: value for name in names if (value := getattr(item, name)) is not None} for item in items]
         publish(path, lambda new: new.write_text(json.dumps(records)))
 
@@ -145,7 +145,10 @@ class Iteration:
         return [row for part in self.parts for row in part]
 
 
-class PairIterations(Stateless, ABC):
+Config = TypeVar("Config", bound=IterationConfig)
+
+
+class PairIterations(Stateless, ABC, Generic[Config]):
     """The algorithm over its parts, but for how pairs are made of responses. Every rank constructs one.
 
     `prompts` are those of data.train; `group_size` responses are sampled to each. `settings`: text that says how; files of other settings
@@ -156,7 +159,7 @@ class PairIterations(Stateless, ABC):
 
     def __init__(
         self,
-        config: IterationConfig,
+        config: Config,
         policy: Policy,
         task: OnlineTask,
         reference: MovingReference,
@@ -243,9 +246,12 @@ class PairIterations(Stateless, ABC):
     def read(self, files: SampleStore[Item], iteration: Iteration, what: str) -> list[Item]:
         """The items of all parts. Raises CheckpointError if one is missing, or damaged."""
         parts = [files.read(iteration.name, number) for number in range(len(iteration.parts))]
-        if missing := [number for number, items in enumerate(parts) if items is None]:
-            raise CheckpointError(f"part {missing[0]} of the {what} {iteration.name} of this run is no longer there, or damaged")
-        return [item for items in parts for item in items]
+        found: list[Item] = []
+        for number, items in enumerate(parts):
+            if items is None:
+                raise CheckpointError(f"part {number} of the {what} {iteration.name} of this run is no longer there, or damaged")
+            found += items
+        return found
 
     def _begin(self, number: int, finished: int, clock: Clock) -> tuple[dict[str, float], Sequence[SampleRow]]:
         """The policy of now becomes the reference, and answers the prompts of iteration `number`.
@@ -267,7 +273,8 @@ class PairIterations(Stateless, ABC):
 
     def _answers(self, iteration: Iteration) -> tuple[list[Answer], list[SampleRow]]:
         """The responses to the prompts of the iteration, those to one prompt side by side; and some as text, where any were sampled now."""
-        size, samples = self.group_size, []
+        size = self.group_size
+        samples: list[SampleRow] = []
         seeds = sample_seeds(self.task.seed, iteration.number, self.num_prompts * size)
 
         def sample(number: int, rows: Sequence[int]) -> list[Answer]:

@@ -31,6 +31,7 @@ from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_reference
 from aligner.loop.learnt import of_mask
 from aligner.loop.loop import Clock, StepResult
 from aligner.loop.recipe import Built, Recipe, Traits
+from aligner.losses.aggregation import require
 from aligner.losses.unpaired import UnpairedLoss, kl_baseline, kto_loss, mean_log_ratio
 from aligner.metrics import Mean, merge, values
 from aligner.planner.workload import Phase
@@ -200,7 +201,10 @@ class KTO(Stateless):
 
     def _ratio(self, batch: LabeledBatch) -> Mean:
         return mean_log_ratio(
-            self.policy.logprobs(batch), batch.ref_logprobs, batch.loss_mask, average_logprobs=self.config.average_logprobs
+            self.policy.logprobs(batch),
+            require(batch.ref_logprobs, "LabeledBatch.ref_logprobs"),
+            batch.loss_mask,
+            average_logprobs=self.config.average_logprobs,
         )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -39,7 +39,7 @@ from aligner.online.config import OnlineRun
 from aligner.online.rollout_source import OnPolicyRolloutSource, RolloutSource
 from aligner.online.selection import updates_of
 from aligner.online.task import OnlineTask
-from aligner.protocols import Policy
+from aligner.protocols import Loss, Policy
 from aligner.reporting.formats import Column, Goal
 from aligner.types import DistillationBatch, MaskedBatch, PolicyBatch, RolloutBatch
 
@@ -100,6 +100,9 @@ class Teacher(Protocol):
         """As `aligner.models.policy.MegatronPolicy.topk`."""
 
 
+Examples = TypeVar("Examples", DistillationBatch, PolicyBatch)
+
+
 class OnlineDistillation:
     """The algorithm over its parts. Every rank constructs one.
 
@@ -124,12 +127,12 @@ class OnlineDistillation:
         self.below = below
         self.judged = judged
         self.rollout_source = rollout_source or OnPolicyRolloutSource(task, config.group_size)
-        clip = {"clip_eps_low": config.clip_eps, "clip_eps_high": config.clip_eps, "aggregation": Aggregation.token_mean}
-        by_topk = with_gap(partial(distillation_terms, **config.settings()))
-        self.loss = by_topk if config.signal is Signal.topk else partial(policy_loss, **clip)
+        clip = config.clip_eps
+        self.topk_loss = with_gap(partial(distillation_terms, **config.settings()))
+        self.sampled_loss = partial(policy_loss, clip_eps_low=clip, clip_eps_high=clip, aggregation=Aggregation.token_mean)
 
     def step(self, step: int, clock: Clock) -> StepResult:
-        task, config = self.task, self.config
+        task = self.task
         self.policy.sleep()  # a checkpoint may have woken it
         collected = self.rollout_source.take(step, clock)
         batch = rollout_batch(collected.rollouts, task.pad_id)
@@ -139,18 +142,30 @@ class OnlineDistillation:
         with clock.phase("teacher_logprobs"):
             examples, found = self.examples(batch)
         with clock.phase("train"):
-            key, least = f"{task.seed}/{step}", task.topology.dp_size
-            parts = updates_of(examples, config.mini_batch_size, config.num_epochs, key=key, least=least)
-            metrics |= values(merge([self.policy.train_step(part, self.loss) for part in parts]))
+            if isinstance(examples, DistillationBatch):
+                metrics |= self._train(examples, self.topk_loss, step)
+            else:
+                metrics |= self._train(examples, self.sampled_loss, step)
         self.policy.sleep()  # sampling comes next
         self.rollout_source.trained(self.policy.version)
         metrics |= of_mask(batch.loss_mask) | found
         return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
 
+    def _train(self, examples: Examples, loss: Loss[Examples], step: int) -> dict[str, float]:
+        task, config = self.task, self.config
+        key, least = f"{task.seed}/{step}", task.topology.dp_size
+        parts = updates_of(examples, config.mini_batch_size, config.num_epochs, key=key, least=least)
+        return values(merge([self.policy.train_step(part, loss) for part in parts]))
+
     def examples(self, batch: RolloutBatch) -> tuple[DistillationBatch | PolicyBatch, dict[str, float]]:
         """The training examples, and their metrics so far."""
         sampled = batch.rollout_logprobs if self.task.compares_logprobs else None
-        common = {"tokens": batch.tokens, "lengths": batch.lengths, "loss_mask": batch.loss_mask, "rollout_logprobs": sampled}
+        common: dict[str, Any] = {
+            "tokens": batch.tokens,
+            "lengths": batch.lengths,
+            "loss_mask": batch.loss_mask,
+            "rollout_logprobs": sampled,
+        }
         if self.config.signal is Signal.topk:
             named, logprobs = self.teacher.topk(batch, self.config.top_k, below=self.below)
             mass = logprobs[batch.loss_mask].double().exp().sum(dim=1).mean().item()

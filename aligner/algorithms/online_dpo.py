@@ -26,7 +26,7 @@ from aligner.errors import ConfigError
 from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Clock, StepResult
 from aligner.loop.recipe import Built, Recipe, Traits
-from aligner.losses.aggregation import masked_mean
+from aligner.losses.aggregation import masked_mean, require
 from aligner.losses.correction import with_gap
 from aligner.losses.kl import KLEstimator, kl_estimate
 from aligner.losses.preference import dpo_loss
@@ -112,7 +112,7 @@ def online_dpo_loss(outputs: TokenOutputs, batch: PreferenceBatch, **settings: A
     result = dpo_loss(outputs, batch, **settings)
     if batch.ref_logprobs is None:
         return result
-    kl = masked_mean(kl_estimate(outputs.logprobs, batch.ref_logprobs, KLEstimator.k3), batch.loss_mask)
+    kl = masked_mean(kl_estimate(require(outputs.logprobs, "TokenOutputs.logprobs"), batch.ref_logprobs, KLEstimator.k3), batch.loss_mask)
     return LossOutput(total=result.total, count=result.count, metrics={**result.metrics, "pairs/ref_kl": kl})
 
 
@@ -208,12 +208,14 @@ class OnlineDPO:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.reference_step = state["reference_step"]
         if self.reference_step:
+            assert self.reference is not None  # it has been renewed
             self.reference.restore(self.reference_step)
         self.rollout_source.load_state(state["rounds"], self.policy.version)
 
     def _renew_reference(self, finished: int, clock: Clock) -> None:
         """Before a step and not after one: steps that are left out do not run."""
         if self.config.reference_every and finished - self.reference_step >= self.config.reference_every:
+            assert self.reference is not None  # `OnlineDPOConfig` refuses reference_every without one
             with clock.phase("reference"):
                 self.reference.renew(finished)
             self.reference_step = finished

@@ -104,6 +104,7 @@ class PPO:
         with clock.phase("logprobs"):
             old_logprobs = self.policy.logprobs(batch)
         with clock.phase("ref_logprobs"):
+            assert task.reference is not None  # `build` asks for one
             ref_logprobs = task.reference.logprobs(batch)
         kl = kl_estimate(old_logprobs, ref_logprobs, self.config.kl_estimator)
         rewarded = shaped(collected, batch, self.config.shaping, self.moments, max_length=task.max_response_length)
@@ -130,6 +131,7 @@ class PPO:
         """Advantages and returns of one batch of rollouts with shaped rewards. `kl` is the per-token estimate, float32 [B, S]."""
         config, mask = self.config, batch.loss_mask
         old_values = torch.zeros_like(old_logprobs)
+        assert collected.values is not None  # the critic's
         for row, own in enumerate(collected.values):
             old_values[row, : own.shape[0]] = own
         rewards = outcome_rewards(collected.rewards, mask, collected.valid) - self.kl_coef * kl * mask
@@ -191,7 +193,12 @@ class PPO:
             return
         self._critic_is_training = False
         training = self._critic_training
-        metrics, mark = from_rank_0(lambda: (training.result(), self.critic.mark))
+
+        def trained() -> tuple[dict[str, float], str]:
+            assert training is not None  # on rank 0
+            return training.result(), self.critic.mark
+
+        metrics, mark = from_rank_0(trained)
         self.critic.follow(mark)
         judge_reply(self.task.guard, metrics, step=self._critic_step)
         metrics = metrics | {"explained_variance": explained_variance(metrics)}

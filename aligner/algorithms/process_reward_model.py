@@ -53,11 +53,11 @@ def process_loss(outputs: TokenOutputs, batch: StepBatch) -> LossOutput:
     return step_loss(require(outputs.step_scores, "TokenOutputs.step_scores"), batch.step_labels, batch.loss_mask)
 
 
-class ProcessRewardModelTraining(EpochTraining[SteppedExample, StepModel]):
+class ProcessRewardModelTraining(EpochTraining[ProcessRewardModelConfig, SteppedExample, StepBatch, StepModel]):
     """The algorithm over its parts. Every rank constructs one."""
 
     @property
-    def loss(self) -> Loss:
+    def loss(self) -> Loss[StepBatch]:
         return process_loss
 
     def collate(self, examples: Sequence[SteppedExample]) -> StepBatch:

@@ -177,7 +177,7 @@ def _add(config: WriteProposals, log_probs: LogProbs, part: int, groups: Sequenc
             raise DataError(f"{row.source}: {adds.field} of a response is {one}: the model of model.path gives no finite number")
     remaining = iter(found)
     each = [[next(remaining) for _ in group.rows] for group in groups]
-    records = [group.with_log_probs(adds, own) for group, own in zip(groups, each, strict=True)]
+    records: list[Record] = [group.with_log_probs(adds, own) for group, own in zip(groups, each, strict=True)]
     spread = sum(max(own) - min(own) for own in each) / len(each)
     return records, {"proposals/log_prob": sum(found) / len(found), "proposals/spread": spread}
 

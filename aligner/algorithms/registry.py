@@ -31,10 +31,10 @@ GROUP = "aligner.recipes"
 
 
 @functools.cache
-def recipes() -> Mapping[str, Recipe]:
+def recipes() -> Mapping[str, Recipe[Any]]:
     """All recipes by name. Raises ConfigError for one of another package that cannot be imported, or whose name is taken."""
     modules = (importlib.import_module(f"{algorithms.__name__}.{one.name}") for one in pkgutil.iter_modules(algorithms.__path__))
-    found: dict[str, Recipe] = {}
+    found: dict[str, Recipe[Any]] = {}
     for module in modules:
         if isinstance(recipe := getattr(module, "RECIPE", None), Recipe):
             found[recipe.name] = recipe
@@ -52,7 +52,7 @@ def recipes() -> Mapping[str, Recipe]:
     return MappingProxyType(found)
 
 
-def recipe_of(name: str, overrides: Sequence[str] = ()) -> Recipe:
+def recipe_of(name: str, overrides: Sequence[str] = ()) -> Recipe[Any]:
     """The recipe that a config belongs to: `ppo_70b` in conf/ppo/ to `ppo`; one in a `--config-dir` to that of the config that its
     `defaults` begin with. Raises ConfigError if there is no such config, or no recipe that it builds on.
     """

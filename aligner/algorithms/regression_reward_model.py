@@ -25,6 +25,7 @@ from aligner.errors import ConfigError
 from aligner.loop.config import TrainerRun, check_best_metric, check_pooling
 from aligner.loop.epochs import BatchConfig, EpochTraining
 from aligner.loop.recipe import Built, Recipe, Traits
+from aligner.losses.aggregation import require
 from aligner.losses.reward import regression_loss
 from aligner.models.scalar_head import Pooling, ScalarHead
 from aligner.planner.workload import Head
@@ -62,7 +63,7 @@ class AttributeModel(Trainable, Protocol):
         """Float32 [B, K]."""
 
 
-class RegressionTraining(EpochTraining[LabelledExample, AttributeModel]):
+class RegressionTraining(EpochTraining[RegressionConfig, LabelledExample, LabeledBatch, AttributeModel]):
     """The algorithm over its parts. Every rank constructs one. `attributes` names the K labels of every example."""
 
     def __init__(self, config: RegressionConfig, model: AttributeModel, *, attributes: Sequence[str], **data: Any) -> None:
@@ -70,7 +71,7 @@ class RegressionTraining(EpochTraining[LabelledExample, AttributeModel]):
         self.attributes = attributes
 
     @property
-    def loss(self) -> Loss:
+    def loss(self) -> Loss[LabeledBatch]:
         return partial(regression_loss, attributes=self.attributes)
 
     def collate(self, examples: Sequence[LabelledExample]) -> LabeledBatch:
@@ -82,7 +83,7 @@ class RegressionTraining(EpochTraining[LabelledExample, AttributeModel]):
             return {}
         batches = list(self.held_out())
         scores = torch.cat([self.model.scores(batch) for batch in batches]).double()
-        labels = torch.cat([batch.labels for batch in batches]).double()
+        labels = torch.cat([require(batch.labels, "LabeledBatch.labels") for batch in batches]).double()
         there = labels != MISSING
         found = {"validation/mse": (scores - labels)[there].square().mean().item()}
         for column, name in enumerate(self.attributes):

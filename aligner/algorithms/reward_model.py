@@ -55,7 +55,7 @@ class ScoreModel(Trainable, Protocol):
         """Float32 [2P, K]."""
 
 
-class RewardModelTraining(EpochTraining[PreferencePair, ScoreModel]):
+class RewardModelTraining(EpochTraining[RewardModelConfig, PreferencePair, PreferenceBatch, ScoreModel]):
     """The algorithm over its parts. Every rank constructs one.
 
     Raises DataError if the loss is of margins and no training pair has one.
@@ -66,7 +66,7 @@ class RewardModelTraining(EpochTraining[PreferencePair, ScoreModel]):
             require_margins(self.train, f"algorithm.loss={self.config.loss.value}")
 
     @property
-    def loss(self) -> Loss:
+    def loss(self) -> Loss[PreferenceBatch]:
         return partial(bradley_terry_loss, variant=self.config.loss, centre_coef=self.config.centre_coef)
 
     def collate(self, examples: Sequence[PreferencePair]) -> PreferenceBatch:

@@ -137,7 +137,7 @@ class Chosen:
     num_identical: int = 0
 
 
-class SelfRewarding(PairIterations):
+class SelfRewarding(PairIterations[SelfRewardingConfig]):
     """The algorithm over its parts. Every rank constructs one.
 
     `judge` and the files of its `judgements`: None if the task's reward scores. `rewarded`: there is such a reward; beside a judge it is
@@ -169,11 +169,11 @@ class SelfRewarding(PairIterations):
 
     def prepare(self, iteration: Iteration, answers: Sequence[Answer], clock: Clock) -> tuple[dict[str, float], Sequence[SampleRow]]:
         """Scores, and pairs. Raises RunHalted if no response has a score: training would never begin."""
-        if self.judge is None:
+        if self.judge is None or self.judgements is None:
             scored, metrics = self._scored(answers), {}
         else:
             with clock.phase("judge"):
-                judgements = self._judge(iteration, answers)
+                judgements = self._judge(self.judge, self.judgements, iteration, answers)
             scored, metrics = self._scored(answers, judgements), judgement_metrics(judgements)
             metrics |= _agreement(answers, scored.scores, self.group_size)
             self._check_parsed(judgements)
@@ -213,20 +213,20 @@ class SelfRewarding(PairIterations):
         said += judgements
         return judged(collected, judgements)
 
-    def _judge(self, iteration: Iteration, answers: Sequence[Answer]) -> list[Judgement]:
+    def _judge(self, judge: Judge, files: SampleStore[Judgement], iteration: Iteration, answers: Sequence[Answer]) -> list[Judgement]:
         """Of all responses of the iteration, in their order."""
-        size, count = self.group_size, self.judge.num_judgements
+        size, count = self.group_size, judge.num_judgements
         # A judge's draws are not those of the responses: iterations are counted the other way.
         seeds = sample_seeds(self.task.seed, -iteration.number, len(answers) * count)
 
-        def judge(number: int, rows: Sequence[int]) -> list[Judgement]:
+        def make(number: int, rows: Sequence[int]) -> list[Judgement]:
             first = number * self.config.sampled_together * size
             last = first + len(rows) * size
             prompts = [self.prompts[row] for row in rows for _ in range(size)]
             responses = [answer.tokens for answer in answers[first:last]]
-            return self.judge.judge(prompts, responses, seeds[first * count : last * count])
+            return judge.judge(prompts, responses, seeds[first * count : last * count])
 
-        return self.kept(self.judgements, iteration, judge)
+        return self.kept(files, iteration, make)
 
     def _scored(self, answers: Sequence[Answer], judgements: Sequence[Judgement] | None = None) -> Scored:
         given = [answer.reward for answer in answers] if judgements is None else [judgement.score for judgement in judgements]

@@ -33,11 +33,11 @@ class SFTConfig(BatchConfig):
     validation_batch_size: int = 128  # examples per forward batch of a validation
 
 
-class SFT(EpochTraining[SupervisedExample, Policy]):
+class SFT(EpochTraining[SFTConfig, SupervisedExample, LabeledBatch, Policy]):
     """The algorithm over its parts. Every rank constructs one."""
 
     @property
-    def loss(self) -> Loss:
+    def loss(self) -> Loss[LabeledBatch]:
         return sft_loss
 
     def collate(self, examples: Sequence[SupervisedExample]) -> LabeledBatch:

@@ -62,7 +62,7 @@ class SPINConfig(IterationConfig):
             raise ConfigError(f"algorithm.loss={self.variant.value}: needs one with a reference and without rewards, such as sigmoid")
 
 
-class SPIN(PairIterations):
+class SPIN(PairIterations[SPINConfig]):
     """The algorithm over its parts. Every rank constructs one.
 
     `settings`: text that says how responses are sampled; files written with different settings are ignored.
@@ -136,7 +136,9 @@ COLUMNS = (
 class TrainSPIN(OnlineRun):
     """Self-play fine-tuning (conf/spin/spin.yaml)."""
 
-    data: DemonstrationDataConfig = field(default_factory=DemonstrationDataConfig)
+    data: DemonstrationDataConfig = field(  # type: ignore[assignment]  # no PromptDataConfig: its prompts have answers
+        default_factory=DemonstrationDataConfig
+    )
     algorithm: SPINConfig = field(default_factory=SPINConfig)
     batch_setting = "batch_size"
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from aligner.data.collate import EpochSampler
 from aligner.errors import ConfigError
@@ -18,6 +18,8 @@ from aligner.types import MaskedBatch, PreferenceBatch
 
 Example = TypeVar("Example")
 Model = TypeVar("Model", bound=Trainable)
+Collated = TypeVar("Collated", bound=MaskedBatch)
+Config = TypeVar("Config", bound="BatchSizes")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,6 +54,16 @@ def check_reference(reference: ReferenceLogprobs, part_size: int, *, is_needed: 
         raise ConfigError(f"algorithm.reference={reference.value}: loss={loss} has no reference; allowed: {ReferenceLogprobs.live.value}")
 
 
+class BatchSizes(Protocol):
+    """What `EpochTraining` reads of an algorithm's config."""
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def validation_batch_size(self) -> int: ...
+
+
 class Stateless:
     """An algorithm that is a function of the model and the step number: what `aligner.loop.loop.Algorithm` asks for besides."""
 
@@ -65,7 +77,7 @@ class Stateless:
         """There is no state besides the model and the step number."""
 
 
-class EpochTraining(Stateless, ABC, Generic[Example, Model]):
+class EpochTraining(Stateless, ABC, Generic[Config, Example, Collated, Model]):
     """The algorithm over its parts, but for what is learnt (`collate`, `loss`) and how it is judged (`validate`).
 
     Every rank constructs one.
@@ -73,7 +85,7 @@ class EpochTraining(Stateless, ABC, Generic[Example, Model]):
 
     def __init__(
         self,
-        config: BatchConfig,
+        config: Config,
         model: Model,
         *,
         train: Sequence[Example],
@@ -94,11 +106,11 @@ class EpochTraining(Stateless, ABC, Generic[Example, Model]):
 
     @property
     @abstractmethod
-    def loss(self) -> Loss:
+    def loss(self) -> Loss[Collated]:
         """Of a batch."""
 
     @abstractmethod
-    def collate(self, examples: Sequence[Example]) -> MaskedBatch:
+    def collate(self, examples: Sequence[Example]) -> Collated:
         """A batch of examples."""
 
     @abstractmethod
@@ -118,7 +130,7 @@ class EpochTraining(Stateless, ABC, Generic[Example, Model]):
         """Those that `step` (from 1) trains on."""
         return [self.train[i] for i in self.order.indices(step - 1)]
 
-    def held_out(self) -> Iterator[MaskedBatch]:
+    def held_out(self) -> Iterator[Collated]:
         """The validation examples in batches, in their order."""
         size = self.config.validation_batch_size
         for start in range(0, len(self.validation), size):

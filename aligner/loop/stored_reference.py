@@ -38,8 +38,7 @@ from aligner.loop.loop import LoopConfig
 from aligner.loop.parts import run_loop
 from aligner.loop.session import Session
 from aligner.loop.sources import model_digest
-from aligner.loop.writer_job import WrittenFiles
-from aligner.loop.writing import Record, Writing
+from aligner.loop.writing import Record, Writing, WrittenFiles
 from aligner.models import create
 from aligner.models.guard import GuardConfig
 from aligner.models.manifest import digest

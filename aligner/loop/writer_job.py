@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from aligner.loop.parts import conclude, load_model_files, run_loop, with_length
 from aligner.loop.recipe import Recipe
 from aligner.loop.session import Session, open_session
 from aligner.loop.sources import frozen_model, model_digest, pinned
-from aligner.loop.writing import Writing
+from aligner.loop.writing import Writing, WrittenFiles
 from aligner.models import create
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.guard import GuardConfig
@@ -153,35 +153,6 @@ def write(recipe: Recipe, config: WritingRun) -> int:
         job = WriterJob(session=session, config=config, tokenizer=tokenizer, architecture=architecture, columns=recipe.columns)
         code = recipe.build(job)
     return code
-
-
-class WrittenFiles:
-    """`aligner.loop.loop.Checkpointer` of a job whose files are all that there is to save: `count()`, asked on rank 0, says how many are
-    there before the first that is missing; every step writes one."""
-
-    def __init__(self, count: Callable[[], int]) -> None:
-        self._count = count
-
-    def load(self) -> tuple[int, dict[str, Any]]:
-        """(steps that are done, nothing)."""
-        return from_rank_0(self._count), {}
-
-    def save(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> None:
-        """Every step has written its file."""
-
-    def poll(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-    def settle(self) -> int:
-        """Steps that are done."""
-        return from_rank_0(self._count)
-
-    def rescue(self, step: int, state: dict[str, Any]) -> None: ...
-
-    def version(self) -> int:
-        """No weights change."""
-        return 0
 
 
 def _join(parts: Parts, folder: Path) -> str:

@@ -15,7 +15,7 @@ from aligner.models.placement import Placement
 from aligner.models.trainable import Field, TrainableModel
 from aligner.models.weights import export_hf
 from aligner.protocols import Loss
-from aligner.types import DistillationBatch, MaskedBatch, TokenOutputs
+from aligner.types import Batch, DistillationBatch, MaskedBatch, TokenOutputs
 
 
 class MegatronPolicy:
@@ -67,7 +67,7 @@ class MegatronPolicy:
             **self.model.run_fields(batch, self._outputs, {"logprobs": Field(shape=shape[:1]), "topk_logprobs": Field(shape=shape)})
         )
 
-    def train_step(self, batch: MaskedBatch, loss: Loss) -> dict[str, Metric]:
+    def train_step(self, batch: Batch, loss: Loss) -> dict[str, Metric]:
         """One optimizer step on a loss of log-probs (and entropy). Returns metrics over the global batch."""
         return self.model.train_step(batch, self._outputs, loss)
 

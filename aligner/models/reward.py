@@ -13,7 +13,7 @@ from aligner.models.placement import Placement
 from aligner.models.scalar_head import ScalarHead
 from aligner.models.trainable import TrainableModel
 from aligner.protocols import Loss
-from aligner.types import LabeledBatch, PreferenceBatch, StepBatch, TokenBatch, TokenOutputs, ValueBatch
+from aligner.types import Batch, LabeledBatch, PreferenceBatch, StepBatch, TokenBatch, TokenOutputs, ValueBatch
 
 
 class MegatronValueModel:
@@ -61,7 +61,7 @@ class MegatronRewardModel:
         """Float32 [B, S] on the CPU: of the steps that end at the tokens in `loss_mask`; 0 elsewhere. No gradient."""
         return self.model.run(batch, self._outputs, "step_scores")
 
-    def train_step(self, batch: PreferenceBatch | LabeledBatch | StepBatch, loss: Loss) -> dict[str, Metric]:
+    def train_step(self, batch: Batch, loss: Loss) -> dict[str, Metric]:
         """One optimizer step on a loss of scores. Returns metrics over the global batch."""
         return self.model.train_step(batch, self._outputs, loss)
 

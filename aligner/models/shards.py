@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.models.build import Transformer
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Rule
 from aligner.models.initialise import global_name
 from aligner.models.scalar_head import HEAD
 from aligner.parallel import platform
+
+if TYPE_CHECKING:
+    from aligner.models.build import Transformer
 
 _EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 

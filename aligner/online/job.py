@@ -109,7 +109,7 @@ class OnlineJob(Generic[C]):
     session: Session
     config: C
     publication: Publication | None  # of rank 0
-    policy: MegatronPolicy | None = None  # once there is a task
+    policy: MegatronPolicy = field(init=False, repr=False)  # once there is a task
     tokenizer_files: Path | None = None
     parts: list[Callable[[], None]] = field(default_factory=list)  # how what was opened is closed, in this order
 

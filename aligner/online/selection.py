@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from aligner.rows import num_rows, take_rows
-from aligner.types import LabeledBatch, PreferenceBatch
+from aligner.types import DistillationBatch, LabeledBatch, PolicyBatch, PreferenceBatch
 
-BatchT = TypeVar("BatchT", LabeledBatch, PreferenceBatch)
+BatchT = TypeVar("BatchT", LabeledBatch, PreferenceBatch, DistillationBatch, PolicyBatch)
 
 
 class Pairing(str, Enum):

@@ -17,12 +17,15 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from aligner.models.config import Activation, Architecture, Normalization
-from aligner.rollout.weights import ModelWeights
+
+if TYPE_CHECKING:
+    from aligner.rollout.weights import ModelWeights
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")

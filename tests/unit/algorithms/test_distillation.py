@@ -126,7 +126,7 @@ def test_an_online_step_on_sampled_tokens(fakes, make_task) -> None:
     assert isinstance(batch, PolicyBatch) and torch.equal(batch.advantages, -0.5 * batch.loss_mask)
     assert torch.equal(batch.old_logprobs, -1.0 * batch.loss_mask)
     assert metrics["distillation/reverse_kl"] == 0.5
-    found = algorithm.loss(TokenOutputs(logprobs=-1.0 * batch.loss_mask), batch)
+    found = algorithm.sampled_loss(TokenOutputs(logprobs=-1.0 * batch.loss_mask), batch)
     assert found.total.item() / found.count.item() == pytest.approx(0.5)
     assert algorithm.validate() == {"validation/reverse_kl": 0.5, "validation/response_length": 2.5}
 
