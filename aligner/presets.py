@@ -26,6 +26,13 @@ def find_file(file: str, folders: Sequence[Path]) -> Path | None:
     return next((path for folder in folders if (path := folder / f"{file}.yaml").is_file()), None)
 
 
+def built_on(path: Path) -> str:
+    """The config that a config's `defaults` begin with; empty if there is none."""
+    written = yaml.safe_load(path.read_text())
+    defaults = written.get("defaults") or [] if isinstance(written, dict) else []
+    return next((entry for entry in defaults if isinstance(entry, str) and entry != "_self_"), "")
+
+
 def groups_in(folders: Sequence[Path]) -> list[str]:
     """The names of the groups of presets in these folders."""
     recipes = recipe_folders()

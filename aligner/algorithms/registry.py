@@ -16,8 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from aligner import algorithms
 from aligner.cluster.exit_codes import ExitCode
 from aligner.config import compose, entrypoint, parse, search_path
@@ -25,7 +23,7 @@ from aligner.errors import ConfigError
 from aligner.files import configs
 from aligner.loop.config import JobRun
 from aligner.loop.recipe import Recipe
-from aligner.presets import find_file
+from aligner.presets import built_on, find_file
 
 GROUP = "aligner.recipes"
 
@@ -57,14 +55,13 @@ def recipe_of(name: str, overrides: Sequence[str] = ()) -> Recipe[Any]:
     `defaults` begin with. Raises ConfigError if there is no such config, or no recipe that it builds on.
     """
     base, seen = name, []
-    while base not in seen:
+    while base and base not in seen:
         for recipe in recipes().values():
             if base == recipe.name or (recipe.folders()[0] / f"{base}.yaml").is_file():
                 return recipe
         seen.append(base)
         file = find_file(base, _users(overrides))
-        defaults = (yaml.safe_load(file.read_text()) or {}).get("defaults", []) if file else []
-        base = next((entry for entry in defaults if isinstance(entry, str) and entry != "_self_"), base)
+        base = built_on(file) if file else base
     if find_file(name, _users(overrides)):
         raise ConfigError(f"config {name!r} builds on no recipe: begin its `defaults` with the name of one ({', '.join(recipes())})")
     near = difflib.get_close_matches(name, known := sorted({*configs(), *recipes()}), n=1)

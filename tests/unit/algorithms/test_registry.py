@@ -73,3 +73,20 @@ def test_a_recipe_that_lacks_a_method_is_refused_where_it_is_defined() -> None:
         replace(sft.RECIPE, name="unread", config=Unread)
     with pytest.raises(TypeError, match="Unread.*abstract method '?read"):
         Unread()
+
+
+def test_a_config_of_ones_own_is_of_the_recipe_that_it_builds_on(tmp_path) -> None:
+    files = {"mine": "[middle, _self_]", "middle": "[{cluster: dgx_h100}, grpo_70b, _self_]", "none": "[_self_]", "round": "[round]"}
+    for name, defaults in files.items():
+        (tmp_path / f"{name}.yaml").write_text(f"# What {name} is for.\ndefaults: {defaults}\n")
+    where = [f"hydra.searchpath=[file://{tmp_path}]"]
+    assert registry.recipe_of("mine", where).name == "grpo"
+    assert registry.config_file("mine", where) == tmp_path / "mine.yaml"
+    assert (
+        registry.composed("mine", [*where, "data.train=x"]).num_processes == registry.composed("grpo_70b", ["data.train=x"]).num_processes
+    )
+    for name in ("none", "round"):
+        with pytest.raises(ConfigError, match=f"^config '{name}' builds on no recipe: begin its `defaults` with the name of one"):
+            registry.recipe_of(name, where)
+    with pytest.raises(ConfigError, match=r"^there is no config 'mine': did you mean .*\?|^there is no config 'mine': there are "):
+        registry.recipe_of("mine")
