@@ -76,7 +76,7 @@ def test_a_recipe_that_lacks_a_method_is_refused_where_it_is_defined() -> None:
 
 
 def test_a_config_of_ones_own_is_of_the_recipe_that_it_builds_on(tmp_path) -> None:
-    files = {"mine": "[middle, _self_]", "middle": "[{cluster: dgx_h100}, grpo_70b, _self_]", "none": "[_self_]", "round": "[round]"}
+    files = {"mine": "[middle, _self_]", "middle": "[grpo_70b, override cluster: dgx_h200, _self_]", "none": "[_self_]", "round": "[round]"}
     for name, defaults in files.items():
         (tmp_path / f"{name}.yaml").write_text(f"# What {name} is for.\ndefaults: {defaults}\n")
     where = [f"hydra.searchpath=[file://{tmp_path}]"]

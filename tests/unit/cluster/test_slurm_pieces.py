@@ -68,9 +68,9 @@ def test_the_spec_survives_json() -> None:
 def test_the_components_of_a_job() -> None:
     actor, critic, reward = spec("ppo_70b").components
     assert (actor.num_nodes, actor.ranks_per_node, actor.gpus_per_node) == (16, 8, 8) and reward.num_nodes == 8
-    assert actor.program[0].endswith("examples/nlp/train_ppo_actor.py") and critic.program[0].endswith("serve_critic.py")
-    assert actor.program[1:] == ("config=ppo_70b", "data.train=x", *_EVERYWHERE)
-    assert critic.program[1:] == reward.program[1:] == ("recipe=ppo", "config=ppo_70b", "data.train=x", *_EVERYWHERE)
+    assert actor.program[:4] == ("-m", "aligner.cli", "train", "ppo_70b")
+    assert critic.program[:5] == ("-m", "aligner.cli", "serve", "critic", "ppo_70b")
+    assert actor.program[4:] == critic.program[5:] == reward.program[5:] == ("data.train=x", *_EVERYWHERE)
     assert spec("ppo_70b").checkpoints == ("policy", "critic") and spec("rm_70b").checkpoints == ("reward_model",)
     assert [one.name for one in spec("grpo_70b").components] == ["actor"] and [one.name for one in spec("rm_70b").components] == [
         "reward_model"
