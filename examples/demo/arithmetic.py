@@ -1,7 +1,8 @@
-"""The demo's task, made here and offline: sums of two small numbers, one token per character.
+"""The demo's task, made here and offline: sums such as 37+5=42, one token per character.
 
-`python examples/demo/arithmetic.py OUT_DIR` writes a Hugging Face tokenizer directory and five jsonl files. The supervised set is small and
-partly wrong on purpose: a model trained on it is mediocre, and reinforcement learning has something to mend. Same seed, same bytes.
+`python examples/demo/arithmetic.py OUT_DIR` writes a Hugging Face tokenizer directory and five jsonl files. The supervised set is partly
+wrong on purpose: who wrote it mostly forgets to carry (37+5=32). A model trained on it does so too, and reinforcement learning has
+something to mend. Same seed, same bytes.
 """
 
 from __future__ import annotations
@@ -20,18 +21,24 @@ TOKENS = (PAD, BOS, EOS, UNK, *CHARACTERS)  # a token's id is its position
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """How large the task is: operands are 0..max_operand, `noise` the fraction of wrong answers in the supervised set."""
+    """The sums, and how many of what is made of them.
 
-    max_operand: int = 19
-    num_sft: int = 160
-    noise: float = 0.3
-    num_pairs: int = 16000
-    num_prompts: int = 320
-    num_validation: int = 80
-    num_validation_pairs: int = 400
+    `noise` is the fraction of wrong answers in the supervised set. With `carries` the mistake is a forgotten carry, so that only sums with
+    one are answered wrong, and half of the rejected answers are wrong by just the carry; without, every mistake is a random one.
+    """
+
+    first: range = range(10, 90)
+    second: range = range(1, 10)
+    carries: bool = True
+    num_sft: int = 2080
+    noise: float = 0.7
+    num_pairs: int = 20800
+    num_prompts: int = 520
+    num_validation: int = 200
+    num_validation_pairs: int = 1000
 
     def __post_init__(self) -> None:
-        distinct = (self.max_operand + 1) ** 2
+        distinct = len(self.first) * len(self.second)
         if not 0 < self.num_validation < distinct:
             raise ValueError(f"num_validation is {self.num_validation}, allowed: 1 to {distinct - 1} (of {distinct} different sums)")
         if not 0.0 <= self.noise <= 1.0:
@@ -64,8 +71,7 @@ def generate(seed: int, out_dir: str | Path, task: Task | None = None) -> TaskFi
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    operands = range(task.max_operand + 1)
-    sums = [(a, b) for a in operands for b in operands]
+    sums = [(a, b) for a in task.first for b in task.second]
     rng.shuffle(sums)
     held_out, pool = sums[: task.num_validation], sums[task.num_validation :]
     files = TaskFiles(
@@ -77,12 +83,22 @@ def generate(seed: int, out_dir: str | Path, task: Task | None = None) -> TaskFi
         validation_pairs=out / "validation_pairs.jsonl",
     )
     write_tokenizer(files.tokenizer)
-    _write(files.sft, (_sft_record(rng, a, b, task.noise) for a, b in _draw(rng, pool, task.num_sft)))
-    _write(files.pairs, (_pair_record(rng, a, b) for a, b in _draw(rng, pool, task.num_pairs)))
+    _write(files.sft, (_sft_record(rng, a, b, task) for a, b in _draw(rng, pool, task.num_sft)))
+    _write(files.pairs, (_pair_record(rng, a, b, task) for a, b in _draw(rng, pool, task.num_pairs)))
     _write(files.prompts, (_prompt_record(a, b) for a, b in _draw(rng, pool, task.num_prompts)))
     _write(files.validation, (_prompt_record(a, b) for a, b in held_out))
-    _write(files.validation_pairs, (_pair_record(rng, a, b) for a, b in _draw(rng, held_out, task.num_validation_pairs)))
+    _write(files.validation_pairs, (_pair_record(rng, a, b, task) for a, b in _draw(rng, held_out, task.num_validation_pairs)))
     return files
+
+
+def wrong_by_the_carry(a: int, b: int) -> str:
+    """The sum without its carry, or with one too many where it has none: the units are right, the tens are not."""
+    return str(a + b - 10 if has_carry(a, b) else a + b + 10)
+
+
+def has_carry(a: int, b: int) -> bool:
+    """Whether the units of the two add up to ten or more."""
+    return a % 10 + b % 10 >= 10
 
 
 def wrong_answer(rng: random.Random, answer: int) -> str:
@@ -124,12 +140,18 @@ def _draw(rng: random.Random, pool: list[tuple[int, int]], count: int) -> list[t
     return [pair for _ in range(rounds) for pair in rng.sample(pool, len(pool))][:count]
 
 
-def _sft_record(rng: random.Random, a: int, b: int, noise: float) -> dict[str, str]:
-    return {"prompt": f"{a}+{b}=", "response": wrong_answer(rng, a + b) if rng.random() < noise else str(a + b)}
+def _sft_record(rng: random.Random, a: int, b: int, task: Task) -> dict[str, str]:
+    if task.carries:
+        response = wrong_by_the_carry(a, b) if has_carry(a, b) and rng.random() < task.noise else str(a + b)
+    else:
+        response = wrong_answer(rng, a + b) if rng.random() < task.noise else str(a + b)
+    return {"prompt": f"{a}+{b}=", "response": response}
 
 
-def _pair_record(rng: random.Random, a: int, b: int) -> dict[str, str]:
-    return {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": wrong_answer(rng, a + b)}
+def _pair_record(rng: random.Random, a: int, b: int, task: Task) -> dict[str, str]:
+    by_the_carry = task.carries and rng.random() < 0.5
+    rejected = wrong_by_the_carry(a, b) if by_the_carry else wrong_answer(rng, a + b)
+    return {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": rejected}
 
 
 def _prompt_record(a: int, b: int) -> dict[str, str]:
@@ -144,11 +166,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the arithmetic task's tokenizer and data.")
     parser.add_argument("out_dir")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-operand", type=int, default=Task().max_operand)
-    parser.add_argument("--noise", type=float, default=Task().noise)
+    parser.add_argument("--noise", type=float, default=Task().noise, help="the fraction of carries that the supervised set forgets")
     arguments = parser.parse_args()
-    task = Task(max_operand=arguments.max_operand, noise=arguments.noise)
-    files = generate(arguments.seed, arguments.out_dir, task)
+    files = generate(arguments.seed, arguments.out_dir, Task(noise=arguments.noise))
     for path in (files.tokenizer, files.sft, files.pairs, files.prompts, files.validation, files.validation_pairs):
         print(path)
 

@@ -1,29 +1,31 @@
 """The demo: supervised fine-tuning, a reward model, then PPO with a critic server and a reward server, on this machine, offline.
 
-The task is made here (sums of small numbers, one token per character), the models have a quarter of a million parameters, and every stage
-is one of the programs in examples/nlp under the local launcher: the code path of a large run. `make demo` takes two to five minutes on two
-cores.
+The task is made here (sums of small numbers, one token per character), the models have a third of a million parameters, and every stage
+is one of the programs in examples/nlp under the local launcher: the code path of a large run. `make demo` takes one to three minutes on
+two cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from arithmetic import TaskFiles, generate
+from rich.console import Console
+from screen import WIDTH, Stage, last_screen, outcome, picture
 
-from aligner.algorithms import ppo as ppo_recipe
 from aligner.jobs.local import launch_local
-from aligner.reporting.formats import seconds
-from aligner.reporting.jsonl import read_metrics
-from aligner.reporting.summary import summary
 
+STAGES = (
+    Stage(recipe="sft", title="supervised fine-tuning", about="on answers that mostly forget to carry"),
+    Stage(recipe="reward_model", title="reward model", about="of pairs: right answers against wrong ones"),
+    Stage(recipe="ppo", title="PPO, two servers", about="the policy here, critic and reward model as servers of their own"),
+)
 MARK = "made_by_the_demo"
 
 
@@ -36,22 +38,18 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # four processes share the cores
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     files = generate(arguments.seed, root / "data")
-    stages = [
-        ("1/3 supervised fine-tuning on a few, partly wrong answers", "sft", _sft(root, files)),
-        ("2/3 reward model: right answers against wrong ones", "reward_model", _reward_model(root, files)),
-        ("3/3 PPO: policy here, critic and reward model as servers of their own", "ppo", _ppo(root, files, arguments.steps)),
-    ]
-    started, took = time.monotonic(), []
-    for title, recipe, overrides in stages:
-        print(f"\n=== {title}", flush=True)
-        stage_started = time.monotonic()
-        code = launch_local(recipe, [*overrides, f"run.seed={arguments.seed}"])
+    settings = {"sft": _sft(root, files), "reward_model": _reward_model(root, files), "ppo": _ppo(root, files, arguments.steps)}
+    done = []
+    for number, stage in enumerate(STAGES, 1):
+        print(f"\n=== {number}/{len(STAGES)} {stage.title}: {stage.about}", flush=True)
+        started = time.monotonic()
+        code = launch_local(stage.recipe, [*settings[stage.recipe], f"run.seed={arguments.seed}"])
         if code:
-            print(f"\nthe demo stopped: stage {recipe} ended with exit code {code}; see {root / recipe / 'logs'}", file=sys.stderr)
+            logs = root / stage.recipe / "logs"
+            print(f"\nthe demo stopped: stage {stage.recipe} ended with exit code {code}; see {logs}", file=sys.stderr)
             return code
-        took.append(f"{recipe} {seconds(time.monotonic() - stage_started)}")
-    print(f"\n=== done in {seconds(time.monotonic() - started)} ({', '.join(took)})\n")
-    return _conclude(root)
+        done.append(replace(stage, took=time.monotonic() - started))
+    return _conclude(root, done, files, arguments.picture)
 
 
 def _arguments() -> argparse.Namespace:
@@ -59,6 +57,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, default=Path("runs/demo"), help="where everything is written (default: runs/demo)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=0, help="PPO steps (default: conf/ppo/experiment/demo.yaml's)")
+    parser.add_argument(
+        "--picture", type=Path, help="also write what was seen into this SVG file (for a terminal that shows the live view)"
+    )
     return parser.parse_args()
 
 
@@ -106,40 +107,19 @@ def _ppo(root: Path, files: TaskFiles, steps: int) -> list[str]:
     ]
 
 
-def _conclude(root: Path) -> int:
+def _conclude(root: Path, done: list[Stage], files: TaskFiles, picture_file: Path | None) -> int:
     """Print what came out; 1 where the accuracy did not rise."""
-    ppo = root / "ppo"
-    accuracies = _series(ppo, "validation/accuracy")
-    pairs = _series(root / "reward_model", "validation/accuracy")
-    print(summary(ppo / "metrics.jsonl", ppo_recipe.COLUMNS))
-    print("\nanswers to problems of the last PPO step:")
-    for prompt, response, reward in _samples(ppo):
-        print(f"  {prompt}{response:<6} reward {reward:+.2f}")
-    print(f"\nreward model: picks the right one of {pairs[-1]:.1%} of held-out pairs")
-    print(f"accuracy on held-out sums (exact match, greedy): {accuracies[0]:.1%} before PPO, {accuracies[-1]:.1%} after")
-    print(f"""
-checkpoints   {ppo / "checkpoints"}  (policy and critic, paired by step)
-Hugging Face  {ppo / "export"}
-metrics       {ppo / "metrics.jsonl"}
-TensorBoard   tensorboard --logdir {ppo / "tensorboard"}
-
-next, on a model of yours (see README.md):
-  {sys.executable} examples/nlp/train_grpo.py model.path=HF_DIRECTORY data.train=PROMPTS.jsonl \\
-      reward.function.path=my_rewards.py:reward run.directory=runs/mine""")
-    if accuracies[-1] > accuracies[0]:
+    found = outcome(root, done, files.validation)
+    screen = last_screen(found, root, sys.executable)
+    console = Console(highlight=False)
+    console.print()
+    console.print(screen, width=min(WIDTH, console.width))
+    if picture_file is not None:
+        picture(picture_file, root / "ppo" / "logs" / "actor.0.log", screen)
+    if found.rose:
         return 0
-    print("\nthe accuracy did not rise: something is wrong", file=sys.stderr)
+    print("the accuracy did not rise: something is wrong", file=sys.stderr)
     return 1
-
-
-def _series(run: Path, metric: str) -> list[float]:
-    return [step.values[metric] for step in read_metrics(run / "metrics.jsonl") if metric in step.values]
-
-
-def _samples(run: Path) -> Sequence[tuple[str, str, float]]:
-    newest = max((run / "rollouts").glob("step_*.jsonl"))
-    rows = [json.loads(line) for line in newest.read_text().splitlines()]
-    return [(row["prompt"], row["response"], row["reward"]) for row in rows]
 
 
 if __name__ == "__main__":

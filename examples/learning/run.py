@@ -1,9 +1,9 @@
-"""Does every estimator learn? One run of each from one start, on the demo's task, offline; a table, and exit code 1 where one does not.
+"""Does every estimator learn? One run of each from one start, on small sums, offline; a table, and exit code 1 where one does not.
 
-The start is the demo's supervised model (sums of small numbers, a third of them taught wrong), made once and kept. Every case then gets
-the same number of sampled responses, the same prompts and the same seed, as a run of its own under the local launcher. The mean reward of
-sampled responses to held-out prompts and the KL to the start are measured afterwards, by evaluate.py, on the exported models. Results go
-to <directory>/learning.json and learning.md.
+The start is a supervised model of the demo's size (sums of numbers up to 19, a third of them taught wrong), made once and kept. Every case
+then gets the same number of sampled responses, the same prompts and the same seed, as a run of its own under the local launcher. The mean
+reward of sampled responses to held-out prompts and the KL to the start are measured afterwards, by evaluate.py, on the exported models.
+Results go to <directory>/learning.json and learning.md.
 """
 
 from __future__ import annotations
@@ -20,11 +20,23 @@ from pathlib import Path
 EXAMPLES = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(EXAMPLES / "demo"))  # its task
 
-from arithmetic import TaskFiles, generate  # noqa: E402
+from arithmetic import Task, TaskFiles, generate  # noqa: E402
 from cases import CASES, COMMON, MAX_RESPONSE_LENGTH, Case  # noqa: E402
 from launching import CaseFailed, Launch, launch, prepare, refuse_foreign  # noqa: E402
 
 MARK = "made_by_examples_learning"
+TASK = Task(
+    first=range(20),
+    second=range(20),
+    carries=False,
+    num_sft=160,
+    noise=0.3,
+    num_pairs=16000,
+    num_prompts=320,
+    num_validation=80,
+    num_validation_pairs=400,
+)
+SFT_STEPS = 50  # so few that much is left to learn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +89,7 @@ def main() -> int:
 def run(root: Path, cases: Sequence[Case], options: Options, launch: Launch) -> int:
     """Make the start, run `cases` from it one after another, print and write the table; the exit code."""
     prepare(root, MARK)
-    files = generate(options.seed, root / "data")
+    files = generate(options.seed, root / "data", TASK)
     start = make_start(root, files, options, launch)
     judge = Judge(start, files, options.samples)
     rows, failed = [], {}
@@ -97,14 +109,15 @@ def run(root: Path, cases: Sequence[Case], options: Options, launch: Launch) -> 
 def make_start(root: Path, files: TaskFiles, options: Options, launch: Launch) -> Path:
     """The supervised model's export; a former one is used again where the settings, the data and this recipe are the same."""
     recipe = EXAMPLES.parent / "conf" / "experiment" / "demo_sft.yaml"
+    own = [f"loop.max_steps={SFT_STEPS}", *options.sft]
     settings = [
         "+experiment=demo",
         f"model.tokenizer={files.tokenizer}",
         f"data.train={files.sft}",
         f"run.seed={options.seed}",
-        *options.sft,
+        *own,
     ]
-    key = hashlib.sha256(recipe.read_bytes() + files.sft.read_bytes() + "\n".join(options.sft).encode()).hexdigest()[:12]
+    key = hashlib.sha256(recipe.read_bytes() + files.sft.read_bytes() + "\n".join(own).encode()).hexdigest()[:12]
     directory = root / f"start-{key}"
     if not (directory / "done.json").exists():
         print("=== start: supervised fine-tuning on a few, partly wrong sums", flush=True)

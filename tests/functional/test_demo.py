@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,8 @@ def demo(monkeypatch):
     monkeypatch.setitem(sys.modules, "demo_run", module)
     spec.loader.exec_module(module)
     yield module
-    monkeypatch.delitem(sys.modules, "arithmetic", raising=False)
+    for name in ("arithmetic", "screen"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 def write_run(directory: Path, values: list[dict[str, float]]) -> None:
@@ -38,20 +41,27 @@ def write_run(directory: Path, values: list[dict[str, float]]) -> None:
 
 
 @pytest.fixture
-def finished(tmp_path):
-    """A function that writes what the stages leave behind, with the given accuracies of the PPO run."""
+def finished(demo, tmp_path):
+    """A function that writes what the stages leave behind, with the given accuracies of the PPO run, and returns the demo's exit code."""
 
-    def write(*accuracies: float) -> Path:
+    def conclude(*accuracies: float, log: bytes = b"", picture: Path | None = None) -> int:
+        write_run(tmp_path / "sft", [{"sft/loss": 1.0}, {"sft/loss": 0.5}])
         write_run(tmp_path / "reward_model", [{"validation/accuracy": 0.5}, {"validation/accuracy": 0.9375}])
-        write_run(tmp_path / "ppo", [{"validation/accuracy": value, "rollout/reward": value} for value in accuracies])
-        rollouts = tmp_path / "ppo" / "rollouts"
-        rollouts.mkdir()
-        for step, response in ((1, "9"), (2, "7")):
-            row = {"prompt": "3+4=", "response": response, "reward": 1.5, "finish_reason": "stop"}
-            (rollouts / f"step_{step:06d}.jsonl").write_text(json.dumps(row) + "\n")
-        return tmp_path
+        learnt = {"learnt/samples_seen": 256.0, "optim/updates": 4.0}
+        steps = [{"validation/accuracy": value, "rollout/reward": value - 0.5, **learnt} for value in accuracies]
+        write_run(tmp_path / "ppo", steps)
+        files = demo.generate(1, tmp_path / "data")
+        sums = [json.loads(line) for line in files.validation.read_text().splitlines()[:3]]
+        for folder in ("logs", "validation"):
+            (tmp_path / "ppo" / folder).mkdir()
+        (tmp_path / "ppo" / "logs" / "actor.0.log").write_bytes(log)
+        for step, wrong in ((0, 2), (len(accuracies) - 1, 1)):  # the first so many are answered with 0
+            rows = [{"prompt": row["prompt"], "response": "0" if i < wrong else row["answer"]} for i, row in enumerate(sums)]
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (tmp_path / "ppo" / "validation" / f"step_{step:06d}.jsonl").write_text(lines)
+        return demo._conclude(tmp_path, [replace(stage, took=30.0) for stage in demo.STAGES], files, picture)
 
-    return write
+    return conclude
 
 
 def test_every_stage_composes_with_what_the_demo_gives_it(demo, tmp_path):
@@ -84,19 +94,37 @@ def test_a_misspelt_setting_of_an_experiment_is_refused(demo, tmp_path):
         compose(TrainPPO, "ppo", [*demo._ppo(tmp_path, files, 0), "algorithm.kl_coeff=1"])
 
 
-def test_conclusion_gives_accuracy_before_and_after(demo, finished, capsys):
-    assert demo._conclude(finished(0.25, 0.5, 0.875)) == 0
+def test_last_screen_gives_accuracy_before_and_after(demo, finished, tmp_path, capsys):
+    assert finished(0.25, 0.5, 0.875) == 0
     out = capsys.readouterr().out
-    line = next(line for line in out.splitlines() if line.startswith("accuracy on held-out"))
-    assert "25.0% before" in line and "87.5% after" in line
-    assert "93.8% of held-out pairs" in out
-    assert "3+4=7 " in out and "3+4=9" not in out, "the samples are those of the last step"
+    assert "25.0% → 87.5%" in out and "in 1m30s" in out
+    bars = {line.split()[0]: line for line in out.splitlines() if "PPO  " in line and "%" in line}
+    assert bars["before"].count("█") == 8 and bars["after"].count("█") == 26, "of 30"
+    assert "judges 93.8% of new pairs right" in out and "mean score -0.25 → +0.38" in out
+    assert "sampled 768 responses, learnt from them in 12 updates" in out
+    assert "scored 1,368 responses" in out, "768, and 200 at each of three validations"
+    assert "\x1b" not in out and max(map(len, out.splitlines())) <= 80
+    answers = [json.loads(line) for line in (tmp_path / "data" / "validation.jsonl").read_text().splitlines()[:3]]
+    for row, before, after in zip(answers, "✗✗✓", "✗✓✓", strict=True):
+        line = next(line for line in out.splitlines() if row["prompt"] in line)
+        own = line[line.index(row["prompt"]) :].split()[1:5]
+        right = row["answer"]
+        assert own == [right if mark == "✓" else "0" for mark in before] + [before] + [right if after == "✓" else "0", after]
 
 
 @pytest.mark.parametrize("accuracies", [(0.25, 0.25), (0.5, 0.75, 0.25)])
-def test_no_rise_is_a_failure(demo, finished, capsys, accuracies):
-    assert demo._conclude(finished(*accuracies)) == 1
+def test_no_rise_is_a_failure(finished, capsys, accuracies):
+    assert finished(*accuracies) == 1
     assert "did not rise" in capsys.readouterr().err
+
+
+def test_picture_shows_what_was_drawn_last_and_loads_nothing(finished, tmp_path):
+    log = b"started\r\n\x1b[?25l\x1b[1mstep 1/2\x1b[0m\r\x1b[2K\x1b[1A\x1b[2Kstep 2/2\r\n\x1b[?25h"
+    assert finished(0.25, 0.5, log=log, picture=tmp_path / "images" / "demo.svg") == 0
+    svg = (tmp_path / "images" / "demo.svg").read_text()
+    text = html.unescape(svg).replace("\xa0", " ")
+    assert "step 2/2" in text and "step 1/2" not in text and "25.0%" in text
+    assert "@font-face" not in svg and "url(http" not in svg
 
 
 def test_only_a_former_demo_is_replaced(demo, tmp_path):
