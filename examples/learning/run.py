@@ -108,7 +108,7 @@ def run(root: Path, cases: Sequence[Case], options: Options, launch: Launch) -> 
 
 def make_start(root: Path, files: TaskFiles, options: Options, launch: Launch) -> Path:
     """The supervised model's export; a former one is used again where the settings, the data and this recipe are the same."""
-    recipe = EXAMPLES.parent / "conf" / "experiment" / "demo_sft.yaml"
+    recipe = EXAMPLES.parent / "conf" / "sft" / "experiment" / "demo.yaml"
     own = [f"loop.max_steps={SFT_STEPS}", *options.sft]
     settings = [
         "+experiment=demo",
