@@ -217,17 +217,15 @@ def _where(episode: _Episode) -> str:
 
 
 def build_environment(config: EnvironmentConfig) -> Environment:
-    """What `config.function` returns for `config.arguments`. Raises ConfigError."""
-    made = load_reward_function(config.function, "environment")
+    """What `config.path` returns for `config.arguments`. Raises ConfigError."""
+    made = load_reward_function(config.path, "environment")
     try:
         environment = made(**config.arguments)
     except (Exception, SystemExit) as error:  # whatever user code raises
-        given = f"environment.path={config.function}: cannot be made from {dict(config.arguments)}"
+        given = f"environment.path={config.path}: cannot be made from {dict(config.arguments)}"
         raise ConfigError(f"{given}: {raised(error)}") from error
     if not isinstance(environment, Environment):
-        raise ConfigError(
-            f"environment.path={config.function}: gave a {type(environment).__name__} without reset(prompt) or step(state, turn)"
-        )
+        raise ConfigError(f"environment.path={config.path}: gave a {type(environment).__name__} without reset(prompt) or step(state, turn)")
     return environment
 
 
@@ -245,5 +243,5 @@ def environment_follow_up(config: EnvironmentConfig, tokenizer: Tokenizer, promp
         timeout_seconds=config.timeout_seconds,
         num_workers=config.num_workers,
         on_error=config.on_error,
-        name=config.function,
+        name=config.path,
     )

@@ -172,13 +172,12 @@ def _places(root: Path) -> RenderableType:
 
 
 def _next(root: Path, program: str) -> RenderableType:
-    python = _short(Path(program))
     aligner = _short(Path(program).with_name("aligner"))
     lines = [
         ("# this run as a page of HTML", "dim"),
         (f"{aligner} report {_short(root / 'ppo')}", ""),
         ("# GRPO on a model of yours", "dim"),
-        (f"{python} examples/nlp/train_grpo.py model.path=HF_DIRECTORY \\", ""),
+        (f"{aligner} train grpo model.path=HF_DIRECTORY \\", ""),
         ("    data.train=PROMPTS.jsonl reward.function.path=my_rewards.py:reward", ""),
     ]
     body = Group(*(Text(line, style=style, overflow="fold") for line, style in lines))

@@ -12,6 +12,7 @@ from aligner.hints import hint, synonyms
 from aligner.losses.advantages import Estimator
 from aligner.losses.policy import Objective
 from aligner.losses.preference import DPOVariant
+from aligner.rollout.config import EngineKind
 from aligner.schema import SchemaKey, is_known, schema_keys
 
 
@@ -38,7 +39,8 @@ OPEN = {
     "algorithm.advantage_estimator": Estimator,
     "algorithm.objective": Objective,
     "algorithm.loss": DPOVariant,
-}  # or a function of the user's
+    "rollout.engine": EngineKind,
+}  # or a function of the user's, or an entry point
 
 
 def test_every_value_of_a_synonym_is_one_that_its_setting_takes(keys) -> None:

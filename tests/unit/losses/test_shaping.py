@@ -121,7 +121,9 @@ def test_what_cannot_be_is_named(fields, named):
 
 
 def test_a_buffer_longer_than_a_response_may_be():
-    with pytest.raises(ConfigError, match=r"algorithm\.shaping\.overlong_buffer=101: must be at most sampling\.max_response_length=100"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.shaping\.overlong_buffer=101: must be at most rollout\.sampling\.max_response_length=100"
+    ):
         shaped(ShapingConfig(overlong_buffer=101))
 
 

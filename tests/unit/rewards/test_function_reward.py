@@ -278,5 +278,5 @@ def test_from_a_config():
     model = function_reward(RewardFunctionConfig(path="aligner.rewards.builtin:length"), decode)
     assert model.score(ROLLOUTS).result(30).rewards.tolist() == pytest.approx([3 / 200, 3 / 200, 1.0])
     model.close()
-    with pytest.raises(ConfigError, match="function is empty"):
+    with pytest.raises(ConfigError, match="reward.function.path='': name a reward function, or use a reward model"):
         function_reward(RewardFunctionConfig(), decode)
