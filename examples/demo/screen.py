@@ -196,7 +196,7 @@ def _short(path: Path) -> str:
 def picture(path: Path, log: Path, screen: RenderableType) -> None:
     """Write an SVG of what the PPO stage last showed (the end of its log) and the last screen."""
     console = Console(record=True, width=120, file=open(os.devnull, "w"), force_terminal=True, color_system="truecolor")  # noqa: SIM115
-    console.print(last_drawn(log.read_bytes()))
+    console.print(last_drawn(log.read_bytes().replace(f"{Path.cwd()}/".encode(), b"")))
     console.print(screen)
     svg = console.export_svg(title="make demo")
     path.parent.mkdir(parents=True, exist_ok=True)
