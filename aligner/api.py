@@ -73,15 +73,17 @@ def train(
 
     Args:
         model: a Hugging Face directory or a checkpoint (`model.path`).
-        data, validation: a path, or rows as docs/data.md has them (`data.train`, `data.validation`).
+        data: a path, or rows as docs/data.md has them (`data.train`).
+        validation: the same for `data.validation`.
         reward: a function of (prompts, responses, answers) that returns scores, or `file.py:name` (docs/rewards.md).
-        max_steps, directory: `loop.max_steps` and `run.directory`; the same directory again resumes the run.
+        max_steps: `loop.max_steps`.
+        directory: `run.directory`; the same directory again resumes the run.
         overrides: settings as on the command line, such as "algorithm=dapo".
         settings: any others, as sections (`optimizer={"lr": 1e-6}`) or by their keys (`**{"optimizer.lr": 1e-6}`). Wherever a setting
             names a function, it may be one.
 
     Raises:
-        ConfigError, DataError: a setting or a row is wrong, with the key as it is in the settings.
+        ConfigError: a setting is wrong, with the key as it is in the settings.
         AlignerError: the run did not reach its end; the message says why and where its logs are.
     """
     from aligner.algorithms.registry import composed
