@@ -178,6 +178,16 @@ def serve(server: str, settings: tuple[str, ...]) -> None:
     server_program(server, run)(chosen, program=f"aligner serve {server}")
 
 
+@commands.command()
+@click.argument("folder", type=click.Choice(["conf", "examples", "slurm"]))
+def where(folder: str) -> int:
+    """Print where the configs, examples or Slurm scripts of this installation are."""
+    from aligner.files import shipped
+
+    print(shipped(folder))
+    return 0
+
+
 @commands.command(context_settings=_AS_TYPED)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def demo(arguments: tuple[str, ...]) -> int:

@@ -51,7 +51,7 @@ def sweep(schema: type[T], config: str, overrides: Sequence[str], folders: Seque
     Every run is `aligner launch local` in a directory of its own (in `hydra.sweep.dir`, by default `<run.directory>/sweep`): components and
     ranks are those of any run. A sweeper that looks for the best settings is given the newest `checkpoint.best_metric`.
 
-    Raises ConfigError for settings that are wrong in any of the runs, before the first one starts.
+    Raises ConfigError for settings that do not exist, before the first run starts.
     """
     if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1:
         raise ConfigError("--multirun starts the ranks of every run itself: start it once, not on every rank")

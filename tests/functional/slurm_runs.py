@@ -76,8 +76,8 @@ def _kind(process: NodeProcess) -> str | None:
         return "stub"
     if "-m aligner.cluster.slurm" in command:
         return "conductor"
-    scripts = {"train_ppo_actor.py": "actor", "serve_critic.py": "critic", "serve_reward_model.py": "reward"}
-    return next((kind for script, kind in scripts.items() if script in command), None)
+    programs = {"aligner.cli train": "actor", "aligner.cli serve critic": "critic", "aligner.cli serve reward": "reward"}
+    return next((kind for program, kind in programs.items() if program in command), None)
 
 
 def _paced_reward(pace: Path) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import pytest
+from slurm_cluster import SlurmCluster
 from training_jobs import ROOT, tiny_settings, write_task
 
 TIMEOUT = 400
@@ -82,12 +83,13 @@ def test_a_strangers_package_brings_a_recipe_an_estimator_and_a_reward(installed
 def test_a_wheel_has_configs_scripts_and_examples(installed: Path, tmp_path: Path) -> None:
     assert "actor on 128 ranks" in run(installed, tmp_path, "plan", "ppo_70b")
     script = run(installed, tmp_path, "launch", "slurm", "ppo_70b", "--dry-run")
-    package = next(installed.parent.glob("lib/python*/site-packages/aligner"))
-    shipped = (package / "slurm" / "ppo_70b.sub").read_text()
+    folders = {name: Path(run(installed, tmp_path, "where", name).strip()) for name in ("conf", "examples", "slurm")}
+    assert all(folder.is_relative_to(installed.parent) for folder in folders.values())
+    shipped = (folders["slurm"] / "ppo_70b.sub").read_text()
     assert [line for line in script.splitlines() if line.startswith("#SBATCH")] == [
         x for x in shipped.splitlines() if x.startswith("#SBATCH")
     ]
-    assert (package / "examples" / "nlp" / "train_grpo.py").is_file() and (package / "examples" / "nlp" / "data" / "gsm8k.py").is_file()
+    assert all((folders["examples"] / "nlp" / name).is_file() for name in ("train_grpo.py", "data/gsm8k.py"))
     assert "reward.parallel.pp=0" in run(installed, tmp_path, "serve", "reward", "ppo", "reward.parallel.pp=0", "data.train=x", code=2)
 
 
@@ -96,3 +98,17 @@ def test_the_demo_of_a_wheel(installed: Path, tmp_path: Path) -> None:
     out = run(installed, tmp_path, "demo", "--steps", "3", "--directory", "demo", code=1)
     records = [json.loads(line) for line in (tmp_path / "demo" / "ppo" / "metrics.jsonl").read_text().splitlines()]
     assert len(records) == 3 and "ppo" in out
+
+
+@pytest.mark.slurm
+@pytest.mark.pytriton
+@pytest.mark.timeout(900)
+def test_a_slurm_job_of_a_wheel(slurm: SlurmCluster, installed: Path, tmp_path: Path) -> None:
+    """PPO on three nodes from a directory without a checkout; the environment is the one that ALIGNER_VENV names."""
+    directory, script = tmp_path / "run", Path(run(installed, tmp_path, "where", "slurm").strip()) / "smoke_cpu.sub"
+    environment = {"ALIGNER_VENV": str(installed.parent), "ALIGNER_PREFLIGHT": "0", "OMP_NUM_THREADS": "1"}
+    place = {"directory": tmp_path, "cwd": tmp_path, "logs": directory / "logs"}
+    settings = (f"run.directory={directory}", "loop.max_steps=2")
+    job = slurm.submit(script, *settings, options=(f"--output={tmp_path}/%x-%j.out",), environment=environment, **place)
+    job.wait("COMPLETED", timeout_seconds=600)
+    assert (directory / "done.json").is_file() and job.orphans() == []
