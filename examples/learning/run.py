@@ -1,4 +1,4 @@
-"""Does every estimator learn? One run of each from one start, on the demo's task, offline; a table, and exit code 1 where one does not.
+"""Does every estimator learn? One run of each from one start, on small sums, offline; a table, and exit code 1 where one does not.
 
 The start is a supervised model of the demo's size (sums of numbers up to 19, a third of them taught wrong), made once and kept. Every case
 then gets the same number of sampled responses, the same prompts and the same seed, as a run of its own under the local launcher. The mean
@@ -109,15 +109,15 @@ def run(root: Path, cases: Sequence[Case], options: Options, launch: Launch) -> 
 def make_start(root: Path, files: TaskFiles, options: Options, launch: Launch) -> Path:
     """The supervised model's export; a former one is used again where the settings, the data and this recipe are the same."""
     recipe = EXAMPLES.parent / "conf" / "experiment" / "demo_sft.yaml"
+    own = [f"loop.max_steps={SFT_STEPS}", *options.sft]
     settings = [
         "+experiment=demo_sft",
         f"model.tokenizer={files.tokenizer}",
         f"data.train={files.sft}",
         f"run.seed={options.seed}",
-        f"loop.max_steps={SFT_STEPS}",
-        *options.sft,
+        *own,
     ]
-    key = hashlib.sha256(recipe.read_bytes() + files.sft.read_bytes() + "\n".join(settings[4:]).encode()).hexdigest()[:12]
+    key = hashlib.sha256(recipe.read_bytes() + files.sft.read_bytes() + "\n".join(own).encode()).hexdigest()[:12]
     directory = root / f"start-{key}"
     if not (directory / "done.json").exists():
         print("=== start: supervised fine-tuning on a few, partly wrong sums", flush=True)
