@@ -35,7 +35,7 @@ $(STAMP): setup.py
 	@$(BIN)/python -m pip install --quiet --editable '.[servers,mpi,dev]'
 	@touch $(STAMP)
 
-demo: $(STAMP) ## SFT -> reward model -> PPO with two servers on this machine (2 to 4 minutes)
+demo: $(STAMP) ## SFT -> reward model -> PPO with two servers on this machine (about 2 minutes)
 	@$(RUN_ENV) $(BIN)/python examples/demo/run.py $(ARGS)
 
 learn: $(STAMP) ## every estimator trained on small sums, with a table; fails where one does not learn (about 20 minutes)

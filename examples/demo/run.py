@@ -1,7 +1,7 @@
 """The demo: supervised fine-tuning, a reward model, then PPO with a critic server and a reward server, on this machine, offline.
 
 The task is made here (sums of small numbers, one token per character), the models have a third of a million parameters, and every stage
-is one of the programs in examples/nlp under the local launcher: the code path of a large run. `make demo` takes one to three minutes on
+is one of the programs in examples/nlp under the local launcher: the code path of a large run. `make demo` takes about two minutes on
 two cores.
 """
 

@@ -24,11 +24,11 @@ from aligner.reporting.jsonl import StepMetrics, read_metrics
 from aligner.rewards.builtin import exact_match
 
 ACCURACY = "validation/accuracy"
-WIDTH = 80
+WIDTH, PICTURE_WIDTH = 80, 100
 _BAR_WIDTH = 30
 _NUM_SAMPLES = 8
-_ERASED = re.compile(rb"\x1b\[2K")  # a live view erases its lines before it draws them again
-_CURSOR = re.compile(rb"\x1b\[\?25[hl]|\x1b\[\d*A|\r")
+_ERASED = b"\x1b[2K"  # a live view erases its lines before it draws them again
+_DRAWN = b"\x1b[?25h"  # and shows the cursor when it has drawn for the last time
 _EXTERNAL_FONTS = re.compile(r"@font-face\s*{[^}]*}\s*")
 
 
@@ -194,18 +194,19 @@ def _short(path: Path) -> str:
 
 
 def picture(path: Path, log: Path, screen: RenderableType) -> None:
-    """Write an SVG of what the PPO stage last showed (the end of its log) and the last screen."""
-    console = Console(record=True, width=120, file=open(os.devnull, "w"), force_terminal=True, color_system="truecolor")  # noqa: SIM115
-    console.print(last_drawn(log.read_bytes().replace(f"{Path.cwd()}/".encode(), b"")))
-    console.print(screen)
-    svg = console.export_svg(title="make demo")
+    """Write an SVG of the PPO stage's live view, as its log has it at the end (nothing without a terminal), and of the last screen."""
+    with open(os.devnull, "w") as nowhere:
+        console = Console(record=True, width=PICTURE_WIDTH, file=nowhere, force_terminal=True, color_system="truecolor")
+        console.print(last_drawn(log.read_bytes()), Text(), screen, sep="\n")
+    svg = _EXTERNAL_FONTS.sub("", console.export_svg(title="make demo"))  # a picture loads nothing from another host
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_EXTERNAL_FONTS.sub("", svg))  # a picture loads nothing from another host
+    path.write_text(svg)
 
 
 def last_drawn(log: bytes) -> Text:
-    """What a live view drew last, and what was written after it."""
-    return Text.from_ansi(_CURSOR.sub(b"", _ERASED.split(log)[-1]).decode(errors="replace").strip("\n"))
+    """What a live view drew last; empty where the log is of none."""
+    drawn, end, _ = log.rpartition(_DRAWN)
+    return Text.from_ansi(drawn.rpartition(_ERASED)[2].replace(b"\r", b"").decode(errors="replace").strip("\n")) if end else Text()
 
 
 def _read(path: Path) -> list[dict[str, str]]:

@@ -119,11 +119,12 @@ def test_no_rise_is_a_failure(finished, capsys, accuracies):
 
 
 def test_picture_shows_what_was_drawn_last_and_loads_nothing(finished, tmp_path):
-    log = b"started\r\n\x1b[?25l\x1b[1mstep 1/2\x1b[0m\r\x1b[2K\x1b[1A\x1b[2Kstep 2/2\r\n\x1b[?25h"
+    first, last = (f"\x1b[1mstep {step}/2\x1b[0m\r\n".encode() for step in (1, 2))
+    log = b"started\r\n\x1b[?25l" + first + b"\r\x1b[2K\x1b[1A\x1b[2K" + last + b"\x1b[?25hwritten to /somewhere\r\n"
     assert finished(0.25, 0.5, log=log, picture=tmp_path / "images" / "demo.svg") == 0
     svg = (tmp_path / "images" / "demo.svg").read_text()
     text = html.unescape(svg).replace("\xa0", " ")
-    assert "step 2/2" in text and "step 1/2" not in text and "25.0%" in text
+    assert "step 2/2" in text and "step 1/2" not in text and "/somewhere" not in text and "25.0%" in text
     assert "@font-face" not in svg and "url(http" not in svg
 
 
