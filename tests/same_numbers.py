@@ -37,6 +37,7 @@ TRAINER = [*LEARNING, "algorithm.batch_size=4", "data.max_length=96"]
 ONLINE = [*LEARNING, "data.train={data}/prompts.jsonl", "data.validation={data}/prompts.jsonl", "data.max_prompt_length=16"]
 ONLINE += ["rollout.sampling.max_response_length=8", "reward.function.path=aligner.rewards.builtin:length"]
 GROUPS = ["algorithm.prompts_per_step=4", "algorithm.group_size=4"]
+SIMPO = ["algorithm.loss=simpo", "algorithm.beta=2.0", "algorithm.gamma=1.0"]  # not by preset: these have had other names
 WRITER = ["algorithm.part_size=3"]
 
 
@@ -61,7 +62,7 @@ CASES = {
     "process_reward_model": Case("process_reward_model", [*TRAINER, *_sets("steps")]),
     "dpo": Case("dpo", [*TRAINER, *_sets("pairs")]),
     "dpo_precomputed": Case("dpo", [*TRAINER, *_sets("pairs"), "algorithm.reference=precomputed"], ranks=2),
-    "simpo": Case("dpo", [*TRAINER, *_sets("pairs"), "algorithm=simpo"]),
+    "simpo": Case("dpo", [*TRAINER, *_sets("pairs"), *SIMPO]),
     "kto": Case("kto", [*TRAINER, *_sets("unpaired")]),
     "kto_precomputed": Case("kto", [*TRAINER, *_sets("unpaired"), "algorithm.reference=precomputed"]),
     "steerlm": Case("steerlm", [*TRAINER, *_sets("labelled"), "data.max_length=128"]),
