@@ -103,7 +103,7 @@ def test_long_context(result) -> None:
     ("name", "text"),
     [
         ("no_model", "error: model.path='': a plan needs a model"),
-        ("no_recipe", "error: config 'pppo_70b': its name must begin with one of annotate, constitution"),
+        ("no_recipe", "error: there is no config 'pppo_70b': did you mean ppo_70b?"),
         ("too_long", "error: data.max_length=9000: longer than the model's context of 8192 tokens"),
     ],
 )

@@ -67,7 +67,7 @@ def test_there_is_a_case_for_every_estimator_and_objective(learning: ModuleType)
     presets = [
         setting.removeprefix("algorithm=") for case in learning.CASES for setting in case.settings if setting.startswith("algorithm=")
     ]
-    assert len(presets) > 10 and all((ROOT / "conf" / "algorithm" / f"{preset}.yaml").is_file() for preset in presets)
+    assert len(presets) > 10 and all((ROOT / "conf" / "grpo" / "algorithm" / f"{preset}.yaml").is_file() for preset in presets)
 
 
 def test_a_case_that_misses_its_margin_or_ends_badly_is_an_error(learning: ModuleType, tmp_path: Path) -> None:
