@@ -53,14 +53,14 @@ def rule_settings(folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("preset", "settings"), [("simpo_dpo", ["algorithm.gamma=0.5"]), ("orpo_dpo", ["algorithm.beta=1.0"])])
+@pytest.mark.parametrize(("preset", "settings"), [("simpo", ["algorithm.gamma=0.5"]), ("orpo", ["algorithm.beta=1.0"])])
 def test_losses_without_a_reference_learn_the_rule_too(rule: Path, preset: str, settings: list[str]) -> None:
     """Margins are of mean log-probs; ORPO's supervised term makes the chosen responses likelier besides."""
     directory = rule.parent / preset
     run_job(TRAIN, directory, [*rule_settings(rule.parent), f"algorithm={preset}", *settings, "run.export_hf=false"])
     before, *_, after = (line.values for line in metrics_of(directory) if "validation/accuracy" in line.values)
     assert after["validation/accuracy"] > 0.95 and after["validation/margin"] > before["validation/margin"] + 0.5
-    assert preset == "simpo_dpo" or after["validation/sft_loss"] < before["validation/sft_loss"] - 0.3
+    assert preset == "simpo" or after["validation/sft_loss"] < before["validation/sft_loss"] - 0.3
 
 
 def test_it_prefers_what_it_was_shown_on_unseen_pairs(rule: Path) -> None:
