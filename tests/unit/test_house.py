@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from house import circles, config_depth, depth, functions, imports_of, measures
+from house import circles, config_depth, depth, files_of_a_recipe, functions, imports_of, measures
 
 A = """
 import aligner.b
@@ -45,7 +45,15 @@ def test_functions_and_configs():
     assert config_depth({"m": ast.parse(text)}) == (2, "CConfig")
 
 
+def test_files_of_a_recipe():
+    recipe = "class T: ...\nRECIPE = Recipe(name='a', config=T, build=build)\n"
+    modules = {"a": ast.parse(recipe), "b": ast.parse("RECIPE = replace(a.RECIPE, name='b')\n"), "c": ast.parse("print(T, T)\n")}
+    assert files_of_a_recipe({"a": modules["a"], "b": modules["b"]}) == (4, "(most: a, 4)")
+    assert files_of_a_recipe(modules) == (5, "(most: a, 5)")
+
+
 def test_the_package():
     found = measures(grpo=False)
+    assert found["files of a recipe"][0] == 4
     assert found["circles"] == (0, "") and found["deepest config"][0] <= 2
     assert found["longest function"][0] <= 60 and found["largest file"][0] <= 400
