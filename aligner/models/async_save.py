@@ -1,9 +1,9 @@
 """Writing Megatron-Core distributed checkpoints from a thread of the training process.
 
 Megatron-Core splits a save into a plan (collective), the writing of each rank's files (local) and the metadata (collective), and forks
-processes for the middle part: one more per file. Here the same files are written by a thread. A thread dies with its process, so that no
-orphan of a killed run writes on; its error arrives where it is waited for; nothing is forked out of a process that holds CUDA, NCCL and
-gloo threads; and while it writes or hashes it holds the interpreter's lock for moments only.
+processes for the middle part: one more per file. Here a thread writes the same files. A thread dies with its process, so no orphan of a
+killed run keeps writing. `wait` raises its error. Nothing is forked out of a process that holds CUDA, NCCL and gloo threads. While the
+thread writes or hashes, it holds the interpreter's lock only briefly.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class PlannedDirectory:
 
     @property
     def buckets(self) -> list[tuple[str, str, tuple[list, list]]]:
-        """(path, file name, (bytes to write, tensors to write)) of each file; changed in place as they are copied and written."""
+        """(path, file name, (bytes to write, tensors to write)) of each file. Copying and writing change the list in place."""
         return [] if self.request.async_fn is None else self.request.async_fn_args[1]
 
     @property
     def transforms(self) -> list[Any]:
-        """How torch transforms what it writes (not at all, but its writing function wants to be told)."""
+        """torch's write transforms: none, but its writing function requires the argument."""
         return [] if self.request.async_fn is None else self.request.async_fn.args[0]
 
 
@@ -64,7 +64,7 @@ class FileWriter:
     """Writes and hashes this rank's files of some planned directories: at once, or from a thread while training goes on."""
 
     def __init__(self, planned: Sequence[PlannedDirectory], root: Path, *, in_background: bool) -> None:
-        """With `in_background` the tensors are copied to host memory before this returns, and belong to the training again."""
+        """With `in_background`, copy the tensors to host memory before returning; training may then change the originals."""
         self.planned = planned
         self.digests: dict[str, Digest] = {}  # by path relative to `root`; complete once `wait` has returned
         self._root = root
@@ -85,7 +85,7 @@ class FileWriter:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self, timeout_seconds: float) -> None:
-        """Until every rank has written. Every rank calls it; every rank raises the CheckpointError of one that failed or took too long."""
+        """Wait until every rank has written. Every rank calls it. If one fails or times out, every rank raises its CheckpointError."""
         start, error = time.monotonic(), self._error
         if self._thread is not None:
             self._thread.join(timeout_seconds)
@@ -124,14 +124,14 @@ def write_metadata(part: PlannedDirectory) -> None:
 
 
 def _copy_to_host(part: PlannedDirectory) -> None:
-    """Replace every tensor by a copy: in CPU memory too, where the planned one may be the live weight itself."""
+    """Replace every tensor by a host copy. CPU tensors are copied too: a planned one may be the live weight itself."""
     for number, (path, name, (objects, tensors)) in enumerate(part.buckets):
         copied = [(item, tensor.detach().to("cpu", copy=True)) for item, tensor in tensors]
         part.buckets[number] = (path, name, (objects, copied))
 
 
 def _write_bucket(part: PlannedDirectory, number: int) -> list[Any]:
-    """Write one file in Megatron-Core's way, and forget its tensors. Returns what the metadata must know."""
+    """Write one file as Megatron-Core does, and release its tensors. Returns the file's entries for the metadata."""
     path, name, (objects, tensors) = part.buckets[number]
     on_host = [(item, tensor.to("cpu")) for item, tensor in tensors]
     results: queue.Queue[tuple[int, Any]] = queue.Queue()

@@ -1,15 +1,15 @@
 """Core attention where Transformer Engine is absent: causal, grouped queries, packed sequences, context parallelism.
 
-Padded rows need no mask, since padding comes after every real token. Packed rows are attended one sequence at a time, so that no work is
-done between sequences. Under context parallelism each rank gathers the keys and values of its group and attends with its own two chunks of
-queries: to everything before a chunk, and causally to the chunk itself (`aligner.parallel.context` says which chunks those are).
+Padded rows need no mask: padding comes after every real token. Packed rows are attended one sequence at a time, so no work is done
+between sequences. Under context parallelism each rank gathers the keys and values of its group. Its own two chunks of queries attend to
+everything before the chunk, and causally to the chunk itself (`aligner.parallel.context` defines the chunks).
 
-In packed rows that share their prompts (`aligner.models.shared_prompts`) every segment attends causally to itself and,
-where it goes on from a prompt, to all of that.
+In packed rows with shared prompts (`aligner.models.shared_prompts`) every segment attends causally to itself, and to all of the prompt
+that it continues.
 
-The CPU's kernel gives each part's output and log-sum-exp; they are put together as in ring attention (Liu et al. 2023, 2310.01889), and
-with the whole's output and log-sum-exp the kernel's backward pass over a part gives that part's share of the gradients. Elsewhere a
-segment's keys are the prompt's and its own, one after the other, and the causal mask is aligned with their ends.
+The CPU kernel gives each part's output and log-sum-exp. They are combined as in ring attention (Liu et al. 2023, 2310.01889). Given the
+combined output and log-sum-exp, the kernel's backward pass over a part gives that part's share of the gradients. On other devices a
+segment's keys are the prompt's followed by its own, and the causal mask is aligned with their ends.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 
 
 def shared_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """Causal attention within each segment and to the prompt that it goes on from: [T, heads, D] from query [T, heads, D] and key, value
-    [T, groups, D]. `segments` cover all T slots; those that go on from a prompt lie right behind it."""
+    """Causal attention within each segment and to the prompt that it continues: [T, heads, D] from query [T, heads, D] and key, value
+    [T, groups, D]. `segments` cover all T slots; those that continue a prompt directly follow it."""
     if query.is_cuda:
         return torch.cat([_one_segment(query, key, value, segments, number, scale) for number in range(len(segments))])
     return _SharedAttention.apply(query, key, value, segments, scale)
@@ -93,7 +93,7 @@ class _SharedAttention(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Neighbouring segments of the same size: one call of the kernel, and no copy of what goes into it."""
+    """Neighbouring segments of the same size: one kernel call, without copies of its inputs."""
 
     start: int
     count: int
@@ -115,7 +115,7 @@ def _blocks(segments: Segments) -> list[_Block]:
 
 
 def _by_prompt(segments: Segments) -> Iterator[tuple[slice, slice]]:
-    """(slots of a prompt, slots of all that goes on from it: they lie together, right after it)."""
+    """(slots of a prompt, slots of all segments that continue it: they directly follow it)."""
     ends = {prefix: stop for _, stop, prefix in segments if prefix >= 0}
     for number, end in ends.items():
         start, stop, _ = segments[number]
@@ -197,10 +197,10 @@ def _attend_to_past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 class _PastAttention(torch.autograd.Function):
-    """Exact attention in two parts, past and chunk, put together by their log-sum-exps, as in ring attention (Liu et al. 2023, 2310.01889).
+    """Exact attention in two parts, past and chunk, combined by their log-sum-exps, as in ring attention (Liu et al. 2023, 2310.01889).
 
-    The CPU kernel knows causal masks of squares only, and an explicit [L, P + L] mask of a long context would not fit in memory. The
-    queries of a group share its keys: in the past they are just more rows, in the chunk they are attended one after the other.
+    The CPU kernel supports only square causal masks, and an explicit [L, P + L] mask of a long context would not fit in memory. The
+    queries of a group share its keys: over the past they are extra rows; within the chunk each is attended in turn.
     """
 
     @staticmethod

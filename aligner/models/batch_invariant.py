@@ -1,7 +1,7 @@
-"""Megatron-Core's local modules on exact arithmetic: a token's hidden state has the same bits whatever is computed with it.
+"""Megatron-Core's local modules on exact arithmetic: a token's hidden state has the same bits whatever else is in the batch.
 
-They take the places of the ordinary ones in the layer specification (`aligner.models.layers`) where `model.batch_invariant` asks for it.
-Values are `aligner.parallel.exact`'s; gradients are the ordinary ones of the same functions, so only forward passes are invariant.
+With `model.batch_invariant` they replace the ordinary modules in the layer specification (`aligner.models.layers`). Values come from
+`aligner.parallel.exact`; gradients are the ordinary ones of the same functions, so only forward passes are invariant.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From a model config to Megatron-Core modules with their head: language model, value model or reward model.
 
-A rank holds a list of chunks: one, or several where the pipeline is interleaved. A chunk's `forward` gives hidden states; what a task needs
-of the last ones (log-probs, values, scores) is computed by `aligner.models.heads`, so that the full logits never exist.
+A rank holds a list of chunks: one, or several if the pipeline is interleaved. A chunk's `forward` gives hidden states.
+`aligner.models.heads` computes log-probs, values or scores from the last ones, so the full logits never exist.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class ScalarModel(Transformer):
 def build_language_model(
     architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool, seed: int = 0
 ) -> list[LanguageModel]:
-    """This rank's chunks of a policy; random weights (the same for every layout) where `load` does not say that others will be read."""
+    """This rank's chunks of a policy. Without `load` the weights are random, the same for every layout."""
     config = transformer_config(architecture, model, parallel, load=True)
     chunks = [LanguageModel(architecture, model, parallel, load=True, stage=stage, config=config) for stage in stages(parallel)]
     if not load:

@@ -11,8 +11,8 @@
       state.json     step, optimizer version, learning-rate schedule, validation metrics, whatever the training loop adds
       config.yaml    the resolved config of the run
 
-`checkpoint_files` has the rules of publication, `checkpoint_weights` reads weights, `async_save` writes the large files, `manifest` and
-`safe_pickle` look at all of them before anything is loaded.
+`checkpoint_files` has the rules of publication, `checkpoint_weights` reads weights, `async_save` writes the large files. `manifest` and
+`safe_pickle` check all files before anything is loaded.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class SaveRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Contents:
-    """What the tensors of a checkpoint were when it was begun."""
+    """The sums of a checkpoint's tensors at the time the save started."""
 
     directory: Path
     vocabulary: int
@@ -96,7 +96,7 @@ class _Contents:
     read_back: Mapping[str, Sequence[Any]]  # by folder: the shapes and places of what is read back before the checkpoint is published
 
     def check(self) -> None:
-        """Compare what is on disk with what was in memory. Collective. Raises CheckpointError."""
+        """Compare the tensors on disk with those that were in memory. Collective. Raises CheckpointError."""
         for folder, shards in self.read_back.items():
             found = checkpoint_sums.read_back(self.directory / folder, shards, vocabulary=self.vocabulary)
             checkpoint_sums.compare(self.sums, found, f"{self.directory / folder}: as it was read back")
@@ -114,13 +114,13 @@ class PendingSave:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's files are written, or failed to be."""
+        """Whether this rank has finished writing its files, or failed to."""
         return self._writer.is_done
 
     def publish(self, timeout_seconds: float = WRITE_TIMEOUT_SECONDS) -> Path:
         """Wait until every rank has written, then make the checkpoint visible and move `latest`. Every rank calls it.
 
-        Returns its directory. Raises CheckpointError on every rank where one of them failed; what was written is then removed.
+        Returns its directory. If one rank fails, removes the written files and raises CheckpointError on every rank.
         """
         try:
             self._writer.wait(timeout_seconds)
@@ -153,9 +153,9 @@ def start_save(
 ) -> PendingSave:
     """Begin a checkpoint of the model as it is now; `publish` of the result ends it. Every rank calls it.
 
-    With `in_background` it returns as soon as the state is copied to host memory; with `read_back`, `publish` reads all of it once more,
-    into host memory, and compares. Raises CheckpointError where the directory cannot be written to, or a number of the model is not finite;
-    the checkpoints before it stay.
+    With `in_background` it returns as soon as the state is copied to host memory. With `read_back`, `publish` reads the checkpoint back
+    into host memory and compares. Raises CheckpointError if the directory is not writable or the model has a non-finite number; earlier
+    checkpoints stay.
     """
     final = step_directory(checkpoints, request.step)
     model.wake()
@@ -177,7 +177,7 @@ def start_save(
 
 
 def _states(model: TrainableModel, *, with_optimizer: bool) -> dict[str, Any]:
-    """By folder, the sharded state of what is in memory."""
+    """The sharded state in memory, by folder."""
     weights = sharded_state(model.chunks)
     if not with_optimizer:
         return {"weights": weights}
@@ -226,7 +226,7 @@ def load(model: TrainableModel, path: Path, *, verify: bool = True) -> dict[str,
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """What `state.json` of a checkpoint holds: step, version, scheduler, validation, loop."""
+    """The content of a checkpoint's `state.json`: step, version, scheduler, validation, loop."""
     return json.loads((directory / "state.json").read_text())
 
 
@@ -239,14 +239,14 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
 
 
 def _layout(model: TrainableModel) -> dict[str, int]:
-    """What the random generators of a rank depend on."""
+    """The layout settings that a rank's random generators depend on."""
     topology = model.topology
     sizes = {"world": topology.world_size, "tp": topology.tp_size, "pp": topology.pp_size, "cp": topology.cp_size, "dp": topology.dp_size}
     return sizes | {"ep": model.chunks[0].config.expert_model_parallel_size, "chunks": len(model.chunks)}
 
 
 def _on_rank_0(action: Callable[[], Any]) -> None:
-    """Run `action` on rank 0; every rank raises what it raised, so that none goes on alone."""
+    """Run `action` on rank 0; every rank raises its error, so that none continues alone."""
     error: Exception | None = None
     if dist.get_rank() == 0:
         try:
@@ -294,7 +294,7 @@ def _start(final: Path, model: TrainableModel, request: SaveRequest, generators:
 
 
 def _check_room(writing: Path, needed: int) -> None:
-    """Raise CheckpointError on every rank where what is planned does not fit, and leave nothing behind."""
+    """If the planned files do not fit, clean up and raise CheckpointError on every rank."""
     try:
         _on_rank_0(lambda: disk_space.check_room(writing, needed))
     except CheckpointError:
@@ -304,7 +304,7 @@ def _check_room(writing: Path, needed: int) -> None:
 
 
 def _reserve(path: Path) -> None:
-    """Take the room of the small files that Megatron-Core writes inside collectives, where an error leaves the other ranks waiting."""
+    """Reserve room for the small files that Megatron-Core writes inside collectives: an error there leaves the other ranks waiting."""
     with path.open("wb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, RESERVED_BYTES)

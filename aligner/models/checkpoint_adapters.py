@@ -1,4 +1,4 @@
-"""What a checkpoint of a model with adapters holds: they alone (and a head), and where the weights are that they belong to."""
+"""The content of a checkpoint of a model with adapters: adapters, any head, and the location of the base weights."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def whole_state(chunk: Transformer) -> dict[str, Any]:
 
 
 def saved_state(chunk: Transformer) -> dict[str, Any]:
-    """What a checkpoint of this chunk holds: what is trained."""
+    """The part of this chunk that a checkpoint holds: the trained parameters."""
     return head_state(chunk) | adapter_state(chunk, dict(named_adapters(chunk))) if chunk.lora.is_on else whole_state(chunk)
 
 
 def head_state(chunk: Transformer) -> dict[str, Any]:
-    """Of a value or reward model's last chunk: the head's parameters; of others nothing."""
+    """The head's parameters of a value or reward model's last chunk; empty for other chunks."""
     return {name: shard for name, shard in chunk.sharded_state_dict().items() if name.startswith(HEAD)}
 
 
@@ -56,9 +56,9 @@ def adapter_state(chunk: Transformer, adapters: Mapping[str, Adapter]) -> dict[s
 
 
 def weights_digest(source: Path) -> str:
-    """Changes with the weights in a directory, wherever it is; reads little of it, however large they are.
+    """A digest of the weights in a directory, independent of its path. It reads little, however large they are.
 
-    Of a checkpoint it is its marker's, which has the digest of every file; of Hugging Face files that of their sizes and of some places.
+    For a checkpoint, the digest of its marker, which covers every file; for Hugging Face files, of their sizes and of some places.
     """
     if (source / MARKER).exists():
         return hashlib.sha256((source / MARKER).read_bytes()).hexdigest()
@@ -74,7 +74,7 @@ def weights_digest(source: Path) -> str:
 
 
 def to_marker(chunk: Transformer) -> dict[str, Any]:
-    """For a checkpoint's marker; nothing where the model has no adapters."""
+    """The adapters' entry in a checkpoint's marker; empty if the model has none."""
     lora = chunk.lora
     if not lora.is_on:
         return {}
@@ -103,7 +103,7 @@ def saved_lora(marker: Mapping[str, Any]) -> LoraConfig:
 
 
 def base_of(marker: Mapping[str, Any], directory: Path) -> Path:
-    """Where the weights are that a checkpoint's adapters belong to. Raises CheckpointError where they are not there, or others are."""
+    """The directory of the base weights of a checkpoint's adapters. Raises CheckpointError if they are missing or have changed."""
     base = marker["base"]
     if not base:
         raise CheckpointError(f"{directory}: its adapters belong to random weights that are in no file; start such runs from model.path")
@@ -116,7 +116,7 @@ def base_of(marker: Mapping[str, Any], directory: Path) -> Path:
 
 @torch.no_grad()
 def merge(chunk: Transformer, adapters: Mapping[str, Adapter], loaded: Mapping[str, Any]) -> None:
-    """Put adapters into the weights of a chunk; `loaded` has the adapters' parameters by their names in the chunk, and a head's."""
+    """Merge adapters into a chunk's weights. `loaded`: the adapters' parameters, and any head's, by their names in the chunk."""
     chunk.load_state_dict({name: tensor for name, tensor in loaded.items() if name.startswith(HEAD)}, strict=False)
     for layer, adapter in adapters.items():
         for own, parameter in adapter.named_parameters():

@@ -3,11 +3,11 @@
     <folder>/step_000030/          complete, and never changed again
     <folder>/.writing_step_...     not complete: nobody sees it, the next start of the run removes it
     <folder>/.removing_step_...    half removed; its partner in the other folder goes too
-    <folder>/damaged_step_...      set aside: it is not gone on from, and never removed
+    <folder>/damaged_step_...      set aside: never resumed from, never removed
     <folder>/latest, best          the name of a step's directory
 
-A directory gets its final name when every byte of it is on disk, `latest` moves after that, and what is removed loses its name first, so
-that a kill at any moment leaves complete checkpoints only.
+A directory gets its final name once every byte of it is on disk; `latest` moves after that. A removal renames the directory first. So a
+kill at any moment leaves only complete checkpoints.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def resolve(path: Path) -> Path:
 
 
 def pointed_step(checkpoints: Path, pointer: str) -> int | None:
-    """The step that a pointer file names, None where there is no such file or it names no step."""
+    """The step that a pointer file names; None if the file is missing or names no step."""
     try:
         match = _STEP.fullmatch((checkpoints / pointer).read_text().strip())
     except FileNotFoundError:
@@ -129,7 +129,7 @@ def new_writing_directory(final: Path) -> Path:
 
 
 def publish(writing: Path, final: Path) -> None:
-    """Give a directory that is complete its final name and move `latest`. A checkpoint of that name goes, once the new one is complete."""
+    """Give a complete directory its final name and move `latest`. An older checkpoint of that name is then removed."""
     for directory in (*(path for path in writing.iterdir() if path.is_dir()), writing):
         sync_directory(directory)
     replaced = final.parent / f"{REPLACED}{final.name}.{secrets.token_hex(4)}"
@@ -142,7 +142,7 @@ def publish(writing: Path, final: Path) -> None:
 
 
 def remove_step(folders: Sequence[Path], step: int) -> None:
-    """Remove the checkpoints of one step from all folders, which lose their names first; `clean` ends what a kill interrupted."""
+    """Remove the checkpoints of one step from all folders, renaming them first. `clean` completes an interrupted removal."""
     hidden = [folder / f"{REMOVING}{step_directory(folder, step).name}" for folder in folders]
     for folder, gone in zip(folders, hidden, strict=True):
         if (path := step_directory(folder, step)).exists():
@@ -153,9 +153,9 @@ def remove_step(folders: Sequence[Path], step: int) -> None:
 
 
 def set_aside(directory: Path) -> None:
-    """Give a damaged checkpoint a name that nobody takes for one; `latest` then names the newest that is left.
+    """Rename a damaged checkpoint so that nothing loads it; `latest` then names the newest that is left.
 
-    Actor and critic may come here at once, each for both of their folders: the second one finds it done.
+    Actor and critic may call this at once, each for both of their folders: the second call finds nothing to do.
     """
     folder = directory.parent
     names = (f"{DAMAGED}{directory.name}{number}" for number in ("", *(f".{n}" for n in range(2, 1000))))
@@ -169,9 +169,9 @@ def set_aside(directory: Path) -> None:
 
 
 def clean(folders: Sequence[Path]) -> None:
-    """Remove from the first folder what a killed run left, and end its removals in all folders. Nobody else may be writing there.
+    """Remove a killed run's leftovers from the first folder and complete its removals in all folders. Nobody else may be writing there.
 
-    A checkpoint that was about to be replaced, and has no successor yet, gets its name back.
+    A checkpoint that was being replaced, and has no successor yet, gets its name back.
     """
     own = folders[0]
     for path in own.glob(f"{REPLACED}step_*"):
@@ -187,12 +187,12 @@ def clean(folders: Sequence[Path]) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a directory that nothing refers to. What cannot be removed now (a file system in trouble) stays until the next `clean`."""
+    """Remove an unreferenced directory. Files that cannot be removed now (file-system errors) stay until the next `clean`."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def steps_to_remove(complete: Sequence[int], paired: Sequence[int], *, keep: int, protected: set[int]) -> list[int]:
-    """Of all steps that a folder has, those that go: not among the newest `keep` pairs, not protected, older than the newest pair.
+    """The steps of a folder to remove: not among the newest `keep` pairs, not protected, older than the newest pair.
 
     `paired` are the steps that every folder has, ascending. `keep` 0 removes nothing.
     """
@@ -220,6 +220,6 @@ def sync_directory(path: Path) -> None:
 
 
 def _sealed(content: Mapping[str, Any]) -> str:
-    """The one text of this content, with its checksum: any byte that changes shows."""
+    """The canonical text of this content, with a checksum that detects any changed byte."""
     text = json.dumps(dict(sorted(content.items())))
     return json.dumps({**json.loads(text), "checksum": hashlib.sha256(text.encode()).hexdigest()}) + "\n"

@@ -1,13 +1,13 @@
-"""The optimizer's part of a checkpoint, in a form that does not know the layout it was written at.
+"""The optimizer's part of a checkpoint, in a layout-independent form.
 
-Megatron-Core's distributed optimizer keeps float32 weights and moments in flat buffers that are cut over the data-parallel ranks, so of
-each parameter a rank holds a range of its flattened elements (`param_range_map["param"]`, by which every step copies the float32 weights
-to the model's). Here each rank writes, and reads, what it holds, under the parameter's name. A range of a tensor of n dimensions is at
-most 2n - 1 boxes, and each box is a shard of the whole model's tensor: nothing is gathered, and no offset in a buffer is used. (Upstream's
+Megatron-Core's distributed optimizer keeps float32 weights and moments in flat buffers that are cut over the data-parallel ranks. So a
+rank holds a range of each parameter's flattened elements (`param_range_map["param"]`, by which every step copies the float32 weights to
+the model's). Each rank writes and reads its ranges under the parameter's name. A range of a tensor of n dimensions is at most
+2n - 1 boxes, and each box is a shard of the whole model's tensor: nothing is gathered, and no offset in a buffer is used. (Upstream's
 `fully_reshardable` form gathers everything on every rank and, up to 0.19, cuts at the wrong places behind a bucket that ends in padding:
 Megatron-LM pull request 5077. Names, shapes and types in the files are the same.)
 
-What of parameter groups is not of the run's config is the number of steps taken, which is the model's version.
+The only parameter-group state that the run's config does not give is the number of steps taken: the model's version.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ def sharded_state(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], 
 def restore(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded: dict[Any, Any], *, step: int) -> list[str]:
     """Put a loaded state, of `step` steps, into the optimizer. Learning rates, betas and epsilon stay those of this run's config.
 
-    Returns the names of parameters of this rank whose float32 weights are not the model's weights: the state is not theirs, and none of it
-    is put into the optimizer then. Raises CheckpointError where optimizers that are not distributed were saved with the experts spread
-    otherwise.
+    Returns the names of this rank's parameters whose float32 weights differ from the model's: the state belongs to other weights, and
+    none of it is loaded. Raises CheckpointError if non-distributed optimizers were saved with another distribution of the experts.
     """
     configured = [{name: group[name] for name in _CONFIGURED} for group in optimizer.param_groups]
     if _is_distributed(optimizer):
@@ -70,7 +69,7 @@ def _is_distributed(optimizer: ChainedOptimizer) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Held:
-    """What one distributed optimizer holds of one parameter on this rank: elements start.. of the flattened parameter."""
+    """One distributed optimizer's part of one parameter on this rank: elements start.. of the flattened parameter."""
 
     name: str  # unique on this rank
     part: DistributedOptimizer
@@ -88,12 +87,12 @@ class _Held:
             yield state, tensor if tensor.dtype == torch.float32 else tensor.to("cpu", torch.float32)
 
     def blank(self) -> Iterator[tuple[str, Tensor]]:
-        """The same to be filled."""
+        """As `values`, with tensors to fill."""
         for state in _STATES:
             yield state, torch.empty(self.size, dtype=torch.float32)
 
     def is_of_the_weights(self, main: Tensor) -> bool:
-        """Whether float32 weights are the model's weights, but for one rounding."""
+        """Whether float32 weights equal the model's weights up to one rounding."""
         weights = self.parameter.detach().flatten()[self.start : self.start + self.size]
         main = main.to(weights.device)
         if weights.dtype == torch.float32:
@@ -103,7 +102,7 @@ class _Held:
 
 
 def _held(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any]) -> Iterator[_Held]:
-    """All that this rank holds; a rank may hold padding only."""
+    """Every parameter part that this rank holds; a rank may hold padding only."""
     weights = {shard.data: shard for shard in sharded_leaves(sharded_weights)}
     for place, part in enumerate(optimizer.chained_optimizers):
         for number, (parameter, span) in enumerate(_ranges(part)):

@@ -1,4 +1,4 @@
-"""How large a component's checkpoint is: exactly, once it is planned, and about, from the model's parameters."""
+"""The size of a component's checkpoint: exact once it is planned, estimated from the model's parameters before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALWAYS_ROOM_FOR = 2  # checkpoints, where a run keeps all of them
 
 
 def planned_bytes(planned: Sequence[PlannedDirectory]) -> int:
-    """What all ranks together are about to write. Collective."""
+    """Bytes that all ranks together will write. Collective."""
     own = 0
     for part in planned:
         for _, _, (objects, tensors) in part.buckets:
@@ -28,7 +28,7 @@ def planned_bytes(planned: Sequence[PlannedDirectory]) -> int:
 
 
 def estimated_bytes(model: TrainableModel) -> int:
-    """About what a checkpoint of the model takes, from its parameters. Collective."""
+    """Estimated bytes of a checkpoint of the model, from its parameters. Collective."""
     topology, config = model.topology, model.config
     dense_copies = topology.world_size // (topology.tp_size * topology.pp_size)
     expert_copies = topology.world_size // (config.expert_model_parallel_size * config.expert_tensor_parallel_size * topology.pp_size)
@@ -43,9 +43,9 @@ def estimated_bytes(model: TrainableModel) -> int:
 
 
 def shortage(model: TrainableModel, directory: Path, *, keep: int) -> str:
-    """A warning where fewer checkpoints than the run wants to have at a time fit; empty where there is room. Collective.
+    """A warning if fewer checkpoints fit than the run keeps at a time; empty if there is room. Collective.
 
-    `keep`: how many stay; 0 keeps all. A checkpoint is complete before an older one goes. Raises ConfigError where not even one fits.
+    `keep`: how many stay; 0 keeps all. An older checkpoint is removed once the new one is complete. Raises ConfigError if not one fits.
     """
     size, wanted = estimated_bytes(model), keep + 1 if keep else ALWAYS_ROOM_FOR
     free = from_rank_0(lambda: free_bytes(directory))

@@ -1,8 +1,8 @@
-"""Sums over the bit patterns of what a checkpoint holds: taken in memory before anything is written, compared after it has been loaded.
+"""Sums over the bit patterns of a checkpoint's tensors: taken in memory before writing, compared after loading.
 
-The sum of a tensor is that of its elements' bit patterns, each times an odd number for each of its indices in the whole model's tensor,
-modulo 2^64. So it adds up over any split, and an element that changed or went to another place shows. Padding of vocabularies is left out:
-it depends on the layout. `sums.json` of a checkpoint has, per tensor, the sum, the number of elements and their type.
+A tensor's sum adds its elements' bit patterns, each times an odd number for each of its indices in the whole model's tensor, modulo 2^64.
+So the sum adds up over any split, and reveals a changed or misplaced element. It leaves out vocabulary padding, which depends on the
+layout. A checkpoint's `sums.json` has, per tensor, the sum, the number of elements and their type.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MODULUS = 1 << 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sum:
-    """Of a whole tensor."""
+    """The sum of a whole tensor."""
 
     sum: str  # hexadecimal
     elements: int
@@ -40,7 +40,7 @@ class Sum:
 
 @dataclass(slots=True)
 class _Copies:
-    """(elements, sum) of every set of ranks that together hold a tensor, by the number of that set; 0s are the one that is saved."""
+    """(elements, sum) of every replica of a tensor, by replica number; the one with all 0s is saved."""
 
     dtype: str
     by_replica: dict[tuple[int, ...], tuple[int, int]]
@@ -85,13 +85,13 @@ def write(directory: Path, sums: Mapping[str, Sum]) -> None:
 
 
 def read(directory: Path) -> dict[str, Sum]:
-    """What a checkpoint says of itself; empty for one of an earlier version."""
+    """The sums that a checkpoint records; empty for an earlier version."""
     path = directory / SUMS
     return {key: Sum(**entry) for key, entry in json.loads(path.read_text()).items()} if path.exists() else {}
 
 
 def compare(wanted: Mapping[str, Sum], found: Found, what: str) -> None:
-    """Raise WrongContents where a tensor is not what was saved, in any copy of it. Types that were converted cannot be compared."""
+    """Raise WrongContents if any copy of a tensor differs from the saved one. Converted types cannot be compared."""
     wrong = [key for key, copies in found.items() if key in wanted and not _is(copies, wanted[key])]
     if wrong:
         raise WrongContents(
@@ -101,7 +101,7 @@ def compare(wanted: Mapping[str, Sum], found: Found, what: str) -> None:
 
 
 def read_back(directory: Path, shards: Sequence[ShardedTensor], *, vocabulary: int) -> Found:
-    """The sums of what a distributed checkpoint directory holds of `shards`, read into host memory of its own. Every rank calls it."""
+    """The sums of `shards` as stored in a distributed checkpoint directory, read into separate host memory. Every rank calls it."""
     blank = {str(number): replace(shard, data=torch.empty(shard.local_shape, dtype=shard.dtype)) for number, shard in enumerate(shards)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -130,7 +130,7 @@ def _replica(shard: ShardedTensor) -> tuple[int, ...]:
 
 
 def _within(shard: ShardedTensor, vocabulary: int) -> Tensor:
-    """What of a shard is not padding."""
+    """The part of a shard that is not padding."""
     if not shard.allow_shape_mismatch:
         return shard.data
     return shard.data[: max(0, vocabulary - shard.global_offset[shard.prepend_axis_num])]
@@ -144,7 +144,7 @@ def _sum(shard: ShardedTensor, vocabulary: int) -> Tensor:
 
 
 def _weighted(data: Tensor, offset: tuple[int, ...]) -> Tensor:
-    """Of a tensor whose first element has the indices `offset`."""
+    """Weighted sum of the bit patterns of a tensor whose first element has the indices `offset`."""
     if not data.numel():
         return torch.zeros((), dtype=torch.int64, device=data.device)
     if data.dim() > 1 and data.shape[0] == 1:

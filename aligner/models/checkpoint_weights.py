@@ -1,4 +1,4 @@
-"""The weights in a checkpoint of any layout: what of a model is saved, and how a model of this layout is filled from it."""
+"""The weights in a checkpoint of any layout: which are saved, and how a model of this layout loads them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from aligner.parallel.mcore import NEEDS_COMMON_FILE, dist_checkpointing, versio
 
 
 def kind_of(chunks: Sequence[Transformer]) -> str:
-    """What a marker calls a model like this."""
+    """The kind of model that a marker records."""
     return "scalar" if isinstance(chunks[0], ScalarModel) else "language"
 
 
 def sharded_state(chunks: Sequence[Transformer]) -> dict[str, Any]:
-    """What is saved of a model with its place in the whole, under whose names it is on disk, whatever the chunks are called here."""
+    """The saved parameters with their place in the whole model. On disk they have the whole model's names, not the chunks'."""
     return {f"model{number}": checkpoint_adapters.saved_state(chunk) for number, chunk in enumerate(chunks)}
 
 
@@ -46,9 +46,9 @@ def load_source(chunks: Sequence[Transformer], source: Path, *, verify: bool = T
 def load_weights(chunks: Sequence[Transformer], path: Path, *, verify: bool = True, with_head: bool = True) -> None:
     """Fill the chunks of a model from a checkpoint of this project, written at any layout. Every rank calls it.
 
-    A scalar model may start from a language model's checkpoint: its head then keeps its initialisation. Adapters of the saved model are
-    put into the weights, those of the chunks stay as they are. With `verify` the files that are read are compared with their SHA-256 first;
-    without `with_head` a head stays as it is. Raises CheckpointError.
+    A scalar model may start from a language model's checkpoint: its head then keeps its initialisation. The saved model's adapters are
+    merged into the weights; the chunks' own stay unchanged. With `verify`, first compare the files with their SHA-256. Without
+    `with_head`, a head stays unchanged. Raises CheckpointError.
     """
     directory = _verified(path, verify)
     marker = read_marker(directory)
@@ -72,9 +72,9 @@ def load_weights(chunks: Sequence[Transformer], path: Path, *, verify: bool = Tr
 
 
 def load_same(chunks: Sequence[Transformer], path: Path, *, verify: bool = True) -> None:
-    """Fill the chunks of a model like the one that was saved; of one with adapters, them alone. Every rank calls it.
+    """Fill the chunks of a model like the saved one; if it has adapters, only those. Every rank calls it.
 
-    Raises CheckpointError, also where the saved model had other adapters.
+    Raises CheckpointError, also if the saved model had other adapters.
     """
     directory = _verified(path, verify)
     checkpoint_adapters.check_same(read_marker(directory), chunks[0], directory)
@@ -93,7 +93,7 @@ def _verified(path: Path, verify: bool) -> Path:
 def _read_states(
     chunks: Sequence[Transformer], directory: Path, states: Sequence[dict[str, Any]], *, with_head: bool = True
 ) -> list[dict[str, Any]]:
-    """The tensors of `states`, which are what is wanted of each chunk, but for heads that the checkpoint lacks."""
+    """Read the tensors of `states` (one per chunk), except heads that the checkpoint lacks."""
     kind = read_marker(directory)["kind"]
     _check_architecture(directory, chunks[0])
     if kind != kind_of(chunks) and kind != "language":
@@ -108,9 +108,9 @@ def _read_states(
 
 
 def _heads_absent(chunk: Transformer, directory: Path) -> tuple[str, ...]:
-    """Which of the head's parameters the checkpoint lacks, by how their names begin: they keep their initialisation.
+    """Name prefixes of the head's parameters that the checkpoint lacks: they keep their initialisation.
 
-    Raises CheckpointError where its head has another number of outputs.
+    Raises CheckpointError if its head has another number of outputs.
     """
     head = read_head(directory) if isinstance(chunk, ScalarModel) else None
     if head is None:
@@ -124,7 +124,7 @@ def _heads_absent(chunk: Transformer, directory: Path) -> tuple[str, ...]:
 
 
 def _check_architecture(directory: Path, chunk: Transformer) -> None:
-    """Megatron-Core lets vocabularies of different sizes pass, and knows nothing of norms' epsilons or rotary bases."""
+    """Megatron-Core accepts vocabularies of different sizes, and checks neither norms' epsilons nor rotary bases."""
     file = directory / CONFIG_FILE
     saved = asdict(architecture_from_hf(read_json(file), where=str(file)))
     ours = asdict(architecture_from_hf(architecture_to_hf(chunk.architecture)))

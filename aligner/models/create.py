@@ -29,9 +29,9 @@ from aligner.parallel.topology import ParallelConfig, Topology
 
 
 def source_directory(config: ModelConfig, *, key: str = "model") -> Path | None:
-    """Where the weights are, `latest` resolved; None for a model that starts from random weights. `key`: of its settings.
+    """The directory of the weights, `latest` resolved; None for a model with random weights. `key`: the config key of its settings.
 
-    Raises ConfigError where no model is there, CheckpointError for a checkpoint that is damaged.
+    Raises ConfigError if there is no model, CheckpointError for a damaged checkpoint.
     """
     if not config.path:
         return None
@@ -118,9 +118,9 @@ def create_value_model(
     *,
     output_weights: Sequence[float] = (),
 ) -> MegatronValueModel:
-    """A value model, usually from a reward model's checkpoint, whose head it goes on with. Every rank calls it.
+    """A value model, usually from a reward model's checkpoint, whose head it keeps. Every rank calls it.
 
-    `output_weights`: how the outputs of a reward model with several make one value. Raises ConfigError where they are missing.
+    `output_weights`: the weights that combine several outputs of a reward model into one value. Raises ConfigError if they are missing.
     """
     check_divisible(architecture, parallel)
     found = head_of(config) or VALUES
@@ -161,14 +161,14 @@ def create_reward_model(
 
 
 def _ready(chunks: Sequence[Transformer], config: ModelConfig, topology: Topology, training: Training) -> TrainableModel:
-    """Weights first: the optimizer takes its main copy from them."""
+    """Load the weights first: the optimizer copies its main weights from them."""
     load_source(chunks, config)
     _start_adapters(chunks, config, topology.seed)
     return TrainableModel(chunks, topology, training)
 
 
 def _start_adapters(chunks: Sequence[Transformer], config: ModelConfig, seed: int) -> None:
-    """New adapters, where `config` asks for some, or the ones that it names: PEFT's, or a checkpoint's on the same weights."""
+    """Attach adapters if `config` asks for them: new ones, or those that it names (PEFT's, or a checkpoint's on the same weights)."""
     if not config.lora.is_on:
         return
     source = source_directory(config)

@@ -1,6 +1,6 @@
-"""Room on file systems: before something is written, and in what is said when writing failed.
+"""Free space on file systems: checked before a write, and reported when a write fails.
 
-Quotas do not show in what a file system reports as free; where one is used up the error comes from the writing itself.
+A file system's free space does not reflect quotas; an exhausted quota shows only as a write error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 def free_bytes(directory: Path) -> int:
-    """What this user may still write there; the directory may be yet to be made."""
+    """Bytes that this user may still write there; the directory need not exist yet."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     status = os.statvfs(existing)
     return status.f_bavail * status.f_frsize
@@ -31,7 +31,7 @@ def check_room(directory: Path, needed: int) -> None:
 
 
 def explain(error: Exception, directory: Path) -> str:
-    """What a failed write means; torch wraps the system's error, or leaves it out, so the room that is left is said as well."""
+    """The cause of a failed write, with the free space: torch wraps the system's error, or leaves it out."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

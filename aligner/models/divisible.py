@@ -1,4 +1,4 @@
-"""Whether a model can be laid out and computed as settings ask. Arithmetic alone: imports no Megatron-Core."""
+"""Whether a model can be laid out and computed with given settings. Arithmetic only: imports no Megatron-Core."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_divisible(architecture: Architecture, parallel: ParallelConfig) -> Non
 
 
 def check_together(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for settings that each are good and cannot be had together."""
+    """Raise ConfigError for settings that are valid alone but not together."""
     for name in ("transformer_engine", "packing") if parallel.tp_comm_overlap else ():  # its buffers want fused layers and one shape
         if not getattr(model, name):
             raise ConfigError(
@@ -57,7 +57,7 @@ def _check(parallel: ParallelConfig, name: str, problem: Callable[[int], str], l
 
 
 def _tensor_problem(architecture: Architecture, tp: int) -> str:
-    """What of the model `tp` ranks cannot share; empty where they can share everything."""
+    """Why `tp` ranks cannot split one of the model's sizes; empty if they can split all."""
     sizes = ["num_attention_heads", "hidden_size"] + ([] if architecture.num_experts else ["ffn_hidden_size"])
     for name in sizes:
         if getattr(architecture, name) % tp:

@@ -1,6 +1,6 @@
-"""Are the numbers of a model sound? Looked at after every update, and once more before they are written to a checkpoint.
+"""Checks that a model's numbers are finite: after every update, and before they are written to a checkpoint.
 
-One pass reads every parameter once and allocates nothing of their size: smallest and largest element, both of which are NaN where any is.
+One pass reads every parameter once and allocates nothing of their size. It takes the smallest and largest element; any NaN makes both NaN.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ Outputs = Callable[[Tensor, Batch, Placement], TokenOutputs]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Rows that one forward pass computes. `filler` ones keep ranks in step and count nothing."""
+    """Rows of one forward pass. A `filler` micro-batch keeps ranks in step and counts nothing."""
 
     batch: Batch
     placement: Placement
@@ -83,8 +83,8 @@ def forward(chunks: list[Any], parts: list[MicroBatch], outputs: Outputs) -> lis
 def forward_backward(chunks: list[Any], parts: list[MicroBatch], outputs: Outputs, loss: Loss, *, counts: bool) -> dict[str, Metric]:
     """Accumulate gradients of the loss's sum over the micro-batches, finalised (reduced and divided by the global count) by Megatron.
 
-    `counts` says whether this rank's count is part of the global one: a context-parallel group computes one loss together. Metrics are the
-    last pipeline stage's; other stages have none.
+    `counts`: whether this rank's count is part of the global one (a context-parallel group computes one loss together). Only the last
+    pipeline stage returns metrics.
     """
 
     def loss_of(part: MicroBatch) -> Callable:

@@ -10,7 +10,7 @@ from aligner.parallel.mcore import tensor_parallel
 
 
 def generator_state() -> dict[str, Any]:
-    """Where the generators stand: torch's of the CPU and of the device, and Megatron-Core's."""
+    """The states of the generators: torch's for the CPU and the device, and Megatron-Core's."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states())}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -18,7 +18,7 @@ def generator_state() -> dict[str, Any]:
 
 
 def set_generator_state(state: dict[str, Any]) -> None:
-    """Put them where `generator_state` found them."""
+    """Restore a result of `generator_state`."""
     torch.set_rng_state(state["torch"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
     if torch.cuda.is_available() and "cuda" in state:

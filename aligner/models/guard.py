@@ -1,12 +1,12 @@
-"""What happens where a loss, a gradient or a reward is not finite.
+"""The response to a loss, a gradient or a reward that is not finite.
 
-A bad update never reaches the weights. `stop` ends the run after its last whole step; `skip` leaves the update out; `roll_back` ends every
-component, and whoever starts the run again finds it going on from the last checkpoint of all of them, without the training step whose batch
-it was. A critic behind a server leaves its update out whatever the setting is, and says so in its reply: the actor decides for both.
+A bad update never reaches the weights. `stop` ends the run after its last whole step. `skip` leaves the update out. `roll_back` ends every
+component; the restarted run resumes from the last checkpoint of all components, without the training step of the bad batch. A critic
+behind a server leaves its update out whatever the setting, and reports that in its reply: the actor decides for both.
 
-An update whose loss and gradient are finite is made, and may still leave parameters that are not, or that are absurd (the learning rate,
-a fault of the hardware). Main weights and moments have changed then too, and no copy of them is kept, so it cannot be left out any more:
-`skip` acts as `roll_back`. Neither the weights nor anything after them is ever saved.
+An update with finite loss and gradient is made. It may still leave non-finite or absurdly large parameters (the learning rate, a hardware
+fault). By then main weights and moments have changed too, and no copy of them is kept, so the update cannot be left out: `skip` acts as
+`roll_back`. Neither those weights nor any later ones are saved.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class LogprobGapConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether it can ring at all."""
+        """Whether the alarm is enabled."""
         return bool(self.warn or self.stop)
 
 
@@ -124,7 +124,7 @@ class Guard:
         self.skipped_in_a_row = 0
 
     def refuse(self, what: str) -> None:
-        """An update was not made. Returns where the run goes on without it. Raises RunHalted, or RollBack for the step under way."""
+        """An update was not made. Returns if the run continues without it. Raises RunHalted, or RollBack for the current step."""
         if self._config.non_finite is NonFinite.roll_back:
             raise RollBack(what)
         if self._config.non_finite is NonFinite.stop:
@@ -159,7 +159,7 @@ def _give_up(config: GuardConfig, what: str, step: int | None = None) -> None:
 
 
 def judge_reply(config: GuardConfig, metrics: Mapping[str, float], *, step: int) -> None:
-    """Decide over updates that a served critic left out of training step `step`, or that spoilt it, by the metrics of its reply.
+    """Decide on a served critic's updates that were left out of training step `step`, or spoilt it, by its reply's metrics.
 
     Raises RunHalted or RollBack, as a `Guard` would. Every rank calls it with the same metrics.
     """

@@ -1,7 +1,7 @@
-"""From hidden states to what a loss reads. The one shift, that a hidden state speaks of the next token, is in `placement.next_token_of`.
+"""From hidden states to a loss's inputs. Only `placement.next_token_of` applies the shift: a hidden state predicts the next token.
 
-Outputs are [B, S] of the whole micro-batch on every rank: a context-parallel rank fills in what it holds, and the sum over ranks puts the
-parts together, so that losses never see a layout.
+Outputs are [B, S] of the whole micro-batch on every rank. A context-parallel rank fills in its own part and the sum over ranks combines
+the parts, so losses never see a layout.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def value_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, 
 def score_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, lengths: Tensor, width: int) -> TokenOutputs:
     """Scores of each sequence, as the head pools: float32 [B, K]. `width` is the S of the batch.
 
-    The mean over tokens is that of their scores, which is the score of their mean: what context-parallel ranks hold adds up.
+    The mean over tokens averages their scores, which equals the score of their mean: context-parallel ranks' parts add up.
     """
     hidden = module.whole_sequences(hidden, grads_are_partial=False)
     positions = torch.arange(width, device=lengths.device)
@@ -90,7 +90,7 @@ def score_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, 
 
 
 def step_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, mask: Tensor) -> TokenOutputs:
-    """Score of what ends at each token that `mask` selects, from that token's own hidden state: float32 [B, S], 0 elsewhere."""
+    """Score of the step that ends at each token in `mask`, from that token's own hidden state: float32 [B, S], 0 elsewhere."""
     hidden = module.whole_sequences(hidden, grads_are_partial=False)
     selected, places = _select(hidden, placement.token_of, mask)
     return TokenOutputs(step_scores=_scatter(module, module.score_head(selected.float())[:, 0], places, mask.shape))

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face model: whether each is whole, and what it holds, before anything is loaded. No torch."""
+"""Checks a Hugging Face model's files and lists their tensors before anything is loaded. No torch."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Adapter(torch.nn.Module):
             self._mark(matrix, split_dim=0 if self.pairs.splits_output else None)
 
     def _mark(self, parameter: torch.nn.Parameter, *, split_dim: int | None) -> None:
-        """Say what Megatron-Core's optimizer and gradient reductions ask of a parameter."""
+        """Set the attributes that Megatron-Core's optimizer and gradient reductions read."""
         # A whole parameter counts in gradient norms on the first tensor-parallel rank alone; of unsplit experts each rank has others.
         has_others = split_dim is not None or (self.pairs.is_expert and self.group.size() == 1)
         set_tensor_model_parallel_attributes(parameter, has_others, -1 if split_dim is None else split_dim, 1)
@@ -116,7 +116,7 @@ class Adapter(torch.nn.Module):
         parameter.sequence_parallel = self.splits_sequence and split_dim is None  # each rank's gradient is of its part of the sequence
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the adapter adds to the layer's output for the layer's input [..., in on this rank]."""
+        """The adapter's addition to the layer's output, for the layer's input [..., in on this rank]."""
         whole_a, whole_b = self.pairs.splits_output, not self.pairs.splits_output
         hidden = F.linear(self._dropped(x), self._complete(self.a) if whole_a else self.a) * self.scaling
         hidden = self._exchanged(hidden)
@@ -156,7 +156,7 @@ class Adapter(torch.nn.Module):
         return reduce_from_tensor_model_parallel_region(hidden, group=self.group)
 
     def _complete(self, parameter: Tensor) -> Tensor:
-        """A parameter that is on every rank, of whose gradient an expert's ranks have parts."""
+        """A replicated parameter whose gradient is summed over an expert's ranks, which hold parts of it."""
         return _SumGradient.apply(parameter, self.group) if self.pairs.is_expert and self.group.size() > 1 else parameter
 
     def _expanded(self, hidden: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
@@ -270,9 +270,9 @@ def fill_adapter(adapter: Adapter, unique: str, seed: int) -> None:
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """This rank's parameters by global name, without adapters: what these add is in the weights, made when it is asked for.
+    """This rank's parameters by global name, with adapters merged into the weights on access.
 
-    The last tensor is kept, since several parts of one may be asked for in a row: make a new mapping when the adapters have changed.
+    The last tensor is cached, since callers may read several parts of it in a row: make a new mapping when the adapters change.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], chunks: Sequence[Any]) -> None:

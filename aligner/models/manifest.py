@@ -19,14 +19,14 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Digest:
-    """What a file must be."""
+    """The expected size and SHA-256 of a file."""
 
     sha256: str
     size: int  # bytes
 
 
 def digest(path: Path) -> Digest:
-    """Read a file and say what it is."""
+    """Read a file and return its digest."""
     sha256, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -76,7 +76,7 @@ def _older(directory: Path) -> list[Path]:
 
 
 def damage(directory: Path, *, needed: Callable[[str], bool]) -> list[str]:
-    """What is wrong with the needed files of a checkpoint, the same on every rank. Every rank calls it."""
+    """The faults of a checkpoint's needed files, the same on every rank. Every rank calls it."""
     manifest, broken = from_rank_0(lambda: _read_or_why_not(directory))
     if broken:
         return [broken]

@@ -1,4 +1,4 @@
-"""What Megatron-Core is told of a model: its `TransformerConfig`."""
+"""A model's `TransformerConfig` for Megatron-Core."""
 
 from __future__ import annotations
 

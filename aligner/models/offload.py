@@ -1,5 +1,5 @@
-"""Host memory as the place where tensors wait that a phase does not need: optimizer state, gradients and, where the rollout engine has
-weights of its own, the policy's parameters while responses are sampled.
+"""Offloads tensors that a phase does not need to host memory: optimizer state, gradients and, if the rollout engine has its own weights,
+the policy's parameters during sampling.
 
 A tensor is moved by copying its storage to the host and shrinking the storage on the device to nothing; every view into it (parameters of
 a flat buffer) stays valid and comes back with it.
@@ -55,7 +55,7 @@ class HostMemory:
             storage.resize_(0)
 
     def move_in(self) -> None:
-        """Allocate on the device again and copy back. Does nothing where nothing is away."""
+        """Allocate on the device again and copy back. Does nothing if nothing is offloaded."""
         for storage, size, copy in self._away:
             storage.resize_(size)
             if copy is not None:

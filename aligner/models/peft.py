@@ -131,7 +131,7 @@ def peft_config(architecture: Architecture, lora: LoraConfig, *, base: str, head
 
 
 def _target_modules(architecture: Architecture, lora: LoraConfig) -> list[str]:
-    """How the names of the modules with a pair end, and no others': GPT-2 has a c_proj in its attention and one behind it."""
+    """Name suffixes that only the modules with a pair have: GPT-2 has a c_proj in its attention and one after it."""
     trained = {one.name for one in projections(architecture, lora)}
     table = weight_names(architecture)
     others = {name.removesuffix(".weight") for weight in table.names(architecture) for name in table.find(weight).hf_names} - trained

@@ -1,5 +1,5 @@
-"""Where the tokens of a micro-batch lie in the model's input on this rank: padded side by side or packed one after the other, whole or the
-part that a context-parallel rank holds."""
+"""The positions of a micro-batch's tokens in the model's input on this rank: padded or packed, whole or the part of a context-parallel
+rank."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Splits:
 
     @property
     def row_multiple(self) -> int:
-        """What the length of every row must be a multiple of."""
+        """The length of every row must be a multiple of this."""
         context = 2 * self.cp_size if self.cp_size > 1 else 1
         return context if self.packed else math.lcm(context, self._ranks * self.token_multiple)
 
     @property
     def total_multiple(self) -> int:
-        """What the length of the model's input must be a multiple of."""
+        """The length of the model's input must be a multiple of this."""
         return math.lcm(self.row_multiple, self._ranks * self.token_multiple)
 
     @property

@@ -50,7 +50,7 @@ class MegatronRewardModel:
 
     @property
     def head(self) -> ScalarHead:
-        """What the scores are of."""
+        """The model's head."""
         return self.model.chunks[-1].head
 
     def scores(self, batch: ScoredBatch) -> Tensor:

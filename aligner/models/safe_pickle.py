@@ -1,8 +1,7 @@
-"""Megatron-Core's checkpoint directories hold pickles, which run code of their author's choice when they are loaded: a look before that.
+"""Checks the pickles in Megatron-Core's checkpoint directories before they are loaded: loading a pickle can run arbitrary code.
 
-`.metadata` is unpickled by torch without restrictions, so it is first read with an unpickler that knows only the classes of which such a
-file is made. Byte objects (Transformer Engine's extra states, 0.19's common state) and `common.pt` must load as plain data. Tensors are
-read as such by torch.
+torch unpickles `.metadata` without restrictions, so it is first read with an unpickler that knows only the classes of such files. Byte
+objects (Transformer Engine's extra states, 0.19's common state) and `common.pt` must load as plain data. torch reads tensors as such.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Computing a prompt once for all the responses to it, in training too (as Prefix Grouper does, Liu et al. 2025, 2506.05433).
 
-Rows that begin with the same tokens, none of which a loss looks at, form a *family*. Packed one after the other, its prompt is there once,
-as a segment of its own; each row goes on from it. The last token of a prompt is not shared, because its hidden state predicts another first
-token in every row. Outputs and gradients are those of the rows computed apart: a prompt's keys and values collect the gradients of all.
+Rows that begin with the same tokens, none of which counts in a loss, form a *family*. In a packed input its prompt is stored once, as its
+own segment; each row continues it. The last token of a prompt is not shared, because its hidden state predicts another first token in
+every row. Outputs and gradients equal those of separate rows: a prompt's keys and values accumulate the gradients of all rows.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Trace:
 
     @property
     def places(self) -> set[Place]:
-        """What has been seen."""
+        """The recorded places."""
         return set(self._parts)
 
     def chosen(self, tokens: Tensor) -> Tensor:
@@ -127,6 +127,6 @@ def difference(place: Place, ours: Trace, theirs: Trace) -> Difference | None:
 
 
 def differences(ours: Trace, theirs: Trace) -> list[Difference]:
-    """Of all operations that can be compared, in the order of computation."""
+    """The differences of all comparable operations, in the order of computation."""
     found = [difference(place, ours, theirs) for place in sorted(ours.places & theirs.places, key=lambda place: place.rank)]
     return [one for one in found if one is not None]

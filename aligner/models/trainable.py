@@ -149,10 +149,10 @@ class TrainableModel:
     def train_step(self, batch: Batch, outputs: passes.Outputs, loss: Loss) -> dict[str, Metric]:
         """One optimizer step over all rows. Collective. Returns the loss's metrics over the global batch and `optim/*`.
 
-        Where a loss or the gradient is not finite, the guard decides on every rank alike: it raises RunHalted or RollBack, or the update is
-        left out: weights, optimizer, schedule and random generators are then those before the call, and no value of this batch is reported.
-        An update after which a parameter is not finite, or absurdly large, cannot be taken back: the guard then never goes on from it.
-        Raises ConfigError where a data-parallel replica would get no row.
+        If a loss or the gradient is not finite, the guard decides alike on all ranks. It raises RunHalted or RollBack, or omits the update.
+        After an omission, weights, optimizer, schedule and random generators are as before the call; no value of this batch is reported.
+        An update that leaves a parameter non-finite or absurdly large cannot be undone: the guard never continues from it.
+        Raises ConfigError if a data-parallel replica would get no row.
         """
         if num_rows(batch) // _unit(batch) < self.topology.dp_size:
             raise ConfigError(
@@ -182,7 +182,7 @@ class TrainableModel:
         return self._reduce(metrics) | self.auxiliary.metrics() | self._optimizer_metrics(float(grad_norm))
 
     def _optimizer_metrics(self, grad_norm: float | None) -> dict[str, Metric]:
-        """Of an update, or of one that was left out."""
+        """Metrics of an update that was made or left out."""
         rate = Max(maximum=self.optimizer.param_groups[0]["lr"])
         if grad_norm is not None:
             # Where nothing is clipped Megatron-Core may not measure the norm, and gives 0: that would say that there was no gradient.
@@ -213,7 +213,7 @@ class TrainableModel:
         self.host.move_in()
 
     def _reduce(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
-        """Over replicas, then from the last pipeline stage (which alone has any) to the others."""
+        """Reduce over replicas, then broadcast from the last pipeline stage (the only one with metrics)."""
         if self.topology.pp_rank == self.topology.pp_size - 1:
             metrics = reduce_metrics(metrics, self.topology.dp_group, platform.device())
         if self.topology.pp_size == 1:
@@ -222,7 +222,7 @@ class TrainableModel:
         return broadcast_object(metrics, src=last, group=self.topology.pp_group)
 
     def _find_non_finite(self, totals: Sequence[Tensor]) -> str:
-        """What of this update is not finite; empty where all is well. The same on every rank; `totals`: this rank's losses. Collective."""
+        """The non-finite parts of this update, the same on every rank; empty if none. `totals`: this rank's losses. Collective."""
         buffers = [buffer for runner in self.runners for buffer in (*runner.buffers, *runner.expert_parallel_buffers)]
         norm = math.hypot(*(float(buffer.grad_data.norm()) for buffer in buffers))
         bad = int((~torch.stack(list(totals)).isfinite()).sum()) if totals else 0
@@ -269,7 +269,7 @@ def _unit(batch: Batch) -> int:
 
 
 def _noting_totals(loss: Loss, totals: list[Tensor]) -> Loss:
-    """`loss`, whose results are noted without waiting for them: they are looked at once, after the backward pass."""
+    """`loss`, with its results recorded in `totals` without synchronising: they are checked once, after the backward pass."""
 
     def noting(outputs: TokenOutputs, batch: Batch) -> LossOutput:
         result = loss(outputs, batch)

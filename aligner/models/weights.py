@@ -133,7 +133,7 @@ def export_hf(chunks: Sequence[Transformer]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _gather(chunk: Transformer, place: Place, rule: Rule, tensor: Tensor) -> Tensor:
-    """The full tensor, put together in its place: no second copy of it exists meanwhile."""
+    """The full tensor, assembled in place without a second copy."""
     group = tensor_group(chunk, place)
     if place.split_dim is None or group.size() == 1:
         return tensor
@@ -200,7 +200,7 @@ def _head(chunk: Transformer) -> ScalarHead | None:
 
 
 def _name_files(directory: Path, weight_map: dict[str, int], num_files: int, num_bytes: int) -> None:
-    """Give the parts the names that Hugging Face tools look for, and an index where there are several."""
+    """Give the parts the names that Hugging Face tools expect, and an index if there are several."""
     if num_files == 1:
         (directory / "part-0.safetensors").replace(directory / SINGLE_FILE)
         return

@@ -1,7 +1,7 @@
-"""Do all ranks run the same thing? Asked once at the start, through the rendezvous store.
+"""Check once at the start, through the rendezvous store, that all ranks run the same thing.
 
-Every rank writes a record; rank 0 reads them all (N reads, not N x N) and publishes one verdict, which every rank awaits. So the whole
-component stops with the same message, that names the ranks which differ or never came.
+Every rank writes a record. Rank 0 reads them all (N reads, not N x N) and publishes one verdict, which every rank awaits. So the whole
+component stops with the same message, which names the ranks that differ or never came.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Marks every collective of a process in its progress record, by standing in front of `torch.distributed`'s functions.
+"""Marks every collective of a process in its progress record, by wrapping `torch.distributed`'s functions.
 
-Megatron-Core looks most of them up in `torch.distributed` when it calls them; those that it bound when it was imported are replaced in its
-modules. A mark costs about two microseconds.
+Megatron-Core looks most of them up in `torch.distributed` at each call. Those that it bound at import are replaced in its modules. A mark
+costs about two microseconds.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def marked(progress: Progress) -> Iterator[None]:
 
 
 class _Groups:
-    """What is to be known of each process group, looked up once."""
+    """The description of each process group, looked up once."""
 
     def __init__(self) -> None:
         self._known: dict[dist.ProcessGroup, GroupInfo] = {}

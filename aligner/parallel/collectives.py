@@ -85,7 +85,7 @@ def all_ranks(condition: bool, device: torch.device) -> bool:
 
 
 def raise_everywhere(error: Exception | None) -> None:
-    """Agree on failure: where any rank passes an error, every rank raises it (the first by rank), so that none is left waiting."""
+    """Agree on failure: if any rank passes an error, every rank raises the first by rank, so that none is left waiting."""
     for found in gather_objects(error):
         if found is not None:
             raise found
@@ -107,7 +107,7 @@ def from_rank_0(action: Callable[[], T]) -> T:
 
 
 def reduce_metrics(metrics: Metrics, group: dist.ProcessGroup, device: torch.device) -> dict[str, Metric]:
-    """Merge metrics over the ranks of `group`: what they add up is summed, maxima maximised. All ranks hold the same names."""
+    """Merge metrics over the ranks of `group`: sums are added, maxima maximised. All ranks hold the same names."""
     sums = [metric.sums for metric in metrics.values()]
     tops = [metric.tops for metric in metrics.values()]
     summed = torch.tensor([number for part in sums for number in part], dtype=torch.float64, device=device)
@@ -124,10 +124,10 @@ def reduce_metrics(metrics: Metrics, group: dist.ProcessGroup, device: torch.dev
 
 
 def together(action: Callable[[], T], what: str, *, error: type[AlignerError]) -> T:
-    """Do something on every rank; where it fails on any, every rank raises `error` with what the first of them said.
+    """Run `action` on every rank. If any rank fails, every rank raises `error` with the first failing rank's message.
 
-    A ConfigError that all of them raise stays one. Collective. The action must not communicate after a point where it may fail on one rank
-    alone: the others would wait for it there.
+    A ConfigError that all ranks raise stays a ConfigError. Collective. The action must not communicate after a point where one rank alone
+    may fail: the others would wait for it there.
     """
     failure: Exception | None = None
     try:
@@ -145,6 +145,6 @@ def together(action: Callable[[], T], what: str, *, error: type[AlignerError]) -
 
 
 def _describe(error: Exception) -> str:
-    """The message of an error that is for people, else with the error's name."""
+    """The error's message; with the error's name unless the message is written for users."""
     message = str(error)
     return message if message and isinstance(error, AlignerError) else f"{type(error).__name__}: {message}"

@@ -35,8 +35,8 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of every rank's `x`, on every rank; the gradient is passed on as it is.
 
-    For tensors of which each rank fills in its own entries and which every rank then uses alike: the sum puts them together, and each
-    rank's gradient is that of its own entries.
+    For tensors in which each rank fills in its own entries and that all ranks then use alike. The sum combines the entries; each rank's
+    gradient is that of its own.
     """
     return x if group.size() == 1 else _SumRanks.apply(x, group)
 

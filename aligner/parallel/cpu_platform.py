@@ -1,9 +1,9 @@
 """Megatron-Core on a machine without CUDA: the same modules, schedules and optimizer, on CPU tensors over gloo.
 
-Megatron-Core says `torch.cuda` and `device="cuda"` in many places. `install()` gives every `megatron.*` module its *own* namespace copy of
-`torch` in which `torch.cuda` is a CPU stand-in and the tensor factories map `"cuda"` to the CPU; torch itself, and every other package,
-keep the real one. A handful of Megatron functions that assume CUDA kernels (gradient clipping, parameter types) are replaced. The
-layouts that train with this, and how closely they match one process, are in the distributed tests.
+Megatron-Core uses `torch.cuda` and `device="cuda"` in many places. `install()` gives every `megatron.*` module its *own* namespace copy of
+`torch` in which `torch.cuda` is a CPU stand-in and the tensor factories map `"cuda"` to the CPU. torch itself, and every other package,
+keep the real one. `install()` also replaces some Megatron functions that assume CUDA kernels (gradient clipping, parameter types). The
+distributed tests list the layouts that train with this, and how closely they match one process.
 
 Only `aligner.parallel.mcore` calls this, before it imports Megatron-Core, and only where CUDA is absent.
 """
@@ -200,7 +200,7 @@ def _replace_functions() -> None:
 
 
 def _plain_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What the experts' dispatcher computes of split sizes: gloo's all-to-all takes integers only, and tensors elsewhere stay tensors."""
+    """Split sizes of the experts' dispatcher: gloo's all-to-all takes integers only; other tensors stay tensors."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -228,7 +228,7 @@ def _types_say_cuda() -> Iterator[None]:
 
 
 def _present_cuda_types(optimizer: type) -> None:
-    """Constructors that sort parameters by `param.type()` strings know only the CUDA ones."""
+    """Present CUDA type strings: constructors that sort parameters by `param.type()` know no others."""
     construct = optimizer.__init__
 
     @functools.wraps(construct)

@@ -1,15 +1,15 @@
-"""Arithmetic whose results do not depend on what else is computed in the same call: the batch-invariant mode's.
+"""Batch-invariant arithmetic: a row's result does not depend on the other rows of the same call.
 
-A library's matrix product gives a row other bits when it has other neighbours, since the order of its sums follows the shape of the whole
-call. Here sums are exact, so that their order does not matter: the terms are rounded to integers of so few bits that every partial sum fits
-into float64's 53 (the idea of Ozaki et al. 2012 and of reproducible summation, Demmel and Nguyen 2013), with powers of two for units, each
-taken from the row alone. So any kernel, blocking, number of threads and, over tensor-parallel ranks, order of reduction gives the same
-bits, and so does another number of ranks. Float32 models keep about float32's accuracy: of 512 terms, 22 bits below each row's largest.
+In a library's matrix product a row's bits change with its neighbours, since the summation order follows the shape of the whole call. Here
+sums are exact, so their order does not matter. Terms are rounded to integers with so few bits that every partial sum fits into float64's
+53 (the idea of Ozaki et al. 2012 and of reproducible summation, Demmel and Nguyen 2013). Their units are powers of two, each taken from
+the row alone. So any kernel, blocking, number of threads or ranks and, over tensor-parallel ranks, order of reduction gives the same bits.
+Float32 models keep about float32's accuracy: with 512 terms, 22 bits below each row's largest.
 
-Elementwise functions are the same for every position of a tensor where torch computes them by one vector function; `check_arithmetic`
-asks this machine's. (`silu`, `gelu` and `sigmoid` are not: a vector loop and its scalar tail differ. They are made of others here.)
+An elementwise function is the same at every position of a tensor if torch computes it by one vector function; `check_arithmetic` tests
+that on this machine. (`silu`, `gelu` and `sigmoid` are not: vector loop and scalar tail differ. Here they are composed of others.)
 
-`None` as a group is this rank alone.
+`None` as a group means this rank alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Rounded:
 
 
 def term_bits(num_terms: int) -> tuple[int, int]:
-    """How many bits the two factors of each term of a sum of products may have."""
+    """The number of bits that each of the two factors may have in a sum of `num_terms` products."""
     both = MANTISSA_BITS - math.ceil(math.log2(max(num_terms, 1)))
     return both - both // 2, both // 2
 
@@ -61,7 +61,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def round_weight(weight: Tensor, group: dist.ProcessGroup | None = None) -> Rounded:
-    """A weight matrix [out, in] for `product`; `group` shares its inputs. Worth keeping while the weight stays the same."""
+    """A weight matrix [out, in] rounded for `product`; `group` splits its inputs. Reusable until the weight changes."""
     return round_rows(weight, term_bits(weight.shape[1] * _size(group))[1], group)
 
 
@@ -143,8 +143,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Attention of queries [B, G, R, D] to keys and values [B, G, T, D] where `visible` (bool, broadcast to [B, G, R, T]) says so: one key
-    at least, and of 2^20 at most. What is in the hidden ones does not matter as long as it is finite, nor how many there are."""
+    """Attention of queries [B, G, R, D] to keys and values [B, G, T, D] where `visible` (bool, broadcast to [B, G, R, T]) is True. Each
+    query sees at least one key, and at most 2^20. Hidden keys may hold any finite values, in any number."""
     dim_bits, key_bits = term_bits(queries.shape[-1]), term_bits(KEYS_AT_A_TIME)
     q, k, v = round_rows(queries, dim_bits[0]), round_rows(keys, dim_bits[1]), round_rows(values, key_bits[1])
     scores = (q.numbers @ k.numbers.mT).mul_(q.unit).mul_(k.unit.mT).mul_(scale).masked_fill_(~visible, -torch.inf)
@@ -224,7 +224,7 @@ def linear_with_gradient(x: Tensor, weight: Tensor, group: dist.ProcessGroup | N
 
 
 def check_arithmetic(device: torch.device) -> None:
-    """Raise ConfigError where this machine's torch does not compute what the mode builds on: float64 sums that are exact while they fit,
+    """Raise ConfigError unless this machine's torch computes as the mode requires: float64 sums that are exact while they fit, and
     elementwise functions that are the same at every position of a tensor."""
     generator = torch.Generator().manual_seed(0)
     sample = (torch.randn(4099, generator=generator) * 20).to(device)

@@ -4,8 +4,8 @@
 
 1. torchrun: RANK and WORLD_SIZE are set (the local launcher of this project sets the same).
 2. Slurm step: SLURM_PROCID inside a step (not the batch script, not the shell of an allocation). The store is on the first host of the
-   step's node list, at port 15000 + crc32("<job id>.<step id>.<node list>") mod 15000: every rank works it out alone, and it is outside the
-   range from which Linux hands out ports.
+   step's node list, at port 15000 + crc32("<job id>.<step id>.<node list>") mod 15000: every rank computes it alone, and it is outside the
+   range from which Linux assigns ports.
 3. MPI: an mpiexec / mpirun variable is set. Only then is mpi4py imported; rank 0 binds a free port and broadcasts where.
 4. Single process: no sockets at all.
 
@@ -145,14 +145,14 @@ def meet(*, timeout_seconds: float, environ: Mapping[str, str] | None = None) ->
 
 
 def shutdown() -> None:
-    """Destroy the process groups and leave MPI, where they were started. Every rank calls it at its good end (not after an error)."""
+    """Destroy the process groups and leave MPI, if they were started. Every rank calls it after success (not after an error)."""
     if dist.is_initialized():
         dist.destroy_process_group()
     mpi.finalize()
 
 
 def _keep_local_traffic_local(world: World) -> None:
-    """Let gloo talk over loopback where all ranks are on this machine: laptops' own names often resolve slowly, wrongly or not at all."""
+    """Make gloo use loopback if all ranks are on this machine: laptops' own names often resolve slowly, wrongly or not at all."""
     names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     if world.local_world_size == world.world_size and names:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names.pop())

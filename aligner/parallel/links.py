@@ -1,8 +1,8 @@
-"""How fast ranks talk: all-reduce time and rate within every node, between pairs of nodes, and over all ranks.
+"""Communication speed: all-reduce time and rate within every node, between pairs of nodes, and over all ranks.
 
-Pairs of nodes are those whose numbers differ in one bit (i and i XOR 1, 2, 4, ...), all pairs of a round at the same time: every node is
-measured against log2(N) others, and a slow node is the one all of whose links are slow. On GPUs every local rank pairs with its counterpart
-(each GPU has its own way to the network), else only the first ranks of the nodes do.
+A pair is two nodes whose numbers differ in one bit (i and i XOR 1, 2, 4, ...). All pairs of a round run at the same time. Every node is
+measured against log2(N) others; all links of a slow node are slow. On GPUs every local rank pairs with its counterpart (each GPU has its
+own path to the network); else only the first ranks of the nodes do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RATE_BYTES = {"nccl": 128 << 20, "gloo": 2 << 20}
 
 
 class Span(str, Enum):
-    """What lies between the ranks of a measurement."""
+    """The ranks that a measurement spans."""
 
     within_node = "within a node"
     between_nodes = "between nodes"
@@ -58,9 +58,9 @@ def start_group(world: World, store: Store, *, timeout_seconds: float) -> None:
 
 
 def measure(nodes: Sequence[str]) -> list[Link]:
-    """The measurements for which this rank speaks (the first of each group's). Every rank calls it; `nodes` is every rank's.
+    """The measurements that this rank reports (as the first of its group). Every rank calls it; `nodes` is every rank's.
 
-    Raises LaunchError where a sum comes back wrong.
+    Raises LaunchError if a sum is wrong.
     """
     rank = dist.get_rank()
     found: list[Link] = []
@@ -95,8 +95,8 @@ def rounds(nodes: Sequence[str], *, every_rank: bool) -> list[list[tuple[tuple[i
 
 
 def _measure_among(ranks: list[int], span: Span, name: str, nodes: tuple[str, ...]) -> list[Link]:
-    """In a group of their own, which only they make, and which goes again: torch derives a group's name from its ranks and from the number
-    of groups that a process has, so one that stays would keep those from meeting that have another number."""
+    """Measure in a temporary group that only `ranks` make. torch derives a group's name from its ranks and from the number of groups that
+    a process has: if the group stayed, processes with different numbers could no longer form one."""
     group = dist.new_group(ranks, use_local_synchronization=True)
     try:
         return _measure(group, span, name, nodes)

@@ -24,7 +24,7 @@ ROWS_AT_A_TIME = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arithmetic:
-    """How the forward pass multiplies and adds: `aligner.parallel.exact` has one whose results do not depend on the batch."""
+    """The forward pass's matrix product and sums. `aligner.parallel.exact` has a batch-invariant version."""
 
     project: Callable[[Tensor, Tensor], Tensor]  # hidden [N, H], weight [V, H] -> [N, V]
     add_up: Callable[[Tensor], Tensor]  # [N, V] numbers from 0 to 1 -> [N]
@@ -95,9 +95,9 @@ def linear_logprobs_of(hidden: Tensor, weight: Tensor, targets: Tensor, projecti
 def linear_topk(hidden: Tensor, weight: Tensor, k: int, projection: Projection = WHOLE, *, below: int) -> tuple[Tensor, Tensor]:
     """The `k` likeliest tokens of each position, int64 [N, k], likeliest first, and their log-probs, float32 [N, k]. No gradient.
 
-    Arguments as of `linear_logprobs`; only tokens with ids less than `below` are looked at (embeddings may have more rows than there are
-    words), though all count in the normaliser. Every rank finds the best of its own words, and the best of all are among these. Raises
-    ConfigError where there are fewer than `k` words.
+    Arguments as of `linear_logprobs`. Only tokens with ids less than `below` are candidates (embeddings may have more rows than there are
+    tokens), though all count in the normaliser. Every rank finds its own `k` best, which include the best of all. Raises ConfigError if
+    there are fewer than `k` candidates.
     """
     group, start_id = projection.group, projection.vocab_start
     tokens = torch.empty(hidden.shape[0], k, dtype=torch.int64, device=hidden.device)
@@ -245,7 +245,7 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """[N] dot products of the rows of [N, V] tensors, a few rows at a time: a third tensor of that size would hold the products else."""
+    """[N] dot products of the rows of [N, V] tensors, a few rows at a time, which avoids a third tensor of that size."""
     return torch.cat([torch.linalg.vecdot(x, y) for x, y in zip(a.split(ROWS_AT_A_TIME), b.split(ROWS_AT_A_TIME), strict=True)])
 
 

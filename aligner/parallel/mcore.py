@@ -1,4 +1,4 @@
-"""The one door to Megatron-Core: prepares the platform, then names everything of it that this project uses.
+"""The only importer of Megatron-Core: prepares the platform, then exports every name that this project uses.
 
 Importing this module imports Megatron-Core (seconds), so modules that must stay light do not import it at their top. On a machine
 without CUDA the CPU platform is installed first; that cannot be postponed, since Megatron-Core binds `torch` at import.
@@ -105,7 +105,7 @@ def sharded_leaves(state: Any) -> Iterator[Any]:
 
 
 def submodules_of(spec: Any) -> Any:
-    """What the module of a specification is made of; 0.19 gives its class and these as a `functools.partial`."""
+    """The submodules of a specification's module; 0.19 gives its class and these as a `functools.partial`."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 

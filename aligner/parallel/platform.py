@@ -30,7 +30,7 @@ def select_device(local_rank: int) -> None:
 def see_block(local_rank: int, size: int) -> None:
     """Let this process see only the GPUs of its block of `size` consecutive ranks on the node; before anything has used one.
 
-    For a wrapped engine that takes the GPU with its own rank's number. Does nothing where that is so already, or on a CPU machine.
+    For a wrapped engine that takes the GPU with its own rank's number. Does nothing if that already holds, or on a CPU machine.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     everything = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
@@ -65,7 +65,7 @@ class SideStream:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """In the block, the calling thread computes on it. When it ends, what it computed is there for everybody. Nothing on CPU."""
+        """In the block, the calling thread computes on this stream. At its end the results are ready for all streams. No-op on CPU."""
         if self._stream is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""What one rank does, recorded as it goes: phase, step, the collective it is in and the last one it left.
+"""Records what one rank is doing: phase, step, its current collective and the last one it left.
 
 The process's one recorder is made by `aligner.loop.session` and handed to the loop and the server. `aligner.parallel.collective_marks`
 marks the collectives, `aligner.parallel.watch` writes the record to the run directory and notices when it stands still.
@@ -122,7 +122,7 @@ class Progress:
         self._still_since = time.monotonic()
 
     def enter(self, name: str, group: GroupInfo, peers: tuple[int, ...] = ()) -> None:
-        """A collective, or a point-to-point operation where there are `peers`, is called."""
+        """Record the call of a collective, or with `peers` of a point-to-point operation."""
         self._number += 1
         sequence = 0
         if not peers:
@@ -131,7 +131,7 @@ class Progress:
         self._still_since = time.monotonic()
 
     def leave(self, *, is_async: bool) -> None:
-        """It has returned; with `is_async` it may be waited for later."""
+        """Record its return; after `is_async` a wait may follow."""
         own = self._own()
         self._last_left, own.inside = own.inside, None
         if is_async:
@@ -139,19 +139,19 @@ class Progress:
         self._still_since = time.monotonic()
 
     def enter_wait(self) -> None:
-        """The end of an asynchronous operation is waited for: taken to be this thread's newest one, which the others have to precede."""
+        """Record a wait for an asynchronous operation: assumed to be this thread's newest, which completes after the others."""
         own = self._own()
         own.inside = own.last_async
         self._still_since = time.monotonic()
 
     def leave_wait(self) -> None:
-        """It has ended."""
+        """End the wait."""
         self._own().inside = None
         self._still_since = time.monotonic()
 
     @property
     def still_seconds(self) -> float:
-        """For how long nothing has been done."""
+        """Seconds since the last progress."""
         return time.monotonic() - self._still_since
 
     def snapshot(self) -> Snapshot:
@@ -176,7 +176,7 @@ def to_json(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def from_json(record: dict[str, Any]) -> Snapshot:
-    """What `to_json` gave, after a way through JSON."""
+    """The inverse of `to_json`."""
     collectives = {name: _collective(record[name]) for name in ("inside", "last_left")}
     return Snapshot(**{**record, **collectives})
 

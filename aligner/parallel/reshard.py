@@ -1,9 +1,9 @@
-"""From one split of a model's tensors to another, planned without touching a tensor: who has which part, who needs which, in what portions.
+"""Plans the move from one split of a model's tensors to another, without touching a tensor.
 
-A `Sharding` says which indices of a full tensor, along one dimension, each of n ranks holds, in the order in which it holds them. Fused
+A `Sharding` lists the indices of a full tensor that each of n ranks holds along one dimension, in the order in which it holds them. Fused
 matrices are no special case: a rank's part of `[gate; up]` is two intervals, a query-key-value group that two ranks share is in both parts,
-padded vocabulary rows lie beyond the tensor's end. `pieces` intersects two shardings; `plan` cuts what has to move into buckets of bounded
-size. `aligner.parallel.transfer` carries a plan out.
+padded vocabulary rows lie beyond the tensor's end. `pieces` intersects two shardings; `plan` cuts the moved parts into buckets of bounded
+size. `aligner.parallel.transfer` executes a plan.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Move:
 
 
 def _self_sufficient(source: Sharding, target: Sharding) -> bool:
-    """Whether every rank of the new split has, as the rank of the same number of the old one, all that it needs."""
+    """Whether every rank of the new split already holds, under the same number in the old split, all that it needs."""
     if len(source.shards) != len(target.shards):
         return False
     return all(
@@ -178,7 +178,7 @@ class Portion:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of this portion of one source shard."""
+        """Shape of this portion of one source shard."""
         move = self.move
         return (*move.shape[: move.dim], self.window[1] - self.window[0], *move.shape[move.dim + 1 :])
 
@@ -191,7 +191,7 @@ class Bucket:
 
     @property
     def first(self) -> Move:
-        """A move that stands for all in what a bucket's moves have in common."""
+        """One of the moves, for the properties that all moves of the bucket share."""
         return self.portions[0].move
 
     @property
@@ -208,7 +208,7 @@ class Bucket:
 def plan(moves: Sequence[Move], *, bucket_bytes: int) -> list[Bucket]:
     """Cut all moves into buckets for which no rank needs more than `bucket_bytes` besides what it sends and keeps.
 
-    A rank holds its own part of a bucket and, of a gathered one, everybody's. A single index larger than that gets a bucket to itself.
+    A rank holds its own part of a bucket; of a gathered bucket, every rank's. A single index larger than the limit gets its own bucket.
     """
     buckets: list[Bucket] = []
     pending: dict[tuple, list[Portion]] = {}

@@ -1,7 +1,7 @@
-"""Who holds up a component that stands still: a pure function of what its ranks recorded.
+"""Which ranks hold up a stalled component: a pure function of its ranks' records.
 
-A rank inside a collective waits for the members of the group that have not entered it yet, a rank in a point-to-point operation for its
-peers. Who is waited for and waits for nobody, or whose process does not run, is the slow rank.
+A rank inside a collective waits for the members of the group that have not entered it yet; a rank in a point-to-point operation waits for
+its peers. A slow rank is one that others wait for and that waits for nobody, or one whose process does not run.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ def _culprits(by_rank: Mapping[int, RankState], waits: Mapping[int, set[int]]) -
 
 
 def _behind(by_rank: Mapping[int, RankState]) -> list[int]:
-    """Where collectives return before they have happened (NCCL) no rank is seen inside one: who has entered fewer than another member.
+    """The ranks that have entered fewer collectives than another member. NCCL's calls return early, so no rank is seen inside one.
 
-    Counts are compared within a group: pipeline stages enter different ones. A rank that is behind only because it waits for another one
-    that is behind cannot be told from it, except by how far: the furthest behind is named.
+    Counts are compared within a group: pipeline stages enter different collectives. A rank may be behind only because it waits for another
+    that is behind. Only their lags tell the two apart, so the rank furthest behind is named.
     """
     tops: dict[str, int] = {}
     for state in by_rank.values():
@@ -126,7 +126,7 @@ def _accusation(state: RankState, waiting: Sequence[RankState]) -> str:
 
 
 def _groups(by_rank: Mapping[int, RankState], waits: Mapping[int, set[int]]) -> dict[str, list[int]]:
-    """Ranks by what they did."""
+    """Ranks by their activity."""
     found: dict[str, list[int]] = {}
     for rank, state in sorted(by_rank.items()):
         text = _doing(state.snapshot, with_time=False)

@@ -1,9 +1,9 @@
-"""Carries a resharding plan out: buckets are broadcast to the ranks that lack them, gathered where the split changes, and cut.
+"""Executes a resharding plan: buckets are broadcast to the ranks that lack them, gathered if the split changes, and cut.
 
-Every rank calls these, with the same plan. A bucket is broadcast over the pipeline group from the stage that holds it (every rank's own
-tensor-parallel part), then, for an expert, over the expert-parallel group; where the number of tensor-parallel ranks changes, the parts are
-gathered over the old tensor-parallel group. What a rank needs of its own parts alone is copied without a bucket. So a rank holds at any
-time the weights it trains, the weights it needs and one bucket; on a GPU two, one of which travels while the other is cut.
+Every rank calls these functions with the same plan. The stage that holds a bucket broadcasts it over the pipeline group (every rank's own
+tensor-parallel part); an expert's bucket is then broadcast over the expert-parallel group. If the number of tensor-parallel ranks changes,
+the parts are gathered over the old tensor-parallel group. Parts that a rank already holds are copied without a bucket. So a rank holds at
+any time the weights it trains, the weights it needs and one bucket; on a GPU two: one is in transfer while the other is cut.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Refill:
     def run(self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
         """Fill `targets` (this rank's part of every tensor in the new split) from `sources` (its tensors of the old split).
 
-        Collective over the world; both mappings are by the moves' names. Returns when the device has been told, not when it is done.
+        Collective over the world; both mappings are by the moves' names. Returns once the work is queued on the device, not when done.
         """
         for transfer in self._transfers:
             if transfer.is_here:
@@ -125,7 +125,7 @@ class _Slot:
         self._event: torch.cuda.Event | None = None
 
     def bring(self, transfer: _Transfer, sources: Mapping[str, Tensor]) -> None:
-        """Start to get a bucket, when what was in this slot has been cut."""
+        """Start fetching a bucket once this slot's previous one has been cut."""
         if self._stream is None:
             self._parts = self._bring(transfer, sources)
             return

@@ -1,11 +1,11 @@
-"""The watcher of one rank: writes its health to the run directory, and ends the component when it stands still.
+"""The watcher of one rank: writes its health to the run directory, and ends the component when it stalls.
 
     <run>/health/<component>.<rank>.json            what the rank does, every few seconds
     <run>/stacks/<component>.<rank>.<time>.txt      every thread's stack, written at a stall
     <run>/stacks/<component>.report.txt             who held up whom
 
-The first rank that has made no progress for the configured time asks the others, by a file, to write their stacks too; then each one reads
-everybody's health, says who holds up the component, and exits with status 1. A collective could not do that: the ranks are stuck in one.
+The first rank without progress for the configured time asks the others, by a file, to write their stacks too. Then each rank reads all
+health files, reports which ranks hold up the component, and exits with status 1. The ranks may be stuck in a collective, so none is used.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ class Watch:
 
     @property
     def request(self) -> Path:
-        """Exists once a rank of this start has asked all of them for their stacks."""
+        """The file that exists once a rank of this start has requested all stacks."""
         return self._stacks / f".{self._place.component}.{self._place.incarnation}.request"
 
     @property
     def report(self) -> Path:
-        """What is said about a stall of this component."""
+        """The report file of a stall of this component."""
         return self._stacks / f"{self._place.component}.report.txt"
 
     def start(self) -> None:
@@ -125,7 +125,7 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """The rank leaves in order: nobody shall wait for its record."""
+        """End the watch in order: no rank waits for this record."""
         self._stopped.set()
         self._thread.join(timeout=5.0)
         faulthandler.cancel_dump_traceback_later()
@@ -144,9 +144,9 @@ class Watch:
                 self._end()
 
     def _arm(self) -> None:
-        """Let the process end by a timer that is set anew while this thread runs, and that needs no interpreter.
+        """Set a timer that ends the process without the interpreter. This thread resets it while it runs.
 
-        The thread does not run where native code keeps the interpreter's lock.
+        The thread cannot run while native code holds the interpreter's lock.
         """
         if self._stall_seconds:
             faulthandler.dump_traceback_later(self._stall_seconds + self._answer_seconds, file=2, exit=True)
@@ -159,7 +159,7 @@ class Watch:
         return self.request.exists()
 
     def has_stalled(self) -> bool:
-        """Whether the component stands still, as far as this rank can tell; it waits for no server then."""
+        """Whether the component has stalled, as far as this rank can tell, and does not wait for a server."""
         return self._progress.still_seconds > self._stall_seconds and not self._waits_for_a_server()
 
     def _waits_for_a_server(self) -> bool:
@@ -271,7 +271,7 @@ class Watch:
         draft.replace(self._own_file)
 
     def _try_to_write(self, *, ended: bool = False) -> None:
-        """Health is for people and for reports: a full disk is no reason to end the run, but is said, once."""
+        """Write the health file if possible. A failure (a full disk) gives one warning and does not end the run."""
         try:
             self.record(ended=ended)
         except OSError as error:
@@ -300,7 +300,7 @@ def _read_all(directory: Path, *, attempt: str) -> list[_Health]:
 
 
 def _process_state(pid: int) -> str:
-    """What the kernel says of a process of this machine: its state's letter and name, or that it is gone."""
+    """The kernel's state of a process on this machine: its letter and name, or that it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""What a Hugging Face `config.json` says, read as transformers reads it. What would change the numbers and is not computed here is refused.
+"""Reads a Hugging Face `config.json` as transformers does. Refuses settings that would change the numbers and are not computed here.
 
-Keys that transformers' model of the family does not look at are not looked at here either.
+Ignores the keys that transformers' model of the family ignores.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ class HFConfig:
         return options[value]
 
     def rope(self, *, theta: float = 10000.0, fraction: float = 1.0) -> tuple[float, float, float]:
-        """Of the rotary embedding: base, Llama 3.1's scaling factor (0: not scaled), part of a head's dimensions that is rotated.
+        """The rotary embedding's base, Llama 3.1's scaling factor (0: not scaled), and the rotated fraction of a head's dimensions.
 
-        Version 4 of transformers writes `rope_theta` and `rope_scaling`, version 5 `rope_parameters`. Where a file has both, `rope_scaling`
-        counts and nothing of `rope_parameters` is looked at; what it leaves out stands beside it, or is `theta` and `fraction`.
+        Version 4 of transformers writes `rope_theta` and `rope_scaling`, version 5 `rope_parameters`. If a file has both, `rope_scaling`
+        counts and `rope_parameters` is ignored. Values that it lacks are read from the top level, else are `theta` and `fraction`.
         """
         source = "rope_scaling" if self._values.get("rope_scaling") else "rope_parameters"
         rope = self._values.get(source) or {}
@@ -127,7 +127,7 @@ class HFConfig:
         return base, factor, self._number("partial_rotary_factor", part)
 
     def _beside(self, rope: Mapping[str, Any], key: str, absent: float) -> Any:
-        """In the rotary object, else at the file's top level."""
+        """The value in the rotary object, else at the file's top level."""
         return rope[key] if key in rope else self._values.get(key, absent)
 
     def _number(self, key: str, value: Any) -> float:

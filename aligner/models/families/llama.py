@@ -31,7 +31,7 @@ def common_from_hf(
 ) -> Architecture:
     """The fields that Llama and its descendants (Qwen2, Qwen3, Mixtral) share.
 
-    The numbers are those of a file that leaves them out; 0: as many key-value heads as heads, the hidden size by the heads.
+    The keyword arguments are the defaults of absent keys. 0: as many key-value heads as heads; hidden size / heads.
     """
     hf.only(DROPOUT)
     heads = hf.size("num_attention_heads")

@@ -188,7 +188,7 @@ def experts(block: str, *, gate: str, up: str, down: str) -> dict[str, Rule]:
 def llama_like(*, attention: Mapping[str, Rule], mlp: Mapping[str, Rule] = MLP) -> NameTable:
     """Llama's table, with more rows for its attention and perhaps another feed-forward part.
 
-    Biases of query, key and value come right behind their weights: what an engine fuses is to arrive together.
+    Biases of query, key and value directly follow their weights: tensors that an engine fuses must arrive together.
     """
     layer = INPUT_NORM | QKV | dict(attention) | ATTENTION_OUT | MLP_NORM | dict(mlp)
     return NameTable(before=BEFORE, layer=layer, after=FINAL_NORM | OUTPUT)
