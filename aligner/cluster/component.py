@@ -43,7 +43,7 @@ class Component:
 
 
 def check_components(components: Sequence[Component], expect_services: Sequence[str]) -> None:
-    """Raise ConfigError where the components cannot form a run."""
+    """Raise ConfigError if the components cannot form a run."""
     names = [component.name for component in components]
     if len(set(names)) != len(names):
         raise ConfigError(f"component names are {names}; allowed: each name once")
@@ -76,7 +76,7 @@ def rank_environment(component: Component, rank: int, port: int, base: Mapping[s
 def free_ports(count: int) -> list[int]:
     """Distinct TCP ports that are free now, below those that Linux hands out to outgoing connections (32768 and up).
 
-    Another program can take one before a rank binds it; that rank then says so and fails. Raises LaunchError where too few are free.
+    Another program can take one before a rank binds it; that rank then says so and fails. Raises LaunchError if too few are free.
     """
     found: list[int] = []
     for port in random.SystemRandom().sample(range(_FIRST_PORT, _LAST_PORT), _NUM_TRIES):

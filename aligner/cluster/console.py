@@ -1,6 +1,6 @@
-"""Reads what the ranks write, as it comes: raw into their log files, line by line (or, for a live view, byte by byte) to our output.
+"""Streams the ranks' output: raw into their log files, line by line (for a live view, byte by byte) to our output.
 
-On one terminal the output of many processes is whole lines with a prefix each, without carriage returns and cursor movements.
+On a terminal, the processes' output is whole prefixed lines without carriage returns and cursor movements.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def plain(text: str) -> str:
 
 
 class LineAssembler:
-    """Cuts a byte stream into lines; of a line that was redrawn with carriage returns (progress bars) the last state counts."""
+    """Cuts a byte stream into lines; a line redrawn with carriage returns (progress bars) keeps its last state."""
 
     def __init__(self) -> None:
         self._pending = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that `data` completed. A line without an end is passed on after 64 KiB, so that memory stays bounded."""
+        """The lines that `data` completed. An unterminated line is passed on after 64 KiB to bound memory."""
         *complete, pending = (self._pending + data).split(b"\n")
         pending = pending[pending.rstrip(b"\r").rfind(b"\r") + 1 :]
         if len(pending) > _MAX_LINE_BYTES:
@@ -53,7 +53,7 @@ class LineAssembler:
         return [self._text(line) for line in complete]
 
     def flush(self) -> list[str]:
-        """What was left without a line end when the stream ended."""
+        """The unterminated rest at the end of the stream."""
         rest, self._pending = self._pending, b""
         return [self._text(rest)] if rest else []
 
@@ -63,7 +63,7 @@ class LineAssembler:
 
 
 class Echo:
-    """Writes prefixed lines to one stream; colours only where it is a terminal and NO_COLOR is unset.
+    """Writes prefixed lines to one stream; colours only if it is a terminal and NO_COLOR is unset.
 
     When the stream's reader goes away (`aligner launch | head`) the run goes on: its output is in the log files anyway.
     """
@@ -107,9 +107,9 @@ _DEFAULT_TERMINAL = (40, 120)  # rows, columns where the terminal does not tell
 
 
 class LogFile:
-    """A file that is appended to. A full disk costs what did not fit, never the run: `warn` is told once.
+    """An append-only file. A full disk loses the data that did not fit, never the run; `warn` is called once.
 
-    Raises LaunchError where it cannot be opened.
+    Raises LaunchError if it cannot be opened.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
@@ -187,7 +187,7 @@ class Console:
         self._echo.line("run", text)
 
     def drawing_ended(self) -> None:
-        """From now on lines are shown again: the rank that drew on the terminal is gone."""
+        """Show lines again: the rank that drew on the terminal is gone."""
         self._drawn = False
 
     def open_channel(self, component: Component, rank: int, log_path: Path) -> tuple[Channel, int]:
@@ -214,18 +214,18 @@ class Console:
         return reader, writer
 
     def pump(self, seconds: float) -> None:
-        """Wait at most `seconds` for output and pass on what has come."""
+        """Wait at most `seconds` for output and pass it on."""
         for key, _ in self._selector.select(seconds):
             self._read(key.data)
 
     def drain(self, channel: Channel) -> None:
-        """Pass on all that is in the pipe now: called when a rank ended (its descendants may hold the pipe open)."""
+        """Pass on everything in the pipe. Called when a rank ended (its descendants may hold the pipe open)."""
         while channel in self._open and self._read(channel):
             pass
         self._show(channel, channel.lines.flush())
 
     def _read(self, channel: Channel) -> bool:
-        """Read once; False where nothing is there. At the end of the stream the channel is closed."""
+        """Read once; False if there is no data. Closes the channel at the end of the stream."""
         try:
             data = os.read(channel.reader, _READ_BYTES)
         except BlockingIOError:

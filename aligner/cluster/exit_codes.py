@@ -1,4 +1,4 @@
-"""What the exit code of a run means to whoever started it. Standard library only: the conductor reads it on hosts without anything else."""
+"""The meaning of a run's exit code to its launcher. Standard library only: the conductor runs it on bare hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from aligner.errors import AlignerError, ConfigError, DataError, RunHalted
 
 
 class ExitCode(IntEnum):
-    """Codes of a component's processes, of the local launcher and of a Slurm job. Any other code is a crash: go on, within the limits."""
+    """Codes of a component's processes, of the local launcher and of a Slurm job. Any other code is a crash: restart, within the limits."""
 
     done = 0
     failed = 1  # a crash, or an error that starting again may mend
@@ -22,7 +22,7 @@ FINAL = frozenset({ExitCode.done, ExitCode.refused, ExitCode.halted})
 
 
 def exit_code_of(error: AlignerError) -> ExitCode:
-    """The exit code of a program that this error ended."""
+    """The exit code of a program ended by this error."""
     if isinstance(error, (ConfigError, DataError)):
         return ExitCode.refused
     return ExitCode.halted if isinstance(error, RunHalted) else ExitCode.failed

@@ -1,8 +1,8 @@
-"""The lease of a run: a file that whoever started the run's components touches for as long as it lives. Standard library only.
+"""The lease of a run: a file that the starter of the run's components touches while it lives. Standard library only.
 
 The conductor in a Slurm batch script and the local launcher hold it (`Lease`); every rank watches it (`watch_lease`) and leaves when it
-goes stale, is withdrawn, or belongs to another start of the run. So nothing of a run outlives what could end it, wherever it runs: this is
-the last net, below Slurm's own. One run directory has one holder at a time (`claim`).
+goes stale, is withdrawn, or belongs to another start of the run. So no process of a run outlives its launcher; this is the last safety net,
+below Slurm's own. One run directory has one holder at a time (`claim`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RunHeld(LaunchError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseRecord:
-    """Who holds a run. `job` is a Slurm job id, or "local-<pid>"; watchers leave `valid_seconds` after the last sign of life."""
+    """Who holds a run. `job` is a Slurm job id, or "local-<pid>"; watchers exit `valid_seconds` after the last sign of life."""
 
     job: str
     attempt: str
@@ -47,7 +47,7 @@ class LeaseRecord:
 
 
 def read_lease(path: Path) -> tuple[LeaseRecord, int] | None:
-    """The lease and its last sign of life (mtime, ns); None where there is none. Raises LaunchError for a file of another kind.
+    """The lease and its last sign of life (mtime, ns); None if there is none. Raises LaunchError for a file of another kind.
 
     Opens the file although `stat` would do: network file systems refresh attributes when a file is opened.
     """
@@ -63,10 +63,10 @@ def read_lease(path: Path) -> tuple[LeaseRecord, int] | None:
 def claim(
     path: Path, record: LeaseRecord, *, is_over: Callable[[LeaseRecord], bool | None], settle_seconds: float = _SETTLE_SECONDS
 ) -> Lease:
-    """Take the run for `record`. `is_over` says whether another holder has ended for certain (None: it cannot tell, its signs of life do).
+    """Take the run for `record`. `is_over` tells whether another holder has surely ended (None: unknown; signs of life decide).
 
-    Raises RunHeld where another holder lives: at once where `is_over` or a new sign of life says so, and never later than the other's
-    `valid_seconds`. Of two claims of one moment the later file stands: each looks again after `settle_seconds`.
+    Raises RunHeld if another holder lives: at once if `is_over` or a new sign of life shows it, at the latest after the
+    other's `valid_seconds`. Of two simultaneous claims the later file wins: each checks again after `settle_seconds`.
     """
     found = read_lease(path)
     if found is not None and found[0].job != record.job and _lives(path, *found, is_over):
@@ -81,7 +81,7 @@ def claim(
 
 
 def _lives(path: Path, other: LeaseRecord, seen_ns: int, is_over: Callable[[LeaseRecord], bool | None]) -> bool:
-    """Whether the other holder lives: what is known of its job, else whether it touches its lease within its validity."""
+    """Whether the other holder lives: by its job's state if known, else by touches of its lease within its validity."""
     over = is_over(other)
     if over is not None:
         return not over
@@ -119,13 +119,13 @@ class Lease:
         return self._lost
 
     def renew(self, attempt: str) -> None:
-        """Hold it for the next start of the components: what is left of the one before leaves."""
+        """Hold it for the next start of the components; leftovers of the previous start exit."""
         with self._lock:
             self.record = replace(self.record, attempt=attempt)
             _write(self._path, self.record)
 
     def release(self) -> None:
-        """Withdraw it, unless somebody else has taken it. Callable more than once."""
+        """Withdraw it, unless another holder has taken it. Idempotent."""
         self._stop.set()
         self._thread.join(timeout=self.record.valid_seconds)
         found = read_lease(self._path)
@@ -154,7 +154,7 @@ class Lease:
 
 
 class _Watch:
-    """One process's view of a lease; ages are measured with this machine's own clock, from change to change."""
+    """One process's view of a lease; this machine's clock measures ages from change to change."""
 
     def __init__(self, path: Path, attempt: str) -> None:
         self._path = path
@@ -165,7 +165,7 @@ class _Watch:
         self.valid_seconds = 60.0
 
     def problem(self) -> str:
-        """Why this process has to leave; empty while it may stay."""
+        """Why this process must exit; empty while it may stay."""
         now = time.monotonic()
         try:
             found = read_lease(self._path)
@@ -193,9 +193,9 @@ class _Watch:
 
 
 def watch_lease(environ: Mapping[str, str]) -> None:
-    """End this process (exit code 1, with a line on stderr) when the lease that ALIGNER_LEASE names is gone; nothing where it is not set.
+    """End this process (exit code 1, with a line on stderr) when the lease named by ALIGNER_LEASE is gone; no-op if unset.
 
-    Call it once, early. A thread does the looking, so a rank that hangs in a collective leaves too.
+    Call it once, early. A thread watches, so a rank that hangs in a collective exits too.
     """
     if not environ.get(VARIABLE):
         return

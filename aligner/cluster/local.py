@@ -9,13 +9,13 @@
         expect_services=("critic",),
     )
 
-The run ends when every rank of the main components has ended. It is done where they have written `done.json`, and nothing else says so.
-When a process fails (a non-zero exit, a main component that leaves without it, or a server that ends while the main component still runs,
-whatever its exit code: PyTriton's parent exits 0 after Triton crashed) the main component has `grace_seconds` to notice, save a checkpoint
-and stop; then everything is ended, by SIGTERM and then SIGKILL, with all descendants. Linux only.
+The run ends when every rank of the main components has ended. Only their `done.json` marks it as done.
+A process fails by a non-zero exit, as a main component that exits without `done.json`, or as a server that ends before the main
+component with any code (PyTriton's parent exits 0 after Triton crashed). The main component then has `grace_seconds` to save a
+checkpoint and stop. After that all processes and descendants are ended, by SIGTERM and then SIGKILL. Linux only.
 
-The launcher holds the run's lock, which keeps other launchers of this machine out, and its lease, which keeps Slurm jobs of the same run
-away and tells its own processes when it is gone. Signals are recorded, and looked at between two polls.
+The launcher holds the run's lock, which excludes other launchers on this machine, and its lease, which excludes Slurm jobs of the
+same run and tells its own processes when it is gone. Signals are recorded and handled between two polls.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _SETTLE_SECONDS = 0.05  # the run directory's lock keeps other launchers of this
 
 @contextmanager
 def hold(run_directory: RunDirectory, valid_seconds: float) -> Iterator[dict[str, str]]:
-    """Hold the run meanwhile, under the launcher's lock; gives the variables that its processes need.
+    """Hold the run's lease, under the launcher's lock; yields the variables for its processes.
 
     Raises:
         RunHeld: a Slurm job, or a launcher on another machine, holds it.
@@ -149,9 +149,9 @@ def launch(
 ) -> int:
     """Run the components to their end and return the exit code: 0 with `done.json`, or that of the process that failed first.
 
-    A process killed by signal n counts as 128 + n, one that left with 0 too early as 1; Ctrl-C gives 130, SIGTERM 143, SIGHUP 129, or
-    75 where the main components saved a checkpoint and stopped in order.
-    `environment` replaces this process's environment as the base of the ranks' one; `stream` replaces stdout.
+    A process killed by signal n counts as 128 + n, a premature exit with 0 as 1; Ctrl-C gives 130, SIGTERM 143, SIGHUP 129, or
+    75 if the main components saved a checkpoint and stopped cleanly.
+    `environment` replaces this process's environment as the base of the ranks'; `stream` replaces stdout.
 
     Raises:
         LaunchError: another launcher or a Slurm job uses the run directory; an expected service did not register in time.
@@ -215,7 +215,7 @@ class _Run:
         self._console.note(f"{component.name}: started (pid {pids}), log {self._run_directory.logs.name}/{component.name}.*.log")
 
     def supervise(self) -> int:
-        """Wait for the end of the run; the exit code."""
+        """Wait for the run's end; the exit code."""
         while True:
             self._pump(_POLL_SECONDS)
             if self._signals.received:
@@ -247,7 +247,7 @@ class _Run:
                 self._console.drain(rank.channel)
 
     def _is_done(self) -> bool:
-        """Whether the main components have said so: `done.json` is of this start. It is there before any of their ranks leaves."""
+        """Whether `done.json` is from this start. The main components write it before any of their ranks exits."""
         return _identity(self._run_directory.done) not in (None, self._done_before)
 
     def _first_failure(self) -> Rank | None:
@@ -258,11 +258,11 @@ class _Run:
         return next(iter(wrong + early), None)
 
     def _may_restart(self, failed: Rank) -> bool:
-        """Whether a server that died is started again: not one that was asked for something wrong."""
+        """Whether to restart a dead server: not after one of FINAL_FAILURES."""
         return not failed.component.main and failed.exit_code not in FINAL_FAILURES and self._restarts < self._config.max_server_restarts
 
     def _restart(self, failed: Rank) -> None:
-        """End what is left of a server and start all of its ranks again, with the same registration to be waited for."""
+        """End a server's remaining ranks, start all of them again, and wait for the registration again."""
         component, self._failed = failed.component, None
         self._restarts += 1
         self._console.note(
@@ -311,7 +311,7 @@ class _Run:
         return 128 + number
 
     def _wait_for_mains(self) -> None:
-        """Until the main components ended, the grace is over, or the user asked (again) to stop."""
+        """Wait until the main components end, the grace is over, or the user asks (again) to stop."""
         asked = len(self._signals.received)
         deadline = time.monotonic() + self._config.grace_seconds
         while any(rank.exit_code is None for rank in self._mains()) and time.monotonic() < deadline:
@@ -320,7 +320,7 @@ class _Run:
             self._pump(_POLL_SECONDS)
 
     def tear_down(self) -> None:
-        """End every rank (SIGTERM, so that it can clean up after itself), then whatever else of the run still lives."""
+        """End every rank (SIGTERM, so that it can clean up), then all other live processes of the run."""
         asked_twice = len(self._signals.received) > 1
         seconds = 0.0 if asked_twice else self._config.shutdown_timeout_seconds
         deadline = time.monotonic() + seconds
@@ -345,7 +345,7 @@ class _Run:
             rank.reap()
 
     def report(self) -> None:
-        """Say what went wrong, last of all, where it is seen."""
+        """Print what went wrong, as the last output."""
         for rank in self._ranks:
             if rank is not self._failed and rank.exit_code not in (None, 0, ExitCode.stopped) and not rank.stopped_by_us:
                 self._console.note(f"{rank.name} {self._ending(rank)}")
@@ -359,13 +359,13 @@ class _Run:
             self._console.note(f"  | {line}")
 
     def _ending(self, rank: Rank) -> str:
-        """How it ended, with the user code that it was in where a signal killed it: a crash in native code names nobody."""
+        """How it ended; if a signal killed it, with the user code it was in (native crashes name no culprit)."""
         called = was_calling(self._run_directory.calls(rank.component.name, rank.rank)) if rank.was_killed else ""
         return rank.ending() + (f" while it called {called}" if called else "")
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Of a file that is only ever replaced as a whole; None where there is none."""
+    """Identity of a file that is only replaced as a whole; None if missing."""
     try:
         found = path.stat()
     except FileNotFoundError:

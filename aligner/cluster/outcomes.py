@@ -1,11 +1,11 @@
-"""How each rank of a component ended, as the ranks themselves say it. Standard library only.
+"""How each rank of a component ended, by its own record. Standard library only.
 
-`srun` reports one code for all tasks of a step: with `--kill-on-bad-exit` mostly 137, of a task that it killed itself, and after the loss
-of a node even 0. So a rank that leaves writes `<rank>.json` into the directory that ALIGNER_OUTCOMES names (set by the conductor, new for
+`srun` reports one code for all tasks of a step: with `--kill-on-bad-exit` mostly 137, from a task that it killed itself, and 0 after
+the loss of a node. So a rank that exits writes `<rank>.json` into the directory that ALIGNER_OUTCOMES names (set by the conductor, new for
 every start of a component). A rank that was killed leaves nothing.
 
-A program has done its work where its function returns, and nowhere else: `unless_ended_early` sees to it that what user code does (a reward
-function that calls `os._exit(0)`, a file that calls `sys.exit()` when it is imported) is not taken for success.
+A program succeeds only if its function returns. `unless_ended_early` ensures that an exit by user code (a reward function that
+calls `os._exit(0)`, a file that calls `sys.exit()` on import) is not taken for success.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Outcome:
 
 
 def record(environ: Mapping[str, str], code: int, message: str = "") -> None:
-    """Write this rank's outcome where ALIGNER_OUTCOMES asks for it. A directory that cannot be written is reported, and nothing more."""
+    """Write this rank's outcome to ALIGNER_OUTCOMES, if set. A write failure is only reported."""
     if not environ.get(VARIABLE):
         return
     outcome = Outcome(rank=rank_of(environ), code=int(code), message=message, time=time.time())
@@ -56,10 +56,9 @@ def record(environ: Mapping[str, str], code: int, message: str = "") -> None:
 
 @contextmanager
 def unless_ended_early(environ: Mapping[str, str]) -> Iterator[None]:
-    """Meanwhile this process does not end with exit code 0: what would end it so ends it with 1, and where that was is said and recorded.
+    """Meanwhile an exit with code 0 becomes one with code 1; its place in the code is printed and recorded.
 
-    Processes forked from it end as they like, and other exit codes stay what they are. What native code does cannot be seen from here:
-    launchers look for `done.json`.
+    Forked processes and other exit codes are unaffected. Exits by native code are invisible here: launchers look for `done.json`.
     """
     process, leave = os.getpid(), os._exit
 
@@ -94,7 +93,7 @@ def rank_of(environ: Mapping[str, str]) -> int:
 
 
 def read(directory: Path) -> list[Outcome]:
-    """What the ranks wrote, by rank; a file that is not whole (a full disk) counts as nothing said."""
+    """The ranks' outcomes, by rank; an incomplete file (a full disk) counts as missing."""
     found = []
     for path in directory.glob("*.json"):
         try:
@@ -105,6 +104,6 @@ def read(directory: Path) -> list[Outcome]:
 
 
 def decisive(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """The outcome that explains a component's end: the gravest code, of those the first in time; None where nothing was said."""
+    """The outcome that explains a component's end: the gravest code, the earliest among equals; None if there are none."""
     ranked = {code: place for place, code in enumerate(_PRECEDENCE)}
     return min(outcomes, key=lambda outcome: (ranked.get(outcome.code, ranked[ExitCode.failed]), outcome.time), default=None)

@@ -1,14 +1,14 @@
-"""Linux processes for the local launcher: start one that dies with its parent, find all that a run started, end them.
+"""Linux processes for the local launcher: start one that dies with its parent, find and end all of a run.
 
-Every process of a run carries a random marker in its environment, `ALIGNER_LAUNCHER_ID`, which its children inherit. So the processes of
-a run can be found in /proc even after they left their process group (setsid) or lost their parent (double fork). Three nets, because each
-has holes: the kernel's parent-death signal reaches only direct children; a session can be left; an environment can be cleared.
+Every process of a run carries a random marker in its environment, `ALIGNER_LAUNCHER_ID`, which its children inherit. So the processes of a
+run can be found in /proc even after they left their process group (setsid) or lost their parent (double fork). Three mechanisms, because
+each has gaps: the kernel's parent-death signal reaches only direct children; a session can be left; an environment can be cleared.
 
 This file imports only the standard library and is also run as a script (`python -I -S processes.py exec|guard ...`), so that a start costs
-20 ms and none of this package's imports:
+20 ms without this package's imports:
 
     exec PARENT COMMAND...   ask the kernel for SIGTERM when the parent dies, then become COMMAND
-    guard MARKER SECONDS     wait until stdin closes (the launcher ended, perhaps by kill -9), then end what still carries the marker
+    guard MARKER SECONDS     wait until stdin closes (the launcher ended, perhaps by kill -9), then end processes with the marker
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Entry:
 
 
 def _entry(pid: int) -> _Entry | None:
-    """One line of the process table; None where the process ended meanwhile."""
+    """One line of the process table; None if the process ended meanwhile."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -94,9 +94,9 @@ def _wait_until_gone(search: Callable[[], set[int]], seconds: float, pause: Call
 
 
 def end(search: Callable[[], set[int]], seconds: float, pause: Callable[[float], None]) -> set[int]:
-    """SIGTERM to what `search` finds, SIGKILL to what is left after `seconds`; returns what even that did not end.
+    """Send SIGTERM to what `search` finds, SIGKILL to the rest after `seconds`; returns the survivors.
 
-    `pause(seconds)` is called while waiting: the launcher drains pipes in it, lest a process hang in a write while it stops.
+    Calls `pause(seconds)` while waiting: the launcher drains pipes in it, so that no stopping process hangs in a write.
     """
     send(search(), signal.SIGTERM)
     if not _wait_until_gone(search, seconds, pause):
@@ -109,7 +109,7 @@ def end(search: Callable[[], set[int]], seconds: float, pause: Callable[[float],
 
 
 def exec_command(command: list[str]) -> list[str]:
-    """Wrap a command so that it gets SIGTERM when the calling process dies (the kernel means the calling thread: it has to live on)."""
+    """Wrap a command so that it gets SIGTERM when the calling process dies (for the kernel, the calling thread, which must live on)."""
     return [sys.executable, "-I", "-S", str(Path(__file__).absolute()), "exec", str(os.getpid()), *command]
 
 

@@ -50,7 +50,7 @@ class Rank:
         return self._signal is not None
 
     def ending(self) -> str:
-        """How it ended, for a person; it has not ended well."""
+        """A description of its abnormal end."""
         if self._signal is not None:
             return f"was killed by {signal.Signals(self._signal).name} (exit code {self.exit_code})"
         if self.component.main and self.exit_code == 0:
@@ -94,7 +94,7 @@ def start_rank(
 
 
 class Guard:
-    """A process that waits for the end of this one, and if that was a kill -9 ends what carries `marker`."""
+    """A process that waits for the end of this one; after a kill -9 it ends processes with `marker`."""
 
     def __init__(self, config: LocalLauncherConfig, log: Path) -> None:
         self.marker = secrets.token_hex(16)

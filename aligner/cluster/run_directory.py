@@ -81,12 +81,12 @@ class RunDirectory:
 
     @property
     def secret(self) -> Path:
-        """What every request to a server of this run must carry (mode 0600)."""
+        """Token that every request to a server carries (mode 0600)."""
         return self.path / "secret"
 
     @property
     def lease(self) -> Path:
-        """Touched by whoever started the run's components, for as long as it lives."""
+        """Touched by the starter of the run's components while it lives."""
         return self.path / "lease.json"
 
     @property
@@ -106,7 +106,7 @@ class RunDirectory:
 
     @property
     def journal(self) -> Path:
-        """What was sent to a server that trains, until a checkpoint of both sides holds it."""
+        """Requests to a training server, kept until a checkpoint of both sides covers them."""
         return self.path / "journal"
 
     @property
@@ -116,7 +116,7 @@ class RunDirectory:
 
     @property
     def reference(self) -> Path:
-        """The log-probs of a frozen reference, where they are computed beforehand."""
+        """A frozen reference's log-probs, if precomputed."""
         return self.path / "reference"
 
     @property
@@ -131,12 +131,12 @@ class RunDirectory:
 
     @property
     def learnt_nothing(self) -> Path:
-        """Why the run is of no use although it has come to its last step."""
+        """Why a run that reached its last step is useless."""
         return self.path / "learnt_nothing.txt"
 
     @property
     def health(self) -> Path:
-        """`<component>.<rank>.json`: what every rank does, and since when."""
+        """`<component>.<rank>.json`: each rank's phase and its start time."""
         return self.path / "health"
 
     @property
@@ -195,14 +195,14 @@ class RunDirectory:
         return self
 
     def run_id(self) -> str:
-        """The run's id, 32 hexadecimal digits. Raises LaunchError where `create` has not been called, or the file is damaged."""
+        """The run's id, 32 hexadecimal digits. Raises LaunchError if `create` has not been called, or the file is damaged."""
         try:
             return str(json.loads(self.identity.read_text())["run_id"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise LaunchError(f"{self.identity}: cannot read the run's id: {error}") from error
 
     def _identify(self) -> None:
-        """Choose the run's id where it has none. Several processes may come here at once: the first file linked stands."""
+        """Choose the run's id if it has none. Of several concurrent processes, the first to link its file wins."""
         if self.identity.exists():
             return
         own = self.path / f".run.{uuid.uuid4().hex}.json"

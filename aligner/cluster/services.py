@@ -1,4 +1,4 @@
-"""Notices when the servers of a run register themselves in `services/`, and when one of them takes too long."""
+"""Watches `services/` for registrations of a run's servers, with a time limit."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class ServiceWatch:
             self._forget(name)
 
     def again(self, name: str) -> None:
-        """The component is being started anew: what it registered before names a dead server."""
+        """The component restarts: its old registration names a dead server."""
         self._forget(name)
         self._started[name] = time.monotonic()
         self._waiting = [*(other for other in self._waiting if other != name), name]
 
     def gone(self, name: str, reason: str) -> None:
-        """Nobody will start this component again: who waits for it need not."""
+        """This component will not restart: stop waiting for it."""
         self._gone(name).write_text(f"{reason}\n")
 
     def _gone(self, name: str) -> Path:
@@ -65,7 +65,7 @@ class ServiceWatch:
 
 
 def is_ready(run_directory: RunDirectory, name: str) -> bool:
-    """Whether a component says that it is ready: it registers as soon as it starts, and says `loading` until then."""
+    """Whether a component has registered as ready: it registers as `loading` when it starts."""
     record = _record(run_directory, name)
     return record is not None and ("state" not in record or record["state"] != "loading")
 

@@ -1,1 +1,1 @@
-"""Conversations of several turns: what an environment is, the calls to it, tools, and two environments to use and to copy."""
+"""Multi-turn conversations: the environment protocol, the calls to it, tools, and two example environments."""

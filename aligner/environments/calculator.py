@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"(?<![\d.])-?(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)")  #
 def calculate(expression: str) -> str:
     """The value of an expression of numbers, + - * / // % ** and parentheses, as text: `7`, `2.5`.
 
-    Raises ToolError where it is something else, too long or too large, or has no value.
+    Raises ToolError if it is something else, too long or too large, or has no value.
     """
     if len(expression) > MOST_CHARACTERS:
         raise ToolError(f"the expression has {len(expression)} characters, at most {MOST_CHARACTERS} are calculated")
@@ -52,7 +52,7 @@ def calculate(expression: str) -> str:
 
 
 def last_number(text: str) -> float | None:
-    """The number that comes last in a text (`1,234.5` is one); None where there is none, or none that is finite."""
+    """The last number in a text (`1,234.5` is one); None if there is none, or none that is finite."""
     found = _NUMBER.findall(text)
     value = float(found[-1].replace(",", "")) if found else math.inf
     return value if math.isfinite(value) else None
@@ -72,7 +72,7 @@ def _value(node: ast.expr) -> float:
 
 
 def _check_power(base: float, exponent: float) -> None:
-    """Before it is computed: an integer's power may have more digits than there is memory."""
+    """Raise before computing: an integer's power may have more digits than fit in memory."""
     if isinstance(base, int) and isinstance(exponent, int) and exponent > 0 and base.bit_length() * exponent > MOST_BITS:
         raise OverflowError
 
@@ -90,10 +90,10 @@ def _bounded(value: object) -> float:
 
 
 class Calculator:
-    """A turn with calls (`<tool>calculator: 3*4</tool>`, or JSON in `<tool_call>`) is answered with their values; the first one without a
-    call is the answer: 1 where its last number is the prompt's answer, else 0. `open` and `close`: see `Toolbox`.
+    """A turn with calls (`<tool>calculator: 3*4</tool>`, or JSON in `<tool_call>`) is answered with their values. The first turn
+    without a call is the answer: reward 1 if its last number is the prompt's, else 0. `open` and `close`: see `Toolbox`.
 
-    A turn that was cut, or that no other can follow, is judged as an answer too, calls or not.
+    A truncated turn, or the last possible one, is also judged as an answer, even with calls.
     """
 
     def __init__(self, *, open: str = OPEN, close: str = CLOSE, tolerance: float = 1e-6) -> None:
@@ -101,7 +101,7 @@ class Calculator:
         self._tolerance = tolerance
 
     def reset(self, prompt: Prompt) -> float:
-        """The state is the number that is right. Raises ValueError for a prompt without one."""
+        """The state is the right number. Raises ValueError for a prompt without one."""
         return right_answer(prompt)
 
     def step(self, state: float, turn: Turn) -> Observation:
@@ -115,7 +115,7 @@ class Calculator:
 
 
 def right_answer(prompt: Prompt) -> float:
-    """The last number of the prompt's answer. Raises ValueError where there is none."""
+    """The last number of the prompt's answer. Raises ValueError if there is none."""
     number = last_number(prompt.answer or "")
     if number is None:
         raise ValueError(f"the prompt {prompt.text[:80]!r} has no number as its answer ({prompt.answer!r}) to compare with")
@@ -123,5 +123,5 @@ def right_answer(prompt: Prompt) -> float:
 
 
 def is_close(number: float | None, wanted: float, tolerance: float) -> bool:
-    """Whether there is a number, and it is the wanted one up to `tolerance` times its size (of 1 at least)."""
+    """Whether there is a number that equals the wanted one up to `tolerance` times its size (at least 1)."""
     return number is not None and abs(number - wanted) <= tolerance * max(1.0, abs(wanted))

@@ -11,14 +11,14 @@ from aligner.errors import ConfigError
 
 
 class OnEnvironmentError(str, Enum):
-    """What an environment that raises, hangs or returns something else than an observation leads to."""
+    """Reaction to an environment that raises, hangs or returns anything but an observation."""
 
     stop = "stop"  # the run ends, and says in which episode
     invalid = "invalid"  # the episode ends without a reward: it is counted, and nothing is learnt from it
 
 
 class ObservationForm(str, Enum):
-    """What is put around the text of an observation."""
+    """What surrounds the text of an observation."""
 
     auto = "auto"  # chat where the prompts end as the tokenizer's chat template ends a user's message, else plain
     chat = "chat"  # what the chat template puts between the turns, with the observation as a message of `role`

@@ -1,4 +1,4 @@
-"""What an environment is: two methods, plain or `async def`."""
+"""The environment protocol: two methods, plain or `async def`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
-    """What the policy is told. Where the episode is `done` it is told nothing more. `reward` is added to the episode's.
+    """The environment's reply to the policy; none is sent if the episode is `done`. `reward` adds to the episode's.
 
-    `tokens` stand in for `text` where the environment has its own; nothing is put around them. `counts` are added up over the episode and
-    logged as `rollout/<name>`, a mean over episodes; every episode counts 0 of what it does not name.
+    `tokens`, if given, replace `text`; nothing is put around them. `counts` are summed over the episode and
+    logged as `rollout/<name>`, a mean over episodes; names that an episode lacks count as 0.
     """
 
     text: str = ""
@@ -44,10 +44,10 @@ class Observation:
 
 @runtime_checkable
 class Environment(Protocol):
-    """One object for a whole run in each process that samples; what belongs to an episode is in its state.
+    """One object per sampling process for the whole run; an episode's data belong in its state.
 
-    Both methods may be `async def`, and are called for many episodes at the same time (never twice at once for one), in threads: what they
-    share must be made for that. What they raise ends the run, or (`environment.on_error`) leaves the episode out; neither gives it a 0.
+    Both methods may be `async def`. Threads call them for many episodes concurrently (never twice at once for one): shared data must
+    be thread-safe. An exception ends the run or drops the episode (`environment.on_error`); neither scores it 0.
     """
 
     def reset(self, prompt: Prompt) -> Any:

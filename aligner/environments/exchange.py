@@ -1,8 +1,8 @@
-"""The policy's turns to an environment and its observations back, beside decoding; what goes wrong names the episode.
+"""Passes the policy's turns to an environment and its observations back, during decoding; errors name the episode.
 
-The text of an observation becomes tokens by itself, between what the tokenizer's chat template puts before and behind such a message.
+An observation's text is tokenized alone, then put between the chat template's tokens before and after such a message.
 
-What the policy wrote is never tokenized again, and text of an environment never becomes a special token: a tool's output cannot end a turn.
+The policy's tokens are never re-tokenized, and environment text never becomes a special token: a tool's output cannot end a turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ASKED, _TURN, _OBSERVED = "QUESTION", "ASSISTANTTURN", "OBSERVATION"  # stand f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """The tokens around an observation. Where a turn has ended with the first of `before` (its end token), that is not repeated."""
+    """The tokens around an observation. If a turn ended with the first of `before` (its end token), that is not repeated."""
 
     before: tuple[int, ...] = ()
     behind: tuple[int, ...] = ()
@@ -39,14 +39,14 @@ class Surroundings:
 
 
 def observation_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of an observation's text; special tokens that are written out in it stay text."""
+    """Token ids of an observation's text; special tokens spelled out in it stay text."""
     return tokenizer.continuation("\n", text, plain=True)
 
 
 def surroundings(config: EnvironmentConfig, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Surroundings:
     """What `config.form` puts around observations; `prompts` are the run's.
 
-    Raises ConfigError where a chat was asked for and the tokenizer's template cannot show where an observation goes.
+    Raises ConfigError if a chat is requested and the tokenizer's template does not reveal where an observation goes.
     """
     if config.form is ObservationForm.plain or config.form is ObservationForm.auto and not tokenizer.has_chat_template:
         return Surroundings(
@@ -95,12 +95,12 @@ EXCERPT_CHARACTERS = 120
 
 
 class EpisodeError(AlignerError):
-    """An environment failed, hung or returned something that is no observation: names the prompt, the turn and what the policy wrote."""
+    """An environment failed, hung or returned no observation: names the prompt, the turn and the policy's text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Converting:
-    """Tokens to text, and observations to the tokens that follow a turn which ended with a given one."""
+    """Converts tokens to text, and observations to the tokens after a turn with a given last token."""
 
     decode: Callable[[Sequence[int]], str]
     observe: Callable[[str, int], tuple[int, ...]]
@@ -134,7 +134,7 @@ class EnvironmentFollowUp:
         return _Exchange(self)
 
     def settle(self, value: Any) -> Any:
-        """The value, or what comes of awaiting it; from a worker's thread."""
+        """The value, awaited if awaitable; from a worker's thread."""
         return self._awaiting.settle(value, self.timeout_seconds + 1.0)  # the worker is given up before
 
 
@@ -176,7 +176,7 @@ class _Exchange:
         self.episodes.clear()
 
     def _step(self, episode: _Episode) -> object:
-        """In a worker's thread."""
+        """In a worker thread."""
         environment, settle = self.owner.environment, self.owner.settle
         if not episode.has_begun:
             episode.state = settle(environment.reset(episode.prompt))
@@ -217,7 +217,7 @@ def _where(episode: _Episode) -> str:
 
 
 def build_environment(config: EnvironmentConfig) -> Environment:
-    """What `config.path` returns for `config.arguments`. Raises ConfigError."""
+    """Call `config.path` with `config.arguments`. Raises ConfigError."""
     made = load_reward_function(config.path, "environment")
     try:
         environment = made(**config.arguments)
@@ -230,7 +230,7 @@ def build_environment(config: EnvironmentConfig) -> Environment:
 
 
 def environment_follow_up(config: EnvironmentConfig, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> EnvironmentFollowUp:
-    """The environment of a run, with its observations in the form that the run's `prompts` are in. Raises ConfigError."""
+    """The environment of a run, with observations in the form of the run's `prompts`. Raises ConfigError."""
     around = surroundings(config, tokenizer, prompts)
 
     def observe(text: str, last: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ class _Attempts:
 
 
 class RetryMaths:
-    """Each turn is an attempt: right where its last number is the prompt's answer. The first right one ends the episode with a reward of
+    """Each turn is an attempt: right if its last number is the prompt's answer. The first right one ends the episode with a reward of
     `discount` to the power of the attempts before it; after `attempts` wrong ones it ends with 0.
 
     `environment.max_turns` must not be smaller than `attempts`.

@@ -1,4 +1,4 @@
-"""What an environment gave an episode, as a reward: alone, or added to what others say of it."""
+"""An environment's reward for an episode: alone, or added to other rewards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aligner.types import Rollout, Scores
 
 
 class EnvironmentReward:
-    """`aligner.protocols.RewardModel`: an episode's own reward, plus `others`' where there are any. The part is named `environment`.
+    """`aligner.protocols.RewardModel`: an episode's own reward, plus `others`' if any. The part is named `environment`.
 
     Episodes whose environment failed have no reward.
     """

@@ -1,9 +1,9 @@
-"""Tools that a policy calls by writing so, in either of two forms:
+"""Tools that a policy calls in its text, in either of two forms:
 
     <tool>name: what the tool is given, as text</tool>
     <tool_call>{"name": "name", "arguments": {"x": 1}}</tool_call>      (as Qwen and Hermes models are trained to)
 
-A call that cannot be understood is answered with what is wrong about it, and counted.
+A malformed call is answered with its error, and counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_CHARACTERS = 2000  # of a tool's answer; an observation takes room from the
 
 
 class ToolError(Exception):
-    """What the policy asked of a tool cannot be done: it is told so. Anything else that a tool raises is the environment's own failure."""
+    """An invalid tool request by the policy, which is told so. Any other exception of a tool is a failure of the environment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolAnswers:
-    """What all calls of a turn were answered, a line each; how many there were, and how many were answered with an error."""
+    """The answers to all calls of a turn, a line each; the number of calls and of error answers."""
 
     text: str
     num_calls: int
@@ -49,7 +49,7 @@ class ToolAnswers:
 class Toolbox:
     """Tools by name. A tool is a function of text or of named arguments that returns something with a `str`.
 
-    `open` and `close` stand around a call in the first form; where there is one tool only, its name may be left out. An `open` of '' means
+    `open` and `close` stand around a call in the first form; with only one tool, its name may be omitted. An `open` of '' means
     that a call begins where the turn, or the call before it, does.
     """
 
@@ -62,7 +62,7 @@ class Toolbox:
         self._plain_call = re.compile(re.escape(open) + "(.*?)" + re.escape(close), re.DOTALL)
 
     def answer(self, text: str) -> ToolAnswers | None:
-        """Make the calls in what the policy wrote, in their order; None where there are none."""
+        """Make the calls in what the policy wrote, in their order; None if there are none."""
         found = [(match.start(), self._read_json, match[1]) for match in JSON_CALL.finditer(text)]
         found += [(match.start(), self._read_plain, match[1]) for match in self._plain_call.finditer(JSON_CALL.sub(_blank, text))]
         if not found:

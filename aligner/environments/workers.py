@@ -1,6 +1,6 @@
-"""Calls of user code beside the caller's thread: so many at a time, each with its own time limit, none of which can hold the process.
+"""Calls user code outside the caller's thread: a limited number at a time, each with a time limit; none can block process exit.
 
-A thread cannot be killed. One that is overdue is given up: it is a daemon, its result is dropped, and another takes its place.
+A thread cannot be killed. An overdue one is abandoned: it is a daemon, its result is dropped, and another replaces it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of the call of this key. `late` says where it was when its time was over; then there is neither value nor error."""
+    """The result of the call with this key. `late`: its position in the code at the timeout; then there is neither value nor error."""
 
     key: int
     value: Any = None
@@ -58,7 +58,7 @@ class Workers:
             self._start_workers()
 
     def outcomes(self, wait_seconds: float) -> list[Outcome]:
-        """What has ended or is overdue by now; where nothing is, waits so long for the first, unless nothing is under way."""
+        """Ended and overdue calls. If there are none, waits this long for the first, unless no call is running."""
         deadline = time.monotonic() + wait_seconds
         while True:
             found = self._ended() + self._overdue()
@@ -74,7 +74,7 @@ class Workers:
             return [outcome]
 
     def close(self) -> None:
-        """Drop what waits; what runs goes on, and nobody looks at it."""
+        """Drop waiting calls; running ones continue, their results are ignored."""
         with self._lock:
             self._waiting.clear()
             for call in self._running:
@@ -138,7 +138,7 @@ class Workers:
 
 
 class Awaiting:
-    """One event loop for all coroutines of a run, in a thread of its own, so that they may share a connection. Starts at the first."""
+    """One event loop for all coroutines of a run, in its own thread, so that they may share a connection. Starts at the first."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -146,7 +146,7 @@ class Awaiting:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def settle(self, value: Any, timeout_seconds: float) -> Any:
-        """The value itself, or what comes of awaiting it, which is cancelled after so long. From any thread but the loop's."""
+        """The value, or the result of awaiting it, cancelled on timeout. From any thread but the loop's."""
         if not inspect.isawaitable(value):
             return value
         future = asyncio.run_coroutine_threadsafe(_await(value), self._running_loop())
@@ -164,7 +164,7 @@ class Awaiting:
 
 
 async def _await(awaitable: Awaitable[Any]) -> Any:
-    """A coroutine, which is all that an event loop takes from another thread, of anything that can be awaited."""
+    """Wrap any awaitable as a coroutine: an event loop takes only these from other threads."""
     try:
         return await awaitable
     except SystemExit as error:  # it would end the loop's thread, and with it everything else that is awaited

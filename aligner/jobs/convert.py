@@ -1,4 +1,4 @@
-"""Hugging Face model <-> Megatron-Core checkpoint: in one process, or split over the ranks that a launcher started."""
+"""Hugging Face model <-> Megatron-Core checkpoint: in one process, or split over a launcher's ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from aligner.parallel.topology import ParallelConfig, Topology
 def hf_to_megatron(source: Path, target: Path, parallel: ParallelConfig) -> Path:
     """Write `target`/step_000000 (and `latest`) from a Hugging Face directory. Returns the checkpoint's directory. Every rank calls it.
 
-    Raises CheckpointError where the source is no model, or the target holds a checkpoint already.
+    Raises CheckpointError if the source is no model, or the target holds a checkpoint already.
     """
     if not (source / CONFIG_FILE).exists():
         raise CheckpointError(f"--from-hf {source}: no config.json there")
@@ -44,9 +44,9 @@ def hf_to_megatron(source: Path, target: Path, parallel: ParallelConfig) -> Path
 
 
 def megatron_to_hf(source: Path, target: Path, parallel: ParallelConfig) -> None:
-    """Write a Hugging Face model (with its tokenizer) from a checkpoint of any layout. A reward model becomes one that classifies.
+    """Write a Hugging Face model (with its tokenizer) from a checkpoint of any layout. A reward model becomes a classifier.
 
-    Every rank calls it; rank 0 writes, holding one file's tensors at a time. Raises CheckpointError where the source is no complete
+    Every rank calls it; rank 0 writes, holding one file's tensors at a time. Raises CheckpointError if the source is no complete
     checkpoint, or the target holds a model already.
     """
     directory = checkpoint.resolve(source)
@@ -76,7 +76,7 @@ def _finish(directory: Path, target: Path) -> None:
 
 
 def _world(parallel: ParallelConfig) -> Topology:
-    """One process where the layout is one rank's, else the launcher's ranks."""
+    """One process for a layout of one rank, else the launcher's ranks."""
     environ = dict(os.environ) if parallel.replica_size > 1 else {"ALIGNER_LAUNCH": "single"}
     world = launch.initialize(platform.backend(), timeout_seconds=300.0, fingerprint=f"convert {parallel}", environ=environ)
     platform.select_device(world.local_rank)
@@ -84,7 +84,7 @@ def _world(parallel: ParallelConfig) -> Topology:
 
 
 def _dtype(directory: Path) -> Dtype:
-    """The precision that the weights are in, so that none is lost and no bit invented."""
+    """The weights' own precision, so that the conversion is exact."""
     config = read_json(directory / CONFIG_FILE)
     return Dtype.bfloat16 if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" else Dtype.float32
 

@@ -1,7 +1,7 @@
-"""`aligner gap`: one batch of prompts through engine and trainer, and where in the model the two part.
+"""`aligner gap`: one batch of prompts through engine and trainer, and the operation where they diverge.
 
-The engine samples responses, the trainer recomputes their log-probs. Then the engine's decoder is run over the sampled tokens again, in
-prefill passes and in decode steps, beside the trainer's modules, and the outputs of every operation are compared. Every rank calls it.
+The engine samples responses, the trainer recomputes their log-probs. Then the engine's decoder (in prefill passes and in decode steps) and
+the trainer's modules process the sampled tokens again, and the outputs of every operation are compared. Every rank calls it.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Options:
 
 
 def gap(name: str, overrides: Sequence[str], options: Options) -> int:
-    """Compare engine and trainer of `conf/<name>.yaml` with `overrides`, or of a run directory. Returns 0, or 1 where they differ by more
-    than rounding. Raises ConfigError for a recipe that does not sample."""
+    """Compare engine and trainer of `conf/<name>.yaml` with `overrides`, or of a run directory. Returns 0, or 1 if they differ
+    by more than rounding. Raises ConfigError for a recipe that does not sample."""
     config = load(name, overrides, random_prompts=options.random_prompts)
     world, _ = launch.detect_world(os.environ)
     if world is not None:
@@ -90,7 +90,7 @@ def gap(name: str, overrides: Sequence[str], options: Options) -> int:
 
 
 def load(name: str, overrides: Sequence[str], *, random_prompts: bool) -> OnlineRun:
-    """The config, of a file of conf/ or of a run directory, whose newest policy checkpoint is then the model."""
+    """The config from conf/ or from a run directory; the latter's newest policy checkpoint is the model."""
     given = ["data.train=random"] if random_prompts else []
     directory = Path(name)
     if (directory / "config.yaml").is_file():
@@ -105,7 +105,7 @@ def load(name: str, overrides: Sequence[str], *, random_prompts: bool) -> Online
 
 
 def _trained(model: ModelConfig, newest: Path) -> ModelConfig:
-    """The newest checkpoint as the model; with adapters as the run has them: beside the weights in the trainer, in them in the engine."""
+    """The newest checkpoint as the model. Adapters stay as in the run: separate in the trainer, merged in the engine."""
     if not model.lora.is_on:
         return replace(model, path=str(newest))
     saved = resolve(newest)
@@ -113,7 +113,7 @@ def _trained(model: ModelConfig, newest: Path) -> ModelConfig:
 
 
 def compare(config: OnlineRun, layout: topology.Topology, options: Options) -> GapReport:
-    """Build engine and trainer, sample, and look for the difference. Collective; the report is the same on every rank."""
+    """Build engine and trainer, sample, compare. Collective; the report is the same on every rank."""
     tokenizer, architecture = load_model_files(config.model)
     config = fill(config, {"model": create.context_length(config.model, architecture)})
     policy = create.create_policy(
@@ -196,7 +196,7 @@ def _worst(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traced:
-    """Rollouts to be traced, as a batch, and which of their tokens (bool [B, S])."""
+    """Rollouts to trace, as a batch, and their tokens to trace (bool [B, S])."""
 
     rollouts: list[Rollout]
     batch: RolloutBatch
@@ -218,7 +218,7 @@ def most_different(rollouts: Sequence[Rollout], batch: RolloutBatch, gaps: torch
 
 
 def trace_paths(engine: PhasedEngine, policy: MegatronPolicy, config: OnlineRun, traced: Traced) -> dict[str, list[Difference]]:
-    """The differences of all operations by path; none where the engine is not the built-in one. Collective."""
+    """The differences of all operations by path; none unless the engine is the built-in one. Collective."""
     built_in = engine.engine
     if not isinstance(built_in, MegatronEngine):
         return {}
@@ -235,7 +235,7 @@ def trace_paths(engine: PhasedEngine, policy: MegatronPolicy, config: OnlineRun,
 
 
 def _over_ranks(own: list[Difference]) -> list[Difference]:
-    """The largest difference of every place on any rank: each has its stage's layers, and its part of the sequences."""
+    """The largest difference at every place over all ranks: each has its stage's layers and its part of the sequences."""
     largest: dict[Place, Difference] = {}
     for found in gather_objects(own):
         for one in found:

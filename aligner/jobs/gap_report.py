@@ -1,4 +1,4 @@
-"""What `aligner gap` found, as text and as JSON, and what follows from it."""
+"""The findings and the verdict of `aligner gap`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_WORST = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """What rounding explains. Of an operation: `ulps` of the precision, and more with the square root of the layers before it."""
+    """Differences explained by rounding. Per operation: `ulps` of the precision, growing with the square root of the layers before it."""
 
     dtype: Dtype
     ulps: float
@@ -32,13 +32,13 @@ class Tolerance:
         return cls(dtype=dtype, ulps=ulps or ULPS[dtype], gap=gap or GAPS[dtype])
 
     def at(self, place: Place) -> float:
-        """The relative difference that is allowed there."""
+        """The relative tolerance at a place."""
         return self.ulps * EPSILON[self.dtype] * math.sqrt(1 + max(place.layer, 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenGap:
-    """One sampled token: which, and what both say of it."""
+    """One sampled token with both log-probs."""
 
     rollout: int
     position: int  # in the response, from 0
@@ -54,7 +54,7 @@ class TokenGap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GapReport:
-    """The gap of one batch, and the operations of the engine's decoder against the trainer's, by the way that tokens went through it."""
+    """The gap of one batch, and the differences between operations of the engine's decoder and the trainer, by path of the tokens."""
 
     engine: str
     num_layers: int
@@ -73,7 +73,7 @@ class GapReport:
 
     @property
     def first(self) -> tuple[str, Difference] | None:
-        """The first operation beyond the tolerance, and the path on which it was; of two the one that is computed earlier."""
+        """The first operation beyond the tolerance, and its path; of two, the one computed earlier."""
         beyond = [(one.place.rank, path, one) for path, found in self.paths.items() for one in found if self.is_beyond(one)]
         return min(beyond, key=lambda entry: entry[0])[1:] if beyond else None
 
@@ -87,7 +87,7 @@ class GapReport:
         return self.gap_is_explained and self.first is None
 
     def hidden_before(self, path: str, place: Place) -> list[Operation]:
-        """Operations between the one seen before and this one that the path did not show, and another did."""
+        """Operations between this one and the previous one of the path that only another path shows."""
         seen = {one.place for one in self.paths[path]}
         known = {one.place for found in self.paths.values() for one in found}
         earlier = [one for one in sorted(known, key=lambda p: p.rank) if one.rank < place.rank]
@@ -99,7 +99,7 @@ class GapReport:
         return sorted(hidden, key=ORDER.__getitem__)
 
     def verdict(self) -> str:
-        """In one or two sentences: where the two part."""
+        """Where the two diverge, in one or two sentences."""
         found = self.first
         if found is not None:
             path, one = found
@@ -173,7 +173,7 @@ def _plain(report: GapReport, one: Difference) -> dict[str, Any]:
 
 
 def _table(report: GapReport, path: str, found: Sequence[Difference]) -> list[str]:
-    """The largest difference of each layer; all operations of the layer in which one is beyond the tolerance first."""
+    """The largest difference of each layer; all operations of the first layer beyond the tolerance."""
     beyond = next((one for one in found if report.is_beyond(one)), None)
     lines = [f"{path} passes ({max((one.num_tokens for one in found), default=0)} tokens), largest relative difference:"]
     layers: dict[int, list[Difference]] = {}

@@ -1,4 +1,4 @@
-"""A run with several components on this machine: the processes that its config asks for, under the local launcher."""
+"""A run with several components on this machine: the processes of its config, under the local launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`aligner plan`: what a job will need and how long a step will take, before any GPU is asked for."""
+"""`aligner plan`: a job's resources and step time, before any GPU is allocated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DOES_NOT_FIT = 1  # exit code; a mistake in the config is 2, as everywhere
 
 
 def plan(name: str, overrides: Sequence[str], *, searches: bool = False, top: int = 5, json_path: Path | None = None) -> int:
-    """Plan `conf/<name>.yaml`; prints tables, returns the exit code. Raises ConfigError where the sizes do not divide."""
+    """Plan `conf/<name>.yaml`; prints tables, returns the exit code. Raises ConfigError if the sizes do not divide."""
     job = plan_job(name, overrides, searches=searches, top=top)
     report.show(job, report.console())
     if json_path is not None:
@@ -60,9 +60,9 @@ def load(name: str, overrides: Sequence[str]) -> JobRun:
 
 
 def components(config: JobRun) -> list[Component]:
-    """The components that a run of this config starts, the training one first. Lengths that are not set are as long as in the run.
+    """The components that a run of this config starts, the training one first. Unset lengths are as in the run.
 
-    Raises ConfigError for settings that it would refuse at its start (`JobRun.with_lengths`, `JobRun.check`).
+    Raises ConfigError for settings that the run would refuse (`JobRun.with_lengths`, `JobRun.check`).
     """
     models = {key: _own_or_actors(attrgetter(key)(config), config.model) for key in config.readers()}
     contexts = {}
@@ -95,7 +95,7 @@ def _main(config: JobRun) -> Component:
 
 
 def _server(config: JobRun, server: Server) -> Component:
-    """A component that answers it; without a model of its own it has the other's."""
+    """A server component; without a model of its own it has the trained one."""
     key = f"{server.name}.model"
     model = _own_or_actors(server.model, config.model)
     with in_section(server.name):
@@ -129,12 +129,12 @@ def _engine(rollout: RolloutConfig, parallel: ParallelConfig) -> Engine:
 
 
 def _own_or_actors(own: ModelConfig, actors: ModelConfig) -> ModelConfig:
-    """A server's model where the config names or describes one, else the actor's."""
+    """A server's model if the config names or describes one, else the actor's."""
     return own if own.path or own.tokenizer or own.architecture.vocab_size else actors
 
 
 def _model(model: ModelConfig, cluster: ClusterConfig) -> ModelConfig:
-    """The model with the dtype that it will have on this cluster's ranks. Raises ConfigError where they have no FP8 and it is asked for."""
+    """The model with its dtype on this cluster's ranks. Raises ConfigError for FP8 on ranks without it."""
     if model.fp8 and not cluster.fp8_tflops:
         raise ConfigError("model.fp8=true: the cluster's GPUs have no 8-bit matrix products (cluster.fp8_tflops=0)")
     if model.dtype != Dtype.auto:
@@ -143,7 +143,7 @@ def _model(model: ModelConfig, cluster: ClusterConfig) -> ModelConfig:
 
 
 def _architecture(key: str, model: ModelConfig) -> Architecture:
-    """The sizes of `model.path` where that is here, else those that the config describes."""
+    """The sizes of `model.path` if it exists here, else those in the config."""
     described = model.architecture.vocab_size > 0
     try:
         found = create.read_architecture(model, vocab_size=0)

@@ -1,4 +1,4 @@
-"""Which programs a run consists of: one for each component, all with the same settings."""
+"""The programs of a run: one per component, all with the same settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Program:
 def programs(name: str, config: JobRun, overrides: Sequence[str], *, num_processes: int = 0) -> list[Program]:
     """The programs of a run, the one that trains first; the others are its servers.
 
-    `config` is what the config `name` and `overrides` give; `num_processes` overrides its number of actor processes. Raises ConfigError
+    `config` results from `name` and `overrides`; `num_processes` overrides its number of actor processes. Raises ConfigError
     where a layout does not fit its ranks.
     """
     recipe = recipe_of(name, overrides)

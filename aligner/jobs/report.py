@@ -19,7 +19,7 @@ from aligner.reporting.summary import summary
 def report(directory: Path, output: Path | None = None) -> int:
     """Print the summary of a run and its samples before and after, and write `output` (None: report.html in the run's directory).
 
-    Raises DataError where there is no run, or its files are damaged; AlignerError where the file cannot be written.
+    Raises DataError if there is no run, or its files are damaged; AlignerError if the file cannot be written.
     """
     run = _begun(directory)
     output = run.path / "report.html" if output is None else output
@@ -37,14 +37,14 @@ def report(directory: Path, output: Path | None = None) -> int:
 
 
 def _columns() -> list[Column]:
-    """Those of every recipe, each metric once: a table shows the ones that the run has."""
+    """Columns of all recipes, each metric once; a table shows those that the run has."""
     return list({column.metric: column for recipe in recipes().values() for column in recipe.columns}.values())
 
 
 def diagnose(directory: Path, *, as_json: bool = False) -> int:
-    """Print what the rules find in the metrics of a run, which may be under way. Returns 1 where they find something, else 0.
+    """Print the rules' findings in the metrics of a run, which may still be running. Returns 1 if there are findings, else 0.
 
-    Raises DataError where there is no run, or its metrics are damaged.
+    Raises DataError if there is no run, or its metrics are damaged.
     """
     found = diagnosis.diagnose(read_metrics(_begun(directory).metrics), RULES)
     print(json.dumps(found.record(), indent=2) if as_json else found.text())
@@ -52,7 +52,7 @@ def diagnose(directory: Path, *, as_json: bool = False) -> int:
 
 
 def _begun(directory: Path) -> RunDirectory:
-    """The directory of a run. Raises DataError where it has no metrics."""
+    """The directory of a run. Raises DataError if it has no metrics."""
     run = RunDirectory(directory)
     if not run.metrics.is_file():
         raise DataError(f"{directory}: has no {run.metrics.name}; expected the directory of a run that has begun to train")

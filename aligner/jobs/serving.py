@@ -30,7 +30,7 @@ from aligner.servers.server import serve
 
 
 def serve_critic(config: TrainPPO) -> None:
-    """The critic of a PPO run: trains on what the actor sends, until it is told to stop. Every rank calls it."""
+    """The critic of a PPO run: trains on the actor's requests until told to stop. Every rank calls it."""
     critic = config.critic
     with ExitStack() as stack:
         with in_section("critic"):
@@ -100,7 +100,7 @@ def serve_reward_model(config: OnlineRun) -> None:
 
 
 def _check_weights(weights: Sequence[float], head: ScalarHead) -> None:
-    """Raise ConfigError where the model's scores cannot be made one reward."""
+    """Raise ConfigError if the model's scores cannot be combined into one reward."""
     if len(weights) != head.num_outputs and (weights or head.num_outputs > 1):
         raise ConfigError(
             f"reward.attribute_weights={list(weights)}: reward.model.path has {head.num_outputs} outputs ({', '.join(head.outputs)}), "

@@ -29,7 +29,7 @@ _SUBMIT_SECONDS = 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions:
-    """What `aligner launch slurm` does with the script instead of submitting it."""
+    """What `aligner launch slurm` does instead of submitting the script."""
 
     dry_run: bool = False  # print it
     test_only: bool = False  # ask Slurm whether and when it could run
@@ -40,7 +40,7 @@ def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) ->
     """Render the batch script of the config `name` with `overrides` and submit it; the exit code.
 
     Raises:
-        ConfigError: a setting is wrong, or one that a run needs is missing and the run is to be submitted.
+        ConfigError: a setting is wrong, or a run to submit lacks a required one.
         LaunchError: sbatch refused the job.
     """
     is_kept = options.dry_run or options.output is not None
@@ -58,14 +58,14 @@ def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) ->
 
 
 def title_of(name: str, overrides: Sequence[str]) -> str:
-    """The first line of a config's file, which says what it is for."""
+    """The first line of a config's file, which states its purpose."""
     file = config_file(name, overrides)
     first = file.read_text().partition("\n")[0] if file else name
     return first.removeprefix("#").strip()
 
 
 def job_spec(name: str, config: JobRun, overrides: Sequence[str]) -> JobSpec:
-    """What the conductor runs for this config. Raises ConfigError where ranks do not fill nodes, or layouts do not fit ranks."""
+    """The conductor's job for this config. Raises ConfigError if ranks do not fill nodes, or layouts do not fit ranks."""
     overrides = [*overrides, *_reachable(config)]
     found = programs(name, config, overrides)
     preflight = ("-m", "aligner.cli", "preflight", name, *overrides) if config.slurm.preflight else ()
@@ -81,7 +81,7 @@ def job_spec(name: str, config: JobRun, overrides: Sequence[str]) -> JobSpec:
 
 
 def _compose(name: str, overrides: Sequence[str], *, may_be_incomplete: bool) -> JobRun:
-    """The config; a script that is only rendered gets the data's path when it is submitted."""
+    """The config; a script that is only rendered gets the data's path at submission."""
     config = composed(name, ["data.train=given-later", *overrides] if may_be_incomplete else overrides)
     if not may_be_incomplete:
         config.check_complete()
@@ -89,7 +89,7 @@ def _compose(name: str, overrides: Sequence[str], *, may_be_incomplete: bool) ->
 
 
 def _reachable(config: JobRun) -> list[str]:
-    """Settings that let the other nodes reach the servers, where the user has not said how: their gateways may listen everywhere."""
+    """Settings that let other nodes reach the servers, unless the user has set them: gateways may listen on all interfaces."""
     return [f"{server.name}.server.host=0.0.0.0" for server in config.servers() if server.settings.host == _LOOPBACK]
 
 
@@ -109,7 +109,7 @@ def _component(program: Program, cluster: ClusterConfig) -> ComponentSpec:
 
 
 def _submit(name: str, text: str, *, test_only: bool) -> int:
-    """Hand the script to sbatch, from here: paths in the settings are relative to this directory."""
+    """Submit the script from here: paths in the settings are relative to this directory."""
     if shutil.which("sbatch") is None:
         raise LaunchError("there is no sbatch on PATH: submit from a login node of the cluster, or look at the script with --dry-run")
     with tempfile.TemporaryDirectory() as folder:
@@ -127,7 +127,7 @@ def _submit(name: str, text: str, *, test_only: bool) -> int:
 
 
 def _submitted(environ: Mapping[str, str]) -> dict[str, str]:
-    """The job's environment: it names the checkout, or the environment that this package is installed in if nothing else does."""
+    """The job's environment: names the checkout, or by default the environment that this package is installed in."""
     if home := checkout():
         return {**environ, "ALIGNER_HOME": str(home)}
     names = ("ALIGNER_VENV", "VIRTUAL_ENV", "CONDA_PREFIX", "ALIGNER_CONTAINER")

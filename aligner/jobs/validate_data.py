@@ -1,4 +1,4 @@
-"""`aligner data validate`: reads data as a job would, and says what is wrong with them and what the model will see."""
+"""`aligner data validate`: reads data as a job would, and reports errors and the model's view of the data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _BRACKETS = re.compile(r" \(.*\)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What is asked for besides the config."""
+    """Options besides the config."""
 
     kind: str = ""  # of the files named instead of a config
     tokenizer: str = ""  # with `kind`
@@ -58,7 +58,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What was found in one data set."""
+    """Results of one data set."""
 
     report: LoadReport
     lengths: Lengths | None = None  # None where nothing can be used
@@ -69,9 +69,9 @@ class Finding:
 
 
 def validate(target: str, overrides: Sequence[str], options: Options) -> int:
-    """Check the data of `conf/<target>.yaml`, or a file of `options.kind`; prints, returns the exit code: 1 where lines are bad.
+    """Check the data of `conf/<target>.yaml`, or a file of `options.kind`; prints, returns the exit code: 1 if lines are bad.
 
-    Raises ConfigError for settings that do not fit, DataError for a file that is not there.
+    Raises ConfigError for settings that do not fit, DataError for a missing file.
     """
     config = _config(target, overrides, options)
     tokenizer = _tokenizer(config)
@@ -88,7 +88,7 @@ def validate(target: str, overrides: Sequence[str], options: Options) -> int:
 
 
 def inspect(config: JobRun, location: str, tokenizer: Tokenizer) -> tuple[Finding, list[View]]:
-    """Every record of `location`, read as the job would; bad ones are reported, whatever data.bad_lines says."""
+    """Every record of `location`, read as the job would; reports bad ones regardless of data.bad_lines."""
     lenient = replace(config, data=replace(config.data, bad_lines=BadLines.skip))
     try:
         examples, report = load_sample(lenient, location, tokenizer, first=None)
@@ -135,7 +135,7 @@ def show(finding: Finding, out: TextIO, *, lists_all: bool = False) -> None:
 
 
 def kind_of(problem: str) -> str:
-    """What a bad line has in common with others: the message without place, values and numbers."""
+    """The kind of a bad line's problem: the message without place, values and numbers."""
     message = re.sub(r"^.*?:\d+: ", "", problem)
     return _NUMBERS.sub("N", _VALUES.sub(r" \1 ...", _BRACKETS.sub("", message)))
 
@@ -174,7 +174,7 @@ def _config(target: str, overrides: Sequence[str], options: Options) -> JobRun:
 
 
 def _with_lengths(config: JobRun, tokenizer: Tokenizer, options: Options) -> JobRun:
-    """With the lengths of the job; of a file alone with those of the model beside the tokenizer, where there is one (else any length)."""
+    """The config with the job's lengths; for a file alone, with those of the model beside the tokenizer (without one, any length)."""
     if options.kind and not config.model.path:
         if not (Path(options.tokenizer) / "config.json").exists():
             return config
@@ -184,6 +184,6 @@ def _with_lengths(config: JobRun, tokenizer: Tokenizer, options: Options) -> Job
 
 
 def _tokenizer(config: JobRun) -> Tokenizer:
-    """That of the model which the data are for, also beside a checkpoint."""
+    """The tokenizer of the data's model, also beside a checkpoint."""
     path = Path(config.model.tokenizer_path)
     return load_tokenizer(resolve(path) if not config.model.tokenizer and (path / LATEST).exists() else path)

@@ -1,7 +1,7 @@
-"""Where the checkpoints of a run are, how the actor's and the critic's stay a pair, and which of them stay.
+"""Location, pairing (actor and critic) and retention of a run's checkpoints.
 
 <run>/checkpoints/policy/step_000030, latest, best      the component that runs the loop (reward_model for a reward-model run)
-<run>/checkpoints/critic/step_000030, latest            complete first: where the policy has a step, so has the critic
+<run>/checkpoints/critic/step_000030, latest            completed first: every policy step has a critic step
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNPAIRED = "unpaired_"
 
 @dataclass(slots=True)
 class _SaveUnderWay:
-    """A checkpoint whose files are being written, and what the critic was asked meanwhile (on rank 0)."""
+    """A checkpoint whose files are being written, and the pending request to the critic (on rank 0)."""
 
     step: int
     files: checkpoint.PendingSave
@@ -42,7 +42,7 @@ class _SaveUnderWay:
 
 
 class RunCheckpointer:
-    """`aligner.loop.loop.Checkpointer` for one model in a run directory, with a critic behind a server where there is one."""
+    """`aligner.loop.loop.Checkpointer` for one model in a run directory, with the optional critic behind a server."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class RunCheckpointer:
         self._under_way: _SaveUnderWay | None = None
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Restore the newest checkpoint of this run that has its partner, if there is one, and remove what a killed run left.
+        """Restore this run's newest checkpoint that has its partner, if any, and remove partial files of a killed run.
 
-        Damaged ones are passed over and set aside, or raise CheckpointError (`run.damaged_checkpoint`).
+        Damaged checkpoints are set aside, or raise CheckpointError (`run.damaged_checkpoint`).
         """
         own = self._folders[0]
         warn_of_shortage(self._session, self._model, own, self._config)
@@ -83,7 +83,7 @@ class RunCheckpointer:
         return step, state
 
     def save(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> None:
-        """The critic's checkpoint of this step and this component's. With `checkpoint.asynchronous` the files are written meanwhile."""
+        """Save the critic and this component. With `checkpoint.asynchronous` the files are written in the background."""
         self._check_metric(validation)
         self.wait()
         began: Future[None] | None = None
@@ -97,30 +97,30 @@ class RunCheckpointer:
             self._publish_pair(self._under_way)
 
     def poll(self) -> None:
-        """Publish the checkpoint under way if everybody has written it. Never waits for a file; raises what a writer raised."""
+        """Publish the pending checkpoint if every rank has written it. Never waits; raises a writer's error."""
         save = self._under_way
         if save is not None and all(gather_objects(save.files.is_written)) and from_rank_0(lambda: self._critic_has_ended(save)):
             self._publish_pair(save)
 
     def wait(self) -> None:
-        """Publish the checkpoint under way, once everybody has written it."""
+        """Wait for the pending checkpoint, then publish it."""
         save = self._under_way
         if save is not None:
             from_rank_0(lambda: self._wait_for_critic(save))
             self._publish_pair(save)
 
     def settle(self) -> int:
-        """Publish this component's part of a checkpoint under way, with or without its partner. Returns the last step on disk."""
+        """Publish this component's part of the pending checkpoint, with or without its partner. Returns the last step on disk."""
         if self._under_way is not None:
             self._publish(self._under_way)
         return self._published
 
     def rescue(self, step: int, state: dict[str, Any]) -> None:
-        """This component's checkpoint alone."""
+        """Save this component alone."""
         self._publish(_SaveUnderWay(step=step, files=self._start(step, state, {}), critic_began=None))
 
     def version(self) -> int:
-        """How many optimizer steps made the weights."""
+        """Optimizer steps behind the weights."""
         return self._model.version
 
     def _start(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> checkpoint.PendingSave:
@@ -138,7 +138,7 @@ class RunCheckpointer:
         from_rank_0(lambda: keep(self._folders, self._config))
 
     def _publish_pair(self, save: _SaveUnderWay) -> None:
-        """The same, where the critic's part, if there is one, is complete."""
+        """Publish, given that the critic's part, if any, is complete."""
         self._publish(save)
         critic = self._critic
         if critic is not None:
@@ -150,7 +150,7 @@ class RunCheckpointer:
             raise ConfigError(f"checkpoint.best_metric={metric}: validation reports {', '.join(sorted(validation))}")
 
     def _critic_has_ended(self, save: _SaveUnderWay) -> bool:
-        """Without waiting. The critic answers a first call when its state is copied, a second when its checkpoint is complete."""
+        """Never waits. The critic answers the first call once its state is copied, the second once its checkpoint is complete."""
         if self._critic is None or save.critic_began is None:
             return True
         if save.critic_ended is None:
@@ -164,7 +164,7 @@ class RunCheckpointer:
         return True
 
     def _wait_for_critic(self, save: _SaveUnderWay) -> None:
-        """The client's own deadline (`server_client.train_timeout_seconds`) ends each of its requests; this one is for the rest."""
+        """`server_client.train_timeout_seconds` limits each request; this deadline covers the whole wait."""
         deadline = time.monotonic() + self._config.write_timeout_seconds
         while not self._critic_has_ended(save):
             asked = [future for future in (save.critic_began, save.critic_ended) if future is not None]
@@ -175,7 +175,7 @@ class RunCheckpointer:
 
 
 class CriticCheckpointer:
-    """Saves of a critic, one asked for after the other, each with the ledger of that moment. Every rank holds one and calls it alike."""
+    """Saves the critic, one request at a time, each with its current ledger. Every rank holds one and makes the same calls."""
 
     def __init__(self, session: Session, model: TrainableModel, ledger: Ledger, *, tokenizer: Path, config: CheckpointConfig) -> None:
         self._session = session
@@ -187,9 +187,9 @@ class CriticCheckpointer:
         self._under_way: tuple[int, str, checkpoint.PendingSave] | None = None
 
     def save(self, request: SaveRequest) -> str:
-        """The path of the checkpoint of `request.step` with the critic of the mark `request.after`: complete on return with `request.wait`.
+        """Path of the checkpoint of `request.step`, for the critic at mark `request.after`; complete on return with `request.wait`.
 
-        The same request again changes nothing. Raises `ledger.Refused` where it means another critic than the one of now.
+        Idempotent. Raises `ledger.Refused` if the request means another critic state than the current one.
         """
         step, mark = request.step, request.after or self._ledger.mark
         if self._under_way is not None and self._under_way[:2] == (step, mark):
@@ -207,7 +207,7 @@ class CriticCheckpointer:
         return str(began.final) if self._config.asynchronous and not request.wait else self._end()
 
     def _complete(self, step: int, mark: str) -> str:
-        """The path of a checkpoint of this very critic that is on disk already, "" where there is none."""
+        """Path of an existing checkpoint of exactly this critic state, "" if there is none."""
         path = files.step_directory(self._folder, step)
         return str(path) if files.is_complete(path) and _saved_ledger(path)["mark"] == mark else ""
 
@@ -217,7 +217,7 @@ class CriticCheckpointer:
 
 
 def _saved_ledger(path: Path) -> Mapping[str, Any]:
-    """The ledger in a critic's checkpoint. Raises CheckpointError where it has none."""
+    """The ledger in a critic's checkpoint. Raises CheckpointError if it has none."""
     state = checkpoint.read_state(path)["loop"]
     if "ledger" not in state:
         raise CheckpointError(f"{path} does not say what the critic was trained on: an earlier version wrote it; begin a new run with it")
@@ -232,9 +232,9 @@ def load_critic(
     accept_gap: bool = False,
     damaged: DamagedCheckpoint = DamagedCheckpoint.fall_back,
 ) -> Ledger:
-    """Restore the critic's checkpoint that belongs to the policy's. Returns what it was trained on; nothing, where it starts anew.
+    """Restore the critic's checkpoint that belongs to the policy's. Returns its ledger; empty if the critic starts anew.
 
-    Raises CheckpointError where the checkpoint does not say that, or belongs to another run.
+    Raises CheckpointError if the checkpoint has no ledger or belongs to another run.
     """
     folder = session.directory.checkpoints / CRITIC
     warn_of_shortage(session, model, folder, config)
@@ -250,8 +250,8 @@ def load_critic(
 
 
 def _load(model: TrainableModel, path: Path, *, verify: bool, falls_back: bool) -> dict[str, Any]:
-    """`checkpoint.load`. What proves wrong only in memory is set aside where the run `falls_back`, and was verified before this then: the
-    component ends, since its partner has the other part, and the next start of both finds the pair before."""
+    """`checkpoint.load`. A checkpoint whose files verify but whose load fails is set aside if the run `falls_back`. The component then
+    ends, since its partner holds the other part. The next start of both finds the pair before."""
     try:
         return checkpoint.load(model, path, verify=verify and not falls_back)
     except WrongContents as error:
@@ -263,15 +263,15 @@ def _load(model: TrainableModel, path: Path, *, verify: bool, falls_back: bool) 
 
 
 def warn_of_shortage(session: Session, model: TrainableModel, folder: Path, config: CheckpointConfig) -> None:
-    """Say so where the file system has no room for the checkpoints that the run wants to keep. Every rank calls it."""
+    """Warn if the file system has no room for the checkpoints that the run keeps. Every rank calls it."""
     if warning := shortage(model, folder, keep=config.keep):
         session.say(warning)
 
 
 def keep(folders: list[Path], config: CheckpointConfig) -> None:
-    """Point `best` at the best checkpoint and remove those that need not stay, all components' of a step together. On one rank.
+    """Point `best` at the best checkpoint. Remove superfluous ones, those of all components together. On one rank.
 
-    The newest pair that is known to be sound stays, however old; where none is, nothing is removed.
+    The newest pair known to be intact stays, however old; without one, nothing is removed.
     """
     complete = [files.complete_steps(folder) for folder in folders]
     own = complete[0]
@@ -292,7 +292,7 @@ def keep(folders: list[Path], config: CheckpointConfig) -> None:
 
 
 def _best_steps(complete: Mapping[int, Path], config: CheckpointConfig) -> list[int]:
-    """Up to `keep_best` steps that were validated, best first; of equals the newer."""
+    """Up to `keep_best` validated steps, best first; ties go to the newer."""
     if not config.best_metric:
         return []
     validations = {step: checkpoint.read_state(path)["validation"] for step, path in complete.items()}
@@ -302,7 +302,7 @@ def _best_steps(complete: Mapping[int, Path], config: CheckpointConfig) -> list[
 
 
 def _continue_from(folder: Path, step: int) -> None:
-    """Make `step` the newest of a folder: later ones are of a past that this run does not continue, and would be taken for its own."""
+    """Make `step` the newest of a folder. Later checkpoints belong to a history that this run does not continue."""
     for later, path in files.complete_steps(folder).items():
         if later > step:
             aside = folder / f"{UNPAIRED}{path.name}"

@@ -1,4 +1,4 @@
-"""What every run has: where it lives, its model and layout, how it trains, how it writes, checks and keeps its checkpoints."""
+"""Settings of every run: directory, model, layout, training, and writing, checking and keeping checkpoints."""
 
 from __future__ import annotations
 
@@ -117,11 +117,11 @@ class JobRun(ABC):
 
     @abstractmethod
     def traits(self) -> Traits:
-        """What this run is. Lengths are those of the settings: 0 if they are not filled in yet."""
+        """This run's traits. Lengths are as set: 0 if not filled in yet."""
 
     @abstractmethod
     def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
-        """The usable records at `location`, or of the `first` so many, as the run reads them. Raises DataError listing the bad lines."""
+        """The usable records at `location` (of its `first` ones only), as the run reads them. Raises DataError listing bad lines."""
 
     def servers(self) -> Sequence[Server]:
         """The other components of the run."""
@@ -132,7 +132,7 @@ class JobRun(ABC):
         return [UsedModel(component="trainer", key="model", config=self.model, is_scalar=self.traits().head is Head.scalar)]
 
     def readers(self) -> dict[str, ModelConfig]:
-        """The models that read a run's sequences of tokens, by the names of their settings."""
+        """The models that read a run's token sequences, by setting name."""
         return {"model": self.model}
 
     def with_lengths(self, context: lengths.Context) -> Self:
@@ -140,21 +140,21 @@ class JobRun(ABC):
         return lengths.examples(self, context)
 
     def reserved_length(self, tokenizer: Callable[[], Tokenizer]) -> int:
-        """Tokens of the context that lengths that are not set leave free."""
+        """Context tokens to leave free when filling in unset lengths."""
         return 0
 
     def check(self, architecture: Architecture, num_ranks: int) -> None:
-        """Raise ConfigError if `num_ranks` ranks cannot do this. Each component asks at its start, and `aligner plan` for all of them."""
+        """Raise ConfigError if `num_ranks` ranks cannot run this. Each component calls it at start, `aligner plan` for all."""
         check_layout(self.model, self.parallel, architecture, num_ranks)
 
     def check_complete(self) -> None:
-        """Raise ConfigError for settings that a run needs and that may still be missing when they are only shown."""
+        """Raise ConfigError if a setting is missing that a run needs but printing the config does not."""
         return None
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainerRun(JobRun):
-    """A run that trains `model` on data that is there beforehand. `build(job: TrainerJob)` returns a `Built`."""
+    """A run that trains `model` on existing data. `build(job: TrainerJob)` returns a `Built`."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
@@ -196,7 +196,7 @@ class TrainerRun(JobRun):
 
 @dataclass(kw_only=True, slots=True)
 class WritingRun(JobRun):
-    """A run that writes a data set instead of training. `build(job: WriterJob)` does all of it and returns the exit code."""
+    """A run that writes a data set instead of training. `build(job: WriterJob)` does the work and returns the exit code."""
 
     def start(self, recipe: Recipe) -> int:
         from aligner.loop.writer_job import write  # Megatron-Core comes with it
@@ -205,7 +205,7 @@ class WritingRun(JobRun):
 
     @property
     def loop(self) -> LoopConfig:
-        """Its steps are the files to write: only done.json says that all are there."""
+        """One step per file to write; only done.json marks completion."""
         return LoopConfig(max_steps=1)
 
     def models(self) -> list[UsedModel]:
@@ -232,7 +232,7 @@ def check_replicas(setting: str, size: int, num_replicas: int) -> None:
 
 
 def check_pooling(pooling: Pooling, model: ModelConfig) -> None:
-    """Raise ConfigError for a mean over tokens some of which are computed once for several rows."""
+    """Raise ConfigError for mean pooling if rows share tokens that are computed once."""
     if pooling is Pooling.mean and model.share_prompts:
         raise ConfigError("algorithm.pooling=mean: needs model.share_prompts=false: the prompt's tokens count in every row")
 
@@ -240,9 +240,9 @@ def check_pooling(pooling: Pooling, model: ModelConfig) -> None:
 def check_best_metric(
     checkpoint: CheckpointConfig, loop: LoopConfig, *, reports: Sequence[str], validation: str, missing: str = ""
 ) -> None:
-    """Raise ConfigError where the best checkpoint is to be kept and no validation can tell which it is.
+    """Raise ConfigError if the best checkpoint is to be kept and no validation can identify it.
 
-    `reports` are the metrics that a validation gives, on the data `validation`; `missing` says what others would need.
+    A validation on the data `validation` gives the metrics `reports`. `missing` says what others need.
     """
     metric = checkpoint.best_metric
     if not metric:

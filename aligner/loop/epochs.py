@@ -1,4 +1,4 @@
-"""Training on a data set that is there beforehand: a step is the next batch of an endless sequence of epochs, and one update."""
+"""Training on an existing data set: each step takes the next batch of an endless sequence of epochs and makes one update."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BatchConfig:
 
 
 def check_batch_sizes(batch_size: int, validation_batch_size: int) -> None:
-    """Raise ConfigError unless both are possible. For configs that inherit their other settings: one with slots has one base."""
+    """Raise ConfigError unless both are valid. For configs that cannot inherit `BatchConfig` (slots allow one base)."""
     if batch_size < 1 or validation_batch_size < 1:
         raise ConfigError(f"algorithm.batch_size={batch_size}, validation_batch_size={validation_batch_size}: must be at least 1")
 
@@ -65,10 +65,10 @@ class BatchSizes(Protocol):
 
 
 class Stateless:
-    """An algorithm that is a function of the model and the step number: what `aligner.loop.loop.Algorithm` asks for besides."""
+    """The state methods of `aligner.loop.loop.Algorithm` for one that depends only on model and step number."""
 
     def finish(self) -> None:
-        """Nothing runs on after a step."""
+        """Nothing runs after a step."""
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -78,7 +78,7 @@ class Stateless:
 
 
 class EpochTraining(Stateless, ABC, Generic[Config, Example, Collated, Model]):
-    """The algorithm over its parts, but for what is learnt (`collate`, `loss`) and how it is judged (`validate`).
+    """Base algorithm; subclasses define training (`collate`, `loss`) and validation (`validate`).
 
     Every rank constructs one.
     """
@@ -102,7 +102,7 @@ class EpochTraining(Stateless, ABC, Generic[Config, Example, Collated, Model]):
         self.check()
 
     def check(self) -> None:
-        """Raise ConfigError or DataError where the examples do not fit the settings."""
+        """Raise ConfigError or DataError if the examples do not fit the settings."""
 
     @property
     @abstractmethod
@@ -115,7 +115,7 @@ class EpochTraining(Stateless, ABC, Generic[Config, Example, Collated, Model]):
 
     @abstractmethod
     def validate(self) -> Mapping[str, float]:
-        """Metrics on the validation examples; empty where there are none."""
+        """Metrics on the validation examples; empty without any."""
 
     def step(self, step: int, clock: Clock) -> StepResult:
         with clock.phase("read"):
@@ -127,7 +127,7 @@ class EpochTraining(Stateless, ABC, Generic[Config, Example, Collated, Model]):
         return StepResult(metrics=metrics | found | {"data/epoch": self.order.epoch(step)})
 
     def examples_of(self, step: int) -> list[Example]:
-        """Those that `step` (from 1) trains on."""
+        """Examples of `step` (from 1)."""
         return [self.train[i] for i in self.order.indices(step - 1)]
 
     def held_out(self) -> Iterator[Collated]:

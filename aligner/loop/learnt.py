@@ -1,13 +1,13 @@
-"""What a step learnt from, in counts that add up over a run; and the alarms over runs that learn nothing, or from an engine far from the
-trainer.
+"""Counts of the data each step learnt from, summable over a run, and two alarms: nothing is learnt; engine and
+trainer log-probs differ too much.
 
-`learnt/tokens` are those that had a weight in the loss of this step's updates (in a policy gradient: an advantage that is not 0), of
-`learnt/tokens_seen` where each is there once. Of the samples that the step brought (`learnt/samples_seen`) some were learnt from
-(`learnt/samples`), the others were left out for the reason that names the count (`left_out/<reason>`, see REASONS).
+`learnt/tokens` counts tokens with a nonzero weight in the loss of this step's updates (policy gradient: a nonzero advantage).
+`learnt/tokens_seen` counts every token once. `learnt/samples` counts the samples learnt from, of `learnt/samples_seen`;
+`left_out/<reason>` counts the others by reason (see REASONS).
 
-`GapAlarm` warns or ends the run when a statistic of the gap between engine and trainer stays above a threshold. Importance ratios start
-from that gap, and a run whose gap grows learns from noise long before its reward shows it. With rollouts of older weights (asynchronous
-mode) the gap has their age in it too, so thresholds are to be wider there.
+`GapAlarm` warns or ends the run when a statistic of the gap between engine and trainer stays above a threshold. Importance ratios contain
+that gap: a run whose gap grows learns from noise long before its reward shows it. In asynchronous mode the gap includes the staleness of
+the rollouts, so set wider thresholds.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from aligner.reporting.summary import LEFT_OUT, SAMPLES, SEEN, TOKENS, TOKENS_SE
 
 
 def accounted(*, samples: int, seen: int, **left_out: int) -> dict[str, float]:
-    """The metrics of these counts, without reasons that nothing was left out for."""
+    """The metrics of these counts, without reasons whose count is 0."""
     return {SAMPLES: float(samples), SEEN: float(seen)} | {LEFT_OUT + why: float(count) for why, count in left_out.items() if count}
 
 
 def of_mask(weighs: Tensor, *, unit: int = 1) -> dict[str, float]:
-    """Of a batch of data: bool [B, S], which tokens have a weight; every `unit` rows are a sample."""
+    """Counts of a data batch. `weighs`: bool [B, S]; every `unit` rows are one sample."""
     rows = weighs.any(dim=1).view(-1, unit).any(dim=1)
     samples, tokens = int(rows.sum()), float(weighs.sum())
     return accounted(samples=samples, seen=len(rows), no_token=len(rows) - samples) | {TOKENS: tokens, TOKENS_SEEN: tokens}
 
 
 def of_rows(weighs: Tensor, written: Tensor, **reasons: Tensor) -> dict[str, float]:
-    """Of rollouts: `weighs` as above, of the tokens that the policy has `written`; each reason (bool [B]) counts the rows not learnt from
-    that no reason before it names.
+    """Counts of rollouts: `weighs` as in `of_mask`, among the tokens `written` by the policy. Each reason (bool [B])
+    counts the rows not learnt from that no earlier reason names.
     """
     left = ~weighs.any(dim=1)
     seen, samples, counts = len(left), int((~left).sum()), {}
@@ -47,8 +47,8 @@ def of_rows(weighs: Tensor, written: Tensor, **reasons: Tensor) -> dict[str, flo
 
 
 class LearntNothingAlarm:
-    """`aligner.loop.loop.Alarm` as `guard.learnt_nothing` sets it. `fingerprint()`: numbers that change with any bit of what this
-    rank's optimizer updates; empty where that cannot be seen. Every rank has one and calls it alike.
+    """`aligner.loop.loop.Alarm` as `guard.learnt_nothing` sets it. `fingerprint()`: numbers that change with any bit of the weights
+    that this rank's optimizer updates; empty if unavailable. Every rank has one and makes the same calls.
     """
 
     def __init__(self, config: GuardConfig, fingerprint: Callable[[], list[int]]) -> None:
@@ -63,16 +63,16 @@ class LearntNothingAlarm:
 
     @property
     def num_steps(self) -> int:
-        """Of this start of the run."""
+        """Steps since this start."""
         return self._step - self._began
 
     def begin(self, step: int) -> None:
-        """The run goes on after this step, with the weights of now."""
+        """The run continues after this step with the current weights."""
         self._began = self._step = step
         self._at_start = self._fingerprint()
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> Verdict:
-        """A verdict where the last `learnt_nothing_steps` were empty, or no weight changed in as many since the start."""
+        """A verdict if the last `learnt_nothing_steps` were empty, or no weight changed in that many since the start."""
         self._step, steps = step, self._config.learnt_nothing_steps
         self._counts = totals([self._counts, metrics])
         self._num_updates += metrics.get(UPDATES, 0.0) * (metrics.get("optim/lr", 0.0) > 0)
@@ -87,16 +87,16 @@ class LearntNothingAlarm:
         return self.verdict(why)
 
     def whole_run(self, *, has_learnt_before: bool) -> str:
-        """What is to be said of a run that has come to its last step: that no step has learnt, or changed a weight. Empty: all is well.
+        """The problem of a finished run: no step learnt, or no weight changed. Empty if neither.
 
-        `has_learnt_before`: a step before this start has. Collective.
+        `has_learnt_before`: an earlier start has. Collective.
         """
         if not self._has_learnt and not (self._began and has_learnt_before):
             return self._nothing_in("the whole run", self._counts)
         return "" if self._began else self._unchanged()
 
     def verdict(self, why: str) -> Verdict:
-        """What `why` leads to; nothing where it is empty."""
+        """The verdict for `why`; none if it is empty."""
         config = self._config
         if why and config.learnt_nothing is LearntNothing.stop:
             return Verdict(halt=f"{why} (guard.learnt_nothing=stop, guard.learnt_nothing_steps={config.learnt_nothing_steps})")
@@ -112,7 +112,7 @@ class LearntNothingAlarm:
         return f"nothing was learnt in {where}, to step {self._step}: {seen}"
 
     def _unchanged(self) -> str:
-        """Why the run is of no use; empty where a weight has changed, or none should have."""
+        """Message that no weight changed; empty if one has, or none should."""
         if not self._num_updates:
             return ""
         now = self._fingerprint()
@@ -123,7 +123,7 @@ class LearntNothingAlarm:
 
 
 class GapAlarm:
-    """`aligner.loop.loop.Alarm` as `guard.logprob_gap` sets it. `command` is what attributes a gap to a layer, for messages."""
+    """`aligner.loop.loop.Alarm` as `guard.logprob_gap` sets it. Messages name `command`, which attributes a gap to a layer."""
 
     def __init__(self, config: LogprobGapConfig, *, command: str) -> None:
         self._config = config
@@ -133,7 +133,7 @@ class GapAlarm:
         self._has_missed = False
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> Verdict:
-        """A note where the gap has been above `warn` for `patience` steps (again after `repeat_every`), a halt where above `stop`."""
+        """A note if the gap was above `warn` for `patience` steps (again after `repeat_every`), a halt if above `stop`."""
         config, name = self._config, self._config.statistic.metric
         if not config.is_on:
             return Verdict()
@@ -159,7 +159,7 @@ class GapAlarm:
         )
 
     def _missed(self, step: int, name: str) -> Verdict:
-        """Said once: a step without the metric is not watched."""
+        """Note once that a step lacks the metric."""
         if self._has_missed:
             return Verdict()
         self._has_missed = True

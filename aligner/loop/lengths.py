@@ -1,13 +1,13 @@
-"""How long the sequences of a run may be: the one place that decides it. Lengths that are not set (0) are made of the context, which is
-that of the model with the shortest one among those that read the sequences.
+"""Decides a run's maximum sequence lengths. Unset lengths (0) are derived from the context: the shortest among the models that
+read the sequences.
 
     data.max_length                        the context
-    rollout.sampling.max_response_length   256, but at most half of the context, or what data.max_prompt_length leaves of it
-    data.max_prompt_length                 what the response leaves of the context
-    data.max_history_length                2048, but at most what the response leaves; longer prompts could not be criticised, so these have
-                                           the same limit
+    rollout.sampling.max_response_length   256, but at most half of the context, or the rest after data.max_prompt_length
+    data.max_prompt_length                 the context minus the response
+    data.max_history_length                2048, but at most the context minus the response; prompts get the same limit, since
+                                           longer ones could not be criticised
 
-Lengths that are set must fit the context. Where the policy judges itself, its question about a response must fit too.
+Lengths that are set must fit the context. If the policy judges itself, its question about a response must fit too.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ RESPONSE = "rollout.sampling.max_response_length"
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The tokens that a model can read, whose they are, and how many of them lengths that are not set may be made of."""
+    """A model's context in tokens, the model's name, and the part available to unset lengths."""
 
     size: int
     owner: str
     room: int
 
     def check(self, lengths: Mapping[str, int]) -> None:
-        """Raise ConfigError if they do not fit together, or if nothing is left for one of them."""
+        """Raise ConfigError if they do not fit together, or no room is left for one."""
         parts = {name: length for name, length in lengths.items() if length > 0}
         fault = f"leaves nothing for {' and '.join(lengths.keys() - parts.keys())} in"
         if len(parts) == len(lengths):
@@ -45,14 +45,14 @@ class Context:
         raise ConfigError(f"{said}: {fault} {self.owner}'s context of {self.size} tokens")
 
     def response_length(self, sampling: Any, given: int) -> int:
-        """That of a response to prompts of `given` tokens (0: not set either)."""
+        """Response length for prompts of `given` tokens (0: unset too)."""
         return sampling.max_response_length or min(sampling.longest, self.room - given if given else self.room // 2)
 
 
 def fill(config: J, contexts: Mapping[str, int], *, reserved: int = 0) -> J:
-    """The config with every length filled in, for models with these contexts (by the name of their settings).
+    """The config with every length filled in, for models with these contexts (by setting name).
 
-    `reserved`: tokens that are left beside prompt and response if one of their lengths is not set (a judge's question and answer).
+    `reserved`: tokens kept free beside prompt and response if either length is unset (a judge's question and answer).
     Raises ConfigError naming the lengths that do not fit.
     """
     key = min(contexts, key=lambda name: contexts[name])

@@ -1,12 +1,12 @@
 """The training loop that every algorithm shares: resume, steps, validation, checkpoints, logging, signals.
 
-An algorithm brings `step`, `validate` and its few bits of state; everything that depends on the step number alone (data order, seeds) is a
-pure function of it, so that resuming is going on with the next number. SIGTERM, SIGINT and SIGUSR1 end the run after the step under way,
-with a checkpoint. When a server dies, or another `AlignerError` ends a step early, the last whole step is saved before the error goes on
-(unless the failed step had changed the weights already: they are then those of no step). A `RollBack` saves nothing: the run is to go on
-from an older checkpoint, and leaves out the step that asked for it.
+An algorithm provides `step`, `validate` and a small state. Data order and seeds are pure functions of the step number, so a resumed
+run continues with the next number. SIGTERM, SIGINT and SIGUSR1 end the run after the current step, with a checkpoint. When a server
+dies, or another `AlignerError` ends a step early, the last whole step is saved before the error propagates (unless the failed step
+has already changed the weights, which then belong to no step). A `RollBack` saves nothing: the run continues from an older checkpoint
+and skips the step that raised it.
 
-`TimeBudget` says whether another step, and the checkpoint after it, still fit into the time that the scheduler gives.
+`TimeBudget` tells whether another step and its checkpoint fit into the scheduler's time limit.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _SLACK = 1.2  # steps differ: responses get longer
 
 
 def seconds_left(environ: Mapping[str, str]) -> Callable[[], float] | None:
-    """How long this process may still run, as ALIGNER_END_TIME tells; None where nobody ends it."""
+    """Seconds left until ALIGNER_END_TIME; None if it is not set."""
     text = environ.get(VARIABLE, "")
     return (lambda: float(text) - time.time()) if text else None
 
 
 class TimeBudget:
-    """Measures steps and saves; one per rank, and the ranks agree on what it says."""
+    """Measures steps and saves; one per rank, and all ranks agree on the result."""
 
     def __init__(self, left: Callable[[], float] | None = None) -> None:
         self._left = left
@@ -45,17 +45,17 @@ class TimeBudget:
         self._longest_save = 0.0
 
     def needed_seconds(self) -> float:
-        """For a step as long as the longest of the last ones, and a save. A save that was never made is taken to be as long as a step."""
+        """Seconds for the longest recent step plus a save. Before the first save, a save is assumed to take as long as a step."""
         step = max(self._steps, default=0.0)
         return _SLACK * (step + (self._longest_save or step))
 
     def is_over(self) -> bool:
-        """True where the next step would not be saved in time. The first step is always tried: nothing is known of it."""
+        """True if the next step could not be saved in time. The first step, of unknown length, is always tried."""
         return self._left is not None and bool(self._steps) and self._left() < self.needed_seconds()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure a step with all that belongs to it but its checkpoint."""
+        """Measure a step, all but its checkpoint."""
         start = time.monotonic()
         yield
         self._steps.append(time.monotonic() - start)
@@ -91,7 +91,7 @@ class LoopConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What one training step reports: plain numbers (the same on every rank) and some samples."""
+    """The report of one training step: plain numbers (the same on every rank) and some samples."""
 
     metrics: Mapping[str, float]
     samples: Sequence[SampleRow] = ()
@@ -104,13 +104,13 @@ class Algorithm(Protocol):
         """Train on the data of `step` (counted from 1)."""
 
     def validate(self) -> Mapping[str, float]:
-        """Metrics on held-out data; empty where there is none."""
+        """Metrics on held-out data; empty without any."""
 
     def finish(self) -> None:
-        """Wait for what the last step left running; raises its error. Called before every checkpoint and at the end."""
+        """Wait for background work of the last step; raises its error. Called before every checkpoint and at the end."""
 
     def state(self) -> dict[str, Any]:
-        """What resuming needs besides models and the step number; JSON-able."""
+        """JSON-able state to resume from, besides models and step number."""
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
@@ -122,25 +122,25 @@ class Checkpointer(Protocol):
         """(last finished step, the algorithm's state) of the newest checkpoint, or (0, {})."""
 
     def save(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> None:
-        """Save this component, and those it trains behind servers, as a pair; it may be written while the training goes on.
+        """Save this component and those it trains behind servers as a pair; files may be written in the background.
 
-        `validation` are the metrics of a validation after this step; empty where there was none.
+        `validation`: the metrics of a validation after this step; empty without one.
         """
 
     def poll(self) -> None:
-        """Publish a save that has been written meanwhile. Never waits for one; raises its error."""
+        """Publish a pending save if it has been written. Never waits; raises its error."""
 
     def wait(self) -> None:
-        """Publish a save that is being written; raises its error."""
+        """Wait for a pending save and publish it; raises its error."""
 
     def settle(self) -> int:
-        """Publish this component's part of a save that is being written, whatever became of the others'. The last step on disk."""
+        """Publish this component's part of a pending save, whatever the others' state. Returns the last step on disk."""
 
     def rescue(self, step: int, state: dict[str, Any]) -> None:
-        """Save what this component holds itself: a server may just have died."""
+        """Save this component alone: a server may have died."""
 
     def version(self) -> int:
-        """How many optimizer steps made the weights that would be saved now."""
+        """Optimizer steps behind the current weights."""
 
 
 class Reporter(Protocol):
@@ -161,12 +161,12 @@ class SkippedSteps(Protocol):
         """The same on every rank."""
 
     def add(self, step: int, reason: str) -> None:
-        """Collective. Raises RunHalted if the run has skipped as many as it may."""
+        """Collective. Raises RunHalted at the limit of skipped steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What an alarm says of a step."""
+    """An alarm's judgement of a step."""
 
     note: str = ""  # for the person who watches; empty: nothing
     halt: str = ""  # why the run is to end now; empty: it goes on
@@ -180,7 +180,7 @@ class Alarm(Protocol):
 
 
 class Clock:
-    """Seconds spent in the named phases of one step; they are the rank's phases in `progress` too."""
+    """Seconds spent in the named phases of one step; also the rank's phases in `progress`."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self.seconds: dict[str, float] = {}
@@ -209,9 +209,9 @@ def run(
 ) -> int:
     """Train from the newest checkpoint (or from the start) to `config.max_steps`. Every rank calls it. Returns the last finished step.
 
-    `open_reporter(start_step)` makes the reporter once the step to start from is known. What is done is recorded in `progress`; the steps
-    in `skipped_steps` are counted and not trained on. If another step could not be saved within `budget`, the run stops, as after a signal;
-    if one of the `alarms` says so, it saves the step and raises RunHalted.
+    `open_reporter(start_step)` makes the reporter once the start step is known. `progress` records the current phase. Steps in
+    `skipped_steps` are counted but not trained on. If another step could not be saved within `budget`, the run stops as after a signal.
+    If one of the `alarms` demands it, the run saves the step and raises RunHalted.
     """
     progress, budget = progress or Progress(), budget or TimeBudget()
     finished = _resume(algorithm, checkpointer, progress)
@@ -258,7 +258,7 @@ def run(
 
 
 def _resume(algorithm: Algorithm, checkpointer: Checkpointer, progress: Progress) -> int:
-    """The step that is gone on from; 0 in a new run."""
+    """The step to resume from; 0 in a new run."""
     with progress.phase("load checkpoint"):
         finished, state = checkpointer.load()
         if finished:
@@ -297,7 +297,7 @@ def _timed_step(algorithm: Algorithm, step: int, progress: Progress, skipped_ste
 
 
 def _report(algorithm: Algorithm, config: LoopConfig, reporter: Reporter, step: int, result: StepResult) -> Mapping[str, float]:
-    """Log a step. Returns the metrics of its validation; empty where it has none."""
+    """Log a step. Returns its validation metrics; empty without a validation."""
     validation = algorithm.validate() if _due(step, config.validate_every) else {}
     reporter.log(step, {**result.metrics, **validation})
     if result.samples and (_due(step, config.table_every) or (config.table_every and step in (1, config.max_steps))):
@@ -306,7 +306,7 @@ def _report(algorithm: Algorithm, config: LoopConfig, reporter: Reporter, step: 
 
 
 def _heed(alarms: Sequence[Alarm], reporter: Reporter, step: int, result: StepResult) -> str:
-    """Note what the alarms say of a step. Returns why the run is to end; empty where it goes on."""
+    """Report the alarms' notes on a step. Returns the reason to halt; empty if the run continues."""
     verdicts = [alarm.judge(step, result.metrics) for alarm in alarms]
     for verdict in verdicts:
         if verdict.note:
@@ -315,7 +315,7 @@ def _heed(alarms: Sequence[Alarm], reporter: Reporter, step: int, result: StepRe
 
 
 def _end_where(halt: str, checkpointer: Checkpointer) -> None:
-    """Raise RunHalted once the step is on disk, where there is a reason to."""
+    """If there is a reason to halt, raise RunHalted once the step is on disk."""
     if halt:
         checkpointer.wait()
         raise RunHalted(halt)
@@ -345,6 +345,6 @@ def _stop_requests() -> Iterator[list[int]]:
 
 
 def _stop_reason(stop: list[int], budget: TimeBudget) -> str:
-    """The same on every rank: why to stop, once any rank got a stop signal or sees the end of its time; else empty."""
+    """Why to stop (the same on every rank), once any rank got a stop signal or runs out of time; else empty."""
     own = "by a signal" if stop else "before the end of its time" if budget.is_over() else ""
     return next(filter(None, gather_objects(own)), "")

@@ -1,7 +1,7 @@
-"""Which checkpoints of a run its components go on from: the newest pair that is whole.
+"""Finds the checkpoints that a run's components resume from: the newest complete pair.
 
-Actor and critic are different jobs that ask this of the same files, each for itself and at about the same time. They agree, because every
-checkpoint that one of them takes out of the other's sight is one that the other would not have taken either.
+Actor and critic are different jobs. Each searches the same files independently, at about the same time. They agree, because
+every checkpoint that one of them sets aside is one that the other would reject too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MENDING = "What it lacks must be in the journal, or the run ends (critic.accept_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """Which steps a run resumes after (0: it starts anew), and what to say where they are not simply the newest."""
+    """The steps that a run resumes after (0: it starts anew), and a message if they are not the newest."""
 
     policy: int = 0
     critic: int = 0
@@ -30,10 +30,10 @@ class Pair:
 
 
 def newest_pair(policy: Path, critic: Path, *, without: Collection[Path] = ()) -> Pair:
-    """The newest step that both folders have, of checkpoints that are not in `without`.
+    """The newest step that both folders have, ignoring checkpoints in `without`.
 
-    Where they have none in common: the policy's newest, and the critic's newest up to it. What a critic lacks then its client sends it
-    again from the journal, or refuses to go on (`servers.history`). `loop.save_every` bounds how many steps a missing partner costs.
+    Without a common step: the policy's newest, and the critic's newest up to it. The critic's client then resends the missing steps
+    from the journal, or refuses to continue (`servers.history`). `loop.save_every` bounds the steps that a missing partner costs.
     """
     policies, critics = _steps(policy, without), _steps(critic, without)
     if both := sorted(set(policies) & set(critics)):
@@ -52,11 +52,11 @@ def newest_pair(policy: Path, critic: Path, *, without: Collection[Path] = ()) -
 
 
 def find_pair(session: Session, folders: Sequence[Path], *, verify: bool) -> Pair:
-    """The steps to go on from, told to the person who watches where they are not simply the newest. Every rank calls it.
+    """The steps to resume from; prints a message if they are not the newest. Every rank calls it.
 
-    `folders`: the policy's, and the critic's where there is one. With `verify` every file of the pair is compared with its SHA-256, and
-    damaged checkpoints are passed over and set aside; none is deleted. Raises CheckpointError where no intact one is left: a run that has
-    made checkpoints does not start anew by itself.
+    `folders`: the policy's, and the critic's if any. With `verify` every file of the pair is checked against its SHA-256; damaged
+    checkpoints are set aside, never deleted. Raises CheckpointError if no intact one is left: a run that has made checkpoints
+    never starts anew by itself.
     """
     damaged: dict[Path, str] = {}
     pair = from_rank_0(partial(_newest, folders, damaged))
@@ -78,7 +78,7 @@ def find_pair(session: Session, folders: Sequence[Path], *, verify: bool) -> Pai
 
 
 def _damage(folders: Sequence[Path], pair: Pair) -> dict[Path, str]:
-    """What is wrong with a pair's checkpoints; empty where nothing is. Every rank calls it and hashes its share."""
+    """The damage to a pair's checkpoints; empty if none. Every rank calls it and hashes its share."""
     parts = [files.step_directory(folder, step) for folder, step in zip(folders, (pair.policy, pair.critic), strict=False) if step]
     return {path: wrong[0] for path in parts if (wrong := manifest.damage(path, needed=lambda _: True))}
 

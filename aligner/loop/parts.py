@@ -1,6 +1,6 @@
-"""What every job does in the same way: reading data and model files, the loop with its alarms, the export, the exit code.
+"""Parts shared by every job: reading data and model files, the loop with its alarms, the export, the exit code.
 
-The steps that a run leaves out after it was rolled back are kept in its directory, in `skipped_steps.json`.
+`skipped_steps.json` in the run's directory lists the steps skipped after roll-backs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SkippedStepsFile:
         return frozenset(self._reasons)
 
     def add(self, step: int, reason: str) -> None:
-        """Keep `step` for this run's next start. Raises RunHalted where `most` are kept already, or this one is."""
+        """Store `step` for the next start. Raises RunHalted if `most` are stored already, or this one is."""
         if len(self._reasons) >= self._most or step in self._reasons:
             known = ", ".join(map(str, sorted(self._reasons))) or "none"
             raise RunHalted(f"{reason}; the run has been rolled back enough (guard.max_roll_backs={self._most}; steps skipped: {known})")
@@ -89,7 +89,7 @@ J = TypeVar("J", bound=JobRun)
 
 
 def with_lengths(config: J) -> J:
-    """The config with every length filled in, from the models that it names. Raises ConfigError naming those that do not fit."""
+    """The config with every length filled in from the models it names. Raises ConfigError naming lengths that do not fit."""
     contexts = {}
     for key, model in config.readers().items():
         with in_section(key.rpartition(".")[0]):
@@ -100,9 +100,9 @@ def with_lengths(config: J) -> J:
 def load_sets(
     session: Session, load: Callable[[str, Any, Tokenizer], tuple[Sequence[Example], LoadReport]], data: Any, tokenizer: Tokenizer
 ) -> tuple[Sequence[Example], Sequence[Example]]:
-    """(training examples, validation examples: none where no file is named), read before any model is built.
+    """(training examples, validation examples: none if no file is named), read before any model is built.
 
-    Says of both what was left out, and which fields are not used. Raises DataError listing all bad lines.
+    Prints the records left out and the unused fields. Raises DataError listing all bad lines.
     """
     sets: list[Sequence[Example]] = []
     for location in filter(None, (data.train, data.validation)):
@@ -130,9 +130,9 @@ def tokenizer_directory(config: ModelConfig) -> Path:
 
 
 def train_to_end(session: Session, config: Any, built: Built, *, tokenizer: Path, shown: Sequence[Column]) -> int:
-    """Train what was built to the last step, with checkpoints, and export it with the tokenizer of that directory.
+    """Train to the last step, with checkpoints, and export the model with the tokenizer of that directory.
 
-    Returns the exit code: 0, or 75 where a signal or the end of its time stopped the run before the last step. Every rank calls it.
+    Returns the exit code: 0, or 75 if a signal or the time limit stopped the run before the last step. Every rank calls it.
     """
     keeper = RunCheckpointer(
         session,
@@ -150,7 +150,7 @@ def train_to_end(session: Session, config: Any, built: Built, *, tokenizer: Path
 
 
 def conclude(session: Session, last_step: int, max_steps: int) -> ExitCode:
-    """The exit code of a run that came to `last_step` and has exported its result; `done.json` after the last one. Every rank calls it."""
+    """The exit code of a run that ended at `last_step`, after the export. Writes `done.json` after the last step. Every rank calls it."""
     if last_step < max_steps:
         return ExitCode.stopped
     from_rank_0(lambda: _write_done(session, last_step))
@@ -189,9 +189,9 @@ def run_loop(
     guard: GuardConfig,
     model: TrainableModel | None = None,
 ) -> int:
-    """`loop.run` with the run's reporter, closed at the end whatever happens. Returns the last finished step.
+    """`loop.run` with the run's reporter, which is always closed. Returns the last finished step.
 
-    `model` is what is trained, None where nothing is. Raises RunHalted, besides, where it has learnt nothing and that is to end the run.
+    `model` is the trained model or None. Also raises RunHalted if the run learnt nothing and the settings make that an error.
     """
     watch = None if model is None else LearntNothingAlarm(guard, model.fingerprint)
     with ExitStack() as stack:
@@ -218,7 +218,7 @@ def run_loop(
 
 
 def _judge_whole_run(session: Session, watch: LearntNothingAlarm) -> None:
-    """Say what the run learnt from. Raises RunHalted where that is nothing: also at the next start, which has no step left to take."""
+    """Print what the run learnt from. Raises RunHalted if it learnt nothing, also at a later start without steps left."""
     kept = session.directory.learnt_nothing
     if watch.num_steps:
         why = watch.whole_run(has_learnt_before=from_rank_0(lambda: _has_learnt(session.directory.metrics)))
@@ -235,7 +235,7 @@ def _judge_whole_run(session: Session, watch: LearntNothingAlarm) -> None:
 
 
 def _has_learnt(metrics: Path) -> bool:
-    """Whether a step in this file has learnt, as far as it says."""
+    """Whether this file records a step that has learnt."""
     steps = [step for step in _steps(metrics) if step.step]
     return not steps or not all(is_empty(step.values) for step in steps)
 
@@ -253,9 +253,9 @@ def export_at_end(
 ) -> None:
     """Write the model as a Hugging Face one, with its tokenizer, to the run's export directory. Every rank calls it.
 
-    Where adapters were trained, they are in the weights there, and beside them alone, for PEFT.
+    Trained adapters are merged into these weights, and also written separately for PEFT.
 
-    A run that a signal stopped is not at its end: it exits at once, and exports when it has been resumed and finished.
+    A run stopped by a signal exits without an export; it exports after it is resumed and finished.
     """
     if not config.run.export_hf or last_step < config.loop.max_steps:
         return
@@ -272,8 +272,8 @@ def export_at_end(
 def name_special_tokens(directory: Path) -> None:
     """Put the tokenizer's begin, end and padding ids into an exported config.json: `generate` of other tools stops at the end id.
 
-    Where one token ends and pads, a model that scores sequences is given no padding token: transformers would look for the last token that
-    is no padding, and so score the one before the end token. It then takes one sequence at a time.
+    If one token both ends and pads, a model that scores sequences gets no padding token: transformers scores the last token that is
+    not padding, which would be the one before the end token. Such a model takes one sequence at a time.
     """
     tokenizer = load_tokenizer(str(directory))
     path = directory / "config.json"

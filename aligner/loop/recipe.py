@@ -1,7 +1,7 @@
-"""What a recipe is: a module of `aligner.algorithms`, or of another package, with a `RECIPE`. Launchers, `aligner plan`, the preflight and
-the report know no recipe by name: they ask `aligner.algorithms.registry` for it, and its config for its traits.
+"""A recipe is a module of `aligner.algorithms`, or of another package, with a `RECIPE`. Launchers, `aligner plan`, the preflight and
+the report hard-code no recipe: they look it up in `aligner.algorithms.registry` and read its traits from its config.
 
-`resolve` reads a setting that names one of ours (`algorithm.advantage_estimator=rloo`) or a function of the user's
+`resolve` reads a setting that names a built-in (`algorithm.advantage_estimator=rloo`) or a user's function
 (`algorithm.advantage_estimator=my_file.py:opo`).
 """
 
@@ -34,12 +34,12 @@ Options = TypeVar("Options", bound=Enum)
 
 
 def text_of(value: str) -> str:
-    """A member of an enum as the text that names it; any other text as it is. For fields that may be given either."""
+    """The name of an enum member; any other text unchanged. For fields that accept either."""
     return value.value if isinstance(value, Enum) else value
 
 
 def named(setting: str, value: str, options: type[Options]) -> Options | None:
-    """Which of ours the value names; None for a function of the user's, which is not imported. Raises ConfigError for neither."""
+    """The built-in that the value names; None for a user's function, which is not imported. Raises ConfigError for neither."""
     text = text_of(value)
     if ":" in text:
         return None
@@ -79,7 +79,7 @@ class UsedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Server:
-    """A component that answers the one that trains, from an allocation of its own."""
+    """A component that serves the trainer, from an allocation of its own."""
 
     name: str
     num_ranks: int
@@ -93,7 +93,7 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """What a run of these settings is, for everything that does not run it."""
+    """Properties of a run with these settings, for code that does not run it."""
 
     role: str  # of the component that trains or writes: actor, trainer, writer
     work: Work  # of one of its steps
@@ -105,7 +105,7 @@ class Traits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Built:
-    """What a recipe makes of its settings: an algorithm, and the model that it trains."""
+    """The result of a recipe's `build`: an algorithm and the model that it trains."""
 
     algorithm: Algorithm
     model: TrainableModel
@@ -115,9 +115,9 @@ class Built:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe(Generic[C]):
-    """`name` is what users type, and its config's. `build(job)` makes what is trained, or does all of the work of a job that writes.
+    """Users type `name`, which also names its config. `build(job)` builds the algorithm, or does all the work of a writing job.
 
-    `config` is a subclass of TrainerRun, OnlineRun or WritingRun, which say what `job` is and what `build` returns.
+    `config` is a subclass of TrainerRun, OnlineRun or WritingRun, which define `job` and the result of `build`.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Recipe(Generic[C]):
     presets_of: Sequence[str] = ()  # other recipes, whose presets it takes too
 
     def folders(self) -> list[Path]:
-        """Where its configs (in the first one) and presets are."""
+        """Folders of its configs (the first) and presets."""
         others = [conf_directory() / name for name in self.presets_of]
         return [self.conf or conf_directory() / self.name, *others, conf_directory()]
 
@@ -140,5 +140,5 @@ class Recipe(Generic[C]):
             )
 
     def run(self, config: C) -> int:
-        """Run it on this process, which is one rank. Returns the exit code: 0, or 75 if it stopped before its last step."""
+        """Run it on this process, which is one rank. Returns the exit code: 0, or 75 if stopped before its last step."""
         return config.start(self)

@@ -1,8 +1,8 @@
-"""What every component does first and last: meet the other ranks, lay them out, open the run directory, leave.
+"""Start and end of every component: join the ranks, make the groups, open the run directory, leave.
 
 `check_changes` compares a run's settings with those of its newest checkpoint. A checkpoint holds the settings that made it. Settings of
-memory, speed, layout, length, logging and whatever watches the run may differ when it goes on; of the others (data, model, batches, losses,
-rewards, seed) the numbers before and after would not be of one experiment.
+memory, speed, layout, length, logging and monitoring may change on resume. With a change of the others (data, model, batches, losses,
+rewards, seed), the numbers before and after would not belong to one experiment.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ _HARMLESS = (
 
 
 def check_changes(directory: RunDirectory, schema: type, config_yaml: str, *, allowed: bool) -> str:
-    """What to tell the person who watches of the settings that differ from the newest checkpoint's; empty where none does.
+    """A message on the settings that differ from the newest checkpoint's; empty if none does.
 
-    `config_yaml`: the settings of now, of `schema`. A directory without a checkpoint has nothing to protect. Raises ConfigError for changes
-    that make it another experiment, where they are not `allowed`.
+    `config_yaml`: the current settings, of `schema`. Without a checkpoint there is nothing to compare. Raises ConfigError for changes
+    that make it another experiment, unless they are `allowed`.
     """
     newest = _newest(directory)
     if newest is None:
@@ -91,7 +91,7 @@ def _newest(directory: RunDirectory) -> Path | None:
 
 
 def _read(path: Path) -> Any:
-    """The settings in a checkpoint; None where it has none, or they are damaged: who loads it will say so."""
+    """The settings in a checkpoint; None if missing or damaged (loading it will report that)."""
     try:
         return yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -99,7 +99,7 @@ def _read(path: Path) -> Any:
 
 
 def _changes(before: Any, now: Any, keys: list[SchemaKey]) -> dict[str, tuple[Any, Any]]:
-    """(before, now) by setting. One that the schema has gained since is no change; one that it has lost, or never had, is."""
+    """(before, now) by setting. A setting added to the schema since is no change; one removed, or never in it, is."""
     if not isinstance(before, dict):
         return {}
     old, new = dict(_flat(translated(before, keys))), dict(_flat(now))
@@ -139,22 +139,22 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """True on rank 0, which writes files and talks to people."""
+        """True on rank 0, which writes files and prints messages."""
         return self.topology.rank == 0
 
     def say(self, text: str) -> None:
-        """A line for the person who watches, from rank 0."""
+        """Print a line, on rank 0."""
         if self.is_first:
             print(text, flush=True)
 
     def trains_on(self, report: LoadReport) -> None:
-        """Say what was read; what was not used of it is said again at the end."""
+        """Print what was read; unused parts are reported again at the end."""
         self.reports.append(report)
         self.say(report.summary())
 
 
 def see_own_gpus(config: Any, local_rank: int) -> None:
-    """Hide the GPUs of other replicas from a rank with an engine that would take the first it sees; before anything uses a GPU."""
+    """Hide other replicas' GPUs from a rank whose engine takes the first visible one. Call before anything uses a GPU."""
     rollout = getattr(config, "rollout", None)
     if rollout is not None and rollout.engine != EngineKind.megatron:
         platform.see_block(local_rank, rollout.tp or config.parallel.tp)
@@ -162,10 +162,10 @@ def see_own_gpus(config: Any, local_rank: int) -> None:
 
 @contextmanager
 def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, component: str, writes_config: bool = True) -> Iterator[Session]:
-    """Join the component's ranks and make its groups; leave them at the good end. `component` is what its files are called by.
+    """Join the component's ranks and make its groups; destroy them on success. `component` names its files.
 
-    Meanwhile the rank's health is in the run directory, and a component that stands still for `run.stall_timeout_seconds` is ended.
-    After an error the groups are left to the process's end: other ranks may hang in a collective, and the launcher ends them.
+    Meanwhile the rank's health is in the run directory, and a component stalled for `run.stall_timeout_seconds` is ended.
+    After an error the groups stay until the process ends: other ranks may hang in a collective, and the launcher ends them.
     """
     watch_lease(os.environ)  # whatever hangs below: this process leaves when whoever started it is gone
     if run.num_threads:
@@ -220,7 +220,7 @@ def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, compo
 
 
 def _record_calls(directory: RunDirectory, component: str, rank: int) -> None:
-    """Every rank calls it; raises ConfigError on all of them where one cannot write."""
+    """Every rank calls it; raises ConfigError on all ranks if one cannot write."""
     refused: ConfigError | None = None
     try:
         user_code.record_in(directory.calls(component, rank))
@@ -230,9 +230,9 @@ def _record_calls(directory: RunDirectory, component: str, rank: int) -> None:
 
 
 def _open(directory: RunDirectory, component: str, config: Any, config_yaml: str) -> str:
-    """Make the run directory and write the configuration into it (where there is one). Returns a name for this start of the component.
+    """Make the run directory and write the configuration, if any, into it. Returns a name for this start of the component.
 
-    Raises ConfigError where the directory is another experiment's, or cannot be used.
+    Raises ConfigError if the directory belongs to another experiment or is unusable.
     """
     try:
         directory.create()
@@ -248,9 +248,9 @@ def _open(directory: RunDirectory, component: str, config: Any, config_yaml: str
 
 @contextmanager
 def announced(session: Session, name: str, *, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> Iterator[Publication | None]:
-    """Say that this component is loading; on rank 0 the publication that will say that it is ready, None elsewhere. Every rank calls it.
+    """Announce that this component is loading. Gives rank 0 the publication that will announce it ready, other ranks None. Collective.
 
-    Raises, on every rank, ServerError where a component of this name and attempt is running already, ConfigError where it cannot say so.
+    Raises on every rank: ServerError if a component of this name and attempt already runs, ConfigError if it cannot register.
     """
     layout = session.topology
     text = f"tp{layout.tp_size} pp{layout.pp_size} cp{layout.cp_size} dp{layout.dp_size}"

@@ -1,6 +1,6 @@
-"""Which checkpoint each frozen model of a run was made from: `latest` of another run's directory may point elsewhere at the next start.
+"""Pins the source checkpoint of a run's frozen models: `latest` of another run may point elsewhere at the next start.
 
-`check_same_architecture` says whether one model's weights can be put into another one's modules for a pass (`ReferencePolicy.restore`).
+`check_same_architecture` checks that one model's weights fit another's modules (`ReferencePolicy.restore`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from aligner.parallel.collectives import from_rank_0
 
 
 def pinned(session: Session, role: str, model: ModelConfig) -> ModelConfig:
-    """`model` with the directory that this run found behind `model.path` at its first start. Collective.
+    """`model` with the directory that `model.path` resolved to at the run's first start. Collective.
 
-    For models whose weights no checkpoint of the run holds: the reference policy, the reward model, what adapters belong to. `role` is
-    "model" or "reward.model", the setting's name.
+    For models whose weights no checkpoint of the run holds: reference policy, reward model, base model of adapters. `role` is
+    the setting's name, "model" or "reward.model".
 
     Raises:
-        ConfigError: `model.path` is another one than at the first start: the run would go on with another reference or reward.
-        CheckpointError: what was found then no longer exists.
+        ConfigError: `model.path` differs from the first start: the run would continue with another reference or reward.
+        CheckpointError: the pinned directory no longer exists.
     """
     if not model.path:
         return model
@@ -38,7 +38,7 @@ def pinned(session: Session, role: str, model: ModelConfig) -> ModelConfig:
 
 
 def pinned_base(session: Session, role: str, model: ModelConfig) -> ModelConfig:
-    """`pinned` where adapters are trained: the run's checkpoints do not hold the weights that these belong to. Collective."""
+    """`pinned` if adapters are trained: the run's checkpoints do not hold the base weights. Collective."""
     return pinned(session, role, model) if model.lora.is_on else model
 
 
@@ -60,8 +60,8 @@ def _pin(record: Path, role: str, model: ModelConfig) -> str:
 
 
 def model_digest(source: Path | None) -> str:
-    """Changes with the weights: of a checkpoint its marker (which has the digest of every file), of a Hugging Face model its config and the
-    names, sizes and times of its weight files (their content would take minutes to read). Empty for random weights."""
+    """A digest that changes with the weights. For a checkpoint: of its marker (which has the digest of every file). For a Hugging
+    Face model: of its config and its weight files' names, sizes and times (reading them takes minutes). Empty for random weights."""
     if source is None:
         return ""
     content = hashlib.sha256()
@@ -76,10 +76,10 @@ def model_digest(source: Path | None) -> str:
 
 
 def check_same_architecture(own: ModelConfig, other: ModelConfig, *, setting: str, whose: str, otherwise: str) -> Tokenizer:
-    """The tokenizer of `other`, which takes the place of `own`'s weights.
+    """The tokenizer of `other`, whose weights replace `own`'s.
 
-    Raises ConfigError where it has another architecture or vocabulary; `setting` (`teacher.path=...`) is what named it, `whose` stands for
-    `own`, and `otherwise` says what to do with a model of another shape.
+    Raises ConfigError if architecture or vocabulary differ. For messages: `setting` (`teacher.path=...`) selected `other`, `whose`
+    names `own`, `otherwise` advises on a model of another shape.
     """
     (tokenizer, architecture), (its_tokenizer, its) = load_model_files(own), load_model_files(other)
     ours, theirs = asdict(architecture), asdict(its)

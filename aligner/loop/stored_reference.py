@@ -1,12 +1,12 @@
-"""The pass of a reference over all examples before a run's first step, in place of a frozen copy of its weights.
+"""Log-probs of a reference for all examples, computed before a run's first step: replaces a frozen weight copy.
 
-The policy is the reference until it has been trained or a checkpoint has been loaded. So every start of a run can make the files that are
-missing: one that is killed goes on behind the last whole file.
+The policy is the reference until it has been trained or a checkpoint has been loaded. So every start can compute the missing files: a
+killed run continues after the last complete file.
 
     <directory>/manifest.json             what was computed from what (`aligner.data.parts`)
-    <directory>/part_000000.safetensors   of the rows of `part_size` examples, in order: how many tokens are learnt, and their log-probs
+    <directory>/part_000000.safetensors   for the rows of `part_size` examples, in order: number of trained tokens, their log-probs
 
-Log-probs are float32 and only of trained tokens: 4 bytes each. A run reads rows as it needs them.
+Log-probs are float32, trained tokens only: 4 bytes each. A run reads rows on demand.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def write_part(parts: Parts, number: int, rows: Sequence[Tensor]) -> None:
 
 
 class _Part:
-    """An open file: where its rows begin."""
+    """An open file and its row offsets."""
 
     def __init__(self, parts: Parts, number: int, rows_per_example: int) -> None:
         path = parts.path(number)
@@ -89,9 +89,9 @@ class _Part:
 
 
 class WithReference(Sequence[Example]):
-    """The examples, from number `first` of the parts on, with the log-probs that are stored for them, read when they are asked for.
+    """The examples, from number `first` of the parts on, with their stored log-probs, read on access.
 
-    All have as many rows. Raises DataError if a file is damaged, or is of other rows.
+    All have equally many rows. Raises DataError if a file is damaged or holds other rows.
     """
 
     def __init__(self, examples: Sequence[Example], parts: Parts, first: int) -> None:
@@ -126,9 +126,9 @@ def with_reference(
 ) -> list[Sequence[Any]] | None:
     """The examples of each set with the log-probs of `policy`, computed where they are not on disk yet. Every rank calls it.
 
-    `sets`: by name examples that are in memory, or (examples, text that changes with any of their tokens).
-    None where a signal, or the end of the job's time, came first: the run is to stop. Raises DataError where what is on disk was computed
-    from another model, tokenizer or other data.
+    `sets`: by name, examples in memory, or (examples, text that changes with any of their tokens).
+    Returns None if a signal or the job's time limit came first: the run must stop. Raises DataError if the files on disk
+    were computed from another model, tokenizer or data set.
     """
     found = {name: one if isinstance(one, tuple) else (one, _digest(one)) for name, one in sets.items()}
     parts_of = [own for own, _ in found.values()]
@@ -154,7 +154,7 @@ def _digest(examples: Sequence[Referenced]) -> str:
 
 
 def _frozen(config: TrainerRun, policy: MegatronPolicy, tokenizer: Tokenizer) -> dict[str, str]:
-    """What the reference is: digests by name, the same on every rank. Every rank calls it."""
+    """Digests of the reference by name, the same on every rank. Every rank calls it."""
     model, source = config.model, create.source_directory(config.model)
     weights = from_rank_0(lambda: model_digest(source)) or f"random weights of run.seed={config.run.seed}, {policy.chunks[0].architecture}"
     adapter = Path(model.lora.path) / WEIGHTS_FILE if model.lora.is_on and model.lora.path else None
@@ -167,7 +167,7 @@ def _frozen(config: TrainerRun, policy: MegatronPolicy, tokenizer: Tokenizer) ->
 
 
 def _write(session: Session, config: TrainerRun, parts: Parts, make: Callable[[int, Sequence[int]], Made]) -> bool:
-    """Make and write every file that is missing. False where the run is to stop before that is done."""
+    """Make and write every missing file. False if the run must stop before that is done."""
 
     def write(number: int, records: Sequence[Record]) -> None:
         from_rank_0(lambda: write_part(parts, number, [row for record in records for row in record["rows"]]))
@@ -189,7 +189,7 @@ def _write(session: Session, config: TrainerRun, parts: Parts, make: Callable[[i
 def _logprobs(
     policy: MegatronPolicy, examples: Sequence[Referenced], part: int, numbers: Sequence[int], *, pad_id: int, batch_size: int
 ) -> Made:
-    """Of the rows of each example, by length and the longest first: a batch has little padding, and what does not fit is found at once."""
+    """Log-probs of each example's rows. Batches go from long to short rows: little padding, and out-of-memory errors come first."""
     rows = {number: examples[number].rows for number in numbers}
     by_length = sorted(rows, key=lambda number: max(len(row.tokens) for row in rows[number]), reverse=True)
     found: dict[int, list[Tensor]] = {}

@@ -1,4 +1,4 @@
-"""The job of a recipe that trains on data: what its `build` is given, and what is done around it."""
+"""The job of a recipe that trains on data: the argument of its `build`, and the code around it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MUCH_PADDING = 0.15
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerJob(Generic[C]):
-    """What a recipe builds its algorithm from, on one rank. `config` has every length, and the model that this run began with."""
+    """The inputs of a recipe's algorithm, on one rank. `config` has every length and the run's original model."""
 
     session: Session
     config: C
@@ -50,7 +50,7 @@ class TrainerJob(Generic[C]):
     def load(
         self, load: Callable[[str, Any, Tokenizer], tuple[Sequence[Example], LoadReport]]
     ) -> tuple[Sequence[Example], Sequence[Example]]:
-        """(training examples, validation examples); says what was left out. Raises DataError listing all bad lines."""
+        """(training examples, validation examples); prints what was left out. Raises DataError listing all bad lines."""
         return load_sets(self.session, load, self.config.data, self.tokenizer)
 
     def policy(self) -> MegatronPolicy:
@@ -63,7 +63,7 @@ class TrainerJob(Generic[C]):
         return create.create_reward_model(self.config.model, self.architecture, self.config.parallel, layout, self._training(), head=head)
 
     def reference(self, policy: MegatronPolicy) -> ReferencePolicy:
-        """A frozen copy of what the policy is now, before a resumed run loads its checkpoint."""
+        """A frozen copy of the current policy, before a resumed run loads its checkpoint."""
         return ReferencePolicy(policy)
 
     def with_reference(self, policy: MegatronPolicy, sets: Mapping[str, Any]) -> list[Sequence[Any]] | None:
@@ -71,7 +71,7 @@ class TrainerJob(Generic[C]):
         return with_reference(self.session, self.config, policy, self.tokenizer, sets)
 
     def describe(self, rows: Sequence[SupervisedExample], model: TrainableModel, *, unit: int = 1) -> None:
-        """Say what the training rows and their batches look like; `unit` neighbouring rows are one example."""
+        """Print a line on the training rows and their batches; `unit` neighbouring rows are one example."""
         self.session.say(batches_of(rows, self.config, model, unit=unit))
 
     def _training(self) -> Training:
@@ -96,7 +96,7 @@ def train(recipe: Recipe, config: TrainerRun) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchStatistics:
-    """Of the first steps: what one batch is on average, over all replicas."""
+    """Averages per batch over the first steps, over all replicas."""
 
     tokens: float  # of the rows
     slots: float  # that the model computes
@@ -104,7 +104,7 @@ class BatchStatistics:
 
     @property
     def padding(self) -> float:
-        """The part of the slots that holds no token."""
+        """Fraction of slots without a token."""
         return 1 - self.tokens / self.slots
 
 

@@ -1,4 +1,4 @@
-"""The job of a recipe that writes a data set: what its `build` is given, and how files are written so that a killed job goes on."""
+"""The job of a recipe that writes a data set: the argument of its `build`, and resumable writing of files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Score = Callable[[Sequence[Sequence[int]]], Tensor]  # token sequences -> float3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriterJob(Generic[C]):
-    """What a recipe writes its files with, on one rank. `config` has every length, and the model that this run began with."""
+    """The inputs of a writing recipe, on one rank. `config` has every length and the run's original model."""
 
     session: Session
     config: C
@@ -52,7 +52,7 @@ class WriterJob(Generic[C]):
     columns: Sequence[Column]
 
     def load(self, load: Callable[..., tuple[Sequence[Item], LoadReport]], *arguments: Any, **options: Any) -> Sequence[Item]:
-        """What is usable in data.train; says what was left out. Raises DataError listing all bad lines."""
+        """Usable records of data.train; prints what was left out. Raises DataError listing all bad lines."""
         items, report = load(self.config.data.train, self.config.data, self.tokenizer, *arguments, **options)
         self.session.say(report.summary())
         return items
@@ -63,7 +63,7 @@ class WriterJob(Generic[C]):
         return create.create_policy(self.config.model, self.architecture, self.config.parallel, self.session.topology, frozen)
 
     def at_temperature_1(self, policy: MegatronPolicy) -> MegatronPolicy:
-        """The same weights, whose log-probs are of the distribution that is not reshaped."""
+        """The same weights, with log-probs at temperature 1."""
         return MegatronPolicy(policy.model)
 
     def frozen_model(self, role: str, path: str, **texts: str) -> tuple[ModelConfig, Tokenizer]:
@@ -71,7 +71,7 @@ class WriterJob(Generic[C]):
         return frozen_model(self.session, self.config.model, role, path, **texts)
 
     def frozen(self, policy: MegatronPolicy, model: ModelConfig) -> ReferencePolicy:
-        """The other model's weights, which wait in host memory."""
+        """The other model's weights, kept in host memory."""
         frozen = ReferencePolicy(policy, whole=True)
         frozen.restore(lambda chunks: create.load_source(chunks, model))
         return frozen
@@ -88,7 +88,7 @@ class WriterJob(Generic[C]):
 
     @contextmanager
     def attribute_scorer(self) -> Iterator[Score]:
-        """Who scores: a server of another run, asked by rank 0, or the model of `model.path` in these processes."""
+        """The scorer: a server of another run, called by rank 0, or the model of `model.path` in these processes."""
         session, config, pad_id = self.session, self.config, self.tokenizer.pad_id
         attributes = tuple(config.algorithm.attributes)
         if config.algorithm.served_by:
@@ -115,9 +115,9 @@ class WriterJob(Generic[C]):
     def write_parts(
         self, items: Sequence, make: Callable, *, made_of: dict[str, str], finish: Callable[[Parts, Path], str] | None = None
     ) -> int:
-        """Make and write every part that is missing, then all of them as one file. The exit code.
+        """Make and write every missing part, then join them in one file. Returns the exit code.
 
-        `finish(parts, folder)`, on rank 0, does the latter in another way and returns what to say.
+        `finish(parts, folder)`, on rank 0, replaces the joining and returns a message.
         """
         session, config = self.session, self.config
         folder = session.directory.written
@@ -132,9 +132,9 @@ class WriterJob(Generic[C]):
         return self.conclude(work, parts.num_complete, lambda: (finish or _join)(parts, folder))
 
     def conclude(self, work: Any, count: Callable[[], int], finish: Callable[[], str] | None = None) -> int:
-        """Run an algorithm with `num_steps` files to write, of which `count()` are there. The exit code.
+        """Run an algorithm that writes `num_steps` files; `count()` exist. Returns the exit code.
 
-        `finish()`, on rank 0 once all are there, returns what to say.
+        `finish()`, on rank 0 once all exist, returns a message.
         """
         loop = LoopConfig(max_steps=work.num_steps, table_every=0)
         logging = self.config.logging
@@ -145,7 +145,7 @@ class WriterJob(Generic[C]):
 
 
 def write(recipe: Recipe, config: WritingRun) -> int:
-    """Run a recipe that writes; the exit code. Every rank calls it; a job that is started again goes on behind the files that are there."""
+    """Run a recipe that writes; the exit code. Every rank calls it; a restarted job continues after the existing files."""
     with open_session(config, config.run, config.parallel, component=recipe.component or recipe.name) as session:
         config = with_lengths(replace(config, model=pinned(session, "model", config.model)))
         tokenizer, architecture = load_model_files(config.model)

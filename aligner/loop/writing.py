@@ -1,6 +1,6 @@
 """Jobs that write a data set instead of training: one step is one part of it.
 
-The loop brings resuming, signals and the end of a job's time: the parts that are there are the steps that are finished.
+The training loop handles resuming, signals and time limits: the existing parts are the finished steps.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def digest_of(what: object) -> str:
 
 
 class WrittenFiles:
-    """`aligner.loop.loop.Checkpointer` of a job whose files are all that there is to save: `count()`, asked on rank 0, says how many are
-    there before the first that is missing; every step writes one."""
+    """`aligner.loop.loop.Checkpointer` of a job whose files are its only state. Every step writes one. `count()`,
+    called on rank 0, gives the number of files before the first missing one."""
 
     def __init__(self, count: Callable[[], int]) -> None:
         self._count = count

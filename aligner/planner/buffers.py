@@ -29,7 +29,7 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buffer:
-    """One flat buffer: where its parameters and its buckets begin and end."""
+    """One flat buffer: bounds of its parameters and of its buckets."""
 
     numel: int
     parameters: tuple[tuple[int, int], ...]
@@ -52,7 +52,7 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replication:
-    """How a rank's training state is kept."""
+    """Placement of a rank's training state."""
 
     distributed: bool  # the distributed optimizer
     dense_shards: int  # dp x cp
@@ -108,7 +108,7 @@ def lay_out(parameters: Sequence[Parameter], *, distributed: bool, shards: int, 
 
 
 def state_bytes(parameters: Sequence[Parameter], replication: Replication, *, dp_rank: int | None = None) -> StateBytes:
-    """Bytes of one chunk's training state on the rank with this number among its replicas; None: the rank that holds most.
+    """Bytes of one chunk's training state on the rank with this data-parallel rank; None: the fullest rank.
 
     Parameters in 4 bytes are their own main weights.
     """
@@ -137,7 +137,7 @@ def frozen_bytes(parameters: Sequence[Parameter]) -> StateBytes:
 
 
 def approximate_state_bytes(parameters: Sequence[Parameter], replication: Replication) -> StateBytes:
-    """As `state_bytes` without padding: what the search compares thousands of layouts by."""
+    """As `state_bytes` without padding; the search compares thousands of layouts with it."""
     weights = gradients = optimizer = 0
     for p in parameters:
         shards = (replication.expert_shards if p.is_expert else replication.dense_shards) if replication.distributed else 1

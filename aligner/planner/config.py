@@ -1,4 +1,4 @@
-"""What a cluster can do, as far as a plan needs to know. A module without heavy imports: the config root reads it."""
+"""A cluster's hardware figures that a plan needs. A module without heavy imports: the config root reads it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Real Megatron-Core shards without their memory: one process plays any rank of a large world.
 
 torch's `fake` process-group backend answers every collective at once, and fake tensors (meta tensors that remember the device they stand
-for) have shapes and no storage. So the modules that a run would build are built, and their layers run forward and backward, whatever their
-size. The data-parallel size does not change a shard's shapes: worlds here are as small as the layout allows.
+for) have shapes and no storage. So a run's real modules are built, and their layers run forward and backward, at any size. The
+data-parallel size does not change a shard's shapes: worlds here are as small as the layout allows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from aligner.planner.workload import Component, Head
 def fake_world(parallel: ParallelConfig, *, stage: int = 0) -> Iterator[None]:
     """The first rank of a pipeline stage in the smallest world of this layout.
 
-    Raises AlignerError where this process is already part of a world: it can have only one.
+    Raises AlignerError if this process is already part of a world: only one is possible.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -59,8 +59,8 @@ def fake_world(parallel: ParallelConfig, *, stage: int = 0) -> Iterator[None]:
 def build_chunks(component: Component) -> list[Any]:
     """This (fake) rank's chunks of the component's model.
 
-    Always with the layers that need no Transformer Engine, which a planning machine may lack: they hold the same parameters. So do the
-    ordinary ones instead of the batch-invariant mode's, whose float64 copies are not counted.
+    Always uses the layers without Transformer Engine, which a planning machine may lack: the parameters are the same. Ordinary
+    layers also replace the batch-invariant mode's, whose float64 copies are not counted.
     """
     from aligner.models.build import build_language_model, build_scalar_model
 
@@ -90,7 +90,7 @@ def _parameter(name: str, parameter: Tensor) -> Parameter:
 
 
 class LiveStorage(TorchDispatchMode):
-    """Bytes of the storages that operations make while it is active and that are still referenced, and the most there were at once."""
+    """Current and peak bytes of the still referenced storages that operations made while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,10 +145,10 @@ class BlockBytes:
 
 
 def measure_block(component: Component, rows: int, length: int, device: Device) -> BlockBytes:
-    """Run one and two of the component's layers on fake tensors and weigh what they keep.
+    """Run one and two of the component's layers on fake tensors and measure what they keep.
 
-    `length` counts the whole sequence. Layers of experts are measured as the dense layer with the same work per token; see
-    `expert_extra_bytes` for what routing adds.
+    `length` counts the whole sequence. An expert layer is measured as the dense layer with the same work per token;
+    `expert_extra_bytes` adds the routing.
     """
     with _block(component, 1, rows, length, device) as (block, hidden, rotary):
         _without_gradient(block, hidden, rotary)  # now what stays is there, and counts for no layer
@@ -186,14 +186,14 @@ def _block(component: Component, num_layers: int, rows: int, length: int, device
 
 
 def _forward(block: Any, hidden: Tensor, rotary: Tensor | None) -> Tensor:
-    """The block's output for what the stage before sent; what waits for the backward pass stays alive with it."""
+    """The block's output for the previous stage's output; it keeps the tensors saved for backward alive."""
     block.train()
     return block(hidden.clone().requires_grad_(), attention_mask=None, rotary_pos_emb=rotary)
 
 
 @torch.no_grad()
 def _without_gradient(block: Any, hidden: Tensor, rotary: Tensor | None) -> tuple[int, int]:
-    """(most that the first pass holds, its input included and what stays left out; what stays)."""
+    """(peak bytes of the first pass, with its input, without what stays; bytes that stay)."""
     with LiveStorage() as tracker:
         block.eval()
         block(hidden, attention_mask=None, rotary_pos_emb=rotary)
@@ -220,8 +220,8 @@ def dense_twin(architecture: Architecture) -> Architecture:
 
 
 def expert_extra_bytes(component: Component, tokens: int) -> int:
-    """What routing keeps per layer besides the dense twin: the permuted copies of the tokens, the experts' outputs, the router's float32
-    logits and probabilities. Takes the load to be balanced."""
+    """Bytes that routing keeps per layer beyond the dense twin: permuted copies of the tokens, experts' outputs, the router's
+    float32 logits and probabilities. Assumes a balanced load."""
     architecture = component.architecture
     if not architecture.num_experts:
         return 0
@@ -256,7 +256,7 @@ class _NormOnGpu(torch.nn.Module):
 
 
 def _fuse_norms(module: torch.nn.Module) -> None:
-    """The CPU's norms work in float32 copies; the GPU's kernels do not."""
+    """Replace the CPU's norms, which make float32 copies; the GPU's do not."""
     for name, child in list(module.named_children()):
         if isinstance(child, (torch.nn.RMSNorm, torch.nn.LayerNorm)):
             setattr(module, name, _NormOnGpu(child))

@@ -1,4 +1,4 @@
-"""A component's plan: its shards built, its layers weighed, and what follows from them for memory and time."""
+"""A component's plan: builds its shards, measures its layers, and predicts memory and time from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from aligner.servers.components import SERVERS, in_section
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComponentPlan:
-    """What was counted and what is predicted of one component."""
+    """Measured sizes and predictions of one component."""
 
     component: Component
     stage_parameters: tuple[int, ...]  # parameters of a rank of each stage
@@ -63,7 +63,7 @@ def named(component: str) -> Iterator[None]:
 
 
 def check(component: Component) -> None:
-    """Raise ConfigError, naming the component, where the sizes do not divide or the ranks cannot be laid out so."""
+    """Raise ConfigError, naming the component, if the sizes do not divide or the layout does not fit the ranks."""
     engine = component.engine
     with named(component.name):
         check_divisible(component.architecture, component.parallel)
@@ -84,7 +84,7 @@ def _check_rows(component: Component) -> None:
 
 
 def replication(component: Component, cluster: ClusterConfig, *, stage: int, chunk: int = 0) -> Replication:
-    """How the training state of a chunk on this stage is kept."""
+    """Placement of a chunk's training state on this stage."""
     parallel, optimizer = component.parallel, component.optimizer
     if optimizer is None:
         raise ValueError(f"{component.name} is frozen: it has no training state")
@@ -113,14 +113,14 @@ def stage_state(component: Component, chunks: Sequence[Sequence[Parameter]], clu
 
 
 def stages_to_build(component: Component) -> list[int]:
-    """For every stage, the stage whose shard is like its own: those between the first and the last are alike."""
+    """For every stage, the stage with an equal shard: all stages between the first and the last are alike."""
     last = component.parallel.pp - 1
     return [stage if stage in (0, last) else 1 for stage in range(last + 1)]
 
 
 def whole_parameters(component: Component, shards: Sequence[Sequence[Sequence[Parameter]]]) -> int:
-    """Parameters of the whole model from its stages' shards, each counted once: split ones by their ranks, the tied embedding's copy on
-    the last stage not at all."""
+    """Parameters of the whole model from its stages' shards, each counted once: split ones over their ranks, the last stage's copy of a
+    tied embedding not at all."""
     parallel, total = component.parallel, 0
     for stage, chunks in enumerate(shards):
         for parameter in (p for chunk in chunks for p in chunk):
@@ -150,7 +150,7 @@ def engine_weight_bytes(component: Component, shards: Sequence[Sequence[Sequence
 
 
 class Scales:
-    """Weighs layers, and remembers what it has weighed: components and candidates of a search share most of their layers."""
+    """Measures layers and caches the results: components and candidates of a search share most layers."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -166,13 +166,13 @@ class Scales:
         return self._known[key]
 
     def scaled_block(self, component: Component, passes: MicroBatches) -> dry_run.BlockBytes:
-        """As `block`, from one row's measure: activations are proportional to rows."""
+        """As `block`, scaled from one row: activations are proportional to rows."""
         one = self.block(component, replace(passes, rows=1))
         return dry_run.BlockBytes(**{name: size * passes.rows for name, size in asdict(one).items()})
 
 
 def plan_component(component: Component, cluster: ClusterConfig, scales: Scales) -> ComponentPlan:
-    """Build one rank of every distinct stage, run its layers, and predict. Raises ConfigError where the sizes do not divide."""
+    """Build one rank of every distinct stage, run its layers, and predict. Raises ConfigError if the sizes do not divide."""
     check(component)
     like = stages_to_build(component)
     built = {stage: dry_run.shard_parameters(component, stage) for stage in sorted(set(like))}
@@ -192,7 +192,7 @@ def plan_component(component: Component, cluster: ClusterConfig, scales: Scales)
 def predict(
     component: Component, cluster: ClusterConfig, sizes: Sizes, *, stage_parameters: tuple[int, ...], model_parameters: int
 ) -> ComponentPlan:
-    """What follows from a component's sizes. Pure."""
+    """Predict from a component's sizes. Pure."""
     return ComponentPlan(
         component=component,
         stage_parameters=stage_parameters,

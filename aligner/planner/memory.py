@@ -1,4 +1,4 @@
-"""Device and host memory of a component: what is there in every phase, by pipeline stage. Pure arithmetic on measured sizes."""
+"""Device and host memory of a component in every phase, by pipeline stage. Pure arithmetic on measured sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOST_PROCESS_GIB = 3.0  # Python, torch and its libraries, in host memory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseMemory:
-    """What a rank of a stage holds at the fullest moment of a phase, in bytes by what it is for."""
+    """Peak memory of a stage's rank in a phase: bytes by purpose."""
 
     phase: Phase
     stage: int
@@ -32,7 +32,7 @@ class PhaseMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What was measured of a component: the state of each stage's ranks, the activations of its layers, the whole model's weights."""
+    """Measured sizes of a component: training state of each stage's ranks, activations of its layers, the whole model's weights."""
 
     stages: tuple[StateBytes, ...]
     train: BlockBytes  # at the training pass's micro-batch
@@ -103,7 +103,7 @@ def _parts(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Ph
 
 
 def trained_bytes(component: Component, state: StateBytes) -> int:
-    """A rank's weights that are trained: with adapters these alone, whose gradients take 4 bytes an element."""
+    """A rank's trained weights: with adapters only these, whose gradients take 4 bytes an element."""
     return state.gradients * component.dtype_bytes // 4 if component.model.lora.is_on else state.weights
 
 
@@ -122,12 +122,12 @@ def _training(component: Component, sizes: Sizes, stage: int) -> dict[str, int]:
 
 
 def layer_bytes(component: Component, block: BlockBytes, passes: MicroBatches) -> int:
-    """What one layer keeps of one micro-batch."""
+    """Bytes that one layer keeps per micro-batch."""
     return block.layer + expert_extra_bytes(component, passes.tokens)
 
 
 def boundary_bytes(component: Component, passes: MicroBatches) -> int:
-    """What a chunk was sent and what it sends on, for one micro-batch."""
+    """A chunk's input and output, for one micro-batch."""
     return 2 * passes.tokens // component.shards_sequences * component.architecture.hidden_size * component.dtype_bytes
 
 
@@ -139,9 +139,9 @@ def final_norm_bytes(component: Component, block: BlockBytes, passes: MicroBatch
 def head_bytes(component: Component, passes: MicroBatches, *, training: bool) -> int:
     """Projection onto the vocabulary, chunk by chunk of tokens (`aligner.parallel.logprobs`), at its fullest moment.
 
-    Without gradient: float32 logits and their exponentials of a chunk. Training: what the loss's backward pass holds on top of the hidden
-    states (selected ones and their gradient): the chunk's logits, their gradient in float32 and in the model's dtype, and the weight's
-    gradient in float32 with one product. A batch of one chunk keeps its logits in between.
+    Without gradient: a chunk's float32 logits and their exponentials. Training: besides the (selected) hidden states and their gradient,
+    the loss's backward pass holds the chunk's logits, their gradient in float32 and in the model's dtype, and the weight's gradient
+    in float32 with one product. A batch of one chunk keeps its logits in between.
     """
     architecture, work, item = component.architecture, component.work, component.dtype_bytes
     split = component.parallel.sequence_parallel  # whole sequences are put together first
@@ -204,8 +204,8 @@ def _generation(component: Component, engine: Engine) -> dict[str, int]:
 
 
 def prefill_bytes(component: Component, engine: Engine) -> int:
-    """One layer's pass over a chunk of prompts: hidden states, the feed-forward layer, and, where prompts are longer than a chunk, the keys
-    and values before it and a mask over them (as truth values and as numbers)."""
+    """One layer's pass over a chunk of prompts: hidden states, the feed-forward layer, and, if prompts are longer than a chunk, the earlier
+    keys and values and a mask over them (boolean and numeric)."""
     architecture, work, item = component.architecture, component.work, component.dtype_bytes
     prompt = max(1, work.length - work.response_length)
     chunk = min(engine.prefill_chunk_tokens, decode_batch(component, engine) * prompt)
@@ -216,7 +216,7 @@ def prefill_bytes(component: Component, engine: Engine) -> int:
 
 
 def _fuller_moment(parts: dict[str, int]) -> dict[str, int]:
-    """With `rollout.offload`: first the policy's weights are copied into the engine's, then they leave and sequences are sampled."""
+    """With `rollout.offload`: the policy's weights are first copied into the engine's, then offloaded before sampling."""
     copying = ("weights", "refit buckets")
     sampling = ("KV cache", "prefill and sampling")
     away = sampling if sum(parts[name] for name in copying) > sum(parts[name] for name in sampling) else copying
@@ -232,7 +232,7 @@ def feed_forward_size(component: Component) -> int:
 
 
 def host_memory(component: Component, sizes: Sizes, cluster: ClusterConfig) -> dict[str, int]:
-    """Host memory of the fullest node, in bytes by what it is for."""
+    """Host memory of the fullest node, in bytes by purpose."""
     ranks = min(cluster.gpus_per_node, component.num_ranks)
     fullest = max(sizes.stages, key=lambda state: state.weights + state.optimizer)
     parts = {"processes": int(HOST_PROCESS_GIB * GIB) * ranks}

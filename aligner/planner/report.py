@@ -34,7 +34,7 @@ WIDTH = 140
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobPlan:
-    """Everything that was found of one job."""
+    """All results of one job's plan."""
 
     name: str
     cluster: ClusterConfig
@@ -131,7 +131,7 @@ def _memory_table(plan: ComponentPlan) -> Table:
 
 
 def fullest(plan: ComponentPlan, phase: Phase) -> PhaseMemory:
-    """The stage of a phase that holds most."""
+    """The fullest stage of a phase."""
     return max((moment for moment in plan.memory if moment.phase == phase), key=lambda moment: moment.total)
 
 
@@ -189,7 +189,7 @@ def settings(component: Component) -> list[str]:
 
 
 def problems(plan: ComponentPlan, cluster: ClusterConfig, helps: Sequence[tuple[str, int]]) -> list[str]:
-    """Why a component does not fit: phase, stage, by how much, and the settings that would lower the peak."""
+    """Why a component does not fit: phase, stage, excess, and the settings that would lower the peak."""
     name, found = plan.component.name, []
     if not plan.fits:
         peak = plan.peak

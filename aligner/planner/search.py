@@ -1,4 +1,4 @@
-"""Other layouts for the same ranks: all that divide, estimated from one built layer each, and the fastest that fit, planned in full."""
+"""Other layouts for the same ranks: estimates all that divide from one built layer each, and plans the fastest that fit in full."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pieces:
-    """The parameters of a rank's embedding, of one layer, and of what stands after the last one."""
+    """The parameters of a rank's embedding, of one layer, and of the modules after the last one."""
 
     embedding: tuple[Parameter, ...]
     layer: tuple[Parameter, ...]
@@ -44,7 +44,7 @@ class _Pieces:
 
 
 class Estimator:
-    """Quick estimates: parameters from a model of one layer, activations from one row, both measured once for each way to split them."""
+    """Quick estimates: parameters from a model of one layer, activations from one row, each measured once per way to split it."""
 
     def __init__(self, cluster: ClusterConfig, scales: Scales) -> None:
         self.cluster = cluster
@@ -64,7 +64,7 @@ class Estimator:
         return self._estimate(component, stages)
 
     def peak(self, component: Component) -> int:
-        """Estimated peak, whether it fits or not."""
+        """Estimated peak, even if it does not fit."""
         return self._estimate(component, self._states(component)).peak
 
     def _estimate(self, component: Component, stages: tuple[StateBytes, ...]) -> Estimate:
@@ -122,7 +122,7 @@ def _times(state: StateBytes, count: int) -> StateBytes:
 
 
 def search(component: Component, cluster: ClusterConfig, scales: Scales, *, top: int) -> list[ComponentPlan]:
-    """The `top` layouts with the shortest step that fit, planned in full, fastest first; empty where none fits."""
+    """The `top` layouts with the shortest step that fit, planned in full, fastest first; empty if none fits."""
     estimator = Estimator(cluster, scales)
     estimates = [found for candidate in candidates(component, cluster) if (found := estimator.estimate(candidate)) is not None]
     fitting = sorted((found for found in estimates if found.peak <= estimator.limit), key=lambda found: found.seconds)
@@ -137,7 +137,7 @@ def search(component: Component, cluster: ClusterConfig, scales: Scales, *, top:
 
 
 def _best_of_each_layout(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """The first of those that differ in micro-batch and recomputation only."""
+    """The first of each set that differs only in micro-batch and recomputation."""
     best: dict[str, Estimate] = {}
     for found in estimates:
         best.setdefault(repr(found.component.parallel), found)
@@ -159,7 +159,7 @@ def candidates(component: Component, cluster: ClusterConfig) -> Iterator[Compone
 
 
 def _engine(component: Component, parallel: ParallelConfig) -> Engine | None:
-    """The engine keeps a size of its own, and follows the training layout where it had the same."""
+    """The engine keeps its own size, and follows the training layout if both were equal."""
     engine = component.engine
     return engine if engine is None or engine.tp != component.parallel.tp else replace(engine, tp=parallel.tp)
 

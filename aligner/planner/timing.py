@@ -1,4 +1,4 @@
-"""How long a phase takes, from FLOPs, bytes and the cluster's published rates. A model, in this one pure file. It takes for granted:
+"""How long a phase takes, from FLOPs, bytes and the cluster's published rates. A model, in this one pure file. Assumptions:
 
 * Every sequence has its full length; data-parallel replicas have equal work; experts are equally loaded.
 * Matrix products run at `achievable_flops` of the peak, memory and links at `achievable_bandwidth` of theirs.
@@ -6,10 +6,10 @@
   gradient's reduce-scatter and the weights' all-gather half is hidden behind it (`DATA_PARALLEL_OVERLAP`).
 * A group whose ranks fit on a node talks over NVLink, any other over the network.
 * A backward pass costs two forward passes, of frozen weights under adapters one; full recomputation adds one, selective the attention's
-  quadratic part. What the adapters themselves compute and exchange is not in it.
+  quadratic part. The adapters' own computation and communication are ignored.
 * Decoding reads the engine's weights and the cache once per token, and no layer takes less than `launch_microseconds`. All sequences of a
   batch run to their full length.
-* Host work, data loading, checkpoints and stragglers are not in it.
+* Host work, data loading, checkpoints and stragglers are ignored.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def phase_times(component: Component, sizes: Sizes, cluster: ClusterConfig) -> l
 def step_seconds(times: Mapping[str, Mapping[Phase, float]]) -> float:
     """A training step of the whole job, from the phases' seconds by component.
 
-    Servers score while the actor generates, and the critic trains while the actor does; whoever takes longer is waited for.
+    Servers score while the actor generates, and the critic trains while the actor does; the slower one determines the time.
     """
     main = next(iter(times.values()))
     servers = [phases for phases in times.values() if phases is not main]
@@ -94,7 +94,7 @@ def model_flops(component: Component, tokens: int, length: int) -> float:
 
 
 def _frozen(component: Component) -> float:
-    """Forward passes' worth of matrix products that a backward pass is spared: those for the gradients of weights under adapters."""
+    """Matrix products, in forward passes, that a backward pass saves: the gradients of frozen weights under adapters."""
     return 1.0 if component.model.lora.is_on else 0.0
 
 
@@ -175,18 +175,18 @@ def peak_flops(component: Component, cluster: ClusterConfig) -> float:
 
 
 def link(span: int, cluster: ClusterConfig) -> float:
-    """Bytes per second between ranks of which the furthest two are `span` ranks apart."""
+    """Bytes per second in a group whose furthest ranks are `span` apart."""
     rate = cluster.nvlink_gb_per_second if span <= cluster.gpus_per_node else cluster.network_gb_per_second
     return rate * GIGA * cluster.achievable_bandwidth
 
 
 def all_reduce(size: float, ranks: int, span: int, cluster: ClusterConfig) -> float:
-    """Seconds of a ring all-reduce, which is what a reduce-scatter and an all-gather of the same tensor take together."""
+    """Seconds of a ring all-reduce: a reduce-scatter plus an all-gather of the same tensor."""
     return 2 * all_gather(size, ranks, span, cluster)
 
 
 def all_gather(size: float, ranks: int, span: int, cluster: ClusterConfig) -> float:
-    """Seconds until every rank has the whole `size` bytes of which it had its share (or the reverse, a reduce-scatter)."""
+    """Seconds until every rank has all `size` bytes, starting from its share (or the reverse, a reduce-scatter)."""
     if ranks == 1:
         return 0.0
     return size * (ranks - 1) / ranks / link(span, cluster) + cluster.collective_microseconds * MICRO

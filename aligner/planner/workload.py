@@ -1,4 +1,4 @@
-"""What is planned: the components of a job, each a model in a layout with the work of one training step."""
+"""Input of a plan: the components of a job, each a model in a layout with the work of one training step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 class Head(str, Enum):
-    """What stands on the last hidden state."""
+    """The head on the last hidden state."""
 
     language = "language"
     scalar = "scalar"
@@ -36,7 +36,7 @@ INFERENCE = (Phase.logprobs, Phase.ref_logprobs, Phase.values, Phase.scores)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """One training step of a component. Sequences are taken at their longest: the plan is of the worst batch."""
+    """One training step of a component. Sequences have their full length: the plan covers the worst batch."""
 
     phases: tuple[Phase, ...]
     rows: int  # sequences per training step
@@ -90,12 +90,12 @@ class Component:
 
     @property
     def engine_holds_weights(self) -> bool:
-        """Whether sampling needs weights of its own."""
+        """Whether sampling needs separate weights."""
         return self.engine is not None and (self.engine.asynchronous or self.engine_reshards or self.model.lora.is_on)
 
     @property
     def engine_reshards(self) -> bool:
-        """Whether its weights lie otherwise than training's: it cannot read parameters that another layout split."""
+        """Whether its weight layout differs from training's: it cannot read parameters split by another layout."""
         if self.engine is None:
             return False
         parallel, architecture = self.parallel, self.architecture
@@ -104,5 +104,5 @@ class Component:
 
     @property
     def shards_sequences(self) -> int:
-        """Into how many parts hidden states between layers are split."""
+        """Number of parts of the hidden states between layers."""
         return self.parallel.cp * (self.parallel.tp if self.parallel.sequence_parallel else 1)

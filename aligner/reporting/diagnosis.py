@@ -1,6 +1,6 @@
-"""Failures that end no run and spoil it: small rules over the metrics (`diagnosis_rules.py`), judged after every step or afterwards.
+"""Failures that spoil a run without ending it: rules over the metrics (`diagnosis_rules.py`), judged per step or afterwards.
 
-A rule compares medians over WINDOW steps, so that one odd step is no finding; it is judged once it has the metrics and steps that it takes.
+A rule compares medians over WINDOW steps, so that one outlier is no finding. It is judged once its metrics have enough steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class NotJudged(Exception):
 
 
 class Series:
-    """The finite values of one metric, and the steps that they are of."""
+    """The finite values of one metric, with their steps."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class Series:
 
     @property
     def rose(self) -> bool:
-        """Whether it is now above most of what it was at the start."""
+        """Whether it is now above most of the first values."""
         return self.now > sorted(self.values[:WINDOW])[-2]
 
     @property
@@ -79,7 +79,7 @@ class History:
         self._series: dict[str, Series] = {}
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Steps only grow. Numbers that are not finite are nothing that a median could be taken of, and are another guard's business."""
+        """Steps must increase. Values that are not finite are ignored: they have no median, and another guard handles them."""
         for name, value in metrics.items():
             if math.isfinite(value) and not name.startswith("time/"):
                 if name not in self._series:
@@ -87,7 +87,7 @@ class History:
                 self._series[name].add(step, value)
 
     def of(self, *names: str, least: int = WINDOW) -> Series:
-        """The series of the first of these metrics that the run has. Raises NotJudged where there is none, or it has fewer values."""
+        """The series of the first of these metrics that the run has. Raises NotJudged if there is none, or it has too few values."""
         found = next((self._series[name] for name in names if name in self._series), None)
         if found is None:
             raise NotJudged(f"the run has no {' or '.join(names)}")
@@ -96,7 +96,7 @@ class History:
         return found
 
     def below(self, prefix: str, *, least: int) -> list[Series]:
-        """All series whose names begin so, with so many values. Raises NotJudged as `of` does."""
+        """All series with this prefix and enough values. Raises NotJudged as `of` does."""
         names = [name for name in self._series if name.startswith(prefix)]
         if not names:
             raise NotJudged(f"the run has no {prefix}*")
@@ -105,7 +105,7 @@ class History:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """One failure. `judge` gives the evidence, empty where there is none, or raises NotJudged."""
+    """One failure. `judge` gives the evidence, empty if there is none, or raises NotJudged."""
 
     name: str
     title: str
@@ -116,7 +116,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A rule's finding: the steps after which it stood, and the evidence after the last of them."""
+    """A rule's finding: the steps after which it held, and the evidence after the last of them."""
 
     rule: Rule
     steps: Sequence[int]
@@ -136,7 +136,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """What the rules say of a run: findings, and why the other rules could not be judged, by their names."""
+    """The rules' results for a run: findings, and for each other rule, by name, why it could not be judged."""
 
     num_steps: int
     last_step: int
@@ -167,7 +167,7 @@ class Diagnosis:
 
 
 class Watch:
-    """Judges the rules step by step, and knows what has been said."""
+    """Judges the rules step by step, and remembers what was reported."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._rules = rules
@@ -176,7 +176,7 @@ class Watch:
         self.not_judged: dict[str, str] = {}  # why, after the last step
 
     def follow(self, records: Iterable[StepMetrics]) -> None:
-        """Go on after these steps of an earlier start, whose findings were said then."""
+        """Continue after these steps of an earlier start; their findings were reported then."""
         for record in records:
             self._history.add(record.step, record.values)
             for rule in self._rules:
@@ -184,7 +184,7 @@ class Watch:
                     self._is_due(rule.name, record.step)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
-        """What stands after a step; steps only grow."""
+        """Findings after a step; steps increase."""
         self._history.add(step, metrics)
         self.not_judged = {}
         found = []
@@ -197,7 +197,7 @@ class Watch:
         return found
 
     def to_say(self, findings: Iterable[Finding]) -> list[str]:
-        """One line for each of them that is new, or was said long ago."""
+        """One line for each that is new, or was reported long ago."""
         return [
             f"warning: {finding.text()} ({finding.rule.name} in docs/diagnosis.md)"
             for finding in findings
@@ -212,12 +212,12 @@ class Watch:
 
 
 def metrics_of(findings: Iterable[Finding]) -> dict[str, float]:
-    """What is recorded of findings: 1 under the name of each."""
+    """The metrics of findings: 1 under each name."""
     return {METRIC_AREA + finding.rule.name: 1.0 for finding in findings}
 
 
 def diagnose(records: Iterable[StepMetrics], rules: Sequence[Rule]) -> Diagnosis:
-    """What a watch would have found in these steps; of several lines of one step the last counts."""
+    """The findings of a watch over these steps; of several lines of one step the last counts."""
     watch = Watch(rules)
     stood: dict[str, list[int]] = {}
     last: dict[str, Finding] = {}

@@ -1,6 +1,6 @@
-"""The rules of `diagnosis.py`: the failures of online alignment that the field knows and that no error reports (`docs/diagnosis.md`).
+"""The rules of `diagnosis.py`: known failures of online alignment that no error reports (`docs/diagnosis.md`).
 
-Thresholds are far from what healthy runs show: a finding is to be acted upon, and a run without one is not proven well.
+Thresholds are far from the values of healthy runs: act upon a finding. A run without one is not proven healthy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _mode_collapse(history: History) -> str:
 
 
 def _validation_falls(history: History) -> str:
-    """Medians of three validations are compared; between two of them there is noise, which is no fall."""
+    """Compares medians of three validations: a difference between two single ones is noise."""
     held_out, reward = history.of(*VALIDATION, least=6), history.of("rollout/reward", least=2 * WINDOW)
     values, steps = held_out.values, held_out.steps
     smooth = [median(values[i : i + 3]) for i in range(len(values) - 2)]
@@ -59,7 +59,7 @@ def _length_shrinks_to_nothing(history: History) -> str:
 
 
 def _no_signal(history: History) -> str:
-    """In a run that learns, ever more groups are solved: that alone is no failure."""
+    """A run that learns solves more and more groups: that alone is no failure."""
     without, reward = history.of("rollout/groups_without_signal", least=2 * WINDOW), history.of("rollout/reward", least=2 * WINDOW)
     if without.now < 0.85 or (reward.rose and without.now < 0.95):
         return ""
@@ -76,7 +76,7 @@ def _constant_reward(history: History) -> str:
 
 
 def _clip_fraction(history: History) -> str:
-    """Little is clipped in a run that learns in small steps: that alone is no failure."""
+    """A run with small updates clips little: that alone is no failure."""
     clipped, moved = history.of("policy/clip_fraction"), history.of("policy/approx_kl")
     if moved.now < ROUNDING:
         raise NotJudged("every batch has one update, of the policy that sampled it: its ratios are 1")
@@ -122,7 +122,7 @@ def _value_loss_grows(history: History) -> str:
 
 
 def _gap_grows(history: History) -> str:
-    """Rollouts of older weights have their age in the gap: it may be wider there."""
+    """Staleness of rollouts adds to the gap: it may be wider then."""
     gap = history.of("rollout/logprob_gap", least=2 * WINDOW)
     try:
         floor = 0.2 if history.of("rollout/staleness", least=1).now > 0 else 0.02
@@ -137,7 +137,7 @@ def _unfinished_rewarded(history: History) -> str:
 
 
 def _rewarded(history: History, kind: str) -> str:
-    """Where one response in twenty is such a one, and they get more than those that ended, by half of the rewards' spread."""
+    """If 5% of responses are of this kind, and their reward exceeds that of ended ones by half of the rewards' spread."""
     share, spread, ended = (history.of(f"rollout/{name}") for name in (f"{kind}_fraction", "reward_std", "reward_ended"))
     if share.now < 0.05:
         return ""

@@ -13,7 +13,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Goal(str, Enum):
-    """Which of a metric's values is its best."""
+    """Which value of a metric is best."""
 
     highest = "highest"
     lowest = "lowest"
@@ -82,7 +82,7 @@ class Column:
         return number(value, self.format)
 
     def best(self, values: Sequence[float]) -> float | None:
-        """The best finite value; None where there is no goal or no finite value."""
+        """The best finite value; None if there is no goal or no finite value."""
         finite = [value for value in values if math.isfinite(value)]
         if self.goal is Goal.none or not finite:
             return None
@@ -90,7 +90,7 @@ class Column:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of `values` in at most `width` characters: means of equal stretches, from the lowest to the highest; `x`: not a number."""
+    """The course of `values` in at most `width` characters: means of equal stretches, scaled from lowest to highest; `x`: NaN."""
     if not values:
         return ""
     size = min(width, len(values))

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: one JSON object per step, `{"step": 12, "time": 1700000000.0, "reward/mean": 0.5, ...}`, steps strictly rising.
 
-JSON has no NaN and no infinities. Writing null would lose which one it was, so they are the strings "NaN", "Infinity" and "-Infinity",
-which `float()` of most languages reads and `read_metrics` turns back into numbers.
+JSON has no NaN and no infinities. null would lose which one it was, so they are written as the strings "NaN", "Infinity" and
+"-Infinity", which `float()` of most languages reads and `read_metrics` turns back into numbers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _decode(line: bytes, source: str) -> StepMetrics:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """All complete lines; a last line without its end (the writer was killed in it, or is writing it now) is left out.
+    """All complete lines; skips an unterminated last line (the writer was killed, or is writing it now).
 
     Raises:
         DataError: a line that is not metrics, with file and line.
@@ -65,8 +65,8 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 class MetricsFile:
     """Appends steps to a file. A step that is logged again right away is merged into its line.
 
-    On resume from the checkpoint of step k the lines of later steps (the part of the earlier attempt that was lost) are cut, by writing a
-    new file in its place, so that no step appears twice.
+    On resume from the checkpoint of step k a new file without the lines of later steps (lost work of the earlier attempt) replaces
+    the old one, so that no step appears twice.
     """
 
     def __init__(self, path: Path, *, resumed_step: int = 0) -> None:
@@ -100,7 +100,7 @@ class MetricsFile:
         self._last, self._line_start = record, start
 
     def _put(self, data: bytes, start: int) -> None:
-        """Let the file end with `data` from byte `start` on, or there where that fails."""
+        """Write `data` at byte `start`, the file's new end; truncate there on failure."""
         written = 0
         try:
             while written < len(data):

@@ -1,8 +1,8 @@
-"""TensorBoard, Weights & Biases and MLflow behind one protocol; each is imported only where the configuration asks for it.
+"""TensorBoard, Weights & Biases and MLflow behind one protocol; each is imported only if configured.
 
 A configured logger that is not installed, or that cannot start, ends the run before it begins. Once it runs, a *remote* logger (W&B,
-MLflow) never ends it: its errors are reported once, it is tried again after 1, 2, 4, ... minutes, and at the end the number of lost calls
-is told. The local record (`metrics.jsonl`, TensorBoard) has every step regardless, and its errors (a full disk) are raised.
+MLflow) never ends it: its errors are reported once, it is retried after 1, 2, 4, ... minutes, and the number of lost calls is reported at
+the end. The local record (`metrics.jsonl`, TensorBoard) has every step regardless, and its errors (a full disk) are raised.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MetricLogger(Protocol):
 
 
 class TensorBoardLogger:
-    """Event files; on resume, what the directory has of later steps is hidden."""
+    """Event files; on resume, existing events of later steps are hidden."""
 
     def __init__(self, directory: Path, *, resumed_step: int, max_cell_chars: int) -> None:
         try:
@@ -56,7 +56,7 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """The W&B run with the run's own id: resumed, or moved, it goes on in it. Its steps are a metric of their own, and may be repeated."""
+    """The W&B run with the run's own id, which a resumed or moved run continues. Steps are a separate metric, and may repeat."""
 
     def __init__(self, config: LoggingConfig, directory: Path, run_id: str, settings: Mapping[str, Any]) -> None:
         try:
@@ -126,7 +126,7 @@ class MLflowLogger:
 
 
 class NeverFatal:
-    """A remote logger whose errors are told once and do not end the run."""
+    """A remote logger whose errors are reported once and never end the run."""
 
     def __init__(self, logger: MetricLogger, name: str, warn: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
@@ -194,7 +194,7 @@ def open_loggers(
 
 
 def parameters(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as MLflow's parameters: dotted names in its alphabet, values as they are written, both cut to what it takes."""
+    """Nested settings as MLflow's parameters: dotted names in its alphabet, values as text, both cut to its limits."""
     found: dict[str, str] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"

@@ -1,6 +1,7 @@
-"""What a run shows while it runs: a live view on a terminal, one aligned line per step in a batch log.
+"""Progress display: a live view on a terminal, one aligned line per step in a batch log.
 
-Metrics named `time/<phase>` (seconds) are the phases of a step, `time/step` its whole; everything else shown is a `Column` of the caller's.
+Metrics named `time/<phase>` (seconds) are the phases of a step, `time/step` the total; every other shown metric is a `Column` of the
+caller.
 
 `Pace` says how fast a run goes and when it will end. The live view is one screen redrawn, with the course of the metrics, the phases
 of a step and the last sample rollouts.
@@ -35,7 +36,7 @@ _PHASE_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
 class LiveView:
-    """Redrawn by a thread of its own, so that the clock runs while a step computes; what others print appears above it."""
+    """Redrawn by its own thread, so that the clock runs during a step; other output appears above it."""
 
     def __init__(self, columns: Sequence[formats.Column], pace: Pace, max_cell_chars: int, console: Console, title: str) -> None:
         self._columns = columns
@@ -150,7 +151,7 @@ def phases(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def step_seconds(metrics: Mapping[str, float]) -> float | None:
-    """What the run itself says a step took (`time/step`), where it does."""
+    """A step's duration by the run itself (`time/step`), if reported."""
     for name, value in metrics.items():
         if name.startswith(_PHASE_PREFIX) and _phase_name(name) in _WHOLE_STEP:
             return value
@@ -168,7 +169,7 @@ class Pace:
         self._ends: deque[tuple[int, float]] = deque([(start_step, self._started)], maxlen=_RECENT_STEPS + 1)
 
     def finish(self, step: int) -> None:
-        """`step` has ended now. The first one after a start holds one-time costs: it is forgotten as soon as there is a second."""
+        """`step` has ended now. The first one after a start holds one-time costs: the second one replaces it."""
         if step > self.current_step:
             self.current_step = step
             self._ends.append((step, self._clock()))
@@ -189,14 +190,14 @@ class Pace:
         return max(left, 0.0)
 
     def last_seconds(self, metrics: Mapping[str, float]) -> float:
-        """How long the last step took: by its own account, else by the clock."""
+        """How long the last step took: as reported, else by the clock."""
         own = step_seconds(metrics)
         if own is not None:
             return own
         return self._ends[-1][1] - self._ends[-2][1] if len(self._ends) > 1 else 0.0
 
     def eta(self) -> str:
-        """`ETA 5m12s`, `done`, or nothing while it cannot be known."""
+        """`ETA 5m12s`, `done`, or nothing while unknown."""
         remaining = self.remaining_seconds()
         if remaining is None:
             return ""
@@ -244,7 +245,7 @@ class PlainView:
         self.note("  ".join([*parts, self._pace.eta()]).rstrip())
 
     def _figures(self, metrics: Mapping[str, float]) -> list[str]:
-        """The columns that this step has; of those that only other steps have (validation) the empty place."""
+        """The columns of this step; blanks for those that only other steps have (validation)."""
         figures = []
         for column in self._columns:
             label = f"{column.label} " if column.label else ""
@@ -283,7 +284,7 @@ class NoView:
 def open_view(
     config: LoggingConfig, *, columns: Sequence[formats.Column], title: str, total_steps: int, start_step: int, stream: TextIO
 ) -> View:
-    """The view that fits the stream: `auto` is live where a person looks at a terminal that can move its cursor."""
+    """The view that fits the stream: `auto` is live on a terminal that can move its cursor."""
     pace = Pace(total_steps=total_steps, start_step=start_step, clock=time.monotonic)
     interactive = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     if config.progress is Progress.off:

@@ -1,4 +1,4 @@
-"""One object that a training loop tells what happens; files, loggers and the terminal follow from it.
+"""One object that a training loop reports to; it updates files, loggers and the terminal.
 
 columns = (Column("reward", "reward/mean", ".3f", Goal.highest), Column("KL", "policy/kl", ".4f"), ...)
 with Reporter(config, run_directory=run, columns=columns, total_steps=200, start_step=0, settings=resolved) as reporter:
@@ -44,7 +44,7 @@ class RunPaths(Protocol):
 
 
 class Reporter:
-    """Of rank 0. `start_step` is the last step of the checkpoint that the run resumed from, 0 for a new run.
+    """Rank 0's reporter. `start_step`: last step of the checkpoint resumed from, 0 for a new run.
 
     Raises:
         ConfigError: at construction, where a configured logger is not installed or cannot start.
@@ -101,8 +101,8 @@ class Reporter:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step (numbers; names are area/quantity; `time/<phase>` in seconds).
 
-        What the rules of `diagnosis_rules` find is recorded with them, as `diagnosis/<rule>` 1, and said where it is new. A file system in
-        trouble costs the line and a warning, not the run.
+        Findings of `diagnosis_rules` are recorded with them, as `diagnosis/<rule>` 1, and printed if new. A file system error
+        costs the line and a warning, not the run.
 
         Raises:
             ValueError: `step` lies before the last one.
@@ -128,7 +128,7 @@ class Reporter:
         self._show_warnings()
 
     def note(self, text: str) -> None:
-        """A line for the person who watches."""
+        """Print a line for the user."""
         self._view.note(text)
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class Reporter:
                 last_first.callback(logger.close)
 
     def _write(self, action: Callable[[], object], what: str, path: Path) -> None:
-        """Do it, or say why it could not be done."""
+        """Call `action`; warn if it fails."""
         try:
             action()
         except OSError as error:
@@ -154,7 +154,7 @@ class Reporter:
 
 
 class SilentReporter:
-    """Of every other rank: takes the same calls and does nothing."""
+    """Other ranks' reporter: takes the same calls and does nothing."""
 
     def __enter__(self) -> SilentReporter:
         return self

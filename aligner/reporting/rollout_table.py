@@ -33,7 +33,7 @@ def write_rows(directory: Path, step: int, rows: Sequence[SampleRow]) -> Path:
 
 
 def read_rows(path: Path) -> list[SampleRow]:
-    """What `write_rows` wrote. Raises DataError naming file and line where something else did."""
+    """Read the rows of `write_rows`. Raises DataError naming file and line for other content."""
     rows = []
     complete = path.read_text(encoding="utf-8").split("\n")[:-1]  # splitlines would cut at U+2028 too, which JSON leaves in strings
     for number, line in enumerate(complete, start=1):

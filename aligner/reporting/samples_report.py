@@ -1,4 +1,4 @@
-"""What a run did to its model, as one HTML file without anything beside it: curves, and responses to the same prompts before and after.
+"""A run's effect on its model as one self-contained HTML file: curves, and responses to the same prompts before and after.
 
 templates/report.html is the page. Jinja2 escapes everything that models and data wrote: a response that is HTML is shown, not run.
 """
@@ -57,13 +57,13 @@ class Chart:
 
 
 def write_report(run: Path, output: Path) -> None:
-    """Write the report of the run directory `run`. Raises DataError where its metrics or samples are damaged."""
+    """Write the report of the run directory `run`. Raises DataError if its metrics or samples are damaged."""
     before, after = before_and_after(run / "validation")
     output.write_text(render(run.absolute().name, read_metrics(run / "metrics.jsonl"), before, after), encoding="utf-8")
 
 
 def before_and_after(directory: Path) -> tuple[Samples | None, Samples | None]:
-    """The first and the last validation's samples of a run (`directory`: its `validation`); None where it has none. Raises DataError."""
+    """The first and the last validation's samples of a run (`directory`: its `validation`); None if it has none. Raises DataError."""
     paths = sorted(directory.glob("step_*.jsonl"))
     return (_read(paths[0]), _read(paths[-1])) if paths else (None, None)
 
@@ -73,7 +73,7 @@ def _read(path: Path) -> Samples:
 
 
 def text_of(before: Samples | None, after: Samples | None, max_chars: int = 240) -> str:
-    """The samples side by side as text; empty where there are none."""
+    """The samples side by side as text; empty if there are none."""
     if before is None or after is None:
         return ""
     lines = [f"greedy responses to validation prompts, before (step {before.step}) and after (step {after.step})"]
@@ -108,7 +108,7 @@ def render(name: str, records: Sequence[StepMetrics], before: Samples | None, af
 
 
 def _visible(value: Any) -> Any:
-    """What the page shows of a value: of a text no control characters but line ends and tabs."""
+    """A value as shown on the page: text without control characters other than line ends and tabs."""
     if type(value) is not str:  # numbers, and what the page's own macros made
         return value
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in value)
@@ -121,7 +121,7 @@ def _heading(records: Sequence[StepMetrics]) -> str:
 
 
 def _charts(records: Sequence[StepMetrics]) -> list[Chart]:
-    """Of each of _CHARTS the first metric that the run has."""
+    """For each of _CHARTS, the first metric that the run has."""
     found = []
     for title, names, form in _CHARTS:
         courses = ([(record.step, record.values[name]) for record in records if name in record.values] for name in names)
@@ -164,7 +164,7 @@ def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _pairs(before: Samples, after: Samples) -> list[tuple[str, SampleRow | None, SampleRow | None]]:
-    """Every prompt of either step with its responses, in the order of the later one."""
+    """All prompts of both steps with their responses, in the order of the later one."""
     old = {row.prompt: row for row in before.rows}
     new = {row.prompt: row for row in after.rows}
     return [(prompt, old[prompt] if prompt in old else None, new[prompt] if prompt in new else None) for prompt in new | old]

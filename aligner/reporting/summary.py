@@ -1,6 +1,6 @@
 """The end of a run in a few lines: first, last and best value of each metric, and its course.
 
-It also says what the run learnt from: the names of the counts that every step adds (`aligner.loop.learnt`), and their sums.
+It also reports what the run learnt from: the counts that every step adds (`aligner.loop.learnt`), summed.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def totals(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def reasons(counts: Mapping[str, float]) -> list[str]:
-    """Which share of the samples was left out, and why, the most first; `counts` are those of `totals`."""
+    """The share of samples left out per reason, largest first; `counts` are those of `totals`."""
     seen = counts.get(SEEN, 0.0)
     left = sorted(((n, name) for name, n in counts.items() if name.startswith(LEFT_OUT) and n), reverse=True) if seen else []
     return [f"{n / seen:.1%} {REASONS[name.removeprefix(LEFT_OUT)]}" for n, name in left]
 
 
 def is_empty(metrics: Mapping[str, float]) -> bool:
-    """Whether a step that says what it learnt from has learnt from nothing: no token had a weight, or no update a gradient."""
+    """Whether a step with these counts has learnt from nothing: no token had a weight, or no update a gradient."""
     if TOKENS not in metrics:
         return False
     return 0 in (metrics[TOKENS], metrics.get("optim/grad_norm"), metrics.get(UPDATES))
@@ -76,7 +76,7 @@ def summary(metrics_path: Path, columns: Sequence[Column]) -> str:
 
 
 def learnt_from(records: Sequence[StepMetrics]) -> str:
-    """What share of a run's samples, tokens and updates was learnt from, and why the rest was not; empty where its steps do not say.
+    """The share of a run's samples, tokens and updates learnt from, and the reasons for the rest; empty if not recorded.
 
     learnt from 120 of 640 samples (18.8%), 1,432 of 9,112 tokens (15.7%), 12 updates; left out: 81.2% not among the best (algorithm.keep)
     """

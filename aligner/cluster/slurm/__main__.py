@@ -1,7 +1,7 @@
 """The body of every batch script in slurm/: `python3 -m aligner.cluster.slurm --script "$0" --config ppo_70b -- [key=value ...]`.
 
-Runs on the batch host with Python 3.10 or newer and nothing else. What the run consists of it learns from a first step, which composes the
-config where the run's software is (container or virtual environment).
+Needs only Python 3.10 or newer on the batch host. A first job step composes the config in the run's software environment
+(container or virtual environment) and writes the job's spec.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _run(arguments: argparse.Namespace, requests: StopRequests) -> int:
 
 
 def _compose(here: Allocation, where: Runtime, config: str, overrides: Sequence[str]) -> Path:
-    """Have the job's spec written where the software is; its path. Raises LaunchError with what that step said."""
+    """Write the job's spec in a step with the software; its path. Raises LaunchError with the step's output."""
     program = ["-m", "aligner.jobs.slurm", here.job, config, *overrides]
     options, command = wrapped(where, program, has_gpus=False)
     group = here.het_group(0)
@@ -100,7 +100,7 @@ def _compose(here: Allocation, where: Runtime, config: str, overrides: Sequence[
 
 
 def _keep_script(spec: JobSpec, here: Allocation, script: Path) -> Path:
-    """A copy of the batch script in the run directory: Slurm's own is gone when the job is."""
+    """A copy of the batch script in the run directory: Slurm deletes its own after the job."""
     kept = RunDirectory(Path(spec.run_directory)).jobs / here.job / "script.sub"
     try:
         shutil.copyfile(script, kept)

@@ -31,11 +31,11 @@ class Allocation:
         return len(self.jobs) > 1
 
     def het_group(self, index: int) -> int | None:
-        """What srun wants for component `index`."""
+        """srun's het-group of component `index`."""
         return index if self.is_heterogeneous else None
 
     def check(self, spec: JobSpec) -> None:
-        """Raise ConfigError where the job is not what its config asks for: a script that was rendered for other settings."""
+        """Raise ConfigError if the job does not match its config: the script was rendered for other settings."""
         wanted = [component.num_nodes for component in spec.components]
         if list(self.num_nodes) != wanted:
             parts = ", ".join(f"{one.name} {one.num_nodes}" for one in spec.components)
@@ -63,7 +63,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
 
 
 def step_environment(environ: Mapping[str, str], home: Path | None) -> dict[str, str]:
-    """What every step inherits: the checkout `home`, if there is one, first on Python's path; and nothing that names another host."""
+    """Environment of every step: the checkout `home`, if any, first on Python's path; no variables that name another host."""
     kept = {name: value for name, value in environ.items() if name != "HOSTNAME" and name not in OWN_VARIABLES}
     path = [*([str(home)] if home else []), *filter(None, environ.get("PYTHONPATH", "").split(":"))]
     if path:
@@ -74,7 +74,7 @@ def step_environment(environ: Mapping[str, str], home: Path | None) -> dict[str,
 
 
 def submission_environment(environ: Mapping[str, str], job: str) -> dict[str, str]:
-    """What a following job inherits: this one's environment without what Slurm and the conductor set for this one."""
+    """Environment of a following job: this one's without the variables set by Slurm and the conductor."""
     kept = {
         name: value for name, value in environ.items() if name == "SLURM_CONF" or not name.startswith("SLURM") and name not in OWN_VARIABLES
     }

@@ -1,7 +1,7 @@
-"""One start of all components in the job's allocation, until the one that trains has ended, and why it ended.
+"""One start of all components in the job's allocation, until the training component ends, and why.
 
-The first component trains; a step of it that ends, ends the attempt. A server that ends before it is started again in its allocation while
-the actor waits (its registration is removed, so that clients look for the new one), as often as the settings allow.
+The first component trains; the attempt ends with its step. A server that ends earlier is restarted in its allocation, as often
+as the settings allow, while the actor waits (its registration is removed, so that clients look for the new one).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Attempt:
     def run(self, variables: Mapping[str, str], *, restarts: int) -> Verdict:
         """Start the components, servers first, and watch them; everything has ended (or Slurm ends it) when this returns.
 
-        `restarts` of servers happened before.
+        `restarts`: earlier server restarts.
         """
         self._variables = dict(variables)
         self.restarts = restarts
@@ -136,7 +136,7 @@ class Attempt:
         return Verdict(ending=ending, reason=reason)
 
     def _stop_in_order(self) -> Verdict | None:
-        """Tell the actor once; give it up when its time is over."""
+        """Signal the actor once; give up when its time is over."""
         now = time.time()
         if self._stop_deadline is None:
             self._stop_deadline = self._time_to_stop(now)
@@ -150,7 +150,7 @@ class Attempt:
         return Verdict(ending=Ending.stopped, reason="its step took too long and was given up: the newest checkpoint stands")
 
     def _time_to_stop(self, now: float) -> float:
-        """Until when the actor may take: what was asked of Slurm, or less where the job's time ends earlier (preemption)."""
+        """The actor's deadline: as requested from Slurm, or earlier if the job's time ends before (preemption)."""
         deadline = now + self._slurm.signal_seconds_before_end - self._slurm.abandon_seconds
         try:
             ends = [record.end_time for record in self._place.client.show(self._place.allocation.job)]
@@ -160,7 +160,7 @@ class Attempt:
         return min([deadline, *(end - self._slurm.abandon_seconds for end in ends if end is not None)])
 
     def _watch_servers(self) -> Verdict | None:
-        """Restart what has ended; a verdict where starting again would not help."""
+        """Restart ended servers; a verdict if a restart would not help."""
         for component in self._servers():
             name, step = component.name, self._steps[component.name]
             if name in self._restart_at:
@@ -175,7 +175,7 @@ class Attempt:
         return None
 
     def _is_late(self, step: Step) -> bool:
-        """Whether a server has not registered itself in time. It is ended then."""
+        """Whether a server missed its registration deadline; ends it then."""
         step.is_ready = step.is_ready or is_ready(self._place.run, step.name)
         if step.is_ready:
             return False
@@ -204,7 +204,7 @@ class Attempt:
         return None
 
     def _watch_for_the_end(self) -> Verdict | None:
-        """What limits the actor's own end: a server that is lost for good, ranks that do not leave after the last step."""
+        """A verdict if the actor must be ended: a server is lost for good, or ranks do not exit after the last step."""
         if self._doomed is not None and time.monotonic() > self._doomed[0]:
             return Verdict(ending=Ending.crashed, reason=self._doomed[1])
         done = self._place.run.done
@@ -214,7 +214,7 @@ class Attempt:
         return None
 
     def _describe_end(self, step: Step) -> str:
-        """How it ended, with the user code that its ranks were in where all were killed: a crash in native code names nobody."""
+        """How it ended; if all ranks were killed, with the user code they were in (native crashes name no culprit)."""
         called: set[str] = set()
         if step.outcome() is None:
             called = {was_calling(self._place.run.calls(step.name, rank)) for rank in range(step.component.num_ranks)} - {""}

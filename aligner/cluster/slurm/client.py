@@ -27,7 +27,7 @@ class JobRecord:
 
 
 class SlurmClient:
-    """Commands to the controller. Each raises LaunchError where it fails or takes longer than `timeout_seconds`."""
+    """Commands to the controller. Each raises LaunchError if it fails or takes longer than `timeout_seconds`."""
 
     def __init__(self, timeout_seconds: float, environ: Mapping[str, str] | None = None) -> None:
         self._timeout_seconds = timeout_seconds
@@ -55,7 +55,7 @@ class SlurmClient:
         return done.stdout
 
     def show(self, job: str) -> list[JobRecord]:
-        """The components of a job, its leader first; empty where the controller no longer knows it."""
+        """The components of a job, its leader first; empty if the controller no longer knows it."""
         try:
             text = self.run("scontrol", "show", "job", "-o", job)
         except LaunchError as error:
@@ -65,7 +65,7 @@ class SlurmClient:
         return [_record(line) for line in text.splitlines() if line.startswith("JobId=")]
 
     def is_over(self, job: str) -> bool:
-        """Whether every component of a job has ended; one that the controller has forgotten has."""
+        """Whether every component of a job has ended; a job unknown to the controller has."""
         return all(record.state in OVER for record in self.show(job))
 
     def submit(self, options: Sequence[str], script: Path, arguments: Sequence[str], *, cwd: Path, environ: Mapping[str, str]) -> str:
@@ -113,7 +113,7 @@ def _record(line: str) -> JobRecord:
 
 
 def _unix_time(text: str) -> float | None:
-    """Slurm prints local time without a zone: that of this host, which talks to it."""
+    """Parse Slurm's local time (no zone): this host's zone applies."""
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:  # Unknown, None

@@ -2,7 +2,7 @@
 
 One variable chooses: ALIGNER_CONTAINER is `pyxis:IMAGE` (srun's own containers, by Pyxis and enroot), `apptainer:IMAGE.sif`, or empty for
 the virtual environment in ALIGNER_VENV, else the one that was active at submission, else `.venv` of the checkout. ALIGNER_MOUNTS adds
-directories that the containers see (`/data,/models:/models:ro`); the checkout, the submission's and the run's directory they always do.
+directories to mount (`/data,/models:/models:ro`) besides the checkout, the submission's and the run's directory.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Runtime:
     directory: Path
 
     def with_mount(self, path: Path) -> Runtime:
-        """The same, with one more directory that the containers see."""
+        """The same with one more mounted directory."""
         return replace(self, mounts=tuple(dict.fromkeys((*self.mounts, f"{path}:{path}"))))
 
 
 def runtime(environ: Mapping[str, str], *, home: Path | None, directory: Path) -> Runtime:
-    """What the variables ask for. Raises ConfigError for a container of an unknown kind and for an environment without Python."""
+    """The selected runtime. Raises ConfigError for a container of an unknown kind and for an environment without Python."""
     chosen, extra = environ.get("ALIGNER_CONTAINER", ""), environ.get("ALIGNER_MOUNTS", "")
     places = dict.fromkeys((*([str(home)] if home else []), str(directory), *filter(None, extra.split(","))))
     mounts = tuple(place if ":" in place else f"{place}:{place}" for place in places)

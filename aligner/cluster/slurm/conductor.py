@@ -1,10 +1,10 @@
-"""What runs in the batch script: it starts the components, watches them, and sees to it that the run goes on, or that it does not.
+"""The batch script's program: it starts and watches the components, and decides whether the run continues.
 
 done       0    cancels the follow-up
-refused    2    a mistake in what was asked: cancels the follow-up
-stopped   75    before the end of its time: submits the successor, cancels the follow-up
+refused    2    an error in the request: cancels the follow-up
+stopped   75    before the time limit: submits the successor, cancels the follow-up
 halted    78    numbers went bad, or no progress: cancels the follow-up
-crashed    1    all components again in the same allocation; where that is not wanted the follow-up goes on
+crashed    1    restarts all components in the same allocation; if that is disabled, the follow-up continues
 
 `aligner preflight` runs before the components start, as a step on the nodes of every component.
 """
@@ -39,7 +39,7 @@ _NAME = "preflight"
 
 
 def run_preflight(spec: JobSpec, place: Place, requests: StopRequests, variables: Mapping[str, str]) -> Verdict | None:
-    """Try on the job's nodes what it will need; None where it may start."""
+    """Run the preflight on the job's nodes; None if the job may start."""
     if not spec.preflight or place.environ.get(SKIP_VARIABLE) == "0":
         return None
     place.say(f"preflight on {sum(component.num_nodes for component in spec.components)} nodes ({SKIP_VARIABLE}=0 skips it)")
@@ -98,7 +98,7 @@ _CODES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """What the conductor finds: the job, where its processes run, the script and its arguments, Slurm's commands."""
+    """The conductor's inputs: job, process environment, script and arguments, Slurm's commands."""
 
     allocation: Allocation
     runtime: Runtime
@@ -111,7 +111,7 @@ class Surroundings:
 
 
 def conduct(spec: JobSpec, around: Surroundings) -> int:
-    """Run a job of this run to its end; the exit code. Raises LaunchError where another job holds the run."""
+    """Run a job of this run to its end; the exit code. Raises LaunchError if another job holds the run."""
     run = RunDirectory(Path(spec.run_directory)).create()
     around.allocation.check(spec)
     if (step := done_step(run)) >= spec.max_steps:
@@ -127,7 +127,7 @@ def conduct(spec: JobSpec, around: Surroundings) -> int:
 
 
 def _is_over(around: Surroundings, other: LeaseRecord) -> bool | None:
-    """Whether the job that held the run has ended; None where Slurm does not say, or it was no job."""
+    """Whether the job that held the run has ended; None if Slurm does not know, or it was no job."""
     try:
         return around.client.is_over(other.job) if other.job.isdigit() else None
     except LaunchError as error:
@@ -199,7 +199,7 @@ class _Conductor:
         return f"{self._around.allocation.job}.{number}"
 
     def _variables(self, number: int) -> dict[str, str]:
-        """What the processes of an attempt are told."""
+        """Variables of an attempt's processes."""
         end = end_time(self._components)
         variables = {leases.ATTEMPT_VARIABLE: self._attempt_id(number), leases.VARIABLE: str(self._run.lease)}
         return variables if end is None else {**variables, "ALIGNER_END_TIME": f"{end - self._spec.slurm.abandon_seconds:.0f}"}
@@ -218,7 +218,7 @@ class _Conductor:
         return verdict
 
     def _judge(self, verdict: Verdict) -> Verdict | None:
-        """None where all components start again in this allocation; else what the job ends with."""
+        """None if all components restart in this allocation; else the job's final verdict."""
         self._history.add("attempt_ended", ending=verdict.ending.value, reason=verdict.reason, step=self._newest())
         if verdict.ending not in (Ending.crashed, Ending.stopped):
             return verdict
@@ -230,7 +230,7 @@ class _Conductor:
         return None
 
     def _was_cancelled(self) -> bool:
-        """Whether the job that queued this one was ended by scancel. Slurm says by what a job was ended only after its end."""
+        """Whether the job that queued this one was ended by scancel. Slurm reports that only after the job's end."""
         job = self._around.allocation.continues
         if not job or self._history.ending_of(job) not in ("", Ending.terminated.value):
             return False
@@ -247,7 +247,7 @@ class _Conductor:
         )
 
     def _is_intact(self) -> bool:
-        """Whether the allocation can be started in again: not where Slurm is ending the job, of which a signal may still be on its way."""
+        """Whether the allocation can be reused: not if Slurm is ending the job (its signal may still be on the way)."""
         if self._around.requests.any:
             return False
         return not any(component.state in (*OVER, "COMPLETING") for component in self._ask_for_components(self._around.allocation.job))
@@ -265,7 +265,7 @@ class _Conductor:
             return []
 
     def _end(self, verdict: Verdict) -> int:
-        """Arrange for what comes after this job, and leave."""
+        """Arrange the following jobs, and exit."""
         code = _CODES[verdict.ending]
         if verdict.ending is Ending.stopped and self._spec.slurm.successor:
             self._following.submit_successor()

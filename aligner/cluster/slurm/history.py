@@ -1,6 +1,6 @@
-"""`attempts.jsonl`: what became of every start of a run, and whether starting again still helps.
+"""`attempts.jsonl`: the outcome of every start of a run, and whether a restart still helps.
 
-`FollowingJobs` are the jobs that go on with a run: the one that a job submits when it has to stop, and the one that waits for a crash.
+`FollowingJobs` continue a run: the successor, submitted when a job must stop, and the follow-up, queued in case of a crash.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SUBMITTED, STARTED, ENDED = "job_started", "attempt_started", "job_ended"
 
 
 class History:
-    """Appends lines; each is one JSON object with `time`, `event`, `job` and what belongs to the event."""
+    """Appends lines; each is one JSON object with `time`, `event`, `job` and the event's details."""
 
     def __init__(self, path: Path, job: str) -> None:
         self._path = path
@@ -37,7 +37,7 @@ class History:
             os.fsync(file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines, oldest first; a last one that a crash cut off is left out."""
+        """All lines, oldest first; a truncated last line is left out."""
         lines = []
         for line in self._path.read_text().splitlines() if self._path.exists() else []:
             try:
@@ -47,7 +47,7 @@ class History:
         return lines
 
     def ending_of(self, job: str) -> str:
-        """How a job of this run said that it ended; empty where it could not say anything."""
+        """The recorded ending of a job of this run; empty if none is recorded."""
         lines = [line for line in self.read() if line["job"] == job and line["event"] == ENDED]
         return str(lines[-1]["ending"]) if lines else ""
 
@@ -70,7 +70,7 @@ def newest_step(run: RunDirectory, folders: Sequence[str]) -> int:
 
 
 def done_step(run: RunDirectory) -> int:
-    """The step that `done.json` says the run has reached; 0 where there is none."""
+    """The step that `done.json` says the run has reached; 0 if there is none."""
     try:
         return int(json.loads(run.done.read_text())["step"])
     except FileNotFoundError:
@@ -80,7 +80,7 @@ def done_step(run: RunDirectory) -> int:
 
 
 class FollowingJobs:
-    """Submits and cancels them; every one runs the same script with the same arguments, so in the same run directory."""
+    """Submits and cancels them. Each runs the same script with the same arguments, so in the same run directory."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class FollowingJobs:
         environ: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
-        """`components`: the job's own, whose partition, account and time the following jobs get, wherever these were given."""
+        """`components`: the job's own; following jobs inherit their partition, account and time limit."""
         self._allocation = allocation
         self._client = client
         self._history = history
@@ -106,7 +106,7 @@ class FollowingJobs:
         self.follow_up = ""
 
     def queue_follow_up(self) -> None:
-        """The job that starts if this one does not end well. Without it the run still goes on, until a crash."""
+        """Queue the job that starts if this one fails. Without it the run still continues, until a crash."""
         try:
             self.follow_up = self._submit("afternotok")
         except LaunchError as error:
@@ -116,7 +116,7 @@ class FollowingJobs:
         self._say(f"job {self.follow_up} is queued for the case that this one crashes")
 
     def submit_successor(self) -> None:
-        """The job that goes on after this one; the follow-up takes its place where it cannot be submitted."""
+        """Submit the job that continues this one; if that fails, the follow-up takes its place."""
         try:
             successor = self._submit("afterany")
         except LaunchError as error:
@@ -129,7 +129,7 @@ class FollowingJobs:
         self.cancel_follow_up("a successor is submitted")
 
     def cancel_follow_up(self, reason: str) -> None:
-        """Called when it must not start. A failure is reported: a person then has to cancel it."""
+        """Called when it must not start. A failure is reported: the user must then cancel it."""
         if not self.follow_up:
             return
         job, self.follow_up = self.follow_up, ""

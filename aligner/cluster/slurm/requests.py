@@ -1,4 +1,4 @@
-"""Signals to the batch script as facts to look at: stop in order (SIGUSR1, before the end of the job's time), or the job is being ended."""
+"""Records signals to the batch script: clean stop (SIGUSR1, before the time limit), or end of the job."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ reads it.
 
 A job's spec is made from the resolved config at the job's start, and kept as JSON in `<run>/jobs/<job id>/spec.json`.
 
-The conductor runs on the batch host, outside the components' container, with nothing but Python: so it is told everything in plain values.
+The conductor runs on the batch host, outside the components' container, with nothing but Python: so the spec holds only plain values.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def from_json(text: str) -> JobSpec:
 
 
 def read_spec(path: Path) -> JobSpec:
-    """Raises LaunchError where the file is missing or of another version."""
+    """Raises LaunchError if the file is missing or of another version."""
     try:
         return from_json(path.read_text())
     except OSError as error:

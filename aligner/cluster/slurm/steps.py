@@ -25,7 +25,7 @@ _READ_BYTES = 16384
 
 
 class Step:
-    """One start of a component. `srun`'s exit code says little; `outcome` is what the ranks themselves said."""
+    """One start of a component. `srun`'s exit code says little; `outcome` is the ranks' own record."""
 
     def __init__(self, component: ComponentSpec, process: subprocess.Popen[bytes], outcomes_directory: Path) -> None:
         self.component = component
@@ -43,7 +43,7 @@ class Step:
         return self._process.poll()
 
     def outcome(self) -> outcomes.Outcome | None:
-        """What explains its end; None where every rank was killed."""
+        """What explains its end; None if every rank was killed."""
         return outcomes.decisive(outcomes.read(self._outcomes))
 
     def describe_end(self) -> str:
@@ -55,7 +55,7 @@ class Step:
         return f"{self.name}: rank {outcome.rank} ended with exit code {outcome.code}{message}"
 
     def send(self, number: int) -> None:
-        """A signal to srun, which passes SIGUSR1 on to every task and ends the step at once on SIGTERM."""
+        """Signal srun, which passes SIGUSR1 on to every task and ends the step at once on SIGTERM."""
         if not self.has_ended():
             self._process.send_signal(number)
 
@@ -65,7 +65,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """What every step of a job has in common."""
+    """The common part of a job's steps."""
 
     run: RunDirectory
     allocation: Allocation
@@ -118,7 +118,7 @@ class Place:
             self.say(f"srun of {', '.join(step.name for step in running)} does not end; the end of the job will end it")
 
     def sweep(self, names: Collection[str]) -> None:
-        """Kill steps of these names whose srun has ended: where srun itself was killed its tasks run on."""
+        """Kill steps of these names whose srun has ended: a killed srun leaves its tasks running."""
         try:
             left = [step for step, name in self.client.steps(self.allocation.jobs).items() if name in names]
             if left:
@@ -128,7 +128,7 @@ class Place:
             self.say(f"warning: cannot end steps that have lost their srun: {error}")
 
     def _signal_tasks(self, steps: Sequence[Step], name: str) -> None:
-        """To the tasks themselves, through the controller: srun would kill them. Where the controller does not answer, time decides."""
+        """Signal the tasks through the controller: srun would kill them. If the controller does not answer, the timeout decides."""
         names = {step.name for step in steps}
         try:
             self.client.signal_steps([step for step, its in self.client.steps(self.allocation.jobs).items() if its in names], name)
@@ -147,7 +147,7 @@ class Place:
 
 
 def _wait(steps: Sequence[Step], seconds: float, pause: Callable[[float], None]) -> list[Step]:
-    """Until these have ended or the time is over; those that have not."""
+    """Wait up to `seconds` for these; returns those still running."""
     deadline = time.monotonic() + seconds
     while (running := [step for step in steps if not step.has_ended()]) and time.monotonic() < deadline:
         pause(_POLL_SECONDS)

@@ -1,1 +1,1 @@
-"""`aligner preflight`: what a job will need, tried in minutes on the nodes that it was given (docs/running.md)."""
+"""`aligner preflight`: tests a job's requirements in minutes on its own nodes (docs/running.md)."""

@@ -1,6 +1,6 @@
-"""The ranks of an allocation and what they tell each other: small JSON values in the rendezvous store, with a deadline on every wait.
+"""The ranks of an allocation and their messages: small JSON values in the rendezvous store, with a deadline on every wait.
 
-No process group is needed, so a rank that is missing, dead or different is found and named before any collective could hang on it.
+No process group is needed, so a missing, dead or different rank is named before a collective could hang on it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LINGER_SECONDS = 5.0  # rank 0, whose end is the store's end, lets the others r
 
 
 class Abandoned(Exception):
-    """Another rank has failed in this item: what this one waits for will not come."""
+    """Another rank has failed in this item: the awaited value will not come."""
 
 
 class Allocation:
-    """This rank among the others. `deadline` (of time.monotonic) is that of the item under way, whose name is `item`."""
+    """This rank among the others. `deadline` (time.monotonic) belongs to the current item `item`."""
 
     def __init__(self, world: World, store: Store, node: str) -> None:
         self.world = world
@@ -48,11 +48,11 @@ class Allocation:
         return self.world.world_size
 
     def begin(self, item: str, timeout_seconds: float) -> None:
-        """From now on waits are for this item."""
+        """Later waits belong to this item."""
         self.item, self.deadline = item, time.monotonic() + timeout_seconds
 
     def node_of(self, rank: int) -> str:
-        """The node of a rank, `?` where the ranks have not met."""
+        """The node of a rank, `?` if the ranks have not met."""
         return self.nodes[rank] if rank < len(self.nodes) else "?"
 
     def leaders(self) -> list[int]:
@@ -84,7 +84,7 @@ class Allocation:
             raise LaunchError(f"rank {self.rank} on {self.node} lost rank 0 in {self.item}: {error}") from error
 
     def get(self, key: str, *, deadline: float, what: str, heeds_failure: bool = True, longest_pause: float = 0.2) -> Any:
-        """Wait for a value. Raises LaunchError saying `what` was waited for, Abandoned where another rank failed meanwhile."""
+        """Wait for a value. Raises LaunchError naming `what` was awaited, Abandoned if another rank failed meanwhile."""
         started, pause = time.monotonic(), _SHORTEST_PAUSE
         # The store's own `wait` fills stderr with warnings where it has to be repeated, and keeps every other call of this process out.
         while not self.has(key):
@@ -113,7 +113,7 @@ class Allocation:
             raise LaunchError(text) from error
 
     def _where(self, key: str, missing: list[int]) -> str:
-        """On which nodes somebody is missing: that is what a person looks for."""
+        """The nodes of the missing ranks, for the message."""
         if self.nodes:
             return f" (on {', '.join(dict.fromkeys(self.nodes[rank] for rank in missing))})"
         if "SLURM_STEP_NODELIST" not in os.environ:
@@ -139,7 +139,7 @@ class Allocation:
             pause = min(0.2, 1.5 * pause)
 
     def leave(self, present: list[int]) -> None:
-        """Rank 0 waits a moment for the `present` ranks to have read all they need; the others say that they have."""
+        """Rank 0 waits briefly until the `present` ranks have read all values; the others confirm that they have."""
         self.item = "end"
         if self.rank != 0:
             try:
@@ -164,6 +164,6 @@ def missing_text(ranks: list[int], size: int) -> str:
 
 
 def join(timeout_seconds: float, environ: Mapping[str, str], connect: Callable[..., tuple[World, Store]] = meet) -> Allocation:
-    """Meet at the store. Raises LaunchError where it cannot be reached: then rank 0 did not come."""
+    """Meet at the store. Raises LaunchError if it is unreachable: rank 0 did not come."""
     world, store = connect(timeout_seconds=timeout_seconds, environ=environ)
     return Allocation(world, store, environ.get("SLURMD_NODENAME") or socket.gethostname())

@@ -1,4 +1,4 @@
-"""Do the nodes' clocks agree? Certificates, munge credentials, heartbeats and logs of several nodes are compared by them."""
+"""Do the nodes' clocks agree? Certificates, munge credentials, heartbeats and multi-node logs rely on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PAUSE_SECONDS = 0.05  # for the others to be waiting when rank 0 calls
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offset:
-    """How far a node's clock is ahead of rank 0's, plus the shortest time that a call took."""
+    """A node's clock minus rank 0's, plus the shortest duration of a call."""
 
     seconds: float
 

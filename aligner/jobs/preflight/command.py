@@ -2,8 +2,8 @@
 
 A `Runner` runs the items one after the other on all ranks: each has a deadline, and no failure of one rank leaves another waiting.
 
-A check runs in a thread of its own. One that hangs (a file system that does not answer, a collective without its partner) is left behind
-and named with the place in the code where it stands; the process ends without it.
+A check runs in its own thread. A hanging check (a file system that does not answer, a collective without its partner) is
+abandoned and reported with its position in the code; the process ends without it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SHOWN = 3  # different failures that a finding lists
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What one rank has to say of an item: an observation, or why there is none."""
+    """One rank's answer on an item: an observation, or why there is none."""
 
     observation: dict[str, Any] | None = None
     failure: str = ""
@@ -54,7 +54,7 @@ class Answer:
 
 
 class Runner:
-    """Runs items in order and remembers what became of them."""
+    """Runs items in order and keeps their results."""
 
     def __init__(self, context: Context, *, timeout_seconds: float = 0.0, progress: Callable[[str, Finding], None] | None = None) -> None:
         """`timeout_seconds` above 0 replaces the items' own; `progress` is called on rank 0 after each."""
@@ -65,7 +65,7 @@ class Runner:
         self._progress = progress
 
     def run(self, items: Sequence[Item]) -> dict[str, Finding]:
-        """All items, in order; every rank calls it with the same ones. Raises LaunchError on a rank that lost rank 0, or was lost."""
+        """All items, in order; every rank calls it with the same ones. Raises LaunchError on a rank cut off from rank 0."""
         chosen = {item.name for item in items}
         for item in items:
             missing = [name for name in item.needs if name in chosen and not self._is_passed(name)]
@@ -115,7 +115,7 @@ class Runner:
         return Answer(observation=asdict(observed))
 
     def _conclude(self, item: Item) -> Finding:
-        """On rank 0: hear the others, and judge."""
+        """On rank 0: collect the answers and judge."""
         here = self.context.allocation
         expected = participants(self.context, item)
         deadline = here.deadline + THREAD_MARGIN_SECONDS + ANSWER_MARGIN_SECONDS
@@ -167,7 +167,7 @@ def _grouped(context: Context, failures: Mapping[int, str]) -> list[str]:
 
 
 class Hung(Exception):
-    """A check that did not come back; `after_failure` where another rank had failed before."""
+    """A check that did not return; `after_failure` if another rank had failed before."""
 
     def __init__(self, text: str, *, after_failure: bool) -> None:
         super().__init__(text)
@@ -175,7 +175,7 @@ class Hung(Exception):
 
 
 def within(seconds: float, action: Callable[[], Any], has_failed_elsewhere: Callable[[], bool]) -> Any:
-    """What `action` returns or raises, from a thread. Raises Hung where neither has come in time, or soon after another rank's failure."""
+    """Run `action` in a thread; returns or raises as it does. Raises Hung on timeout, or soon after another rank's failure."""
     outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -204,7 +204,7 @@ def within(seconds: float, action: Callable[[], Any], has_failed_elsewhere: Call
 
 
 def position(thread: threading.Thread) -> str:
-    """Where a running thread is: its innermost frame, and the innermost one of this package."""
+    """A running thread's position: its innermost frame, and the innermost one of this package."""
     frame = sys._current_frames().get(thread.ident)  # type: ignore[arg-type]
     if frame is None:
         return "about to return"
@@ -220,7 +220,7 @@ ALWAYS = ("ranks", "config")  # the others stand on them
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What to run of the preflight, and where to write it."""
+    """The items to run, and the output file."""
 
     only: tuple[str, ...] = ()  # names of items; empty: all
     with_engine: bool = False
@@ -243,10 +243,10 @@ class Options:
 
 
 def preflight(name: str, overrides: Sequence[str], options: Options, *, end: Callable[[int], Any] = os._exit) -> int:
-    """Check what `conf/<name>.yaml` with `overrides` will need, on the ranks that were started. Returns 0, or 2 where something is fatal.
+    """Check the requirements of `conf/<name>.yaml` with `overrides` on the started ranks. Returns 0, or 2 if any finding is fatal.
 
-    Every rank calls it. Where an orderly end could wait for ever (a check hangs in a call that cannot be interrupted, another rank may hang
-    in a collective) `end` is called with the exit code. Raises LaunchError where rank 0 cannot be reached.
+    Every rank calls it. If a normal exit could block for ever (a check hangs in an uninterruptible call, another rank may hang in a
+    collective), `end` is called with the exit code. Raises LaunchError if rank 0 is unreachable.
     """
     here = allocation.join(options.timeout_seconds or RANKS.timeout_seconds, os.environ)
     context = Context(allocation=here, name=name, overrides=tuple(overrides), with_engine=options.with_engine)
@@ -274,5 +274,5 @@ def _report(name: str, findings: dict[str, Finding], options: Options) -> None:
 
 
 def _progress(name: str, finding: Finding) -> None:
-    """So that somebody who waits, or reads the log of a job that was killed, sees where it is."""
+    """Print progress for the user and for the log of a killed job."""
     print(f"preflight: {name}: {finding.level.value} ({finding.seconds:.1f} s)", file=sys.stderr, flush=True)

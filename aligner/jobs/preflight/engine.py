@@ -1,7 +1,7 @@
 """The rollout engine on the job's own layout: built, refitted, and its log-probs of a few tokens compared with the policy's.
 
-Then all weights of the policy are negated and the engine is refitted with these, and with the right ones again: log-probs that follow
-prove that what is sampled from is what was sent.
+Then the engine is refitted with the policy's negated weights, and with the right ones again. Log-probs that follow prove that
+the engine samples from the weights it was sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NOTABLE_GAP = 0.1  # nats between the engine's and the policy's log-prob of a to
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What one rank saw; all zero for a run without an engine."""
+    """One rank's measurements; all zero for a run without an engine."""
 
     build_seconds: float = 0.0
     refit_seconds: float = 0.0
@@ -87,7 +87,7 @@ class _Probe:
         self.num_tokens = 0  # of the last sampling, on all replicas
 
     def refit_and_compare(self, version: int) -> tuple[float, float]:
-        """(seconds of the refit, largest difference between the engine's log-probs and the policy's) with the policy's weights of now."""
+        """(seconds of the refit, largest difference between the engine's log-probs and the policy's) with the policy's current weights."""
         from aligner.parallel.collectives import gather_objects
 
         self._engine.sleep()
@@ -120,7 +120,7 @@ def _gap(policy: MegatronPolicy, rollouts: list[Rollout], pad_id: int) -> float:
 
 
 def judge(context: Context, seen: Mapping[int, Trial]) -> Finding:
-    """Warning where sampler and policy disagree by more than rounding explains."""
+    """Warning if sampler and policy disagree by more than rounding explains."""
     slowest = max(seen.values(), key=lambda trial: trial.build_seconds)
     if not slowest.num_tokens:
         return Finding(level=Level.ok, found="this run does not sample")

@@ -1,4 +1,4 @@
-"""Is the run directory one directory for all ranks, does it behave, and how quick is it?"""
+"""Is the run directory shared by all ranks, correct, and how fast is it?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CLEAN_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Files:
-    """What one node saw of the run directory."""
+    """One node's view of the run directory."""
 
     seen_after_seconds: float  # from another node's rename to the file's being visible here
     write_seconds: float  # small file: write, fsync, rename
@@ -49,7 +49,7 @@ def _observe(context: Context) -> Files:
 
 
 def _prepare(context: Context) -> tuple[Path, str]:
-    """The folder for the trial, inside the run directory; what is wrong where it cannot be made."""
+    """The trial folder inside the run directory, and the error if it cannot be made."""
     run = RunDirectory(Path(context.config.run.directory))
     try:
         folder = run.create().path / f".preflight.{secrets.token_hex(4)}"
@@ -95,7 +95,7 @@ def _try_out(context: Context, folder: Path, leaders: list[int]) -> Files:
 
 
 def _appears(path: Path, deadline: float) -> bool:
-    """Whether the path comes into sight in time. Its folder is listed: network file systems refresh what they know of it then."""
+    """Whether the path becomes visible in time. Lists its folder, which refreshes the caches of network file systems."""
     while not (path.exists() or path.name in os.listdir(path.parent)):
         if time.monotonic() > deadline - 1.0:
             return False
@@ -104,7 +104,7 @@ def _appears(path: Path, deadline: float) -> bool:
 
 
 def _write(path: Path, text: str) -> float:
-    """Replace a file as the registry and the checkpoints do; the seconds it took. Twice: the second time there is one to replace."""
+    """Seconds to replace a file as the registry and the checkpoints do. Done twice: the second write replaces a file."""
     for attempt in ("damaged", text):
         started = time.monotonic()
         temporary = path.with_suffix(".tmp")
@@ -164,7 +164,7 @@ def _clean(context: Context, folder: Path, leaders: list[int]) -> None:
 
 
 def judge(context: Context, seen: Mapping[int, Files]) -> Finding:
-    """Warning where other nodes' files come late, or locks do not hold."""
+    """Warning if other nodes' files appear late, or locks do not hold."""
     slowest = max(seen, key=lambda rank: seen[rank].seen_after_seconds)
     total = sum(files.rate for files in seen.values())
     write = max(files.write_seconds for files in seen.values())

@@ -1,4 +1,4 @@
-"""What a check is and what it says: every item of the preflight is an `Item`, and ends as a `Finding`.
+"""Checks and their results: every item of the preflight is an `Item`, and ends as a `Finding`.
 
 Findings are printed as a table for people or as JSON for programs.
 """
@@ -41,7 +41,7 @@ class Where(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What came of one item: `found` in a line or a few, `advice` says what to do, `figures` are for programs."""
+    """The result of one item: `found` in a few lines, `advice` for the user, `figures` for programs."""
 
     level: Level
     found: str
@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Context:
-    """What a check may use. `job`, the composed config, is there once the item `config` has run."""
+    """Inputs of a check. `job`, the composed config, is set once the item `config` has run."""
 
     allocation: Allocation
     name: str  # of the file in conf/
@@ -63,7 +63,7 @@ class Context:
 
     @property
     def config(self) -> JobRun:
-        """The composed config. Raises ConfigError where it could not be composed."""
+        """The composed config. Raises ConfigError if composing it failed."""
         if self.job is None:
             raise ConfigError(f"the config {self.name} could not be composed")
         return self.job
@@ -71,10 +71,10 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """One check: some ranks `observe`, each by itself or with the others, and rank 0 judges what they saw.
+    """One check: some ranks `observe`, alone or collectively, and rank 0 judges the observations.
 
     `observe` returns an instance of `kind` (a dataclass of JSON values) or raises; whatever it raises is fatal and named with its ranks.
-    `judge` gets the observations by rank. An item is not run where one that it `needs` was fatal or was not run itself for that reason.
+    `judge` gets the observations by rank. An item is skipped if one that it `needs` was fatal or skipped for that reason.
     """
 
     name: str  # for --only
@@ -118,7 +118,7 @@ def console() -> Console:
 
 
 def show(name: str, findings: Mapping[str, Finding], out: Console) -> None:
-    """Print all items, and in one line what follows."""
+    """Print all items and a one-line conclusion."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for header in ("item", "", "found", "what to do", "time"):
         table.add_column(header, justify="right" if header == "time" else "left", ratio=None, overflow="fold")
@@ -134,7 +134,7 @@ def show(name: str, findings: Mapping[str, Finding], out: Console) -> None:
 
 
 def summary(findings: Mapping[str, Finding]) -> str:
-    """`ready`, or what stands in the way."""
+    """`ready`, or the obstacles."""
     fatal = [name for name, finding in findings.items() if finding.level is Level.fatal]
     warnings = [name for name, finding in findings.items() if finding.level is Level.warning]
     noted = f" ({len(warnings)} {'warning' if len(warnings) == 1 else 'warnings'}: {', '.join(warnings)})" if warnings else ""

@@ -28,7 +28,7 @@ class Measured:
 
 
 def ensure_group(context: Context) -> None:
-    """The process group that the items with collectives use; made by the first of them."""
+    """The process group for items with collectives; the first one makes it."""
     if not dist.is_initialized():
         allocation = context.allocation
         links.start_group(allocation.world, allocation.store, timeout_seconds=_GROUP_TIMEOUT_SECONDS)
@@ -40,7 +40,7 @@ def _observe(context: Context) -> Measured:
 
 
 def judge(context: Context, seen: Mapping[int, Measured]) -> Finding:
-    """Warning where a link has less than half of its class's median, or (on GPUs) a class a quarter of what the cluster file says."""
+    """Warning if a link has less than half of its class's median, or (on GPUs) a class a quarter of the cluster file's rate."""
     found = [_link(raw) for measured in seen.values() for raw in measured.links]
     if not found:
         return Finding(level=Level.ok, found="one rank: nothing to measure")

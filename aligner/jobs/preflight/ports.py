@@ -23,7 +23,7 @@ _LOOPBACK = ("127.", "localhost", "[::1]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reached:
-    """From one node: where its servers would be, and whose it could not reach, with the reason."""
+    """One node's server addresses, and the servers it could not reach, with the reason."""
 
     addresses: dict[str, str] = field(default_factory=dict)  # server -> host:port
     unreachable: dict[str, str] = field(default_factory=dict)  # server -> why
@@ -62,7 +62,7 @@ def _observe(context: Context) -> Reached:
 
 
 def _check_certificates(config: JobRun, wanted: Mapping[str, ServerConfig]) -> None:
-    """Raise ConfigError where a certificate or the run's secret cannot be used."""
+    """Raise ConfigError if a certificate or the run's secret is unusable."""
     directory = RunDirectory(Path(config.run.directory))
     for server in wanted.values():
         Access.for_server(directory.secret, server)
@@ -71,7 +71,7 @@ def _check_certificates(config: JobRun, wanted: Mapping[str, ServerConfig]) -> N
 
 
 def _reach_neighbour(context: Context, own: Mapping[str, str]) -> dict[str, str]:
-    """Connect to the servers of the next node; why it failed, by server."""
+    """Connect to the servers of the next node; failures by server."""
     allocation = context.allocation
     leaders = allocation.leaders()
     allocation.put(f"addresses/{allocation.rank}", dict(own))
@@ -98,7 +98,7 @@ def _has_other_components() -> bool:
 
 
 def judge(context: Context, seen: Mapping[int, Reached]) -> Finding:
-    """Fatal where a server cannot be reached from another node, or two with the same fixed port could meet on one."""
+    """Fatal if a server is unreachable from another node, or two with the same fixed port could share one."""
     wanted = servers(context.config)
     if not wanted:
         return Finding(level=Level.ok, found="this run has no servers")

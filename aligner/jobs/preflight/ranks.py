@@ -1,4 +1,4 @@
-"""Who came: all ranks once, with the sizes and the config that the job wants, and the same software on every one."""
+"""Checks that all ranks came once, with the job's sizes and config, and the same software on each."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _main(config: JobRun) -> str:
 
 
 def _judge_sizes(size: int, config: JobRun, mark: str) -> Finding:
-    """Whether as many ranks came as a component of the config has, or all of them, and whether the layouts divide."""
+    """Whether the rank count matches a component of the config, or all together, and whether the layouts divide."""
     wanted = wanted_ranks(config)
     layouts = {_main(config): config.parallel} | {server.name: server.parallel for server in config.servers()}
     for name, count in wanted.items():
@@ -177,7 +177,7 @@ def _observe(_: Context) -> Versions:
 
 
 def judge(context: Context, seen: Mapping[int, Versions]) -> Finding:
-    """Fatal where a rank differs from rank 0 in anything, or has no Megatron-Core."""
+    """Fatal if a rank differs from rank 0 in anything, or has no Megatron-Core."""
     ours = seen[0].of
     differing: dict[str, list[int]] = {}
     for rank, versions in seen.items():

@@ -27,7 +27,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """What one node made of the data sets' beginnings."""
+    """One node's reading of the data sets' first records."""
 
     summaries: list[str] = field(default_factory=list)
     digest: str = ""
@@ -37,7 +37,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """Rewards for the sample's own answers and for empty responses; no rewards where the run has no such function."""
+    """Rewards for the sample's own answers and for empty responses; none if the run has no reward function."""
 
     function: str = ""
     answers: list[float] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Scores:
 
 
 def fitted(config: JobRun) -> JobRun:
-    """The config with the lengths that the job will have. Raises ConfigError where some do not fit the model."""
+    """The config with the job's lengths filled in. Raises ConfigError if some do not fit the model."""
     from aligner.loop.parts import with_lengths  # Megatron-Core comes with it
 
     return with_lengths(config)
@@ -73,7 +73,7 @@ def _observe_data(context: Context) -> Sample:
 
 
 def judge_data(context: Context, seen: Mapping[int, Sample]) -> Finding:
-    """Bad lines have been raised already, unless they are to be skipped."""
+    """Bad lines have already raised, unless they are skipped."""
     first = seen[0]
     if others := [rank for rank, sample in seen.items() if sample.digest != first.digest]:
         text = f"{who(context.allocation, others)}: other records under the same name than on {context.allocation.node_of(0)}"
@@ -120,7 +120,7 @@ def _observe_reward(context: Context) -> Scores:
 
 
 def _judged(config: OnlineRun) -> tuple[OnlineRun, Sequence[Any], Tokenizer, int]:
-    """What `OnlineRun.describe_judge` asks for."""
+    """The arguments of `OnlineRun.describe_judge`."""
     from aligner.models.create import context_length, read_architecture  # Megatron-Core comes with it
 
     model = config.models()[0]
@@ -131,7 +131,7 @@ def _judged(config: OnlineRun) -> tuple[OnlineRun, Sequence[Any], Tokenizer, int
 
 
 def local_rewards(config: OnlineRun) -> dict[str, tuple[str, Callable[[Decode], RewardModel]]]:
-    """Setting, name and builder of what judges responses without a reward server: all but a reward model."""
+    """Setting, name and builder of every reward without a server: all but a reward model."""
     from aligner.rewards.compose import composed_reward, formula
     from aligner.rewards.local import function_reward
 
@@ -147,7 +147,7 @@ def local_rewards(config: OnlineRun) -> dict[str, tuple[str, Callable[[Decode], 
 
 
 def _score(reward: Any, prompts: Sequence[Any], responses: Sequence[list[int]], tokenizer: Tokenizer) -> list[float]:
-    """Rewards of responses (the end token where one is empty). Raises RewardError, or DataError for one that is not finite."""
+    """Rewards of responses (the end token for an empty one). Raises RewardError, or DataError for one that is not finite."""
     from aligner.types import FinishReason, Rollout
 
     rollouts = []
@@ -162,7 +162,7 @@ def _score(reward: Any, prompts: Sequence[Any], responses: Sequence[list[int]], 
 
 
 def judge_reward(context: Context, seen: Mapping[int, Scores]) -> Finding:
-    """A warning where an empty response is worth as much as the answers."""
+    """Warning if an empty response scores as high as the answers."""
     first = seen[0]
     accuracy = f"; {first.accuracy} judges validation" if first.accuracy else ""
     if first.judge:

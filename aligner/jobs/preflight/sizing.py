@@ -1,4 +1,4 @@
-"""The memory and the GPUs that the ranks have, the plan against that memory, and the checkpoints against the free space."""
+"""The ranks' memory and GPUs, the plan against that memory, and the checkpoints against the free space."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What one rank finds: its GPU, or the node's processor; sizes in bytes, 0 where there is no GPU."""
+    """One rank's hardware: its GPU, or the node's processor; sizes in bytes, 0 without a GPU."""
 
     gpus: int  # visible to the rank
     gpu: str  # name of the rank's own
@@ -63,7 +63,7 @@ def _observe(context: Context) -> Machine:
 
 
 def host_bytes(limits: tuple[str, ...] = _CGROUP_LIMITS) -> int:
-    """The machine's memory, or what the scheduler leaves to this job of it."""
+    """The machine's memory, or the scheduler's limit for this job."""
     total = psutil.virtual_memory().total
     for path in map(Path, limits):
         if path.is_file() and (text := path.read_text().strip()).isdigit():
@@ -79,7 +79,7 @@ def _size(path: Path) -> int:
 
 
 def judge(context: Context, seen: Mapping[int, Machine]) -> Finding:
-    """Fatal: no GPU where the config is for GPUs, more ranks than GPUs, several kinds of GPU. Warning: memory that others hold."""
+    """Fatal: no GPU where the config is for GPUs, more ranks than GPUs, several kinds of GPU. Warning: memory held by others."""
     allocation, first = context.allocation, seen[0]
     wants_gpus = context.config.cluster.device == Device.gpu
     without = [rank for rank, machine in seen.items() if not machine.gpus]
@@ -134,7 +134,7 @@ _LAUNCHER = re.compile(r"(SLURM|PMI|PMIX|OMPI|TORCHELASTIC)_|(RANK|WORLD_SIZE|LO
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """What `aligner plan` says of the job on these machines; sizes in bytes."""
+    """The result of `aligner plan` for these machines; sizes in bytes."""
 
     problems: list[str] = field(default_factory=list)
     peak: dict[str, int] = field(default_factory=dict)  # component -> fullest moment of a rank
@@ -156,7 +156,7 @@ def _observe_plan(context: Context) -> Planned:
 
 
 def real_cluster(context: Context) -> list[str]:
-    """Overrides that put the memory found here in place of the cluster file's."""
+    """Overrides that replace the cluster file's memory by that found here."""
     figures = context.findings["devices"].figures if "devices" in context.findings else {}
     if "host_gib" not in figures:
         return []
@@ -179,7 +179,7 @@ def real_vocabularies(config: JobRun) -> list[str]:
 
 
 def run_plan(context: Context, overrides: Sequence[str], *, timeout_seconds: float) -> Planned:
-    """Plan in a process of its own, which can have the fake world that planning needs. Raises ConfigError with what it said."""
+    """Plan in a separate process, which can have the required fake world. Raises ConfigError with its output."""
     environment = {name: value for name, value in os.environ.items() if not _LAUNCHER.match(name)}
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "plan.json"
@@ -198,7 +198,7 @@ def run_plan(context: Context, overrides: Sequence[str], *, timeout_seconds: flo
 
 
 def read_plan(tree: Mapping[str, Any], config: JobRun) -> Planned:
-    """What the preflight needs of a plan's JSON. Pure."""
+    """The preflight's part of a plan's JSON. Pure."""
     components: Mapping[str, Mapping[str, Any]] = tree["components"]
     trained = {name: one for name, one in components.items() if one["micro_batches"] is not None}
     return Planned(
@@ -214,7 +214,7 @@ def _weight_bytes(dtype: str) -> int:
 
 
 def judge_plan(context: Context, seen: Mapping[int, Planned]) -> Finding:
-    """Fatal where a component does not fit what is here."""
+    """Fatal if a component does not fit these machines."""
     plan = seen[0]
     figures = {f"{name}_peak_bytes": float(size) for name, size in plan.peak.items()}
     figures |= {"limit_bytes": float(plan.limit), "checkpoint_bytes": float(sum(plan.checkpoint.values()))}

@@ -20,7 +20,7 @@ SAMPLE = "The quick brown fox: 3 + 4 = 7, naïve café, 你好.\n\tdef f(x): ret
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """What one node's tokenizers made of a sample."""
+    """One node's tokenization of a sample."""
 
     described: dict[str, str] = field(default_factory=dict)  # component -> a few words
     digests: dict[str, str] = field(default_factory=dict)  # component -> of the sample's ids and the special tokens
@@ -55,7 +55,7 @@ def _observe(context: Context) -> Tokens:
 
 
 def look(tokenizer: Tokenizer, config: JobRun) -> tuple[str, list[str]]:
-    """(a few words, notes). Raises ConfigError where the data need a chat template that is not there or does not work."""
+    """(a few words, notes). Raises ConfigError if the data need a chat template that is missing or broken."""
     notes = []
     back = tokenizer.decode(tokenizer.encode(SAMPLE))
     if back.strip() != SAMPLE.strip():
@@ -76,13 +76,13 @@ def look(tokenizer: Tokenizer, config: JobRun) -> tuple[str, list[str]]:
 
 
 def digest(tokenizer: Tokenizer) -> str:
-    """Of the ids of a sample and of the special tokens: two that agree in it encode alike."""
+    """A digest of a sample's ids and of the special tokens; equal digests mean equal encoding."""
     ids = [tokenizer.encode(SAMPLE), tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size]
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
 
 
 def judge(context: Context, seen: Mapping[int, Tokens]) -> Finding:
-    """Fatal where nodes or components disagree: token ids are what they send each other."""
+    """Fatal if nodes or components disagree: they exchange token ids."""
     first = seen[0]
     if others := [rank for rank, tokens in seen.items() if tokens.digests != first.digests]:
         text = f"{who(context.allocation, others)}: another tokenizer under the same path than on {context.allocation.node_of(0)}"

@@ -1,4 +1,4 @@
-"""Are the models' files whole? Only headers, indexes and sizes are read, not the weights."""
+"""Are the models' files complete? Only headers, indexes and sizes are read, not the weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OUTPUT_LAYER = "output_layer.weight"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Readable:
-    """What one node read of the models' files: component -> a few words; notes are warnings."""
+    """One node's reading of the models' files: component -> a few words; notes are warnings."""
 
     described: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ def check_model(model: UsedModel) -> tuple[str, list[str]]:
 
 
 def resumed_from(config: JobRun) -> dict[str, Path]:
-    """The newest checkpoints of the run directory, from which this run would go on: name of the model -> directory."""
+    """The run directory's newest checkpoints, from which this run would resume: model name -> directory."""
     folder = Path(config.run.directory).expanduser() / "checkpoints"
     return {path.parent.name: resolve(path.parent) for path in sorted(folder.glob("*/latest"))}
 
@@ -83,7 +83,7 @@ def check_checkpoint(directory: Path) -> tuple[str, str]:
 
 
 def check_names(directory: Path, architecture: Architecture, names: set[str], *, is_scalar: bool) -> None:
-    """Raise CheckpointError where a tensor that the model needs is in no file."""
+    """Raise CheckpointError if a tensor that the model needs is in no file."""
     from aligner.models.families import weight_names
 
     table = weight_names(architecture)
@@ -104,7 +104,7 @@ def _needed(architecture: Architecture, is_scalar: bool) -> Iterator[str]:
 
 
 def judge(context: Context, seen: Mapping[int, Readable]) -> Finding:
-    """What cannot be read has been raised already."""
+    """Unreadable files have already raised."""
     first = seen[0]
     found = "\n".join(f"{component}: {words}" for component, words in first.described.items())
     if first.notes:
