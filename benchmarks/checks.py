@@ -48,7 +48,7 @@ def measure(name: str, rows: int, length: int, pairs: int) -> dict[str, float]:
 
     tokens = torch.tensor(random_prompts(SIZES[name], count=rows, length=length, seed=1))
     batch = LabeledBatch(tokens=tokens, lengths=torch.full((rows,), length), loss_mask=torch.arange(length).expand(rows, length) > 0)
-    off = mock.patch.object(finite, "spoilt_parameters", lambda runners, limit: "")
+    off = mock.patch.object(finite, "non_finite_parameters", lambda runners, limit: "")
     with tempfile.TemporaryDirectory() as folder:
         write_model(SIZES[name], Path(folder) / "model", positions=length, seed=0)
         model = ModelConfig(path=f"{folder}/model", micro_batch_size=rows)

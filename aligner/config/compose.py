@@ -270,7 +270,7 @@ def _check_overrides(overrides: Sequence[str], keys: list[SchemaKey], folders: S
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key, text = override.key_or_group, override.input_line
         is_group = key in groups
-        if key.startswith("hydra."):
+        if key.startswith(("hydra.", "hydra/")):
             continue
         if not key:
             raise ConfigError(f"{text!r} names no setting; settings are written key=value")

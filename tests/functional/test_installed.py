@@ -33,7 +33,9 @@ def installed(tmp_path_factory) -> Path:
     (wheel,) = folder.glob("*.whl")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", f"--target={packages}", str(wheel)]
     subprocess.run(install, check=True, timeout=TIMEOUT)
-    (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # files *.pth in it are not read
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():  # links: PyTriton looks for its libraries beside itself
+        if not entry.name.startswith(("aligner", "__editable__", "__pycache__")) and not (packages / entry.name).exists():
+            (packages / entry.name).symlink_to(entry)
     return folder / "venv" / "bin"
 
 
@@ -71,7 +73,7 @@ def test_a_strangers_package_brings_a_recipe_an_estimator_and_a_reward(installed
     settings = [one for one in tiny_settings(tmp_path) if one.startswith(("model.", "logging."))] + ["loop.max_steps=1"]
     (tmp_path / "sft.jsonl").write_text('{"prompt": "3+4=", "response": "7"}\n' * 8)
     assert "runs/dft" in run(installed, tmp_path, "train", "dft", "--cfg", "job", "data.train=x")
-    assert "trainer on 1 rank" in run(installed, tmp_path, "plan", "dft", *settings, "data.max_length=16")
+    assert "trainer on 1 rank" in run(installed, tmp_path, "plan", "dft", "model=qwen2_5_1_5b", "data.max_length=512")
     run(installed, tmp_path, "launch", "local", "dft", *settings, "data.train=sft.jsonl", "data.max_length=16", "algorithm.batch_size=8")
     assert (tmp_path / "runs" / "dft" / "done.json").is_file()
     settings = [*tiny_settings(tmp_path), "loop.max_steps=1", "run.directory=grpo", "reward.function.path=dft:brief"]
@@ -108,7 +110,9 @@ def test_a_slurm_job_of_a_wheel(slurm: SlurmCluster, installed: Path, tmp_path: 
     directory, script = tmp_path / "run", Path(run(installed, tmp_path, "where", "slurm").strip()) / "smoke_cpu.sub"
     environment = {"ALIGNER_VENV": str(installed.parent), "ALIGNER_PREFLIGHT": "0", "OMP_NUM_THREADS": "1"}
     place = {"directory": tmp_path, "cwd": tmp_path, "logs": directory / "logs"}
-    settings = (f"run.directory={directory}", "loop.max_steps=2")
+    digits = Path(run(installed, tmp_path, "where", "examples").strip()) / "nlp" / "data" / "digits"
+    settings = (f"run.directory={directory}", "loop.max_steps=2", f"model.tokenizer={digits / 'tokenizer'}")
+    settings += (f"data.train={digits / 'prompts.jsonl'}",)
     job = slurm.submit(script, *settings, options=(f"--output={tmp_path}/%x-%j.out",), environment=environment, **place)
     job.wait("COMPLETED", timeout_seconds=600)
     assert (directory / "done.json").is_file() and job.orphans() == []

@@ -48,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     run_job(LAUNCH, whole, settings(folder, 0.0))
     with Job(LAUNCH, killed, settings(folder, 0.3)) as job:
         job.reached(3)
-        ranks = sorted(pid for pid, command in job.processes().items() if "train_grpo.py" in command)
+        ranks = sorted(pid for pid, command in job.processes().items() if "aligner.cli train grpo" in command)
         kill(ranks[1])
         assert job.wait() != 0
         assert eventually(lambda: not job.processes(), 60.0)  # the launcher ended the other rank

@@ -12,9 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from training_jobs import ROOT, Job, eventually, kill, run_job, script
-
-from aligner.algorithms.registry import recipes
+from training_jobs import ROOT, Job, eventually, kill, run_job
 
 pytestmark = pytest.mark.timeout(900)
 SHOWN = ["logging.tensorboard=false", "logging.progress=plain"]
@@ -32,7 +30,7 @@ def program():
 
 def launch(recipe: str, directory: Path, settings: Sequence[str]) -> None:
     """One job; those in KILLED are killed when their first part is there, and started again."""
-    command, settings = script(recipes()[recipe].script), [*settings, *SHOWN]
+    command, settings = (sys.executable, "-u", "-m", "aligner.cli", "train", recipe), [*settings, *SHOWN]
     if directory.name in KILLED:
         settings.append("algorithm.part_size=20")
         part = directory / "written" / "parts" / "part_000000.jsonl"
