@@ -73,7 +73,7 @@ def test_a_strangers_package_brings_a_recipe_an_estimator_and_a_reward(installed
     settings = [one for one in tiny_settings(tmp_path) if one.startswith(("model.", "logging."))] + ["loop.max_steps=1"]
     (tmp_path / "sft.jsonl").write_text('{"prompt": "3+4=", "response": "7"}\n' * 8)
     assert "runs/dft" in run(installed, tmp_path, "train", "dft", "--cfg", "job", "data.train=x")
-    assert "trainer on 1 rank" in run(installed, tmp_path, "plan", "dft", "model=qwen2_5_1_5b", "data.max_length=512")
+    assert "trainer on 1 rank" in run(installed, tmp_path, "plan", "dft", "model=qwen2_5_1_5b", "+cluster=dgx_h100", "data.max_length=512")
     run(installed, tmp_path, "launch", "local", "dft", *settings, "data.train=sft.jsonl", "data.max_length=16", "algorithm.batch_size=8")
     assert (tmp_path / "runs" / "dft" / "done.json").is_file()
     settings = [*tiny_settings(tmp_path), "loop.max_steps=1", "run.directory=grpo", "reward.function.path=dft:brief"]
