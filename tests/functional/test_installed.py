@@ -99,7 +99,7 @@ def test_the_demo_of_a_wheel(installed: Path, tmp_path: Path) -> None:
     """Not to its end: three PPO steps teach nothing, which is an error."""
     out = run(installed, tmp_path, "demo", "--steps", "3", "--directory", "demo", code=1)
     records = [json.loads(line) for line in (tmp_path / "demo" / "ppo" / "metrics.jsonl").read_text().splitlines()]
-    assert len(records) == 3 and "ppo" in out
+    assert [record["step"] for record in records] == [0, 1, 2, 3] and "PPO" in out
 
 
 @pytest.mark.slurm
