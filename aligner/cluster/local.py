@@ -2,8 +2,8 @@
 
     code = launch(
         [
-            Component(name="critic", command=(sys.executable, "examples/nlp/serve_critic.py", ...), num_processes=2),
-            Component(name="actor", command=(sys.executable, "examples/nlp/train_ppo_actor.py", ...), main=True),
+            Component(name="critic", command=(sys.executable, "-m", "aligner.cli", "serve", "critic", ...), num_processes=2),
+            Component(name="actor", command=(sys.executable, "-m", "aligner.cli", "train", "ppo", ...), main=True),
         ],
         run_directory=RunDirectory(path).create(),
         expect_services=("critic",),

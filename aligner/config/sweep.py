@@ -92,6 +92,8 @@ class _Task:
         print(f"\n=== run {job.job.num}: {_own(overrides, self.fixed) or self.config}", flush=True)
         program = ["-m", "aligner.cli", "launch", "local", self.config, *overrides, *self.more, override("run.directory", directory)]
         _run([sys.executable, "-u", *program])
+        if not RunDirectory(directory).done.is_file():  # said at once: not every sweeper reports its runs at the end
+            print(f"run {job.job.num} did not finish; its logs: {RunDirectory(directory).logs}", file=sys.stderr, flush=True)
         metric = OmegaConf.select(config, "checkpoint.best_metric", default="")
         return _newest(directory, metric) if metric else None
 

@@ -71,7 +71,7 @@ class Options:
 
 
 def gap(name: str, overrides: Sequence[str], options: Options) -> int:
-    """Compare engine and trainer of `conf/<name>.yaml` with `overrides`, or of a run directory. Returns 0, or 1 if they differ
+    """Compare engine and trainer of the config `name` with `overrides`, or of a run directory. Returns 0, or 1 if they differ
     by more than rounding. Raises ConfigError for a recipe that does not sample."""
     config = load(name, overrides, random_prompts=options.random_prompts)
     world, _ = launch.detect_world(os.environ)

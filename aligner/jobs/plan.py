@@ -28,7 +28,7 @@ DOES_NOT_FIT = 1  # exit code; a mistake in the config is 2, as everywhere
 
 
 def plan(name: str, overrides: Sequence[str], *, searches: bool = False, top: int = 5, json_path: Path | None = None) -> int:
-    """Plan `conf/<name>.yaml`; prints tables, returns the exit code. Raises ConfigError if the sizes do not divide."""
+    """Plan the config `name`; prints tables, returns the exit code. Raises ConfigError if the sizes do not divide."""
     job = plan_job(name, overrides, searches=searches, top=top)
     report.show(job, report.console())
     if json_path is not None:

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--script", type=Path, required=True, help="the batch script itself, for the jobs that follow")
     parser.add_argument("--config", required=True, help="such as ppo_70b")
     parser.add_argument("--set", dest="fixed", action="append", default=[], metavar="key=value", help="a setting of the script itself")
-    parser.add_argument("overrides", nargs="*", help="settings, as for the scripts in examples/nlp")
+    parser.add_argument("overrides", nargs="*", help="settings, as for `aligner train`")
     arguments = parser.parse_args(argv)
     requests = StopRequests()
     requests.install()

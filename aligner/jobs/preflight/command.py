@@ -243,7 +243,7 @@ class Options:
 
 
 def preflight(name: str, overrides: Sequence[str], options: Options, *, end: Callable[[int], Any] = os._exit) -> int:
-    """Check the requirements of `conf/<name>.yaml` with `overrides` on the started ranks. Returns 0, or 2 if any finding is fatal.
+    """Check the requirements of the config `name` with `overrides` on the started ranks. Returns 0, or 2 if any finding is fatal.
 
     Every rank calls it. If a normal exit could block for ever (a check hangs in an uninterruptible call, another rank may hang in a
     collective), `end` is called with the exit code. Raises LaunchError if rank 0 is unreachable.
