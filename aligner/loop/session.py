@@ -54,7 +54,7 @@ _HARMLESS = (
     *(
         f"*model.{name}"
         for name in (
-            *("micro_batch_size", "micro_batch_tokens", "packing", "share_prompts", "recompute", "transformer_engine", "batch_invariant"),
+            *("micro_batch_size", "micro_batch_tokens", "packing", "share_prompts", "recompute", "layers", "batch_invariant"),
             *("logits_chunk_size", "make_vocab_divisible_by"),
         )
     ),

@@ -17,7 +17,7 @@ from torch import Tensor
 from aligner.models.batch_invariant import INVARIANT
 from aligner.models.config import Architecture, ModelConfig, PositionEmbedding, Recompute
 from aligner.models.initialise import initialise
-from aligner.models.layers import ORDINARY, block_spec
+from aligner.models.layers import ORDINARY, block_spec, finish_transformer_engine
 from aligner.models.lora import attach
 from aligner.models.megatron_config import transformer_config
 from aligner.models.scalar_head import VALUES, ScalarHead
@@ -111,6 +111,8 @@ class Transformer(GPTModel):
             share_embeddings_and_output_weights=tied,
             vp_stage=stage.vp_stage,
         )
+        if config.transformer_impl == "transformer_engine":
+            finish_transformer_engine(self.decoder)
         if learned and stage.pre_process:
             positions = self.embedding.position_embeddings.weight  # Megatron-Core makes it in torch's default precision
             positions.data = positions.data.to(config.params_dtype)  # not Module.to: the planner's fake tensors cannot be swapped
