@@ -123,6 +123,8 @@ class Transformer(GPTModel):
         embedded, rotary, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **options)
         if rotary is not None and isinstance(packed_seq_params, SegmentedPackedSeqParams):
             rotary = rotary[packed_seq_params.positions]  # slot by slot: a row goes on behind its prompt, not at 0
+            if packed_seq_params.cu_seqlens_q is None:  # [T, 1, D] for [T, heads, D]: Megatron-Core then looks for no sequences
+                rotary = rotary.squeeze(1)
         if self._embedding_needs_gradient and self.pre_process and torch.is_grad_enabled():
             embedded = embedded.detach().requires_grad_()
         return (embedded, rotary, *rest)

@@ -80,7 +80,7 @@ class TrainableModel:
             cp_size=topology.cp_size,
             sequence_parallel_size=topology.tp_size if self.config.sequence_parallel else 1,
             packed=training.packing,
-            segmented=self.config.transformer_impl == "local" and topology.cp_size == 1,
+            segmented=self.config.transformer_impl == "local",
             share_prompts=training.share_prompts,
             token_multiple=FP8_TOKENS if self.config.fp8 else 1,
             fixed_tokens=training.micro_batch_tokens if self.config.tp_comm_overlap else 0,
