@@ -51,6 +51,12 @@ class Dtype(str, Enum):
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one number; `auto` counts as float32."""
+        return 2 if self in (Dtype.bfloat16, Dtype.float16) else 4
 
 
 @dataclass(kw_only=True, slots=True)
@@ -232,7 +238,7 @@ class ModelConfig:
     path: str = ""  # Hugging Face directory or a checkpoint of this project; empty: random weights from `architecture`
     tokenizer: str = ""  # tokenizer directory; empty: the one beside the weights
     architecture: Architecture = field(default_factory=Architecture)
-    dtype: Dtype = Dtype.auto  # of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU
+    dtype: Dtype = Dtype.auto  # of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU; float16 scales its losses
     seq_length: int = 0  # longest sequence of the run; 0: the model's max_position_embeddings
     micro_batch_size: int = 4  # rows per forward pass
     micro_batch_tokens: int = 0  # 0: micro_batch_size rows; else as many rows of like length as fit in this number of tokens

@@ -22,7 +22,7 @@ __all__ = ["check_divisible", "resolve_dtype", "transformer_config"]
 
 def resolve_dtype(dtype: Dtype) -> torch.dtype:
     """The torch dtype that a config asks for."""
-    return platform.default_dtype() if dtype == Dtype.auto else {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}[dtype]
+    return platform.default_dtype() if dtype is Dtype.auto else getattr(torch, dtype.value)
 
 
 def transformer_config(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool) -> TransformerConfig:
@@ -55,6 +55,7 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         calculate_per_token_loss=True,  # gradients of sums; divided once by the global count
         use_cpu_initialization=not torch.cuda.is_available() or not load,
         # Of torch's layers; the output layer, which is never called, would refuse it where Apex is absent. See `fuse_weight_gradients`.
