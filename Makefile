@@ -20,7 +20,7 @@ ARGS ?=
 # A file of tests stays in one process (its fixtures are whole jobs); the files are shared out. TEST_PROCESSES=0 runs all in one.
 TEST_PROCESSES ?= logical
 
-.PHONY: help house same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full lint format hooks docs clean
+.PHONY: help house same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full transformer-engine lint format hooks docs clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -73,6 +73,15 @@ bench-full: $(STAMP) ## the same on all sizes and batches and against all compet
 	@$(RUN_ENV) $(BIN)/python benchmarks/asynchronous.py
 	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py $(ARGS)
 	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py --sizes large --rounds 1 --steps 1 $(ARGS)
+
+# The wheel has Python code only; what is compiled is another package, which is not fetched.
+TRANSFORMER_ENGINE := build/transformer_engine
+transformer-engine: $(TRANSFORMER_ENGINE)/.version-2.9.0 ## Transformer Engine's Python code (1 MB), for the tests that build models of its modules
+
+$(TRANSFORMER_ENGINE)/.version-%: | $(STAMP)
+	@rm -rf $(TRANSFORMER_ENGINE)
+	@$(BIN)/python -m pip install --quiet --no-deps --only-binary :all: --target $(TRANSFORMER_ENGINE) transformer_engine==$*
+	@touch $@
 
 lint: $(STAMP) ## ruff, types (mypy) and the level order
 	@$(BIN)/ruff check .

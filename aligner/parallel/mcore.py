@@ -161,8 +161,10 @@ def transformer_engine_specs(
 
     te = _te_extension()
     layer = get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, moe_grouped_gemm=grouped_experts, qk_layernorm=qk_layernorm)
+    parts = layer.submodules
+    # A norm has one name in checkpoints, whoever's module it is. Megatron-Core's local layers say so, these not for norms of their own.
+    parts.sharded_state_dict_keys_map = dict(get_gpt_layer_local_spec().submodules.sharded_state_dict_keys_map)
     if split_norms:
-        parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = te.TENorm
         parts.self_attention.submodules.linear_qkv = te.TEColumnParallelLinear
         if not num_experts:
