@@ -7,15 +7,18 @@ of files, checkpoints, other layouts and engines fit, whoever's the layers are. 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-WHEEL = ROOT / "build" / "transformer_engine"
+WHEEL = ROOT / "build" / "transformer_engine-2.9.0"
+LATER = ROOT / "build" / "megatron_core-0.19.2"  # its Python code runs on every Python that this project does
 JOB = ROOT / "tests" / "fakes" / "transformer_engine_job.py"
 
 pytestmark = pytest.mark.skipif(not (WHEEL / "transformer_engine").is_dir(), reason="no Transformer Engine code: make transformer-engine")
@@ -35,18 +38,34 @@ def gpu_recipes() -> list[str]:
     return found
 
 
-def built(wanted: list[tuple[str, list[str]]]) -> list[dict[str, Any]]:
+@pytest.fixture(params=["installed", "0.19.2"])
+def megatron_core(request) -> list[str]:
+    """Where to look for Megatron-Core first."""
+    if request.param == "installed":
+        return []
+    if metadata.version("megatron-core") == request.param:
+        pytest.skip("it is the installed one")
+    if not (LATER / "megatron").is_dir():
+        pytest.skip("no Megatron-Core 0.19.2: make transformer-engine")
+    return [str(LATER)]
+
+
+def built(wanted: list[tuple[str, list[str]]], megatron_core: list[str]) -> list[dict[str, Any]]:
     """What the job says of each component, in a process of its own: Megatron-Core looks for Transformer Engine at its import."""
     command = [sys.executable, "-W", "ignore", str(JOB), str(WHEEL), json.dumps(wanted)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*megatron_core, str(ROOT)])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    versions = {one["versions"][0].partition("+")[0] for one in found}
+    assert versions == {"0.19.2" if megatron_core else metadata.version("megatron-core")}
+    return found
 
 
-def test_every_gpu_recipe_has_the_parameters_of_torchs_layers():
+def test_every_gpu_recipe_has_the_parameters_of_torchs_layers(megatron_core):
     recipes = gpu_recipes()
     assert {"sft_70b", "dpo_70b", "rm_70b", "grpo_70b", "ppo_8b", "ppo_70b", "ppo_175b", "ppo_long_context"} <= set(recipes)
-    components = built([(name, TOKENIZER) for name in recipes])
+    components = built([(name, TOKENIZER) for name in recipes], megatron_core)
     assert {one["config"][0] for one in components} == set(recipes)
     assert {one["component"] for one in components} >= {"trainer", "actor", "critic", "reward"}
     for one in components:
@@ -71,8 +90,8 @@ OTHERS = {
 }
 
 
-def test_models_that_no_recipe_names():
-    found = built([("sft_70b", overrides) for overrides, _, _ in OTHERS.values()])
+def test_models_that_no_recipe_names(megatron_core):
+    found = built([("sft_70b", overrides) for overrides, _, _ in OTHERS.values()], megatron_core)
     for one, (name, (_, modules, attention)) in zip(found, OTHERS.items(), strict=True):
         (stage,) = one["stages"]
         assert stage["differences"] == [], name
