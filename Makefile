@@ -75,7 +75,7 @@ bench-full: $(STAMP) ## the same on all sizes and batches and against all compet
 	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py --sizes large --rounds 1 --steps 1 $(ARGS)
 
 # Python code only: what is compiled of Transformer Engine is another package, and none of Megatron-Core's is called.
-transformer-engine: build/transformer_engine-2.9.0 build/megatron_core-0.19.2 ## Transformer Engine's Python code, for the tests that build models of it
+transformer-engine: build/transformer_engine-2.9.0 build/transformer_engine-2.20.2 build/megatron_core-0.19.2 ## Transformer Engine's Python code, for the tests that build models of it
 
 build/transformer_engine-% build/megatron_core-%: | $(STAMP)
 	@$(BIN)/python -m pip install --quiet --no-deps --only-binary :all: --python-version 3.12 --ignore-requires-python --target $@.part $(subst -,==,$(notdir $@))

@@ -101,15 +101,17 @@ def finish_transformer_engine(decoder: torch.nn.Module) -> None:
     """Mend what Megatron-Core's config cannot say of Transformer Engine's modules.
 
     Their products add weight gradients to the float32 buffers themselves: `gradient_accumulation_fusion` would ask the output layer for it
-    too, which needs Apex. And the weights of experts say along which dimension their ranks split them, which is not told to the modules.
+    too, which needs Apex. And the weights of experts say that, and along which dimension, their ranks split them, which is not told to the
+    modules.
     """
     for name, module in decoder.named_modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
-        if ".experts." in name and name.endswith("linear_fc2"):
+        if ".experts." in name and name.endswith(("linear_fc1", "linear_fc2")):
             for parameter in module.parameters():
                 if parameter.dim() == 2:
-                    parameter.partition_dim = 1
+                    parameter.tensor_model_parallel, parameter.partition_stride = True, 1
+                    parameter.partition_dim = 0 if name.endswith("linear_fc1") else 1
 
 
 def _local_layer(config: TransformerConfig, modules: LayerModules) -> Any:

@@ -88,7 +88,8 @@ class TrainableModel:
         )
         if self.config.tp_comm_overlap:
             length = input_shape([], self.splits)[1] // topology.cp_size
-            mcore.initialize_user_buffers((length, self.config.hidden_size), tp=topology.tp_size, fp8=bool(self.config.fp8))
+            shape, dtype = (length, self.config.hidden_size), self.config.params_dtype
+            mcore.initialize_user_buffers(shape, tp=topology.tp_size, dtype=dtype, fp8=bool(self.config.fp8))
         self.auxiliary = AuxiliaryLosses(self.chunks, aux=training.router_aux_loss_coef, z=training.router_z_loss_coef)
         self.host = HostMemory()
         self.loss_scale = LossScale()

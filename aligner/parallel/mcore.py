@@ -172,15 +172,16 @@ def transformer_engine_specs(
     return layer, te.TENorm
 
 
-def initialize_user_buffers(shape: tuple[int, int], *, tp: int, fp8: bool) -> None:
-    """Make the buffers through which Transformer Engine's layers exchange activations while they compute, for inputs of [tokens, hidden].
+def initialize_user_buffers(shape: tuple[int, int], *, tp: int, dtype: torch.dtype, fp8: bool) -> None:
+    """Make the buffers through which Transformer Engine's layers exchange activations of `dtype`, or of 8 bits, while they compute, for
+    inputs of [tokens, hidden].
 
     Collective, once in a process. Only without a `transformer_engine_problem`, of version 2.7 or newer.
     """
     from transformer_engine.pytorch.module import base
 
     mode = base.UserBufferQuantizationMode.FP8 if fp8 else base.UserBufferQuantizationMode.NONE
-    base.initialize_ub(shape=list(shape), tp_size=tp, quantization_modes=[mode], bootstrap_backend="nccl")
+    base.initialize_ub(shape=list(shape), tp_size=tp, quantization_modes=[mode], dtype=dtype, bootstrap_backend="nccl")
 
 
 if Adam is torch.optim.AdamW:

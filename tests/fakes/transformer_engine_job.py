@@ -5,12 +5,16 @@ Arguments: the folder of the unpacked wheel, and a JSON list of [config name, ov
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from transformer_engine_source import claimed_gpu, described, install
@@ -25,6 +29,7 @@ def main(folder: str, wanted: list[tuple[str, list[str]]]) -> None:
     from aligner.planner.dry_run import fake_world
 
     mcore.transformer_engine_problem = lambda: ""
+    check_user_buffers()
     done: dict[str, dict[str, Any]] = {}
     for name, overrides in wanted:
         for component in components(load(name, overrides)):
@@ -36,6 +41,18 @@ def main(folder: str, wanted: list[tuple[str, list[str]]]) -> None:
                     with fake_world(parallel, stage=stage):
                         done[key]["stages"].append(compared(component))
             print(json.dumps({"config": [name, *overrides], "component": component.name} | done[key]), flush=True)
+
+
+def check_user_buffers() -> None:
+    """Ask for the buffers of `parallel.tp_comm_overlap`. Raises TypeError where Transformer Engine's function takes other arguments."""
+    from transformer_engine.pytorch.module import base
+
+    from aligner.parallel import mcore
+
+    signature, asked = inspect.signature(base.initialize_ub), []
+    with mock.patch.object(base, "initialize_ub", lambda *args, **kwargs: asked.append(signature.bind(*args, **kwargs).arguments)):
+        mcore.initialize_user_buffers((64, 128), tp=2, dtype=torch.float16, fp8=False)
+    assert [(one["shape"], one["tp_size"], one["dtype"]) for one in asked] == [([64, 128], 2, torch.float16)]
 
 
 def compared(component: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import os
 import sys
 import types
@@ -29,12 +30,16 @@ REPLACED = (
 
 
 class Symbol:
-    """A name in the compiled library: it can be compared and put into tables, and not be called."""
+    """A name in the compiled library, or a type or number there: it can be compared and put into tables, and not be called."""
+
+    _numbers = itertools.count()
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._name, self._number = name, next(self._numbers)
 
-    def __getattr__(self, name: str) -> Symbol:
+    def __getattr__(self, name: str) -> Any:
+        if name == "__members__":  # of an enumeration: those that Python's copy of it has asked for
+            return {member: symbol for member, symbol in vars(self).items() if isinstance(symbol, Symbol)}
         if name.startswith("__"):
             raise AttributeError(name)
         symbol = Symbol(f"{self._name}.{name}")
@@ -51,7 +56,10 @@ class Symbol:
         return hash(self._name)
 
     def __index__(self) -> int:
-        return len(self._name)
+        return self._number
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return False
 
     def __or__(self, other: object) -> type:
         return object

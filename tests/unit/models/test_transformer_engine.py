@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-WHEEL = ROOT / "build" / "transformer_engine-2.9.0"
-LATER = ROOT / "build" / "megatron_core-0.19.2"  # its Python code runs on every Python that this project does
+BUILD = ROOT / "build"
 JOB = ROOT / "tests" / "fakes" / "transformer_engine_job.py"
-
-pytestmark = pytest.mark.skipif(not (WHEEL / "transformer_engine").is_dir(), reason="no Transformer Engine code: make transformer-engine")
+# (Transformer Engine, Megatron-Core; empty: the installed one). The Python code of 0.19.2 runs on every Python that this project does.
+VERSIONS = [("2.9.0", ""), ("2.20.2", "0.19.2")]
 
 TOKENIZER = ["model.tokenizer=not-read"]
 SMALL = [*TOKENIZER, "parallel.pp=1", "model.architecture.num_layers=2"]
@@ -38,34 +38,32 @@ def gpu_recipes() -> list[str]:
     return found
 
 
-@pytest.fixture(params=["installed", "0.19.2"])
-def megatron_core(request) -> list[str]:
-    """Where to look for Megatron-Core first."""
-    if request.param == "installed":
-        return []
-    if metadata.version("megatron-core") == request.param:
-        pytest.skip("it is the installed one")
-    if not (LATER / "megatron").is_dir():
-        pytest.skip("no Megatron-Core 0.19.2: make transformer-engine")
-    return [str(LATER)]
+@pytest.fixture(params=VERSIONS, ids=lambda pair: f"te{pair[0]}-core{pair[1] or '-installed'}")
+def built(request) -> Callable[[list[tuple[str, list[str]]]], list[dict[str, Any]]]:
+    """`built([(config, overrides)])`: what the job says of each component. In a process of its own: Megatron-Core looks for Transformer
+    Engine when it is imported."""
+    engine, core = request.param
+    wheels = [BUILD / f"transformer_engine-{engine}", *([BUILD / f"megatron_core-{core}"] if core else [])]
+    if missing := [wheel.name for wheel in wheels if not wheel.is_dir()]:
+        pytest.skip(f"no {missing[0]}: make transformer-engine")
+
+    def build(wanted: list[tuple[str, list[str]]]) -> list[dict[str, Any]]:
+        command = [sys.executable, "-W", "ignore", str(JOB), str(wheels[0]), json.dumps(wanted)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*wheels[1:], ROOT]))}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        versions = {(one["versions"][1], one["versions"][0].partition("+")[0]) for one in found}
+        assert versions == {(engine, core or metadata.version("megatron-core"))}
+        return found
+
+    return build
 
 
-def built(wanted: list[tuple[str, list[str]]], megatron_core: list[str]) -> list[dict[str, Any]]:
-    """What the job says of each component, in a process of its own: Megatron-Core looks for Transformer Engine at its import."""
-    command = [sys.executable, "-W", "ignore", str(JOB), str(WHEEL), json.dumps(wanted)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*megatron_core, str(ROOT)])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    versions = {one["versions"][0].partition("+")[0] for one in found}
-    assert versions == {"0.19.2" if megatron_core else metadata.version("megatron-core")}
-    return found
-
-
-def test_every_gpu_recipe_has_the_parameters_of_torchs_layers(megatron_core):
+def test_every_gpu_recipe_has_the_parameters_of_torchs_layers(built):
     recipes = gpu_recipes()
     assert {"sft_70b", "dpo_70b", "rm_70b", "grpo_70b", "ppo_8b", "ppo_70b", "ppo_175b", "ppo_long_context"} <= set(recipes)
-    components = built([(name, TOKENIZER) for name in recipes], megatron_core)
+    components = built([(name, TOKENIZER) for name in recipes])
     assert {one["config"][0] for one in components} == set(recipes)
     assert {one["component"] for one in components} >= {"trainer", "actor", "critic", "reward"}
     for one in components:
@@ -90,8 +88,8 @@ OTHERS = {
 }
 
 
-def test_models_that_no_recipe_names(megatron_core):
-    found = built([("sft_70b", overrides) for overrides, _, _ in OTHERS.values()], megatron_core)
+def test_models_that_no_recipe_names(built):
+    found = built([("sft_70b", overrides) for overrides, _, _ in OTHERS.values()])
     for one, (name, (_, modules, attention)) in zip(found, OTHERS.items(), strict=True):
         (stage,) = one["stages"]
         assert stage["differences"] == [], name
