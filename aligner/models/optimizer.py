@@ -38,7 +38,7 @@ class OptimizerConfig:
     clip_grad: float = 1.0  # longest gradient (global L2 norm); a longer one is scaled down to it; 0: off
     distributed: bool = True  # shard the optimizer's state over data-parallel ranks
     precision_aware: bool = False  # moments in bfloat16 (needs Transformer Engine)
-    initial_loss_scale: float = 4096.0  # of model.dtype=float16: the loss's factor at first, a power of two; an overflow halves it
+    initial_loss_scale: float = 1024.0  # of model.dtype=float16: the loss's factor at first, a power of two; an overflow halves it
     min_loss_scale: float = 1.0  # of model.dtype=float16: a gradient that overflows even with this is one that is not finite (guard)
     loss_scale_window: int = 500  # of model.dtype=float16: updates in a row without an overflow, after which the factor doubles
     offload: bool = False  # between training phases the optimizer's state and the gradients wait in host memory

@@ -45,7 +45,7 @@ def test_an_update_is_that_of_float32(distributed, make_model):
     half = policy(make_model, distributed=distributed)
     assert {p.dtype for p in half.module.parameters()} == {torch.float16}
     expected, got = step(exact), step(half)
-    assert got.pop(LOSS_SCALE) == 4096 and got.pop(OVERFLOWS) == 0
+    assert got.pop(LOSS_SCALE) == 1024 and got.pop(OVERFLOWS) == 0
     assert got == pytest.approx(expected, rel=5e-3) and got["optim/grad_norm"] > 0.1  # of the gradient itself, not of the scaled one
     for ours, theirs in zip(weights(half), weights(exact), strict=True):
         torch.testing.assert_close(ours.float(), theirs, rtol=0, atol=3e-3)
@@ -97,7 +97,7 @@ def test_a_loss_that_is_not_finite_is_no_overflow(make_model):
     model = policy(make_model)
     with pytest.raises(RunHalted, match="of optimizer step 1 is not finite"):
         step(model, loss=spoilt)
-    assert model.model.loss_scale.value == 4096
+    assert model.model.loss_scale.value == 1024
 
 
 def test_the_scale_falls_until_an_update_is_made_and_rises_again(make_model):
@@ -144,7 +144,7 @@ def test_other_precisions_have_no_scale(make_model):
         ({"initial_loss_scale": 1000.0}, "optimizer.initial_loss_scale=1000.0: must be a power of two"),
         ({"min_loss_scale": 0.0}, "optimizer.min_loss_scale=0.0: must be a power of two"),
         ({"initial_loss_scale": math.inf}, "optimizer.initial_loss_scale=inf: must be a power of two"),
-        ({"min_loss_scale": 8192.0}, "optimizer.min_loss_scale=8192.0: must be at most initial_loss_scale=4096.0"),
+        ({"min_loss_scale": 2048.0}, "optimizer.min_loss_scale=2048.0: must be at most initial_loss_scale=1024.0"),
         ({"loss_scale_window": 0}, "optimizer.loss_scale_window=0: must be at least 1"),
     ],
 )
