@@ -83,4 +83,4 @@ def to_device(batch: BatchT, device: torch.device) -> BatchT:
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on `device`; to a GPU from page-locked memory, so that the host does not wait for what the GPU has to do before."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
