@@ -88,7 +88,7 @@ def _main(config: JobRun) -> Component:
         parallel=config.parallel,
         optimizer=config.optimizer if trains else None,
         work=traits.work,
-        engine=_engine(config.rollout, config.parallel) if traits.has_engine else None,
+        engine=_engine(config.rollout, config.parallel, config.cluster) if traits.has_engine else None,
         has_reference=traits.has_reference,
         saves_asynchronously=trains and config.checkpoint.asynchronous,
     )
@@ -115,7 +115,7 @@ def _server(config: JobRun, server: Server) -> Component:
     )
 
 
-def _engine(rollout: RolloutConfig, parallel: ParallelConfig) -> Engine:
+def _engine(rollout: RolloutConfig, parallel: ParallelConfig, cluster: ClusterConfig) -> Engine:
     return Engine(
         tp=rollout.tp or parallel.tp,
         max_batch_size=rollout.max_batch_size,
@@ -124,6 +124,7 @@ def _engine(rollout: RolloutConfig, parallel: ParallelConfig) -> Engine:
         kv_cache_tokens=rollout.kv_cache_tokens,
         prefill_chunk_tokens=rollout.prefill_chunk_tokens,
         asynchronous=rollout.asynchronous.max_staleness > 0,
+        on_gpu=cluster.device == Device.gpu,
         settings=rollout,
     )
 

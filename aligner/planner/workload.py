@@ -59,6 +59,7 @@ class Engine:
     kv_cache_tokens: int = 0  # in a replica's cache; 0: as many as its sequences need
     prefill_chunk_tokens: int = 2048  # prompt tokens computed in one pass
     asynchronous: bool = False  # it samples while the policy trains, with weights of its own
+    on_gpu: bool = False  # whether its collectives are NCCL's
     settings: RolloutConfig = field(default_factory=RolloutConfig)  # which engine it is, and what it is asked for
 
 

@@ -155,6 +155,22 @@ def check_engine(config: RolloutConfig, architecture: Architecture, *, tp: int, 
         )
 
 
+def check_ahead(config: RolloutConfig, *, tp: int) -> None:
+    """Raise ConfigError if rollouts sampled ahead cannot have replicas of `tp` ranks each on GPUs.
+
+    Sampler and trainer are two threads of every rank. A kernel of NCCL waits on the device for those of the other ranks, so the kernels of
+    two communicators must be issued in one order on all ranks (NCCL's manual, "Using multiple NCCL communicators concurrently"), and two
+    threads have no common order: one rank's device may be full of the sampler's kernel, another's of the trainer's. The trainer always
+    communicates (`parallel.collectives.all_ranks` at the least), whatever its layout; the sampler only within a replica. gloo's
+    collectives wait in their own threads on the host, so on CPU every layout is possible.
+    """
+    if config.asynchronous.max_staleness and tp > 1:
+        raise ConfigError(
+            f"rollout.asynchronous.max_staleness={config.asynchronous.max_staleness}: with rollout.tp={tp} the sampler's and the trainer's "
+            "collectives meet on each GPU in no common order, and can wait for each other for ever; allowed on GPUs: rollout.tp=1, or 0"
+        )
+
+
 def check_splits(architecture: Architecture, *, tp: int, world_size: int) -> None:
     """Raise ConfigError if `rollout.tp` ranks cannot share the model, or do not divide the component's ranks."""
     if world_size % tp:

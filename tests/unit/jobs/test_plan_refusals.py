@@ -14,6 +14,7 @@ from aligner.errors import ConfigError
 from aligner.jobs import plan, serving
 from aligner.loop import trainer_job, writer_job
 from aligner.online import job as online_job
+from aligner.planner.estimate import check
 
 JOBS = {  # what the ranks of a component of a plan do
     "actor": (online_job, lambda recipe, config: online_job.train(recipe, config)),
@@ -142,3 +143,22 @@ def test_a_plan_is_of_the_settings_that_the_run_gets() -> None:
             load("sft_70b", ["parallel.tp=1"])
     both = ["parallel.tp=1", "parallel.sequence_parallel=false", "data.train=x"]
     assert plan.load("sft_70b", both) == compose(recipes()["sft"].config, "sft_70b", both)
+
+
+@pytest.mark.parametrize("layout", [["rollout.tp=2"], ["parallel.tp=2"], ["parallel.pp=2", "rollout.tp=2"]])
+def test_rollouts_ahead_have_no_collectives_of_their_own_on_gpus(layout, task, tmp_path, monkeypatch) -> None:
+    """Two threads that issue NCCL's kernels in no common order can deadlock; gloo's wait on the host."""
+    settings = [*overrides_of("grpo", task, tmp_path), "rollout.asynchronous.max_staleness=1", *layout]
+    message = "rollout.asynchronous.max_staleness=1: with rollout.tp=2 the sampler's and the trainer's collectives"
+
+    def planned(*more: str) -> None:
+        (actor,) = plan.components(compose(recipes()["grpo"].config, "grpo", [*settings, *more]))
+        check(actor)
+
+    planned()
+    with pytest.raises(ConfigError, match=f"actor: {message}.*allowed on GPUs: rollout.tp=1, or 0"):
+        planned("cluster.device=gpu")
+    planned("cluster.device=gpu", "rollout.tp=1")
+    planned("cluster.device=gpu", "rollout.asynchronous.max_staleness=0")
+    monkeypatch.setattr(online_job.platform, "backend", lambda: "nccl")
+    assert first_refusal("grpo", "actor", compose(recipes()["grpo"].config, "grpo", settings), monkeypatch).startswith(message)
