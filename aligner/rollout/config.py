@@ -35,7 +35,7 @@ class EngineKind(str, Enum):
     """The engines that are wrapped here."""
 
     megatron = "megatron"  # the built-in one, on the policy's own weights
-    tensorrt_llm = "tensorrt_llm"  # NVIDIA's, in the training processes
+    tensorrt_llm = "tensorrt_llm"  # NVIDIA's, in a process of its own for each replica
     vllm = "vllm"  # in the training processes
 
 
@@ -145,7 +145,7 @@ def check_engine(config: RolloutConfig, architecture: Architecture, *, tp: int, 
     if config.engine == EngineKind.megatron:
         return
     if config.engine == EngineKind.tensorrt_llm:
-        config.tensorrt_llm.check(config.sampling, tp=tp)
+        config.tensorrt_llm.check_sampling(config.sampling)
     elif config.engine == EngineKind.vllm:
         config.vllm.check(config.sampling)
     if config.verify_refit is VerifyRefit.checksum and tp > 1:

@@ -163,7 +163,8 @@ class StreamedEngine:
         return Refitted(num_bytes=self._stream.manifest.num_bytes, seconds=time.monotonic() - started)
 
     def wake(self, memory: frozenset[Memory]) -> None:
-        """See `Engine.wake`."""
+        """See `Engine.wake`. What training used and torch still keeps is given back first: the package allocates past torch."""
+        platform.release_cached()
         self.foreign.wake(memory)
 
     def sleep(self, memory: frozenset[Memory]) -> None:

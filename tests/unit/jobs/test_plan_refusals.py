@@ -33,8 +33,12 @@ TRTLLM, VLLM = "rollout.engine=tensorrt_llm", "rollout.engine=vllm"
 SHARED = ["model.share_prompts=true", "model.packing=true", "model.micro_batch_tokens=64", "parallel.cp=2"]
 OVERLAP = ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.tp_comm_overlap=true"]
 REFUSED = [
-    ("grpo", "actor", [TRTLLM, "rollout.tp=8"], "rollout.tp=8: with rollout.engine=tensorrt_llm each rank computes a replica"),
-    ("grpo", "actor", [TRTLLM, "parallel.tp=2"], "rollout.tp=2: with rollout.engine=tensorrt_llm each rank computes a replica"),
+    (
+        "grpo",
+        "actor",
+        [TRTLLM, "rollout.tp=8", "rollout.verify_refit=checksum"],
+        "rollout.verify_refit=checksum: rollout.engine=tensorrt_llm reads no",
+    ),
     ("grpo", "actor", [TRTLLM, "rollout.sampling.repetition_penalty=1.1"], "rollout.sampling.repetition_penalty=1.1: not with"),
     ("grpo", "actor", [TRTLLM, "rollout.sampling.raw_logprobs=true"], "rollout.sampling.raw_logprobs=true: rollout.engine=tensorrt_llm"),
     (
@@ -80,7 +84,7 @@ REFUSED = [
     ("teacher_logprobs", "writer", ["data.max_length=65"], "data.max_length=65: longer than the model's context of 64 tokens"),
     ("generate", "writer", [VLLM, "rollout.sampling.stop_strings=[x]"], "rollout.sampling.stop_strings: not available with"),
     ("annotate", "writer", ["data.max_length=65"], "data.max_length=65: longer than the model's context of 64 tokens"),
-    ("constitution", "writer", [TRTLLM, "rollout.tp=2"], "rollout.tp=2: with rollout.engine=tensorrt_llm each rank computes a replica"),
+    ("constitution", "writer", [TRTLLM, "rollout.sampling.stop_strings=[x]"], "rollout.sampling.stop_strings=['x']: not with"),
 ]
 
 
@@ -162,3 +166,11 @@ def test_rollouts_ahead_have_no_collectives_of_their_own_on_gpus(layout, task, t
     planned("cluster.device=gpu", "rollout.asynchronous.max_staleness=0")
     monkeypatch.setattr(online_job.platform, "backend", lambda: "nccl")
     assert first_refusal("grpo", "actor", compose(recipes()["grpo"].config, "grpo", settings), monkeypatch).startswith(message)
+
+
+def test_a_replica_of_tensorrt_llm_is_on_one_node(task, tmp_path) -> None:
+    settings = [*overrides_of("grpo", task, tmp_path), TRTLLM, "rollout.tp=4", "cluster.device=gpu"]
+    with pytest.raises(ConfigError, match="^actor: rollout.tp=4: a replica of .* must be on one node.*cluster.gpus_per_node=2"):
+        plan.components(compose(recipes()["grpo"].config, "grpo", [*settings, "cluster.gpus_per_node=2"]))
+    (actor,) = plan.components(compose(recipes()["grpo"].config, "grpo", [*settings, "cluster.gpus_per_node=4"]))
+    assert actor.engine_holds_weights
