@@ -19,7 +19,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from aligner.errors import ConfigError, EngineError
+from aligner.errors import AlignerError, ConfigError, EngineError
 from aligner.models.offload import HostMemory
 from aligner.parallel import platform
 from aligner.parallel.collectives import together
@@ -130,9 +130,13 @@ class StreamedEngine:
         self._stream = stream
         self._policy = policy
         self._at_end = at_end
-        together(engine.start, f"starting {engine.capabilities.name}", error=EngineError)
-        if policy is not None:
-            together(lambda: engine.sleep(ALL_MEMORY), f"putting {engine.capabilities.name} to sleep", error=EngineError)
+        try:
+            together(engine.start, f"starting {engine.capabilities.name}", error=EngineError)
+            if policy is not None:
+                together(lambda: engine.sleep(ALL_MEMORY), f"putting {engine.capabilities.name} to sleep", error=EngineError)
+        except AlignerError:
+            self.shutdown()  # it may have started here
+            raise
 
     @property
     def capabilities(self) -> Capabilities:

@@ -103,9 +103,7 @@ class TensorRTLLMEngine:
                 f"rollout.tp={self._tp}: the ranks of a replica of rollout.engine=tensorrt_llm must be on one node, and are on {hosts}"
             )
         home = places[0][1]
-        door = Door(worker_socket(home, self._index))
-        if self._group is not None:
-            gather_objects(None, self._group)  # every door is there
+        door = self._open_door(home)
         try:
             self._worker = self._lead(home, door) if self._index == 0 else door.answer(_WORKER, self._settings.start_seconds)
             self._greet()
@@ -204,6 +202,18 @@ class TensorRTLLMEngine:
 
     def _tell(self, name: str, *arguments: Any) -> Any:
         return self._running().call(name, *arguments, seconds=self._settings.pause_seconds)
+
+    def _open_door(self, home: Path) -> Door:
+        """Where this rank's worker will come. Returns when every rank of the replica has one; raises EngineError on all if one cannot."""
+        door, failure = None, ""
+        try:
+            door = Door(worker_socket(home, self._index))
+        except EngineError as error:  # raised below, when all ranks know
+            failure = str(error)
+        failures = [failure] if self._group is None else gather_objects(failure, self._group)
+        if door is None or any(failures):
+            raise EngineError(next(one for one in failures if one))
+        return door
 
     def _lead(self, home: Path, door: Door) -> Link:
         """Start the process; the connection to this rank's worker. The other ranks of the replica hear of it if that fails."""

@@ -69,7 +69,7 @@ def main(directory: Path, scratch: Path) -> None:
 
 
 def check_refusals(tensorrt_llm, create_engine, policy, config, engine_error) -> None:
-    """All ranks hear of a process that cannot start, and of a replica that is on two nodes; none waits."""
+    """All ranks hear of a process that cannot start, of a rank that has no socket, and of a replica on two nodes; none waits."""
     start, host = tensorrt_llm.start_process, tensorrt_llm.socket.gethostname
     tensorrt_llm.start_process = lambda home, environment: start(home, environment | {"PYTHONPATH": str(home)})  # not installed there
     try:
@@ -78,6 +78,21 @@ def check_refusals(tensorrt_llm, create_engine, policy, config, engine_error) ->
         assert "could not build its model: ModuleNotFoundError: No module named 'tensorrt_llm'" in str(error), error
     else:
         raise AssertionError
+    door = tensorrt_llm.Door
+
+    def refuses(path: Path):
+        if path.name == "worker1":
+            raise engine_error("rank 1 has no room for a socket")
+        return door(path)
+
+    tensorrt_llm.Door = refuses
+    try:
+        create_engine(policy, config, eos_id=EOS)
+    except engine_error as error:
+        assert "starting tensorrt_llm failed: rank 1 has no room for a socket" in str(error), error
+    else:
+        raise AssertionError
+    tensorrt_llm.Door = door
     tensorrt_llm.socket.gethostname = lambda: f"node{dist.get_rank()}"
     try:
         create_engine(policy, config, eos_id=EOS)
