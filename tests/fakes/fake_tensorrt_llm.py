@@ -12,8 +12,9 @@ import os
 import pickle
 import sys
 import threading
+import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,28 @@ def _fields_class(contract: Contract, name: str) -> type:
     return type(name, (Fields,), {"__init__": make})
 
 
+def spawned_worker(make: Callable[..., Any], home: Path, llm_args: dict[str, Any]) -> str:
+    """In a process that MPI spawned, until `over` is there: '' if the worker then has whole weights and its memory."""
+    import tensorrt_llm
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Barrier()  # one task for each process
+    world, rank = tensorrt_llm.world, MPI.COMM_WORLD.Get_rank()
+    world.first_rank = rank
+    more = {"postproc_worker_config": None, "is_llm_executor": False, "tokenizer": None}
+    worker = make(None, None, None, hf_model_dir=home, llm_args=llm_args, **more)
+    (home / f"ready{rank}").touch()
+    while not (home / "over").exists():
+        time.sleep(0.05)
+    engine = worker.engine
+    missing = set(engine.model_engine.model.targets) - engine.model_engine.model.given - {"lm_head.weight"}
+    return f"rank {rank}: {missing} {engine.asleep}" if missing or engine.asleep or engine.needs_finish or worker.rank != rank else ""
+
+
 def llm_class(world: parts.World, fields: type) -> type:
     class LLM:
+        proxy = proxy_class(world)
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             given = world.bind("LLM.__init__", *args, **kwargs)
             if hidden := [name for name in os.environ if name.startswith(("OMPI_", "PMI_", "PMIX_", "SLURM_")) or name == "LOCAL_RANK"]:
@@ -90,7 +111,7 @@ def llm_class(world: parts.World, fields: type) -> type:
                 tokenizer=None,
                 llm_args=given,
             )
-            if len(self.engines) != size:
+            if len(self.engines) != size and not getattr(self._executor, "futures", []):
                 raise Misuse(f"LLM: {len(self.engines)} workers for tensor_parallel_size={size}")
             world.llms.append(self)
 
@@ -110,6 +131,8 @@ def llm_class(world: parts.World, fields: type) -> type:
         def shutdown(self) -> None:
             for engine in self.engines:
                 engine.stop()
+            if isinstance(self._executor, self.proxy):
+                self._executor.shutdown()
 
     return LLM
 
@@ -149,7 +172,10 @@ def worker_class(world: parts.World) -> type:
 
 def proxy_class(world: parts.World) -> type:
     class GenerationExecutorProxy:
-        """Starts the workers; here they are in this process, one after the other, and not on GPUs of their own."""
+        """Starts the workers; here they are in this process, one after the other, and not on GPUs of their own.
+
+        With FAKE_TENSORRT_LLM_SPAWNS in the environment they are processes that MPI spawns, as the real ones, and answer no requests.
+        """
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             given = world.bind("GenerationExecutorProxy.__init__", *args, **kwargs)
@@ -159,6 +185,10 @@ def proxy_class(world: parts.World) -> type:
             made, shared = pickle.loads(pickle.dumps(given["worker_cls"])), given["worker_kwargs"]
             if made.__module__ == "__main__":
                 raise Misuse(f"worker_cls={made} cannot be found in another process")
+            self.home, self.futures = Path(shared["hf_model_dir"]), []
+            if "FAKE_TENSORRT_LLM_SPAWNS" in os.environ:
+                self._spawn(made, shared["llm_args"], given["model_world_size"])
+                return
             self.workers = [
                 made(
                     shared["engine"],
@@ -170,6 +200,25 @@ def proxy_class(world: parts.World) -> type:
                 )
                 for _ in range(given["model_world_size"])
             ]
+
+        def _spawn(self, made: Callable[..., Any], llm_args: dict[str, Any], size: int) -> None:
+            from mpi4py.futures import MPIPoolExecutor
+
+            plain = {name: value for name, value in llm_args.items() if isinstance(value, (str, int, float, bool))}
+            self.pool = MPIPoolExecutor(max_workers=size, path=sys.path)
+            self.futures = [self.pool.submit(spawned_worker, made, self.home, plain) for _ in range(size)]
+            while not all((self.home / f"ready{rank}").exists() for rank in range(size)):
+                for future in self.futures:
+                    if future.done():
+                        raise Misuse(f"a worker died: {future.result()}")
+                time.sleep(0.05)
+
+        def shutdown(self) -> None:
+            if self.futures:
+                (self.home / "over").touch()
+                if wrong := [said for future in self.futures if (said := future.result(60.0))]:
+                    raise Misuse(f"workers: {wrong}")
+                self.pool.shutdown()
 
     return GenerationExecutorProxy
 
@@ -195,7 +244,7 @@ def modules(contract: Contract) -> dict[str, types.ModuleType]:
         made["tensorrt_llm.llmapi.rlhf_utils"].WorkerExtension = parts.extension_class()
     memory.release_with_tag = world.release_with_tag
     memory.materialize_with_tag = world.materialize_with_tag
-    made["tensorrt_llm.executor.proxy"].GenerationExecutorProxy = proxy_class(world)
+    made["tensorrt_llm.executor.proxy"].GenerationExecutorProxy = root.LLM.proxy
     made["tensorrt_llm.executor.worker"].GenerationExecutorWorker = worker_class(world)
     return made
 

@@ -25,6 +25,7 @@ class World:
         self.contract = contract
         self.events: list[str] = []
         self.llms: list[Any] = []
+        self.first_rank = 0  # of the executors in this process
         self.building: list[Any] = []  # the executors of the LLM that is being made, by rank
         self.paused = threading.local()  # the executor that this thread has paused
         self.answers = True  # False: requests never end
@@ -162,7 +163,7 @@ class Engine:
 
     def __init__(self, world: World, arguments: dict[str, Any]) -> None:
         self._world = world
-        self.rank = len(world.building)
+        self.rank = world.first_rank + len(world.building)
         world.building.append(self)
         self.peers = world.building  # of the same model, by rank; this one among them
         self.asleep: set[str] = set()
@@ -190,12 +191,12 @@ class Engine:
             self._change.notify_all()
             if not self._change.wait_for(lambda: self.paused, WAIT_SECONDS):
                 raise Misuse("control_action: the executor did not pause")
-        for peer in self.peers[1:] if self.rank == 0 else []:  # the first rank's request is what pauses the others
+        for peer in self.peers[1:] if self.peers[0] is self else []:  # the first rank's request is what pauses the others
             with peer._change:
                 peer.num_asked += 1
                 peer._change.notify_all()
         with self._change:
-            if self.rank and not self._change.wait_for(lambda: self.num_asked, WAIT_SECONDS):
+            if self.peers[0] is not self and not self._change.wait_for(lambda: self.num_asked, WAIT_SECONDS):
                 raise Misuse("control_action, but not on the first rank")
             self.num_asked = max(0, self.num_asked - 1)
         self._world.paused.engine = self
