@@ -130,6 +130,7 @@ class StreamedEngine:
         self._stream = stream
         self._policy = policy
         self._at_end = at_end
+        platform.release_cached()  # what building the policy left: the package allocates past torch
         try:
             together(engine.start, f"starting {engine.capabilities.name}", error=EngineError)
             if policy is not None:
@@ -167,7 +168,7 @@ class StreamedEngine:
         return Refitted(num_bytes=self._stream.manifest.num_bytes, seconds=time.monotonic() - started)
 
     def wake(self, memory: frozenset[Memory]) -> None:
-        """See `Engine.wake`. What training used and torch still keeps is given back first: the package allocates past torch."""
+        """See `Engine.wake`. What training used and torch still keeps is given back first."""
         platform.release_cached()
         self.foreign.wake(memory)
 

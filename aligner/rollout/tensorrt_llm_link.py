@@ -30,6 +30,7 @@ DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor: the number of the GPU in 
 # What launchers tell a rank. An MPI library that saw it would join their world, or wait for it.
 HIDDEN_PREFIXES = ("PMI_", "PMI2_", "PMIX_", "MPI_", "OMPI_", "PRTE_", "SLURM_", "TORCHELASTIC_")
 HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PERMISSION = "_ALLOW_RUN_AS_ROOT"  # of Open MPI in a container, which is nobody's world
 SET = {"TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1"}  # of a bucket at a time there is nothing to win by threads
 
 Spec = tuple[str, torch.dtype, tuple[int, ...], int]  # of a tensor in a buffer: its name, dtype, shape, and first byte
@@ -42,7 +43,8 @@ def worker_socket(home: Path, index: int) -> Path:
 
 def engine_environment(environ: Mapping[str, str], devices: Sequence[str]) -> dict[str, str]:
     """The environment of the engine's process: no launcher is in sight, only the replica's GPUs are, modules are found as they are here."""
-    kept = {name: value for name, value in environ.items() if not name.startswith(HIDDEN_PREFIXES) and name not in HIDDEN}
+    hidden = {name for name in environ if name.startswith(HIDDEN_PREFIXES) and PERMISSION not in name} | set(HIDDEN)
+    kept = {name: value for name, value in environ.items() if name not in hidden}
     return kept | SET | {"CUDA_VISIBLE_DEVICES": ",".join(devices), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 

@@ -44,6 +44,10 @@ class World:
     def asleep(self) -> set[str]:
         return {tag for llm in self.llms for engine in llm.engines for tag in engine.asleep}
 
+    def allocate(self) -> None:
+        if self.cached_by_trainer:
+            raise MemoryError(f"CUDA out of memory: the training process keeps {self.cached_by_trainer} bytes that it does not use")
+
     def mpi_size(self) -> int:
         """Of the world that MPI joins in a process with this environment."""
         sizes = [os.environ[name] for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS") if name in os.environ]
@@ -72,8 +76,8 @@ class World:
             raise Misuse("the cache was given back or taken with prefixes that could still be found")
         if any((tag in engine.asleep) == asleep for tag in tags):
             raise Misuse(f"{what}_with_tag: {tags} already are")
-        if not asleep and self.cached_by_trainer:
-            raise MemoryError(f"CUDA out of memory: the training process keeps {self.cached_by_trainer} bytes that it does not use")
+        if not asleep:
+            self.allocate()
         engine.asleep = engine.asleep | set(tags) if asleep else engine.asleep - set(tags)
         if "model" in tags:
             engine.model_engine.model.scramble()
@@ -162,6 +166,7 @@ class Engine:
     """The PyExecutor."""
 
     def __init__(self, world: World, arguments: dict[str, Any]) -> None:
+        world.allocate()
         self._world = world
         self.rank = world.first_rank + len(world.building)
         world.building.append(self)

@@ -347,6 +347,7 @@ def test_training_gives_back_what_it_keeps_before_the_engine_wakes(package, poli
 
     monkeypatch.setattr(HostMemory, "move_out", frees)
     monkeypatch.setattr(platform, "release_cached", lambda: setattr(package, "cached_by_trainer", 0))
+    package.cached_by_trainer = 3  # of building the policy
     engine = create_engine(policy, RolloutConfig(engine=EngineKind.tensorrt_llm, offload=True), eos_id=EOS)
     for version in (1, 2):
         package.cached_by_trainer += 9  # activations and gradients
