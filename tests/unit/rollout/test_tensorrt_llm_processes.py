@@ -229,3 +229,32 @@ def test_what_the_model_is_built_with(package, hf_directory, monkeypatch):
     assert given["cuda_graph_config"].given == {"enable_padding": True, "max_batch_size": 4}
     assert given["sampler_type"] == "TRTLLMSampler" and "enable_sleep" not in given
     engine.shutdown()
+
+
+def test_ranks_that_follow_take_part_when_the_first_takes(monkeypatch):
+    """Taking may be collective over the replica, and only the first rank knows when it has room."""
+    from aligner.rollout import tensorrt_llm_requests
+    from aligner.rollout.tensorrt_llm_requests import Take
+
+    class Counted:
+        is_open = False
+
+        def __init__(self) -> None:
+            self.rooms: list[int] = []
+
+        def take(self, room: int) -> list[GenRequest]:
+            self.rooms.append(room)
+            return []
+
+    told: list[int] = []
+    first, follower = Counted(), Counted()
+    monkeypatch.setattr(tensorrt_llm_requests.dist, "get_global_rank", lambda group, rank: 4)
+    monkeypatch.setattr(tensorrt_llm_requests, "broadcast_integers", lambda numbers, *, src, group, device: told.extend(numbers) or numbers)
+    take = Take(first, "the ranks of a replica")
+    take.requests(4)
+    take.heartbeat()
+    take.requests(1)
+    take.end()
+    monkeypatch.setattr(tensorrt_llm_requests, "broadcast_integers", lambda numbers, *, src, group, device: [told.pop(0)])
+    Take(follower, "the ranks of a replica").follow()
+    assert first.rooms == follower.rooms == [4, 1] and not told
