@@ -10,6 +10,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
+# For each interpreter its own: Python 3.12 gets Megatron-Core 0.19.
+GPU_PATH = .venv-gpu-path/$(notdir $(PYTHON))
 # Where there is no GPU the pinned CPU build keeps results and downloads small; PIP_TORCH overrides it.
 PIP_TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo torch; else echo torch==2.13.0; fi)
 # Of benchmarks/rollout.py.
@@ -20,7 +22,8 @@ ARGS ?=
 # A file of tests stays in one process (its fixtures are whole jobs); the files are shared out. TEST_PROCESSES=0 runs all in one.
 TEST_PROCESSES ?= logical
 
-.PHONY: help house same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full transformer-engine lint format hooks docs clean
+.PHONY: help house test-gpu-path same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full
+.PHONY: transformer-engine lint format hooks docs clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -46,6 +49,11 @@ learn-supervised: $(STAMP) ## supervised, preference and reward recipes from a p
 
 test: $(STAMP) ## all tests (ARGS='-k name' to choose)
 	@$(RUN_ENV) $(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=4 --dist=loadfile $(ARGS)
+
+test-gpu-path: ## the GPU code path on a simulated GPU, in an environment of its own (half a gigabyte, once; a quarter of an hour)
+	@if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.10, 3.11 or 3.12 found; name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; fi
+	@$(PYTHON) tests/simulated_cuda/environment.py $(GPU_PATH) || { code=$$?; [ $$code = 3 ] && echo "skipped: no simulated GPU here (the line above says why)" && exit 0; exit $$code; }
+	@if [ -e $(GPU_PATH)/.complete ]; then rm -rf build/gpu_path; $(RUN_ENV) $(GPU_PATH)/bin/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=2 tests/simulated_cuda $(ARGS) && $(GPU_PATH)/bin/python tests/simulated_cuda/table.py; fi
 
 mutants: $(STAMP) ## plants faults one at a time, all of which a test must notice; writes docs/mutants.md (ARGS='--only ID'; half an hour)
 	@$(RUN_ENV) $(BIN)/python tests/mutants.py $(ARGS)

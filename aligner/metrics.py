@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -229,6 +229,20 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
     return merged
 
 
+def on_host(metrics: Metrics) -> dict[str, Metric]:
+    """The same metrics with their numbers on the host: those on an accelerator come in one copy."""
+    parts = [(name, f.name, getattr(metric, f.name)) for name, metric in metrics.items() for f in fields(metric)]
+    tensors = [(name, field, value.detach()) for name, field, value in parts if isinstance(value, torch.Tensor)]
+    if not tensors:
+        return dict(metrics)
+    # Every float32 and every count below 2^53 is a float64.
+    numbers = torch.cat([tensor.reshape(-1).double() for _, _, tensor in tensors]).cpu()
+    found: dict[str, dict[str, Scalar]] = {name: {} for name in metrics}
+    for (name, field, tensor), part in zip(tensors, numbers.split([tensor.numel() for _, _, tensor in tensors]), strict=True):
+        found[name][field] = part.to(tensor.dtype) if tensor.dim() else float(part)
+    return {name: replace(metric, **found[name]) for name, metric in metrics.items()}  # type: ignore[arg-type]
+
+
 def values(metrics: Metrics) -> dict[str, float]:
     """The plain numbers, for a logger; of a distribution several."""
     numbers: dict[str, float] = {}
@@ -248,8 +262,10 @@ def without_values(metrics: Metrics) -> dict[str, Metric]:
     }
 
 
-def _larger(ours: Scalar, theirs: Scalar) -> float:
-    """The larger number, on the host. NaN stays: it must not be hidden by what comes after."""
+def _larger(ours: Scalar, theirs: Scalar) -> Scalar:
+    """The larger number, where it is. NaN stays: it must not be hidden by what comes after."""
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return torch.maximum(ours.detach(), theirs.detach())
     first, second = _number(ours), _number(theirs)
     return second if second > first or second != second else first
 

@@ -78,4 +78,9 @@ def pad_columns(tensor: Tensor, width: int) -> Tensor:
 def to_device(batch: BatchT, device: torch.device) -> BatchT:
     """The same batch with every tensor on `device`."""
     tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return type(batch)(**{name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()})
+    return type(batch)(**{name: tensor if tensor is None else upload(tensor, device) for name, tensor in tensors.items()})
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on `device`; to a GPU from page-locked memory, so that the host does not wait for what the GPU has to do before."""
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -41,6 +41,8 @@ def _missing(mark: str) -> str | None:
         import torch
 
         return None if torch.cuda.is_available() else "no CUDA device"
+    if mark == "simulated_cuda":
+        return None if "simulated_cuda.startup" in sys.modules else "needs the environment of `make test-gpu-path`"
     if mark == "trtllm":
         return None if find_spec("tensorrt_llm") else "tensorrt_llm is not installed"
     if mark == "slurm":

@@ -19,7 +19,7 @@ from aligner.planner import report, search
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.estimate import Scales, named, plan_component
 from aligner.planner.workload import Component, Engine, Head, Phase
-from aligner.rollout.config import RolloutConfig
+from aligner.rollout.config import EngineKind, RolloutConfig
 from aligner.servers.components import in_section
 
 MIB = 2**20
@@ -78,6 +78,7 @@ def _main(config: JobRun) -> Component:
     traits, architecture = config.traits(), _architecture("model", config.model)
     with named(traits.role):
         config.check(architecture, config.num_processes)
+        engine = _engine(config.rollout, config.parallel, config.cluster) if traits.has_engine else None
     trains = Phase.train in traits.work.phases
     return Component(
         name=traits.role,
@@ -88,7 +89,7 @@ def _main(config: JobRun) -> Component:
         parallel=config.parallel,
         optimizer=config.optimizer if trains else None,
         work=traits.work,
-        engine=_engine(config.rollout, config.parallel) if traits.has_engine else None,
+        engine=engine,
         has_reference=traits.has_reference,
         saves_asynchronously=trains and config.checkpoint.asynchronous,
     )
@@ -115,15 +116,23 @@ def _server(config: JobRun, server: Server) -> Component:
     )
 
 
-def _engine(rollout: RolloutConfig, parallel: ParallelConfig) -> Engine:
+def _engine(rollout: RolloutConfig, parallel: ParallelConfig, cluster: ClusterConfig) -> Engine:
+    """Raises ConfigError for a replica that the cluster's nodes are too small for."""
+    tp, on_gpu = rollout.tp or parallel.tp, cluster.device == Device.gpu
+    if rollout.engine == EngineKind.tensorrt_llm and on_gpu and tp > cluster.gpus_per_node:
+        raise ConfigError(
+            f"rollout.tp={tp}: a replica of rollout.engine=tensorrt_llm must be on one node; allowed: at most "
+            f"cluster.gpus_per_node={cluster.gpus_per_node}"
+        )
     return Engine(
-        tp=rollout.tp or parallel.tp,
+        tp=tp,
         max_batch_size=rollout.max_batch_size,
         bucket_bytes=rollout.refit_bucket_mib * MIB,
         offload=rollout.offload,
         kv_cache_tokens=rollout.kv_cache_tokens,
         prefill_chunk_tokens=rollout.prefill_chunk_tokens,
         asynchronous=rollout.asynchronous.max_staleness > 0,
+        on_gpu=on_gpu,
         settings=rollout,
     )
 

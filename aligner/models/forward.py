@@ -20,16 +20,18 @@ from aligner.protocols import Loss
 from aligner.rows import take_rows, to_device, trim_columns
 from aligner.types import Batch, TokenBatch, TokenOutputs
 
-Outputs = Callable[[Tensor, Batch, Placement], TokenOutputs]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Rows of one forward pass. A `filler` micro-batch keeps ranks in step and counts nothing."""
+    """Rows of one forward pass, on the device and on the host. A `filler` micro-batch keeps ranks in step and counts nothing."""
 
     batch: Batch
+    host: Batch
     placement: Placement
     filler: bool = False
+
+
+Outputs = Callable[[Tensor, MicroBatch], TokenOutputs]
 
 
 def cut(batch: Batch, rows: Sequence[Sequence[int]], splits: Splits, *, count: int, unit: int, fixed_shape: bool) -> list[MicroBatch]:
@@ -47,7 +49,9 @@ def cut(batch: Batch, rows: Sequence[Sequence[int]], splits: Splits, *, count: i
         shape = (max(shape[0] for shape in shapes), max(shape[1] for shape in shapes))
     device = platform.device()
     return [
-        MicroBatch(batch=to_device(part, device), placement=place(part, splits, shape=shape).to(device), filler=number >= len(parts))
+        MicroBatch(
+            batch=to_device(part, device), host=part, placement=place(part, splits, shape=shape).to(device), filler=number >= len(parts)
+        )
         for number, part in enumerate(everything)
     ]
 
@@ -71,7 +75,7 @@ def forward(chunks: list[Any], parts: list[MicroBatch], outputs: Outputs) -> lis
             results = _run(
                 chunks,
                 parts,
-                lambda part: lambda hidden, non_loss_data=True: outputs(hidden, part.batch, part.placement),
+                lambda part: lambda hidden, non_loss_data=True: outputs(hidden, part),
                 forward_only=True,
             )
     finally:
@@ -89,7 +93,7 @@ def forward_backward(chunks: list[Any], parts: list[MicroBatch], outputs: Output
 
     def loss_of(part: MicroBatch) -> Callable:
         def compute(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-            result = loss(outputs(hidden, part.batch, part.placement), part.batch)
+            result = loss(outputs(hidden, part), part.batch)
             return result.total, result.count * int(counts), dict(result.metrics)
 
         return compute

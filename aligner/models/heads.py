@@ -1,7 +1,7 @@
 """From hidden states to a loss's inputs. Only `placement.next_token_of` applies the shift: a hidden state predicts the next token.
 
 Outputs are [B, S] of the whole micro-batch on every rank. A context-parallel rank fills in its own part and the sum over ranks combines
-the parts, so losses never see a layout.
+the parts, so losses never see a layout. Masks and lengths that say what is projected are the host's: nothing here waits for a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from aligner.parallel.context import sum_over_ranks
 from aligner.parallel.exact import EXACT
 from aligner.parallel.logprobs import FAST, Projection, linear_logprobs, linear_logprobs_of, linear_topk
 from aligner.parallel.mcore import copy_to_tensor_model_parallel_region
+from aligner.rows import upload
 from aligner.types import TokenOutputs
 
 
@@ -27,7 +28,7 @@ def token_outputs(
     Args:
         hidden: what the last stage returned, [L, rows, H] (or this rank's part of L under sequence parallelism).
         tokens: int64 [B, S].
-        mask: bool [B, S]; only these positions are projected onto the vocabulary. Position 0 must be False.
+        mask: bool [B, S] on the CPU; only these positions are projected onto the vocabulary. Position 0 must be False.
 
     Returns:
         logprobs and entropy, float32 [B, S], 0 where the mask is False.
@@ -73,19 +74,19 @@ def value_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, 
 
 
 def score_outputs(module: ScalarModel, hidden: Tensor, placement: Placement, *, lengths: Tensor, width: int) -> TokenOutputs:
-    """Scores of each sequence, as the head pools: float32 [B, K]. `width` is the S of the batch.
+    """Scores of each sequence, as the head pools: float32 [B, K]. `width` is the S of the batch; int64 `lengths` [B] are on the CPU.
 
     The mean over tokens averages their scores, which equals the score of their mean: context-parallel ranks' parts add up.
     """
     hidden = module.whole_sequences(hidden, grads_are_partial=False)
-    positions = torch.arange(width, device=lengths.device)
+    positions = torch.arange(width)
     is_mean = module.head.pooling is Pooling.mean
     pooled = positions < lengths[:, None] if is_mean else positions == lengths[:, None] - 1
     selected, places = _select(hidden, placement.token_of, pooled)
     scores, rows = module.score_head(selected.float()), places // width
     if is_mean:
-        scores = scores / lengths[rows, None]
-    whole = torch.zeros(lengths.shape[0], scores.shape[1], dtype=scores.dtype, device=scores.device)
+        scores = scores / upload(lengths, scores.device)[rows, None]
+    whole = torch.zeros(len(lengths), scores.shape[1], dtype=scores.dtype, device=scores.device)
     return TokenOutputs(scores=sum_over_ranks(whole.index_put((rows,), scores, accumulate=is_mean), module.pg_collection.cp))
 
 
@@ -121,7 +122,8 @@ def _projection(module: LanguageModel, temperature: float) -> tuple[Tensor, Proj
 def _select(hidden: Tensor, index: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """(hidden states [N, H] of the slots whose `index` [rows, L] is a position that `mask` [B, S] selects, those flat positions [N])."""
     chosen = (index >= 0) & mask.reshape(-1)[index.clamp(min=0)]
-    return hidden.transpose(0, 1)[chosen], index[chosen]
+    slots, device = chosen.nonzero(as_tuple=True), hidden.device
+    return hidden.transpose(0, 1)[tuple(upload(part, device) for part in slots)], upload(index[chosen], device)
 
 
 def _scatter(module: LanguageModel | ScalarModel, selected: Tensor, places: Tensor, shape: torch.Size) -> Tensor:

@@ -93,7 +93,23 @@ def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dt
         use_precision_aware_optimizer=config.precision_aware,
         **({"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16} if config.precision_aware else {}),
     )
-    return mcore.get_megatron_optimizer(settings, runners, use_gloo_process_groups=False)
+    optimizer = mcore.get_megatron_optimizer(settings, runners, use_gloo_process_groups=False)
+    for part in optimizer.chained_optimizers:
+        if isinstance(part, mcore.DistributedOptimizer) and not part.is_stub_optimizer:
+            _number_as_grouped(part)
+    return optimizer
+
+
+def _number_as_grouped(part: Any) -> None:
+    """Let the places of parameters in their groups, by which states are saved and read, be those of the groups.
+
+    Megatron-Core (to 0.19) numbers a group's parameters as its buffers hold them, but the group holds those in float32 first: with the
+    float32 head of a reward model or critic on a bfloat16 model, every parameter was given another one's state.
+    """
+    places = part.model_param_group_index_map
+    for group in {group for group, _ in places.values()}:
+        members = sorted((p for p, (own, _) in places.items() if own == group), key=lambda p: (p.dtype != torch.float32, places[p][1]))
+        places.update({parameter: (group, number) for number, parameter in enumerate(members)})
 
 
 def build_scheduler(config: OptimizerConfig, optimizer: Any, total_steps: int) -> Any:

@@ -14,6 +14,7 @@ from aligner.errors import ConfigError
 from aligner.models.shared_prompts import Segment, SegmentedPackedSeqParams, key_spans, local_segments, packed_params, segments_of
 from aligner.parallel.context import local_slots
 from aligner.parallel.mcore import PackedSeqParams
+from aligner.rows import upload
 from aligner.types import Batch
 
 
@@ -51,7 +52,8 @@ class Placement:
     """The model's input on this rank, [rows, L] slots, and what each slot holds.
 
     `token_of` and `next_token_of` are flat positions (row * S + t) in the micro-batch's [B, S] tensors: of the slot's own token, and of the
-    token that its hidden state predicts; -1 where there is none (padding, and the last token of a sequence).
+    token that its hidden state predicts; -1 where there is none (padding, and the last token of a sequence). They stay on the host, which
+    chooses by them what is projected: of a mask on a GPU it would have to ask how much it selects.
     """
 
     tokens: Tensor  # int64 [rows, L]
@@ -63,15 +65,15 @@ class Placement:
 
     @property
     def padding(self) -> Tensor:
-        """Bool [rows, L], True where a slot holds no token."""
-        return self.token_of < 0
+        """Bool [rows, L], True where a slot holds no token; where the tokens are."""
+        return upload(self.token_of < 0, self.tokens.device)
 
     def to(self, device: torch.device) -> Placement:
-        """The same on `device`."""
-        tensors = {name: getattr(self, name).to(device) for name in ("tokens", "positions", "token_of", "next_token_of")}
+        """The same with the model's input on `device`."""
+        tensors = {name: upload(getattr(self, name), device) for name in ("tokens", "positions")}
         packed = self.packed
         if packed is not None:
-            starts = None if packed.cu_seqlens_q is None else packed.cu_seqlens_q.to(device)
+            starts = None if packed.cu_seqlens_q is None else upload(packed.cu_seqlens_q, device)
             packed = replace(packed, cu_seqlens_q=starts, cu_seqlens_kv=starts)
             if isinstance(packed, SegmentedPackedSeqParams):
                 packed = replace(packed, positions=tensors["positions"].flatten(), spans=packed.spans.to(device))

@@ -11,7 +11,7 @@ from torch import Tensor
 from aligner.metrics import Metric
 from aligner.models import heads
 from aligner.models.build import LanguageModel
-from aligner.models.placement import Placement
+from aligner.models.forward import MicroBatch
 from aligner.models.trainable import Field, TrainableModel
 from aligner.models.weights import export_hf
 from aligner.protocols import Loss
@@ -50,9 +50,9 @@ class MegatronPolicy:
         no dropout. Raises ConfigError where there are fewer tokens than `k`.
         """
 
-        def outputs(hidden: Tensor, part: MaskedBatch, placement: Placement) -> TokenOutputs:
-            module, mask = self.chunks[-1], part.loss_mask
-            return heads.topk_outputs(module, hidden, placement, mask=mask, k=k, below=below, temperature=self.temperature)
+        def outputs(hidden: Tensor, part: MicroBatch) -> TokenOutputs:
+            module, mask = self.chunks[-1], part.host.loss_mask
+            return heads.topk_outputs(module, hidden, part.placement, mask=mask, k=k, below=below, temperature=self.temperature)
 
         shape = (batch.tokens.shape[1], k)
         found = self.model.run_fields(
@@ -79,20 +79,12 @@ class MegatronPolicy:
         """Move what only training needs to host memory until the next `train_step`, where the optimizer's config asks for it."""
         self.model.sleep()
 
-    def _outputs(self, hidden: Tensor, batch: MaskedBatch, placement: Placement) -> TokenOutputs:
+    def _outputs(self, hidden: Tensor, part: MicroBatch) -> TokenOutputs:
+        module, batch, mask = self.chunks[-1], part.batch, part.host.loss_mask
+        common = {"tokens": batch.tokens, "mask": mask, "temperature": self.temperature}
         if isinstance(batch, DistillationBatch):
-            return heads.named_outputs(
-                self.chunks[-1],
-                hidden,
-                placement,
-                tokens=batch.tokens,
-                named=batch.teacher_tokens,
-                mask=batch.loss_mask,
-                temperature=self.temperature,
-            )
-        return heads.token_outputs(
-            self.chunks[-1], hidden, placement, tokens=batch.tokens, mask=batch.loss_mask, temperature=self.temperature
-        )
+            return heads.named_outputs(module, hidden, part.placement, named=batch.teacher_tokens, **common)
+        return heads.token_outputs(module, hidden, part.placement, **common)
 
 
 class ReferencePolicy:

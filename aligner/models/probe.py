@@ -17,12 +17,14 @@ from aligner.models.build import LanguageModel
 from aligner.models.placement import Placement
 from aligner.models.tracing import SPLIT, Operation, Place, Tap, Trace
 from aligner.models.trainable import TrainableModel
+from aligner.parallel import platform
 from aligner.parallel.collectives import gather_columns
 from aligner.parallel.exact import EXACT
 from aligner.parallel.logprobs import FAST
 from aligner.parallel.mcore import IdentityOp
 from aligner.parallel.micro_batches import plan
-from aligner.types import Batch, MaskedBatch, TokenOutputs
+from aligner.rows import upload
+from aligner.types import MaskedBatch, TokenOutputs
 
 _Hooked = tuple[torch.nn.Module, Operation, bool]  # the module, what is looked at, whether that is what goes in
 
@@ -54,7 +56,7 @@ class _Look:
         own = placement.token_of
         row = torch.tensor(rows, device=own.device)[own.clamp(min=0) // own_width]
         tokens = torch.where(own >= 0, row * width + own.clamp(min=0) % own_width, -1)  # flat positions in the whole batch
-        self._tokens = tokens.t().reshape(-1)  # Megatron-Core's order: [L, rows]
+        self._tokens = upload(tokens.t().reshape(-1), platform.device())  # Megatron-Core's order: [L, rows]
 
     def add(self, operation: Operation, layer: int, output: Tensor) -> None:
         """An output of this rank: of all slots, or under sequence parallelism of its part of them."""
@@ -66,7 +68,7 @@ class _Look:
             tokens = tokens.chunk(self._tp.size())[self._tp.rank()]
         self._trace.add(Place(layer, operation), tokens, output.reshape(len(tokens), -1))
 
-    def last(self, hidden: Tensor, batch: Batch, placement: Placement) -> TokenOutputs:
+    def last(self, hidden: Tensor, part: passes.MicroBatch) -> TokenOutputs:
         """From the last hidden states: logits of the wanted tokens."""
         chunk = self._chunk
         rows = self._trace.chosen(self._tokens)

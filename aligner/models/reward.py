@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aligner.metrics import Metric
 from aligner.models import heads
-from aligner.models.placement import Placement
+from aligner.models.forward import MicroBatch
 from aligner.models.scalar_head import ScalarHead
 from aligner.models.trainable import TrainableModel
 from aligner.protocols import Loss
@@ -30,13 +30,13 @@ class MegatronValueModel:
         """One optimizer step on a loss of values. Returns metrics over the global batch."""
         return self.model.train_step(batch, self._outputs, loss)
 
-    def _outputs(self, hidden: Tensor, batch: TokenBatch | ValueBatch, placement: Placement) -> TokenOutputs:
-        module = self.model.chunks[-1]
+    def _outputs(self, hidden: Tensor, part: MicroBatch) -> TokenOutputs:
+        module, batch = self.model.chunks[-1], part.host
         if isinstance(batch, ValueBatch):
-            return heads.value_outputs(module, hidden, placement, mask=batch.loss_mask)
-        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+            return heads.value_outputs(module, hidden, part.placement, mask=batch.loss_mask)
+        positions = torch.arange(batch.tokens.shape[1])
         mask = (positions > 0) & (positions < batch.lengths[:, None])
-        return heads.value_outputs(module, hidden, placement, mask=mask)
+        return heads.value_outputs(module, hidden, part.placement, mask=mask)
 
 
 ScoredBatch = TokenBatch | PreferenceBatch | LabeledBatch
@@ -65,8 +65,8 @@ class MegatronRewardModel:
         """One optimizer step on a loss of scores. Returns metrics over the global batch."""
         return self.model.train_step(batch, self._outputs, loss)
 
-    def _outputs(self, hidden: Tensor, batch: ScoredBatch | StepBatch, placement: Placement) -> TokenOutputs:
-        module, width = self.model.chunks[-1], batch.tokens.shape[1]
+    def _outputs(self, hidden: Tensor, part: MicroBatch) -> TokenOutputs:
+        module, batch = self.model.chunks[-1], part.host
         if isinstance(batch, StepBatch):
-            return heads.step_outputs(module, hidden, placement, mask=batch.loss_mask)
-        return heads.score_outputs(module, hidden, placement, lengths=batch.lengths, width=width)
+            return heads.step_outputs(module, hidden, part.placement, mask=batch.loss_mask)
+        return heads.score_outputs(module, hidden, part.placement, lengths=batch.lengths, width=batch.tokens.shape[1])

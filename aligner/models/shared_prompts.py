@@ -16,6 +16,7 @@ from torch import Tensor
 from aligner.parallel.context import chunk_numbers
 from aligner.parallel.mcore import PackedSeqParams
 from aligner.parallel.micro_batches import Family
+from aligner.rows import upload
 from aligner.types import Batch, MaskedBatch, TokenBatch
 
 
@@ -47,7 +48,7 @@ class KeySpans:
 
     def to(self, device: torch.device) -> KeySpans:
         """The same on `device`."""
-        return replace(self, **{one.name: x.to(device) for one in fields(self) if isinstance(x := getattr(self, one.name), Tensor)})
+        return replace(self, **{one.name: upload(x, device) for one in fields(self) if isinstance(x := getattr(self, one.name), Tensor)})
 
 
 @dataclass

@@ -34,13 +34,14 @@ from aligner.online.async_rollout_source import AsyncRolloutSource
 from aligner.online.config import OnlineRun
 from aligner.online.policy_gradient import PolicyGradientConfig
 from aligner.online.task import OnlineTask
+from aligner.parallel import platform
 from aligner.parallel.collectives import from_rank_0
 from aligner.parallel.progress import WAIT_FOR_SERVERS
 from aligner.protocols import Critic, RewardModel
 from aligner.reporting.rollout_table import write_rows
 from aligner.rewards.compose import composed_reward, formula
 from aligner.rewards.local import NoReward, function_reward
-from aligner.rollout.config import check_cache
+from aligner.rollout.config import check_ahead, check_cache
 from aligner.rollout.create import create_engine
 from aligner.rollout.engine import Capabilities
 from aligner.servers.access import Access
@@ -220,6 +221,8 @@ def build_task(
     model = (pinned if with_reference else pinned_base)(session, "model", config.model)
     tokenizer, architecture = load_model_files(model)
     config.check(architecture, session.topology.world_size)
+    if platform.backend() == "nccl":
+        check_ahead(config.rollout, tp=config.rollout.tp or config.parallel.tp)
     prompts, validation = (load or partial(load_prompt_sets, session, config))(tokenizer)
     longest = max((len(prompt.tokens) for prompt in (*prompts, *validation)), default=0)
     check_cache(config.rollout, longest_prompt=longest, context=create.context_length(config.model, architecture))

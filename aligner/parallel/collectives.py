@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.metrics import Metric, Metrics
+from aligner.metrics import Metric, Metrics, on_host
 from aligner.parallel import platform
 
 T = TypeVar("T")
@@ -108,14 +108,16 @@ def from_rank_0(action: Callable[[], T]) -> T:
 
 def reduce_metrics(metrics: Metrics, group: dist.ProcessGroup, device: torch.device) -> dict[str, Metric]:
     """Merge metrics over the ranks of `group`: sums are added, maxima maximised. All ranks hold the same names."""
+    metrics = on_host(metrics)
+    if group.size() == 1:
+        return {name: metric.rebuilt(metric.sums, metric.tops) for name, metric in metrics.items()}
     sums = [metric.sums for metric in metrics.values()]
     tops = [metric.tops for metric in metrics.values()]
     summed = torch.tensor([number for part in sums for number in part], dtype=torch.float64, device=device)
     maximised = torch.tensor([number for part in tops for number in part], dtype=torch.float64, device=device)
-    if group.size() > 1:
-        dist.all_reduce(summed, group=group)
-        if maximised.numel():
-            dist.all_reduce(maximised, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(summed, group=group)
+    if maximised.numel():
+        dist.all_reduce(maximised, op=dist.ReduceOp.MAX, group=group)
     totals, largest = iter(summed.tolist()), iter(maximised.tolist())
     return {
         name: metric.rebuilt([next(totals) for _ in own], [next(largest) for _ in top])

@@ -194,8 +194,6 @@ def _replace_functions() -> None:
     clip.clip_grad_by_total_norm_fp32 = optimizer.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm
     _present_cuda_types(optimizer.Float16OptimizerWithFloat16Params)
     _present_cuda_types(load("optimizer.distrib_optimizer").DistributedOptimizer)
-    moe_utils = load("transformer.moe.moe_utils")
-    moe_utils.__dict__.setdefault("te_general_gemm", None)  # undefined without Transformer Engine in 0.16.1
     load("transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = _plain_numbers
 
 

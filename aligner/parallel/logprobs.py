@@ -167,6 +167,7 @@ class _LinearLogprobs(torch.autograd.Function):
             del z, p  # before the next chunk's are made
         ctx.save_for_backward(hidden, weight, targets, logsumexp, entropy, kept)
         ctx.projection = projection
+        ctx.set_materialize_grads(False)  # of an entropy that only a metric reads the gradient is None, not zeros
         return logprobs, entropy
 
     @staticmethod
@@ -175,12 +176,13 @@ class _LinearLogprobs(torch.autograd.Function):
         projection = ctx.projection
         grad_hidden = torch.empty_like(hidden)
         grad_weight = _weight_gradient(ctx, weight)
-        wants_entropy = bool(grad_entropy.any())
+        if grad_logprobs is None:  # an objective of the entropy alone
+            grad_logprobs = torch.zeros_like(logsumexp)
         for rows in projection.chunks(hidden.shape[0]):
             z = kept if kept is not None else _scaled(hidden[rows] @ weight.t(), projection.temperature)
             scale = grad_logprobs[rows] / projection.temperature
             grad = z - logsumexp[rows, None]  # in place from here on: a new [chunk, V] tensor costs as much as the arithmetic on it
-            if wants_entropy:
+            if grad_entropy is not None:
                 slope = grad_entropy[rows, None] / projection.temperature
                 grad = grad.exp().mul_((grad + entropy[rows, None]).mul_(slope).add_(scale[:, None])).neg_()
             else:

@@ -79,6 +79,8 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
+if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine in 0.16.1: no router would compute
+    moe_utils.te_general_gemm = None
 
 # Checkpoints of 0.19: planned for another package of NVIDIA's unless it is told that a thread of ours writes; common state within.
 _LATER = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters

@@ -86,29 +86,6 @@ def reachable_address(place: MpiPlace) -> str:
     return address
 
 
-def is_started() -> bool:
-    """Whether this process is in MPI. Does not start it."""
-    if "mpi4py.MPI" not in sys.modules:
-        return False
-    from mpi4py import MPI
-
-    return MPI.Is_initialized() and not MPI.Is_finalized()
-
-
-def block_communicator(size: int) -> object:
-    """An mpi4py communicator of this rank's block of `size` consecutive ranks, for a package that wants one. Collective over the world.
-
-    Raises LaunchError where the blocks do not fill the world.
-    """
-    from mpi4py import MPI
-    from mpi4py.util import pkl5
-
-    world = MPI.COMM_WORLD
-    if world.Get_size() % size:
-        raise LaunchError(f"MPI_COMM_WORLD has {world.Get_size()} ranks, which blocks of {size} do not fill: start every rank by MPI")
-    return pkl5.Intracomm(world.Split(color=world.Get_rank() // size, key=world.Get_rank()))
-
-
 def finalize() -> None:
     """Leave MPI, if this process joined it. Collective on the good path."""
     if "mpi4py.MPI" not in sys.modules:

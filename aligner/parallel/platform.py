@@ -70,6 +70,11 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def release_cached() -> None:
+    """Give back device memory that torch keeps for its next tensors: other processes and other allocators of this one cannot use it."""
+    torch.cuda.empty_cache()
+
+
 class SideStream:
     """What one thread beside the main one computes on: a stream of the current GPU, so that the two do not wait for each other."""
 

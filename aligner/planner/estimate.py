@@ -16,7 +16,7 @@ from aligner.planner.memory import PhaseMemory, Sizes, host_memory, inference_mi
 from aligner.planner.schedule import MicroBatches
 from aligner.planner.timing import PhaseTime, phase_times
 from aligner.planner.workload import GIB, Component, Phase
-from aligner.rollout.config import check_engine
+from aligner.rollout.config import check_ahead, check_engine
 from aligner.servers.components import SERVERS, in_section
 
 
@@ -72,6 +72,8 @@ def check(component: Component) -> None:
         component.parallel.check_world(component.num_ranks)
         if engine is not None:
             check_engine(engine.settings, component.architecture, tp=engine.tp, world_size=component.num_ranks)
+            if engine.on_gpu:
+                check_ahead(engine.settings, tp=engine.tp)
         _check_rows(component)
 
 

@@ -11,6 +11,7 @@ from aligner.planner.config import ClusterConfig
 from aligner.planner.dry_run import BlockBytes, expert_extra_bytes
 from aligner.planner.schedule import MicroBatches, in_flight, micro_batches, stage_layers
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase
+from aligner.rollout.config import EngineKind
 
 _OVERLAP_BUFFERS = 8  # of a whole micro-batch's hidden states, for what Transformer Engine exchanges around a layer's four matrix products
 _CACHE_STEP = 64  # tokens; the engine's cache has room for a multiple of so many for each sequence
@@ -98,7 +99,9 @@ def _parts(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Ph
             _OVERLAP_BUFFERS * boundary_bytes(component, train_micro_batches(component)) * component.parallel.tp // 2
         )
     parts["lost between blocks"] = int(sum(parts.values()) * cluster.fragmentation)
-    parts["context and communicators"] = int((cluster.reserved_gib + cluster.communicator_gib * communicators(component)) * GIB)
+    # TensorRT-LLM computes in processes of its own, which stay.
+    contexts = 2 if engine is not None and engine.settings.engine == EngineKind.tensorrt_llm else 1
+    parts["context and communicators"] = int((contexts * cluster.reserved_gib + cluster.communicator_gib * communicators(component)) * GIB)
     return {name: size for name, size in parts.items() if size}
 
 
@@ -198,7 +201,7 @@ def _generation(component: Component, engine: Engine) -> dict[str, int]:
     step = max(prefill_bytes(component, engine), cache // architecture.num_layers)
     logits = 3 * 4 * batch * padded_vocabulary(component)
     parts = {"KV cache": cache, "prefill and sampling": step + logits}
-    if component.engine_reshards or component.model.lora.is_on:
+    if component.engine_reshards or component.model.lora.is_on or engine.is_foreign:
         parts["refit buckets"] = 2 * engine.bucket_bytes
     return parts
 

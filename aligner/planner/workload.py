@@ -8,7 +8,7 @@ from enum import Enum
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
-from aligner.rollout.config import RolloutConfig
+from aligner.rollout.config import EngineKind, RolloutConfig
 
 GIB = 2**30
 
@@ -59,7 +59,13 @@ class Engine:
     kv_cache_tokens: int = 0  # in a replica's cache; 0: as many as its sequences need
     prefill_chunk_tokens: int = 2048  # prompt tokens computed in one pass
     asynchronous: bool = False  # it samples while the policy trains, with weights of its own
+    on_gpu: bool = False  # whether its collectives are NCCL's
     settings: RolloutConfig = field(default_factory=RolloutConfig)  # which engine it is, and what it is asked for
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is another package's, which never reads the policy's parameters in place."""
+        return self.settings.engine != EngineKind.megatron
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +97,8 @@ class Component:
     @property
     def engine_holds_weights(self) -> bool:
         """Whether sampling needs separate weights."""
-        return self.engine is not None and (self.engine.asynchronous or self.engine_reshards or self.model.lora.is_on)
+        engine = self.engine
+        return engine is not None and (engine.asynchronous or engine.is_foreign or self.engine_reshards or self.model.lora.is_on)
 
     @property
     def engine_reshards(self) -> bool:

@@ -35,7 +35,7 @@ class EngineKind(str, Enum):
     """The engines that are wrapped here."""
 
     megatron = "megatron"  # the built-in one, on the policy's own weights
-    tensorrt_llm = "tensorrt_llm"  # NVIDIA's, in the training processes
+    tensorrt_llm = "tensorrt_llm"  # NVIDIA's, in a process of its own for each replica
     vllm = "vllm"  # in the training processes
 
 
@@ -145,13 +145,29 @@ def check_engine(config: RolloutConfig, architecture: Architecture, *, tp: int, 
     if config.engine == EngineKind.megatron:
         return
     if config.engine == EngineKind.tensorrt_llm:
-        config.tensorrt_llm.check(config.sampling, tp=tp)
+        config.tensorrt_llm.check_sampling(config.sampling)
     elif config.engine == EngineKind.vllm:
         config.vllm.check(config.sampling)
     if config.verify_refit is VerifyRefit.checksum and tp > 1:
         raise ConfigError(
             f"rollout.verify_refit=checksum: rollout.engine={config.engine} reads no weights back from rollout.tp={tp} ranks; "
             "allowed: none, or rollout.tp=1"
+        )
+
+
+def check_ahead(config: RolloutConfig, *, tp: int) -> None:
+    """Raise ConfigError if rollouts sampled ahead cannot have replicas of `tp` ranks each on GPUs.
+
+    Sampler and trainer are two threads of every rank. A kernel of NCCL waits on the device for those of the other ranks, so the kernels of
+    two communicators must be issued in one order on all ranks (NCCL's manual, "Using multiple NCCL communicators concurrently"), and two
+    threads have no common order: one rank's device may be full of the sampler's kernel, another's of the trainer's. The trainer always
+    communicates (`parallel.collectives.all_ranks` at the least), whatever its layout; the sampler only within a replica. gloo's
+    collectives wait in their own threads on the host, so on CPU every layout is possible.
+    """
+    if config.asynchronous.max_staleness and tp > 1:
+        raise ConfigError(
+            f"rollout.asynchronous.max_staleness={config.asynchronous.max_staleness}: with rollout.tp={tp} the sampler's and the trainer's "
+            "collectives meet on each GPU in no common order, and can wait for each other for ever; allowed on GPUs: rollout.tp=1, or 0"
         )
 
 

@@ -151,7 +151,7 @@ class Engine(Protocol):
 
 
 class ForeignEngine(Protocol):
-    """An inference package in the training processes, with its own weights: one replica's engine on one of its ranks.
+    """An inference package in or beside the training processes, with its own weights: one replica's engine on one of its ranks.
 
     Constructing it must import nothing of the package and allocate nothing on the device. Calls come in this order, on every rank of the
     replica: `start`; then for each refit `begin_refit`, `load` for each bucket, `finish_refit` (or `abort_refit` after a failure on any

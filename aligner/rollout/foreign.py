@@ -19,7 +19,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from aligner.errors import ConfigError, EngineError
+from aligner.errors import AlignerError, ConfigError, EngineError
 from aligner.models.offload import HostMemory
 from aligner.parallel import platform
 from aligner.parallel.collectives import together
@@ -130,9 +130,14 @@ class StreamedEngine:
         self._stream = stream
         self._policy = policy
         self._at_end = at_end
-        together(engine.start, f"starting {engine.capabilities.name}", error=EngineError)
-        if policy is not None:
-            together(lambda: engine.sleep(ALL_MEMORY), f"putting {engine.capabilities.name} to sleep", error=EngineError)
+        platform.release_cached()  # what building the policy left: the package allocates past torch
+        try:
+            together(engine.start, f"starting {engine.capabilities.name}", error=EngineError)
+            if policy is not None:
+                together(lambda: engine.sleep(ALL_MEMORY), f"putting {engine.capabilities.name} to sleep", error=EngineError)
+        except AlignerError:
+            self.shutdown()  # it may have started here
+            raise
 
     @property
     def capabilities(self) -> Capabilities:
@@ -163,7 +168,8 @@ class StreamedEngine:
         return Refitted(num_bytes=self._stream.manifest.num_bytes, seconds=time.monotonic() - started)
 
     def wake(self, memory: frozenset[Memory]) -> None:
-        """See `Engine.wake`."""
+        """See `Engine.wake`. What training used and torch still keeps is given back first."""
+        platform.release_cached()
         self.foreign.wake(memory)
 
     def sleep(self, memory: frozenset[Memory]) -> None:

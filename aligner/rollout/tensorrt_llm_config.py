@@ -43,9 +43,8 @@ class TensorRTLLMConfig:
     cuda_graphs: CudaGraphs = CudaGraphs.auto  # auto: unless the engine sleeps and this version cannot do both
     kv_memory_fraction: float = 0.9  # at most this much of the memory that is free beside the weights holds rollout.kv_cache_tokens
     timeout_seconds: float = 1800.0  # without one response that ends, of many that run; then the engine is taken for hung
-    pause_seconds: float = 300.0  # for the executor to pause before a refit; then the process ends, for nothing else frees it
-    start_seconds: float = 1800.0  # for importing the package and building the model; then the process ends
-    spmd: bool = False  # share the model among `rollout.tp` > 1 ranks of an MPI launch; experimental, see docs/tensorrt_llm.md
+    pause_seconds: float = 300.0  # for the executor to pause, and to take one bucket of weights; then the engine is taken for hung
+    start_seconds: float = 1800.0  # for the engine's process to import the package and to build the model
     allow_drafts: bool = False  # also versions whose recorded contract is a draft: mostly of other versions' sources
 
     def __post_init__(self) -> None:
@@ -54,15 +53,6 @@ class TensorRTLLMConfig:
                 raise ConfigError(f"rollout.tensorrt_llm.{name}={getattr(self, name)}: must be above 0")
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigError(f"rollout.tensorrt_llm.kv_memory_fraction={self.kv_memory_fraction}: must be above 0 and at most 1")
-
-    def check(self, sampling: SamplingConfig, *, tp: int) -> None:
-        """Raise ConfigError if replicas of `tp` ranks cannot be had, or `sampling` cannot be followed."""
-        self.check_sampling(sampling)
-        if tp > 1 and not self.spmd:
-            raise ConfigError(
-                f"rollout.tp={tp}: with rollout.engine=tensorrt_llm each rank computes a replica of its own; allowed: 1, or "
-                "rollout.tensorrt_llm.spmd=true (experimental)"
-            )
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Raise ConfigError naming a setting that this engine cannot follow, and what to do."""

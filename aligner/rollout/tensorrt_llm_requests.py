@@ -1,18 +1,21 @@
-"""Requests on their way through TensorRT-LLM: submitted as room is free, collected as they end.
+"""Requests on their way through TensorRT-LLM: submitted to its process as room is free, collected as they end.
 
 Sampling settings become TensorRT-LLM's, and its responses ours. A setting that has no exact counterpart is refused by its name.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from aligner.errors import EngineError
+from aligner.parallel.collectives import broadcast_integers
 from aligner.rollout.engine import GenRequest, GenResult, Work
-from aligner.rollout.tensorrt_llm_spmd import Block
+from aligner.rollout.tensorrt_llm_link import Link
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 _NO_END = -1  # no end-of-sequence token of its own: all that stop are stop tokens, which stay in the response
@@ -42,14 +45,16 @@ def sampling_arguments(sampling: SamplingConfig, request: GenRequest, *, max_tok
     }
 
 
-def to_result(request: GenRequest, output: Any, sampling: SamplingConfig, *, kind: LogprobKind, eos_id: int, version: int) -> GenResult:
-    """The package's CompletionOutput as ours. Raises EngineError for one that ended in another way than by a stop token or its length."""
-    tokens = tuple(output.token_ids)
-    logprobs = tuple(_logprob(entry, token) for entry, token in zip(output.logprobs, tokens, strict=False))
+Answer = tuple[tuple[int, ...], tuple[float, ...], str]  # tokens, their log-probs, why the package ended the response
+
+
+def to_result(request: GenRequest, answer: Answer, sampling: SamplingConfig, *, kind: LogprobKind, eos_id: int, version: int) -> GenResult:
+    """The package's answer as ours. Raises EngineError for one that ended in another way than by a stop token or its length."""
+    tokens, logprobs, reason = answer
     if not tokens or len(logprobs) != len(tokens):
         raise EngineError(f"TensorRT-LLM gave {len(logprobs)} log-probs for the {len(tokens)} tokens of request {request.index}")
-    if output.finish_reason not in ("stop", "length"):
-        raise EngineError(f"TensorRT-LLM ended request {request.index} after {len(tokens)} tokens: finish_reason={output.finish_reason!r}")
+    if reason not in ("stop", "length"):
+        raise EngineError(f"TensorRT-LLM ended request {request.index} after {len(tokens)} tokens: finish_reason={reason!r}")
     stopped = tokens[-1] in stop_ids(sampling, eos_id)  # also where that was at the very limit, which the package calls its length
     return GenResult(
         index=request.index,
@@ -62,22 +67,21 @@ def to_result(request: GenRequest, output: Any, sampling: SamplingConfig, *, kin
     )
 
 
-def _logprob(entry: Any, token: int) -> float:
-    """One position's: a number, or by token, with the sampled one among them."""
-    return float(entry[token].logprob) if isinstance(entry, Mapping) else float(entry)
-
-
 BEAT_SECONDS = 5.0  # how often the ranks that follow hear from the one that leads
 ASK_SECONDS = 0.05  # how often more is asked for while some is to come
+ABORT_SECONDS = 60.0  # for the package's process to take requests back
 _WAIT, _END = 0, -1
 
 
 class Take:
-    """The source of requests for all ranks of a replica: only the leader knows when it has room, so it says so to the others first."""
+    """The source of requests for all ranks of a replica: only the first knows when it has room, so it says so to the others first.
 
-    def __init__(self, work: Work, block: Block) -> None:
+    `group`: the ranks of the replica, for tensors on the CPU; None if it is one rank.
+    """
+
+    def __init__(self, work: Work, group: dist.ProcessGroup | None) -> None:
         self._work = work
-        self._block = block
+        self._group = group
 
     @property
     def is_open(self) -> bool:
@@ -85,31 +89,38 @@ class Take:
         return self._work.is_open
 
     def requests(self, room: int) -> Sequence[GenRequest]:
-        """On the leader: up to `room` (at least 1) more; none if nothing is left."""
-        self._block.tell(room)
+        """On the first rank: up to `room` (at least 1) more; none if nothing is left."""
+        self._tell(room)
         return self._work.take(room)
 
     def heartbeat(self) -> None:
-        """On the leader, now and then while it waits: so that the others know it is alive."""
-        self._block.tell(_WAIT)
+        """On the first rank, now and then while it waits: so that the others know it is alive."""
+        self._tell(_WAIT)
 
     def end(self) -> None:
-        """On the leader, when it is done, or has failed."""
-        self._block.tell(_END)
+        """On the first rank, when it is done, or has failed."""
+        self._tell(_END)
 
     def follow(self) -> None:
-        """On the other ranks, until the leader ends: take part if taking is collective."""
-        while (room := self._block.hear()) != _END:
+        """On the other ranks, until the first ends: take part if taking is collective."""
+        while (room := self._tell(_END)) != _END:
             if room != _WAIT:
                 self._work.take(room)
 
+    def _tell(self, number: int) -> int:
+        """The first rank's number, on all of them. It waits for it as long as the group's timeout."""
+        if self._group is None:
+            return number
+        source = dist.get_global_rank(self._group, 0)
+        return broadcast_integers((number,), src=source, group=self._group, device=torch.device("cpu"))[0]
+
 
 class Requests:
-    """One generation of the leader's. `llm` is the package's LLM; `context` is the longest sequence."""
+    """One generation, on the first rank of a replica. `link` leads to the package's process; `context` is the longest sequence."""
 
     def __init__(
         self,
-        llm: Any,
+        link: Link,
         sampling: SamplingConfig,
         *,
         eos_id: int,
@@ -118,19 +129,18 @@ class Requests:
         version: int,
         timeout_seconds: float,
     ) -> None:
-        self._llm = llm
+        self._link = link
         self._sampling = sampling
         self._eos_id = eos_id
         self._context = context
         self._kind = kind
         self._version = version
         self._timeout_seconds = timeout_seconds
-        self._running: dict[asyncio.Task[Any], tuple[GenRequest, Any]] = {}
+        self._running: dict[int, GenRequest] = {}
         self._heard = time.monotonic()  # when a request ended last, or the first ones began
 
     def run(self, take: Take, *, limit: int) -> Iterator[list[GenResult]]:
         """Keep `limit` requests in the package until nothing is left to take. Requests that still run on exit are aborted."""
-        loop = asyncio.new_event_loop()
         try:
             more = True
             while more or self._running:
@@ -139,67 +149,60 @@ class Requests:
                 if more and len(self._running) < limit:
                     taken = take.requests(limit - len(self._running))
                     more = bool(taken) or take.is_open
-                    loop.run_until_complete(self._submit(taken))
+                    self._submit(taken)
                 if self._running:
                     asks = more and len(self._running) < limit and take.is_open
-                    ended = loop.run_until_complete(self._wait(take, ASK_SECONDS if asks else BEAT_SECONDS))
-                    if ended:
-                        yield [self._collect(task) for task in ended]
+                    if ended := self._wait(take, ASK_SECONDS if asks else BEAT_SECONDS):
+                        yield ended
         finally:
             try:
-                loop.run_until_complete(self._abort())
+                if self._running and not self._link.is_lost:
+                    self._abort()
             finally:
-                loop.close()
                 take.end()
 
-    async def _submit(self, requests: Sequence[GenRequest]) -> None:
-        """Inside the loop: the package makes a request that can be awaited only if one runs."""
-        from tensorrt_llm import SamplingParams
-
+    def _submit(self, requests: Sequence[GenRequest]) -> None:
+        asked = []
         for request in requests:
             room = self._context - len(request.tokens)
             if not request.tokens or room < 1:
                 raise EngineError(
                     f"request {request.index}: a prompt of {len(request.tokens)} tokens leaves no room for a response in {self._context}"
                 )
-            arguments = sampling_arguments(
-                self._sampling,
-                request,
-                max_tokens=min(self._sampling.longest, room, request.limit or room),
-                eos_id=self._eos_id,
-                pad_id=self._eos_id,
-            )
-            handle = self._llm.generate_async(list(request.tokens), SamplingParams(**arguments), streaming=False)
-            self._running[asyncio.ensure_future(handle.aresult())] = (request, handle)
+            most = min(self._sampling.longest, room, request.limit or room)
+            arguments = sampling_arguments(self._sampling, request, max_tokens=most, eos_id=self._eos_id, pad_id=self._eos_id)
+            asked.append((request.index, request.tokens, arguments))
+        if asked:
+            self._running |= {request.index: request for request in requests}
+            self._link.send("submit", asked)
 
-    async def _wait(self, take: Take, seconds: float) -> set[asyncio.Task[Any]]:
+    def _wait(self, take: Take, seconds: float) -> list[GenResult]:
         """The requests that have ended; waits so long for the first."""
-        ended, _ = await asyncio.wait(self._running, timeout=min(seconds, self._timeout_seconds), return_when=asyncio.FIRST_COMPLETED)
-        if ended:
+        if self._link.has_message(min(seconds, self._timeout_seconds)):
             self._heard = time.monotonic()
+            ended = [self._collect()]
+            while self._running and self._link.has_message(0):
+                ended.append(self._collect())
             return ended
         if time.monotonic() - self._heard < self._timeout_seconds:
             take.heartbeat()
-            return ended
-        named = ", ".join(str(request.index) for request, _ in list(self._running.values())[:5])
+            return []
+        named = ", ".join(str(index) for index in list(self._running)[:5])
         raise EngineError(
             f"TensorRT-LLM ended none of its {len(self._running)} running requests ({named}, ...) in {self._timeout_seconds:.0f} s: its "
             "executor hangs, or rollout.tensorrt_llm.timeout_seconds is short for rollout.sampling.max_response_length"
         )
 
-    def _collect(self, task: asyncio.Task[Any]) -> GenResult:
-        request, handle = self._running.pop(task)
-        if error := task.exception():
-            raise EngineError(
-                f"TensorRT-LLM failed at request {request.index} ({len(request.tokens)} prompt tokens): {type(error).__name__}: {error}"
-            ) from error
-        return to_result(request, handle.outputs[0], self._sampling, kind=self._kind, eos_id=self._eos_id, version=self._version)
+    def _collect(self) -> GenResult:
+        kind, index, found = self._link.receive(self._timeout_seconds)
+        request = self._running.pop(index)
+        if kind == "failed":
+            raise EngineError(f"TensorRT-LLM failed at request {index} ({len(request.tokens)} prompt tokens): {found}")
+        return to_result(request, found, self._sampling, kind=self._kind, eos_id=self._eos_id, version=self._version)
 
-    async def _abort(self) -> None:
+    def _abort(self) -> None:
         """Take back what still runs, after an error or if the caller wants no more."""
-        running, self._running = self._running, {}
-        for task, (_, handle) in running.items():
-            if not task.done():
-                handle.abort()
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)  # they were cancelled, or their error is not the first
+        self._running = {}
+        self._link.send("abort")
+        while self._link.receive(ABORT_SECONDS)[0] != "aborted":
+            pass  # what ended meanwhile

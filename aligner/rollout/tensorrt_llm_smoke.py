@@ -12,9 +12,11 @@ taken again, refitted, and the tokens are still the same; the memory that came f
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -181,21 +183,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     config = RolloutConfig(max_batch_size=NUM_PROMPTS, offload=chosen.sleep, tensorrt_llm=settings)
     dtype = getattr(torch, chosen.dtype)
-    try:
-        engine = TensorRTLLMEngine(config, path=chosen.model, dtype=dtype, eos_id=0, max_sequence_length=4 * PROMPT_TOKENS)
-    except AlignerError as error:
-        print(error, file=sys.stderr)
-        return 2
-    same = tensorrt_llm_diff.main([]) == 0
-    engine.start()
-    try:
-        from transformers import AutoModelForCausalLM
+    with TemporaryDirectory(prefix="aligner-engine-") as home:
+        shutil.copy(chosen.model / "config.json", home)
+        try:
+            engine = TensorRTLLMEngine(config, path=Path(home), dtype=dtype, eos_id=0, max_sequence_length=4 * PROMPT_TOKENS)
+        except AlignerError as error:
+            print(error, file=sys.stderr)
+            return 2
+        same = tensorrt_llm_diff.main([]) == 0
+        engine.start()
+        try:
+            from transformers import AutoModelForCausalLM
 
-        reference = AutoModelForCausalLM.from_pretrained(chosen.model, torch_dtype=dtype).to("cuda").eval()
-        trial = Trial(reference, engine, temperature=0.8, tolerance=TOLERANCE[dtype])
-        passed = run(trial, sleeps=chosen.sleep)
-    finally:
-        engine.shutdown()
+            reference = AutoModelForCausalLM.from_pretrained(chosen.model, torch_dtype=dtype).to("cuda").eval()
+            trial = Trial(reference, engine, temperature=0.8, tolerance=TOLERANCE[dtype])
+            passed = run(trial, sleeps=chosen.sleep)
+        finally:
+            engine.shutdown()
     return 0 if passed and same else 1
 
 

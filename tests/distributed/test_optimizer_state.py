@@ -50,6 +50,7 @@ LAYOUTS = {  # name: (ranks, spec, the layouts that go on: (ranks, fields of Par
     "tp2_ep2": (4, MANY | {"architecture": EXPERTS, "parallel": {**TP2_SP, "ep": 2}}, [(3, {})]),
     "tp2_etp2": (4, MANY | {"architecture": EXPERTS, "parallel": {**TP2_SP, "etp": 2}}, [(1, {})]),
     "value_pp2_dp3": (6, MANY | {"kind": "value", "architecture": TIED, "parallel": {"pp": 2}}, [(1, {}), (2, {"tp": 2}), (2, {})]),
+    "value_bfloat16_dp2": (2, MANY | {"kind": "value", "architecture": UNTIED, "dtype": "bfloat16"}, [(1, {}), (2, {"pp": 2})]),
     "lora_dp3": (3, MANY | {"architecture": UNTIED, "lora": LORA}, [(1, {}), (2, {"tp": 2}), (2, {"pp": 2})]),
 }
 

@@ -24,18 +24,38 @@ class World:
     def __init__(self, contract: Any) -> None:
         self.contract = contract
         self.events: list[str] = []
-        self.asleep: set[str] = set()
         self.llms: list[Any] = []
-        self.communicators: list[Any] = []
+        self.first_rank = 0  # of the executors in this process
+        self.building: list[Any] = []  # the executors of the LLM that is being made, by rank
+        self.paused = threading.local()  # the executor that this thread has paused
         self.answers = True  # False: requests never end
         self.error: Exception | None = None  # what every request ends with instead
+        self.cached_by_trainer = 0  # bytes of the device that training's allocator keeps
 
     def bind(self, name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return bound(self.contract.find(name), name, self.contract, args, kwargs)
 
     @property
     def engine(self) -> Any:
-        return self.llms[-1]._executor.engine
+        """Of the first rank."""
+        return self.llms[-1].engines[0]
+
+    @property
+    def asleep(self) -> set[str]:
+        return {tag for llm in self.llms for engine in llm.engines for tag in engine.asleep}
+
+    def allocate(self) -> None:
+        if self.cached_by_trainer:
+            raise MemoryError(f"CUDA out of memory: the training process keeps {self.cached_by_trainer} bytes that it does not use")
+
+    def mpi_size(self) -> int:
+        """Of the world that MPI joins in a process with this environment."""
+        sizes = [os.environ[name] for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS") if name in os.environ]
+        return int(sizes[0]) if sizes else 1
+
+    def external_mpi_comm_available(self, model_world_size: int) -> bool:
+        """As upstream: true also for a model of one GPU where a launcher started several processes."""
+        return self.mpi_size() == model_world_size > 1 or self.mpi_size() > 1
 
     def release_with_tag(self, *tags: str) -> int:
         return self._exchange("release", tags, asleep=True)
@@ -45,27 +65,25 @@ class World:
 
     def _exchange(self, what: str, tags: tuple[str, ...], *, asleep: bool) -> int:
         known = set(self.contract.find("ExecutorMemoryType").members.values())
+        engine = getattr(self.paused, "engine", None)
         if extra := set(tags) - known:
             raise Misuse(f"{what}_with_tag: unknown tags {sorted(extra)}")
-        if not self.engine.paused:
+        if engine is None or not engine.paused:
             raise Misuse(f"{what}_with_tag outside control_action")
-        if not self.llms[-1].sleeps:
+        if not engine.sleeps:
             raise Misuse(f"{what}_with_tag on a model that was not built to sleep")
-        if "kv_cache" in tags and not self.engine.is_reset:
+        if "kv_cache" in tags and not engine.is_reset:
             raise Misuse("the cache was given back or taken with prefixes that could still be found")
-        if any((tag in self.asleep) == asleep for tag in tags):
+        if any((tag in engine.asleep) == asleep for tag in tags):
             raise Misuse(f"{what}_with_tag: {tags} already are")
-        self.asleep = self.asleep | set(tags) if asleep else self.asleep - set(tags)
+        if not asleep:
+            self.allocate()
+        engine.asleep = engine.asleep | set(tags) if asleep else engine.asleep - set(tags)
         if "model" in tags:
-            self.engine.model_engine.model.scramble()
-        self.events.append(f"{what} {' '.join(tags)}")
+            engine.model_engine.model.scramble()
+        if engine.rank == 0:
+            self.events.append(f"{what} {' '.join(tags)}")
         return len(tags)
-
-    def set_mpi_comm(self, *args: Any, **kwargs: Any) -> None:
-        self.communicators.append(self.bind("set_mpi_comm", *args, **kwargs)["new_comm"])
-
-    def set_mpi_session_cpp(self, *args: Any, **kwargs: Any) -> None:
-        self.communicators.append(self.bind("set_mpi_session_cpp", *args, **kwargs)["comm"])
 
     def stop(self) -> None:
         for llm in self.llms:
@@ -93,7 +111,7 @@ class Loader:
             raise Misuse("reload outside control_action")
         if hasattr(self, "begin_update_weights") and not self._begun:
             raise Misuse("reload before begin_update_weights")
-        if self._world.asleep & {"model"}:
+        if self._engine.asleep & {"model"}:
             raise Misuse("reload while the weights sleep")
         if not given.get("allow_partial_loading", False):
             raise Misuse("reload of a part without allow_partial_loading")
@@ -102,7 +120,7 @@ class Loader:
         self._engine.needs_finish = True
         self._engine.is_reset = False
         given["model"].take(given["weights"])
-        self._world.events.append(f"reload {len(given['weights'])}")
+        self._world.events.append(f"reload {len(given['weights'])} on rank {self._engine.rank}")
 
 
 @dataclass(eq=False)
@@ -148,7 +166,14 @@ class Engine:
     """The PyExecutor."""
 
     def __init__(self, world: World, arguments: dict[str, Any]) -> None:
+        world.allocate()
         self._world = world
+        self.rank = world.first_rank + len(world.building)
+        world.building.append(self)
+        self.peers = world.building  # of the same model, by rank; this one among them
+        self.asleep: set[str] = set()
+        self.num_refits = self.num_asked = 0
+        self.sleeps = bool(arguments.get("enable_sleep")) or arguments.get("sleep_config") is not None
         self.sampler = str(arguments.get("sampler_type", "auto"))
         self.max_seq_len = arguments["max_seq_len"]
         self.model_engine = type("ModelEngine", (), {})()
@@ -171,9 +196,19 @@ class Engine:
             self._change.notify_all()
             if not self._change.wait_for(lambda: self.paused, WAIT_SECONDS):
                 raise Misuse("control_action: the executor did not pause")
+        for peer in self.peers[1:] if self.peers[0] is self else []:  # the first rank's request is what pauses the others
+            with peer._change:
+                peer.num_asked += 1
+                peer._change.notify_all()
+        with self._change:
+            if self.peers[0] is not self and not self._change.wait_for(lambda: self.num_asked, WAIT_SECONDS):
+                raise Misuse("control_action, but not on the first rank")
+            self.num_asked = max(0, self.num_asked - 1)
+        self._world.paused.engine = self
         try:
             yield self
         finally:
+            self._world.paused.engine = None
             with self._change:
                 self._wants_pause = self.paused = False
                 self._change.notify_all()
@@ -185,19 +220,24 @@ class Engine:
         model = self.model_engine.model
         if self.needs_finish and all(module in model.finalised for _, module in model.groups.values()):
             self.needs_finish = False
+            self.num_refits += 1
             model.finalised = set()
         self.is_reset = True
-        self._world.events.append("reset_prefix_cache")
+        if self.rank == 0:
+            self._world.events.append("reset_prefix_cache")
 
     def submit(self, running: Running) -> None:
-        model = self.model_engine.model
-        if self._world.asleep:
-            raise Misuse(f"a request while {sorted(self._world.asleep)} sleep")
-        if self.needs_finish:
-            raise Misuse("a request after a refit that was not finished")
-        if missing := set(model.targets) - model.given - {"lm_head.weight"}:
-            raise Misuse(f"a request before all weights came: {sorted(missing)[:3]}")
-        self.is_reset = False
+        for engine in self.peers:
+            model = engine.model_engine.model
+            if engine.asleep:
+                raise Misuse(f"a request while {sorted(engine.asleep)} sleep")
+            if engine.needs_finish:
+                raise Misuse("a request after a refit that was not finished")
+            if missing := set(model.targets) - model.given - {"lm_head.weight"}:
+                raise Misuse(f"a request before all weights came: {sorted(missing)[:3]}")
+            if engine.num_refits != self.num_refits:
+                raise Misuse(f"rank {engine.rank} had {engine.num_refits} refits, the first rank {self.num_refits}")
+            engine.is_reset = False
         with self._change:
             self._running.append(running)
             self._change.notify_all()
@@ -257,54 +297,6 @@ class Engine:
         output.finish_reason = "length" if len(one.tokens) >= one.params.max_tokens else "stop"
         self.drop(one.result)
         one.result.finish(output, self._world.error)
-
-
-def llm_class(world: World, fields: type) -> type:
-    class LLM:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            given = world.bind("LLM.__init__", *args, **kwargs)
-            if os.environ.get("TLLM_WORKER_USE_SINGLE_PROCESS") != "1":
-                raise Misuse("LLM: it would start another process")
-            if hidden := [name for name in os.environ if name.startswith(("OMPI_", "PMI_", "PMIX_", "SLURM_"))]:
-                raise Misuse(f"LLM: MPI would join the launcher's world: {hidden}")
-            if given.get("backend") != "pytorch" or not given.get("skip_tokenizer_init"):
-                raise Misuse("LLM: backend='pytorch' and skip_tokenizer_init=True are what this stands for")
-            self.sleeps = bool(given.get("enable_sleep")) or given.get("sleep_config") is not None
-            if self.sleeps and given.get("cuda_graph_config") is not None and not world.contract.rules.cuda_graphs_with_sleep:
-                raise Misuse("LLM: CUDA graphs with sleep")
-            self.given = given
-            create = given.get("executor_cls")
-            self._executor = (
-                worker_class(world)(None, llm_args=given) if create is None else create.create(None, llm_args=given, world_size=1)
-            )
-            world.llms.append(self)
-
-        def generate_async(self, *args: Any, **kwargs: Any) -> Result:
-            given = world.bind("BaseLLM.generate_async", *args, **kwargs)
-            params, engine = given["sampling_params"], self._executor.engine
-            if not isinstance(params, fields):
-                raise Misuse("generate_async: sampling_params is not the package's")
-            if params.end_id is None:
-                raise Misuse("generate_async: end_id is None and there is no tokenizer to take it from")
-            if not 0 < len(given["inputs"]) + params.max_tokens <= engine.max_seq_len:
-                raise Misuse("generate_async: prompt and max_tokens are longer than max_seq_len")
-            result = Result(engine)
-            engine.submit(Running(list(given["inputs"]), params, result))
-            return result
-
-        def shutdown(self) -> None:
-            self._executor.engine.stop()
-
-    return LLM
-
-
-def worker_class(world: World) -> type:
-    class GenerationExecutorWorker:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            given = world.bind("GenerationExecutorWorker.__init__", *args, **kwargs)
-            self.engine = Engine(world, given["llm_args"])
-
-    return GenerationExecutorWorker
 
 
 def extension_class() -> type:

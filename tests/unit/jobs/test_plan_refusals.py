@@ -14,6 +14,7 @@ from aligner.errors import ConfigError
 from aligner.jobs import plan, serving
 from aligner.loop import trainer_job, writer_job
 from aligner.online import job as online_job
+from aligner.planner.estimate import check
 
 JOBS = {  # what the ranks of a component of a plan do
     "actor": (online_job, lambda recipe, config: online_job.train(recipe, config)),
@@ -32,8 +33,12 @@ TRTLLM, VLLM = "rollout.engine=tensorrt_llm", "rollout.engine=vllm"
 SHARED = ["model.share_prompts=true", "model.packing=true", "model.micro_batch_tokens=64", "parallel.cp=2"]
 OVERLAP = ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.tp_comm_overlap=true"]
 REFUSED = [
-    ("grpo", "actor", [TRTLLM, "rollout.tp=8"], "rollout.tp=8: with rollout.engine=tensorrt_llm each rank computes a replica"),
-    ("grpo", "actor", [TRTLLM, "parallel.tp=2"], "rollout.tp=2: with rollout.engine=tensorrt_llm each rank computes a replica"),
+    (
+        "grpo",
+        "actor",
+        [TRTLLM, "rollout.tp=8", "rollout.verify_refit=checksum"],
+        "rollout.verify_refit=checksum: rollout.engine=tensorrt_llm reads no",
+    ),
     ("grpo", "actor", [TRTLLM, "rollout.sampling.repetition_penalty=1.1"], "rollout.sampling.repetition_penalty=1.1: not with"),
     ("grpo", "actor", [TRTLLM, "rollout.sampling.raw_logprobs=true"], "rollout.sampling.raw_logprobs=true: rollout.engine=tensorrt_llm"),
     (
@@ -79,7 +84,7 @@ REFUSED = [
     ("teacher_logprobs", "writer", ["data.max_length=65"], "data.max_length=65: longer than the model's context of 64 tokens"),
     ("generate", "writer", [VLLM, "rollout.sampling.stop_strings=[x]"], "rollout.sampling.stop_strings: not available with"),
     ("annotate", "writer", ["data.max_length=65"], "data.max_length=65: longer than the model's context of 64 tokens"),
-    ("constitution", "writer", [TRTLLM, "rollout.tp=2"], "rollout.tp=2: with rollout.engine=tensorrt_llm each rank computes a replica"),
+    ("constitution", "writer", [TRTLLM, "rollout.sampling.stop_strings=[x]"], "rollout.sampling.stop_strings=['x']: not with"),
 ]
 
 
@@ -142,3 +147,30 @@ def test_a_plan_is_of_the_settings_that_the_run_gets() -> None:
             load("sft_70b", ["parallel.tp=1"])
     both = ["parallel.tp=1", "parallel.sequence_parallel=false", "data.train=x"]
     assert plan.load("sft_70b", both) == compose(recipes()["sft"].config, "sft_70b", both)
+
+
+@pytest.mark.parametrize("layout", [["rollout.tp=2"], ["parallel.tp=2"], ["parallel.pp=2", "rollout.tp=2"]])
+def test_rollouts_ahead_have_no_collectives_of_their_own_on_gpus(layout, task, tmp_path, monkeypatch) -> None:
+    """Two threads that issue NCCL's kernels in no common order can deadlock; gloo's wait on the host."""
+    settings = [*overrides_of("grpo", task, tmp_path), "rollout.asynchronous.max_staleness=1", *layout]
+    message = "rollout.asynchronous.max_staleness=1: with rollout.tp=2 the sampler's and the trainer's collectives"
+
+    def planned(*more: str) -> None:
+        (actor,) = plan.components(compose(recipes()["grpo"].config, "grpo", [*settings, *more]))
+        check(actor)
+
+    planned()
+    with pytest.raises(ConfigError, match=f"actor: {message}.*allowed on GPUs: rollout.tp=1, or 0"):
+        planned("cluster.device=gpu")
+    planned("cluster.device=gpu", "rollout.tp=1")
+    planned("cluster.device=gpu", "rollout.asynchronous.max_staleness=0")
+    monkeypatch.setattr(online_job.platform, "backend", lambda: "nccl")
+    assert first_refusal("grpo", "actor", compose(recipes()["grpo"].config, "grpo", settings), monkeypatch).startswith(message)
+
+
+def test_a_replica_of_tensorrt_llm_is_on_one_node(task, tmp_path) -> None:
+    settings = [*overrides_of("grpo", task, tmp_path), TRTLLM, "rollout.tp=4", "cluster.device=gpu"]
+    with pytest.raises(ConfigError, match="^actor: rollout.tp=4: a replica of .* must be on one node.*cluster.gpus_per_node=2"):
+        plan.components(compose(recipes()["grpo"].config, "grpo", [*settings, "cluster.gpus_per_node=2"]))
+    (actor,) = plan.components(compose(recipes()["grpo"].config, "grpo", [*settings, "cluster.gpus_per_node=4"]))
+    assert actor.engine_holds_weights

@@ -19,7 +19,7 @@ from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes
 from aligner.planner.estimate import check
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
-from aligner.rollout.config import EngineKind, RolloutConfig
+from aligner.rollout.config import EngineKind, RolloutConfig, VerifyRefit
 
 CLUSTER = ClusterConfig(
     device=Device.gpu,
@@ -108,6 +108,8 @@ def test_engine_weights_of_its_own() -> None:
     assert not component().engine_holds_weights
     ahead = component(parallel={"tp": 2}, engine=replace(engine, asynchronous=True))
     assert ahead.engine_holds_weights and not ahead.engine_reshards
+    foreign = component(parallel={"tp": 2}, engine=replace(engine, settings=RolloutConfig(engine=EngineKind.vllm)))
+    assert foreign.engine_holds_weights and not foreign.engine_reshards
 
 
 def test_memory_of_every_phase() -> None:
@@ -141,6 +143,11 @@ def test_memory_of_every_phase() -> None:
     assert generate["KV cache"] == 4 * 320 * 8 * 8 * 2 * 2
     ahead = replace(staying, engine=replace(staying.engine, asynchronous=True))  # it samples in every phase
     assert all(m.parts["KV cache"] == generate["KV cache"] for m in memory.phase_memory(ahead, sizes, CLUSTER, (0, 1)))
+    package = RolloutConfig(engine=EngineKind.tensorrt_llm)  # in processes of its own, fed full tensors
+    apart = component(engine=Engine(tp=1, max_batch_size=4, bucket_bytes=10, offload=True, settings=package))
+    alone = {m.phase: m.parts for m in memory.phase_memory(apart, sizes, CLUSTER, (0,))}
+    assert alone[Phase.train]["context and communicators"] == 3 * GIB  # two processes, two communicators
+    assert alone[Phase.generate]["engine weights"] == 5 * GIB and "engine weights" not in alone[Phase.train]
     overlapping = replace(own, parallel=replace(own.parallel, sequence_parallel=True, tp_comm_overlap=True))
     train = next(m.parts for m in memory.phase_memory(overlapping, sizes, CLUSTER, (0,)) if m.phase == Phase.train)
     assert train["exchange buffers"] == 8 * 512 * 64 * 2  # the hidden states of 512 tokens of 64 bfloat16 numbers, eight times
@@ -198,8 +205,8 @@ def test_refused_sizes_name_the_component() -> None:
         check(component(work=replace(component().work, update_rows=4)))
     with pytest.raises(ConfigError, match="rollout.tp=3: does not divide the 16 ranks"):
         check(component(engine=Engine(tp=3, max_batch_size=1, bucket_bytes=0, offload=False)))
-    foreign = RolloutConfig(engine=EngineKind.tensorrt_llm)  # and so no search proposes it
-    with pytest.raises(ConfigError, match="^actor: rollout.tp=2: with rollout.engine=tensorrt_llm each rank"):
+    foreign = RolloutConfig(engine=EngineKind.tensorrt_llm, verify_refit=VerifyRefit.checksum)  # and so no search proposes it
+    with pytest.raises(ConfigError, match="^actor: rollout.verify_refit=checksum: rollout.engine=tensorrt_llm reads no"):
         check(component(engine=Engine(tp=2, max_batch_size=1, bucket_bytes=0, offload=False, settings=foreign)))
 
 

@@ -228,6 +228,14 @@ def test_an_engine_that_fails_to_take_weights_is_named_and_left(method):
         generate(engine)
 
 
+def test_an_engine_that_does_not_start_gives_back_what_it_took():
+    foreign = FakeForeign()
+    foreign.fails_at = "start"
+    with pytest.raises(EngineError, match="starting fake failed: RuntimeError: the package says no"):
+        engine_of(foreign, Policy())
+    assert foreign.log == ["start", "shutdown"]
+
+
 def test_what_was_read_back_is_compared_with_what_was_sent():
     foreign, policy = FakeForeign(), Policy()
     engine = engine_of(foreign, policy, verified=True)

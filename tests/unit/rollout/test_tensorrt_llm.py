@@ -13,7 +13,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-from fake_tensorrt_llm import installed  # noqa: E402
+from fake_tensorrt_llm import executor_class, installed  # noqa: E402
 from fake_tensorrt_llm_model import Misuse  # noqa: E402
 
 from aligner.errors import ConfigError, EngineError  # noqa: E402
@@ -185,7 +185,7 @@ def test_a_refit_that_fails_forbids_generating_until_one_succeeds(package, polic
     engine.begin_refit(manifest)
     engine.load(buckets[0])
     q_only = [(name, tensor) for bucket in buckets for name, tensor in bucket if "layers.0.self_attn.q_proj" in name]
-    with pytest.raises(Misuse, match="q_proj.*without.*k_proj"):
+    with pytest.raises(EngineError, match="Misuse: .*q_proj.*without.*k_proj"):
         engine.load(q_only)
     engine.abort_refit()
     with pytest.raises(EngineError, match="does not generate: its last refit failed"):
@@ -196,10 +196,10 @@ def test_a_refit_that_fails_forbids_generating_until_one_succeeds(package, polic
     engine.shutdown()
 
 
-def test_the_stand_in_refuses_what_the_package_would(package, policy, hf_directory):
+def test_the_stand_in_refuses_what_the_package_would(package, policy, hf_directory, monkeypatch):
     """Its rules can fail: each is broken once, past the adapter."""
     from tensorrt_llm import LLM, SamplingParams
-    from tensorrt_llm._torch.virtual_memory import release_with_tag
+    from tensorrt_llm._torch.virtual_memory import materialize_with_tag, release_with_tag
     from tensorrt_llm.llmapi import KvCacheConfig
 
     with pytest.raises(TypeError, match="max_token_count"):
@@ -208,6 +208,13 @@ def test_the_stand_in_refuses_what_the_package_would(package, policy, hf_directo
         SamplingParams(logprobs_mode="raw")
     with pytest.raises(TypeError, match="sleep_config"):
         LLM(model="x", sleep_config=1)
+    with monkeypatch.context() as context:  # a rank that mpiexec started with seven others, a model of one GPU
+        context.setenv("OMPI_COMM_WORLD_SIZE", "8")
+        with pytest.raises(Misuse, match="it would join the launcher's world"):
+            LLM(model="x", backend="pytorch", skip_tokenizer_init=True)
+        with pytest.raises(AssertionError, match="requires an external MPI session"):
+            reuse = package.external_mpi_comm_available(1)
+            executor_class(package).create(None, model_world_size=1, reuse_mpi_comm=reuse, mpi_session=None, llm_args={})
     engine = build(hf_directory("llama"), offload=True)
     engine.start()
     executor = package.engine
@@ -224,8 +231,14 @@ def test_the_stand_in_refuses_what_the_package_would(package, policy, hf_directo
             release_with_tag("everything")
         with pytest.raises(Misuse, match="before its pre_reload_weights"):
             reload(executor.model_engine.model, weights, allow_partial_loading=True)
+        release_with_tag("model")
+        package.cached_by_trainer = 5
+        with pytest.raises(MemoryError, match="keeps 5 bytes"):
+            materialize_with_tag("model")
+        package.cached_by_trainer = 0
+        materialize_with_tag("model")
     engine._unready = ""
-    with pytest.raises(Misuse, match="was not finished"):
+    with pytest.raises(EngineError, match="failed at request 0 .*Misuse: a request after a refit that was not finished"):
         list(engine.generate(ListedWork(requests()), SamplingConfig()))
     engine.shutdown()
 
@@ -269,37 +282,9 @@ def test_finished_responses_come_before_the_others_and_leaving_early_takes_the_r
     engine.shutdown()
 
 
-def test_what_the_model_is_built_with(package, hf_directory, monkeypatch):
-    """The launcher's variables are hidden from MPI and come back; the lengths are the run's; the cache has room for its batch."""
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
-    monkeypatch.setenv("SLURM_PROCID", "3")
-    engine = build(hf_directory("llama"), max_batch_size=4)
-    assert "tensorrt_llm" in sys.modules and not package.llms
-    engine.start()
-    assert os.environ["OMPI_COMM_WORLD_SIZE"] == "8" and os.environ["SLURM_PROCID"] == "3"
-    given = package.llms[-1].given
-    assert {name: given[name] for name in ("max_seq_len", "max_input_len", "max_batch_size", "max_num_tokens", "load_format", "dtype")} == {
-        "max_seq_len": CONTEXT,
-        "max_input_len": CONTEXT,
-        "max_batch_size": 4,
-        "max_num_tokens": 2048 + 4,
-        "load_format": "dummy",
-        "dtype": "float32",
-    }
-    cache = given["kv_cache_config"].given
-    assert cache["max_tokens"] == 4 * CONTEXT and cache["enable_block_reuse"]
-    assert given["cuda_graph_config"].given == {"enable_padding": True, "max_batch_size": 4}
-    assert given["sampler_type"] == "TRTLLMSampler" and "enable_sleep" not in given and "executor_cls" not in given
-    engine.shutdown()
-
-
 def test_settings_that_cannot_work_are_refused_before_the_package_is_imported(package, hf_directory):
-    from aligner.rollout.tensorrt_llm import TensorRTLLMEngine
-
     with pytest.raises(ConfigError, match="cuda_graphs=always: version 1.2.1 cannot replay.*rollout.offload=false"):
         build(hf_directory("llama"), offload=True, cuda_graphs=CudaGraphs.always)
-    with pytest.raises(ConfigError, match="rollout.tp=2: with rollout.engine=tensorrt_llm each rank.*spmd=true"):
-        TensorRTLLMEngine(RolloutConfig(), path=hf_directory("llama"), dtype=torch.bfloat16, eos_id=EOS, max_sequence_length=CONTEXT, tp=2)
     for field, value in (("kv_memory_fraction", 0.0), ("timeout_seconds", 0.0), ("pause_seconds", -1.0), ("start_seconds", float("nan"))):
         with pytest.raises(ConfigError, match=f"rollout.tensorrt_llm.{field}={value}"):
             TensorRTLLMConfig(**{field: value})
@@ -345,7 +330,32 @@ def test_a_run_that_asks_for_it_gets_it_behind_the_same_lifecycle(package, polic
         for one, expected in zip(wanted, policy_logprobs(policy, wanted, given), strict=True):
             assert torch.tensor(given[one.index].logprobs).allclose(expected, atol=1e-4)
         engine.engine.shutdown()
-        package.asleep = set()
+
+
+def test_training_gives_back_what_it_keeps_before_the_engine_wakes(package, policy, monkeypatch):
+    """Torch keeps freed memory for its next tensors; the package takes memory from the device, where it is missing."""
+    from aligner.models.offload import HostMemory
+    from aligner.parallel import platform
+    from aligner.rollout.config import EngineKind
+    from aligner.rollout.create import create_engine
+
+    move_out = HostMemory.move_out
+
+    def frees(memory: HostMemory) -> None:
+        move_out(memory)
+        package.cached_by_trainer += 7
+
+    monkeypatch.setattr(HostMemory, "move_out", frees)
+    monkeypatch.setattr(platform, "release_cached", lambda: setattr(package, "cached_by_trainer", 0))
+    package.cached_by_trainer = 3  # of building the policy
+    engine = create_engine(policy, RolloutConfig(engine=EngineKind.tensorrt_llm, offload=True), eos_id=EOS)
+    for version in (1, 2):
+        package.cached_by_trainer += 9  # activations and gradients
+        engine.refit(version)
+        engine.wake()
+        engine.sleep()
+    assert [event for event in package.events if event.startswith("materialize")] == ["materialize model", "materialize kv_cache"] * 2
+    engine.engine.shutdown()
 
 
 def _as_result(rollout) -> GenResult:

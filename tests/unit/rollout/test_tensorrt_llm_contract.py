@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 from fake_tensorrt_llm import installed  # noqa: E402
 
 from aligner.errors import ConfigError, EngineError  # noqa: E402
-from aligner.rollout import tensorrt_llm_diff, tensorrt_llm_environment  # noqa: E402
+from aligner.rollout import tensorrt_llm_diff  # noqa: E402
 from aligner.rollout.engine import GenRequest  # noqa: E402
 from aligner.rollout.tensorrt_llm_config import Sampler, TensorRTLLMConfig
 from aligner.rollout.tensorrt_llm_contract import Contract, gate, known_versions, load  # noqa: E402
 from aligner.rollout.tensorrt_llm_requests import sampling_arguments, to_result  # noqa: E402
-from aligner.rollout.tensorrt_llm_spmd import Block, InPlace, worker_in_place  # noqa: E402
+from aligner.rollout.tensorrt_llm_worker import answer as answer_of  # noqa: E402
 from aligner.types import FinishReason, LogprobKind, SamplingConfig  # noqa: E402
 
 REQUEST = GenRequest(index=3, tokens=(5, 6), seed=2**63 + 11)
@@ -140,8 +139,9 @@ def test_the_comparison_finds_what_changed(version, tmp_path, capsys):
     assert change("executor/base_worker.py", "self.engine =", "self.executor =")[0].endswith("BaseWorker.engine: nothing is assigned to it")
     file = load(version).find("ExecutorMemoryType").file.removeprefix("tensorrt_llm/")
     assert change(file, "'model'", "'weights'")[0].endswith("is 'weights', not 'model'")
-    (package / "_utils.py").unlink()
-    assert tensorrt_llm_diff.main(arguments) == 1 and "_utils.py: there is no such file (set_mpi_comm)" in capsys.readouterr().out
+    (package / "llmapi/mpi_session.py").unlink()
+    assert tensorrt_llm_diff.main(arguments) == 1
+    assert "mpi_session.py: there is no such file (external_mpi_comm_available)" in capsys.readouterr().out
 
 
 @pytest.mark.trtllm
@@ -208,7 +208,7 @@ def test_settings_that_one_sampler_has():
 
 
 def answer(tokens, logprobs, reason="stop"):
-    return SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)
+    return answer_of(SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason))
 
 
 def result_of(output, **sampling):
@@ -226,96 +226,6 @@ def test_answers_become_results():
         result_of(answer([8, 9], [-0.5, -0.25], "cancelled"))
     with pytest.raises(EngineError, match="1 log-probs for the 2 tokens of request 3"):
         result_of(answer([8, 9], [-0.5]))
-
-
-def test_the_launchers_variables_are_hidden_from_the_import_only(monkeypatch):
-    for name in [name for name in os.environ if name.startswith(tensorrt_llm_environment.HIDDEN_PREFIXES)]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(tensorrt_llm_environment.mpi, "is_started", lambda: False)
-    monkeypatch.setenv("PMIX_RANK", "3")
-    monkeypatch.setenv("SLURM_NTASKS", "8")
-    monkeypatch.delenv("TLLM_WORKER_USE_SINGLE_PROCESS", raising=False)
-    with pytest.raises(KeyError), tensorrt_llm_environment.import_environment():
-        assert "PMIX_RANK" not in os.environ and "SLURM_NTASKS" not in os.environ
-        os.environ["PMIX_NAMESPACE"] = "of MPI's world of one"
-        raise KeyError
-    assert os.environ["PMIX_RANK"] == "3" and os.environ["SLURM_NTASKS"] == "8" and "PMIX_NAMESPACE" not in os.environ
-    assert os.environ["TLLM_WORKER_USE_SINGLE_PROCESS"] == "1"
-    monkeypatch.setattr(tensorrt_llm_environment.mpi, "is_started", lambda: True)
-    with tensorrt_llm_environment.import_environment():
-        assert os.environ["PMIX_RANK"] == "3"  # MPI is there already
-
-
-def test_a_process_sees_the_gpus_of_its_replica_alone():
-    tensorrt_llm_environment.require_devices(1, visible=1, current=0, index=0)
-    with pytest.raises(EngineError, match="sees 8 GPUs.*gpus-per-task=1"):
-        tensorrt_llm_environment.require_devices(1, visible=8, current=3, index=0)
-    with pytest.raises(EngineError, match="rank 1 of its replica uses GPU 0"):
-        tensorrt_llm_environment.require_devices(2, visible=2, current=0, index=1)
-
-
-def test_a_call_that_does_not_return_ends_the_process_and_says_what_it_was(capfd):
-    ended = threading.Event()
-    with tensorrt_llm_environment.limit(0.02, "to pause its executor", end=lambda status: status == 1 and ended.set()):
-        assert ended.wait(20)
-    said = capfd.readouterr().err
-    assert "waited 0 s for TensorRT-LLM to pause its executor; this process ends" in said and "test_tensorrt_llm_contract" in said
-    with tensorrt_llm_environment.limit(60, "to do nothing", end=lambda status: pytest.fail("it did return")):
-        pass
-
-
-def test_several_ranks_are_the_packages_mpi_world(tmp_path, monkeypatch):
-    """What the block tells the package; that MPI is there is what the launcher sees to."""
-    from aligner.rollout import tensorrt_llm_spmd
-
-    with installed("1.2.1", tmp_path) as world:
-        monkeypatch.setattr(tensorrt_llm_spmd, "block_group", lambda size, backend: None)
-        monkeypatch.setattr(tensorrt_llm_spmd.mpi, "block_communicator", lambda size: f"ranks of a block of {size}")
-        block = Block(size=2, index=1)
-        block.join()
-        assert world.communicators == ["ranks of a block of 2"] * 2 and not block.is_leader
-        monkeypatch.setattr(tensorrt_llm_spmd.mpi, "is_started", lambda: False)
-        Block(size=1, index=0).join()
-        assert len(world.communicators) == 2  # alone, and not started by MPI
-        given = block.arguments(load("1.2.1"))
-        assert given["allreduce_strategy"] == "NCCL" and isinstance(given["_mpi_session"], InPlace)
-        assert Block(size=1, index=0).arguments(load("1.2.1")) == {}
-        made = []
-        monkeypatch.setattr(
-            sys.modules["tensorrt_llm.executor.worker"], "GenerationExecutorWorker", lambda *args, **kwargs: made.append((args, kwargs))
-        )
-        worker_in_place(load("1.2.1")).create(None, llm_args={"a": 1}, world_size=2, tokenizer=None)
-        assert made == [((None,), {"llm_args": {"a": 1}, "tokenizer": None})]  # of the factory's arguments those of the worker
-
-
-def test_followers_take_part_when_the_leader_takes():
-    from aligner.rollout.tensorrt_llm_requests import Take
-
-    told: list[int] = []
-
-    class Wire(Block):
-        def tell(self, number: int) -> None:
-            told.append(number)
-
-        def hear(self) -> int:
-            return told.pop(0)
-
-    class Counted:
-        def __init__(self) -> None:
-            self.rooms: list[int] = []
-
-        def take(self, room: int) -> list[GenRequest]:
-            self.rooms.append(room)
-            return []
-
-    leader, follower = Counted(), Counted()
-    first = Take(leader, Wire(size=2, index=0))
-    first.requests(4)
-    first.heartbeat()
-    first.requests(1)
-    first.end()
-    Take(follower, Wire(size=2, index=1)).follow()
-    assert leader.rooms == follower.rooms == [4, 1] and not told
 
 
 def test_smoke_passes_over_the_stand_in_and_notices_weights_that_stay(tmp_path, topology, hf_directory, capsys):

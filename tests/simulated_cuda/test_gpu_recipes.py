@@ -1,0 +1,77 @@
+"""Every kind of recipe and layout takes steps on the simulated GPU; supervised ones learn in float32 what they do on the CPU."""
+
+from __future__ import annotations
+
+import math
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+same_numbers = pytest.importorskip("same_numbers")
+gpu_cases = pytest.importorskip("simulated_cuda.gpu_cases")
+pytestmark = pytest.mark.simulated_cuda
+SUPERVISED = [name for name, case in gpu_cases.CASES.items() if case.of in ("sft", "reward_model", "dpo", "kto")]
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    same_numbers.write_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def runs(data, tmp_path_factory):
+    """`runs(name)`: the run of a case of gpu_cases.py, made once."""
+    folder, made, number = tmp_path_factory.mktemp("runs"), {}, count()
+
+    def get(name: str):
+        if name not in made:
+            case = gpu_cases.CASES[name]
+            for earlier in case.after:
+                get(earlier)
+            directory = folder / (name if name == case.of else f"case{next(number)}")
+            made[name] = gpu_cases.run(case, data, directory)
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", gpu_cases.CASES)
+def test_takes_steps_on_the_gpu(name: str, runs) -> None:
+    found = runs(name)
+    trained = found.trainer()
+    assert [process.rank for process in trained] == list(range(gpu_cases.CASES[name].ranks))
+    assert all(process.peak_bytes > 0 for process in trained)
+    first = trained[0]
+    waits, lagging = first.waits_of_steps, ("Event.synchronize",)
+    gpu_cases.note(
+        "recipes",
+        {
+            "what": name,
+            "ranks": len(trained),
+            "waits": sum(count for (kind, _), count in waits.items() if kind not in lagging),
+            "pageable": sum(count for (kind, _), count in waits.items() if kind == "pageable copy"),
+            "captures": sum(first.captures.values()),
+            "replays": first.replays,
+        },
+    )
+    if gpu_cases.trains(gpu_cases.CASES[name]):
+        norms = [line["optim/grad_norm"] for line in found.metrics if "optim/grad_norm" in line]
+        assert len(norms) == 2 and all(math.isfinite(norm) and norm > 0 for norm in norms)
+
+
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_in_float32_learns_what_the_cpu_does(name: str, data, tmp_path) -> None:
+    sides = {
+        side: gpu_cases.run(gpu_cases.CASES[name], data, tmp_path / side, "model.dtype=float32", "loop.save_every=0", on_cpu=side == "cpu")
+        for side in ("gpu", "cpu")
+    }
+    rows = {side: [line for line in found.metrics if "optim/grad_norm" in line] for side, found in sides.items()}
+    assert len(rows["gpu"]) == len(rows["cpu"]) == 2
+    for gpu, cpu in zip(rows["gpu"], rows["cpu"], strict=True):
+        compared = [key for key in cpu if key.startswith(("train/", "optim/", "loss", "sft/", "dpo/", "kto/", "reward/", "policy/"))]
+        assert "optim/grad_norm" in compared
+        for key in compared:
+            assert gpu[key] == pytest.approx(cpu[key], rel=1e-4, abs=1e-5), key
