@@ -22,7 +22,7 @@ ARGS ?=
 # A file of tests stays in one process (its fixtures are whole jobs); the files are shared out. TEST_PROCESSES=0 runs all in one.
 TEST_PROCESSES ?= logical
 
-.PHONY: help house test-gpu-path same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full lint format hooks docs clean
+.PHONY: help house test-gpu-path same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full transformer-engine lint format hooks docs clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -80,6 +80,13 @@ bench-full: $(STAMP) ## the same on all sizes and batches and against all compet
 	@$(RUN_ENV) $(BIN)/python benchmarks/asynchronous.py
 	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py $(ARGS)
 	@$(RUN_ENV) $(BIN)/python benchmarks/grpo_vs_trl.py --sizes large --rounds 1 --steps 1 $(ARGS)
+
+# Python code only: what is compiled of Transformer Engine is another package, and none of Megatron-Core's is called.
+transformer-engine: build/transformer_engine-2.9.0 build/transformer_engine-2.20.2 build/megatron_core-0.19.2 ## Transformer Engine's Python code, for the tests that build models of it
+
+build/transformer_engine-% build/megatron_core-%: | $(STAMP)
+	@$(BIN)/python -m pip install --quiet --no-deps --only-binary :all: --python-version 3.12 --ignore-requires-python --target $@.part $(subst -,==,$(notdir $@))
+	@mv $@.part $@
 
 lint: $(STAMP) ## ruff, types (mypy) and the level order
 	@$(BIN)/ruff check .

@@ -242,8 +242,8 @@ def preflight(config: str, overrides: tuple[str, ...], only: str, engine: bool, 
 @click.option("--tokens", "num_tokens", default=32, show_default=True, metavar="N", help="Tokens of a response at most.")
 @click.option("--traced", "num_traced", default=4, metavar="N", help="Responses whose layers are compared (default: the 4 worst).")
 @click.option("--greedy", is_flag=True, help="Greedy responses (temperature 1 for the log-probs).")
-@click.option("--ulps", default=0.0, metavar="X", help="Tolerance of an operation (default: 128 float32, 16 bfloat16).")
-@click.option("--gap", default=0.0, metavar="NATS", help="Tolerance of the mean gap (default: 1e-4 float32, 0.05 bfloat16).")
+@click.option("--ulps", default=0.0, metavar="X", help="Tolerance of an operation (default: 128 float32, else 16).")
+@click.option("--gap", default=0.0, metavar="NATS", help="Tolerance of the mean gap (default: 1e-4 float32, 0.05 bfloat16, 0.01 float16).")
 @_json
 def gap(config: str, overrides: tuple[str, ...], **options: Any) -> int:
     """Where in the model engine and trainer part, on one batch; exit code 1 if they do by more than rounding."""

@@ -16,12 +16,19 @@ NAMES = {
     "algorithm.gate_positive": "algorithm.tau_pos",
     "client": "server_client",
     "environment.function": "environment.path",
+    "critic.model.transformer_engine": "critic.model.layers",
     "launcher": "local_launcher",
+    "model.transformer_engine": "model.layers",
     "reward.function.function": "reward.function.path",
     "reward.functions.*.function": "reward.functions.*.path",
+    "reward.model.transformer_engine": "reward.model.layers",
     "validation.correct_from": "validation.pass_threshold",
 }
-VALUES = {"algorithm.correction.kind": {"truncate": "tis", "band": "icepop", "mask": "mis"}}  # of settings, by their present names
+_LAYERS = {True: "transformer_engine", False: "torch"}
+VALUES: dict[str, dict[Any, str]] = {  # of settings, by their present names
+    "algorithm.correction.kind": {"truncate": "tis", "band": "icepop", "mask": "mis"},
+    **dict.fromkeys(("model.layers", "critic.model.layers", "reward.model.layers"), _LAYERS),
+}
 
 
 def present_name(key: str, keys: Sequence[SchemaKey]) -> str:
@@ -40,7 +47,7 @@ def present_name(key: str, keys: Sequence[SchemaKey]) -> str:
 
 def present_value(key: str, value: Any) -> Any:
     """What a former value of a setting is called now; the value itself if it is none."""
-    return VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
+    return VALUES.get(key, {}).get(value, value) if isinstance(value, str | bool) else value
 
 
 def translated(saved: Mapping[str, Any], keys: Sequence[SchemaKey]) -> dict[str, Any]:

@@ -86,7 +86,8 @@ def _world(parallel: ParallelConfig) -> Topology:
 def _dtype(directory: Path) -> Dtype:
     """The weights' own precision, so that the conversion is exact."""
     config = read_json(directory / CONFIG_FILE)
-    return Dtype.bfloat16 if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" else Dtype.float32
+    stored = config.get("dtype") or config.get("torch_dtype")
+    return Dtype(stored) if stored in (Dtype.bfloat16.value, Dtype.float16.value) else Dtype.float32
 
 
 def _say(text: str) -> None:

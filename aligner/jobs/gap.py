@@ -128,7 +128,7 @@ def compare(config: OnlineRun, layout: topology.Topology, options: Options) -> G
     logprobs = policy.logprobs(batch)
     gaps = (logprobs - batch.rollout_logprobs).abs() * batch.loss_mask
     paths = trace_paths(engine, policy, config, most_different(rollouts, batch, gaps, options.num_traced))
-    dtype = Dtype.bfloat16 if policy.chunks[0].config.params_dtype == torch.bfloat16 else Dtype.float32
+    dtype = Dtype(str(policy.chunks[0].config.params_dtype).removeprefix("torch."))
     engine.shutdown()
     return GapReport(
         engine=engine.capabilities.name,

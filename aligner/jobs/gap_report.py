@@ -11,10 +11,10 @@ from typing import Any
 from aligner.models.config import Dtype
 from aligner.models.tracing import ORDER, Difference, Operation, Place
 
-ULPS = {Dtype.float32: 128.0, Dtype.bfloat16: 16.0}  # of the precision; float32 adds up in float32, bfloat16 in float32 too
-GAPS = {Dtype.float32: 1e-4, Dtype.bfloat16: 0.05}  # nats, the mean over tokens
+ULPS = {Dtype.float32: 128.0, Dtype.bfloat16: 16.0, Dtype.float16: 16.0}  # of the precision; all add up in float32
+GAPS = {Dtype.float32: 1e-4, Dtype.bfloat16: 0.05, Dtype.float16: 0.01}  # nats, the mean over tokens
 MOST_OF_ONE_TOKEN = 20.0  # times as large the gap of a single token may be
-EPSILON = {Dtype.float32: 2.0**-23, Dtype.bfloat16: 2.0**-7}
+EPSILON = {Dtype.float32: 2.0**-23, Dtype.bfloat16: 2.0**-7, Dtype.float16: 2.0**-10}
 NUM_WORST = 5
 
 

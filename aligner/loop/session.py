@@ -54,7 +54,7 @@ _HARMLESS = (
     *(
         f"*model.{name}"
         for name in (
-            *("micro_batch_size", "micro_batch_tokens", "packing", "share_prompts", "recompute", "transformer_engine", "batch_invariant"),
+            *("micro_batch_size", "micro_batch_tokens", "packing", "share_prompts", "recompute", "layers", "batch_invariant"),
             *("logits_chunk_size", "make_vocab_divisible_by"),
         )
     ),
@@ -160,6 +160,13 @@ def see_own_gpus(config: Any, local_rank: int) -> None:
         platform.see_block(local_rank, rollout.tp or config.parallel.tp)
 
 
+def order_kernels(config: Any, parallel: ParallelConfig) -> None:
+    """Set what the GPU reads of the environment when it is first used; see `platform.order_kernels`."""
+    rollout = getattr(config, "rollout", None)
+    is_asynchronous = rollout is not None and parallel is config.parallel and rollout.asynchronous.max_staleness > 0
+    platform.order_kernels(exchanges=parallel.tp > 1 or parallel.cp > 1, asynchronous=is_asynchronous)
+
+
 @contextmanager
 def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, component: str, writes_config: bool = True) -> Iterator[Session]:
     """Join the component's ranks and make its groups; destroy them on success. `component` names its files.
@@ -170,6 +177,7 @@ def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, compo
     watch_lease(os.environ)  # whatever hangs below: this process leaves when whoever started it is gone
     if run.num_threads:
         torch.set_num_threads(run.num_threads)
+    order_kernels(config, parallel)
     world, _ = launch.detect_world(os.environ)
     if world is not None:
         parallel.check_world(world.world_size)  # before anything starts

@@ -2,14 +2,18 @@
 
 Padded rows need no mask: padding comes after every real token. Packed rows are attended one sequence at a time, so no work is done
 between sequences. Under context parallelism each rank gathers the keys and values of its group. Its own two chunks of queries attend to
-everything before the chunk, and causally to the chunk itself (`aligner.parallel.context` defines the chunks).
+everything before the chunk, and causally to the chunk itself (`aligner.parallel.context` defines the chunks). Where a packed row's
+sequences begin is known on the host, once for all layers (`SegmentedPackedSeqParams`).
 
 In packed rows with shared prompts (`aligner.models.shared_prompts`) every segment attends causally to itself, and to all of the prompt
 that it continues.
 
 The CPU kernel gives each part's output and log-sum-exp. They are combined as in ring attention (Liu et al. 2023, 2310.01889). Given the
-combined output and log-sum-exp, the kernel's backward pass over a part gives that part's share of the gradients. On other devices a
-segment's keys are the prompt's followed by its own, and the causal mask is aligned with their ends.
+combined output and log-sum-exp, the kernel's backward pass over a part gives that part's share of the gradients.
+
+On a GPU, in 16 bits, FlashAttention's kernel for sequences of several lengths takes all runs of queries in one call, each with its keys:
+the prompt's and its own, or every chunk up to its own, which one exchange per layer gathers. In float32 each run is a call, and the
+causal mask is aligned with the ends.
 """
 
 from __future__ import annotations
@@ -24,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from aligner.models.shared_prompts import SegmentedPackedSeqParams
-from aligner.parallel.context import chunk_numbers, gather_sequence
+from aligner.models.shared_prompts import KeySpans, SegmentedPackedSeqParams
+from aligner.parallel.context import chunk_numbers, gather_ranks, gather_sequence
 from aligner.parallel.mcore import MegatronModule, PackedSeqParams, ProcessGroupCollection, TransformerConfig
 
 Segments = Sequence[tuple[int, int, int]]  # (first slot, one beyond the last, index of the segment that it goes on from or -1)
@@ -33,6 +37,7 @@ Segments = Sequence[tuple[int, int, int]]  # (first slot, one beyond the last, i
 # Grouped queries are the kernel's own business: it takes fewer keys than queries, forward and backward.
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_kernel_of_runs = torch.ops.aten._flash_attention_forward  # FlashAttention 2 (Dao 2023, 2307.08691)
 
 
 def shared_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
@@ -41,6 +46,26 @@ def shared_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
     if query.is_cuda:
         return torch.cat([_one_segment(query, key, value, segments, number, scale) for number in range(len(segments))])
     return _SharedAttention.apply(query, key, value, segments, scale)
+
+
+MOST_DIMENSIONS = 256  # of a head, in FlashAttention
+
+
+def takes_all_runs(query: Tensor) -> bool:
+    """Whether one kernel attends to the keys of all runs of queries [T, heads, D]."""
+    dim = query.shape[2]
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and dim <= MOST_DIMENSIONS and dim % 8 == 0
+
+
+def all_runs(query: Tensor, key: Tensor, value: Tensor, spans: KeySpans, scale: float) -> Tensor:
+    """Attention of every run of queries to its keys, causal and aligned at the ends: [T, heads, D] from query [T, heads, D] and key,
+    value [K, groups, D], which have the slots that `spans` names."""
+    if spans.slots is not None:
+        key, value = key[spans.slots], value[spans.slots]
+    out, *_ = _kernel_of_runs(
+        query, key, value, spans.queries, spans.keys, spans.most_queries, spans.most_keys, 0.0, True, False, scale=scale
+    )
+    return out
 
 
 def _one_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, number: int, scale: float) -> Tensor:
@@ -158,10 +183,15 @@ class CoreAttention(MegatronModule):
         """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]; packed: [T, heads, D] -> [T, heads * D]."""
         if packed_seq_params is None:
             return self._one_block(query, key, value).flatten(2)
-        if isinstance(packed_seq_params, SegmentedPackedSeqParams):
+        if not isinstance(packed_seq_params, SegmentedPackedSeqParams) or packed_seq_params.spans is None:
+            raise TypeError(f"packed rows are described by SegmentedPackedSeqParams here, not by {type(packed_seq_params).__name__}")
+        if takes_all_runs(query):
+            if self.cp_group.size() > 1:
+                key, value = (gather_ranks(tensor, self.cp_group) for tensor in (key, value))
+            return all_runs(query, key, value, packed_seq_params.spans, self.scale).flatten(1)
+        if self.cp_group.size() == 1:
             return shared_attention(query, key, value, packed_seq_params.segments, self.scale).flatten(1)
-        bounds = [position // self.cp_group.size() for position in packed_seq_params.cu_seqlens_q.tolist()]
-        sizes = [stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+        sizes = [stop - start for start, stop, _ in packed_seq_params.segments]
         parts = zip(*(tensor.unsqueeze(1).split(sizes) for tensor in (query, key, value)), strict=True)
         return torch.cat([self._one_block(*part) for part in parts]).flatten(1)
 

@@ -110,7 +110,7 @@ class InvariantAttention(CoreAttention):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: PackedSeqParams | None = None, **options: Any
     ) -> Tensor:
-        if not isinstance(packed_seq_params, SegmentedPackedSeqParams):
+        if not isinstance(packed_seq_params, SegmentedPackedSeqParams) or self.cp_group.size() > 1:
             return super().forward(query, key, value, *args, packed_seq_params=packed_seq_params, **options)
         segments = packed_seq_params.segments
         outs = []

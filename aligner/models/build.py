@@ -17,7 +17,7 @@ from torch import Tensor
 from aligner.models.batch_invariant import INVARIANT
 from aligner.models.config import Architecture, ModelConfig, PositionEmbedding, Recompute
 from aligner.models.initialise import initialise
-from aligner.models.layers import ORDINARY, block_spec
+from aligner.models.layers import ORDINARY, block_spec, finish_transformer_engine
 from aligner.models.lora import attach
 from aligner.models.megatron_config import transformer_config
 from aligner.models.scalar_head import VALUES, ScalarHead
@@ -111,6 +111,8 @@ class Transformer(GPTModel):
             share_embeddings_and_output_weights=tied,
             vp_stage=stage.vp_stage,
         )
+        if config.transformer_impl == "transformer_engine":
+            finish_transformer_engine(self.decoder)
         if learned and stage.pre_process:
             positions = self.embedding.position_embeddings.weight  # Megatron-Core makes it in torch's default precision
             positions.data = positions.data.to(config.params_dtype)  # not Module.to: the planner's fake tensors cannot be swapped
@@ -121,6 +123,8 @@ class Transformer(GPTModel):
         embedded, rotary, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **options)
         if rotary is not None and isinstance(packed_seq_params, SegmentedPackedSeqParams):
             rotary = rotary[packed_seq_params.positions]  # slot by slot: a row goes on behind its prompt, not at 0
+            if packed_seq_params.cu_seqlens_q is None:  # [T, 1, D] for [T, heads, D]: Megatron-Core then looks for no sequences
+                rotary = rotary.squeeze(1)
         if self._embedding_needs_gradient and self.pre_process and torch.is_grad_enabled():
             embedded = embedded.detach().requires_grad_()
         return (embedded, rotary, *rest)

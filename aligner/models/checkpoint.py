@@ -8,7 +8,7 @@
       weights/       Megatron-Core distributed checkpoint of the module; of a model with adapters, them and the head alone
       optimizer/     the same of the optimizer's state, in a form that any layout can read
       state.pt       per-rank random-generator states and the layout that they belong to
-      state.json     step, optimizer version, learning-rate schedule, validation metrics, whatever the training loop adds
+      state.json     step, optimizer version, learning-rate schedule, loss scale, validation metrics, whatever the training loop adds
       config.yaml    the resolved config of the run
 
 `checkpoint_files` has the rules of publication, `checkpoint_weights` reads weights, `async_save` writes the large files. `manifest` and
@@ -214,6 +214,7 @@ def load(model: TrainableModel, path: Path, *, verify: bool = True) -> dict[str,
             model.optimizer.reload_model_params()
         model.scheduler.num_steps = 0  # loading *adds* the saved number of steps
         model.scheduler.load_state_dict(state["scheduler"])
+        model.loss_scale.load_state(state.get("loss_scale"))
     model.version = state["version"]
     if wanted := from_rank_0(lambda: checkpoint_sums.read(directory)):
         states = _states(model, with_optimizer=_has_optimizer_state(model))
@@ -271,6 +272,7 @@ def _start(final: Path, model: TrainableModel, request: SaveRequest, generators:
         "step": request.step,
         "version": model.version,
         "scheduler": None if model.scheduler is None or request.weights_only else model.scheduler.state_dict(),
+        "loss_scale": model.loss_scale.state(),
         "validation": dict(request.validation),
         "loop": request.state,
     }

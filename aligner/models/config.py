@@ -51,6 +51,12 @@ class Dtype(str, Enum):
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one number; `auto` counts as float32."""
+        return 2 if self in (Dtype.bfloat16, Dtype.float16) else 4
 
 
 @dataclass(kw_only=True, slots=True)
@@ -155,6 +161,14 @@ class Architecture:
             )
 
 
+class Layers(str, Enum):
+    """Whose modules the layers are made of; `auto` is Transformer Engine's where they can be used (`aligner.models.fusions`)."""
+
+    auto = "auto"
+    transformer_engine = "transformer_engine"
+    torch = "torch"
+
+
 class Recompute(str, Enum):
     """Which activations are computed again in the backward pass instead of being kept (Korthikanti et al. 2022, 2205.05198)."""
 
@@ -224,16 +238,16 @@ class ModelConfig:
     path: str = ""  # Hugging Face directory or a checkpoint of this project; empty: random weights from `architecture`
     tokenizer: str = ""  # tokenizer directory; empty: the one beside the weights
     architecture: Architecture = field(default_factory=Architecture)
-    dtype: Dtype = Dtype.auto  # of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU
+    dtype: Dtype = Dtype.auto  # of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU; float16 scales its losses
     seq_length: int = 0  # longest sequence of the run; 0: the model's max_position_embeddings
     micro_batch_size: int = 4  # rows per forward pass
     micro_batch_tokens: int = 0  # 0: micro_batch_size rows; else as many rows of like length as fit in this number of tokens
     packing: bool = False  # rows of a micro-batch one after the other instead of padded side by side; needs micro_batch_tokens
     share_prompts: bool = False  # packed rows that begin with the same prompt compute it once; needs packing
     recompute: Recompute = Recompute.none  # activations that the backward pass computes again: none, those of attention, or all of a layer
-    transformer_engine: bool = False  # NVIDIA's fused layers and attention (GPU; needs transformer-engine)
+    layers: Layers = Layers.auto  # whose: transformer_engine (NVIDIA's, fused), torch; auto: the first on a GPU in 16 bits where it imports
     batch_invariant: bool = False  # a token's log-prob has the same bits in rollouts and training, whatever is computed with it: slow
-    fp8: bool = False  # matrix products in 8 bits, e4m3 forward and e5m2 backward; needs transformer_engine
+    fp8: bool = False  # matrix products in 8 bits, e4m3 forward and e5m2 backward; not with layers=torch
     logits_chunk_size: int = 1024  # tokens whose logits exist at a time
     make_vocab_divisible_by: int = 128  # the vocabulary is padded to a multiple of this and of parallel.tp
     router_aux_loss_coef: float = 0.0  # of the experts' load-balancing loss, averaged over tokens
@@ -250,10 +264,14 @@ class ModelConfig:
         for name in ("micro_batch_tokens", "router_aux_loss_coef", "router_z_loss_coef"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"model.{name}={getattr(self, name)}: must not be negative (0 is off)")
-        if self.fp8 and not self.transformer_engine:
-            raise ConfigError("model.fp8=true: needs model.transformer_engine=true")
-        if self.batch_invariant and self.transformer_engine:
-            raise ConfigError("model.batch_invariant=true: needs model.transformer_engine=false: its sums depend on the batch")
+        if self.fp8 and (self.layers is Layers.torch or self.batch_invariant):
+            raise ConfigError(
+                "model.fp8=true: needs Transformer Engine's layers; allowed: model.layers=auto or transformer_engine, not batch_invariant"
+            )
+        if self.batch_invariant and self.layers is Layers.transformer_engine:
+            raise ConfigError(
+                "model.batch_invariant=true: the sums of Transformer Engine's layers depend on the batch; allowed: layers=auto, torch"
+            )
         if self.batch_invariant and self.lora.is_on:
             raise ConfigError(
                 "model.batch_invariant=true: the engine computes with merged weights, whose log-probs have other last bits; "

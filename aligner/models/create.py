@@ -12,10 +12,11 @@ from aligner.models.build import Transformer, build_language_model, build_scalar
 from aligner.models.checkpoint_adapters import weights_digest
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.families import architecture_from_hf, architecture_to_hf
+from aligner.models.fusions import fusions, say_once
 from aligner.models.guard import Guard, GuardConfig
 from aligner.models.hf_files import CONFIG_FILE, read_json
 from aligner.models.lora import initialise_adapters
-from aligner.models.megatron_config import check_divisible
+from aligner.models.megatron_config import check_divisible, resolve_dtype
 from aligner.models.optimizer import OptimizerConfig
 from aligner.models.peft import load_peft
 from aligner.models.policy import MegatronPolicy
@@ -102,7 +103,7 @@ def create_policy(
     config: ModelConfig, architecture: Architecture, parallel: ParallelConfig, topology: Topology, training: Training
 ) -> MegatronPolicy:
     """A language model with its weights; frozen where `training.optimizer` is None. Every rank calls it."""
-    check_divisible(architecture, parallel)
+    _check(config, architecture, parallel, topology)
     if config.batch_invariant:
         check_arithmetic(platform.device())
     chunks = build_language_model(architecture, config, parallel, load=bool(config.path), seed=topology.seed)
@@ -122,7 +123,7 @@ def create_value_model(
 
     `output_weights`: the weights that combine several outputs of a reward model into one value. Raises ConfigError if they are missing.
     """
-    check_divisible(architecture, parallel)
+    _check(config, architecture, parallel, topology)
     found = head_of(config) or VALUES
     head = replace(found, pooling=VALUES.pooling)
     if head.num_outputs > 1 and len(output_weights) != head.num_outputs:
@@ -136,6 +137,12 @@ def create_value_model(
         chunk.combine_outputs(output_weights if head.num_outputs > 1 else (1.0,), VALUES)
     _start_adapters(chunks, config, topology.seed)
     return MegatronValueModel(TrainableModel(chunks, topology, training))
+
+
+def _check(config: ModelConfig, architecture: Architecture, parallel: ParallelConfig, topology: Topology) -> None:
+    """Raise ConfigError for a model that cannot be built so; say in the log whose layers it gets, and what they fuse."""
+    check_divisible(architecture, parallel)
+    say_once(fusions(architecture, config, resolve_dtype(config.dtype)), rank=topology.rank)
 
 
 def head_of(config: ModelConfig) -> ScalarHead | None:
@@ -154,7 +161,7 @@ def create_reward_model(
     head: ScalarHead | None = None,
 ) -> MegatronRewardModel:
     """A reward model with this head; with that of `config.path` where none is given. Every rank calls it."""
-    check_divisible(architecture, parallel)
+    _check(config, architecture, parallel, topology)
     head = head or head_of(config) or ScalarHead()
     chunks = build_scalar_model(architecture, config, parallel, load=bool(config.path), head=head, seed=topology.seed)
     return MegatronRewardModel(_ready(chunks, config, topology, training))

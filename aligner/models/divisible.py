@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from aligner.errors import ConfigError
-from aligner.models.config import Architecture, ModelConfig
+from aligner.models.config import Architecture, Layers, ModelConfig
 from aligner.parallel.topology import ParallelConfig
 
 
@@ -33,11 +33,12 @@ def check_divisible(architecture: Architecture, parallel: ParallelConfig) -> Non
 
 def check_together(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError for settings that are valid alone but not together."""
-    for name in ("transformer_engine", "packing") if parallel.tp_comm_overlap else ():  # its buffers want fused layers and one shape
-        if not getattr(model, name):
-            raise ConfigError(
-                f"parallel.tp_comm_overlap=true: needs model.{name}=true (fused layers, and packed micro-batches of one size)"
-            )
+    if parallel.tp_comm_overlap and model.layers is Layers.torch:
+        raise ConfigError(
+            "parallel.tp_comm_overlap=true: needs Transformer Engine's layers; allowed: model.layers=auto or transformer_engine"
+        )
+    if parallel.tp_comm_overlap and not model.packing:
+        raise ConfigError("parallel.tp_comm_overlap=true: needs model.packing=true (its buffers are of micro-batches of one size)")
     if model.batch_invariant and architecture.num_experts:
         raise ConfigError(
             f"model.batch_invariant=true: not for mixtures of experts (num_experts={architecture.num_experts}): the sums over a token's "

@@ -21,6 +21,8 @@ from aligner.errors import ConfigError, RollBack, RunHalted
 UPDATES = "optim/updates"  # that were made
 SKIPPED = "optim/skipped"
 SKIPPED_IN_A_ROW = "optim/skipped_in_a_row"
+OVERFLOWS = "optim/overflows"  # updates left out because a float16 gradient overflowed; only in metrics of such a model, as the scale
+LOSS_SCALE = "optim/loss_scale"
 SPOILT = "optim/spoilt"  # updates that were made and left parameters that are not sound; only in metrics of a model that has such
 
 

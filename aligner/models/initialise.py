@@ -7,6 +7,7 @@ Standard deviations are GPT-2's and Megatron-Core's: `initializer_range`, over s
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from typing import Any
 
@@ -17,6 +18,7 @@ from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, La
 from aligner.models.scalar_head import HEAD
 
 _RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
+_GROUPED_EXPERT = re.compile(r"(.*\.mlp\.experts\.)(linear_fc[12]\.)(weight|bias)(\d+)")
 _FUSED_NORMS = {
     ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
     ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
@@ -36,8 +38,10 @@ def initialise(chunks: list[Any], seed: int) -> None:
 def global_name(chunk: Any, name: str) -> str:
     """The parameter's name in the whole model: this chunk's layers and this rank's experts are numbered from where they start.
 
-    Transformer Engine's names for norms that it fuses with the matrix behind them are those of the norms.
+    Transformer Engine's names for norms that it fuses with the matrix behind them are those of the norms, and those of experts that are one
+    module are the experts' own.
     """
+    name = _GROUPED_EXPERT.sub(r"\1local_experts.\4.\2\3", name)
     for fused, plain in _FUSED_NORMS.items():
         name = name.replace(fused, plain)
     parts = name.split(".")
@@ -60,12 +64,12 @@ def _fill(chunk: Any, name: str, parameter: Tensor, seed: int) -> None:
         unique = EMBEDDING  # the last stage's copy of a tied embedding
     # Megatron marks split parameters with an attribute that others do not have at all.
     split = "tensor_model_parallel" in parameter.__dict__ and parameter.tensor_model_parallel
-    group = chunk.pg_collection.expt_tp if "local_experts" in name else chunk.pg_collection.tp
+    group = chunk.pg_collection.expt_tp if "local_experts" in unique else chunk.pg_collection.tp
     shape = list(parameter.shape)
     if split:
         shape[parameter.partition_dim] *= group.size()
     std = chunk.architecture.initializer_range
-    if name.endswith(_RESIDUAL):
+    if unique.endswith(_RESIDUAL):
         std /= math.sqrt(2.0 * chunk.architecture.num_layers)
     rows = chunk.architecture.vocab_size if unique in (EMBEDDING, OUTPUT_LAYER) else shape[0]
     number = zlib.crc32(f"{seed}/{unique}".encode())  # 32 bits: the generator does not look at more
@@ -73,6 +77,6 @@ def _fill(chunk: Any, name: str, parameter: Tensor, seed: int) -> None:
     full = torch.zeros(shape, device="cpu")  # vocabulary padding, which depends on the layout, stays zero
     full[:rows] = torch.randn((rows, *shape[1:]), generator=generator, device="cpu") * std
     if split:
-        layout = Layout.gate_up if name.endswith("linear_fc1.weight") and chunk.architecture.gated_mlp else Layout.plain
+        layout = Layout.gate_up if unique.endswith("linear_fc1.weight") and chunk.architecture.gated_mlp else Layout.plain
         full = shard(layout, full, dim=parameter.partition_dim, num_shards=group.size(), index=group.rank())
     parameter.copy_(full)

@@ -83,7 +83,10 @@ def block_spec(
     """
     if config.transformer_impl == "transformer_engine":
         layer, norm = transformer_engine_specs(
-            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, split_norms=split_norms
+            num_experts=config.num_moe_experts,
+            qk_layernorm=config.qk_layernorm,
+            grouped_experts=config.moe_grouped_gemm,
+            split_norms=split_norms,
         )
         if share_prompts:
             layer.submodules.self_attention.submodules.core_attention = CoreAttention
@@ -92,6 +95,23 @@ def block_spec(
     if config.num_moe_experts:
         submodules_of(layer.submodules.mlp).router = Router
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=norm)
+
+
+def finish_transformer_engine(decoder: torch.nn.Module) -> None:
+    """Mend what Megatron-Core's config cannot say of Transformer Engine's modules.
+
+    Their products add weight gradients to the float32 buffers themselves: `gradient_accumulation_fusion` would ask the output layer for it
+    too, which needs Apex. And the weights of experts say that, and along which dimension, their ranks split them, which is not told to the
+    modules.
+    """
+    for name, module in decoder.named_modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
+        if ".experts." in name and name.endswith(("linear_fc1", "linear_fc2")):
+            for parameter in module.parameters():
+                if parameter.dim() == 2:
+                    parameter.tensor_model_parallel, parameter.partition_stride = True, 1
+                    parameter.partition_dim = 0 if name.endswith("linear_fc1") else 1
 
 
 def _local_layer(config: TransformerConfig, modules: LayerModules) -> Any:

@@ -12,7 +12,8 @@ from aligner.errors import ConfigError
 from aligner.models import batch_invariant
 from aligner.models.config import Activation, Architecture, Dtype, ModelConfig, Normalization, Recompute
 from aligner.models.divisible import check_divisible, check_together
-from aligner.parallel import mcore, platform
+from aligner.models.fusions import Fusions, Kernel, fusions
+from aligner.parallel import platform
 from aligner.parallel.mcore import TransformerConfig
 from aligner.parallel.topology import ParallelConfig
 
@@ -21,17 +22,18 @@ __all__ = ["check_divisible", "resolve_dtype", "transformer_config"]
 
 def resolve_dtype(dtype: Dtype) -> torch.dtype:
     """The torch dtype that a config asks for."""
-    return platform.default_dtype() if dtype == Dtype.auto else {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}[dtype]
+    return platform.default_dtype() if dtype is Dtype.auto else getattr(torch, dtype.value)
 
 
 def transformer_config(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool) -> TransformerConfig:
     """Megatron-Core's config. `load` skips random initialisation (weights will be read); never through `perform_initialization=False`,
     which also leaves out the tensor-parallel attributes and so corrupts gradient norms."""
-    if model.transformer_engine and not mcore.has_transformer_engine():
-        raise ConfigError("model.transformer_engine=true: the package transformer-engine is not installed, or there is no GPU")
     check_together(architecture, model, parallel)
     skip: dict[str, Any] = {"init_method": _keep, "output_layer_init_method": _keep} if load else {}
     dtype = resolve_dtype(model.dtype)
+    fused = fusions(architecture, model, dtype)
+    if parallel.tp_comm_overlap and not fused.transformer_engine:
+        raise ConfigError(f"parallel.tp_comm_overlap=true: needs Transformer Engine's layers: {fused.reason}; allowed: false")
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -53,20 +55,21 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         calculate_per_token_loss=True,  # gradients of sums; divided once by the global count
         use_cpu_initialization=not torch.cuda.is_available() or not load,
-        # Fusions that need CUDA extensions, or whose backward is in bf16 (cross-entropy), stay off.
-        gradient_accumulation_fusion=model.transformer_engine,  # weight gradients go straight into the float32 buffer
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        cross_entropy_loss_fusion=False,
-        transformer_impl="transformer_engine" if model.transformer_engine else "local",
+        # Of torch's layers; the output layer, which is never called, would refuse it where Apex is absent. See `fuse_weight_gradients`.
+        gradient_accumulation_fusion=not fused.transformer_engine and fused.on(Kernel.weight_gradients),
+        masked_softmax_fusion=False,  # of a core attention that is not used
+        bias_activation_fusion=fused.on(Kernel.swiglu),
+        bias_dropout_fusion=fused.on(Kernel.residual),
+        apply_rope_fusion=fused.on(Kernel.rope),
+        cross_entropy_loss_fusion=False,  # its backward pass is in bfloat16; `aligner.parallel.logprobs` has one of our own
+        transformer_impl="transformer_engine" if fused.transformer_engine else "local",
         fp8="hybrid" if model.fp8 else None,
         **skip,
         **_layout(parallel),
-        **_experts(architecture, model),
+        **_experts(architecture, model, fused),
         **_recomputation(model.recompute),
     )
 
@@ -93,7 +96,7 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
     }
 
 
-def _experts(architecture: Architecture, model: ModelConfig) -> dict[str, Any]:
+def _experts(architecture: Architecture, model: ModelConfig, fused: Fusions) -> dict[str, Any]:
     if not architecture.num_experts:
         return {}
     return {
@@ -107,7 +110,8 @@ def _experts(architecture: Architecture, model: ModelConfig) -> dict[str, Any]:
         "moe_aux_loss_coeff": model.router_aux_loss_coef,
         "moe_z_loss_coeff": model.router_z_loss_coef or None,
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": False,  # needs Transformer Engine
+        "moe_grouped_gemm": fused.on(Kernel.experts),
+        "moe_permute_fusion": fused.on(Kernel.permutation),
     }
 
 

@@ -7,6 +7,8 @@ a flat buffer) stays valid and comes back with it.
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,7 +23,7 @@ class HostMemory:
 
     `kept` gives the tensors whose contents matter (it is asked again at every move: optimizer state appears with the first step), `scratch`
     those that may come back with any contents (gradients, which are cleared before use). Host memory is kept for the next move: pages that
-    the device can read take seconds to allocate.
+    the device can read take seconds to allocate. It has the size of the tensors, up to a page for each.
     """
 
     def __init__(self, *, kept: Callable[[], Iterable[Tensor]] = tuple, scratch: Callable[[], Iterable[Tensor]] = tuple) -> None:
@@ -29,6 +31,8 @@ class HostMemory:
         self._scratch = scratch
         self._away: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
         self._free: dict[int, list[torch.UntypedStorage]] = {}  # host storages that wait for the next move, by size
+        self._locked: list[int] = []  # addresses of those that the device can read
+        weakref.finalize(self, _unlock, self._locked).atexit = False  # before the memory is freed; a process that ends needs no such care
 
     @classmethod
     def of_training_state(cls, runners: list[Any], optimizer: Any) -> HostMemory:
@@ -72,10 +76,23 @@ class HostMemory:
         if waiting:
             host = waiting.pop()
         else:
-            host = torch.UntypedStorage(storage.nbytes(), device="cpu")
-            host = host.pin_memory() if torch.cuda.is_available() else host
+            host = self._allocate(storage.nbytes())
         host.copy_(storage, non_blocking=False)
         return host
+
+    def _allocate(self, size: int) -> torch.UntypedStorage:
+        """Host memory of `size` bytes that the device can read: torch's own such memory comes in powers of two, up to twice as much."""
+        if not torch.cuda.is_available():
+            return torch.UntypedStorage(size, device="cpu")
+        storage = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).untyped_storage()  # pages that it shares with nothing
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(storage.data_ptr(), size, 0)))
+        self._locked.append(storage.data_ptr())
+        return storage
+
+
+def _unlock(addresses: list[int]) -> None:
+    for address in addresses:
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _gradients(runners: list[Any]) -> list[Tensor]:
@@ -87,6 +104,6 @@ def optimizer_tensors(optimizer: Any) -> list[Tensor]:
     found: list[Tensor] = []
     for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
         parameters = {id(p): p for group in part.optimizer.param_groups for p in group["params"]}
-        found += [p.data for p in parameters.values() if p.dtype == torch.float32 and part.config.bf16]
+        found += [p.data for p in parameters.values() if p.dtype == torch.float32 and (part.config.bf16 or part.config.fp16)]
         found += [value for state in part.optimizer.state.values() for value in state.values() if isinstance(value, Tensor) and value.dim()]
     return found

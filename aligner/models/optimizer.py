@@ -38,6 +38,9 @@ class OptimizerConfig:
     clip_grad: float = 1.0  # longest gradient (global L2 norm); a longer one is scaled down to it; 0: off
     distributed: bool = True  # shard the optimizer's state over data-parallel ranks
     precision_aware: bool = False  # moments in bfloat16 (needs Transformer Engine)
+    initial_loss_scale: float = 1024.0  # of model.dtype=float16: the loss's factor at first, a power of two; an overflow halves it
+    min_loss_scale: float = 1.0  # of model.dtype=float16: a gradient that overflows even with this is one that is not finite (guard)
+    loss_scale_window: int = 500  # of model.dtype=float16: updates in a row without an overflow, after which the factor doubles
     offload: bool = False  # between training phases the optimizer's state and the gradients wait in host memory
 
     def __post_init__(self) -> None:
@@ -53,6 +56,15 @@ class OptimizerConfig:
                 raise ConfigError(f"optimizer.{name}={getattr(self, name)}: must be at least 0 and below 1")
         if not 0 < self.eps < 1:
             raise ConfigError(f"optimizer.eps={self.eps}: must be above 0 and below 1")
+        for name in ("initial_loss_scale", "min_loss_scale"):
+            if not 0 < getattr(self, name) < math.inf or math.frexp(getattr(self, name))[0] != 0.5:
+                raise ConfigError(f"optimizer.{name}={getattr(self, name)}: must be a power of two, so that scaling rounds nothing")
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ConfigError(
+                f"optimizer.min_loss_scale={self.min_loss_scale}: must be at most initial_loss_scale={self.initial_loss_scale}"
+            )
+        if self.loss_scale_window < 1:
+            raise ConfigError(f"optimizer.loss_scale_window={self.loss_scale_window}: must be at least 1")
         if self.precision_aware and not self.distributed:
             raise ConfigError("optimizer.precision_aware=true: needs optimizer.distributed=true")
 
@@ -71,6 +83,11 @@ def build_optimizer(config: OptimizerConfig, runners: list[Any], dtype: torch.dt
         adam_eps=config.eps,
         clip_grad=config.clip_grad,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        initial_loss_scale=config.initial_loss_scale,
+        min_loss_scale=config.min_loss_scale,
+        loss_scale_window=config.loss_scale_window,
+        hysteresis=1,  # every overflow halves the scale
         params_dtype=dtype,
         use_distributed_optimizer=config.distributed,
         use_precision_aware_optimizer=config.precision_aware,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.models.shared_prompts import Segment, SegmentedPackedSeqParams, packed_params, segments_of
+from aligner.models.shared_prompts import Segment, SegmentedPackedSeqParams, key_spans, local_segments, packed_params, segments_of
 from aligner.parallel.context import local_slots
 from aligner.parallel.mcore import PackedSeqParams
 from aligner.rows import upload
@@ -27,7 +27,7 @@ class Splits:
     sequence_parallel_size: int = 1  # tp, where it splits the sequence too
     packed: bool = False
     token_multiple: int = 1  # of the tokens on each rank: 8-bit matrix products want 16
-    segmented: bool = False  # packed rows are described to our own core attention, which takes them all in one call
+    segmented: bool = False  # packed rows are described to our own core attention, on the host
     share_prompts: bool = False  # packed rows with the same prompt have it once: see `aligner.models.shared_prompts`
     fixed_tokens: int = 0  # where it is not 0: every packed micro-batch is filled up to so many tokens, for buffers of one shape
 
@@ -73,10 +73,10 @@ class Placement:
         tensors = {name: upload(getattr(self, name), device) for name in ("tokens", "positions")}
         packed = self.packed
         if packed is not None:
-            starts = upload(packed.cu_seqlens_q, device)
+            starts = None if packed.cu_seqlens_q is None else upload(packed.cu_seqlens_q, device)
             packed = replace(packed, cu_seqlens_q=starts, cu_seqlens_kv=starts)
             if isinstance(packed, SegmentedPackedSeqParams):
-                packed = replace(packed, positions=tensors["positions"].flatten())
+                packed = replace(packed, positions=tensors["positions"].flatten(), spans=packed.spans.to(device))
         return replace(self, packed=packed, **tensors)
 
 
@@ -89,10 +89,6 @@ def place(batch: Batch, splits: Splits, *, shape: tuple[int, int] | None = None)
     packed = None
     if splits.packed:
         bounds = _packed_bounds([segment.size for segment in segments], splits, length)
-        if splits.segmented or splits.share_prompts:
-            packed = packed_params(segments, positions, length)
-        else:
-            packed = _packed_params(bounds, batch.tokens.device)
         parts = [
             start + local_slots(stop - start, splits.cp_rank, splits.cp_size) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
         ]
@@ -102,6 +98,13 @@ def place(batch: Batch, splits: Splits, *, shape: tuple[int, int] | None = None)
     if splits.cp_size > 1:
         slots = slots.to(token_of.device)
         token_of, next_token_of, positions = (x[:, slots] for x in (token_of, next_token_of, positions))
+    if splits.packed:
+        packed = _packed_params(bounds, batch.tokens.device)
+        if splits.segmented or splits.share_prompts:
+            own = local_segments(segments, bounds, splits.cp_size)
+            packed = packed_params(own, key_spans(own, splits.cp_rank, splits.cp_size), positions, length=length)
+        if splits.share_prompts and not splits.segmented:  # Transformer Engine's rotary embedding wants a sequence
+            packed.cu_seqlens_q = packed.cu_seqlens_kv = torch.tensor([0, length], dtype=torch.int32)
     tokens = torch.where(token_of >= 0, batch.tokens.reshape(-1)[token_of.clamp(min=0)], 0)
     return Placement(
         tokens=tokens, positions=positions, token_of=token_of, next_token_of=next_token_of, packed=packed, whole_shape=(rows, length)

@@ -20,7 +20,8 @@ from aligner.models import finite
 from aligner.models import forward as passes
 from aligner.models.build import Transformer
 from aligner.models.generators import generator_state, set_generator_state
-from aligner.models.guard import SKIPPED, SKIPPED_IN_A_ROW, SPOILT, UPDATES, Guard, GuardConfig
+from aligner.models.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, SKIPPED_IN_A_ROW, SPOILT, UPDATES, Guard, GuardConfig
+from aligner.models.loss_scale import LossScale
 from aligner.models.offload import HostMemory
 from aligner.models.optimizer import OptimizerConfig, build_optimizer, build_scheduler
 from aligner.models.placement import Splits, input_shape
@@ -80,16 +81,18 @@ class TrainableModel:
             cp_size=topology.cp_size,
             sequence_parallel_size=topology.tp_size if self.config.sequence_parallel else 1,
             packed=training.packing,
-            segmented=self.config.transformer_impl == "local" and topology.cp_size == 1,
+            segmented=self.config.transformer_impl == "local",
             share_prompts=training.share_prompts,
             token_multiple=FP8_TOKENS if self.config.fp8 else 1,
             fixed_tokens=training.micro_batch_tokens if self.config.tp_comm_overlap else 0,
         )
         if self.config.tp_comm_overlap:
             length = input_shape([], self.splits)[1] // topology.cp_size
-            mcore.initialize_user_buffers((length, self.config.hidden_size), tp=topology.tp_size, fp8=bool(self.config.fp8))
+            shape, dtype = (length, self.config.hidden_size), self.config.params_dtype
+            mcore.initialize_user_buffers(shape, tp=topology.tp_size, dtype=dtype, fp8=bool(self.config.fp8))
         self.auxiliary = AuxiliaryLosses(self.chunks, aux=training.router_aux_loss_coef, z=training.router_z_loss_coef)
         self.host = HostMemory()
+        self.loss_scale = LossScale()
         self._shows_weights = optimizer is not None and not optimizer.precision_aware
         self._clips = optimizer is not None and optimizer.clip_grad > 0
         if optimizer is None:
@@ -119,6 +122,9 @@ class TrainableModel:
         self.optimizer = build_optimizer(optimizer, self.runners, self.config.params_dtype)
         self.scheduler = build_scheduler(optimizer, self.optimizer, total_steps)
         self.config.finalize_model_grads_func = mcore.finalize_model_grads
+        self.loss_scale = LossScale(self.optimizer)
+        if self.loss_scale.is_on:
+            self.config.grad_scale_func = self.optimizer.scale_loss
         if torch.cuda.is_available():
             no_syncs = [runner.no_sync for runner in self.runners]
             self.config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
@@ -150,6 +156,7 @@ class TrainableModel:
         """One optimizer step over all rows. Collective. Returns the loss's metrics over the global batch and `optim/*`.
 
         If a loss or the gradient is not finite, the guard decides alike on all ranks. It raises RunHalted or RollBack, or omits the update.
+        Where only a float16 gradient has overflowed, the update is omitted and counted in `optim/overflows`, and the loss scale is lowered.
         After an omission, weights, optimizer, schedule and random generators are as before the call; no value of this batch is reported.
         An update that leaves a parameter non-finite or absurdly large cannot be undone: the guard never continues from it.
         Raises ConfigError if a data-parallel replica would get no row.
@@ -167,9 +174,11 @@ class TrainableModel:
         parts = self._micro_batches(batch, self._plan(batch))
         totals: list[Tensor] = []
         metrics = passes.forward_backward(self.runners, parts, outputs, _noting_totals(loss, totals), counts=self.topology.cp_rank == 0)
-        problem = self._find_non_finite(totals)
+        problem, is_of_gradient = self._find_non_finite(totals)
         if problem:
             set_generator_state(generators)
+            if is_of_gradient and self.loss_scale.back_off():
+                return self._reduce(metrics) | self.auxiliary.metrics() | self._optimizer_metrics(None, overflowed=True)
             self.guard.refuse(problem)
             return without_values(self._reduce(metrics) | self.auxiliary.metrics()) | self._optimizer_metrics(None)
         self.guard.accept()
@@ -181,16 +190,18 @@ class TrainableModel:
             return without_values(self._reduce(metrics) | self.auxiliary.metrics()) | {SPOILT: Sum(total=1)} | self._optimizer_metrics(None)
         return self._reduce(metrics) | self.auxiliary.metrics() | self._optimizer_metrics(float(grad_norm))
 
-    def _optimizer_metrics(self, grad_norm: float | None) -> dict[str, Metric]:
-        """Metrics of an update that was made or left out."""
-        rate = Max(maximum=self.optimizer.param_groups[0]["lr"])
+    def _optimizer_metrics(self, grad_norm: float | None, *, overflowed: bool = False) -> dict[str, Metric]:
+        """Metrics of an update that was made or left out, by the guard or because a float16 gradient overflowed."""
+        rate = {"optim/lr": Max(maximum=self.optimizer.param_groups[0]["lr"])}
+        if self.loss_scale.is_on:
+            rate |= {LOSS_SCALE: Max(maximum=self.loss_scale.value), OVERFLOWS: Sum(total=int(overflowed))}
         if grad_norm is not None:
             # Where nothing is clipped Megatron-Core may not measure the norm, and gives 0: that would say that there was no gradient.
             norm = {"optim/grad_norm": Mean(total=grad_norm, count=1)} if grad_norm or self._clips else {}
-            return {**norm, "optim/lr": rate, SKIPPED: Sum(total=0), UPDATES: Sum(total=1)}
-        in_a_row = Max(maximum=self.guard.skipped_in_a_row)
-        made = {SKIPPED: Sum(total=1), SKIPPED_IN_A_ROW: in_a_row, UPDATES: Sum(total=0)}
-        return {"optim/grad_norm": Mean(total=0.0, count=0), "optim/lr": rate, **made}
+            return {**norm, **rate, SKIPPED: Sum(total=0), UPDATES: Sum(total=1)}
+        made: dict[str, Metric] = {"optim/grad_norm": Mean(total=0.0, count=0), **rate, SKIPPED: Sum(total=int(not overflowed))}
+        in_a_row = {} if overflowed else {SKIPPED_IN_A_ROW: Max(maximum=self.guard.skipped_in_a_row)}
+        return {**made, **in_a_row, UPDATES: Sum(total=0)}
 
     def fingerprint(self) -> list[int]:
         """Sums of the bit patterns of this rank's part of what the optimizer updates: the float32 main weights where the model's are
@@ -221,13 +232,16 @@ class TrainableModel:
         last = torch.distributed.get_global_rank(self.topology.pp_group, self.topology.pp_size - 1)
         return broadcast_object(metrics, src=last, group=self.topology.pp_group)
 
-    def _find_non_finite(self, totals: Sequence[Tensor]) -> str:
-        """The non-finite parts of this update, the same on every rank; empty if none. `totals`: this rank's losses. Collective."""
+    def _find_non_finite(self, totals: Sequence[Tensor]) -> tuple[str, bool]:
+        """(the non-finite parts of this update, the same on every rank, empty if none; whether no loss is one of them).
+
+        `totals`: this rank's losses. Collective.
+        """
         buffers = [buffer for runner in self.runners for buffer in (*runner.buffers, *runner.expert_parallel_buffers)]
         norm = math.hypot(*(float(buffer.grad_data.norm()) for buffer in buffers))
         bad = int((~torch.stack(list(totals)).isfinite()).sum()) if totals else 0
         if all_ranks(math.isfinite(norm) and not bad, platform.device()):
-            return ""
+            return "", False
         own = f"its norm on rank {self.topology.rank}: {norm}" + (f", the loss of {bad} of {len(totals)} micro-batches too" if bad else "")
         found = gather_objects((math.isfinite(norm), bool(bad), own))
         what = "the loss" if all(norm_is_finite for norm_is_finite, _, _ in found) else "the gradient"
@@ -235,10 +249,11 @@ class TrainableModel:
         ordered = sorted(found, key=lambda one: not one[1])
         told = [text for norm_is_finite, has_bad, text in ordered if has_bad or not norm_is_finite]
         more = f" and {len(told) - 3} more ranks" if len(told) > 3 else ""
-        return (
+        text = (
             f"{what} of optimizer step {self.version + 1} is not finite ({'; '.join(told[:3])}{more}); "
             f"the weights are those of step {self.version}"
         )
+        return text, not any(has_bad for _, has_bad, _ in found)
 
     def _plan(self, batch: Batch) -> Plan:
         replicas = self.topology.dp_size

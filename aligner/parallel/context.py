@@ -27,9 +27,14 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
     The gradient of every rank's copy is summed back to the rank that holds the chunk. Collective.
     """
-    gathered = _GatherRanks.apply(x, group)
+    gathered = gather_ranks(x, group)
     early, late = gathered.view(group.size(), 2, x.shape[0] // 2, *x.shape[1:]).unbind(dim=1)
     return [*early.unbind(0), *reversed(late.unbind(0))]
+
+
+def gather_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[ranks * L, ...] of every rank's [L, ...], one after the other; the gradients of all ranks' copies are summed. Collective."""
+    return _GatherRanks.apply(x, group)
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -6,13 +6,13 @@ without CUDA the CPU platform is installed first; that cannot be postponed, sinc
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 import logging
 import queue
 import warnings
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -54,6 +55,7 @@ with warnings.catch_warnings():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import layers as parallel_layers
     from megatron.core.tensor_parallel.layers import (
         ColumnParallelLinear,
         RowParallelLinear,
@@ -86,9 +88,49 @@ SAVE_PLAN = {"async_strategy": "mcore"} if _LATER else {}
 NEEDS_COMMON_FILE = not _LATER
 
 
-def has_transformer_engine() -> bool:
-    """Whether NVIDIA's Transformer Engine can be used here."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+@cache
+def transformer_engine_problem() -> str:
+    """Why NVIDIA's Transformer Engine cannot be used here; empty where it can."""
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except ModuleNotFoundError as error:
+        if error.name == "transformer_engine":
+            return "the package transformer-engine is not installed"
+        return f"transformer-engine does not import: {error}"
+    except (ImportError, OSError, RuntimeError) as error:  # a library of CUDA's that is missing, a wheel for another torch
+        return f"transformer-engine does not import: {' '.join(str(error).split())[:200]}"
+    return ""
+
+
+def transformer_engine_version() -> str:
+    """Its version. Only where there is no `transformer_engine_problem`."""
+    return str(importlib.import_module("transformer_engine").__version__)
+
+
+def importable_kernels() -> frozenset[str]:
+    """Fused kernels that Megatron-Core has found: those of Transformer Engine, and Apex's sums of weight gradients."""
+    permutation = (
+        *("fused_permute", "fused_permute_with_probs", "fused_unpermute"),
+        *("fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs"),
+    )
+    found = {
+        "rope": all(getattr(rope_utils, f"fused_apply_rotary_pos_emb{kind}", None) for kind in ("", "_thd")),
+        "permutation": all(getattr(moe_utils, name, None) for name in permutation),
+        "weight_gradients": parallel_layers._grad_accum_fusion_available,
+        "experts": not transformer_engine_problem() and _te_extension().TEColumnParallelGroupedLinear is not None,
+    }
+    return frozenset(name for name, is_found in found.items() if is_found)
+
+
+def fused_adam() -> str:
+    """Who brings the fused Adam that the optimizer uses; empty where it is torch's."""
+    return {"transformer_engine": "Transformer Engine", "apex": "Apex"}.get(Adam.__module__.split(".")[0], "")
+
+
+def _te_extension() -> Any:
+    return importlib.import_module("megatron.core.extensions.transformer_engine")
 
 
 def _refuse_corruption(record: logging.LogRecord) -> bool:
@@ -112,31 +154,36 @@ def submodules_of(spec: Any) -> Any:
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
-def transformer_engine_specs(*, num_experts: int | None, qk_layernorm: bool, split_norms: bool = False) -> tuple[Any, Any]:
-    """(specification of a layer, its norm) out of Transformer Engine's modules; `split_norms`: each norm a module of its own, instead of
-    being fused with the linear layer behind it. Only where `has_transformer_engine`."""
-    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+def transformer_engine_specs(
+    *, num_experts: int | None, qk_layernorm: bool, grouped_experts: bool = False, split_norms: bool = False
+) -> tuple[Any, Any]:
+    """(specification of a layer, its norm) out of Transformer Engine's modules. `grouped_experts`: a rank's experts are one module;
+    `split_norms`: each norm is one, instead of being fused with the linear layer behind it. Only without a `transformer_engine_problem`."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-    layer = get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, moe_grouped_gemm=False, qk_layernorm=qk_layernorm)
+    te = _te_extension()
+    layer = get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, moe_grouped_gemm=grouped_experts, qk_layernorm=qk_layernorm)
+    parts = layer.submodules
+    # A norm has one name in checkpoints, whoever's module it is. Megatron-Core's local layers say so, these not for norms of their own.
+    parts.sharded_state_dict_keys_map = dict(get_gpt_layer_local_spec().submodules.sharded_state_dict_keys_map)
     if split_norms:
-        parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
-        parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        parts.input_layernorm = parts.pre_mlp_layernorm = te.TENorm
+        parts.self_attention.submodules.linear_qkv = te.TEColumnParallelLinear
         if not num_experts:
-            submodules_of(parts.mlp).linear_fc1 = TEColumnParallelLinear
-    return layer, TENorm
+            submodules_of(parts.mlp).linear_fc1 = te.TEColumnParallelLinear
+    return layer, te.TENorm
 
 
-def initialize_user_buffers(shape: tuple[int, int], *, tp: int, fp8: bool) -> None:
-    """Make the buffers through which Transformer Engine's layers exchange activations while they compute, for inputs of [tokens, hidden].
+def initialize_user_buffers(shape: tuple[int, int], *, tp: int, dtype: torch.dtype, fp8: bool) -> None:
+    """Make the buffers through which Transformer Engine's layers exchange activations of `dtype`, or of 8 bits, while they compute, for
+    inputs of [tokens, hidden].
 
-    Collective, once in a process. Only where `has_transformer_engine`, which must be 2.7 or newer.
+    Collective, once in a process. Only without a `transformer_engine_problem`, of version 2.7 or newer.
     """
     from transformer_engine.pytorch.module import base
 
     mode = base.UserBufferQuantizationMode.FP8 if fp8 else base.UserBufferQuantizationMode.NONE
-    base.initialize_ub(shape=list(shape), tp_size=tp, quantization_modes=[mode], bootstrap_backend="nccl")
+    base.initialize_ub(shape=list(shape), tp_size=tp, quantization_modes=[mode], dtype=dtype, bootstrap_backend="nccl")
 
 
 if Adam is torch.optim.AdamW:
@@ -169,13 +216,14 @@ __all__ = [
     "dist_checkpointing",
     "ensure_metadata_has_dp_cp_group",
     "finalize_model_grads",
+    "fused_adam",
     "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_tokens_per_expert_and_token_count",
-    "has_transformer_engine",
+    "importable_kernels",
     "initialize_user_buffers",
     "parallel_state",
     "reduce_from_tensor_model_parallel_region",
@@ -184,6 +232,8 @@ __all__ = [
     "sharded_leaves",
     "switch_load_balancing_loss_func",
     "tensor_parallel",
+    "transformer_engine_problem",
     "transformer_engine_specs",
+    "transformer_engine_version",
     "version",
 ]

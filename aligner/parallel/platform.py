@@ -10,6 +10,8 @@ import torch
 
 from aligner.errors import ConfigError
 
+_DRIVER = "/dev/nvidiactl"  # asking CUDA would start it, with the environment of that moment
+
 
 def backend() -> str:
     """Name of the torch.distributed backend for this machine's device."""
@@ -25,6 +27,17 @@ def select_device(local_rank: int) -> None:
     """Make the GPU with this rank's number on its node the current device. Does nothing on a CPU machine."""
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
+
+
+def order_kernels(*, exchanges: bool, asynchronous: bool) -> None:
+    """Have the GPU start kernels in the order in which they are launched, where the layers' `exchanges` must begin before what they overlap
+    with: CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron-Core and Transformer Engine ask for. Before anything has used the GPU.
+
+    Not with `asynchronous` rollouts, whose kernels would wait in the one queue behind those of training. What the user has set stays, and a
+    machine without NVIDIA's driver is left alone.
+    """
+    if exchanges and not asynchronous and os.path.exists(_DRIVER):
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def see_block(local_rank: int, size: int) -> None:

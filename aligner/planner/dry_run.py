@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aligner.errors import AlignerError
-from aligner.models.config import Architecture, PositionEmbedding, Recompute
+from aligner.models.config import Architecture, Layers, PositionEmbedding, Recompute
 from aligner.models.families.mapping import ADAPTER
 from aligner.parallel.topology import ParallelConfig, initialize
 from aligner.planner.buffers import Parameter
@@ -65,7 +65,7 @@ def build_chunks(component: Component) -> list[Any]:
     from aligner.models.build import build_language_model, build_scalar_model
 
     build = build_language_model if component.head == Head.language else build_scalar_model
-    model = replace(component.model, transformer_engine=False, fp8=False, batch_invariant=False)
+    model = replace(component.model, layers=Layers.torch, fp8=False, batch_invariant=False)
     return build(component.architecture, model, replace(component.parallel, tp_comm_overlap=False), load=True)
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 from aligner.errors import ConfigError
+from aligner.models.config import Dtype
 from aligner.models.divisible import check_divisible, check_together
 from aligner.planner import dry_run
 from aligner.planner.buffers import Parameter, Replication, StateBytes, frozen_bytes, state_bytes
@@ -99,7 +100,8 @@ def replication(component: Component, cluster: ClusterConfig, *, stage: int, chu
         expert_shards=component.num_ranks // (parallel.pp * parallel.ep * parallel.etp),
         bucket_elements=max(40_000_000, 1_000_000 * dense) if overlaps else None,
         moment_bytes=4 if optimizer.precision_aware else 8,
-        main_bytes=2 if optimizer.precision_aware else 4,  # bfloat16 moments; the other half of the float32 weight
+        # bfloat16 moments; of a bfloat16 weight the other half of the float32 one
+        main_bytes=2 if optimizer.precision_aware and component.model.dtype is Dtype.bfloat16 else 4,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from aligner.models.config import Architecture, Dtype, ModelConfig
+from aligner.models.config import Architecture, ModelConfig
 from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.rollout.config import EngineKind, RolloutConfig
@@ -92,7 +92,7 @@ class Component:
     @property
     def dtype_bytes(self) -> int:
         """Bytes of one weight or activation."""
-        return 2 if self.model.dtype == Dtype.bfloat16 else 4
+        return self.model.dtype.num_bytes
 
     @property
     def engine_holds_weights(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from aligner.models.guard import SKIPPED, UPDATES
+from aligner.models.guard import OVERFLOWS, SKIPPED, UPDATES
 from aligner.reporting.formats import Column, seconds, sparkline
 from aligner.reporting.jsonl import StepMetrics, read_metrics
 
@@ -32,7 +32,7 @@ def totals(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
     found: dict[str, float] = {}
     for metrics in steps:
         for name, value in metrics.items():
-            if name in (TOKENS, TOKENS_SEEN, SAMPLES, SEEN, UPDATES, SKIPPED) or name.startswith(LEFT_OUT):
+            if name in (TOKENS, TOKENS_SEEN, SAMPLES, SEEN, UPDATES, SKIPPED, OVERFLOWS) or name.startswith(LEFT_OUT):
                 found[name] = found.get(name, 0.0) + value
     return found
 
@@ -45,8 +45,11 @@ def reasons(counts: Mapping[str, float]) -> list[str]:
 
 
 def is_empty(metrics: Mapping[str, float]) -> bool:
-    """Whether a step with these counts has learnt from nothing: no token had a weight, or no update a gradient."""
-    if TOKENS not in metrics:
+    """Whether a step with these counts has learnt from nothing: no token had a weight, or no update a gradient.
+
+    Not where a float16 gradient overflowed: the loss scale is lower then.
+    """
+    if TOKENS not in metrics or metrics.get(OVERFLOWS):
         return False
     return 0 in (metrics[TOKENS], metrics.get("optim/grad_norm"), metrics.get(UPDATES))
 
@@ -84,13 +87,15 @@ def learnt_from(records: Sequence[StepMetrics]) -> str:
     if not steps:
         return ""
     counts = totals(steps)
-    made, skipped, empty = counts.get(UPDATES, 0.0), counts.get(SKIPPED, 0.0), sum(map(is_empty, steps))
+    made, skipped, overflows = (counts.get(name, 0.0) for name in (UPDATES, SKIPPED, OVERFLOWS))
+    empty = sum(map(is_empty, steps))
     learnt = [
         _of(counts.get(SAMPLES, 0.0), counts.get(SEEN, 0.0), "samples"),
         _of(counts[TOKENS], counts.get(TOKENS_SEEN, 0.0), "tokens"),
-        _of(made, made + skipped, "updates"),
+        _of(made, made + skipped + overflows, "updates"),
     ]
     left = reasons(counts) + ([f"{skipped:,.0f} updates by the guard"] if skipped else [])
+    left += [f"{overflows:,.0f} updates whose float16 gradients overflowed"] if overflows else []
     text = f"learnt from {', '.join(filter(None, learnt))}" + (f"; left out: {', '.join(left)}" if left else "")
     return text + (f"; nothing in {empty:,} of {len(steps):,} steps" if empty else "")
 

@@ -26,6 +26,7 @@ NOW = [
     *("reward.functions.form={path: a:b, weight: 2, arguments: {function: kept}}", "reward.functions.maths={path: a:c}"),
     *("environment.path=e.py:E", "server_client.num_threads=7", "local_launcher.grace_seconds=3", "algorithm.advantage_estimator=rloo"),
     *("algorithm.tau_pos=2", "algorithm.tau_neg=3", "algorithm.correction.kind=icepop"),
+    *("model.layers=torch", "reward.model.layers=transformer_engine"),
 ]
 
 
@@ -40,6 +41,8 @@ def as_it_was(config: object) -> str:
     algorithm = saved["algorithm"]
     algorithm["estimator"] = algorithm.pop("advantage_estimator")
     algorithm["gate_positive"], algorithm["gate_negative"] = algorithm.pop("tau_pos"), algorithm.pop("tau_neg")
+    for model in (saved["model"], saved["reward"]["model"]):
+        model["transformer_engine"] = model.pop("layers") == "transformer_engine"
     kind = algorithm["correction"]["kind"]
     algorithm["correction"]["kind"] = {"tis": "truncate", "icepop": "band", "mis": "mask"}.get(kind, kind)
     return yaml.safe_dump(saved)
@@ -89,6 +92,7 @@ def test_a_former_name_is_refused_with_the_present_one():
         "algorithm.gate_positive=2": "algorithm.tau_pos",
         "algorithm.gate_negative=2": "algorithm.tau_neg",
         "validation.correct_from=1": "validation.pass_threshold",
+        "model.transformer_engine=true": "model.layers",
     }
     with pytest.raises(ConfigError) as raised:
         compose(TrainGRPO, "grpo", list(given))
@@ -108,6 +112,7 @@ def test_a_saved_config_of_before_is_the_same_config():
     config = from_yaml(TrainGRPO, "", NOW)
     before = as_it_was(config)
     assert "estimator: rloo" in before and "gate_negative: 3" in before and "kind: band" in before
+    assert "transformer_engine: true" in before and "transformer_engine: false" in before and "\n  layers:" not in before
     assert from_yaml(TrainGRPO, before) == config
     schemas = [recipe.config for recipe in recipes().values()]
     assert schema_of(schemas, before) is schema_of(schemas, to_yaml(config)) is TrainGRPO

@@ -27,6 +27,7 @@ from aligner.jobs.preflight.clock import CLOCK
 from aligner.jobs.preflight.engine import ENGINE
 from aligner.jobs.preflight.filesystem import FILESYSTEM
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
+from aligner.jobs.preflight.layers import LAYERS
 from aligner.jobs.preflight.network import NETWORK
 from aligner.jobs.preflight.ports import PORTS
 from aligner.jobs.preflight.ranks import CONFIG, RANKS, VERSIONS
@@ -214,7 +215,7 @@ def position(thread: threading.Thread) -> str:
     return ", called ".join(places)
 
 
-ITEMS = (RANKS, CONFIG, VERSIONS, DEVICES, CLOCK, NETWORK, FILESYSTEM, PORTS, TOKENIZER, DATA, REWARD, WEIGHTS, PLAN, SPACE, ENGINE)
+ITEMS = (RANKS, CONFIG, VERSIONS, DEVICES, CLOCK, NETWORK, FILESYSTEM, PORTS, TOKENIZER, DATA, REWARD, WEIGHTS, LAYERS, PLAN, SPACE, ENGINE)
 ALWAYS = ("ranks", "config")  # the others stand on them
 
 

@@ -210,7 +210,7 @@ def read_plan(tree: Mapping[str, Any], config: JobRun) -> Planned:
 
 
 def _weight_bytes(dtype: str) -> int:
-    return 2 if dtype == Dtype.bfloat16.value else 4
+    return Dtype(dtype).num_bytes
 
 
 def judge_plan(context: Context, seen: Mapping[int, Planned]) -> Finding:

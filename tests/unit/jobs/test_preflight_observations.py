@@ -7,11 +7,12 @@ import struct
 import pytest
 
 from aligner.errors import CheckpointError, ConfigError, DataError, ServerError
-from aligner.jobs.preflight import filesystem, ports, ranks, samples, sizing, tokenizers, weights
+from aligner.jobs.preflight import filesystem, layers, ports, ranks, samples, sizing, tokenizers, weights
 from aligner.jobs.preflight.items import Level
 from aligner.jobs.preflight.sizing import host_bytes
 from aligner.models import hf_files
-from aligner.models.config import Architecture
+from aligner.models.config import Architecture, Layers
+from aligner.planner.config import Device
 from aligner.rewards.config import NamedRewardConfig
 
 FUNCTION = "reward.function.path"
@@ -204,3 +205,24 @@ def test_models_without_weights(run):
 
 def test_the_vocabulary_of_a_model_without_weights_is_planned_with(settings):
     assert sizing.real_vocabularies(settings("ppo")) == ["model.architecture.vocab_size=41"]
+
+
+def test_whose_layers_the_models_get(run, context_of, settings, monkeypatch):
+    found = run(layers.LAYERS)
+    assert found.level is Level.ok and found.found.startswith("layers are torch's (there is no GPU)")
+    found = run(layers.LAYERS, {"cluster.device": Device.gpu})
+    assert found.level is Level.warning and "install transformer-engine" in found.advice
+    torchs = {f"{section}model.layers": Layers.torch for section in ("", "critic.", "reward.")}
+    found = run(layers.LAYERS, {"cluster.device": Device.gpu} | torchs)
+    assert found.level is Level.ok and found.found == "layers are torch's (model.layers=torch)"
+    with pytest.raises(ConfigError, match="model.layers=transformer_engine: there is no GPU"):
+        run(layers.LAYERS, {"model.layers": Layers.transformer_engine})
+
+
+def test_nodes_with_other_layers_are_named(context_of, settings):
+    here = layers.Chosen(described={"actor": "layers are torch's (no)"}, of_torch=["actor"])
+    there = layers.Chosen(described={"actor": "layers are Transformer Engine's (2.9.0)"})
+    found = layers.judge(context_of(settings("sft", None), nodes=("n1", "n2")), {0: here, 1: there})
+    assert found.level is Level.fatal and found.found == (
+        "rank 1 on n2: layers are Transformer Engine's (2.9.0); and not layers are torch's (no)"
+    )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
+
+from aligner.types import TokenBatch
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
@@ -44,3 +48,102 @@ def test_chunks_of_a_sequence():
     assert chunk_numbers(0, 1) == (0,)
     assert local_slots(16, 1, 4).tolist() == [2, 3, 12, 13]
     assert local_slots(3, 0, 1).tolist() == [0, 1, 2]
+
+
+def kernel_of_runs(query, key, value, queries, keys, most_queries, most_keys, dropout, is_causal, debug, *, scale):
+    """FlashAttention for sequences of several lengths, as its documentation defines it: causal, aligned at the ends."""
+    assert is_causal and dropout == 0.0 and not debug
+    sizes = [(b - a, d - c) for a, b, c, d in zip(queries[:-1], queries[1:], keys[:-1], keys[1:], strict=True)]
+    assert (most_queries, most_keys) == (max(q for q, _ in sizes), max(k for _, k in sizes))
+    assert (queries[-1], keys[-1]) == (query.shape[0], key.shape[0]) and queries.dtype == keys.dtype == torch.int32
+    outs = []
+    for q, k, v in zip(*(x.split([size[own] for size in sizes]) for x, own in ((query, 0), (key, 1), (value, 1))), strict=True):
+        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(outs), None
+
+
+@pytest.mark.parametrize("groups", [4, 1])
+@pytest.mark.parametrize(
+    "segments", [[(0, 5, -1), (5, 6, -1), (6, 14, -1)], [(0, 4, -1), (4, 9, 0), (9, 11, 0), (11, 13, -1), (13, 14, -1)]]
+)
+def test_all_runs_of_a_packed_row_in_one_call(segments, groups, monkeypatch, topology):
+    from aligner.models import attention
+    from aligner.models.shared_prompts import key_spans
+
+    monkeypatch.setattr(attention, "_kernel_of_runs", kernel_of_runs)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(14, 4, 8, generator=generator, requires_grad=True)
+    k, v = (torch.randn(14, groups, 8, generator=generator, requires_grad=True) for _ in range(2))
+    grad = torch.randn(14, 4, 8, generator=generator)
+    expected, got = (
+        attention.shared_attention(q, k, v, segments, 0.3),
+        attention.all_runs(q, k, v, key_spans(segments, 0, 1), 0.3),
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(torch.autograd.grad(got, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_all_runs_of_a_context_parallel_rank_in_one_call(cp, monkeypatch, topology):
+    """Every rank's two chunks of each sequence attend to the gathered keys as they do in the whole sequence."""
+    from aligner.models import attention
+    from aligner.models.shared_prompts import key_spans
+    from aligner.parallel.context import local_slots
+
+    monkeypatch.setattr(attention, "_kernel_of_runs", kernel_of_runs)
+    bounds = [0, 2 * cp, 8 * cp]  # chunks of one token, and of three
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(bounds[-1], heads, 8, generator=generator) for heads in (4, 2, 2))
+    whole = attention.shared_attention(q, k, v, [(bounds[0], bounds[1], -1), (bounds[1], bounds[2], -1)], 0.3)
+    pairs = list(zip(bounds[:-1], bounds[1:], strict=True))
+    slots = [torch.cat([start + local_slots(stop - start, rank, cp) for start, stop in pairs]) for rank in range(cp)]
+    gathered_k, gathered_v = (torch.cat([x[own] for own in slots]) for x in (k, v))
+    for rank, own in enumerate(slots):
+        spans = key_spans([(start // cp, stop // cp, -1) for start, stop in pairs], rank, cp)
+        out = attention.all_runs(q[own], gathered_k, gathered_v, spans, 0.3)
+        torch.testing.assert_close(out, whole[own], rtol=1e-5, atol=1e-5)
+
+
+def test_the_kernel_takes_what_it_is_given(topology):
+    """torch's own operator, on tensors without contents: its arguments and the shape of what it gives."""
+    from aligner.models.attention import all_runs, takes_all_runs
+    from aligner.models.shared_prompts import key_spans
+
+    spans = key_spans([(0, 4, -1), (4, 9, 0), (9, 11, 0)], 0, 1).to(torch.device("meta"))
+    query, key, value = (torch.empty(11, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
+    assert all_runs(query, key, value, spans, 0.125).shape == (11, 4, 64)
+    on_gpu = {"is_cuda": True, "dtype": torch.bfloat16}
+    assert takes_all_runs(SimpleNamespace(**on_gpu, shape=(11, 4, 64)))
+    for other in ({"is_cuda": False}, {"dtype": torch.float32}, {"shape": (11, 4, 60)}, {"shape": (11, 4, 264)}):
+        assert not takes_all_runs(SimpleNamespace(**({"shape": (11, 4, 64)} | on_gpu | other)))
+
+
+def test_no_layer_reads_the_bounds_of_packed_rows_back(make_model, monkeypatch):
+    """The host knows them: what a layer reads back from a GPU stops it. Nothing in a packed pass turns a tensor into numbers."""
+    batch = TokenBatch(tokens=torch.randint(1, 61, (3, 12)), lengths=torch.tensor([12, 7, 9]))
+    reads: list[str] = []
+
+    def reading(name: str):
+        real = getattr(torch.Tensor, name)
+
+        def read(self, *args):
+            reads.append(name)
+            return real(self, *args)
+
+        return read
+
+    counts = []
+    for layers in (1, 3):
+        model = make_model("policy", architecture={"num_layers": layers}, training={"packing": True, "micro_batch_tokens": 64})
+        parts = model.model._micro_batches(batch, model.model._plan(batch))
+        with monkeypatch.context() as patch:
+            for name in ("tolist", "item", "__int__", "__bool__"):
+                patch.setattr(torch.Tensor, name, reading(name))
+            with torch.no_grad():
+                model.chunks[0](parts[0].placement.tokens, parts[0].placement.positions, None, packed_seq_params=parts[0].placement.packed)
+        counts.append(len(reads))
+        reads.clear()
+    assert counts[0] == counts[1] == 0

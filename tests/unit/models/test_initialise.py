@@ -63,18 +63,22 @@ def test_names_of_norms_that_transformer_engine_fuses():
 def test_transformer_engine_is_refused_where_it_is_not():
     from aligner.errors import ConfigError
     from aligner.models.build import build_language_model
-    from aligner.models.config import Architecture, ModelConfig
+    from aligner.models.config import Architecture, Layers, ModelConfig
     from aligner.parallel.topology import ParallelConfig
 
-    with pytest.raises(ConfigError, match=r"model.transformer_engine=true: the package transformer-engine is not installed"):
-        build_language_model(Architecture(vocab_size=61), ModelConfig(transformer_engine=True), ParallelConfig(), load=True)
-    with pytest.raises(ConfigError, match=r"model.fp8=true: needs model.transformer_engine=true"):
-        ModelConfig(fp8=True)
+    for model, message in (
+        (ModelConfig(layers=Layers.transformer_engine), "model.layers=transformer_engine: there is no GPU; allowed: auto, torch"),
+        (ModelConfig(fp8=True), "model.fp8=true: needs Transformer Engine's layers: there is no GPU"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build_language_model(Architecture(vocab_size=61), model, ParallelConfig(), load=True)
+    with pytest.raises(ConfigError, match=r"model.fp8=true: needs Transformer Engine's layers; allowed: model.layers=auto"):
+        ModelConfig(fp8=True, layers=Layers.torch)
 
 
 def test_overlap_of_exchanges_names_what_it_needs(monkeypatch):
     from aligner.errors import ConfigError
-    from aligner.models.config import Architecture, ModelConfig
+    from aligner.models.config import Architecture, Dtype, Layers, ModelConfig
     from aligner.models.megatron_config import transformer_config
     from aligner.parallel import mcore
     from aligner.parallel.topology import ParallelConfig
@@ -82,14 +86,15 @@ def test_overlap_of_exchanges_names_what_it_needs(monkeypatch):
     with pytest.raises(ConfigError, match="parallel.tp_comm_overlap=true: needs parallel.sequence_parallel=true"):
         ParallelConfig(tp=2, tp_comm_overlap=True)
     parallel, architecture = ParallelConfig(tp=2, sequence_parallel=True, tp_comm_overlap=True), Architecture(vocab_size=61)
-    monkeypatch.setattr(mcore, "has_transformer_engine", lambda: True)
-    for name, model in {
-        "transformer_engine": ModelConfig(packing=True, micro_batch_tokens=64),
-        "packing": ModelConfig(transformer_engine=True, micro_batch_tokens=64),
+    packed = {"packing": True, "micro_batch_tokens": 64, "dtype": Dtype.bfloat16}
+    for message, model in {
+        "needs Transformer Engine's layers; allowed: model.layers=auto": ModelConfig(**packed, layers=Layers.torch),
+        "needs Transformer Engine's layers: there is no GPU": ModelConfig(**packed),
+        "needs model.packing=true": ModelConfig(micro_batch_tokens=64),
     }.items():
-        with pytest.raises(ConfigError, match=f"parallel.tp_comm_overlap=true: needs model.{name}=true"):
+        with pytest.raises(ConfigError, match=f"parallel.tp_comm_overlap=true: {message}"):
             transformer_config(architecture, model, parallel, load=True)
-    config = transformer_config(
-        architecture, ModelConfig(transformer_engine=True, packing=True, micro_batch_tokens=64), parallel, load=True
-    )
-    assert config.tp_comm_overlap
+    monkeypatch.setattr(mcore, "transformer_engine_problem", lambda: "")
+    monkeypatch.setattr(mcore, "transformer_engine_version", lambda: "2.9.0")
+    monkeypatch.setattr(mcore, "importable_kernels", lambda: frozenset())
+    assert transformer_config(architecture, ModelConfig(**packed), parallel, load=True).tp_comm_overlap

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -28,7 +31,7 @@ def policy(make_model, *, offload: bool, distributed: bool, dtype: str):
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_sleep_frees_and_training_goes_on_bit_for_bit(make_model, distributed, dtype):
     kept = policy(make_model, offload=False, distributed=distributed, dtype=dtype)
     slept = policy(make_model, offload=True, distributed=distributed, dtype=dtype)
@@ -63,3 +66,48 @@ def test_without_the_option_nothing_moves(make_model):
     model = policy(make_model, offload=False, distributed=True, dtype="float32").model
     model.sleep()
     assert not model.host.is_out and all(b.grad_data.untyped_storage().nbytes() for b in model.runners[0].buffers)
+
+
+def test_host_memory_that_the_device_reads_is_as_large_as_the_tensors(monkeypatch):
+    """Its pages are locked where they are, once, and let go with the object: torch's own would be of the next power of two."""
+    from aligner.models.offload import HostMemory
+
+    calls: list[tuple[str, int, int]] = []
+
+    def register(address: int, size: int, flags: int) -> int:
+        calls.append(("lock", address, size))
+        return 0
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: calls.append(("unlock", address, 0)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    kept = [torch.arange(5000, dtype=torch.float32), torch.arange(3, dtype=torch.float32)]
+    memory = HostMemory(kept=lambda: kept)
+    for _ in range(2):
+        memory.move_out()
+        assert [tensor.untyped_storage().nbytes() for tensor in kept] == [0, 0]
+        memory.move_in()
+        assert torch.equal(kept[0], torch.arange(5000.0)) and torch.equal(kept[1], torch.arange(3.0))
+    assert [(name, size) for name, _, size in calls] == [("lock", 20000), ("lock", 12)]  # the second move used the same
+    assert all(address % 4096 == 0 for _, address, _ in calls)  # no page is shared with anything else
+    locked = [address for _, address, _ in calls]
+    del memory
+    gc.collect()
+    assert [(name, address) for name, address, _ in calls[2:]] == [("unlock", address) for address in locked]
+
+
+def test_memory_that_cannot_be_locked_is_said(monkeypatch):
+    from aligner.models.offload import HostMemory
+
+    def refuse(code: int) -> None:
+        raise RuntimeError(f"CUDA error {code}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    monkeypatch.setattr(torch.cuda, "check_error", refuse)
+    tensor = torch.arange(4.0)
+    with pytest.raises(RuntimeError, match="CUDA error 2"):
+        HostMemory(kept=lambda: [tensor]).move_out()
+    assert torch.equal(tensor, torch.arange(4.0))  # nothing has left

@@ -92,3 +92,20 @@ def test_multiples(splits, row, total):
     packed = Splits(cp_size=splits[0], sequence_parallel_size=splits[1], packed=True)
     assert packed.row_multiple == (1 if splits[0] == 1 else 2 * splits[0])
     assert packed.total_multiple == total
+
+
+def test_packed_rows_for_our_own_attention_are_known_on_the_host():
+    """Of 2 ranks each holds half of every row: the first and the last quarter, or the two between."""
+    from aligner.models.placement import Splits, place
+
+    alone = place(batch(), Splits(packed=True, segmented=True, sequence_parallel_size=4)).packed
+    assert alone.segments == ((0, 3, -1), (3, 5, -1), (5, 8, -1)) and alone.cu_seqlens_q is None
+    assert alone.spans.queries.tolist() == alone.spans.keys.tolist() == [0, 3, 5, 8] and alone.spans.slots is None
+    assert (alone.spans.most_queries, alone.spans.most_keys) == (3, 3)
+    first, second = (place(batch(), Splits(cp_rank=rank, cp_size=2, packed=True, segmented=True)).packed for rank in range(2))
+    assert first.segments == second.segments == ((0, 2, -1), (2, 4, -1))
+    assert first.positions.tolist() == [0, 3, 0, 3] and second.positions.tolist() == [1, 2, 1, 2]
+    assert first.spans.queries.tolist() == [0, 1, 2, 3, 4] and first.spans.keys.tolist() == [0, 1, 5, 6, 10]
+    # Slots 0 to 3 are rank 0's, 4 to 7 rank 1's: quarters 0, 3, 0, 3 and 1, 2, 1, 2 of the two rows.
+    assert first.spans.slots.tolist() == [0, 0, 4, 5, 1, 2, 2, 6, 7, 3]
+    assert second.spans.slots.tolist() == [0, 4, 0, 4, 5, 2, 6, 2, 6, 7]

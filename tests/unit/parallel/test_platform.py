@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from aligner.errors import ConfigError
+from aligner.parallel import platform
 from aligner.parallel.platform import block_of
 
 
@@ -18,3 +21,39 @@ def test_a_rank_sees_its_blocks_devices() -> None:
 def test_a_node_with_too_few_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"local rank 2, in a block of 2, has no GPUs among 0,1,2 \(CUDA_VISIBLE_DEVICES\)"):
         block_of(["0", "1", "2"], 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "asynchronous", "driver", "before", "after"),
+    [
+        (True, False, True, None, "1"),
+        (True, False, True, "32", "32"),  # the user's
+        (True, True, True, None, None),  # two streams of kernels at a time
+        (False, False, True, None, None),  # nothing to overlap
+        (True, False, False, None, None),  # no GPU
+    ],
+)
+def test_kernels_start_in_order_where_exchanges_overlap(exchanges, asynchronous, driver, before, after, monkeypatch, tmp_path):
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setattr(platform, "_DRIVER", str(tmp_path if driver else tmp_path / "absent"))
+    monkeypatch.setattr(platform.os, "environ", {} if before is None else {name: before})
+    platform.order_kernels(exchanges=exchanges, asynchronous=asynchronous)
+    assert platform.os.environ.get(name) == after
+
+
+def test_which_components_want_kernels_in_order(monkeypatch):
+    from aligner.loop import session
+    from aligner.parallel.topology import ParallelConfig
+
+    asked: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(session.platform, "order_kernels", lambda *, exchanges, asynchronous: asked.append((exchanges, asynchronous)))
+    ahead = SimpleNamespace(asynchronous=SimpleNamespace(max_staleness=2))
+    actor, critic = ParallelConfig(tp=2), ParallelConfig(cp=2)
+    for config, parallel in (
+        (SimpleNamespace(parallel=actor), actor),
+        (SimpleNamespace(parallel=actor, rollout=ahead), actor),
+        (SimpleNamespace(parallel=actor, rollout=ahead), critic),  # which samples nothing
+        (SimpleNamespace(parallel=ParallelConfig()), ParallelConfig(pp=2)),
+    ):
+        session.order_kernels(config, parallel)
+    assert asked == [(True, False), (True, True), (True, False), (False, False)]

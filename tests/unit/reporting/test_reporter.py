@@ -116,6 +116,19 @@ def test_summary_says_what_was_learnt_from(tmp_path: Path) -> None:
     )
 
 
+def test_summary_says_how_many_updates_overflowed(tmp_path: Path) -> None:
+    """A step whose float16 gradient overflowed is counted, and is not a step without anything to learn."""
+    path = tmp_path / "metrics.jsonl"
+    counts = '"learnt/samples_seen": 4, "learnt/samples": 4, "learnt/tokens_seen": 20, "learnt/tokens": 20, "optim/skipped": 0'
+    path.write_text(
+        f'{{"step": 1, "time": 1.0, {counts}, "optim/updates": 0, "optim/overflows": 1}}\n'
+        f'{{"step": 2, "time": 2.0, {counts}, "optim/updates": 1, "optim/overflows": 0}}\n'
+    )
+    assert summary(path, _COLUMNS).splitlines()[-1] == (
+        "learnt from 8 samples, 40 tokens, 1 of 2 updates (50.0%); left out: 1 updates whose float16 gradients overflowed"
+    )
+
+
 def test_summary_of_nothing(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     assert summary(tmp_path / "metrics.jsonl", _COLUMNS) == f"no steps in {tmp_path / 'metrics.jsonl'}"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aligner.errors import ConfigError
-from aligner.models.config import Activation, ModelConfig, Normalization, PositionEmbedding, Recompute
+from aligner.models.config import Activation, Layers, ModelConfig, Normalization, PositionEmbedding, Recompute
 from aligner.types import FinishReason, LossOutput, Prompt, Rollout, SamplingConfig
 
 ARCHITECTURES = {
@@ -179,5 +179,5 @@ def test_raw_logprobs_are_the_policys_at_temperature_one(make_policy):
 def test_what_has_no_invariant_form_is_refused(make_policy):
     with pytest.raises(ConfigError, match="model.batch_invariant=true: not for mixtures of experts"):
         make_policy({"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24})
-    with pytest.raises(ConfigError, match="model.batch_invariant=true: needs model.transformer_engine=false"):
-        ModelConfig(batch_invariant=True, transformer_engine=True)
+    with pytest.raises(ConfigError, match="model.batch_invariant=true: the sums of Transformer Engine's layers depend on the batch"):
+        ModelConfig(batch_invariant=True, layers=Layers.transformer_engine)

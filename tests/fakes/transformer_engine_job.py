@@ -1,0 +1,107 @@
+"""Builds models of Transformer Engine's modules and of torch's, as fake tensors, and prints how they differ and what is fused.
+
+Arguments: the folder of the unpacked wheel, and a JSON list of [config name, overrides]. Prints a JSON list of one object a component.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from transformer_engine_source import claimed_gpu, described, install
+
+OPTIONS = ("apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion", "gradient_accumulation_fusion", "cross_entropy_loss_fusion")
+
+
+def main(folder: str, wanted: list[tuple[str, list[str]]]) -> None:
+    package = install(Path(folder))
+    from aligner.jobs.plan import components, load
+    from aligner.parallel import mcore
+    from aligner.planner.dry_run import fake_world
+
+    mcore.transformer_engine_problem = lambda: ""
+    check_user_buffers()
+    done: dict[str, dict[str, Any]] = {}
+    for name, overrides in wanted:
+        for component in components(load(name, overrides)):
+            key = repr((component.head, component.architecture, component.model, component.parallel))
+            if key not in done:
+                parallel = component.parallel
+                done[key] = {"versions": [mcore.version, package.__version__], "stages": []}
+                for stage in sorted({0, parallel.pp - 1}):
+                    with fake_world(parallel, stage=stage):
+                        done[key]["stages"].append(compared(component))
+            print(json.dumps({"config": [name, *overrides], "component": component.name} | done[key]), flush=True)
+
+
+def check_user_buffers() -> None:
+    """Ask for the buffers of `parallel.tp_comm_overlap`. Raises TypeError where Transformer Engine's function takes other arguments."""
+    from transformer_engine.pytorch.module import base
+
+    from aligner.parallel import mcore
+
+    signature, asked = inspect.signature(base.initialize_ub), []
+    with mock.patch.object(base, "initialize_ub", lambda *args, **kwargs: asked.append(signature.bind(*args, **kwargs).arguments)):
+        mcore.initialize_user_buffers((64, 128), tp=2, dtype=torch.float16, fp8=False)
+    assert [(one["shape"], one["tp_size"], one["dtype"]) for one in asked] == [([64, 128], 2, torch.float16)]
+
+
+def compared(component: Any) -> dict[str, Any]:
+    """Of one pipeline stage: where the parameters differ, what Megatron-Core was asked for, and how many modules are whose."""
+    from aligner.models.build import build_language_model, build_scalar_model
+    from aligner.models.config import Layers
+    from aligner.planner.workload import Head
+
+    build = build_language_model if component.head == Head.language else build_scalar_model
+
+    def made(layers: Layers) -> list[Any]:
+        return build(component.architecture, replace(component.model, layers=layers), component.parallel, load=True)
+
+    with claimed_gpu():  # Megatron-Core's block asks Transformer Engine for streams, whoever's its layers are
+        plain, fused = made(Layers.torch), made(Layers.transformer_engine)
+        differences = [one for pair in zip(plain, fused, strict=True) for one in different(*map(described, pair))]
+        differences += [one for pair in zip(plain, fused, strict=True) for one in different(*map(in_checkpoint, pair))]
+    config = fused[0].config
+    modules = [module for chunk in fused for module in chunk.decoder.modules()]
+    return {
+        "differences": differences,
+        "parameters": sum(1 for chunk in fused for _ in chunk.parameters()),
+        "options": {name: getattr(config, name) for name in OPTIONS},
+        "adding_weight_gradients": names_of(module for module in modules if getattr(module, "fuse_wgrad_accumulation", False)),
+        "not_adding": names_of(module for module in modules if getattr(module, "fuse_wgrad_accumulation", True) is False),
+        "attention": names_of(layer.self_attention.core_attention for chunk in fused for layer in chunk.decoder.layers),
+    }
+
+
+def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[list[Any]]:
+    """[name, of torch's modules, of Transformer Engine's] where these are not the same."""
+    return [[name, ours.get(name), theirs.get(name)] for name in ours | theirs if ours.get(name) != theirs.get(name)]
+
+
+def in_checkpoint(chunk: Any) -> dict[str, Any]:
+    """Every weight's place in a distributed checkpoint, by the key there and the offset in the whole tensor; not adapters'."""
+    from aligner.models.checkpoint_adapters import whole_state
+    from aligner.parallel.mcore import ShardedTensorFactory, sharded_leaves
+
+    found = {}
+    for leaf in sharded_leaves(whole_state(chunk)):
+        for shard in sharded_leaves(leaf.build()) if isinstance(leaf, ShardedTensorFactory) else [leaf]:
+            found[f"{shard.key} from {shard.global_offset}"] = [list(shard.local_shape), list(shard.global_shape), str(shard.dtype)]
+    return found
+
+
+def names_of(modules: Iterable[Any]) -> list[str]:
+    return sorted({type(module).__name__ for module in modules})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,0 +1,98 @@
+"""Every shipped recipe's models built of Transformer Engine's modules, by its own Python code; see `fakes/transformer_engine_source.py`.
+
+They must have the parameters of torch's layers: the same names, shapes, splits and marks, and the same places in checkpoints. Then weights
+of files, checkpoints, other layouts and engines fit, whoever's the layers are. No kernel is run: what one returns is for a GPU to show.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+BUILD = ROOT / "build"
+JOB = ROOT / "tests" / "fakes" / "transformer_engine_job.py"
+# (Transformer Engine, Megatron-Core; empty: the installed one). The Python code of 0.19.2 runs on every Python that this project does.
+VERSIONS = [("2.9.0", ""), ("2.20.2", "0.19.2")]
+
+TOKENIZER = ["model.tokenizer=not-read"]
+SMALL = [*TOKENIZER, "parallel.pp=1", "model.architecture.num_layers=2"]
+EXPERTS = [*SMALL, "model=qwen3_30b_a3b", "model.architecture.num_experts=8", "parallel.tp=2", "parallel.etp=2", "parallel.ep=4"]
+
+
+def gpu_recipes() -> list[str]:
+    """The configs under conf/ that are for GPUs."""
+    found = []
+    for path in sorted((ROOT / "conf").glob("*/*.yaml")):
+        text = path.read_text()
+        if "cluster: dgx" in text or path.stem == "ppo_long_context":  # which has its cluster from ppo_70b
+            found.append(path.stem)
+    return found
+
+
+@pytest.fixture(params=VERSIONS, ids=lambda pair: f"te{pair[0]}-core{pair[1] or '-installed'}")
+def built(request) -> Callable[[list[tuple[str, list[str]]]], list[dict[str, Any]]]:
+    """`built([(config, overrides)])`: what the job says of each component. In a process of its own: Megatron-Core looks for Transformer
+    Engine when it is imported."""
+    engine, core = request.param
+    wheels = [BUILD / f"transformer_engine-{engine}", *([BUILD / f"megatron_core-{core}"] if core else [])]
+    if missing := [wheel.name for wheel in wheels if not wheel.is_dir()]:
+        pytest.skip(f"no {missing[0]}: make transformer-engine")
+
+    def build(wanted: list[tuple[str, list[str]]]) -> list[dict[str, Any]]:
+        command = [sys.executable, "-W", "ignore", str(JOB), str(wheels[0]), json.dumps(wanted)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*wheels[1:], ROOT]))}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        versions = {(one["versions"][1], one["versions"][0].partition("+")[0]) for one in found}
+        assert versions == {(engine, core or metadata.version("megatron-core"))}
+        return found
+
+    return build
+
+
+def test_every_gpu_recipe_has_the_parameters_of_torchs_layers(built):
+    recipes = gpu_recipes()
+    assert {"sft_70b", "dpo_70b", "rm_70b", "grpo_70b", "ppo_8b", "ppo_70b", "ppo_175b", "ppo_long_context"} <= set(recipes)
+    components = built([(name, TOKENIZER) for name in recipes])
+    assert {one["config"][0] for one in components} == set(recipes)
+    assert {one["component"] for one in components} >= {"trainer", "actor", "critic", "reward"}
+    for one in components:
+        for stage in one["stages"]:
+            assert stage["differences"] == [] and stage["parameters"] > 100, one["config"]
+            assert set(stage["attention"]) == {"TEDotProductAttention"}
+            assert stage["adding_weight_gradients"] == ["TELayerNormColumnParallelLinear", "TERowParallelLinear"]
+            assert stage["not_adding"] == [] and not stage["options"]["gradient_accumulation_fusion"]
+            assert stage["options"]["apply_rope_fusion"] == (one["config"][0] != "ppo_175b")  # whose positions are learned
+
+
+PLAIN = ["TELayerNormColumnParallelLinear", "TERowParallelLinear"]
+APART = ["TEColumnParallelLinear", "TERowParallelLinear"]  # an adapter reads the input of each product
+GROUPED = ["TEColumnParallelGroupedLinear", "TELayerNormColumnParallelLinear", "TERowParallelGroupedLinear", "TERowParallelLinear"]
+OTHERS = {
+    "experts": (EXPERTS, GROUPED, "TEDotProductAttention"),
+    "experts with adapters": ([*EXPERTS, "model.lora.rank=4"], APART, "TEDotProductAttention"),
+    "adapters": ([*SMALL, "model.lora.rank=4"], APART, "TEDotProductAttention"),
+    "Nemotron": ([*SMALL, "model=nemotron_340b", "data.max_length=2048"], PLAIN, "TEDotProductAttention"),
+    "biases": ([*SMALL, "model=qwen2_5_7b", "parallel.tp=4"], PLAIN, "TEDotProductAttention"),
+    "shared prompts": ([*SMALL, "model.share_prompts=true"], PLAIN, "CoreAttention"),
+}
+
+
+def test_models_that_no_recipe_names(built):
+    found = built([("sft_70b", overrides) for overrides, _, _ in OTHERS.values()])
+    for one, (name, (_, modules, attention)) in zip(found, OTHERS.items(), strict=True):
+        (stage,) = one["stages"]
+        assert stage["differences"] == [], name
+        assert stage["adding_weight_gradients"] == modules and stage["not_adding"] == [] and stage["attention"] == [attention], name
+        options = stage["options"]
+        assert options["moe_grouped_gemm"] == (modules == GROUPED) and options["moe_permute_fusion"] == name.startswith("experts"), name
