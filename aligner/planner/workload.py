@@ -8,7 +8,7 @@ from enum import Enum
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
-from aligner.rollout.config import RolloutConfig
+from aligner.rollout.config import EngineKind, RolloutConfig
 
 GIB = 2**30
 
@@ -60,6 +60,11 @@ class Engine:
     prefill_chunk_tokens: int = 2048  # prompt tokens computed in one pass
     asynchronous: bool = False  # it samples while the policy trains, with weights of its own
     settings: RolloutConfig = field(default_factory=RolloutConfig)  # which engine it is, and what it is asked for
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether on a GPU its key-value cache stays allocated while the policy trains: graphs know the cache by its address."""
+        return not self.offload and (self.settings.cuda_graphs or self.settings.engine != EngineKind.megatron)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

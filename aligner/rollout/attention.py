@@ -50,6 +50,11 @@ class PagedKV:
         """Keys and values of a layer by slot, [pages * page_size, groups, D]: views."""
         return self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
 
+    def clear(self) -> None:
+        """As a new cache is: what was there before, of whatever weights, must not come up anywhere."""
+        self.keys.zero_()
+        self.values.zero_()
+
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole pages, of all layers."""
         device = self.keys.device

@@ -42,7 +42,7 @@ class BatchInvariantDecoder(Decoder):
     add_up = staticmethod(exact.weight_totals)
 
     def __init__(self, weights: ModelWeights, architecture: Architecture, shards: Shards, **options: Any) -> None:
-        super().__init__(weights, architecture, shards, **(options | {"kernels": Kernels.torch}))
+        super().__init__(weights, architecture, shards, **(options | {"kernels": Kernels.torch, "cuda_graphs": False}))
         self.scale = 1.0 / math.sqrt(architecture.head_dim)
         self.exact_norm = _norm(architecture)
         self.exact_activation = ACTIVATIONS[architecture.activation]

@@ -169,6 +169,11 @@ class Decoder:
         return PagedKV(keys=keys, values=values)
 
     @property
+    def keeps_addresses(self) -> bool:
+        """Whether decode steps are cheaper on the cache of the generation before: graphs are recorded again for another one."""
+        return self._graphs is not None
+
+    @property
     def fused_draw(self) -> FusedDraw | None:
         """The sampler's kernel, if the decode steps have theirs."""
         return None if self._native is None else self._native.draw
@@ -194,14 +199,19 @@ class Decoder:
     def refitted(self) -> None:
         """The weights changed: forget everything computed from the old ones. Here nothing was."""
 
-    def _step(self, batch: DecodeBatch, cache: PagedKV) -> Tensor:
-        return self._finish(self._forward(batch.tokens, plan_decode(batch, cache.page_size), cache))
+    def release(self) -> None:
+        """Give back the device memory that decode steps keep, and forget the cache that they knew. May be called between generations."""
+        if self._graphs is not None:
+            self._graphs.release()
 
-    def _finish(self, x: Tensor) -> Tensor:
-        """Logits of residual streams [N, H]."""
+    def _step(self, batch: DecodeBatch, cache: PagedKV, out: Tensor | None = None) -> Tensor:
+        return self._finish(self._forward(batch.tokens, plan_decode(batch, cache.page_size), cache), out)
+
+    def _finish(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits of residual streams [N, H], float32 [N, V]; in `out` if it is given."""
         depth = len(self.weights.layers)
         normed = self._note(Operation.final_norm, depth, self.norm(x, self.weights.final_norm))
-        return self._note(Operation.logits, depth, self._logits(normed))
+        return self._note(Operation.logits, depth, self._logits(normed, out))
 
     def _note(self, operation: Operation, layer: int, output: Tensor) -> Tensor:
         """`output`, shown to whoever looks on."""
@@ -210,7 +220,8 @@ class Decoder:
         return output
 
     def _decode_graphs(self) -> DecodeGraphs:
-        return DecodeGraphs(self._step, CudaCapture(), max_pages=-(-self.max_sequence_length // self.page_size))
+        max_pages = -(-self.max_sequence_length // self.page_size)
+        return DecodeGraphs(self._step, CudaCapture, max_pages=max_pages, vocab_size=self.architecture.vocab_size)
 
     def _native_decode(self) -> NativeDecode | None:
         """Decode steps on the compiled kernels, where the weights are such as they take and the kernels can be had."""
@@ -296,8 +307,11 @@ class Decoder:
         out = self._sum(F.linear(x, weights.weight))
         return out if weights.bias is None else out + weights.bias
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self._gather(F.linear(hidden, self.weights.output[: self.architecture.vocab_size]).float())
+    def _logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        own = F.linear(hidden, self.weights.output[: self.architecture.vocab_size])
+        if out is None:
+            return self._gather(own.float())
+        return out.copy_(own if self.shards.count == 1 else self._gather(own.float()))
 
     def _gather(self, logits: Tensor) -> Tensor:
         """Full rows from each rank's. Every rank has equally many columns, the last ones padding: what is beyond the vocabulary is cut."""

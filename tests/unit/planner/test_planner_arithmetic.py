@@ -20,6 +20,7 @@ from aligner.planner.dry_run import BlockBytes
 from aligner.planner.estimate import check
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
 from aligner.rollout.config import EngineKind, RolloutConfig
+from aligner.types import SamplingConfig
 
 CLUSTER = ClusterConfig(
     device=Device.gpu,
@@ -139,6 +140,13 @@ def test_memory_of_every_phase() -> None:
     # 16 ranks / 4 = 4 replicas, 16 sequences each, 4 at a time; 8 layers, one head of 8 numbers, keys and values, 2 bytes. Room for a
     # token more than 256 in steps of 64.
     assert generate["KV cache"] == 4 * 320 * 8 * 8 * 2 * 2
+    # While others compute it stays where it is, for the graphs of the next generation; with offload, or without graphs, it does not.
+    phases = memory.phase_memory(staying, sizes, CLUSTER, (0, 1))
+    assert all(m.parts["KV cache"] == generate["KV cache"] for m in phases)
+    launched = replace(staying, engine=replace(staying.engine, settings=RolloutConfig(cuda_graphs=False)))
+    others = [memory.phase_memory(launched, sizes, CLUSTER, (0,)), memory.phase_memory(own, sizes, CLUSTER, (0,))]
+    others.append(memory.phase_memory(staying, sizes, ClusterConfig(device=Device.cpu), (0,)))
+    assert all("KV cache" not in m.parts for found in others for m in found if m.phase != Phase.generate)
     ahead = replace(staying, engine=replace(staying.engine, asynchronous=True))  # it samples in every phase
     assert all(m.parts["KV cache"] == generate["KV cache"] for m in memory.phase_memory(ahead, sizes, CLUSTER, (0, 1)))
     overlapping = replace(own, parallel=replace(own.parallel, sequence_parallel=True, tp_comm_overlap=True))
@@ -257,4 +265,8 @@ def test_memory_of_generation() -> None:
     sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=0)
     parts = next(m.parts for m in memory.phase_memory(own, sizes, CLUSTER, (0,)) if m.phase == Phase.generate)
     assert parts["KV cache"] == 4 * 320 * token
-    assert parts["prefill and sampling"] == chunk + 128 * token // 8 + 100 * 128 * 3 + 3 * 4 * 4 * memory.padded_vocabulary(own)
+    # Logits: bfloat16 products, and in float32 themselves, exponentials, these in blocks, and the parts and the whole of eight ranks.
+    logits = 4 * memory.padded_vocabulary(own) * (2 + 3 * 4 + 2 * 4)
+    assert parts["prefill and sampling"] == chunk + 128 * token // 8 + 100 * 128 * 3 + logits
+    reshaped = RolloutConfig(sampling=SamplingConfig(temperature=0.7, top_p=0.9))
+    assert memory.logit_bytes(own, replace(engine, tp=1)) == 14 and memory.logit_bytes(own, replace(engine, settings=reshaped)) == 34
