@@ -15,11 +15,19 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array on the device, without waiting for what the device has to do before. On a CPU it is the same memory."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +65,7 @@ class PagedKV:
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole pages, of all layers."""
-        device = self.keys.device
-        source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+        source, target = (upload(np.array(pages, np.int64), self.keys.device) for pages in (sources, targets))
         for tensor in (self.keys, self.values):
             tensor[:, target] = tensor[:, source]
 
@@ -90,10 +97,11 @@ class DecodeBatch:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
     """Chunks from position 0 of similar lengths: one padded attention call. Padding comes after a row's tokens, where a causal
-    mask hides it."""
+    mask hides it. The indices are made on the host, once for all layers: a mask's would have to be waited for in each."""
 
     rows: Tensor  # int64 [chunks, longest]: which flat token is there
-    kept: Tensor  # bool [chunks, longest]: not filling
+    kept: tuple[Tensor, Tensor]  # int64 [tokens] each: chunk and column of what is not filling
+    tokens: Tensor  # int64 [tokens]: which flat token that is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,17 +152,18 @@ class PagedAttention(Protocol):
 def plan_prefill(chunks: Sequence[PrefillChunk], page_size: int, device: torch.device) -> PrefillPlan:
     """Lay the chunks' tokens one after the other."""
     tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
+    positions: list[np.ndarray] = []
+    slots: list[np.ndarray] = []
     wanted: list[int] = []
     fresh: dict[int, list[tuple[int, int]]] = {}
     parts: list[Together | Continued] = []
     for chunk in chunks:
         first, end = len(tokens), chunk.start + len(chunk.tokens)
-        table = [chunk.pages[t // page_size] * page_size + t % page_size for t in range(end)]
+        places, pages = np.arange(end), np.array(chunk.pages, np.int32)
+        table = pages[places // page_size].astype(np.int64) * page_size + places % page_size
         tokens += chunk.tokens
-        positions += range(chunk.start, end)
-        slots += table[chunk.start :]
+        positions.append(places[chunk.start :])
+        slots.append(table[chunk.start :])
         if chunk.wants_logits:
             wanted.append(len(tokens) - 1)
         if chunk.start:
@@ -162,23 +171,27 @@ def plan_prefill(chunks: Sequence[PrefillChunk], page_size: int, device: torch.d
                 Continued(
                     first=first,
                     last=len(tokens),
-                    slots=torch.tensor(table, device=device),
-                    pages=torch.tensor([chunk.pages], dtype=torch.int32, device=device),
-                    length=torch.tensor([end], dtype=torch.int32, device=device),
+                    slots=upload(table, device),
+                    pages=upload(pages[None], device),
+                    length=upload(np.array([end], np.int32), device),
                 )
             )
         else:  # lengths between the same powers of two share a call
             fresh.setdefault(len(chunk.tokens).bit_length(), []).append((first, len(chunk.tokens)))
     parts += [_together(rows, device) for rows in fresh.values()]
-    lists = (torch.tensor(values, dtype=torch.int64, device=device) for values in (tokens, positions, slots, wanted))
-    flat, where, slot, last = lists
+    lists = np.array(tokens, np.int64), np.concatenate(positions), np.concatenate(slots), np.array(wanted, np.int64)
+    flat, where, slot, last = (upload(values, device) for values in lists)
     return PrefillPlan(tokens=flat, positions=where, slots=slot, wanted=last, parts=tuple(parts))
 
 
 def _together(rows: list[tuple[int, int]], device: torch.device) -> Together:
-    first, length = torch.tensor(rows, device=device).unbind(1)
-    column = torch.arange(max(length for _, length in rows), device=device)
-    return Together(rows=first[:, None] + torch.minimum(column, length[:, None] - 1), kept=column < length[:, None])
+    first, length = np.array(rows, np.int64).T
+    column = np.arange(length.max())
+    grid = first[:, None] + np.minimum(column, length[:, None] - 1)
+    chunk, place = (column < length[:, None]).nonzero()
+    return Together(
+        rows=upload(grid, device), kept=(upload(chunk, device), upload(place, device)), tokens=upload(grid[chunk, place], device)
+    )
 
 
 def plan_decode(batch: DecodeBatch, page_size: int) -> DecodePlan:
@@ -208,7 +221,7 @@ def prefill_attention(
     out = torch.empty_like(queries)
     for part in plan.parts:
         if isinstance(part, Together):
-            out[part.rows[part.kept]] = causal(queries[part.rows], keys[part.rows], values[part.rows])[part.kept]
+            out[part.tokens] = causal(queries[part.rows], keys[part.rows], values[part.rows])[part.kept]
         else:
             out[part.first : part.last] = attention.prefill(queries[part.first : part.last], cache, layer, part)
     return out
@@ -220,13 +233,24 @@ def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     q = queries.permute(0, 2, 3, 1, 4).reshape(batch, groups * share, length, size)
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
     if length == keys.shape[1]:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=share > 1)
+        out = attend(q, k, v, is_causal=True, enable_gqa=share > 1)
     else:
         places = torch.arange(keys.shape[1], device=q.device)
         # Only kernels without masks take fewer key than query heads; the one that does all else writes the scores out.
         k, v = (tensor.repeat_interleave(share, dim=1) for tensor in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=places[-length:, None] >= places)
+        out = attend(q, k, v, attn_mask=places[-length:, None] >= places)
     return out.view(batch, groups, share, length, size).permute(0, 3, 1, 2, 4)
+
+
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+    """`scaled_dot_product_attention`, on a GPU without cuDNN's kernels: these build a plan for every shape, and decoding has many."""
+    if not queries.is_cuda:
+        return F.scaled_dot_product_attention(queries, keys, values, **options)
+    with sdpa_kernel(_BACKENDS):
+        return F.scaled_dot_product_attention(queries, keys, values, **options)
 
 
 class GatheredAttention:
@@ -238,7 +262,7 @@ class GatheredAttention:
     def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
         # The queries of a group attend to the same keys: they are the "sequence", and no key is repeated.
         k, v = (tensor[layer][plan.pages].flatten(1, 2).transpose(1, 2) for tensor in (cache.keys, cache.values))
-        return F.scaled_dot_product_attention(queries, k, v, attn_mask=plan.visible)
+        return attend(queries, k, v, attn_mask=plan.visible)
 
     def prefill(self, queries: Tensor, cache: PagedKV, layer: int, part: Continued) -> Tensor:
         keys, values = (tensor[part.slots][None] for tensor in cache.slots(layer))

@@ -107,7 +107,7 @@ class BatchInvariantDecoder(Decoder):
         out = torch.empty_like(queries)
         for part in plan.parts:
             if isinstance(part, Together):
-                out[part.rows[part.kept]] = self._causal(queries[part.rows], keys[part.rows], values[part.rows])[part.kept]
+                out[part.tokens] = self._causal(queries[part.rows], keys[part.rows], values[part.rows])[part.kept]
             else:
                 past_and_own = (slot[part.slots][None] for slot in slots)
                 out[part.first : part.last] = self._causal(queries[None, part.first : part.last], *past_and_own)[0]

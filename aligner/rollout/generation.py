@@ -26,9 +26,9 @@ from aligner.errors import EngineError
 from aligner.models.config import Architecture
 from aligner.parallel import platform
 from aligner.parallel.logprobs import row_sums
-from aligner.rollout.attention import DecodeBatch, PagedKV, PrefillChunk
+from aligner.rollout.attention import DecodeBatch, PagedKV, PrefillChunk, upload
 from aligner.rollout.engine import GenRequest, GenResult, Work
-from aligner.rollout.running import Ended, Fetch, RunningBatch, Transcript, upload
+from aligner.rollout.running import Ended, Fetch, RunningBatch, Transcript
 from aligner.rollout.sampling import FusedDraw, Sampler
 from aligner.rollout.scheduler import Counters, PagePool, Prefix, Response, Scheduler, copies
 from aligner.types import FinishReason, LogprobKind, SamplingConfig

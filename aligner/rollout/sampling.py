@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.parallel.logprobs import log_normalizer, row_sums
+from aligner.rollout.attention import upload
 from aligner.rollout.stopping import StopStrings
 from aligner.types import SamplingConfig
 
@@ -104,10 +106,10 @@ class Sampler:
         self._arrived[seat] = seed, len(response), limit
         if self._seen is not None:
             self._seen[seat] = False
-            self._seen[seat, torch.tensor([*prompt, *response], dtype=torch.int64, device=device)] = True
+            self._seen[seat, upload(np.array([*prompt, *response], np.int64), device)] = True
         if self._counts is not None:
             self._counts[seat] = 0
-            tokens = torch.tensor(response, dtype=torch.int64, device=device)
+            tokens = upload(np.array(response, np.int64), device)
             self._counts[seat].index_add_(0, tokens, torch.ones(len(response), device=device))
         if self._stops is not None:
             context = self._stops.context(prompt)
@@ -140,8 +142,8 @@ class Sampler:
         """Take over who arrived, and have uniforms for the next draw of every seat: made ahead, they cost next to nothing."""
         device = self._state.device
         if self._arrived:
-            seats = torch.tensor(list(self._arrived), device=device)
-            seeds, positions, limits = torch.tensor(list(self._arrived.values()), device=device).unbind(1)
+            seats = upload(np.array(list(self._arrived)), device)
+            seeds, positions, limits = upload(np.array(list(self._arrived.values()), np.int64), device).unbind(1)
             self._state[:, seats] = torch.stack([seeds, positions, limits, positions])
             self._uniforms[seats] = uniforms(seeds[:, None], positions[:, None] + self._ahead)
             self._arrived.clear()
