@@ -61,7 +61,7 @@ def test_prefill_attention_waits_for_nothing_and_attends_to_each_sequence_alone(
         first = last
 
 
-@pytest.mark.parametrize("name", ["dense"])
+@pytest.mark.parametrize("name", ["dense", "experts"])
 def test_a_decode_step_of_a_model_waits_for_nothing(topology, make_model, name):
     from aligner.rollout.config import Kernels
     from aligner.rollout.decode import Decoder, Shards
@@ -77,10 +77,11 @@ def test_a_decode_step_of_a_model_waits_for_nothing(topology, make_model, name):
         frequencies=chunk.rotary_pos_emb.inv_freq,
         kernels=Kernels.torch,
     )
+    assert not decoder.fixed_shapes  # on a CPU each expert has its own tokens only
     cache, pages = decoder.new_cache(4), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
     batch = DecodeBatch(tokens=torch.tensor([5, 6]), positions=torch.tensor([3, 17]), pages=pages)
     expected = decoder.decode(batch, cache)
-    out = torch.empty_like(expected)
+    out, decoder.fixed_shapes = torch.empty_like(expected), True
     with HostSyncs() as syncs:
         decoder._step(batch, cache, out)
     assert syncs.found == []
