@@ -11,9 +11,10 @@ from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes, expert_extra_bytes
 from aligner.planner.schedule import MicroBatches, in_flight, micro_batches, stage_layers
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase
+from aligner.rollout.config import PAGE_SIZE, Kernels
 
 _OVERLAP_BUFFERS = 8  # of a whole micro-batch's hidden states, for what Transformer Engine exchanges around a layer's four matrix products
-_CACHE_STEP = 64  # tokens; the engine's cache has room for a multiple of so many for each sequence
+_KERNEL_PAGE = 256  # tokens of a page of the engine's cache, where attention kernels are used: of 16-bit numbers on a GPU
 HOST_PROCESS_GIB = 3.0  # Python, torch and its libraries, in host memory
 
 
@@ -186,9 +187,10 @@ def decode_batch(component: Component, engine: Engine) -> int:
 
 
 def cache_tokens(component: Component, engine: Engine) -> int:
-    """Tokens that the paged cache of a replica has room for."""
-    rounded = (component.work.length // _CACHE_STEP + 1) * _CACHE_STEP
-    return engine.kv_cache_tokens or decode_batch(component, engine) * rounded
+    """Tokens that the paged cache of a replica has room for: whole pages, and one more for each sequence."""
+    page = _KERNEL_PAGE if component.dtype_bytes == 2 and engine.settings.kernels == Kernels.auto else PAGE_SIZE
+    pages = math.ceil((component.work.length - 1) / page) + 1
+    return engine.kv_cache_tokens or decode_batch(component, engine) * pages * page
 
 
 def _generation(component: Component, engine: Engine) -> dict[str, int]:

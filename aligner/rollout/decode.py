@@ -4,7 +4,7 @@ A decode step through the training modules takes several times as long on small 
 pass equal to the modules' forward. It computes with `ModelWeights`, which may be the training parameters themselves.
 
 A decode step runs, with `kernels=auto`: on CPU in float32 on compiled kernels (`aligner.rollout.native`); on GPU with FlashAttention over
-the pages if it is installed; else in plain torch. On GPU it is a CUDA graph.
+the pages where there is one (`aligner.rollout.paged_kernels`); else in plain torch. On GPU it is a CUDA graph.
 Tensor parallelism: each rank holds its heads, its share of the MLP (of every expert) and of the vocabulary.
 
 Feed-forward layers have the arithmetic of Megatron-Core's `MLP`; `aligner.rollout.experts` has mixtures of experts.
@@ -32,7 +32,6 @@ from aligner.rollout.attention import (
     PagedKV,
     PrefillChunk,
     PrefillPlan,
-    flash_attention,
     plan_decode,
     plan_prefill,
     prefill_attention,
@@ -42,6 +41,7 @@ from aligner.rollout.experts import Stack, mix, mix_all, mix_grouped, multiplies
 from aligner.rollout.graphs import CudaCapture, DecodeGraphs
 from aligner.rollout.native import library as native
 from aligner.rollout.native.step import NativeDecode, Outside
+from aligner.rollout.paged_kernels import flash_attention
 from aligner.rollout.sampling import FusedDraw
 from aligner.rollout.weights import Affine, FeedForward, LayerWeights, ModelWeights, tensors
 
@@ -108,7 +108,7 @@ class Decoder:
         self.norm = _norm(architecture)
         self.activation = ACTIVATIONS[architecture.activation]
         self.rotary = None if frequencies is None else self._rotary_tables(frequencies)
-        flash = flash_attention(weights.embedding, self.head_dim) if kernels == Kernels.auto else None
+        flash = flash_attention(weights.embedding, (self.groups, self.queries, self.head_dim)) if kernels == Kernels.auto else None
         self.attention: PagedAttention = flash or GatheredAttention(page_size or PAGE_SIZE)
         self.page_size = self.attention.page_size
         self._native = self._native_decode() if kernels == Kernels.auto else None
