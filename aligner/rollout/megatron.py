@@ -112,7 +112,9 @@ class MegatronEngine:
             self.weights.release()
 
     def shutdown(self) -> None:
-        """Nothing outlives the object."""
+        """Give back what was kept for the next generation."""
+        self.generation.release()
+        self.decoder.release()
 
     def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
         """Responses to the requests of `work`, in any order, as they end."""
