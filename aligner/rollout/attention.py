@@ -20,6 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
     """The array on the device, without waiting for what the device has to do before. On a CPU it is the same memory."""
     tensor = torch.from_numpy(array)
+    if not array.size:  # nothing to pin
+        return torch.empty(array.shape, dtype=tensor.dtype, device=device)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 

@@ -95,25 +95,26 @@ class TorchFlashAttention(FlashAttention):
 
 def load(package: Package) -> FlashAttention | None:
     """The package's attention, or None if it is not installed or is one that this was not written for: a log line then says so."""
-    function = _function(package.module, "flash_attn_with_kvcache", {"cache_seqlens", "causal", package.table})
+    function, missing = _function(package.module, "flash_attn_with_kvcache", {"cache_seqlens", "causal", package.table})
+    if missing:
+        _log.warning("rollouts attend without %s, whose flash_attn_with_kvcache has no %s", package.module, ", ".join(sorted(missing)))
     return None if function is None else FlashAttention(package, function)
 
 
 def load_torch() -> TorchFlashAttention | None:
     """Torch's own, None if this version's takes no pages."""
-    function = _function(TORCH, "varlen_attn", {"window_size", "enable_gqa", "seqused_k", "block_table"})
+    function, _ = _function(TORCH, "varlen_attn", {"window_size", "enable_gqa", "seqused_k", "block_table"})
     return None if function is None else TorchFlashAttention(function)
 
 
-def _function(module: str, name: str, parameters: set[str]) -> Callable[..., Tensor] | None:
+def _function(module: str, name: str, parameters: set[str]) -> tuple[Callable[..., Tensor] | None, set[str]]:
+    """(the module's function, None if there is none that has these parameters; those that it has not)."""
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
-        return None
-    if missing := parameters - set(inspect.signature(function).parameters):
-        _log.warning("rollouts attend without %s, whose %s has no %s", module, name, ", ".join(sorted(missing)))
-        return None
-    return function
+        return None, set()
+    missing = parameters - set(inspect.signature(function).parameters)
+    return (None if missing else function), missing
 
 
 def flash_attention(weight: Tensor, heads: tuple[int, int, int]) -> FlashAttention | None:

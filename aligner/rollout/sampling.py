@@ -81,8 +81,8 @@ class Sampler:
         self._add_up = add_up
         self._fused = None if sampling.reshaping() else fused
         stop_ids = sorted({eos_id, *sampling.stop_token_ids})
-        self._stop_ids = torch.tensor(stop_ids, device=device)
-        self._forbidden = torch.tensor([i for i in stop_ids if i < vocab_size], dtype=torch.int64, device=device)
+        self._stop_ids = upload(np.array(stop_ids, np.int64), device)
+        self._forbidden = upload(np.array([i for i in stop_ids if i < vocab_size], np.int64), device)
         self._arrived: dict[int, tuple[int, int, int]] = {}  # by seat, since the last draw: seed, position (of the next token), limit
         self._state = torch.zeros(4, num_seats, dtype=torch.int64, device=device)  # of all seats: these, and where its uniforms begin
         self._uniforms = torch.zeros(num_seats, WINDOW, dtype=torch.float64, device=device)  # for its next positions
