@@ -236,6 +236,7 @@ def test_beside_a_trainer_it_asks_for_no_more_memory_than_it_needs(fake_vllm, mo
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 10 * (weights + cache)))
     monkeypatch.setattr(torch.random, "fork_rng", nullcontext)  # it would look at the devices
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # else it would ask which device this rank has
     engine = make_engine(tp=tp)
     engine.start()
     assert engine._llm.settings.gpu_memory_utilization == pytest.approx(0.1) and emptied
