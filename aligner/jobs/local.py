@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from aligner import __version__
 from aligner.algorithms.registry import composed
-from aligner.cluster.component import Component
+from aligner.cluster.component import Component, check_installed, interpreter
 from aligner.cluster.local import launch
 from aligner.cluster.run_directory import RunDirectory
-from aligner.jobs.programs import programs
+from aligner.jobs.programs import Program, programs
 
 
 def launch_local(name: str, overrides: Sequence[str], *, num_processes: int = 0) -> int:
@@ -25,7 +25,7 @@ def launch_local(name: str, overrides: Sequence[str], *, num_processes: int = 0)
     components = [
         Component(
             name=program.component,
-            command=(sys.executable, "-u", *program.arguments),
+            command=(_python(program), "-u", *program.arguments),
             num_processes=program.num_ranks,
             main=index == 0,
             terminal=index == 0,
@@ -35,3 +35,11 @@ def launch_local(name: str, overrides: Sequence[str], *, num_processes: int = 0)
     servers = [component.name for component in components if not component.main]
     launcher = getattr(config, "local_launcher", None)
     return launch(components, run_directory=RunDirectory(Path(config.run.directory)).create(), config=launcher, expect_services=servers)
+
+
+def _python(program: Program) -> str:
+    """The component's interpreter. Raises ConfigError for an environment without one, or without this version of this package."""
+    python = interpreter(program.component, program.environment)
+    if program.environment:
+        check_installed(program.component, python, __version__)
+    return python

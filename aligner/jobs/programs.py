@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aligner.algorithms.registry import recipe_of
 from aligner.loop.config import JobRun
@@ -17,6 +17,7 @@ class Program:
     component: str
     arguments: tuple[str, ...]
     num_ranks: int
+    environment: str = ""  # the virtual environment that it runs in; empty: the launcher's
 
 
 def programs(name: str, config: JobRun, overrides: Sequence[str], *, num_processes: int = 0) -> list[Program]:
@@ -34,7 +35,13 @@ def programs(name: str, config: JobRun, overrides: Sequence[str], *, num_process
         with in_section(server.name):
             server.parallel.check_world(server.num_ranks)
         found.append(_program(server.name, ("serve", server.name, name, *overrides), server.num_ranks))
-    return found
+    return [replace(program, environment=_environment(config, program.component)) for program in found]
+
+
+def _environment(config: JobRun, component: str) -> str:
+    """The component's setting; recipes without servers have none."""
+    section = getattr(config, component, None) if config.traits().role == "actor" else None
+    return "" if section is None else section.environment
 
 
 def _program(component: str, arguments: Sequence[str], num_ranks: int) -> Program:

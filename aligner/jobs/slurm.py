@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.algorithms.registry import composed, config_file
+from aligner.cluster.component import interpreter
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.script import render
@@ -105,7 +106,15 @@ def _component(program: Program, cluster: ClusterConfig) -> ComponentSpec:
         num_nodes=program.num_ranks // ranks_per_node,
         ranks_per_node=ranks_per_node,
         gpus_per_node=ranks_per_node if cluster.device is Device.gpu else 0,
+        python=_python(program),
     )
+
+
+def _python(program: Program) -> str:
+    """The component's interpreter, empty if it has no environment of its own. A container's can be looked for inside only: in the job."""
+    if not program.environment or (os.environ.get("ALIGNER_CONTAINER") and "SLURM_JOB_ID" not in os.environ):
+        return program.environment
+    return interpreter(program.component, program.environment)
 
 
 def _submit(name: str, text: str, *, test_only: bool) -> int:

@@ -23,7 +23,7 @@ from aligner.models.optimizer import OptimizerConfig
 from aligner.online.validation import ValidationConfig
 from aligner.planner.workload import Phase, Work
 from aligner.rollout.config import EngineKind, RolloutConfig, check_engine
-from aligner.servers.components import RewardConfig, in_section
+from aligner.servers.components import ActorConfig, RewardConfig, in_section
 from aligner.servers.config import ClientConfig
 from aligner.types import Prompt
 
@@ -41,6 +41,7 @@ class OnlineRun(JobRun):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # how checkpoints are written, verified and kept
     data: PromptDataConfig = field(default_factory=PromptDataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)  # the engine that samples responses, and how it draws them
+    actor: ActorConfig = field(default_factory=ActorConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)  # responses are then episodes of several turns
     server_client: ClientConfig = field(default_factory=ClientConfig)

@@ -67,6 +67,11 @@ class Engine:
         """Whether it is another package's, which never reads the policy's parameters in place."""
         return self.settings.engine != EngineKind.megatron
 
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether on a GPU its key-value cache stays allocated while the policy trains: graphs know the cache by its address."""
+        return not self.offload and (self.settings.cuda_graphs or self.settings.engine != EngineKind.megatron)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component:

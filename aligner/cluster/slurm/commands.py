@@ -93,6 +93,7 @@ def srun_command(
     component: ComponentSpec, slurm: SlurmConfig, where: Runtime, *, het_group: int | None, log: str, name: str = ""
 ) -> list[str]:
     """The step that runs a component on its part of the job; `log` may hold srun's %t, `het_group` is None in a job of one component."""
+    where = replace(where, python=component.python or where.python)
     options, command = wrapped(where, component.program, has_gpus=component.gpus_per_node > 0)
     return [
         "srun",

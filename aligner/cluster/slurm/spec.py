@@ -99,6 +99,7 @@ class ComponentSpec:
     num_nodes: int
     ranks_per_node: int
     gpus_per_node: int  # 0: none are asked for
+    python: str = ""  # its interpreter, where it has an environment of its own
 
     @property
     def num_ranks(self) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.cluster import outcomes
+from aligner.cluster.component import activated
 from aligner.cluster.console import plain
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import Allocation, step_environment
@@ -87,6 +89,7 @@ class Place:
         )
         environment = {
             **step_environment(self.environ, self.runtime.home),
+            **activated(component.python or sys.executable, self.environ),
             **variables,
             "ALIGNER_COMPONENT": component.name,
             outcomes.VARIABLE: str(outcomes_directory),
