@@ -70,7 +70,10 @@ def components(config: JobRun) -> list[Component]:
         with in_section(key.rpartition(".")[0]):
             contexts[key] = create.context_length(model, _architecture(key, model))
     config = fill(config, contexts)
-    return [_main(config), *(_server(config, server) for server in config.servers() if server.work is not None)]
+    found = [_main(config), *(_server(config, server) for server in config.servers() if server.work is not None)]
+    for component in found:
+        config.cluster.ranks_on_node(component.name, component.num_ranks)
+    return found
 
 
 def _main(config: JobRun) -> Component:

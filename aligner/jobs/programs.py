@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aligner.algorithms.registry import recipe_of
+from aligner.errors import ConfigError
 from aligner.loop.config import JobRun
 from aligner.servers.components import in_section
 
@@ -17,6 +18,7 @@ class Program:
     component: str
     arguments: tuple[str, ...]
     num_ranks: int
+    num_gpus: int  # that it computes on; a served function needs none
 
 
 def programs(name: str, config: JobRun, overrides: Sequence[str], *, num_processes: int = 0) -> list[Program]:
@@ -29,13 +31,34 @@ def programs(name: str, config: JobRun, overrides: Sequence[str], *, num_process
     num_ranks = num_processes or config.num_processes
     config.parallel.check_world(num_ranks)
     role = config.traits().role
-    found = [_program("actor" if role == "actor" else recipe.name, ("train", name, *overrides), num_ranks)]
+    shared = config.run.ranks_per_gpu
+    found = [_program("actor" if role == "actor" else recipe.name, ("train", name, *overrides), num_ranks, -(-num_ranks // shared))]
     for server in config.servers():
         with in_section(server.name):
             server.parallel.check_world(server.num_ranks)
-        found.append(_program(server.name, ("serve", server.name, name, *overrides), server.num_ranks))
+        num_gpus = 0 if server.work is None else -(-server.num_ranks // shared)
+        found.append(_program(server.name, ("serve", server.name, name, *overrides), server.num_ranks, num_gpus))
     return found
 
 
-def _program(component: str, arguments: Sequence[str], num_ranks: int) -> Program:
-    return Program(component=component, arguments=("-m", "aligner.cli", *arguments), num_ranks=num_ranks)
+def _program(component: str, arguments: Sequence[str], num_ranks: int, num_gpus: int) -> Program:
+    return Program(component=component, arguments=("-m", "aligner.cli", *arguments), num_ranks=num_ranks, num_gpus=num_gpus)
+
+
+def share_out(found: Sequence[Program], num_gpus: int) -> dict[str, range]:
+    """The GPUs of a machine of `num_gpus` by component: each has its own, the one that trains the first.
+
+    Raises ConfigError where there are too few.
+    """
+    needed = sum(program.num_gpus for program in found)
+    if needed > num_gpus:
+        parts = ", ".join(f"{program.component} {program.num_gpus}" for program in found)
+        counts = ", ".join("num_processes" if index == 0 else f"{program.component}.num_processes" for index, program in enumerate(found))
+        raise ConfigError(
+            f"this run needs {needed} GPUs ({parts}), and this machine shows {num_gpus}; allowed: at most so many with {counts}"
+        )
+    own, first = {}, 0
+    for program in found:
+        own[program.component] = range(first, first + program.num_gpus)
+        first += program.num_gpus
+    return own

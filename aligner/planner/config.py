@@ -52,3 +52,10 @@ class ClusterConfig:
                 raise ConfigError(f"cluster.{name}={getattr(self, name)}: a part of the peak, at most 1")
         if self.fragmentation >= 1:
             raise ConfigError(f"cluster.fragmentation={self.fragmentation}: must be below 1")
+
+    def ranks_on_node(self, component: str, num_ranks: int) -> int:
+        """How many of a component's ranks share a node. Raises ConfigError where they would not fill the nodes."""
+        found = min(self.gpus_per_node, num_ranks)
+        if num_ranks % found:
+            raise ConfigError(f"{component} has {num_ranks} ranks: they must fill nodes of cluster.gpus_per_node={self.gpus_per_node}")
+        return found

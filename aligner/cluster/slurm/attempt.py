@@ -100,10 +100,9 @@ class Attempt:
         return self._steps[self._spec.components[0].name]
 
     def _start(self, component: ComponentSpec) -> None:
-        index = self._spec.components.index(component)
         start = self._starts[component.name] = self._starts.get(component.name, -1) + 1
         key = f"{self._number}/{component.name}.{start}"
-        self._steps[component.name] = self._place.start(component, index=index, key=key, variables=self._variables)
+        self._steps[component.name] = self._place.start(component, shares=self._spec.shares(component), key=key, variables=self._variables)
 
     def _watch(self) -> Verdict:
         while True:
