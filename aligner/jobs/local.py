@@ -10,7 +10,7 @@ from aligner.algorithms.registry import composed
 from aligner.cluster.component import Component
 from aligner.cluster.local import launch
 from aligner.cluster.run_directory import RunDirectory
-from aligner.jobs.programs import programs, share_out
+from aligner.jobs.programs import placement_of, programs, share_out
 from aligner.parallel import platform
 
 
@@ -24,7 +24,7 @@ def launch_local(name: str, overrides: Sequence[str], *, num_processes: int = 0)
     found = programs(name, config, overrides, num_processes=num_processes)
     config.check_complete()
     devices = platform.visible_devices()
-    own = share_out(found, len(devices)) if devices else {}
+    own = share_out(found, placement_of(config), len(devices)) if devices else {}
     components = [
         Component(
             name=program.component,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from aligner.algorithms.registry import recipe_of
+from aligner.cluster.config import Placement
 from aligner.errors import ConfigError
 from aligner.loop.config import JobRun
 from aligner.servers.components import in_section
@@ -45,20 +47,30 @@ def _program(component: str, arguments: Sequence[str], num_ranks: int, num_gpus:
     return Program(component=component, arguments=("-m", "aligner.cli", *arguments), num_ranks=num_ranks, num_gpus=num_gpus)
 
 
-def share_out(found: Sequence[Program], num_gpus: int) -> dict[str, range]:
-    """The GPUs of a machine of `num_gpus` by component: each has its own, the one that trains the first.
+def placement_of(config: JobRun) -> Placement:
+    """Recipes without servers have nothing to place."""
+    return getattr(config, "placement", Placement.separate)
+
+
+def share_out(found: Sequence[Program], placement: Placement, num_gpus: int) -> dict[str, range]:
+    """The GPUs of a machine of `num_gpus` by component: each has its own, the one that trains the first; colocated ones all begin there.
 
     Raises ConfigError where there are too few.
     """
-    needed = sum(program.num_gpus for program in found)
+    if placement is Placement.colocated:
+        own = {program.component: range(program.num_gpus) for program in found}
+        needed = max(map(len, own.values()))
+    else:
+        ends = list(accumulate(program.num_gpus for program in found))
+        own = {program.component: range(end - program.num_gpus, end) for program, end in zip(found, ends, strict=True)}
+        needed = ends[-1]
     if needed > num_gpus:
         parts = ", ".join(f"{program.component} {program.num_gpus}" for program in found)
         counts = ", ".join("num_processes" if index == 0 else f"{program.component}.num_processes" for index, program in enumerate(found))
+        setting = f"placement={placement.value}: " if len(found) > 1 else ""
+        others = ", or placement=colocated" if setting and placement is Placement.separate else ""
         raise ConfigError(
-            f"this run needs {needed} GPUs ({parts}), and this machine shows {num_gpus}; allowed: at most so many with {counts}"
+            f"{setting}this run needs {needed} GPUs ({parts}), and this machine shows {num_gpus}; allowed: at most so "
+            f"many with {counts}{others}"
         )
-    own, first = {}, 0
-    for program in found:
-        own[program.component] = range(first, first + program.num_gpus)
-        first += program.num_gpus
     return own

@@ -78,6 +78,12 @@ def default_dtype() -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
+def release_memory() -> None:
+    """Give memory that no tensor uses back to the device, for other processes on it."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def synchronize() -> None:
     """Wait for the device, so that a wall-clock reading means what it says."""
     if torch.cuda.is_available():

@@ -31,6 +31,7 @@ class ClusterConfig:
     hbm_gb_per_second: float = 40.0  # bandwidth of the device memory, in GB/s
     nvlink_gb_per_second: float = 10.0  # to other GPUs of the node
     network_gb_per_second: float = 1.0  # to other nodes
+    host_gb_per_second: float = 10.0  # to host memory
     reserved_gib: float = 0.5  # context, libraries and their workspaces, in every process
     communicator_gib: float = 0.0  # buffers of each communicator that a rank belongs to
     fragmentation: float = 0.0  # part of what is allocated that the allocator loses between blocks

@@ -20,7 +20,7 @@ import torch
 from aligner.errors import ConfigError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
 from aligner.jobs.preflight.tokenizers import tokenizer_of
-from aligner.jobs.programs import programs, share_out
+from aligner.jobs.programs import placement_of, programs, share_out
 from aligner.loop.config import JobRun
 from aligner.loop.session import see_own_gpus
 from aligner.models.config import Dtype
@@ -101,7 +101,8 @@ def judge(context: Context, seen: Mapping[int, Machine]) -> Finding:
         return _judge_host(context, seen, f"no GPU, {figures['host_gib']:.1f} GiB of host memory a node", figures)
     figures |= {"gpu_gib": min(machine.gpu_bytes for machine in seen.values()) / GIB}
     if "SLURM_JOB_ID" not in os.environ and len(set(allocation.nodes)) == 1 and first.node_gpus:  # as `aligner launch local` would
-        share_out(programs(context.name, context.config, context.overrides), first.node_gpus)
+        found = programs(context.name, context.config, context.overrides)
+        share_out(found, placement_of(context.config), first.node_gpus)
     if same := _on_same_gpu(context, seen):
         advice = "as many tasks per node as it has GPUs; run.ranks_per_gpu lets ranks share one"
         return Finding(level=Level.fatal, found=same, advice=advice, figures=figures)

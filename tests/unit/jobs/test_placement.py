@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
+from aligner.algorithms.ppo import TrainPPO
 from aligner.algorithms.registry import recipes
 from aligner.cluster.component import Component, rank_environment
+from aligner.cluster.config import Placement
 from aligner.cluster.slurm.allocation import allocation
 from aligner.cluster.slurm.commands import runtime, srun_command
 from aligner.cluster.slurm.script import render
@@ -19,12 +23,14 @@ from aligner.cluster.slurm.spec import JobSpec
 from aligner.config import compose
 from aligner.errors import ConfigError
 from aligner.jobs import local
-from aligner.jobs.plan import components
+from aligner.jobs.plan import components, plan_job
 from aligner.jobs.preflight import sizing
 from aligner.jobs.preflight.items import Level
-from aligner.jobs.programs import Program, share_out
+from aligner.jobs.programs import Program, programs, share_out
+from aligner.jobs.serving import serve_reward_model
 from aligner.jobs.slurm import job_spec
 from aligner.parallel import platform
+from aligner.planner.report import JobPlan, show
 
 GIB = 2**30
 MODEL = ("model.tokenizer=x", "reward.model.path=x", "data.train=x")
@@ -55,7 +61,7 @@ def shown(component: Component) -> str | None:
 
 
 def test_components_get_gpus_of_their_own() -> None:
-    own = share_out([program("actor", 4), program("critic", 2), program("reward", 0)], 8)
+    own = share_out([program("actor", 4), program("critic", 2), program("reward", 0)], Placement.separate, 8)
     assert own == {"actor": range(4), "critic": range(4, 6), "reward": range(6, 6)}
 
 
@@ -64,7 +70,7 @@ def test_too_few_gpus_are_refused() -> None:
         r"this run needs 4 GPUs \(actor 2, critic 2, reward 0\), and this machine shows 3; allowed: .* num_processes, critic.num_processes"
     )
     with pytest.raises(ConfigError, match=text):
-        share_out([program("actor", 2), program("critic", 2), program("reward", 0)], 3)
+        share_out([program("actor", 2), program("critic", 2), program("reward", 0)], Placement.separate, 3)
 
 
 def test_the_local_launcher_shows_each_component_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -161,3 +167,100 @@ def test_the_preflight_counts_the_gpus_of_the_machine(context_of, settings, monk
     assert sizing.judge(context, {0: machine}).level is Level.ok
     both = sizing.judge(context_of(settings("ppo"), nodes=("n0", "n0")), {0: machine, 1: machine})
     assert both.level is Level.fatal and both.found == "all ranks: on the same GPU (GPU-a)"
+
+
+def colocated(*settings: str) -> TrainPPO:
+    return compose(recipes()["ppo"].config, "ppo_8b", ["data.train=x", "num_processes=8", "placement=colocated", *settings])
+
+
+def test_colocated_components_see_the_same_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = launched(monkeypatch, tmp_path, ["2", "3", "5"], "num_processes=2", "placement=colocated")
+    assert [shown(one) for one in found] == ["2,3", "2", "2"]
+    with pytest.raises(ConfigError, match="placement=colocated: this run needs 4 GPUs .actor 4, critic 1, reward 1., .* shows 3"):
+        launched(monkeypatch, tmp_path, ["2", "3", "5"], "num_processes=4", "placement=colocated")
+
+
+def test_colocated_components_share_their_nodes() -> None:
+    spec = job_spec("ppo_8b", colocated("num_processes=16"), ["data.train=x"])
+    assert [(one.part, one.num_nodes, one.gpus_per_node, one.gpus) for one in spec.components] == [
+        (0, 2, 8, None),
+        (0, 1, 8, None),
+        (0, 1, 8, None),
+    ]
+    lines = render("ppo_8b", spec, title="x").splitlines()
+    assert "#SBATCH --nodes=2 --ntasks-per-node=24 --gpus-per-node=8 --exclusive" in lines
+    assert not any("hetjob" in line for line in lines)
+
+
+def test_what_colocation_needs_is_on_and_what_it_cannot_do_is_refused() -> None:
+    config = colocated()
+    assert config.rollout.offload and config.optimizer.offload and config.critic.optimizer.offload
+    refused = {
+        "rollout.asynchronous.max_staleness=1": "max_staleness=1 samples while the policy trains.*allowed: 0, or placement=separate",
+        "critic.num_processes=16": "critic.num_processes=16 is more than the actor's num_processes=8, whose GPUs it shares",
+        "placement=nowhere": "separate, colocated",
+    }
+    for setting, text in refused.items():
+        with pytest.raises(ConfigError, match=text):
+            colocated(setting)
+    with pytest.raises(ConfigError, match="placement=colocated: this run has no servers; allowed: separate, or reward.serve=true"):
+        compose(recipes()["grpo"].config, "grpo", ["data.train=x", "placement=colocated"])
+    with pytest.raises(ConfigError, match="critic.with_reward=true: needs reward.serve=true"):
+        colocated("reward.serve=false", "critic.with_reward=true")
+
+
+def test_a_critic_with_the_reward_is_one_component() -> None:
+    given = ["data.train=x", "critic.with_reward=true"]
+    config = compose(recipes()["ppo"].config, "ppo_8b", given)
+    assert [(one.component, one.num_ranks) for one in programs("ppo_8b", config, given)] == [("actor", 16), ("critic", 8)]
+    assert config.reward_service == "critic"
+    with pytest.raises(ConfigError, match="critic.with_reward=true: the critic serves the reward; start no component for it"):
+        serve_reward_model(config)
+    with pytest.raises(ConfigError, match="critic.parallel.tp=3"):
+        components(compose(recipes()["ppo"].config, "ppo_8b", [*given, "critic.parallel.tp=3"]))
+
+
+def peaks(job: JobPlan) -> dict[tuple[str, str], int]:
+    """Bytes of every phase's fullest rank, by component and phase."""
+    return {(one.component.name, moment.phase.value): moment.total for one in job.components for moment in one.memory}
+
+
+def test_the_plan_of_components_that_take_turns() -> None:
+    """Memory is the largest phase's and not their sum: what the others keep on the device is their processes' alone."""
+    offload = ("rollout.offload=true", "optimizer.offload=true", "critic.optimizer.offload=true")
+    apart = plan_job("ppo_8b", ["num_processes=8", *offload])
+    together = plan_job("ppo_8b", ["num_processes=8", "placement=colocated"])
+    context = apart.components[0].memory[0].parts["context and communicators"]  # the layouts are alike, and so are the groups
+    assert peaks(together) == {phase: size + 2 * context for phase, size in peaks(apart).items()}
+    assert (apart.num_ranks, together.num_ranks) == (24, 8)
+    turns = {
+        (one.component.name, time.phase.value): time.parts["turns on the GPUs"]
+        for one in together.components
+        for time in one.times
+        if "turns on the GPUs" in time.parts
+    }
+    assert turns.keys() == {("actor", "generate"), ("actor", "train"), ("critic", "values"), ("critic", "train"), ("reward", "scores")}
+    weights = together.components[2].sizes.stages[0].weights
+    rate = together.cluster.host_gb_per_second * 1e9 * together.cluster.achievable_bandwidth
+    assert turns["reward", "scores"] == pytest.approx(2 * weights / rate)
+    assert together.step_seconds == pytest.approx(sum(time.total for one in together.components for time in one.times))
+    assert apart.step_seconds < together.step_seconds - sum(turns.values())
+    key = "weights (while others have the GPUs)"
+    assert all(key in one.host and key not in other.host for one, other in zip(together.components, apart.components, strict=True))
+    small = plan_job("ppo_8b", ["num_processes=8", "placement=colocated", "cluster.host_memory_gib=200"])
+    assert any(text.startswith("all components together: the host memory of a node needs") for text in small.problems)
+
+
+def test_the_plan_of_a_critic_with_the_reward() -> None:
+    """The two models lie beside each other; the one that waits has its weights, and the critic its training state, there."""
+    apart = plan_job("ppo_8b", ["critic.optimizer.offload=false"])
+    both = plan_job("ppo_8b", ["critic.with_reward=true"])
+    _, critic, reward = both.components
+    state = critic.sizes.stages[0]
+    grown = {phase: size - peaks(apart)[phase] for phase, size in peaks(both).items()}
+    assert grown["critic", "values"] == grown["critic", "train"] == reward.sizes.stages[0].weights
+    assert grown["reward", "scores"] == state.weights + state.gradients + state.optimizer
+    assert grown["actor", "train"] == 0 and both.num_ranks == apart.num_ranks - 8
+    out = StringIO()
+    show(both, Console(file=out, width=140))
+    assert "reward in the processes of the critic" in out.getvalue() and "24 ranks" in out.getvalue()
