@@ -98,7 +98,7 @@ def components(config: JobRun) -> list[Component]:
     found = [_main(config), *(_server(config, server) for server in config.servers() if server.work is not None)]
     guests = ((server.guest, server.name) for server in config.servers() if server.guest is not None)
     found += [replace(_server(config, guest), within=name) for guest, name in guests if guest.work is not None]
-    for component in found:
+    for component in found if config.cluster.device is Device.gpu else ():
         config.cluster.ranks_on_node(component.name, component.num_ranks)
     return found
 

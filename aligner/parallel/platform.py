@@ -7,12 +7,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from aligner.errors import ConfigError
 
 
 def backend(ranks_per_gpu: int = 1) -> str:
-    """Name of the torch.distributed backend for this machine's device. NCCL refuses ranks that share a GPU: theirs go over the host."""
+    """Name of the torch.distributed backend: of the process group that there is, else the one for this machine's device.
+
+    NCCL refuses ranks that share a GPU: their collectives go over the host.
+    """
+    if dist.is_initialized() and dist.get_backend() in ("nccl", "gloo"):
+        return dist.get_backend()
     return "nccl" if torch.cuda.is_available() and ranks_per_gpu == 1 else "gloo"
 
 

@@ -99,7 +99,7 @@ def judge(context: Context, seen: Mapping[int, Machine]) -> Finding:
         )
     if without:
         return _judge_host(context, seen, f"no GPU, {figures['host_gib']:.1f} GiB of host memory a node", figures)
-    figures |= {"gpu_gib": min(machine.gpu_bytes for machine in seen.values()) / GIB}
+    figures |= {"gpu_gib": min(machine.gpu_bytes for machine in seen.values()) / GIB, "node_gpus": float(first.node_gpus)}
     if "SLURM_JOB_ID" not in os.environ and len(set(allocation.nodes)) == 1 and first.node_gpus:  # as `aligner launch local` would
         found = programs(context.name, context.config, context.overrides)
         share_out(found, placement_of(context.config), first.node_gpus)
@@ -188,7 +188,8 @@ def real_cluster(context: Context) -> list[str]:
     per_node = max(allocation.nodes.count(node) for node in set(allocation.nodes))
     device = Device.gpu if "gpu_gib" in figures else Device.cpu
     memory = figures["gpu_gib"] if device is Device.gpu else figures["host_gib"] / per_node
-    cluster = {"device": device.value, "gpus_per_node": per_node, "host_memory_gib": figures["host_gib"], "gpu_memory_gib": memory}
+    gpus_per_node = max(per_node, int(figures.get("node_gpus", 0.0)))  # started with one rank, say
+    cluster = {"device": device.value, "gpus_per_node": gpus_per_node, "host_memory_gib": figures["host_gib"], "gpu_memory_gib": memory}
     return [f"cluster.{name}={value}" for name, value in cluster.items()]
 
 

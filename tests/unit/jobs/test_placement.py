@@ -100,7 +100,7 @@ def test_a_rank_claims_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert platform.visible_devices() == ["0", "1"]
     assert platform.claim_device(3) == "6f1c" and current == [1]
-    assert platform.claim_device(3, ranks_per_gpu=2) == ""
+    assert platform.claim_device(3, ranks_per_gpu=2) == "" and platform.backend(ranks_per_gpu=2) == "gloo"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
     assert platform.claim_device(1) == "GPU-b"
     properties.uuid = "00000000-0000-0000-0000-000000000000"
@@ -164,7 +164,8 @@ def test_the_preflight_counts_the_gpus_of_the_machine(context_of, settings, monk
     with pytest.raises(ConfigError, match="this run needs 3 GPUs .actor 1, critic 2, reward 0., and this machine shows 2"):
         sizing.judge(context, {0: machine})
     monkeypatch.setenv("SLURM_JOB_ID", "7")  # there the critic has nodes of its own
-    assert sizing.judge(context, {0: machine}).level is Level.ok
+    found = context.findings["devices"] = sizing.judge(context, {0: machine})
+    assert found.level is Level.ok and "cluster.gpus_per_node=2" in sizing.real_cluster(context)  # not the one rank that came
     both = sizing.judge(context_of(settings("ppo"), nodes=("n0", "n0")), {0: machine, 1: machine})
     assert both.level is Level.fatal and both.found == "all ranks: on the same GPU (GPU-a)"
 
