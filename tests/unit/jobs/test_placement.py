@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from aligner.algorithms.ppo import TrainPPO
 from aligner.algorithms.registry import recipes
@@ -23,14 +21,13 @@ from aligner.cluster.slurm.spec import JobSpec
 from aligner.config import compose
 from aligner.errors import ConfigError
 from aligner.jobs import local
-from aligner.jobs.plan import components, plan_job
+from aligner.jobs.plan import components
 from aligner.jobs.preflight import sizing
 from aligner.jobs.preflight.items import Level
 from aligner.jobs.programs import Program, programs, share_out
 from aligner.jobs.serving import serve_reward_model
 from aligner.jobs.slurm import job_spec
 from aligner.parallel import platform
-from aligner.planner.report import JobPlan, show
 
 GIB = 2**30
 MODEL = ("model.tokenizer=x", "reward.model.path=x", "data.train=x")
@@ -219,49 +216,3 @@ def test_a_critic_with_the_reward_is_one_component() -> None:
         serve_reward_model(config)
     with pytest.raises(ConfigError, match="critic.parallel.tp=3"):
         components(compose(recipes()["ppo"].config, "ppo_8b", [*given, "critic.parallel.tp=3"]))
-
-
-def peaks(job: JobPlan) -> dict[tuple[str, str], int]:
-    """Bytes of every phase's fullest rank, by component and phase."""
-    return {(one.component.name, moment.phase.value): moment.total for one in job.components for moment in one.memory}
-
-
-def test_the_plan_of_components_that_take_turns() -> None:
-    """Memory is the largest phase's and not their sum: what the others keep on the device is their processes' alone."""
-    offload = ("rollout.offload=true", "optimizer.offload=true", "critic.optimizer.offload=true")
-    apart = plan_job("ppo_8b", ["num_processes=8", *offload])
-    together = plan_job("ppo_8b", ["num_processes=8", "placement=colocated"])
-    context = apart.components[0].memory[0].parts["context and communicators"]  # the layouts are alike, and so are the groups
-    assert peaks(together) == {phase: size + 2 * context for phase, size in peaks(apart).items()}
-    assert (apart.num_ranks, together.num_ranks) == (24, 8)
-    turns = {
-        (one.component.name, time.phase.value): time.parts["turns on the GPUs"]
-        for one in together.components
-        for time in one.times
-        if "turns on the GPUs" in time.parts
-    }
-    assert turns.keys() == {("actor", "generate"), ("actor", "train"), ("critic", "values"), ("critic", "train"), ("reward", "scores")}
-    weights = together.components[2].sizes.stages[0].weights
-    rate = together.cluster.host_gb_per_second * 1e9 * together.cluster.achievable_bandwidth
-    assert turns["reward", "scores"] == pytest.approx(2 * weights / rate)
-    assert together.step_seconds == pytest.approx(sum(time.total for one in together.components for time in one.times))
-    assert apart.step_seconds < together.step_seconds - sum(turns.values())
-    key = "weights (while others have the GPUs)"
-    assert all(key in one.host and key not in other.host for one, other in zip(together.components, apart.components, strict=True))
-    small = plan_job("ppo_8b", ["num_processes=8", "placement=colocated", "cluster.host_memory_gib=200"])
-    assert any(text.startswith("all components together: the host memory of a node needs") for text in small.problems)
-
-
-def test_the_plan_of_a_critic_with_the_reward() -> None:
-    """The two models lie beside each other; the one that waits has its weights, and the critic its training state, there."""
-    apart = plan_job("ppo_8b", ["critic.optimizer.offload=false"])
-    both = plan_job("ppo_8b", ["critic.with_reward=true"])
-    _, critic, reward = both.components
-    state = critic.sizes.stages[0]
-    grown = {phase: size - peaks(apart)[phase] for phase, size in peaks(both).items()}
-    assert grown["critic", "values"] == grown["critic", "train"] == reward.sizes.stages[0].weights
-    assert grown["reward", "scores"] == state.weights + state.gradients + state.optimizer
-    assert grown["actor", "train"] == 0 and both.num_ranks == apart.num_ranks - 8
-    out = StringIO()
-    show(both, Console(file=out, width=140))
-    assert "reward in the processes of the critic" in out.getvalue() and "24 ranks" in out.getvalue()
