@@ -18,6 +18,7 @@ from training_jobs import (
     Job,
     checkpoint_steps,
     eventually,
+    grpo_settings,
     kill,
     launcher,
     ppo_settings,
@@ -91,6 +92,16 @@ def test_a_critic_that_serves_the_reward_model(settings: list[str], same_as_sepa
     run_job(LAUNCH, tmp_path / "run", [*settings, "critic.with_reward=true"])
     assert not (tmp_path / "run" / "logs" / "reward.0.log").exists()
     same_as_separate(tmp_path / "run")
+
+
+def test_a_reward_model_on_the_gpus_of_grpo(settings: list[str], tmp_path: Path) -> None:
+    (served,) = (setting for setting in settings if setting.startswith("reward.model.path="))
+    task = Path(served.partition("=")[2]).parents[2]
+    given = [*grpo_settings(task), served, "reward.serve=true", "loop.max_steps=2", "algorithm.prompts_per_step=8"]
+    for placement in ("separate", "colocated"):
+        run_job(launcher("grpo"), tmp_path / placement, [*given, f"placement={placement}"])
+    assert weights(tmp_path / "colocated") == weights(tmp_path / "separate")
+    assert without_times(tmp_path / "colocated") == without_times(tmp_path / "separate")
 
 
 def test_a_colocated_critic_with_the_reward_dies(settings: list[str], same_as_separate: Callable[[Path], None], tmp_path: Path) -> None:

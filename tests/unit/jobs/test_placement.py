@@ -186,7 +186,7 @@ def test_colocated_components_share_their_nodes() -> None:
         (0, 1, 8, None),
     ]
     lines = render("ppo_8b", spec, title="x").splitlines()
-    assert "#SBATCH --nodes=2 --ntasks-per-node=24 --gpus-per-node=8 --exclusive" in lines
+    assert "#SBATCH --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --exclusive" in lines
     assert not any("hetjob" in line for line in lines)
 
 

@@ -5,14 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from aligner.errors import ServerError, ServerTimeout
 from aligner.parallel.progress import WAIT_FOR_SERVERS, Progress
+from aligner.servers import wire
+from aligner.servers.config import RequestLimits
+from aligner.servers.intake import Intake, Operation
+from aligner.servers.kserve import AnswerError
+from aligner.servers.ledger import Ledger
+from aligner.servers.server import ControlGroup, _lead_loop
 from aligner.servers.turns import Residence, SharedDevice, Turn
+from aligner.types import TokenBatch
 
 
 class Model:
@@ -98,6 +109,54 @@ def shared_device(path: Path) -> tuple[SharedDevice, Model, Progress]:
     device.take()
     device.holds(model)
     return device, model, progress
+
+
+@pytest.mark.usefixtures("topology")
+def test_a_request_waits_for_the_devices_and_the_server_lives_on(tmp_path: Path) -> None:
+    """While another component has them: what does not compute is answered, no-ops go round, and a stop is heard."""
+    model, actor, rounds = Model(), Turn(tmp_path / "turn", "actor"), []
+    residence = Residence([model], Turn(tmp_path / "turn", "critic"))
+    residence.move(False)
+    operations = {
+        "critic_infer": Operation(endpoint=wire.CRITIC_INFER, handler=lambda _: torch.zeros(1, 2)),
+        "critic_status": Operation(endpoint=wire.CRITIC_STATUS, handler=lambda _: Ledger("r").status(), computes=False),
+    }
+    intake, stop = Intake(operations, RequestLimits(vocab_size=9, max_sequence_length=9)), SimpleNamespace(requested=False)
+    config = SimpleNamespace(idle_seconds=0.05)
+    service = SimpleNamespace(operations=operations, residence=residence, progress=Progress(), config=config, name="critic")
+    pulse = SimpleNamespace(begin=rounds.append, round_done=lambda: None)
+    arguments = (service, ControlGroup(5.0), intake, SimpleNamespace(failure=lambda: None), stop, pulse)
+    tokens = wire.encode_tokens(TokenBatch(tokens=torch.ones(1, 2, dtype=torch.int64), lengths=torch.tensor([2])))
+    assert actor.try_take()
+    loop = threading.Thread(target=lambda: _lead_loop(*arguments))
+    loop.start()
+    try:
+        status = intake.submit(wire.CRITIC_STATUS, wire.encode_status_request(wire.StatusRequest(run="r")))
+        assert status.result(timeout=30)
+        values = intake.submit(wire.CRITIC_INFER, tokens)
+        before = len(rounds)
+        assert eventually(lambda: len(rounds) > before + 3) and not values.done()
+        assert model.moves == ["leaves"] and "critic_infer" not in rounds
+        actor.release()
+        assert values.result(timeout=30)["values"].shape == (1, 2)
+        assert eventually(actor.try_take)  # it has nothing more to do
+        assert model.moves == ["leaves", "comes", "leaves"]
+        waiting = intake.submit(wire.CRITIC_INFER, tokens)
+    finally:
+        stop.requested = True
+        loop.join(timeout=30)
+    assert not loop.is_alive() and not waiting.done()
+    intake.close(AnswerError("stopped", status=503))
+    with pytest.raises(AnswerError, match="stopped"):
+        waiting.result(timeout=30)
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether it came true in time."""
+    deadline = time.monotonic() + 30
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
 
 
 @pytest.mark.usefixtures("topology")
