@@ -101,10 +101,22 @@ def _parts(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Ph
             _OVERLAP_BUFFERS * boundary_bytes(component, train_micro_batches(component)) * component.parallel.tp // 2
         )
     parts["lost between blocks"] = int(sum(parts.values()) * cluster.fragmentation)
-    # TensorRT-LLM computes in processes of its own, which stay.
-    contexts = 2 if engine is not None and engine.settings.engine == EngineKind.tensorrt_llm else 1
-    parts["context and communicators"] = int((contexts * cluster.reserved_gib + cluster.communicator_gib * communicators(component)) * GIB)
+    parts["context and communicators"] = context_bytes(component, cluster)
+    if engine is not None and engine.settings.engine == EngineKind.tensorrt_llm:  # it computes in processes of its own, which stay
+        parts["context and communicators"] += int(cluster.reserved_gib * GIB)
+    parts["other components"] = component.beside_bytes
     return {name: size for name, size in parts.items() if size}
+
+
+def context_bytes(component: Component, cluster: ClusterConfig) -> int:
+    """What a rank's process holds of its device whatever it does."""
+    return int((cluster.reserved_gib + cluster.communicator_gib * communicators(component)) * GIB)
+
+
+def resting_bytes(component: Component, sizes: Sizes) -> int:
+    """What the fullest rank of a model holds while another one of its process computes."""
+    away = component.optimizer is None or component.optimizer.offload
+    return max(state.weights + (0 if away else state.gradients + state.optimizer) for state in sizes.stages)
 
 
 def trained_bytes(component: Component, state: StateBytes) -> int:
@@ -257,11 +269,13 @@ def host_memory(component: Component, sizes: Sizes, cluster: ClusterConfig) -> d
     """Host memory of the fullest node, in bytes by purpose."""
     ranks = min(cluster.gpus_per_node, component.num_ranks)
     fullest = max(sizes.stages, key=lambda state: state.weights + state.optimizer)
-    parts = {"processes": int(HOST_PROCESS_GIB * GIB) * ranks}
+    parts = {} if component.within else {"processes": int(HOST_PROCESS_GIB * GIB) * ranks}
     if component.has_reference:
         parts["reference"] = ranks * trained_bytes(component, fullest)
     if component.optimizer is not None and component.optimizer.offload:
         parts["optimizer (between training phases)"] = ranks * fullest.optimizer
+    if component.turns:
+        parts["weights (while others have the GPUs)"] = ranks * fullest.weights
     if component.engine is not None and component.engine.offload and component.engine_holds_weights:
         parts["policy weights (while sampling)"] = ranks * fullest.weights
     if component.optimizer is not None and component.saves_asynchronously:

@@ -55,6 +55,7 @@ class CriticConfig:
     clip: float = 0.2  # of the value around the old value; 0: off
     mini_batch_size: int = 128  # rollouts per optimizer step
     num_epochs: int = 1  # passes over a step's rollouts
+    with_reward: bool = False  # its ranks serve the reward too, in its layout: reward.num_processes, .parallel and .server say nothing then
     accept_gap: bool = False  # let a critic join that was not trained on all that the policy was; else the run ends, saying what is missing
 
     def __post_init__(self) -> None:

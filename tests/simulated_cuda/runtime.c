@@ -17,7 +17,8 @@
 enum { MAX_DEVICES = 16, MAX_BLOCKS = 1 << 18 };
 static const size_t TOTAL = (size_t)143771 << 20; /* an H200's */
 
-typedef struct { char *start; size_t size; int device; } Block; /* device -1: pinned host memory */
+enum { PINNED = -1, REGISTERED = -2 }; /* the device of host memory: taken here, and somebody else's */
+typedef struct { char *start; size_t size; int device; } Block;
 static Block blocks[MAX_BLOCKS];
 static int block_count;
 static size_t used[MAX_DEVICES];
@@ -61,7 +62,7 @@ static cudaError_t give_back(void *pointer) {
     if (blocks[i].start == pointer) {
       if (blocks[i].device >= 0) used[blocks[i].device] -= blocks[i].size;
       blocks[i].start = NULL;
-      free(pointer);
+      if (blocks[i].device != REGISTERED) free(pointer);
       result = cudaSuccess;
       break;
     }
@@ -94,7 +95,17 @@ CUDART_API cudaError_t cudaMalloc(void **pointer, size_t size) { return take(poi
 CUDART_API cudaError_t cudaMallocAsync(void **pointer, size_t size, cudaStream_t stream) { return take(pointer, size, current); }
 CUDART_API cudaError_t cudaFree(void *pointer) { return give_back(pointer); }
 CUDART_API cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream) { return give_back(pointer); }
-CUDART_API cudaError_t cudaHostAlloc(void **pointer, size_t size, unsigned flags) { return take(pointer, size ? size : 1, -1); }
+CUDART_API cudaError_t cudaHostAlloc(void **pointer, size_t size, unsigned flags) { return take(pointer, size ? size : 1, PINNED); }
+CUDART_API cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags) {
+  pthread_mutex_lock(&lock);
+  int slot = 0;
+  while (slot < block_count && blocks[slot].start) slot++;
+  if (slot < MAX_BLOCKS) blocks[slot] = (Block){pointer, size, REGISTERED};
+  if (slot == block_count && slot < MAX_BLOCKS) block_count++;
+  pthread_mutex_unlock(&lock);
+  return slot < MAX_BLOCKS ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+CUDART_API cudaError_t cudaHostUnregister(void *pointer) { return give_back(pointer); }
 CUDART_API cudaError_t cudaFreeHost(void *pointer) { return give_back(pointer); }
 CUDART_API cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) { memmove(to, from, size); return cudaSuccess; }
 CUDART_API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {

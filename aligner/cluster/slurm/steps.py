@@ -77,15 +77,17 @@ class Place:
     environ: Mapping[str, str]
     say: Callable[[str], None]
 
-    def start(self, component: ComponentSpec, *, index: int, key: str, variables: Mapping[str, str]) -> Step:
-        """Start a component on part `index` of the job; its ranks write to `<run>/logs`. `key` is new for every start."""
+    def start(self, component: ComponentSpec, *, shares: bool, key: str, variables: Mapping[str, str]) -> Step:
+        """Start a component on its part of the job; its ranks write to `<run>/logs`. `shares`: other components are there too; `key` is
+        new for every start."""
         outcomes_directory = self.run.jobs / self.allocation.job / "outcomes" / key
         command = srun_command(
             component,
             self.slurm,
             self.runtime,
-            het_group=self.allocation.het_group(index),
+            het_group=self.allocation.het_group(component.part),
             log=f"{self.run.logs}/{component.name}.%t.log",
+            shares=shares,
         )
         environment = {
             **step_environment(self.environ, self.runtime.home),
