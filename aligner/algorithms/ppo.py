@@ -109,7 +109,12 @@ class PPO:
         kl = kl_estimate(old_logprobs, ref_logprobs, self.config.kl_estimator)
         rewarded = shaped(collected, batch, self.config.shaping, self.moments, max_length=task.max_response_length)
         policy_batch, value_batch = self.experience(batch, rewarded.collected, old_logprobs, kl)
-        self._start_critic(value_batch, step)
+        if task.shared is None:
+            self._start_critic(value_batch, step)
+        else:
+            with clock.phase("critic_wait"), task.given_away():
+                self._start_critic(value_batch, step)
+                self._await_critic()
         with clock.phase("train"):
             policy_metrics = self._update_policy(policy_batch, step)
         self.policy.sleep()  # sampling comes next
@@ -168,7 +173,8 @@ class PPO:
             self.moments = Moments(**state["shaping"])
         self._critic_metrics = dict(state["critic_metrics"])
         mark = state["critic_mark"]
-        from_rank_0(lambda: self.critic.resume(mark))
+        with self.task.given_away():
+            from_rank_0(lambda: self.critic.resume(mark))
         self.critic.follow(mark)
         self.rollout_source.load_state({}, self.policy.version)  # every step takes one round
 
@@ -224,6 +230,8 @@ class TrainPPO(OnlineRun):
     critic: CriticConfig = field(default_factory=CriticConfig)
 
     def __post_init__(self) -> None:
+        if self.critic.with_reward and not self.reward.serve:
+            raise ConfigError("critic.with_reward=true: needs reward.serve=true: a reward that the actor computes is in no server")
         OnlineRun.__post_init__(self)
         self.algorithm.shaping.check_length(self.rollout.sampling.longest)
 
@@ -260,7 +268,19 @@ class TrainPPO(OnlineRun):
             optimizer=critic.optimizer,
             check=self.check_critic,
         )
-        return (own, *OnlineRun.servers(self))
+        others = OnlineRun.servers(self)
+        if not critic.with_reward:
+            return (own, *others)
+        guest = replace(others[0], num_ranks=critic.num_processes, parallel=critic.parallel, settings=critic.server)
+        return (replace(own, guest=guest),)
+
+    @property
+    def reward_service(self) -> str:
+        return "critic" if self.critic.with_reward else "reward"
+
+    def check_reward(self, model: ModelConfig, architecture: Architecture, num_ranks: int) -> None:
+        with in_section(self.reward_service):
+            check_layout(model, self.critic.parallel if self.critic.with_reward else self.reward.parallel, architecture, num_ranks)
 
     def check_critic(self, model: ModelConfig, architecture: Architecture, num_ranks: int) -> None:
         """Raise ConfigError if the critic, whose model is `model`, cannot be laid out, or has too few rollouts for its replicas."""
@@ -279,10 +299,10 @@ def build(job: OnlineJob[TrainPPO]) -> Built:
     """The actor; critic and reward servers are found through the run directory."""
     settings = job.config.algorithm
     task = job.task(with_reference=True, num_prompts=settings.rollouts_per_step)
-    critic = job.critic()
+    critic = job.critic(task)
     job.ready()
     algorithm = PPO(settings, job.policy, task, critic, job.rollout_source(task, critic=critic))
-    return Built(algorithm=algorithm, model=job.policy.model, critic=critic)
+    return Built(algorithm=algorithm, model=job.policy.model, critic=critic, given_away=task.given_away)
 
 
 RECIPE = Recipe(name="ppo", config=TrainPPO, build=build, columns=COLUMNS)

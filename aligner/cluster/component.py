@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from aligner.errors import ConfigError, LaunchError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")  # it becomes a file name
+_VERSION_SECONDS = 120.0
 _FIRST_PORT, _LAST_PORT, _NUM_TRIES = 15000, 32768, 1000
 
 
@@ -42,6 +47,46 @@ class Component:
         return self.name if self.num_processes == 1 else f"{self.name}.{rank}"
 
 
+def interpreter(component: str, environment: str) -> str:
+    """The Python interpreter of `<component>.environment`, a virtual environment's folder or its interpreter; this one if it is empty.
+
+    Raises ConfigError if there is none. Not the link's target: an environment is found by the path of its own interpreter.
+    """
+    if not environment:
+        return sys.executable
+    path = Path(environment).expanduser().absolute()
+    python = path / "bin" / "python" if path.is_dir() else path
+    if not (python.is_file() and os.access(python, os.X_OK)):
+        raise ConfigError(
+            f"{component}.environment={environment}: there is no Python interpreter at {python}; allowed: the folder of a virtual "
+            "environment, its interpreter, or nothing (the launcher's own)"
+        )
+    return str(python)
+
+
+def check_installed(component: str, python: str, version: str) -> None:
+    """Raise ConfigError unless the interpreter of `<component>.environment` imports this package, in this `version`."""
+    command = [python, "-c", "import aligner; print(aligner.__version__)"]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_VERSION_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{component}.environment: {python} cannot be run: {error}") from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ConfigError(f"{component}.environment: {python} cannot import aligner ({last}); install aligner {version} there too")
+    if (found := done.stdout.strip()) != version:
+        raise ConfigError(f"{component}.environment: {python} has aligner {found}, and the launcher {version}; allowed: the same version")
+
+
+def activated(python: str, base: Mapping[str, str]) -> dict[str, str]:
+    """What activating the interpreter's virtual environment sets, so that its programs are found; nothing if it is the launcher's own."""
+    folder = Path(python).parent
+    is_environment = any((folder.parent / mark).exists() for mark in ("pyvenv.cfg", "conda-meta"))
+    if python == sys.executable or not is_environment:
+        return {}
+    return {"VIRTUAL_ENV": str(folder.parent), "PATH": os.pathsep.join([str(folder), *filter(None, [base.get("PATH", "")])])}
+
+
 def check_components(components: Sequence[Component], expect_services: Sequence[str]) -> None:
     """Raise ConfigError if the components cannot form a run."""
     names = [component.name for component in components]
@@ -69,6 +114,7 @@ def rank_environment(component: Component, rank: int, port: int, base: Mapping[s
         "LOCAL_WORLD_SIZE": world,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        **activated(component.command[0], base),
         **component.env,
     }
 

@@ -1,8 +1,16 @@
-"""Settings of the local launcher (a module without heavy imports: the config root reads it)."""
+"""Where components compute, and settings of the local launcher (a module without heavy imports: the config root reads it)."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from aligner.errors import ConfigError
+
+
+class Placement(str, Enum):
+    """Where a run's components compute."""
+
+    separate = "separate"
+    colocated = "colocated"
 
 
 @dataclass(kw_only=True, slots=True)

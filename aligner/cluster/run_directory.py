@@ -90,6 +90,11 @@ class RunDirectory:
         return self.path / "lease.json"
 
     @property
+    def turn(self) -> Path:
+        """Locked by the component that has the GPUs which several share."""
+        return self.path / "turn"
+
+    @property
     def attempts(self) -> Path:
         """`attempts.jsonl`: one line for every start and every end of a job of this run."""
         return self.path / "attempts.jsonl"

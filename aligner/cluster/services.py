@@ -47,6 +47,7 @@ class ServiceWatch:
             LaunchError: an expected component has not registered within the time allowed.
         """
         now = time.monotonic()
+        self._started |= {name: now for name in self._waiting if waits_for_its_turn(self._run_directory, name)}
         ready = [name for name in self._waiting if is_ready(self._run_directory, name)]
         self._waiting = [name for name in self._waiting if name not in ready]
         expected = [name for name in self._waiting if name in self._expected]
@@ -67,7 +68,12 @@ class ServiceWatch:
 def is_ready(run_directory: RunDirectory, name: str) -> bool:
     """Whether a component has registered as ready: it registers as `loading` when it starts."""
     record = _record(run_directory, name)
-    return record is not None and ("state" not in record or record["state"] != "loading")
+    return record is not None and ("state" not in record or record["state"] not in ("loading", "waiting"))
+
+
+def waits_for_its_turn(run_directory: RunDirectory, name: str) -> bool:
+    """Whether a component waits to load until others leave the GPUs that they share: its time begins afterwards."""
+    return (_record(run_directory, name) or {}).get("state") == "waiting"
 
 
 def _record(run_directory: RunDirectory, name: str) -> dict[str, object] | None:

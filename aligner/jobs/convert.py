@@ -78,8 +78,13 @@ def _finish(directory: Path, target: Path) -> None:
 def _world(parallel: ParallelConfig) -> Topology:
     """One process for a layout of one rank, else the launcher's ranks."""
     environ = dict(os.environ) if parallel.replica_size > 1 else {"ALIGNER_LAUNCH": "single"}
-    world = launch.initialize(platform.backend(), timeout_seconds=300.0, fingerprint=f"convert {parallel}", environ=environ)
-    platform.select_device(world.local_rank)
+    launch.initialize(
+        platform.backend(),
+        timeout_seconds=300.0,
+        fingerprint=f"convert {parallel}",
+        claim_gpu=lambda world: platform.claim_device(world.local_rank),
+        environ=environ,
+    )
     return topology.initialize(parallel, seed=1)
 
 

@@ -77,8 +77,13 @@ def gap(name: str, overrides: Sequence[str], options: Options) -> int:
     world, _ = launch.detect_world(os.environ)
     if world is not None:
         see_own_gpus(config, world.local_rank)
-    world = launch.initialize(platform.backend(), timeout_seconds=config.run.start_timeout_seconds, fingerprint=fingerprint(config))
-    platform.select_device(world.local_rank)
+    shared = config.run.ranks_per_gpu
+    launch.initialize(
+        platform.backend(shared),
+        timeout_seconds=config.run.start_timeout_seconds,
+        fingerprint=fingerprint(config),
+        claim_gpu=lambda world: platform.claim_device(world.local_rank, ranks_per_gpu=shared),
+    )
     layout = topology.initialize(config.parallel, seed=config.run.seed)
     report = compare(config, layout, options)
     if layout.rank == 0:

@@ -8,7 +8,9 @@ from operator import attrgetter
 from pathlib import Path
 
 from aligner.algorithms.registry import composed
+from aligner.cluster.config import Placement
 from aligner.errors import CheckpointError, ConfigError
+from aligner.jobs.programs import placement_of
 from aligner.loop.config import JobRun
 from aligner.loop.lengths import fill
 from aligner.loop.recipe import Server
@@ -17,7 +19,8 @@ from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import report, search
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.estimate import Scales, named, plan_component
+from aligner.planner.estimate import ComponentPlan, Scales, again, named, plan_component
+from aligner.planner.memory import context_bytes, resting_bytes
 from aligner.planner.workload import Component, Engine, Head, Phase
 from aligner.rollout.config import EngineKind, RolloutConfig
 from aligner.servers.components import in_section
@@ -41,17 +44,39 @@ def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top
     config = load(name, overrides)
     cluster, scales = config.cluster, Scales(config.cluster.device)
     found = components(config)
-    plans = tuple(plan_component(component, cluster, scales) for component in found)
-    problems = []
+    plans = beside(tuple(plan_component(component, cluster, scales) for component in found), cluster)
+    take_turns, problems = any(component.turns for component in found), []
+    if take_turns:
+        host = {f"{one.component.name}: {part}": size for one in plans for part, size in one.host.items()}
+        problems += report.host_problems("all components together", host, cluster)
     for one in plans:
-        problems += report.problems(one, cluster, [] if one.fits else search.advice(one.component, cluster, scales))
+        advice = [] if one.fits or one.component.within else search.advice(one.component, cluster, scales)
+        problems += report.problems(one, cluster, advice)
+    searched = [one.component for one in plans if searches and not one.component.within]
     return report.JobPlan(
         name=name,
         cluster=cluster,
         components=plans,
-        alternatives={part.name: search.search(part, cluster, scales, top=top) for part in found} if searches else {},
+        alternatives={part.name: search.search(part, cluster, scales, top=top) for part in searched},
         problems=tuple(problems),
+        take_turns=take_turns,
     )
+
+
+def beside(plans: Sequence[ComponentPlan], cluster: ClusterConfig) -> tuple[ComponentPlan, ...]:
+    """The plans, each with what the others hold of its GPUs while it computes."""
+    found = []
+    for plan in plans:
+        component, held = plan.component, 0
+        processes = {component.process}
+        for other in plans:
+            if other is not plan and other.component.process == component.process:
+                held += resting_bytes(other.component, other.sizes)
+            elif component.turns and other.component.turns and other.component.process not in processes:
+                held += context_bytes(other.component, cluster)
+                processes.add(other.component.process)
+        found.append(again(plan, cluster, replace(component, beside_bytes=held)) if held else plan)
+    return tuple(found)
 
 
 def load(name: str, overrides: Sequence[str]) -> JobRun:
@@ -70,7 +95,12 @@ def components(config: JobRun) -> list[Component]:
         with in_section(key.rpartition(".")[0]):
             contexts[key] = create.context_length(model, _architecture(key, model))
     config = fill(config, contexts)
-    return [_main(config), *(_server(config, server) for server in config.servers() if server.work is not None)]
+    found = [_main(config), *(_server(config, server) for server in config.servers() if server.work is not None)]
+    guests = ((server.guest, server.name) for server in config.servers() if server.guest is not None)
+    found += [replace(_server(config, guest), within=name) for guest, name in guests if guest.work is not None]
+    for component in found if config.cluster.device is Device.gpu else ():
+        config.cluster.ranks_on_node(component.name, component.num_ranks)
+    return found
 
 
 def _main(config: JobRun) -> Component:
@@ -92,7 +122,15 @@ def _main(config: JobRun) -> Component:
         engine=engine,
         has_reference=traits.has_reference,
         saves_asynchronously=trains and config.checkpoint.asynchronous,
+        turns=_actors_turns(config),
     )
+
+
+def _actors_turns(config: JobRun) -> frozenset[Phase]:
+    """The phases of the main component at whose ends servers have its GPUs."""
+    if placement_of(config) is Placement.separate:
+        return frozenset()
+    return frozenset({Phase.generate} | ({Phase.train} if any(server.optimizer for server in config.servers()) else set()))
 
 
 def _server(config: JobRun, server: Server) -> Component:
@@ -113,6 +151,7 @@ def _server(config: JobRun, server: Server) -> Component:
         optimizer=server.optimizer,
         work=server.work,
         saves_asynchronously=server.optimizer is not None and config.checkpoint.asynchronous,
+        turns=frozenset() if placement_of(config) is Placement.separate else frozenset(server.work.phases),
     )
 
 

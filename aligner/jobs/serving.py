@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 
 from aligner.algorithms.ppo import TrainPPO
+from aligner.cluster.config import Placement
 from aligner.errors import ConfigError
 from aligner.loop.checkpointing import CriticCheckpointer, load_critic
 from aligner.loop.parts import load_model_files, tokenizer_directory, with_lengths
@@ -17,7 +19,10 @@ from aligner.models import create
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.guard import ReportingGuard
 from aligner.models.scalar_head import ScalarHead
+from aligner.models.trainable import TrainableModel
 from aligner.online.config import OnlineRun
+from aligner.parallel.collectives import from_rank_0, raise_everywhere
+from aligner.parallel.topology import ParallelConfig
 from aligner.rewards.forms import OnSamples
 from aligner.rewards.load import build_reward_function
 from aligner.servers.components import in_section
@@ -27,6 +32,7 @@ from aligner.servers.intake import Operation
 from aligner.servers.registry import Publication
 from aligner.servers.reward import FunctionRewardService, RewardService
 from aligner.servers.server import serve
+from aligner.servers.turns import Residence, Turn
 
 
 def serve_critic(config: TrainPPO) -> None:
@@ -41,6 +47,7 @@ def serve_critic(config: TrainPPO) -> None:
             _, architecture = load_model_files(model_config)
         with_lengths(config)  # raises where the longest rollout does not fit
         config.check_critic(model_config, architecture, session.topology.world_size)
+        turn = _begin_turn(session, config, "critic", publication)
         updates = -(-config.algorithm.rollouts_per_step // critic.mini_batch_size) * critic.num_epochs
         training = create.training(
             model_config, critic.optimizer, total_steps=config.loop.max_steps * updates, guard=ReportingGuard(config.guard)
@@ -65,38 +72,89 @@ def serve_critic(config: TrainPPO) -> None:
             num_epochs=critic.num_epochs,
             save=keeper.save,
         )
-        limits = _limits(model_config, architecture)
-        _serve(session, "critic", service.operations(), config=critic.server, limits=limits, publication=publication)
+        operations, models, limits = service.operations(), [model.model], _limits(model_config, architecture)
+        if critic.with_reward:
+            scores = _reward(session, config, critic.parallel)
+            operations, models, limits = (*operations, *scores.operations), [*models, *scores.models], _smaller(limits, scores.limits)
+        residence = _made(session, turn, models)
+        _serve(session, "critic", operations, residence, config=critic.server, limits=limits, publication=publication)
 
 
 def serve_reward_model(config: OnlineRun) -> None:
     """The reward component of a run: a frozen reward model, or a reward function. Every rank calls it."""
+    if config.reward_service != "reward":
+        raise ConfigError(f"critic.with_reward=true: the {config.reward_service} serves the reward; start no component for it")
     reward = config.reward
     with ExitStack() as stack:
         with in_section("reward"):
             session = stack.enter_context(open_session(config, config.run, reward.parallel, component="reward", writes_config=False))
         publication = stack.enter_context(announced(session, "reward", heartbeat_seconds=reward.server.heartbeat_seconds))
-        reward.check_named()
-        is_function = bool(reward.function.path)
-        model_config = reward.model.or_else(config.model) if is_function else pinned(session, "reward.model", reward.model)
+        needs_device = not reward.function.path
+        turn = _begin_turn(session, config, "reward", publication) if needs_device else None
+        scores = _reward(session, config, reward.parallel)
+        residence = _made(session, turn, scores.models)
+        _serve(session, "reward", scores.operations, residence, config=reward.server, limits=scores.limits, publication=publication)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reward:
+    """What scores responses: its operations, and the model, if it is one."""
+
+    operations: tuple[Operation, ...]
+    models: tuple[TrainableModel, ...]
+    limits: RequestLimits
+
+
+def _reward(session: Session, config: OnlineRun, parallel: ParallelConfig) -> _Reward:
+    """The reward model on this component's ranks, or the reward function."""
+    reward = config.reward
+    reward.check_named()
+    is_function = bool(reward.function.path)
+    model_config = reward.model.or_else(config.model) if is_function else pinned(session, "reward.model", reward.model)
+    with in_section("reward"):
+        tokenizer, architecture = load_model_files(model_config)
+    with_lengths(config)  # raises where the longest rollout does not fit
+    models: tuple[TrainableModel, ...] = ()
+    if is_function:
+        function = build_reward_function(reward.function)
+        if isinstance(function, OnSamples):
+            raise ConfigError(f"reward.serve=true: {reward.function.path} wants whole samples, and a server is sent texts only")
+        service = FunctionRewardService(function, name=reward.function.path, decode=tokenizer.decode)
+    else:
+        config.check_reward(model_config, architecture, session.topology.world_size)
         with in_section("reward"):
-            tokenizer, architecture = load_model_files(model_config)
-        with_lengths(config)  # raises where the longest rollout does not fit
-        if is_function:
-            function = build_reward_function(reward.function)
-            if isinstance(function, OnSamples):
-                raise ConfigError(f"reward.serve=true: {reward.function.path} wants whole samples, and a server is sent texts only")
-            service = FunctionRewardService(function, name=reward.function.path, decode=tokenizer.decode)
-        else:
-            config.check_reward(model_config, architecture, session.topology.world_size)
-            training = create.training(model_config, None)
-            with in_section("reward"):
-                model = create.create_reward_model(model_config, architecture, reward.parallel, session.topology, training)
-            _check_weights(reward.attribute_weights, model.head)
-            service = RewardService(model, encode=tokenizer.encode)
-        session.say(f"reward: serves {reward.function.path or model_config.path}")
-        limits = _limits(model_config, architecture)
-        _serve(session, "reward", service.operations(), config=reward.server, limits=limits, publication=publication)
+            model = create.create_reward_model(model_config, architecture, parallel, session.topology, create.training(model_config, None))
+        _check_weights(reward.attribute_weights, model.head)
+        service = RewardService(model, encode=tokenizer.encode)
+        models = (model.model,)
+    session.say(f"reward: serves {reward.function.path or model_config.path}")
+    return _Reward(operations=service.operations(), models=models, limits=_limits(model_config, architecture))
+
+
+def _begin_turn(session: Session, config: OnlineRun, name: str, publication: Publication | None) -> Turn | None:
+    """Rank 0's turn on GPUs that the components share, taken: before a model is made on them. None where they do not."""
+    if config.placement is Placement.separate:
+        return None
+    turn = Turn(session.directory.turn, name)
+
+    def take() -> None:
+        assert publication is not None  # on rank 0
+        publication.waits(True)
+        turn.take(config.server_client.train_timeout_seconds)
+        publication.waits(False)
+
+    from_rank_0(take)
+    return turn
+
+
+def _made(session: Session, turn: Turn | None, models: Sequence[TrainableModel]) -> Residence:
+    """The models, away until something is asked of them where they take turns."""
+    residence = Residence(models, turn if session.is_first else None)
+    if turn is not None:
+        residence.move(False)
+        raise_everywhere(None)  # all ranks' are
+        residence.release()
+    return residence
 
 
 def _check_weights(weights: Sequence[float], head: ScalarHead) -> None:
@@ -112,10 +170,18 @@ def _limits(model: ModelConfig, architecture: Architecture) -> RequestLimits:
     return RequestLimits(vocab_size=architecture.vocab_size, max_sequence_length=create.context_length(model, architecture))
 
 
+def _smaller(one: RequestLimits, other: RequestLimits) -> RequestLimits:
+    """What both models can read."""
+    return RequestLimits(
+        vocab_size=min(one.vocab_size, other.vocab_size), max_sequence_length=min(one.max_sequence_length, other.max_sequence_length)
+    )
+
+
 def _serve(
     session: Session,
     name: str,
     operations: Sequence[Operation],
+    residence: Residence,
     *,
     config: ServerConfig,
     limits: RequestLimits,
@@ -132,4 +198,5 @@ def _serve(
             secret=session.directory.secret,
             progress=session.progress,
             publication=publication,
+            residence=residence,
         )

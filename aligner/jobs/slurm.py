@@ -8,17 +8,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aligner.algorithms.registry import composed, config_file
+from aligner.cluster.component import interpreter
+from aligner.cluster.config import Placement
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.script import render
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, to_json
-from aligner.errors import AlignerError, ConfigError, LaunchError
+from aligner.errors import AlignerError, LaunchError
 from aligner.files import checkout
-from aligner.jobs.programs import Program, programs
+from aligner.jobs.programs import Program, placement_of, programs, share_out
 from aligner.loop.config import JobRun
 from aligner.planner.config import ClusterConfig, Device
 
@@ -74,7 +76,7 @@ def job_spec(name: str, config: JobRun, overrides: Sequence[str]) -> JobSpec:
         run_directory=str(RunDirectory(Path(config.run.directory)).path),
         max_steps=config.loop.max_steps,
         checkpoints=tuple(config.traits().checkpoints),
-        components=tuple(_component(program, config.cluster) for program in found),
+        components=_components(found, placement_of(config), config.cluster),
         preflight=preflight,
         slurm=config.slurm,
     )
@@ -93,19 +95,43 @@ def _reachable(config: JobRun) -> list[str]:
     return [f"{server.name}.server.host=0.0.0.0" for server in config.servers() if server.settings.host == _LOOPBACK]
 
 
-def _component(program: Program, cluster: ClusterConfig) -> ComponentSpec:
-    ranks_per_node = min(cluster.gpus_per_node, program.num_ranks)
-    if program.num_ranks % ranks_per_node:
-        raise ConfigError(
-            f"{program.component} has {program.num_ranks} ranks: they must fill nodes of cluster.gpus_per_node={cluster.gpus_per_node}"
+def _components(found: Sequence[Program], placement: Placement, cluster: ClusterConfig) -> tuple[ComponentSpec, ...]:
+    """Each on nodes of its own; on one node, each with GPUs of its own, where all fit there. Colocated ones are all on the first's."""
+    specs = [replace(_component(program, cluster), part=part) for part, program in enumerate(found)]
+    if placement is Placement.colocated:
+        return tuple(
+            replace(spec, part=0, gpus_per_node=specs[0].gpus_per_node, gpus=None if program.num_gpus else "")
+            for spec, program in zip(specs, found, strict=True)
         )
+    total = sum(program.num_gpus for program in found)
+    if len(found) == 1 or cluster.device is not Device.gpu or total > cluster.gpus_per_node:
+        return tuple(specs)
+    own = share_out(found, placement, total)
+    return tuple(replace(spec, part=0, gpus_per_node=total, gpus=_fields(own[spec.name])) for spec in specs)
+
+
+def _fields(gpus: range) -> str:
+    """As `ComponentSpec.gpus`."""
+    return f"{gpus.start + 1}-{gpus.stop}" if gpus else ""
+
+
+def _component(program: Program, cluster: ClusterConfig) -> ComponentSpec:
+    ranks_per_node = cluster.ranks_on_node(program.component, program.num_ranks)
     return ComponentSpec(
         name=program.component,
         program=program.arguments,
         num_nodes=program.num_ranks // ranks_per_node,
         ranks_per_node=ranks_per_node,
         gpus_per_node=ranks_per_node if cluster.device is Device.gpu else 0,
+        python=_python(program),
     )
+
+
+def _python(program: Program) -> str:
+    """The component's interpreter, empty if it has no environment of its own. A container's can be looked for inside only: in the job."""
+    if not program.environment or (os.environ.get("ALIGNER_CONTAINER") and "SLURM_JOB_ID" not in os.environ):
+        return program.environment
+    return interpreter(program.component, program.environment)
 
 
 def _submit(name: str, text: str, *, test_only: bool) -> int:

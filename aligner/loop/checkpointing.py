@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ class _SaveUnderWay:
 
 
 class RunCheckpointer:
-    """`aligner.loop.loop.Checkpointer` for one model in a run directory, with the optional critic behind a server."""
+    """`aligner.loop.loop.Checkpointer` for one model in a run directory, with the optional critic behind a server, which computes while the
+    GPUs are `given_away`."""
 
     def __init__(
         self,
@@ -53,6 +55,7 @@ class RunCheckpointer:
         tokenizer: Path,
         config: CheckpointConfig,
         critic: Critic | None = None,
+        given_away: Callable[[], AbstractContextManager[None]] = nullcontext,
         damaged: DamagedCheckpoint = DamagedCheckpoint.fall_back,
     ) -> None:
         self._session = session
@@ -62,6 +65,7 @@ class RunCheckpointer:
         self._folders = [session.directory.checkpoints / folder for folder in ((name, CRITIC) if critic is not None else (name,))]
         self._tokenizer = tokenizer
         self._critic = critic
+        self._given_away = given_away
         self._published = 0
         self._under_way: _SaveUnderWay | None = None
 
@@ -91,7 +95,8 @@ class RunCheckpointer:
         if critic is not None and self._config.asynchronous:
             began = critic.begin_save(step) if self._session.is_first else None
         elif critic is not None:
-            from_rank_0(lambda: critic.save(step).result())
+            with self._given_away():
+                from_rank_0(lambda: critic.save(step).result())
         self._under_way = _SaveUnderWay(step=step, files=self._start(step, state, validation), critic_began=began)
         if not self._config.asynchronous:
             self._publish_pair(self._under_way)
@@ -106,7 +111,8 @@ class RunCheckpointer:
         """Wait for the pending checkpoint, then publish it."""
         save = self._under_way
         if save is not None:
-            from_rank_0(lambda: self._wait_for_critic(save))
+            with self._given_away() if self._critic is not None else nullcontext():
+                from_rank_0(lambda: self._wait_for_critic(save))
             self._publish_pair(save)
 
     def settle(self) -> int:

@@ -79,6 +79,7 @@ class RunConfig:
     collective_timeout_seconds: float = 1800.0  # until a collective that not all ranks enter ends the ranks that wait in it
     stall_timeout_seconds: float = 1200.0  # a component without any progress for so long writes its stacks and ends; 0: never
     num_threads: int = 0  # of each process; 0: OMP_NUM_THREADS, else what torch chooses
+    ranks_per_gpu: int = 1  # of one component; above 1 they share it, and their collectives go over the host
 
     def __post_init__(self) -> None:
         if not self.directory:
@@ -88,6 +89,8 @@ class RunConfig:
         for name in ("start_timeout_seconds", "collective_timeout_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"run.{name}={getattr(self, name)}: must be above 0")
+        if self.ranks_per_gpu < 1:
+            raise ConfigError(f"run.ranks_per_gpu={self.ranks_per_gpu}: must be at least 1")
         if not 0 <= self.stall_timeout_seconds < self.collective_timeout_seconds:
             raise ConfigError(
                 f"run.stall_timeout_seconds={self.stall_timeout_seconds}: must be below "

@@ -141,6 +141,7 @@ def train_to_end(session: Session, config: Any, built: Built, *, tokenizer: Path
         tokenizer=tokenizer,
         config=config.checkpoint,
         critic=built.critic,
+        given_away=built.given_away,
         damaged=config.run.damaged_checkpoint,
     )
     logging, guard = config.logging, config.guard

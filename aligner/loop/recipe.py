@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -89,6 +90,7 @@ class Server:
     model: ModelConfig
     optimizer: OptimizerConfig | None = None  # None: frozen
     check: Callable[[ModelConfig, Any, int], None] | None = None  # (model, architecture, ranks): raises ConfigError for what it refuses
+    guest: Server | None = None  # another one, in its processes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +112,7 @@ class Built:
     algorithm: Algorithm
     model: TrainableModel
     critic: Any = None  # saves and resumes with it
+    given_away: Callable[[], AbstractContextManager[None]] = nullcontext  # in the block servers on the same GPUs may compute; collective
     checkpoint: str = POLICY  # folder of its checkpoints
 
 

@@ -47,7 +47,7 @@ _NOT_SET = "(not set)"
 _SHOWN = 12  # changes that a message lists
 _HARMLESS = (
     *("run.[!s]*", "loop.*", "guard.*", "checkpoint.*", "logging.*", "cluster.*", "slurm.*", "local_launcher.*", "server_client.*"),
-    *("parallel.*", "*.parallel.*", "num_processes", "*.num_processes", "*.server.*", "critic.accept_gap"),
+    *("parallel.*", "*.parallel.*", "num_processes", "*.num_processes", "*.environment", "*.server.*", "critic.accept_gap"),
     *("*timeout_seconds", "*num_threads", "environment.num_workers", "validation.*"),
     *("data.validation", "data.num_validation_prompts", "algorithm.validation_batch_size"),
     *("*optimizer.offload", "*optimizer.distributed"),
@@ -182,14 +182,13 @@ def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, compo
     if world is not None:
         parallel.check_world(world.world_size)  # before anything starts
         see_own_gpus(config, world.local_rank)
-        platform.select_device(world.local_rank)
     world = launch.initialize(
-        platform.backend(),
+        platform.backend(run.ranks_per_gpu),
         timeout_seconds=run.start_timeout_seconds,
         collective_timeout_seconds=run.collective_timeout_seconds,
+        claim_gpu=lambda world: platform.claim_device(world.local_rank, ranks_per_gpu=run.ranks_per_gpu),
         fingerprint=fingerprint(config),
     )
-    platform.select_device(world.local_rank)
     layout = topology.initialize(parallel, seed=run.seed)
     directory = RunDirectory(Path(run.directory))
     yaml = to_yaml(config)

@@ -1,5 +1,5 @@
 """Offloads tensors that a phase does not need to host memory: optimizer state, gradients and, if the rollout engine has its own weights,
-the policy's parameters during sampling.
+the policy's parameters during sampling; everything while another process computes on the device (`aligner.servers.turns`).
 
 A tensor is moved by copying its storage to the host and shrinking the storage on the device to nothing; every view into it (parameters of
 a flat buffer) stays valid and comes back with it.
@@ -37,7 +37,7 @@ class HostMemory:
     @classmethod
     def of_training_state(cls, runners: list[Any], optimizer: Any) -> HostMemory:
         """The optimizer's state and main weights, and the gradient buffers, of one model."""
-        return cls(kept=lambda: optimizer_tensors(optimizer), scratch=lambda: _gradients(runners))
+        return cls(kept=lambda: optimizer_tensors(optimizer), scratch=lambda: gradients(runners))
 
     @property
     def is_out(self) -> bool:
@@ -95,7 +95,8 @@ def _unlock(addresses: list[int]) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def _gradients(runners: list[Any]) -> list[Tensor]:
+def gradients(runners: list[Any]) -> list[Tensor]:
+    """The buffers of trained chunks' gradients."""
     return [buffer.grad_data for runner in runners for buffer in (*runner.buffers, *runner.expert_parallel_buffers)]
 
 

@@ -7,7 +7,7 @@ layout. See `aligner.protocols`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from aligner.models.build import Transformer
 from aligner.models.generators import generator_state, set_generator_state
 from aligner.models.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, SKIPPED_IN_A_ROW, SPOILT, UPDATES, Guard, GuardConfig
 from aligner.models.loss_scale import LossScale
-from aligner.models.offload import HostMemory
+from aligner.models.offload import HostMemory, gradients, optimizer_tensors
 from aligner.models.optimizer import OptimizerConfig, build_optimizer, build_scheduler
 from aligner.models.placement import Splits, input_shape
 from aligner.models.router import AuxiliaryLosses
@@ -93,6 +93,7 @@ class TrainableModel:
         self.auxiliary = AuxiliaryLosses(self.chunks, aux=training.router_aux_loss_coef, z=training.router_z_loss_coef)
         self.host = HostMemory()
         self.loss_scale = LossScale()
+        self._everything = HostMemory(kept=self._kept, scratch=lambda: gradients(self.runners) if self.optimizer is not None else ())
         self._shows_weights = optimizer is not None and not optimizer.precision_aware
         self._clips = optimizer is not None and optimizer.clip_grad > 0
         if optimizer is None:
@@ -222,6 +223,21 @@ class TrainableModel:
     def wake(self) -> None:
         """Bring back what `sleep` moved. `train_step` and checkpoints call it themselves."""
         self.host.move_in()
+
+    def _kept(self) -> Iterator[Tensor]:
+        """What is on the device and has contents that matter, besides a few small buffers."""
+        yield from (p.data for chunk in self.chunks for p in chunk.parameters())
+        if self.optimizer is not None:
+            yield from optimizer_tensors(self.optimizer)
+
+    def leave_device(self) -> None:
+        """Wait in host memory, weights and all: another process computes on the device. Until `enter_device`, only that may be called."""
+        self.sleep()
+        self._everything.move_out()
+
+    def enter_device(self) -> None:
+        """Come back; what `sleep` has moved stays where it is until it is needed."""
+        self._everything.move_in()
 
     def _reduce(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         """Reduce over replicas, then broadcast from the last pipeline stage (the only one with metrics)."""

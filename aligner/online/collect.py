@@ -16,6 +16,7 @@ from aligner.models.guard import NonFiniteReward
 from aligner.online.response_health import episode_metrics, health_metrics, readable
 from aligner.parallel.collectives import gather_objects
 from aligner.protocols import Critic, RewardModel, RolloutEngine
+from aligner.servers.turns import SharedDevice
 from aligner.types import (
     FinishReason,
     Prompt,
@@ -30,7 +31,7 @@ MAX_SEED = 2**62
 NUM_NAMED = 3  # rollouts that an error names
 EXCERPT_CHARACTERS = 80
 
-_Pending = tuple[list[Rollout], Future[Scores], Future[Tensor] | None]  # what was sent to the scorers, their answers
+_Pending = tuple[list[Rollout], Future[Scores] | None, Future[Tensor] | None]  # what the scorers are sent (None: not yet), their answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +115,8 @@ class Scorers:
     """Who judges finished rollouts. `critic` is None if no values are wanted.
 
     `reward_name` stands for the reward in errors; `non_finite` says what happens if it is NaN or infinite. `heartbeat` is called when
-    some responses are finished or scored: sampling may take long without any other sign of life.
+    some responses are finished or scored: sampling may take long without any other sign of life. Where the judges compute on `shared` GPUs,
+    they are asked when all has been sampled.
     """
 
     reward: RewardModel
@@ -123,6 +125,7 @@ class Scorers:
     reward_name: str = "the reward"
     non_finite: NonFiniteReward = NonFiniteReward.stop
     heartbeat: Callable[[], None] = lambda: None
+    shared: SharedDevice | None = None
 
 
 def sample_seeds(run_seed: int, step: int, count: int) -> list[int]:
@@ -162,8 +165,13 @@ def collect_all(engine: RolloutEngine, requests: Sequence[SampleRequest], *, sco
     """`collect` of several batches from the same weights, one after the other: answers are awaited when all are sampled. Collective."""
     engine.wake()
     parts = [start(engine, one.prompts, one.seeds, scorers=scorers, sampling=one.sampling) for one in requests]
-    everything = [_gather(part, one.seeds, scorers) for part, one in zip(parts, requests, strict=True)]
-    engine.sleep()  # every replica has finished
+    if scorers.shared is not None:
+        engine.sleep()
+        with scorers.shared.given_away():
+            everything = [_gather(part, one.seeds, scorers) for part, one in zip(parts, requests, strict=True)]
+    else:
+        everything = [_gather(part, one.seeds, scorers) for part, one in zip(parts, requests, strict=True)]
+        engine.sleep()  # every replica has finished
     return [_assembled(gathered, len(one.prompts), scorers) for gathered, one in zip(everything, requests, strict=True)]
 
 
@@ -185,7 +193,7 @@ def start(
             scorers.heartbeat()
             if engine.replica.is_leader and error is None:
                 try:
-                    pending.append((finished, *_submit(finished, scorers)))
+                    pending.append((finished, *(_submit(finished, scorers) if scorers.shared is None else (None, None))))
                 except AlignerError as failed:
                     error = failed
     except AlignerError as failed:
@@ -299,7 +307,8 @@ def _gather(part: PendingRollouts, seeds: Sequence[int], scorers: Scorers) -> li
     error, rows = part.error, []
     if error is None:
         try:
-            rows = _await(part.pending, {seed: index for index, seed in enumerate(seeds)}, scorers.heartbeat)
+            asked = [one if one[1] is not None else (one[0], *_submit(one[0], scorers)) for one in part.pending]
+            rows = _await(asked, {seed: index for index, seed in enumerate(seeds)}, scorers.heartbeat)
             _check_finite(rows, scorers)
         except AlignerError as failed:  # raised on every rank by `_assembled`: none may be left waiting for this one
             error = failed

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from aligner.cluster.config import LocalLauncherConfig
+from aligner.cluster.config import LocalLauncherConfig, Placement
 from aligner.data.config import PromptDataConfig
 from aligner.data.prompts import load_prompts
 from aligner.data.report import LoadReport
@@ -23,7 +23,7 @@ from aligner.models.optimizer import OptimizerConfig
 from aligner.online.validation import ValidationConfig
 from aligner.planner.workload import Phase, Work
 from aligner.rollout.config import EngineKind, RolloutConfig, check_engine
-from aligner.servers.components import RewardConfig, in_section
+from aligner.servers.components import ActorConfig, RewardConfig, in_section
 from aligner.servers.config import ClientConfig
 from aligner.types import Prompt
 
@@ -41,18 +41,41 @@ class OnlineRun(JobRun):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # how checkpoints are written, verified and kept
     data: PromptDataConfig = field(default_factory=PromptDataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)  # the engine that samples responses, and how it draws them
+    actor: ActorConfig = field(default_factory=ActorConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)  # responses are then episodes of several turns
     server_client: ClientConfig = field(default_factory=ClientConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)  # how validation responses are sampled and judged
     local_launcher: LocalLauncherConfig = field(default_factory=LocalLauncherConfig)
+    placement: Placement = Placement.separate  # of the servers: on GPUs of their own, or on the actor's, on which all then take turns
     batch_setting: ClassVar[str] = "mini_batch_size"  # what the setting is called that `algorithm.mini_batch_size` says
 
     def __post_init__(self) -> None:
         JobRun.__post_init__(self)
+        if self.placement is Placement.colocated:
+            self._check_colocated()
+            self.rollout.offload = True  # what the next phase does not need has to make room anyway
+            for optimizer in (self.optimizer, *(server.optimizer for server in self.servers())):
+                if optimizer is not None:
+                    optimizer.offload = True
         reports = self.validation.reports()
         missing = "" if self.validation.scorer.path else "; accuracy, mean@n and pass@k need validation.scorer.path"
         check_best_metric(self.checkpoint, self.loop, reports=reports, validation=self.data.validation, missing=missing)
+
+    def _check_colocated(self) -> None:
+        if self.rollout.asynchronous.max_staleness:
+            raise ConfigError(
+                f"placement=colocated: rollout.asynchronous.max_staleness={self.rollout.asynchronous.max_staleness} samples while the "
+                "policy trains, and here all take turns; allowed: 0, or placement=separate"
+            )
+        if not self.servers():
+            raise ConfigError("placement=colocated: this run has no servers; allowed: separate, or reward.serve=true")
+        for server in self.servers():
+            if server.num_ranks > self.num_processes:
+                raise ConfigError(
+                    f"placement=colocated: {server.name}.num_processes={server.num_ranks} is more than the actor's "
+                    f"num_processes={self.num_processes}, whose GPUs it shares; allowed: at most so many, or placement=separate"
+                )
 
     def start(self, recipe: Recipe) -> int:
         from aligner.online.job import train  # Megatron-Core comes with it
@@ -90,6 +113,11 @@ class OnlineRun(JobRun):
                 check=self.check_reward,
             ),
         )
+
+    @property
+    def reward_service(self) -> str:
+        """The component that serves the reward."""
+        return "reward"
 
     def check_reward(self, model: ModelConfig, architecture: Architecture, num_ranks: int) -> None:
         """Raise ConfigError if the reward model, whose config is `model`, cannot be laid out."""

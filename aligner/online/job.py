@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import POLICY, REFERENCE
 from aligner.data.collate import EpochSampler
 from aligner.data.prompts import load_prompts
@@ -47,6 +48,7 @@ from aligner.rollout.engine import Capabilities
 from aligner.servers.access import Access
 from aligner.servers.client import CriticClient, RewardClient, weighted_sum
 from aligner.servers.registry import Publication
+from aligner.servers.turns import SharedDevice, Turn
 from aligner.types import LogprobKind, MaskedBatch, Prompt, Rollout, SampleRow
 
 
@@ -150,7 +152,7 @@ class OnlineJob(Generic[C]):
         self.parts += [task.engine.shutdown, task.reward.close]
         return task
 
-    def critic(self) -> CriticClient:
+    def critic(self, task: OnlineTask) -> CriticClient:
         """The critic behind its server, once that is ready."""
         session, config = self.session, self.config
         critic = CriticClient(
@@ -162,8 +164,10 @@ class OnlineJob(Generic[C]):
         )
         if session.is_first:
             session.say("waiting for the critic server")
-            with session.progress.phase(WAIT_FOR_SERVERS):
-                critic.wait_until_ready()
+        with task.given_away():
+            if session.is_first:
+                with session.progress.phase(WAIT_FOR_SERVERS):
+                    critic.wait_until_ready()
         self.parts.insert(1, critic.close)
         return critic
 
@@ -231,9 +235,12 @@ def build_task(
         follow_up = environment_follow_up(config.environment, tokenizer, [*prompts, *validation])
     reward = _reward(session, config, tokenizer)
     updates = config.loop.max_steps * config.algorithm.updates_per_step
+    shared = _shared_device(session, config)
     guard = Guard(config.guard)
     training = create.training(model, config.optimizer, total_steps=updates, temperature=sampling.temperature, guard=guard)
     policy = create.create_policy(model, architecture, config.parallel, session.topology, training)
+    if shared is not None:
+        shared.holds(policy.model)
     decode = partial(tokenizer.decode, skip_special=False)
     engine = create_engine(policy, config.rollout, eos_id=tokenizer.eos_id, decode=decode, follow_up=follow_up)
     task = OnlineTask(
@@ -257,6 +264,7 @@ def build_task(
         guard=config.guard,
         validation_config=config.validation,
         heartbeat=session.progress.heartbeat,
+        shared=shared,
         keep_samples=validation_samples(session),
     )
     return task, policy, tokenizer_directory(model)
@@ -291,6 +299,16 @@ def compares_logprobs(config: OnlineRun, capabilities: Capabilities, say: Callab
     return False
 
 
+def _shared_device(session: Session, config: OnlineRun) -> SharedDevice | None:
+    """The GPUs that the servers compute on too, which are this component's from now on; None where they have their own."""
+    if config.placement is Placement.separate:
+        return None
+    timeout = config.server_client.train_timeout_seconds
+    shared = SharedDevice(Turn(session.directory.turn, "actor"), session.progress, timeout_seconds=timeout)
+    shared.take()
+    return shared
+
+
 def _reward(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> RewardModel:
     if config.environment.path:
         return EnvironmentReward(_scorer(session, config, tokenizer) if config.has_scorer else None)
@@ -305,7 +323,12 @@ def _scorer(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> Reward
     weights = config.reward.attribute_weights
     reduce = weighted_sum(weights) if weights else None
     client = RewardClient(
-        session.directory.services, config=config.server_client, access=_access(session, config), texts=texts, reduce=reduce
+        session.directory.services,
+        config=config.server_client,
+        access=_access(session, config),
+        name=config.reward_service,
+        texts=texts,
+        reduce=reduce,
     )
     scorer = composed_reward(functions, tokenizer.decode, client) if functions else client
     if session.is_first:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from aligner.online.collect import Scorers
 from aligner.online.validation import ValidationConfig
 from aligner.parallel.topology import Topology
 from aligner.protocols import Critic, RewardModel, RolloutEngine
+from aligner.servers.turns import SharedDevice
 from aligner.types import MaskedBatch, Prompt, SampleRow
 
 
@@ -46,6 +48,7 @@ class OnlineTask:
     guard: GuardConfig = field(default_factory=GuardConfig)
     validation_config: ValidationConfig = field(default_factory=ValidationConfig)
     heartbeat: Callable[[], None] = lambda: None  # a sign of life, while responses are sampled
+    shared: SharedDevice | None = None  # where the servers compute on the same GPUs
     keep_samples: Callable[[Sequence[SampleRow]], None] = lambda rows: None  # is given the first few of each validation, on every rank
 
     def prompts(self, step: int) -> list[Prompt]:
@@ -61,7 +64,12 @@ class OnlineTask:
             reward_name=self.reward_name,
             non_finite=self.guard.reward,
             heartbeat=self.heartbeat,
+            shared=self.shared,
         )
+
+    def given_away(self) -> AbstractContextManager[None]:
+        """In the block the servers may compute, and the actor only waits for them. Collective; `SharedDevice.given_away`."""
+        return nullcontext() if self.shared is None else self.shared.given_away()
 
     def validate(self) -> Mapping[str, float]:
         """The metrics of `validation.validate` on the held-out prompts. Collective."""

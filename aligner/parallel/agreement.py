@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 
@@ -24,26 +25,36 @@ _LINGER_SECONDS = 3.0  # rank 0, whose end is the store's end, lets the others r
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecord:
-    """What a rank says about itself; all but `rank` and `host` must be equal everywhere."""
+    """What a rank says about itself; all but the first three must be equal everywhere.
+
+    `gpu`: a name that no other of the host's has; empty: on the CPU, not known, or meant to be shared.
+    """
 
     rank: int
     host: str
+    gpu: str
     world_size: int
     fingerprint: str
     aligner: str
     torch: str
 
 
-def own_record(rank: int, world_size: int, fingerprint: str) -> RankRecord:
+def own_record(rank: int, world_size: int, fingerprint: str, gpu: str = "") -> RankRecord:
     """This process's record."""
     return RankRecord(
-        rank=rank, host=socket.gethostname(), world_size=world_size, fingerprint=fingerprint, aligner=__version__, torch=torch.__version__
+        rank=rank,
+        host=socket.gethostname(),
+        gpu=gpu,
+        world_size=world_size,
+        fingerprint=fingerprint,
+        aligner=__version__,
+        torch=torch.__version__,
     )
 
 
 def differences(reference: RankRecord, record: RankRecord) -> str:
     """How `record` differs from rank 0's, or the empty string."""
-    names = [field.name for field in fields(RankRecord) if field.name not in ("rank", "host")]
+    names = [field.name for field in fields(RankRecord) if field.name not in ("rank", "host", "gpu")]
     theirs, ours = asdict(record), asdict(reference)
     parts = [f"{name} is {theirs[name]!r} and not {ours[name]!r}" for name in names if theirs[name] != ours[name]]
     return f"rank {record.rank} on {record.host}: " + ", ".join(parts) if parts else ""
@@ -64,7 +75,7 @@ def check(store: Store, record: RankRecord, *, timeout_seconds: float) -> None:
         store.set(f"read/{record.rank}", "")
         if record.rank == 0:
             _let_others_read(store, record.world_size)
-        raise LaunchError(f"the ranks of this component do not agree with rank 0: {verdict}")
+        raise LaunchError(f"the ranks of this component do not fit together: {verdict}")
 
 
 def _judge(store: Store, reference: RankRecord, timeout_seconds: float) -> str:
@@ -74,10 +85,23 @@ def _judge(store: Store, reference: RankRecord, timeout_seconds: float) -> str:
     except RuntimeError:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         return f"of {reference.world_size} ranks {_listing(missing)} did not come within {timeout_seconds:.0f} s"
-    found = [differences(reference, _read(store, rank)) for rank in range(reference.world_size)]
-    found = [text for text in found if text]
+    records = [_read(store, rank) for rank in range(reference.world_size)]
+    found = [text for record in records if (text := differences(reference, record))] or crowded(records)
     more = f"; and {len(found) - _SHOWN} more ranks" if len(found) > _SHOWN else ""
     return "; ".join(found[:_SHOWN]) + more
+
+
+def crowded(records: Sequence[RankRecord]) -> list[str]:
+    """The GPUs that more than one rank came to."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for record in records:
+        ranks.setdefault((record.host, record.gpu), []).append(record.rank)
+    return [
+        f"ranks {_listing(both)} are on the same GPU of {host} ({gpu}): start no more ranks on a node than it has GPUs, or let them share "
+        f"with run.ranks_per_gpu={len(both)}"
+        for (host, gpu), both in ranks.items()
+        if gpu and len(both) > 1
+    ]
 
 
 def _await_verdict(store: Store, record: RankRecord, timeout_seconds: float) -> str:

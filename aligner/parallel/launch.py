@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -108,16 +108,19 @@ def initialize(
     timeout_seconds: float,
     fingerprint: str,
     collective_timeout_seconds: float = 1800.0,
+    claim_gpu: Callable[[World], str] = lambda world: "",
     environ: Mapping[str, str] | None = None,
 ) -> World:
     """Create the default process group and check that all ranks run the same thing. Every rank of the component calls it once.
 
     `timeout_seconds` limits each wait of the start; `collective_timeout_seconds` is the process group's own. `fingerprint` stands for the
-    resolved configuration. Raises LaunchError: a rank that never came, the store unreachable or its port taken, ranks that differ in
-    world size, configuration or versions (every rank gets the message, which names the ranks), an MPI pairing that gave worlds of 1.
+    resolved configuration. `claim_gpu` makes the rank's GPU the current one and names it, if no other rank may have it ("": none).
+
+    Raises LaunchError: a rank that never came, the store unreachable or its port taken, ranks that differ in world size, configuration or
+    versions or have the same GPU (every rank gets the message, which names the ranks), an MPI pairing that gave worlds of 1.
     """
     world, store = meet(timeout_seconds=timeout_seconds, environ=environ)
-    record = agreement.own_record(world.rank, world.world_size, fingerprint)
+    record = agreement.own_record(world.rank, world.world_size, fingerprint, claim_gpu(world))
     agreement.check(store, record, timeout_seconds=timeout_seconds)
     dist.init_process_group(
         backend,

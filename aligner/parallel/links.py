@@ -45,11 +45,11 @@ class Link:
     rate: float
 
 
-def start_group(world: World, store: Store, *, timeout_seconds: float) -> None:
+def start_group(world: World, store: Store, *, timeout_seconds: float, ranks_per_gpu: int = 1) -> None:
     """The default process group over the ranks that met at `store`. Every rank calls it."""
     platform.select_device(world.local_rank)
     dist.init_process_group(
-        platform.backend(),
+        platform.backend(ranks_per_gpu),
         store=PrefixStore("preflight_group", store.clone()),  # a connection of its own: its waits are long
         rank=world.rank,
         world_size=world.world_size,

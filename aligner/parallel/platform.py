@@ -7,15 +7,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from aligner.errors import ConfigError
 
 _DRIVER = "/dev/nvidiactl"  # asking CUDA would start it, with the environment of that moment
 
 
-def backend() -> str:
-    """Name of the torch.distributed backend for this machine's device."""
-    return "nccl" if torch.cuda.is_available() else "gloo"
+def backend(ranks_per_gpu: int = 1) -> str:
+    """Name of the torch.distributed backend: of the process group that there is, else the one for this machine's device.
+
+    NCCL refuses ranks that share a GPU: their collectives go over the host.
+    """
+    if dist.is_initialized() and dist.get_backend() in ("nccl", "gloo"):
+        return dist.get_backend()
+    return "nccl" if torch.cuda.is_available() and ranks_per_gpu == 1 else "gloo"
 
 
 def device() -> torch.device:
@@ -24,7 +30,11 @@ def device() -> torch.device:
 
 
 def select_device(local_rank: int) -> None:
-    """Make the GPU with this rank's number on its node the current device. Does nothing on a CPU machine."""
+    """Make the GPU with this rank's number on its node the current device. Does nothing on a CPU machine.
+
+    A rank that is shown fewer GPUs (its own alone, or those of its engine's replica) takes its place among them. Whether two ranks came to
+    the same one is decided where they meet (`aligner.parallel.agreement`).
+    """
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
@@ -40,14 +50,37 @@ def order_kernels(*, exchanges: bool, asynchronous: bool) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
+def claim_device(local_rank: int, *, ranks_per_gpu: int = 1) -> str:
+    """As `select_device`; the GPU's name, which no other of this machine has, if one rank alone may have it. Empty on a CPU machine."""
+    select_device(local_rank)
+    if not torch.cuda.is_available() or ranks_per_gpu > 1:
+        return ""
+    number = torch.cuda.current_device()
+    name = visible_devices()[number]
+    if "-" in name:  # its own: GPU-..., MIG-...
+        return name
+    own = str(getattr(torch.cuda.get_device_properties(number), "uuid", ""))
+    return own if own.strip("0-") else ""  # not every torch and not every driver says
+
+
+def visible_devices() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none on a CPU machine.
+
+    That variable can still be changed afterwards: torch counts by NVML, while `torch.cuda.is_available` would start the driver, which
+    reads it once.
+    """
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return visible.split(",")[:count] if visible else [str(number) for number in range(count)]
+
+
 def see_block(local_rank: int, size: int) -> None:
     """Let this process see only the GPUs of its block of `size` consecutive ranks on the node; before anything has used one.
 
     For a wrapped engine that takes the GPU with its own rank's number. Does nothing if that already holds, or on a CPU machine.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    everything = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
-    if torch.cuda.is_available() and len(everything) > size:
+    everything = visible_devices()
+    if len(everything) > size:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(block_of(everything, local_rank, size))
 
 
@@ -62,6 +95,12 @@ def block_of(devices: Sequence[str], local_rank: int, size: int) -> list[str]:
 def default_dtype() -> torch.dtype:
     """bfloat16 where the hardware multiplies it fast, float32 on CPU."""
     return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
+
+def release_memory() -> None:
+    """Give memory that no tensor uses back to the device, for other processes on it."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def synchronize() -> None:

@@ -31,6 +31,7 @@ class ClusterConfig:
     hbm_gb_per_second: float = 40.0  # bandwidth of the device memory, in GB/s
     nvlink_gb_per_second: float = 10.0  # to other GPUs of the node
     network_gb_per_second: float = 1.0  # to other nodes
+    host_gb_per_second: float = 10.0  # to host memory
     reserved_gib: float = 0.5  # context, libraries and their workspaces, in every process
     communicator_gib: float = 0.0  # buffers of each communicator that a rank belongs to
     fragmentation: float = 0.0  # part of what is allocated that the allocator loses between blocks
@@ -52,3 +53,10 @@ class ClusterConfig:
                 raise ConfigError(f"cluster.{name}={getattr(self, name)}: a part of the peak, at most 1")
         if self.fragmentation >= 1:
             raise ConfigError(f"cluster.fragmentation={self.fragmentation}: must be below 1")
+
+    def ranks_on_node(self, component: str, num_ranks: int) -> int:
+        """How many of a component's ranks share a node. Raises ConfigError where they would not fill the nodes."""
+        found = min(self.gpus_per_node, num_ranks)
+        if num_ranks % found:
+            raise ConfigError(f"{component} has {num_ranks} ranks: they must fill nodes of cluster.gpus_per_node={self.gpus_per_node}")
+        return found

@@ -193,6 +193,12 @@ def plan_component(component: Component, cluster: ClusterConfig, scales: Scales)
     return predict(component, cluster, sizes, stage_parameters=counts, model_parameters=whole_parameters(component, shards))
 
 
+def again(plan: ComponentPlan, cluster: ClusterConfig, component: Component) -> ComponentPlan:
+    """The plan of the same model in other circumstances."""
+    counts = {"stage_parameters": plan.stage_parameters, "model_parameters": plan.model_parameters}
+    return predict(component, cluster, plan.sizes, **counts)
+
+
 def predict(
     component: Component, cluster: ClusterConfig, sizes: Sizes, *, stage_parameters: tuple[int, ...], model_parameters: int
 ) -> ComponentPlan:

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from aligner.planner.buffers import StateBytes
-from aligner.planner.config import ClusterConfig
+from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes, expert_extra_bytes
 from aligner.planner.schedule import MicroBatches, in_flight, micro_batches, stage_layers
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase
-from aligner.rollout.config import EngineKind
+from aligner.rollout.config import PAGE_SIZE, EngineKind, Kernels
 
 _OVERLAP_BUFFERS = 8  # of a whole micro-batch's hidden states, for what Transformer Engine exchanges around a layer's four matrix products
-_CACHE_STEP = 64  # tokens; the engine's cache has room for a multiple of so many for each sequence
+_KERNEL_PAGE = 256  # tokens of a page of the engine's cache, where attention kernels are used: of 16-bit numbers on a GPU
 HOST_PROCESS_GIB = 3.0  # Python, torch and its libraries, in host memory
 
 
@@ -93,16 +93,30 @@ def _parts(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Ph
             parts["reference"] = trained_bytes(component, state)
     if engine is not None and engine.asynchronous:
         parts |= _generation(component, engine)
+    elif engine is not None and engine.keeps_cache and cluster.device == Device.gpu and phase != Phase.generate:
+        parts["KV cache"] = cache_bytes(component, engine)
     parts["gather buffer"] = max(sizes.train.kept, sizes.inference.kept)
     if component.parallel.tp_comm_overlap:
         parts["exchange buffers"] = (
             _OVERLAP_BUFFERS * boundary_bytes(component, train_micro_batches(component)) * component.parallel.tp // 2
         )
     parts["lost between blocks"] = int(sum(parts.values()) * cluster.fragmentation)
-    # TensorRT-LLM computes in processes of its own, which stay.
-    contexts = 2 if engine is not None and engine.settings.engine == EngineKind.tensorrt_llm else 1
-    parts["context and communicators"] = int((contexts * cluster.reserved_gib + cluster.communicator_gib * communicators(component)) * GIB)
+    parts["context and communicators"] = context_bytes(component, cluster)
+    if engine is not None and engine.settings.engine == EngineKind.tensorrt_llm:  # it computes in processes of its own, which stay
+        parts["context and communicators"] += int(cluster.reserved_gib * GIB)
+    parts["other components"] = component.beside_bytes
     return {name: size for name, size in parts.items() if size}
+
+
+def context_bytes(component: Component, cluster: ClusterConfig) -> int:
+    """What a rank's process holds of its device whatever it does."""
+    return int((cluster.reserved_gib + cluster.communicator_gib * communicators(component)) * GIB)
+
+
+def resting_bytes(component: Component, sizes: Sizes) -> int:
+    """What the fullest rank of a model holds while another one of its process computes."""
+    away = component.optimizer is None or component.optimizer.offload
+    return max(state.weights + (0 if away else state.gradients + state.optimizer) for state in sizes.stages)
 
 
 def trained_bytes(component: Component, state: StateBytes) -> int:
@@ -187,23 +201,40 @@ def decode_batch(component: Component, engine: Engine) -> int:
 
 
 def cache_tokens(component: Component, engine: Engine) -> int:
-    """Tokens that the paged cache of a replica has room for."""
-    rounded = (component.work.length // _CACHE_STEP + 1) * _CACHE_STEP
-    return engine.kv_cache_tokens or decode_batch(component, engine) * rounded
+    """Tokens that the paged cache of a replica has room for: whole pages, and one more for each sequence."""
+    page = _KERNEL_PAGE if component.dtype_bytes == 2 and engine.settings.kernels == Kernels.auto else PAGE_SIZE
+    pages = math.ceil((component.work.length - 1) / page) + 1
+    return engine.kv_cache_tokens or decode_batch(component, engine) * pages * page
 
 
 def _generation(component: Component, engine: Engine) -> dict[str, int]:
-    """The built-in engine: its paged cache, one layer of a chunk of prompts or of a decode step, logits in float32."""
-    architecture, batch = component.architecture, decode_batch(component, engine)
-    token = kv_bytes_per_token(component, engine)
-    cache = cache_tokens(component, engine) * token
+    """The built-in engine: its paged cache, one layer of a chunk of prompts or of a decode step, logits and the draw from them."""
+    architecture, cache = component.architecture, cache_bytes(component, engine)
     # A decode step may copy a layer's pages; so does a chunk that goes on in a prompt, for that prompt alone.
     step = max(prefill_bytes(component, engine), cache // architecture.num_layers)
-    logits = 3 * 4 * batch * padded_vocabulary(component)
+    logits = decode_batch(component, engine) * padded_vocabulary(component) * logit_bytes(component, engine)
     parts = {"KV cache": cache, "prefill and sampling": step + logits}
     if component.engine_reshards or component.model.lora.is_on or engine.is_foreign:
         parts["refit buckets"] = 2 * engine.bucket_bytes
     return parts
+
+
+def cache_bytes(component: Component, engine: Engine) -> int:
+    """The paged cache on one rank of the engine."""
+    return cache_tokens(component, engine) * kv_bytes_per_token(component, engine)
+
+
+def logit_bytes(component: Component, engine: Engine) -> int:
+    """Device memory per row and token of the vocabulary in a decode step: the product with the output layer in the model's dtype, and in
+    float32 the logits (all graphs share them), their exponentials and these in blocks.
+
+    Besides, where the settings want them: the logits divided by the temperature; masks, counts and what they leave of the exponentials;
+    the ranks' parts before they are put together.
+    """
+    sampling = engine.settings.sampling
+    heated = 4 * (sampling.temperature not in (0.0, 1.0))
+    reshaped = 8 * bool(sampling.reshaping())
+    return component.dtype_bytes + 3 * 4 + heated + reshaped + 8 * (engine.tp > 1)
 
 
 def prefill_bytes(component: Component, engine: Engine) -> int:
@@ -238,11 +269,13 @@ def host_memory(component: Component, sizes: Sizes, cluster: ClusterConfig) -> d
     """Host memory of the fullest node, in bytes by purpose."""
     ranks = min(cluster.gpus_per_node, component.num_ranks)
     fullest = max(sizes.stages, key=lambda state: state.weights + state.optimizer)
-    parts = {"processes": int(HOST_PROCESS_GIB * GIB) * ranks}
+    parts = {} if component.within else {"processes": int(HOST_PROCESS_GIB * GIB) * ranks}
     if component.has_reference:
         parts["reference"] = ranks * trained_bytes(component, fullest)
     if component.optimizer is not None and component.optimizer.offload:
         parts["optimizer (between training phases)"] = ranks * fullest.optimizer
+    if component.turns:
+        parts["weights (while others have the GPUs)"] = ranks * fullest.weights
     if component.engine is not None and component.engine.offload and component.engine_holds_weights:
         parts["policy weights (while sampling)"] = ranks * fullest.weights
     if component.optimizer is not None and component.saves_asynchronously:

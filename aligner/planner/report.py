@@ -27,7 +27,7 @@ COLUMNS = {  # of the memory table, and the parts that each adds up
     "engine": ("engine weights", "refit buckets", "KV cache", "prefill and sampling"),
     "activations": ("activations", "backward workspace"),
     "logits": ("logits",),
-    "other": ("gather buffer", "exchange buffers", "lost between blocks", "context and communicators"),
+    "other": ("gather buffer", "exchange buffers", "lost between blocks", "context and communicators", "other components"),
 }
 WIDTH = 140
 
@@ -41,10 +41,20 @@ class JobPlan:
     components: tuple[ComponentPlan, ...]
     alternatives: Mapping[str, Sequence[ComponentPlan]]  # by component; empty where no search was asked for
     problems: tuple[str, ...]  # why it does not fit; empty where it does
+    take_turns: bool = False  # all components are on the first one's GPUs
 
     @property
     def step_seconds(self) -> float:
-        return step_seconds({plan.component.name: {t.phase: t.total for t in plan.times} for plan in self.components})
+        seconds: dict[str, dict[Phase, float]] = {}
+        for plan in self.components:
+            seconds.setdefault(plan.component.process, {}).update({time.phase: time.total for time in plan.times})
+        return step_seconds(seconds, take_turns=self.take_turns)
+
+    @property
+    def num_ranks(self) -> int:
+        """GPUs of the job, one a rank."""
+        counts = [plan.component.num_ranks for plan in self.components if not plan.component.within]
+        return max(counts) if self.take_turns else sum(counts)
 
 
 def console() -> Console:
@@ -56,9 +66,9 @@ def console() -> Console:
 def show(job: JobPlan, out: Console) -> None:
     """Print the plan."""
     cluster = job.cluster
-    ranks = sum(plan.component.num_ranks for plan in job.components)
+    counted = "GPUs, on which the components take turns" if job.take_turns else "ranks"
     out.print(
-        f"[bold]{job.name}[/]: {ranks} ranks, {cluster.gpus_per_node} to a node, {cluster.gpu_memory_gib:g} GiB each; "
+        f"[bold]{job.name}[/]: {job.num_ranks} {counted}, {cluster.gpus_per_node} to a node, {cluster.gpu_memory_gib:g} GiB each; "
         "sequences at their longest"
     )
     for plan in job.components:
@@ -109,7 +119,8 @@ def _show_component(plan: ComponentPlan, out: Console) -> None:
     component = plan.component
     counts = sorted(set(plan.stage_parameters))
     per_rank = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
-    out.print(f"\n[bold]{component.name}[/] on {component.num_ranks} ranks: {describe(component)}")
+    where = f"in the processes of the {component.within}" if component.within else f"on {component.num_ranks} ranks"
+    out.print(f"\n[bold]{component.name}[/] {where}: {describe(component)}")
     out.print(f"{plan.model_parameters:,} parameters, {per_rank} on a rank")
     out.print(_memory_table(plan))
     out.print(_stage_line(plan))
@@ -198,13 +209,18 @@ def problems(plan: ComponentPlan, cluster: ClusterConfig, helps: Sequence[tuple[
             f"{name}: phase {peak.phase.value} on pipeline stage {peak.stage} needs {gib(peak.total)} GiB of {plan.limit / GIB:.1f}, "
             f"{_excess(peak.total - plan.limit)} too much ({largest}). {_helps(helps, plan.limit)}"
         )
-    host = sum(plan.host.values())
-    if host > cluster.host_memory_gib * GIB:
-        found.append(
-            f"{name}: the host memory of a node needs {gib(host)} GiB of {cluster.host_memory_gib:g}, "
-            f"{_excess(host - cluster.host_memory_gib * GIB)} too much ({_listed(plan.host, gib)})"
-        )
-    return found
+    return found + host_problems(name, plan.host, cluster)
+
+
+def host_problems(name: str, parts: Mapping[str, int], cluster: ClusterConfig) -> list[str]:
+    """Whether a node's host memory is too small for these parts."""
+    host = sum(parts.values())
+    if host <= cluster.host_memory_gib * GIB:
+        return []
+    return [
+        f"{name}: the host memory of a node needs {gib(host)} GiB of {cluster.host_memory_gib:g}, "
+        f"{_excess(host - cluster.host_memory_gib * GIB)} too much ({_listed(parts, gib)})"
+    ]
 
 
 def _excess(size: float) -> str:

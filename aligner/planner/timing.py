@@ -9,6 +9,7 @@
   quadratic part. The adapters' own computation and communication are ignored.
 * Decoding reads the engine's weights and the cache once per token, and no layer takes less than `launch_microseconds`. All sequences of a
   batch run to their full length.
+* Components that share GPUs move their weights to host memory and back at the host link's rate, and do nothing meanwhile.
 * Host work, data loading, checkpoints and stragglers are ignored.
 """
 
@@ -59,15 +60,27 @@ def phase_times(component: Component, sizes: Sizes, cluster: ClusterConfig) -> l
             parts = _generation(component, component.engine, sizes, cluster)
         else:
             parts = _inference(component, cluster)
+        if phase in component.turns:
+            parts["turns on the GPUs"] = _turn(component, sizes, cluster, phase)
         found.append(PhaseTime(phase=phase, parts=parts))
     return found
 
 
-def step_seconds(times: Mapping[str, Mapping[Phase, float]]) -> float:
+def _turn(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Phase) -> float:
+    """Weights to host memory and back, in training the optimizer's state too."""
+    fullest = max(sizes.stages, key=lambda state: state.weights + state.optimizer)
+    moved = fullest.weights + (fullest.optimizer if phase == Phase.train else 0)
+    return 2 * moved / (cluster.host_gb_per_second * GIGA * cluster.achievable_bandwidth)
+
+
+def step_seconds(times: Mapping[str, Mapping[Phase, float]], *, take_turns: bool = False) -> float:
     """A training step of the whole job, from the phases' seconds by component.
 
-    Servers score while the actor generates, and the critic trains while the actor does; the slower one determines the time.
+    Servers score while the actor generates, and the critic trains while the actor does; the slower one determines the time. Where the
+    components `take_turns`, all phases follow each other.
     """
+    if take_turns:
+        return sum(sum(phases.values()) for phases in times.values())
     main = next(iter(times.values()))
     servers = [phases for phases in times.values() if phases is not main]
     scoring = max((sum(t for phase, t in own.items() if phase != Phase.train) for own in servers), default=0.0)

@@ -67,6 +67,11 @@ class Engine:
         """Whether it is another package's, which never reads the policy's parameters in place."""
         return self.settings.engine != EngineKind.megatron
 
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether on a GPU its key-value cache stays allocated while the policy trains: graphs know the cache by its address."""
+        return not self.offload and (self.settings.cuda_graphs or self.settings.engine != EngineKind.megatron)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component:
@@ -83,6 +88,14 @@ class Component:
     engine: Engine | None = None
     has_reference: bool = False  # a frozen copy of what is trained in host memory, on the device for a pass
     saves_asynchronously: bool = False  # a copy of what is saved waits in host memory
+    turns: frozenset[Phase] = frozenset()  # phases before or after which its model goes to host memory and back: others use its GPUs then
+    within: str = ""  # the component in whose processes it is; empty: its own
+    beside_bytes: int = 0  # on its GPUs, of others
+
+    @property
+    def process(self) -> str:
+        """The component whose processes compute it."""
+        return self.within or self.name
 
     @property
     def dp(self) -> int:

@@ -2,24 +2,27 @@
 
 A sequence's tokens lie in pages of `page_size` slots, named by its page table: token `t` is in slot `t % page_size` of page
 `table[t // page_size]`. Nothing is padded: sequences of any lengths share a pass.
-
-`flash_attention` is that of the flash-attn packages, if one of them and a GPU that it runs on are there. FlashAttention-2 (package
-`flash_attn`, Dao 2023) takes pages of multiples of 256 tokens; FlashAttention-3 (`flash_attn_interface`, Shah et al. 2024, Hopper) of any
-size. Both take float16 and bfloat16 and heads of up to 256 dimensions.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array on the device, without waiting for what the device has to do before. On a CPU it is the same memory."""
+    tensor = torch.from_numpy(array)
+    if not array.size:  # nothing to pin
+        return torch.empty(array.shape, dtype=tensor.dtype, device=device)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +53,14 @@ class PagedKV:
         """Keys and values of a layer by slot, [pages * page_size, groups, D]: views."""
         return self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
 
+    def clear(self) -> None:
+        """As a new cache is: what was there before, of whatever weights, must not come up anywhere."""
+        self.keys.zero_()
+        self.values.zero_()
+
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole pages, of all layers."""
-        device = self.keys.device
-        source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+        source, target = (upload(np.array(pages, np.int64), self.keys.device) for pages in (sources, targets))
         for tensor in (self.keys, self.values):
             tensor[:, target] = tensor[:, source]
 
@@ -81,14 +88,19 @@ class DecodeBatch:
     positions: Tensor
     pages: Tensor
 
+    def to(self, device: torch.device) -> DecodeBatch:
+        """The same on the device."""
+        return DecodeBatch(tokens=self.tokens.to(device), positions=self.positions.to(device), pages=self.pages.to(device))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
     """Chunks from position 0 of similar lengths: one padded attention call. Padding comes after a row's tokens, where a causal
-    mask hides it."""
+    mask hides it. The indices are made on the host, once for all layers: a mask's would have to be waited for in each."""
 
     rows: Tensor  # int64 [chunks, longest]: which flat token is there
-    kept: Tensor  # bool [chunks, longest]: not filling
+    kept: tuple[Tensor, Tensor]  # int64 [tokens] each: chunk and column of what is not filling
+    tokens: Tensor  # int64 [tokens]: which flat token that is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +111,8 @@ class Continued:
     last: int
     slots: Tensor  # int64 [length]: where the sequence's tokens are in the cache, its own included
     pages: Tensor  # int32 [1, P]
-    length: Tensor  # int32 [1]
+    lengths: Tensor  # int32 [1]: of the sequence
+    bounds: tuple[Tensor, Tensor]  # int32 [2] each: 0 and how many queries and keys there are
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +134,7 @@ class DecodePlan:
     slots: Tensor  # int64 [B]
     pages: Tensor  # int32 [B, P]
     lengths: Tensor  # int32 [B], the own token included
+    bounds: tuple[Tensor, Tensor]  # int32 [B + 1] each: where queries and keys would begin, one sequence behind the other
     visible: Tensor  # bool [B, 1, 1, P * page_size]
 
 
@@ -139,17 +153,18 @@ class PagedAttention(Protocol):
 def plan_prefill(chunks: Sequence[PrefillChunk], page_size: int, device: torch.device) -> PrefillPlan:
     """Lay the chunks' tokens one after the other."""
     tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
+    positions: list[np.ndarray] = []
+    slots: list[np.ndarray] = []
     wanted: list[int] = []
     fresh: dict[int, list[tuple[int, int]]] = {}
     parts: list[Together | Continued] = []
     for chunk in chunks:
         first, end = len(tokens), chunk.start + len(chunk.tokens)
-        table = [chunk.pages[t // page_size] * page_size + t % page_size for t in range(end)]
+        places, pages = np.arange(end), np.array(chunk.pages, np.int32)
+        table = pages[places // page_size].astype(np.int64) * page_size + places % page_size
         tokens += chunk.tokens
-        positions += range(chunk.start, end)
-        slots += table[chunk.start :]
+        positions.append(places[chunk.start :])
+        slots.append(table[chunk.start :])
         if chunk.wants_logits:
             wanted.append(len(tokens) - 1)
         if chunk.start:
@@ -157,23 +172,28 @@ def plan_prefill(chunks: Sequence[PrefillChunk], page_size: int, device: torch.d
                 Continued(
                     first=first,
                     last=len(tokens),
-                    slots=torch.tensor(table, device=device),
-                    pages=torch.tensor([chunk.pages], dtype=torch.int32, device=device),
-                    length=torch.tensor([end], dtype=torch.int32, device=device),
+                    slots=upload(table, device),
+                    pages=upload(pages[None], device),
+                    lengths=upload(np.array([end], np.int32), device),
+                    bounds=tuple(upload(np.array([0, count], np.int32), device) for count in (len(chunk.tokens), end)),
                 )
             )
         else:  # lengths between the same powers of two share a call
             fresh.setdefault(len(chunk.tokens).bit_length(), []).append((first, len(chunk.tokens)))
     parts += [_together(rows, device) for rows in fresh.values()]
-    lists = (torch.tensor(values, dtype=torch.int64, device=device) for values in (tokens, positions, slots, wanted))
-    flat, where, slot, last = lists
+    lists = np.array(tokens, np.int64), np.concatenate(positions), np.concatenate(slots), np.array(wanted, np.int64)
+    flat, where, slot, last = (upload(values, device) for values in lists)
     return PrefillPlan(tokens=flat, positions=where, slots=slot, wanted=last, parts=tuple(parts))
 
 
 def _together(rows: list[tuple[int, int]], device: torch.device) -> Together:
-    first, length = torch.tensor(rows, device=device).unbind(1)
-    column = torch.arange(max(length for _, length in rows), device=device)
-    return Together(rows=first[:, None] + torch.minimum(column, length[:, None] - 1), kept=column < length[:, None])
+    first, length = np.array(rows, np.int64).T
+    column = np.arange(length.max())
+    grid = first[:, None] + np.minimum(column, length[:, None] - 1)
+    chunk, place = (column < length[:, None]).nonzero()
+    return Together(
+        rows=upload(grid, device), kept=(upload(chunk, device), upload(place, device)), tokens=upload(grid[chunk, place], device)
+    )
 
 
 def plan_decode(batch: DecodeBatch, page_size: int) -> DecodePlan:
@@ -181,11 +201,14 @@ def plan_decode(batch: DecodeBatch, page_size: int) -> DecodePlan:
     pages, positions = batch.pages, batch.positions
     page = pages.gather(1, (positions // page_size)[:, None])[:, 0].long()
     places = torch.arange(pages.shape[1] * page_size, device=pages.device)
+    lengths = (positions + 1).int()
+    begins = torch.arange(len(lengths) + 1, dtype=torch.int32, device=pages.device)
     return DecodePlan(
         positions=positions,
         slots=page * page_size + positions % page_size,
         pages=pages,
-        lengths=(positions + 1).int(),
+        lengths=lengths,
+        bounds=(begins, F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))),
         visible=(places <= positions[:, None])[:, None, None],
     )
 
@@ -203,7 +226,7 @@ def prefill_attention(
     out = torch.empty_like(queries)
     for part in plan.parts:
         if isinstance(part, Together):
-            out[part.rows[part.kept]] = causal(queries[part.rows], keys[part.rows], values[part.rows])[part.kept]
+            out[part.tokens] = causal(queries[part.rows], keys[part.rows], values[part.rows])[part.kept]
         else:
             out[part.first : part.last] = attention.prefill(queries[part.first : part.last], cache, layer, part)
     return out
@@ -215,13 +238,24 @@ def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     q = queries.permute(0, 2, 3, 1, 4).reshape(batch, groups * share, length, size)
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
     if length == keys.shape[1]:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=share > 1)
+        out = attend(q, k, v, is_causal=True, enable_gqa=share > 1)
     else:
         places = torch.arange(keys.shape[1], device=q.device)
         # Only kernels without masks take fewer key than query heads; the one that does all else writes the scores out.
         k, v = (tensor.repeat_interleave(share, dim=1) for tensor in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=places[-length:, None] >= places)
+        out = attend(q, k, v, attn_mask=places[-length:, None] >= places)
     return out.view(batch, groups, share, length, size).permute(0, 3, 1, 2, 4)
+
+
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+    """`scaled_dot_product_attention`, on a GPU without cuDNN's kernels: these build a plan for every shape, and decoding has many."""
+    if not queries.is_cuda:
+        return F.scaled_dot_product_attention(queries, keys, values, **options)
+    with sdpa_kernel(_BACKENDS):
+        return F.scaled_dot_product_attention(queries, keys, values, **options)
 
 
 class GatheredAttention:
@@ -233,71 +267,8 @@ class GatheredAttention:
     def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
         # The queries of a group attend to the same keys: they are the "sequence", and no key is repeated.
         k, v = (tensor[layer][plan.pages].flatten(1, 2).transpose(1, 2) for tensor in (cache.keys, cache.values))
-        return F.scaled_dot_product_attention(queries, k, v, attn_mask=plan.visible)
+        return attend(queries, k, v, attn_mask=plan.visible)
 
     def prefill(self, queries: Tensor, cache: PagedKV, layer: int, part: Continued) -> Tensor:
         keys, values = (tensor[part.slots][None] for tensor in cache.slots(layer))
         return causal(queries[None], keys, values)[0]
-
-
-MOST_DIMENSIONS = 256
-HOPPER = 9
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Package:
-    """A module with `flash_attn_with_kvcache`, what it calls the page table, and the pages that it likes."""
-
-    module: str
-    table: str
-    page_size: int
-
-
-FLASH_3 = Package(module="flash_attn_interface", table="page_table", page_size=128)
-FLASH_2 = Package(module="flash_attn", table="block_table", page_size=256)
-
-
-class FlashAttention:
-    """`PagedAttention` by a package's `flash_attn_with_kvcache`: neither gathers pages nor needs masks."""
-
-    def __init__(self, package: Package, function: Callable[..., Tensor]) -> None:
-        self.page_size = package.page_size
-        self._table = package.table
-        self._function = function
-
-    def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
-        rows, groups, share, size = queries.shape
-        out = self._attend(queries.reshape(rows, 1, groups * share, size), cache, layer, plan.lengths, plan.pages)
-        return out.view(rows, groups, share, size)
-
-    def prefill(self, queries: Tensor, cache: PagedKV, layer: int, part: Continued) -> Tensor:
-        tokens, groups, share, size = queries.shape
-        out = self._attend(queries.reshape(1, tokens, groups * share, size), cache, layer, part.length, part.pages)
-        return out.view(tokens, groups, share, size)
-
-    def _attend(self, queries: Tensor, cache: PagedKV, layer: int, lengths: Tensor, pages: Tensor) -> Tensor:
-        """[B, S, heads, D]: the last S of `lengths` [B] int32 tokens, in `pages` [B, P] int32, look back."""
-        return self._function(queries, cache.keys[layer], cache.values[layer], cache_seqlens=lengths, causal=True, **{self._table: pages})
-
-
-def load(package: Package) -> FlashAttention | None:
-    """The package's attention, or None if it is not installed or is one that this was not written for: a log line then says so."""
-    try:
-        function = importlib.import_module(package.module).flash_attn_with_kvcache
-    except (ImportError, AttributeError):
-        return None
-    missing = {"cache_seqlens", "causal", package.table} - set(inspect.signature(function).parameters)
-    if missing:
-        logging.getLogger(__name__).warning(
-            "rollouts attend without %s, whose flash_attn_with_kvcache has no %s", package.module, ", ".join(sorted(missing))
-        )
-        return None
-    return FlashAttention(package, function)
-
-
-def flash_attention(weight: Tensor, head_dim: int) -> FlashAttention | None:
-    """The fastest one for a model with this weight's dtype and device, or None."""
-    if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16) or head_dim > MOST_DIMENSIONS or head_dim % 8:
-        return None
-    is_hopper = torch.cuda.get_device_capability(weight.device)[0] == HOPPER
-    return (load(FLASH_3) if is_hopper else None) or load(FLASH_2)

@@ -42,7 +42,7 @@ class BatchInvariantDecoder(Decoder):
     add_up = staticmethod(exact.weight_totals)
 
     def __init__(self, weights: ModelWeights, architecture: Architecture, shards: Shards, **options: Any) -> None:
-        super().__init__(weights, architecture, shards, **(options | {"kernels": Kernels.torch}))
+        super().__init__(weights, architecture, shards, **(options | {"kernels": Kernels.torch, "cuda_graphs": False}))
         self.scale = 1.0 / math.sqrt(architecture.head_dim)
         self.exact_norm = _norm(architecture)
         self.exact_activation = ACTIVATIONS[architecture.activation]
@@ -107,7 +107,7 @@ class BatchInvariantDecoder(Decoder):
         out = torch.empty_like(queries)
         for part in plan.parts:
             if isinstance(part, Together):
-                out[part.rows[part.kept]] = self._causal(queries[part.rows], keys[part.rows], values[part.rows])[part.kept]
+                out[part.tokens] = self._causal(queries[part.rows], keys[part.rows], values[part.rows])[part.kept]
             else:
                 past_and_own = (slot[part.slots][None] for slot in slots)
                 out[part.first : part.last] = self._causal(queries[None, part.first : part.last], *past_and_own)[0]

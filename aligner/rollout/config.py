@@ -37,6 +37,7 @@ class EngineKind(str, Enum):
     megatron = "megatron"  # the built-in one, on the policy's own weights
     tensorrt_llm = "tensorrt_llm"  # NVIDIA's, in a process of its own for each replica
     vllm = "vllm"  # in the training processes
+    auto = "auto"  # on a GPU the first of tensorrt_llm and vllm that is installed and can do what the run asks for, else megatron
 
 
 class VerifyRefit(str, Enum):
@@ -89,7 +90,8 @@ class AsynchronousConfig:
 class RolloutConfig:
     """The rollout engine of the actor."""
 
-    # megatron (built in, on the policy's own weights), tensorrt_llm, vllm, or the name of an entry point of another package
+    # megatron (built in, on the policy's own weights), tensorrt_llm, vllm, auto (of the two that are installed and can do what the run
+    # asks for the first, else megatron), or the name of an entry point of another package
     engine: str = EngineKind.megatron.value  # what samples (docs/rollouts.md, docs/extending.md)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_batch_size: int = 128  # sequences decoded at a time by one replica of the engine; their keys and values share the device
@@ -121,7 +123,7 @@ class RolloutConfig:
 
     def _check_asynchronous(self) -> None:
         setting = f"rollout.asynchronous.max_staleness={self.asynchronous.max_staleness}"
-        if self.engine != EngineKind.megatron:
+        if self.engine not in (EngineKind.megatron, EngineKind.auto):
             # A wrapped package's scheduler takes no weights between two steps, and its collectives use training's threads and groups.
             raise ConfigError(f"{setting}: rollout.engine={self.engine} samples between training phases; allowed: megatron, or 0")
         if self.offload:
@@ -132,7 +134,7 @@ def check_cache(config: RolloutConfig, *, longest_prompt: int, context: int) -> 
     """Raise ConfigError if the built-in engine's key-value cache is stated and cannot hold the longest prompt with its response."""
     length = min(longest_prompt + config.sampling.max_response_length, context) - 1  # the last token is never looked at
     needed = -(-length // PAGE_SIZE) * PAGE_SIZE
-    if config.engine == EngineKind.megatron and 0 < config.kv_cache_tokens < needed:
+    if config.engine in (EngineKind.megatron, EngineKind.auto) and 0 < config.kv_cache_tokens < needed:
         raise ConfigError(
             f"rollout.kv_cache_tokens={config.kv_cache_tokens}: the longest prompt has {longest_prompt} tokens and needs {needed} with its "
             f"response (whole pages of {PAGE_SIZE}); allowed: 0 (as many as are needed), or at least {needed}"
@@ -142,7 +144,12 @@ def check_cache(config: RolloutConfig, *, longest_prompt: int, context: int) -> 
 def check_engine(config: RolloutConfig, architecture: Architecture, *, tp: int, world_size: int) -> None:
     """Raise ConfigError if the engine of `config` cannot sample with replicas of `tp` ranks each. Does not check installed packages."""
     check_splits(architecture, tp=tp, world_size=world_size)
-    if config.engine == EngineKind.megatron:
+    check_settings(config, tp=tp)
+
+
+def check_settings(config: RolloutConfig, *, tp: int) -> None:
+    """Raise ConfigError if the engine of `config` cannot do what its other settings ask for, with replicas of `tp` ranks."""
+    if config.engine in (EngineKind.megatron, EngineKind.auto):  # auto takes megatron for what others cannot do
         return
     if config.engine == EngineKind.tensorrt_llm:
         config.tensorrt_llm.check_sampling(config.sampling)

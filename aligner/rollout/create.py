@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,9 +17,10 @@ from aligner.models.families import architecture_to_hf
 from aligner.models.offload import HostMemory
 from aligner.models.policy import MegatronPolicy
 from aligner.parallel import platform
-from aligner.parallel.collectives import together
+from aligner.parallel.collectives import gather_objects, together
 from aligner.parallel.transfer import block_group
 from aligner.protocols import FollowUp, Replica
+from aligner.rollout.choice import choose
 from aligner.rollout.config import ENGINES, EngineKind, RolloutConfig, ShareWork, VerifyRefit, check_engine
 from aligner.rollout.engine import ForeignEngine
 from aligner.rollout.episodes import Conversing
@@ -42,6 +44,8 @@ def create_engine(
     engine cannot be laid out as the config says, EngineError if it cannot be started or filled.
     """
     gate: Gate | None = None
+    if config.engine == EngineKind.auto:
+        config = _chosen(policy, config)
     if config.engine == EngineKind.megatron:
         if config.asynchronous.max_staleness:
             tp = config.tp or policy.chunks[0].pg_collection.tp.size()
@@ -61,6 +65,20 @@ def create_engine(
         conversing = Conversing(follow_up=follow_up, group=block_group(ranks, backend="gloo"), in_step=fixed)
     sharing = WorkSharing(engine.replica, group, fixed=fixed)
     return PhasedEngine(engine, config.sampling, sharing, offload=config.offload, gate=gate, conversing=conversing)
+
+
+def _chosen(policy: MegatronPolicy, config: RolloutConfig) -> RolloutConfig:
+    """`config` with the engine that all ranks found; said once. Raises EngineError if they found different ones."""
+    chunk = policy.chunks[0]
+    tp = config.tp or chunk.pg_collection.tp.size()
+    found = gather_objects(str(choice := choose(config, tp=tp, batch_invariant=chunk.batch_invariant)))
+    if others := [rank for rank, one in enumerate(found) if one != found[0]]:
+        raise EngineError(
+            f"{found[0]} on rank 0, but on rank {others[0]} {found[others[0]]}: all nodes need the same packages, or name the engine"
+        )
+    if dist.get_rank() == 0:
+        print(choice, flush=True)
+    return replace(config, engine=choice.engine.value)
 
 
 def _shares(choice: ShareWork, chunk: LanguageModel) -> bool:

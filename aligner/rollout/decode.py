@@ -4,10 +4,10 @@ A decode step through the training modules takes several times as long on small 
 pass equal to the modules' forward. It computes with `ModelWeights`, which may be the training parameters themselves.
 
 A decode step runs, with `kernels=auto`: on CPU in float32 on compiled kernels (`aligner.rollout.native`); on GPU with FlashAttention over
-the pages if it is installed; else in plain torch. On GPU it is a CUDA graph for dense models.
+the pages where there is one (`aligner.rollout.paged_kernels`); else in plain torch. On GPU it is a CUDA graph.
 Tensor parallelism: each rank holds its heads, its share of the MLP (of every expert) and of the vocabulary.
 
-Feed-forward layers, dense and mixtures of experts, have the arithmetic of Megatron-Core's `MLP` and `SequentialMLP`.
+Feed-forward layers have the arithmetic of Megatron-Core's `MLP`; `aligner.rollout.experts` has mixtures of experts.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from aligner.rollout.attention import (
     PagedKV,
     PrefillChunk,
     PrefillPlan,
-    flash_attention,
     plan_decode,
     plan_prefill,
     prefill_attention,
 )
 from aligner.rollout.config import PAGE_SIZE, Kernels
+from aligner.rollout.experts import Stack, mix, mix_all, mix_grouped, multiplies_groups, route, stack_of
 from aligner.rollout.graphs import CudaCapture, DecodeGraphs
 from aligner.rollout.native import library as native
 from aligner.rollout.native.step import NativeDecode, Outside
+from aligner.rollout.paged_kernels import flash_attention
 from aligner.rollout.sampling import FusedDraw
 from aligner.rollout.weights import Affine, FeedForward, LayerWeights, ModelWeights, tensors
 
@@ -64,46 +65,6 @@ def expand(x: Tensor, weights: FeedForward, activation: Callable[[Tensor], Tenso
         return activation(inner)
     gate, up = inner.chunk(2, dim=-1)
     return activation(gate) * up
-
-
-def route(x: Tensor, router: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """(weights [N, k], experts int64 [N, k]) of tokens [N, H], in float32: softmax probabilities of the k likeliest experts, which sum to 1
-    if `normalize`."""
-    logits = F.linear(x.float(), router.float())
-    if normalize:
-        scores, experts = logits.topk(top_k, dim=-1)
-        return scores.softmax(dim=-1), experts
-    return logits.softmax(dim=-1).topk(top_k, dim=-1)
-
-
-def mix(
-    x: Tensor,
-    experts: tuple[FeedForward, ...],
-    routing: tuple[Tensor, Tensor],
-    inner: Callable[[Tensor, FeedForward], Tensor],
-    *,
-    biased: bool,
-) -> Tensor:
-    """Sum over the experts that `routing` (from `route`) chose for each token [N, H] of weight times output.
-
-    `inner` gives an expert's inner activations; `biased` where this rank adds the outer biases. Tokens are sorted by expert, so that each
-    expert runs once, on the tokens that chose it.
-    """
-    weights, chosen = routing
-    top_k = chosen.shape[1]
-    order = chosen.flatten().argsort(stable=True)
-    counts = chosen.flatten().bincount(minlength=len(experts)).tolist()
-    scales = weights.flatten()[order, None]
-    out = torch.zeros_like(x)
-    for expert, rows, scale in zip(experts, (order // top_k).split(counts), scales.split(counts), strict=True):
-        if not rows.shape[0]:
-            continue
-        hidden = inner(x[rows], expert)
-        part = F.linear((hidden * scale).to(x.dtype), expert.down.weight)
-        if biased and expert.down.bias is not None:
-            part = part + (scale * expert.down.bias).to(x.dtype)
-        out.index_add_(0, rows, part)
-    return out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,13 +108,14 @@ class Decoder:
         self.norm = _norm(architecture)
         self.activation = ACTIVATIONS[architecture.activation]
         self.rotary = None if frequencies is None else self._rotary_tables(frequencies)
-        flash = flash_attention(weights.embedding, self.head_dim) if kernels == Kernels.auto else None
+        flash = flash_attention(weights.embedding, (self.groups, self.queries, self.head_dim)) if kernels == Kernels.auto else None
         self.attention: PagedAttention = flash or GatheredAttention(page_size or PAGE_SIZE)
         self.page_size = self.attention.page_size
         self._native = self._native_decode() if kernels == Kernels.auto else None
-        # A mixture's tokens are counted on the host, where a graph cannot follow.
-        self._graphs = self._decode_graphs() if cuda_graphs and weights.embedding.is_cuda and not architecture.num_experts else None
+        self._graphs = self._decode_graphs() if cuda_graphs and weights.embedding.is_cuda else None
+        self.fixed_shapes = weights.embedding.is_cuda  # of decode steps, whatever the routing: nothing is read on the host
         self._addresses: tuple[int, ...] = ()
+        self._stacks: tuple[Stack | None, ...] = (None,) * len(weights.layers)  # of experts whose products are grouped
 
     @property
     def page_bytes(self) -> int:
@@ -169,6 +131,11 @@ class Decoder:
         return PagedKV(keys=keys, values=values)
 
     @property
+    def keeps_addresses(self) -> bool:
+        """Whether decode steps are cheaper on the cache of the generation before: graphs are recorded again for another one."""
+        return self._graphs is not None
+
+    @property
     def fused_draw(self) -> FusedDraw | None:
         """The sampler's kernel, if the decode steps have theirs."""
         return None if self._native is None else self._native.draw
@@ -176,8 +143,8 @@ class Decoder:
     @torch.no_grad()
     def prefill(self, chunks: Sequence[PrefillChunk], cache: PagedKV) -> Tensor:
         """Put the chunks' tokens into the cache; logits float32 [chunks that want logits, V], after the last token of each of these."""
-        if self._graphs is not None:  # weights move between generations, not in them
-            self._addresses = tuple(tensor.data_ptr() for tensor in tensors(self.weights))
+        if self.fixed_shapes:
+            self._look_up()
         plan = plan_prefill(chunks, cache.page_size, self.weights.embedding.device)
         return self._finish(self._forward(plan.tokens, plan, cache)[plan.wanted])
 
@@ -194,14 +161,27 @@ class Decoder:
     def refitted(self) -> None:
         """The weights changed: forget everything computed from the old ones. Here nothing was."""
 
-    def _step(self, batch: DecodeBatch, cache: PagedKV) -> Tensor:
-        return self._finish(self._forward(batch.tokens, plan_decode(batch, cache.page_size), cache))
+    def _look_up(self) -> None:
+        """Where the weights are: they move between generations, not in them."""
+        addresses = tuple(tensor.data_ptr() for tensor in tensors(self.weights))
+        if addresses != self._addresses:
+            self._addresses = addresses
+            if self.architecture.num_experts and multiplies_groups(self.weights.embedding):
+                self._stacks = tuple(stack_of(layer.experts) for layer in self.weights.layers)
 
-    def _finish(self, x: Tensor) -> Tensor:
-        """Logits of residual streams [N, H]."""
+    def release(self) -> None:
+        """Give back the device memory that decode steps keep, and forget the cache that they knew. May be called between generations."""
+        if self._graphs is not None:
+            self._graphs.release()
+
+    def _step(self, batch: DecodeBatch, cache: PagedKV, out: Tensor | None = None) -> Tensor:
+        return self._finish(self._forward(batch.tokens, plan_decode(batch, cache.page_size), cache), out)
+
+    def _finish(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits of residual streams [N, H], float32 [N, V]; in `out` if it is given."""
         depth = len(self.weights.layers)
         normed = self._note(Operation.final_norm, depth, self.norm(x, self.weights.final_norm))
-        return self._note(Operation.logits, depth, self._logits(normed))
+        return self._note(Operation.logits, depth, self._logits(normed, out))
 
     def _note(self, operation: Operation, layer: int, output: Tensor) -> Tensor:
         """`output`, shown to whoever looks on."""
@@ -210,7 +190,8 @@ class Decoder:
         return output
 
     def _decode_graphs(self) -> DecodeGraphs:
-        return DecodeGraphs(self._step, CudaCapture(), max_pages=-(-self.max_sequence_length // self.page_size))
+        max_pages = -(-self.max_sequence_length // self.page_size)
+        return DecodeGraphs(self._step, CudaCapture, max_pages=max_pages, vocab_size=self.architecture.vocab_size)
 
     def _native_decode(self) -> NativeDecode | None:
         """Decode steps on the compiled kernels, where the weights are such as they take and the kernels can be had."""
@@ -228,7 +209,7 @@ class Decoder:
         for number, layer in enumerate(self.weights.layers):
             x = x + self._attend(layer, number, self._mixed(layer, number, x, rotary), plan, cache)
             self._note(Operation.attention_residual, number, x)
-            x = x + self._feed_forward(layer, number, x)
+            x = x + self._feed_forward(layer, number, x, fixed=self.fixed_shapes and isinstance(plan, DecodePlan))
             self._note(Operation.residual, number, x)
         return x
 
@@ -272,21 +253,25 @@ class Decoder:
             x = self._sum(torch.where(owned[..., None], F.embedding(torch.where(owned, local, 0), weight), 0.0))
         return x if self.weights.positions is None else x + F.embedding(positions, self.weights.positions)
 
-    def _feed_forward(self, layer: LayerWeights, number: int, x: Tensor) -> Tensor:
+    def _feed_forward(self, layer: LayerWeights, number: int, x: Tensor, *, fixed: bool) -> Tensor:
         x = self._note(Operation.mlp_norm, number, self.norm(x, layer.mlp_norm))
         if layer.router is not None:
-            return self._note(Operation.mlp, number, self._experts(layer, number, x))
+            return self._note(Operation.mlp, number, self._experts(layer, number, x, fixed=fixed))
         inner = self._note(Operation.activation, number, self._expand(x, layer.experts[0]))
         return self._note(Operation.mlp, number, self._project(inner, layer.experts[0].down))
 
-    def _experts(self, layer: LayerWeights, number: int, x: Tensor) -> Tensor:
+    def _experts(self, layer: LayerWeights, number: int, x: Tensor, *, fixed: bool = False) -> Tensor:
+        """The mixture's output. `fixed`: by operations whose shapes do not depend on the routing."""
         tokens, architecture = x.flatten(0, -2), self.architecture
         routing = route(tokens, layer.router, architecture.experts_per_token, normalize=architecture.normalize_expert_weights)
         if self.tap is not None:
             weights, chosen = routing
             self.tap(Operation.router, number, weights.new_zeros(len(weights), architecture.num_experts).scatter_(1, chosen, weights))
+        if (stack := self._stacks[number]) is not None:
+            return self._sum(mix_grouped(tokens, stack, routing, self.activation, gated=architecture.gated_mlp)).view_as(x)
         # Each rank has its share of every expert; their outputs are summed, so one rank adds the biases.
-        return self._sum(mix(tokens, layer.experts, routing, self._expand, biased=self.shards.index == 0)).view_as(x)
+        add_up = mix_all if fixed else mix
+        return self._sum(add_up(tokens, layer.experts, routing, self._expand, biased=self.shards.index == 0)).view_as(x)
 
     def _expand(self, x: Tensor, weights: FeedForward) -> Tensor:
         return expand(x, weights, self.activation, gated=self.architecture.gated_mlp)
@@ -296,8 +281,11 @@ class Decoder:
         out = self._sum(F.linear(x, weights.weight))
         return out if weights.bias is None else out + weights.bias
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self._gather(F.linear(hidden, self.weights.output[: self.architecture.vocab_size]).float())
+    def _logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        own = F.linear(hidden, self.weights.output[: self.architecture.vocab_size])
+        if out is None:
+            return self._gather(own.float())
+        return out.copy_(own if self.shards.count == 1 else self._gather(own.float()))
 
     def _gather(self, logits: Tensor) -> Tensor:
         """Full rows from each rank's. Every rank has equally many columns, the last ones padding: what is beyond the vocabulary is cut."""

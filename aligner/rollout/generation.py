@@ -26,9 +26,9 @@ from aligner.errors import EngineError
 from aligner.models.config import Architecture
 from aligner.parallel import platform
 from aligner.parallel.logprobs import row_sums
-from aligner.rollout.attention import DecodeBatch, PagedKV, PrefillChunk
+from aligner.rollout.attention import DecodeBatch, PagedKV, PrefillChunk, upload
 from aligner.rollout.engine import GenRequest, GenResult, Work
-from aligner.rollout.running import Ended, Fetch, RunningBatch, Transcript, upload
+from aligner.rollout.running import Ended, Fetch, RunningBatch, Transcript
 from aligner.rollout.sampling import FusedDraw, Sampler
 from aligner.rollout.scheduler import Counters, PagePool, Prefix, Response, Scheduler, copies
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
@@ -72,6 +72,7 @@ class Generation:
         fused_draw: the sampler's kernel, for sampling that nothing reshapes.
         pauses: asked before each step that begins no prompt; None: the weights stay as they are.
         recompute: after new weights, keys and values of running responses are computed again.
+        keep_cache: the cache's memory stays allocated from one generation to the next, until `release`.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Generation:
         fused_draw: FusedDraw | None = None,
         pauses: Pauses | None = None,
         recompute: bool = False,
+        keep_cache: bool = False,
     ) -> None:
         self.decoder = decoder
         self.max_batch_size = max_batch_size
@@ -100,19 +102,29 @@ class Generation:
         self.fused_draw = fused_draw
         self.pauses = pauses
         self.recompute = recompute
+        self.keep_cache = keep_cache
+        self._kept: PagedKV | None = None  # between two generations
         self.counters = Counters()  # of the last run
 
     def run(self, work: Work, sampling: SamplingConfig, version: int) -> Iterator[list[GenResult]]:
         """Responses to all requests of `work` as they end, in any order; `version` is that of the weights now.
 
         Raises EngineError naming a request whose prompt is empty or leaves no room in the context, or which does not fit into a cache of
-        `kv_cache_tokens` even alone. The cache's memory is given back at the end, however that comes.
+        `kv_cache_tokens` even alone. The cache's memory is given back at the end, however that comes, or kept as it was asked for.
         """
         self.counters = Counters()
         loop = _Loop(self, work, sampling, version)
-        while (finished := loop.step()) is not None:
-            if finished:
-                yield [_result(ended) for ended in finished]
+        loop.spare, self._kept = self._kept, None
+        try:
+            while (finished := loop.step()) is not None:
+                if finished:
+                    yield [_result(ended) for ended in finished]
+        finally:
+            self._kept = (loop.cache or loop.spare) if self.keep_cache else None
+
+    def release(self) -> None:
+        """Give back the memory of a kept cache. Not while something is generated."""
+        self._kept = None
 
 
 class _Loop:
@@ -149,7 +161,8 @@ class _Loop:
         self.finished: list[Ended] = []
         self.has_more_work = True
         self.most_pages = 0  # that any request so far needs
-        self.cache: PagedKV | None = None
+        self.cache: PagedKV | None = None  # may have more pages than the pool
+        self.spare: PagedKV | None = None  # what the generation before left
 
     def step(self) -> list[Ended] | None:
         """One pass of the decoder at most; the responses that are known to have ended since the last one, None when all have."""
@@ -236,11 +249,23 @@ class _Loop:
             return
         if self.cache is not None:  # a shared queue gives a part at a time: not a copy for each
             wanted = max(wanted, min(2 * pool.num_pages, owner.max_batch_size * (self.most_pages + 1)))
-        old, self.cache = self.cache, self.decoder.new_cache(wanted)
-        if old is not None:
-            for before, after in ((old.keys, self.cache.keys), (old.values, self.cache.values)):
-                after[:, : pool.num_pages] = before[:, : pool.num_pages]
+        else:
+            self.cache = self._take_spare(wanted)
+        old = self.cache
+        if old is None or old.num_pages < wanted:
+            self.cache = self.decoder.new_cache(wanted)
+            if old is not None:
+                for before, after in ((old.keys, self.cache.keys), (old.values, self.cache.values)):
+                    after[:, : pool.num_pages] = before[:, : pool.num_pages]
         pool.extend(wanted)
+
+    def _take_spare(self, num_pages: int) -> PagedKV | None:
+        """The cache of the generation before, if it has that many pages; if not, its memory is given back before a larger one is made."""
+        spare, self.spare = self.spare, None
+        if spare is None or spare.num_pages < num_pages:
+            return None
+        spare.clear()
+        return spare
 
     def _prefill(self, ready: list[tuple[Prefix, Response]]) -> None:
         """Put the next pieces of prompts into the cache, and draw for the responses whose prompts are complete."""

@@ -75,6 +75,7 @@ class MegatronEngine:
             fused_draw=self.decoder.fused_draw,
             pauses=pauses,
             recompute=config.asynchronous.recompute,
+            keep_cache=self.decoder.keeps_addresses,
         )
         # The blocks are of consecutive ranks in training's tensor-parallel groups too, which vary fastest.
         count = self.shards.count
@@ -98,17 +99,22 @@ class MegatronEngine:
         return Refitted(num_bytes=num_bytes, seconds=time.monotonic() - started)
 
     def wake(self, memory: frozenset[Memory]) -> None:
-        """Allocate the engine's own weights. The cache is made for each generation, as large as its requests need."""
+        """Allocate the engine's own weights. The cache is made when something is generated, as large as the requests need."""
         if Memory.weights in memory:
             self.weights.allocate()
 
     def sleep(self, memory: frozenset[Memory]) -> None:
-        """Give back the engine's own weights; the policy's then come back. The cache was given back when the last generation ended."""
+        """Give back the engine's own weights, and the policy's then come back; the cache, if it was kept, and graphs that know it."""
+        if Memory.kv_cache in memory:
+            self.generation.release()
+            self.decoder.release()
         if Memory.weights in memory:
             self.weights.release()
 
     def shutdown(self) -> None:
-        """Nothing outlives the object."""
+        """Give back what was kept for the next generation."""
+        self.generation.release()
+        self.decoder.release()
 
     def generate(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
         """Responses to the requests of `work`, in any order, as they end."""

@@ -12,6 +12,7 @@ only if that is asked for.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -33,6 +34,7 @@ from aligner.rollout.manifest import TensorSpec, global_manifest, mismatch, name
 from aligner.rollout.weights import ModelWeights, by_role, held_here, moves, named_parameters, usable_in_place
 
 MIB = 2**20
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
 class TrainingWeights:
@@ -65,7 +67,9 @@ class SnapshotWeights:
         groups = chunk.pg_collection
         self._named = named_parameters([chunk])
         self._verified = verified
-        self._tensors = {name: torch.empty_like(parameter, requires_grad=False) for name, parameter in self._named.items()}
+        self._tensors = allocated(
+            {name: TensorSpec(shape=tuple(p.shape), dtype=p.dtype) for name, p in self._named.items()}, stacked=_stacks()
+        )
         self.model: ModelWeights = by_role(self._tensors, chunk.architecture)
         # Their own group: the two threads' collectives would meet in training's.
         self.shards = Shards(index=groups.tp.rank(), count=groups.tp.size(), group=block_group(groups.tp.size()))
@@ -84,7 +88,7 @@ class SnapshotWeights:
         differs = [name for name, copy in self._tensors.items() if self._verified and not torch.equal(copy, self._named[name])]
         if differs:
             raise EngineError(f"{named_few(differs)} of {len(self._tensors)} tensors are not what training holds")
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors.values())
+        return sum(tensor.nbytes for tensor in self._tensors.values())
 
 
 class OwnWeights:
@@ -106,24 +110,24 @@ class OwnWeights:
         check_moves(self._moves, chunks)
         self._refill = Refill(plan(self._moves, bucket_bytes=bucket_bytes), lanes=self._lanes, index=self.shards.index)
         self._verified = verified
-        self._tensors = {
-            # The first rank's vocabulary rows: the last ones may be fewer, but all ranks must hold equally many.
-            move.name: torch.empty(move.target_shape(0), dtype=move.dtype, device=platform.device())
-            for move in self._moves
-        }
-        self._sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in self._tensors.items()}
+        # The first rank's vocabulary rows: the last ones may be fewer, but all ranks must hold equally many.
+        self._tensors = allocated(
+            {move.name: TensorSpec(shape=move.target_shape(0), dtype=move.dtype) for move in self._moves}, stacked=_stacks()
+        )
+        storages = (tensor.untyped_storage() for tensor in self._tensors.values())
+        self._storages = {storage._cdata: (storage, storage.nbytes()) for storage in storages}  # experts may share one
         self._training = HostMemory(kept=lambda: (p.data for chunk in chunks for p in chunk.parameters())) if takes_turns else None
         self.model: ModelWeights = by_role(self._tensors, architecture)
 
     def allocate(self) -> None:
         """Take the memory again, with any contents."""
-        for name, tensor in self._tensors.items():
-            tensor.untyped_storage().resize_(self._sizes[name])
+        for storage, size in self._storages.values():
+            storage.resize_(size)
 
     def release(self) -> None:
         """Release the memory, and move the policy's weights back if the two take turns."""
-        for tensor in self._tensors.values():
-            tensor.untyped_storage().resize_(0)
+        for storage, _ in self._storages.values():
+            storage.resize_(0)
         if self._training is not None:
             self._training.move_in()
 
@@ -151,6 +155,28 @@ class OwnWeights:
         differs = wanted[:, self.shards.index] != verify.found(self._moves, held, self.shards.index)
         if names := [move.name for move, bad in zip(self._moves, differs.tolist(), strict=True) if bad]:
             raise EngineError(f"{named_few(names)} of {len(self._moves)} tensors arrived with another checksum than they were sent with")
+
+
+def _stacks() -> bool:
+    return platform.device().type == "cuda"
+
+
+def allocated(specs: Mapping[str, TensorSpec], *, stacked: bool) -> dict[str, Tensor]:
+    """A tensor for each name, of any contents. `stacked`: the same matrix of all experts of a layer is one tensor, of which each has a
+    view, for kernels that multiply by all of them at once."""
+    kinds: dict[str, dict[int, str]] = {}
+    found: dict[str, Tensor] = {}
+    for name, spec in specs.items():
+        if stacked and (expert := _EXPERT.search(name)):
+            kinds.setdefault(_EXPERT.sub("*", name), {})[int(expert[0])] = name
+        else:
+            found[name] = torch.empty(spec.shape, dtype=spec.dtype, device=platform.device())
+    for numbered in kinds.values():
+        names = [numbered[number] for number in sorted(numbered)]
+        spec = specs[names[0]]
+        together = torch.empty(len(names), *spec.shape, dtype=spec.dtype, device=platform.device())
+        found |= zip(names, together.unbind(0), strict=True)
+    return {name: found[name] for name in specs}
 
 
 def rollout_weights(

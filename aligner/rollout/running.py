@@ -13,15 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aligner.rollout.attention import DecodeBatch
+from aligner.rollout.attention import DecodeBatch, upload
 from aligner.rollout.sampling import STOP, Draw
 from aligner.rollout.scheduler import NO_SEAT, Response
-
-
-def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array on the device, without waiting for what the device has to do before. On a CPU it is the same memory."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class RunningBatch:

@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.parallel.logprobs import log_normalizer, row_sums
+from aligner.rollout.attention import upload
 from aligner.rollout.stopping import StopStrings
 from aligner.types import SamplingConfig
 
@@ -28,6 +30,7 @@ _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 BLOCK = 128  # tokens whose weights are summed first
 WINDOW = 256  # positions for which uniforms are made at a time
 HEAD = 1024  # likeliest tokens among which top-p looks first on a CPU
+_INT32_MAX = 2**31 - 1
 GOES_ON, STOP, LENGTH = 0, 1, 2  # values of `Draw.ended`
 
 
@@ -78,8 +81,8 @@ class Sampler:
         self._add_up = add_up
         self._fused = None if sampling.reshaping() else fused
         stop_ids = sorted({eos_id, *sampling.stop_token_ids})
-        self._stop_ids = torch.tensor(stop_ids, device=device)
-        self._forbidden = torch.tensor([i for i in stop_ids if i < vocab_size], dtype=torch.int64, device=device)
+        self._stop_ids = upload(np.array(stop_ids, np.int64), device)
+        self._forbidden = upload(np.array([i for i in stop_ids if i < vocab_size], np.int64), device)
         self._arrived: dict[int, tuple[int, int, int]] = {}  # by seat, since the last draw: seed, position (of the next token), limit
         self._state = torch.zeros(4, num_seats, dtype=torch.int64, device=device)  # of all seats: these, and where its uniforms begin
         self._uniforms = torch.zeros(num_seats, WINDOW, dtype=torch.float64, device=device)  # for its next positions
@@ -104,10 +107,10 @@ class Sampler:
         self._arrived[seat] = seed, len(response), limit
         if self._seen is not None:
             self._seen[seat] = False
-            self._seen[seat, torch.tensor([*prompt, *response], dtype=torch.int64, device=device)] = True
+            self._seen[seat, upload(np.array([*prompt, *response], np.int64), device)] = True
         if self._counts is not None:
             self._counts[seat] = 0
-            tokens = torch.tensor(response, dtype=torch.int64, device=device)
+            tokens = upload(np.array(response, np.int64), device)
             self._counts[seat].index_add_(0, tokens, torch.ones(len(response), device=device))
         if self._stops is not None:
             context = self._stops.context(prompt)
@@ -140,8 +143,8 @@ class Sampler:
         """Take over who arrived, and have uniforms for the next draw of every seat: made ahead, they cost next to nothing."""
         device = self._state.device
         if self._arrived:
-            seats = torch.tensor(list(self._arrived), device=device)
-            seeds, positions, limits = torch.tensor(list(self._arrived.values()), device=device).unbind(1)
+            seats = upload(np.array(list(self._arrived)), device)
+            seeds, positions, limits = upload(np.array(list(self._arrived.values()), np.int64), device).unbind(1)
             self._state[:, seats] = torch.stack([seeds, positions, limits, positions])
             self._uniforms[seats] = uniforms(seeds[:, None], positions[:, None] + self._ahead)
             self._arrived.clear()
@@ -252,8 +255,13 @@ def truncated(z: Tensor, weights: Tensor, *, top_k: int = 0, top_p: float = 1.0,
     vocab_size = z.shape[1]
     if top_p < 1:
         total = None if 0 < top_k < vocab_size else weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
-        head = min(HEAD, vocab_size) if z.device.type == "cpu" else vocab_size
-        weights = weights * _likeliest(z, *_nucleus(z, top_p, total=total, num=head if total is not None else top_k))
+        if total is None:
+            nucleus = _nucleus(z, top_p, total=None, num=top_k)
+        elif z.device.type == "cpu":
+            nucleus = _nucleus(z, top_p, total=total, num=min(HEAD, vocab_size))
+        else:
+            nucleus = halved_nucleus(z, weights, top_p * total)
+        weights = weights * _likeliest(z, *nucleus)
     elif 0 < top_k < vocab_size:
         least = z.topk(top_k, dim=-1).values[:, -1:]
         weights = weights * _likeliest(z, least, torch.full_like(least, top_k, dtype=torch.int64))
@@ -264,8 +272,8 @@ def _nucleus(z: Tensor, top_p: float, *, total: Tensor | None, num: int) -> tupl
     """Of the `num` likeliest tokens, what the smallest set with `top_p` of `total` (None: of their own) weight is: its least logit and
     its size, at least one; [B, 1] and int64 [B, 1].
 
-    Sorting a large vocabulary costs a CPU many times the rest of the sampler, so there `num` is a few, and the rows that need more are
-    done again: what other devices would have to be waited for.
+    Sorting a large vocabulary costs many times the rest of the sampler, so `num` is a few, and the rows that need more are done again,
+    on the CPU: other devices would have to be waited for.
     """
     ordered = z.topk(num, dim=-1).values if num < z.shape[1] else z.sort(dim=-1, descending=True).values
     own = (ordered - ordered[:, :1]).exp_().double()
@@ -278,6 +286,27 @@ def _nucleus(z: Tensor, top_p: float, *, total: Tensor | None, num: int) -> tupl
         if len(more):
             least[more], size[more] = _nucleus(z[more], top_p, total=total[more], num=z.shape[1])
     return least, size
+
+
+def halved_nucleus(z: Tensor, weights: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """`_nucleus` without a sort, and without a step whose size depends on the logits: of the smallest set of likeliest tokens that weighs
+    `mass` (float64 [B, 1], at most the whole of `weights` [B, V]) the least logit and the size.
+
+    Halves the range of the least logit 32 times, over integers in the order of the float32 numbers whose bits they are.
+    """
+    bits = z.view(torch.int32)
+    keys = torch.where(bits < 0, bits ^ _INT32_MAX, bits)
+    reached = torch.full_like(mass, -_INT32_MAX - 1, dtype=torch.int64)  # tokens from here on weigh enough
+    missed = keys.amax(dim=-1, keepdim=True).long() + 1
+    for _ in range(32):
+        middle = (reached + missed) >> 1
+        enough = torch.where(keys >= middle.int(), weights, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64) >= mass
+        reached, missed = torch.where(enough, middle, reached), torch.where(enough, missed, middle)
+    least = torch.where(reached < 0, reached ^ _INT32_MAX, reached).int().view(torch.float32)
+    above = z > least
+    rest = mass - torch.where(above, weights, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    own = (least - z.amax(dim=-1, keepdim=True)).exp().double()
+    return least, above.sum(dim=-1, keepdim=True) + (rest / own).ceil().long().clamp_(min=1)
 
 
 def _likeliest(z: Tensor, least: Tensor, count: Tensor) -> Tensor:
@@ -294,7 +323,8 @@ def invert(weights: Tensor, uniform: Tensor) -> Tensor:
     a cumulative sum over a large vocabulary in float64 costs several times as much as all the rest of the sampler."""
     if weights.shape[1] <= 8 * BLOCK:
         return _pass(weights.double(), uniform)[0][:, 0]
-    blocks = F.pad(weights, (0, -weights.shape[1] % BLOCK)).view(weights.shape[0], -1, BLOCK)
+    missing = -weights.shape[1] % BLOCK
+    blocks = (F.pad(weights, (0, missing)) if missing else weights).view(weights.shape[0], -1, BLOCK)  # padding with nothing copies too
     sums = blocks.sum(dim=-1).double()
     block, share = _pass(sums, uniform)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]

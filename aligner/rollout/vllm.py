@@ -23,7 +23,7 @@ from aligner.models.config import Architecture
 from aligner.parallel import platform
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenRequest, GenResult, Memory, WeightForm, Work
-from aligner.rollout.manifest import Manifest, named_few
+from aligner.rollout.manifest import Manifest, hf_manifest, named_few
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 KNOWN_VERSIONS = ("0.32.0",)  # what this file was run against; it uses parts of vLLM that are not its public interface
@@ -80,22 +80,46 @@ class VLLMEngine:
         if dist.is_initialized():
             os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(platform.device().index or 0)}
             launcher = {"distributed_executor_backend": "external_launcher"}
-        return launcher | {
-            "load_format": "dummy",
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",
-            "tensor_parallel_size": self._tp,
-            "max_model_len": model.max_sequence_length,
-            "max_num_seqs": config.max_batch_size,
-            "max_num_batched_tokens": max(config.prefill_chunk_tokens, config.max_batch_size),
-            "kv_cache_memory_bytes": self._cache_bytes(),
-            "enable_prefix_caching": config.vllm.prefix_caching,
-            "enforce_eager": config.vllm.enforce_eager,
-            "enable_sleep_mode": self._can_sleep,
-            "logprobs_mode": "processed_logprobs" if self._scaled else "raw_logprobs",
-            "seed": 0,
-        }
+        memory = {"gpu_memory_utilization": self._memory_share()} if torch.cuda.is_available() else {}
+        return (
+            launcher
+            | memory
+            | {
+                "load_format": "dummy",
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "skip_tokenizer_init": True,
+                "generation_config": "vllm",
+                "tensor_parallel_size": self._tp,
+                "max_model_len": model.max_sequence_length,
+                "max_num_seqs": config.max_batch_size,
+                "max_num_batched_tokens": max(config.prefill_chunk_tokens, config.max_batch_size),
+                "kv_cache_memory_bytes": self._cache_bytes(),
+                "enable_prefix_caching": config.vllm.prefix_caching,
+                "enforce_eager": config.vllm.enforce_eager,
+                "enable_sleep_mode": self._can_sleep,
+                "logprobs_mode": "processed_logprobs" if self._scaled else "raw_logprobs",
+                "seed": 0,
+            }
+        )
+
+    def _memory_share(self) -> float:
+        """The part of the device's memory that must be free at the start: weights and cache. vLLM's own part, 0.92, never is beside a
+        trainer; it is checked (`request_memory`) although the cache's size is given, and means nothing else then.
+
+        Raises EngineError if less is free.
+        """
+        torch.cuda.empty_cache()  # vLLM looks at what the device has, not at what training's allocator could hand out again
+        free, total = torch.cuda.mem_get_info()
+        weights, cache = hf_manifest(self._model.architecture, self._model.dtype).num_bytes // self._tp, self._cache_bytes()
+        if weights + cache > free:
+            sizes = {"weights": weights, "cache": cache, "free": free, "total": total}
+            gib = {name: f"{size / 2**30:.1f}" for name, size in sizes.items()}
+            raise EngineError(
+                f"rollout.engine=vllm: its weights ({gib['weights']} GiB) and key-value cache ({gib['cache']} GiB) do not fit into the "
+                f"{gib['free']} GiB that are free of the device's {gib['total']}; allowed: a smaller rollout.kv_cache_tokens or "
+                "rollout.max_batch_size, a larger rollout.tp, optimizer.offload=true"
+            )
+        return (weights + cache) / total
 
     def _cache_bytes(self) -> int:
         """Keys and values of as many tokens as the config says, on one rank."""

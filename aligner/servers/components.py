@@ -36,6 +36,13 @@ def in_section(path: str) -> Iterator[None]:
 
 
 @dataclass(kw_only=True, slots=True)
+class ActorConfig:
+    """What the launchers start the actor with. Its other settings have no section: `model`, `parallel`, `num_processes`, ..."""
+
+    environment: str = ""  # virtual environment that the launchers start it in (folder or python); empty: their own
+
+
+@dataclass(kw_only=True, slots=True)
 class CriticConfig:
     """The critic component of a PPO run: a value model behind a server."""
 
@@ -44,9 +51,11 @@ class CriticConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)  # how it listens, how long it waits and how much it takes
     num_processes: int = 1  # ranks, however they are started
+    environment: str = ""  # virtual environment that the launchers start it in (folder or python); empty: their own
     clip: float = 0.2  # of the value around the old value; 0: off
     mini_batch_size: int = 128  # rollouts per optimizer step
     num_epochs: int = 1  # passes over a step's rollouts
+    with_reward: bool = False  # its ranks serve the reward too, in its layout: reward.num_processes, .parallel and .server say nothing then
     accept_gap: bool = False  # let a critic join that was not trained on all that the policy was; else the run ends, saying what is missing
 
     def __post_init__(self) -> None:
@@ -71,6 +80,7 @@ class RewardConfig:
     attribute_weights: list[float] = field(default_factory=list)  # of a reward model with several outputs: the reward is their weighted sum
     server: ServerConfig = field(default_factory=ServerConfig)  # how it listens, how long it waits and how much it takes
     num_processes: int = 1  # ranks, however they are started
+    environment: str = ""  # virtual environment that the launchers start its server in (folder or python); empty: their own
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:

@@ -100,5 +100,5 @@ class CriticService:
             Operation(endpoint=CRITIC_INFER, handler=self.infer),
             Operation(endpoint=CRITIC_TRAIN, handler=self.train),
             Operation(endpoint=CRITIC_SAVE, handler=self.save),
-            Operation(endpoint=CRITIC_STATUS, handler=self.status),
+            Operation(endpoint=CRITIC_STATUS, handler=self.status, computes=False),
         )

@@ -23,12 +23,14 @@ Answer = dict[str, np.ndarray]
 class Operation:
     """`handler` runs on every rank with the same payload; its result on rank 0 is the answer.
 
-    `check` may raise ValueError to reject a payload; it runs on rank 0 only, in another thread, before any rank computes.
+    `check` may raise ValueError to reject a payload; it runs on rank 0 only, in another thread, before any rank computes. An operation that
+    does not itself compute (`computes`) needs no model on the device.
     """
 
     endpoint: Endpoint
     handler: Callable[[Payload], Result]
     check: Callable[[Payload], None] | None = None
+    computes: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,6 +30,7 @@ STALE_HEARTBEATS = 5  # a registration that another machine's process has not to
 class ServiceState(str, Enum):
     """How far a component is."""
 
+    waiting = "waiting"  # for its turn on GPUs that it shares, to load: however long that takes
     loading = "loading"
     ready = "ready"
 
@@ -239,6 +240,11 @@ class Publication:
         self._write(self.registration)
         return self.registration
 
+    def waits(self, waits: bool) -> None:
+        """Say whether the component, which has still to load, waits for its turn on GPUs that it shares."""
+        self.registration = replace(self.registration, state=ServiceState.waiting if waits else ServiceState.loading)
+        self._write(self.registration)
+
     def describe_checkpoint(self, checkpoint: str) -> None:
         """Say which checkpoint was loaded."""
         self.registration = replace(self.registration, checkpoint=checkpoint)
@@ -331,6 +337,8 @@ def wait_for_service(
                 return registration
             state = f"stale: {registration.describe()}: {problem}" if problem else _loading(registration)
             news = (registration.incarnation, problem is None)
+            if problem is None and registration.state == ServiceState.waiting:
+                started = time.monotonic()
         if news != told:
             told = news
             tell(f"waiting for {name}: {state}")
@@ -347,7 +355,8 @@ def wait_for_service(
 
 def _loading(registration: Registration) -> str:
     since = time.strftime("%H:%M:%S", time.localtime(registration.started_at))
-    return f"{registration.name} is loading on {registration.host} since {since} (pid {registration.pid})"
+    does = "waits for its turn on the GPUs" if registration.state == ServiceState.waiting else "is loading"
+    return f"{registration.name} {does} on {registration.host} since {since} (pid {registration.pid})"
 
 
 def _gone(services_dir: Path, name: str) -> str:

@@ -42,6 +42,7 @@ from aligner.servers.intake import Answer, Intake, Operation
 from aligner.servers.kserve import AnswerError
 from aligner.servers.ledger import Refused
 from aligner.servers.registry import Publication, make_registration
+from aligner.servers.turns import LINGER_SECONDS, Residence
 from aligner.servers.wire import Endpoint, Payload
 
 FAILURE_KEY = "aligner/servers/failure"
@@ -51,11 +52,12 @@ FAILURE_KEY = "aligner/servers/failure"
 class Command:
     """The next command for all ranks: run `operation` on `payload`; nothing if it is None (the idle no-op).
 
-    They end after this if `stop`, and with an exception if rank 0 gives a `failure`.
+    Their models are on the device for it if `here`. They end after this if `stop`, and with an exception if rank 0 gives a `failure`.
     """
 
     operation: str | None = None
     payload: Payload | None = None
+    here: bool = True
     stop: bool = False
     failure: str | None = None
 
@@ -118,11 +120,13 @@ def serve(
     secret: Path,
     publication: Publication | None = None,
     progress: Progress | None = None,
+    residence: Residence | None = None,
 ) -> None:
     """Serve until a signal or a failure. Every rank calls it, from its main thread; `name` is what clients look for in `services_dir`.
 
     `publication` is rank 0's registration of a component that said early that it was loading; without it one is made now. Only requests
-    with the secret of the file `secret` are let in; it is made if there is none. `progress` records what this rank does.
+    with the secret of the file `secret` are let in; it is made if there is none. `progress` records what this rank does; `residence` has
+    the models, which are away already where they share their devices.
 
     Returns after SIGTERM or SIGINT on any rank, when the running operation is finished and answered.
 
@@ -139,6 +143,7 @@ def serve(
         secret=secret,
         publication=publication,
         progress=progress or Progress(),
+        residence=residence or Residence(),
     )
     service.progress.enter_phase(IDLE)
     control = ControlGroup(config.control_timeout_seconds)
@@ -166,6 +171,7 @@ class _Service:
     secret: Path
     publication: Publication | None
     progress: Progress
+    residence: Residence
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -269,8 +275,9 @@ def _open(service: _Service, control: ControlGroup, intake: Intake, stop: _StopS
     # The first to end: where connections to it are open Triton waits for them till its time is up, and leaves without unloading its models.
     cleanup.callback(gateway.stop)
     health.pulse.begin(None)
-    control.broadcast(Command())  # a first round, so that a server that says it is ready is
-    _take_part(service, control, Command(), stop)
+    first = Command(here=not service.residence.takes_turns)
+    control.broadcast(first)  # a first round, so that a server that says it is ready is
+    _take_part(service, control, first, stop)
     health.pulse.round_done()
     url = f"{access.scheme}://{advertised_host(config, os.environ)}:{gateway.port}"
     registration = publication.ready(url)
@@ -300,19 +307,28 @@ def _start_frontend(service: _Service, incarnation: str, intake: Intake, stop: _
 
 
 def _lead_loop(service: _Service, control: ControlGroup, intake: Intake, supervisor: Supervisor, stop: _StopSignal, pulse: Pulse) -> None:
-    """One command after the other until a stop command."""
+    """One command after the other until a stop command. A request that has to wait for the devices is kept, while no-ops go round."""
+    residence, kept = service.residence, None
     while True:
-        ticket = None if stop.requested else intake.take(service.config.idle_seconds)
+        lingers = residence.takes_turns and residence.is_here
+        ticket, kept = kept, None
+        if ticket is None and not stop.requested:
+            ticket = intake.take(LINGER_SECONDS if lingers else service.config.idle_seconds)
         if supervisor.failure() is not None:
             raise ServerError(supervisor.failure())
+        if ticket is not None and ticket.operation.computes and not residence.try_take(service.config.idle_seconds):
+            ticket, kept = None, None if stop.requested else ticket
         if ticket is None:
-            command = Command(stop=stop.requested)
+            command = Command(stop=stop.requested, here=not residence.takes_turns)
         else:
-            command = Command(operation=ticket.operation.endpoint.name, payload=ticket.payload)
+            here = ticket.operation.computes or residence.is_here
+            command = Command(operation=ticket.operation.endpoint.name, payload=ticket.payload, here=here)
         pulse.begin(command.operation)
         control.broadcast(command)
         answer = _take_part(service, control, command, stop)
         pulse.round_done()
+        if not command.here:
+            residence.release()
         if ticket is not None and answer is not None:
             intake.answer(ticket, answer)
         if command.stop:
@@ -343,7 +359,7 @@ def _take_part(service: _Service, control: ControlGroup, command: Command, stop:
         _OperationFailed: on every rank, where the handler raised on any of them.
     """
     with service.progress.phase(command.operation or IDLE):
-        answer, error = (None, None) if command.operation is None else _run(service.operations[command.operation], command, control)
+        answer, error = _run(service, command, control)
     reports = control.gather(Report(error=error, stop_requested=stop.requested))
     for report in reports:
         if report.error is not None:
@@ -352,15 +368,19 @@ def _take_part(service: _Service, control: ControlGroup, command: Command, stop:
     return answer
 
 
-def _run(operation: Operation, command: Command, control: ControlGroup) -> tuple[Answer | AnswerError | None, str | None]:
+def _run(service: _Service, command: Command, control: ControlGroup) -> tuple[Answer | AnswerError | None, str | None]:
     """The answer (on rank 0), or what went wrong on this rank. A refusal is an answer."""
     try:
+        service.residence.move(command.here)
+        if command.operation is None:
+            return None, None
+        operation = service.operations[command.operation]
         result = operation.handler(command.payload)
         return (operation.endpoint.encode(command.payload, result) if control.rank == 0 else None), None
     except Refused as refusal:  # every rank has refused, before anything was changed
         return AnswerError(str(refusal), status=409), None
     except Exception as error:  # whatever it is, every rank must hear of it
         traceback.print_exc(file=sys.stderr)
-        message = f"operation {command.operation} failed on rank {control.rank}: {type(error).__name__}: {error}"
+        message = f"operation {command.operation or 'idle'} failed on rank {control.rank}: {type(error).__name__}: {error}"
         control.announce_failure(message)
         return None, message

@@ -17,7 +17,8 @@
 enum { MAX_DEVICES = 16, MAX_BLOCKS = 1 << 18 };
 static const size_t TOTAL = (size_t)143771 << 20; /* an H200's */
 
-typedef struct { char *start; size_t size; int device, is_the_callers; } Block; /* device -1: pinned host memory */
+enum { PINNED = -1, REGISTERED = -2 }; /* the device of host memory: taken here, and somebody else's */
+typedef struct { char *start; size_t size; int device; } Block;
 static Block blocks[MAX_BLOCKS];
 static int block_count;
 static size_t used[MAX_DEVICES];
@@ -34,18 +35,18 @@ static int device_count(void) {
   return count < most ? count : most;
 }
 
-/* Memory of the caller's where `pointer` is not empty, else new. */
 static cudaError_t take(void **pointer, size_t size, int device) {
+  *pointer = NULL;
   if (size == 0) return cudaSuccess;
   pthread_mutex_lock(&lock);
-  int slot = 0, is_the_callers = *pointer != NULL;
+  int slot = 0;
   while (slot < block_count && blocks[slot].start) slot++;
   cudaError_t result = cudaSuccess;
-  if (slot == MAX_BLOCKS || (device >= 0 && used[device] + size > TOTAL) || (!is_the_callers && posix_memalign(pointer, 512, size))) {
+  if (slot == MAX_BLOCKS || (device >= 0 && used[device] + size > TOTAL) || posix_memalign(pointer, 512, size)) {
     *pointer = NULL;
     result = cudaErrorMemoryAllocation;
   } else {
-    blocks[slot] = (Block){*pointer, size, device, is_the_callers};
+    blocks[slot] = (Block){*pointer, size, device};
     if (slot == block_count) block_count++;
     if (device >= 0) used[device] += size;
   }
@@ -61,7 +62,7 @@ static cudaError_t give_back(void *pointer) {
     if (blocks[i].start == pointer) {
       if (blocks[i].device >= 0) used[blocks[i].device] -= blocks[i].size;
       blocks[i].start = NULL;
-      if (!blocks[i].is_the_callers) free(pointer);
+      if (blocks[i].device != REGISTERED) free(pointer);
       result = cudaSuccess;
       break;
     }
@@ -90,18 +91,22 @@ CUDART_API cudaError_t cudaLaunchKernel(const void *function) { return last_erro
 CUDART_API cudaError_t __cudaLaunchKernel(void *function) { return last_error = cudaErrorNotSupported; }
 CUDART_API cudaError_t cudaLaunchKernelExC(const void *configuration) { return last_error = cudaErrorNotSupported; }
 CUDART_API cudaError_t cudaLaunchCooperativeKernel(const void *function) { return last_error = cudaErrorNotSupported; }
-static cudaError_t take_new(void **pointer, size_t size, int device) {
-  *pointer = NULL;
-  return take(pointer, size, device);
-}
-CUDART_API cudaError_t cudaMalloc(void **pointer, size_t size) { return take_new(pointer, size, current); }
-CUDART_API cudaError_t cudaMallocAsync(void **pointer, size_t size, cudaStream_t stream) { return take_new(pointer, size, current); }
+CUDART_API cudaError_t cudaMalloc(void **pointer, size_t size) { return take(pointer, size, current); }
+CUDART_API cudaError_t cudaMallocAsync(void **pointer, size_t size, cudaStream_t stream) { return take(pointer, size, current); }
 CUDART_API cudaError_t cudaFree(void *pointer) { return give_back(pointer); }
 CUDART_API cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream) { return give_back(pointer); }
-CUDART_API cudaError_t cudaHostAlloc(void **pointer, size_t size, unsigned flags) { return take_new(pointer, size ? size : 1, -1); }
-CUDART_API cudaError_t cudaFreeHost(void *pointer) { return give_back(pointer); }
-CUDART_API cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags) { return take(&pointer, size, -1); }
+CUDART_API cudaError_t cudaHostAlloc(void **pointer, size_t size, unsigned flags) { return take(pointer, size ? size : 1, PINNED); }
+CUDART_API cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags) {
+  pthread_mutex_lock(&lock);
+  int slot = 0;
+  while (slot < block_count && blocks[slot].start) slot++;
+  if (slot < MAX_BLOCKS) blocks[slot] = (Block){pointer, size, REGISTERED};
+  if (slot == block_count && slot < MAX_BLOCKS) block_count++;
+  pthread_mutex_unlock(&lock);
+  return slot < MAX_BLOCKS ? cudaSuccess : cudaErrorMemoryAllocation;
+}
 CUDART_API cudaError_t cudaHostUnregister(void *pointer) { return give_back(pointer); }
+CUDART_API cudaError_t cudaFreeHost(void *pointer) { return give_back(pointer); }
 CUDART_API cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) { memmove(to, from, size); return cudaSuccess; }
 CUDART_API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
   memmove(to, from, size);

@@ -16,7 +16,7 @@ CONTINUES = "ALIGNER_CONTINUES"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """`jobs[k]` and `num_nodes[k]` belong to component k; in a job of one component there is one of each."""
+    """`jobs[k]` and `num_nodes[k]` belong to part k; in a job of one part there is one of each."""
 
     job: str
     jobs: tuple[str, ...]
@@ -31,12 +31,12 @@ class Allocation:
         return len(self.jobs) > 1
 
     def het_group(self, index: int) -> int | None:
-        """srun's het-group of component `index`."""
+        """srun's het-group of part `index`."""
         return index if self.is_heterogeneous else None
 
     def check(self, spec: JobSpec) -> None:
         """Raise ConfigError if the job does not match its config: the script was rendered for other settings."""
-        wanted = [component.num_nodes for component in spec.components]
+        wanted = [max(component.num_nodes for component in part) for part in spec.parts()]
         if list(self.num_nodes) != wanted:
             parts = ", ".join(f"{one.name} {one.num_nodes}" for one in spec.components)
             raise ConfigError(

@@ -15,7 +15,7 @@ from enum import Enum
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.lease import Lease
 from aligner.cluster.outcomes import TOO_EARLY
-from aligner.cluster.services import is_ready
+from aligner.cluster.services import is_ready, waits_for_its_turn
 from aligner.cluster.slurm.client import JobRecord
 from aligner.cluster.slurm.history import History, done_step
 from aligner.cluster.slurm.requests import StopRequests
@@ -100,10 +100,9 @@ class Attempt:
         return self._steps[self._spec.components[0].name]
 
     def _start(self, component: ComponentSpec) -> None:
-        index = self._spec.components.index(component)
         start = self._starts[component.name] = self._starts.get(component.name, -1) + 1
         key = f"{self._number}/{component.name}.{start}"
-        self._steps[component.name] = self._place.start(component, index=index, key=key, variables=self._variables)
+        self._steps[component.name] = self._place.start(component, shares=self._spec.shares(component), key=key, variables=self._variables)
 
     def _watch(self) -> Verdict:
         while True:
@@ -179,6 +178,8 @@ class Attempt:
         step.is_ready = step.is_ready or is_ready(self._place.run, step.name)
         if step.is_ready:
             return False
+        if waits_for_its_turn(self._place.run, step.name):
+            step.started_at = time.monotonic()
         if step.age_seconds() <= self._slurm.ready_timeout_seconds:
             return False
         self._say(f"{step.name} has not registered itself within slurm.ready_timeout_seconds={self._slurm.ready_timeout_seconds:g}")

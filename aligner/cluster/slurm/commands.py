@@ -89,15 +89,28 @@ def wrapped(where: Runtime, program: Sequence[str], *, has_gpus: bool) -> tuple[
     return [], command
 
 
+# Slurm shows every step of a node all GPUs of the job there; a component is left its own, counted from 1.
+_SEE = (
+    ': "${CUDA_VISIBLE_DEVICES:?is not set: Slurm gave this step no GPUs}"; '
+    'export CUDA_VISIBLE_DEVICES="$(printf %s "$CUDA_VISIBLE_DEVICES" | cut -d, -f"$0")"; exec "$@"'
+)
+
+
 def srun_command(
-    component: ComponentSpec, slurm: SlurmConfig, where: Runtime, *, het_group: int | None, log: str, name: str = ""
+    component: ComponentSpec, slurm: SlurmConfig, where: Runtime, *, het_group: int | None, log: str, shares: bool = False
 ) -> list[str]:
-    """The step that runs a component on its part of the job; `log` may hold srun's %t, `het_group` is None in a job of one component."""
+    """The step that runs a component on its part of the job; `log` may hold srun's %t, `het_group` is None in a job of one part.
+
+    `shares`: other components have steps on the same nodes.
+    """
+    where = replace(where, python=component.python or where.python)
     options, command = wrapped(where, component.program, has_gpus=component.gpus_per_node > 0)
+    if component.gpus is not None:
+        command = [*(["sh", "-c", _SEE, component.gpus] if component.gpus else ["env", "CUDA_VISIBLE_DEVICES="]), *command]
     return [
         "srun",
         *([f"--het-group={het_group}"] if het_group is not None else []),
-        f"--job-name={name or component.name}",
+        f"--job-name={component.name}",
         f"--nodes={component.num_nodes}",
         f"--ntasks={component.num_ranks}",
         f"--ntasks-per-node={component.ranks_per_node}",
@@ -106,6 +119,7 @@ def srun_command(
         *([f"--mpi={slurm.mpi}"] if slurm.mpi else []),
         "--kill-on-bad-exit=1",
         f"--wait={slurm.spread_seconds}",
+        *(["--overlap"] if shares else []),  # else the first step would have all processors and the memory to itself
         "--input=none",
         f"--output={log}",
         "--open-mode=append",

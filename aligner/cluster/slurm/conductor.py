@@ -42,11 +42,11 @@ def run_preflight(spec: JobSpec, place: Place, requests: StopRequests, variables
     """Run the preflight on the job's nodes; None if the job may start."""
     if not spec.preflight or place.environ.get(SKIP_VARIABLE) == "0":
         return None
-    place.say(f"preflight on {sum(component.num_nodes for component in spec.components)} nodes ({SKIP_VARIABLE}=0 skips it)")
+    place.say(f"preflight on {sum(place.allocation.num_nodes)} nodes ({SKIP_VARIABLE}=0 skips it)")
     components = [_component(spec, index) for index in range(len(spec.components))]
     for component in components:
         place.run.log(component.name, 0).unlink(missing_ok=True)
-    steps = [place.start(component, index=index, key=component.name, variables=variables) for index, component in enumerate(components)]
+    steps = [place.start(one, shares=spec.shares(one), key=one.name, variables=variables) for one in components]
     deadline = time.monotonic() + spec.slurm.preflight_timeout_seconds
     while not all(step.has_ended() for step in steps) and time.monotonic() < deadline and not requests.any:
         time.sleep(POLL_SECONDS)

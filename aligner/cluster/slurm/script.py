@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from aligner.cluster.slurm.spec import ComponentSpec, JobSpec
+from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, SlurmConfig
 
 _BODY = """
 # Where the components run: pyxis:IMAGE or apptainer:IMAGE.sif; empty: the virtual environment ALIGNER_VENV, the active one, or .venv.
@@ -40,25 +40,27 @@ def render(config: str, spec: JobSpec, *, title: str, overrides: Sequence[str] =
         f"#SBATCH --output={slurm.output}",
         "#SBATCH --no-requeue",
     ]
-    for index, component in enumerate(spec.components):
+    for index, part in enumerate(spec.parts()):
         lines += ["#SBATCH hetjob"] if index else []
-        lines += _component_lines(component, spec)
+        lines += _part_lines(part, spec.slurm)
     settings = "".join(f" --set {shlex.quote(override)}" for override in overrides)
     command = f'exec "${{ALIGNER_PYTHON:-python3}}" -m aligner.cluster.slurm --script "$0" --config {config}{settings} -- "$@"'
     return "\n".join(lines) + "\n" + _BODY + command + "\n"
 
 
-def _component_lines(component: ComponentSpec, spec: JobSpec) -> list[str]:
-    slurm = spec.slurm
-    ranks = "rank" if component.num_ranks == 1 else "ranks"
-    size = [f"--nodes={component.num_nodes}", f"--ntasks-per-node={component.ranks_per_node}"]
-    size += [f"--gpus-per-node={component.gpus_per_node}"] if component.gpus_per_node else []
+def _part_lines(part: Sequence[ComponentSpec], slurm: SlurmConfig) -> list[str]:
+    """Of components that share nodes, or of one."""
+    gpus = max(component.gpus_per_node for component in part)
+    size = [f"--nodes={max(component.num_nodes for component in part)}"]
+    ranks = [component.ranks_per_node for component in part]  # side by side, or one component after the other
+    size += [f"--ntasks-per-node={sum(ranks) if any(component.gpus for component in part) else max(ranks)}"]
+    size += [f"--gpus-per-node={gpus}"] if gpus else []
     size += [f"--cpus-per-task={slurm.cpus_per_rank}"] if slurm.cpus_per_rank else []
     size += ["--exclusive"] if slurm.exclusive else []
     where = {"--partition": slurm.partition, "--account": slurm.account, "--qos": slurm.qos, "--constraint": slurm.constraint}
     given = [f"{option}={value}" for option, value in where.items() if value]
     return [
-        f"# {component.name}: {component.num_ranks} {ranks}",
+        *(f"# {one.name}: {one.num_ranks} {'rank' if one.num_ranks == 1 else 'ranks'}" for one in part),
         f"#SBATCH {' '.join(size)}",
         *(f"#SBATCH {option}" for option in (*given, *slurm.options)),
     ]

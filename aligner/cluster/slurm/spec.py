@@ -87,18 +87,21 @@ class SlurmConfig:
                 raise ConfigError(f"slurm.options has {option!r}; allowed: sbatch options such as --mem=0, one a string")
 
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComponentSpec:
-    """One SPMD component: its place in the heterogeneous job is its place in `JobSpec.components`."""
+    """One SPMD component, on part `part` of the heterogeneous job."""
 
     name: str
     program: tuple[str, ...]  # arguments of the Python interpreter
     num_nodes: int
     ranks_per_node: int
-    gpus_per_node: int  # 0: none are asked for
+    gpus_per_node: int  # of its part of the job; 0: none are asked for
+    part: int = 0  # components of the same part share its nodes
+    gpus: str | None = None  # those of its part that it sees, as `cut -f` takes them ("5-6", from 1; empty: none); None: all
+    python: str = ""  # its interpreter, where it has an environment of its own
 
     @property
     def num_ranks(self) -> int:
@@ -116,6 +119,14 @@ class JobSpec:
     components: tuple[ComponentSpec, ...]
     preflight: tuple[str, ...]  # arguments of the Python interpreter; empty: none
     slurm: SlurmConfig
+
+    def parts(self) -> list[list[ComponentSpec]]:
+        """The components of each part of the job."""
+        return [[one for one in self.components if one.part == part] for part in range(1 + max(one.part for one in self.components))]
+
+    def shares(self, component: ComponentSpec) -> bool:
+        """Whether other components are on its nodes too."""
+        return len(self.parts()[component.part]) > 1
 
 
 def to_json(spec: JobSpec) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.cluster import outcomes
+from aligner.cluster.component import activated
 from aligner.cluster.console import plain
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import Allocation, step_environment
@@ -75,18 +77,21 @@ class Place:
     environ: Mapping[str, str]
     say: Callable[[str], None]
 
-    def start(self, component: ComponentSpec, *, index: int, key: str, variables: Mapping[str, str]) -> Step:
-        """Start a component on part `index` of the job; its ranks write to `<run>/logs`. `key` is new for every start."""
+    def start(self, component: ComponentSpec, *, shares: bool, key: str, variables: Mapping[str, str]) -> Step:
+        """Start a component on its part of the job; its ranks write to `<run>/logs`. `shares`: other components are there too; `key` is
+        new for every start."""
         outcomes_directory = self.run.jobs / self.allocation.job / "outcomes" / key
         command = srun_command(
             component,
             self.slurm,
             self.runtime,
-            het_group=self.allocation.het_group(index),
+            het_group=self.allocation.het_group(component.part),
             log=f"{self.run.logs}/{component.name}.%t.log",
+            shares=shares,
         )
         environment = {
             **step_environment(self.environ, self.runtime.home),
+            **activated(component.python or sys.executable, self.environ),
             **variables,
             "ALIGNER_COMPONENT": component.name,
             outcomes.VARIABLE: str(outcomes_directory),

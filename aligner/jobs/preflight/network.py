@@ -31,7 +31,8 @@ def ensure_group(context: Context) -> None:
     """The process group for items with collectives; the first one makes it."""
     if not dist.is_initialized():
         allocation = context.allocation
-        links.start_group(allocation.world, allocation.store, timeout_seconds=_GROUP_TIMEOUT_SECONDS)
+        shared = context.config.run.ranks_per_gpu
+        links.start_group(allocation.world, allocation.store, timeout_seconds=_GROUP_TIMEOUT_SECONDS, ranks_per_gpu=shared)
 
 
 def _observe(context: Context) -> Measured:

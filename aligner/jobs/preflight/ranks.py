@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform as interpreter
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -16,6 +16,7 @@ from aligner.config import fingerprint
 from aligner.errors import ConfigError, LaunchError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
 from aligner.loop.config import JobRun
+from aligner.rollout.config import EngineKind
 from aligner.servers.components import SERVERS, in_section
 
 
@@ -82,7 +83,20 @@ def _judge_config(context: Context, seen: Mapping[int, Composed]) -> Finding:
     if others := [rank for rank, one in seen.items() if one.fingerprint != seen[0].fingerprint]:
         text = f"{who(allocation, others)}: another config than rank 0 ({seen[others[0]].fingerprint} and not {seen[0].fingerprint})"
         return Finding(level=Level.fatal, found=text, advice="same checkout, arguments and environment variables on every node")
-    return _judge_sizes(allocation.size, context.config, seen[0].fingerprint)
+    finding = _judge_sizes(allocation.size, context.config, seen[0].fingerprint)
+    if finding.level is not Level.fatal and (engine := _chosen_engine(context.config)):
+        finding = replace(finding, found=f"{finding.found}; {engine}")
+    return finding
+
+
+def _chosen_engine(config: JobRun) -> str:
+    """What `rollout.engine=auto` takes here, and why not what would come first; empty where an engine is named."""
+    rollout = getattr(config, "rollout", None)
+    if rollout is None or rollout.engine != EngineKind.auto:
+        return ""
+    from aligner.rollout.choice import choose
+
+    return str(choose(rollout, tp=rollout.tp or config.parallel.tp, batch_invariant=config.models()[0].config.batch_invariant))
 
 
 def wanted_ranks(config: JobRun) -> dict[str, int]:
@@ -143,6 +157,7 @@ PACKAGES = (
     "nvidia-pytriton",
     "transformer-engine",
     "tensorrt-llm",
+    "vllm",
     "mpi4py",
 )
 ABSENT = "absent"

@@ -20,6 +20,7 @@ import torch
 from aligner.errors import ConfigError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
 from aligner.jobs.preflight.tokenizers import tokenizer_of
+from aligner.jobs.programs import placement_of, programs, share_out
 from aligner.loop.config import JobRun
 from aligner.loop.session import see_own_gpus
 from aligner.models.config import Dtype
@@ -42,15 +43,17 @@ class Machine:
     gpu_free_bytes: int
     host_bytes: int  # what the processes of the node may use
     shared_bytes: int  # of /dev/shm
+    own: str = ""  # what no other GPU of the node is called
+    node_gpus: int = 0  # visible before its engine's replica was given its own
 
 
 def _observe(context: Context) -> Machine:
     local_rank = context.allocation.world.local_rank
+    node_gpus = len(platform.visible_devices())
     if context.job is not None:
         see_own_gpus(context.job, local_rank)  # as the job's own ranks will
     has_gpu = torch.cuda.is_available()
-    if has_gpu:
-        platform.select_device(local_rank)
+    own = platform.claim_device(local_rank, ranks_per_gpu=context.job.run.ranks_per_gpu if context.job is not None else 1)
     free, total = torch.cuda.mem_get_info() if has_gpu else (0, 0)
     return Machine(
         gpus=torch.cuda.device_count() if has_gpu else 0,
@@ -59,6 +62,8 @@ def _observe(context: Context) -> Machine:
         gpu_free_bytes=free,
         host_bytes=host_bytes(),
         shared_bytes=_size(Path("/dev/shm")),
+        own=own,
+        node_gpus=node_gpus,
     )
 
 
@@ -79,7 +84,10 @@ def _size(path: Path) -> int:
 
 
 def judge(context: Context, seen: Mapping[int, Machine]) -> Finding:
-    """Fatal: no GPU where the config is for GPUs, more ranks than GPUs, several kinds of GPU. Warning: memory held by others."""
+    """Fatal: no GPU where the config is for GPUs, more ranks than GPUs, two on one, several kinds of GPU. Warning: memory held by others.
+
+    Raises ConfigError where the machine has too few for all components of a run that is not a Slurm job.
+    """
     allocation, first = context.allocation, seen[0]
     wants_gpus = context.config.cluster.device == Device.gpu
     without = [rank for rank, machine in seen.items() if not machine.gpus]
@@ -91,7 +99,13 @@ def judge(context: Context, seen: Mapping[int, Machine]) -> Finding:
         )
     if without:
         return _judge_host(context, seen, f"no GPU, {figures['host_gib']:.1f} GiB of host memory a node", figures)
-    figures |= {"gpu_gib": min(machine.gpu_bytes for machine in seen.values()) / GIB}
+    figures |= {"gpu_gib": min(machine.gpu_bytes for machine in seen.values()) / GIB, "node_gpus": float(first.node_gpus)}
+    if "SLURM_JOB_ID" not in os.environ and len(set(allocation.nodes)) == 1 and first.node_gpus:  # as `aligner launch local` would
+        found = programs(context.name, context.config, context.overrides)
+        share_out(found, placement_of(context.config), first.node_gpus)
+    if same := _on_same_gpu(context, seen):
+        advice = "as many tasks per node as it has GPUs; run.ranks_per_gpu lets ranks share one"
+        return Finding(level=Level.fatal, found=same, advice=advice, figures=figures)
     crowded = [rank for rank, machine in seen.items() if allocation.nodes.count(allocation.nodes[rank]) > machine.gpus > 1]
     if crowded:
         ranks_there = allocation.nodes.count(allocation.nodes[crowded[0]])
@@ -106,6 +120,16 @@ def judge(context: Context, seen: Mapping[int, Machine]) -> Finding:
         text = f"{found}; {who(allocation, held)}: only {least:.1f} GiB free"
         return Finding(level=Level.warning, found=text, advice="nvidia-smi there shows whose processes hold the rest", figures=figures)
     return _judge_host(context, seen, found, figures)
+
+
+def _on_same_gpu(context: Context, seen: Mapping[int, Machine]) -> str:
+    """The ranks that came to one GPU; empty if there are none."""
+    allocation = context.allocation
+    places: dict[tuple[str, str], list[int]] = {}
+    for rank, machine in seen.items():
+        if machine.own:
+            places.setdefault((allocation.nodes[rank], machine.own), []).append(rank)
+    return "; ".join(f"{who(allocation, ranks)}: on the same GPU ({own})" for (_, own), ranks in places.items() if len(ranks) > 1)
 
 
 def _judge_host(context: Context, seen: Mapping[int, Machine], found: str, figures: Mapping[str, float]) -> Finding:
@@ -164,7 +188,8 @@ def real_cluster(context: Context) -> list[str]:
     per_node = max(allocation.nodes.count(node) for node in set(allocation.nodes))
     device = Device.gpu if "gpu_gib" in figures else Device.cpu
     memory = figures["gpu_gib"] if device is Device.gpu else figures["host_gib"] / per_node
-    cluster = {"device": device.value, "gpus_per_node": per_node, "host_memory_gib": figures["host_gib"], "gpu_memory_gib": memory}
+    gpus_per_node = max(per_node, int(figures.get("node_gpus", 0.0)))  # started with one rank, say
+    cluster = {"device": device.value, "gpus_per_node": gpus_per_node, "host_memory_gib": figures["host_gib"], "gpu_memory_gib": memory}
     return [f"cluster.{name}={value}" for name, value in cluster.items()]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -89,6 +90,27 @@ def test_the_order_of_a_step(fakes, make_task) -> None:
     # Policy -1, reference -1.5 on every token: KL 0.5 a token. Rewards are the prompts' ids.
     assert (second["policy/kl"], second["policy/kl_coef"], second["rollout/reward"]) == (0.5, 0.1, 1.5)
     assert second["optim/steps"] == 2
+
+
+def test_the_order_of_a_step_on_shared_gpus(fakes, make_task) -> None:
+    """Nothing is asked of the critic but while the actor waits; the numbers, and when they come, are the same."""
+    log: list[str] = []
+
+    class Shared:
+        @contextmanager
+        def given_away(self):
+            log.append("away")
+            yield
+            log.append("back")
+
+    apart, together = ppo(fakes, make_task([])), ppo(fakes, make_task(log, shared=Shared()), log)
+    for step in (1, 2):
+        metrics = [one.step(step, Clock()).metrics for one in (apart, together)]
+        same = [{k: v for k, v in one.items() if "per_second" not in k and "imbalance" not in k} for one in metrics]
+        assert same[0] == same[1]
+    sampling = ["policy sleeps", "engine wakes", "generate", "engine sleeps", "away", "values", "values", "back"]
+    step = [*sampling, "logprobs", "away", "critic trains 1", "back", "update", "update", "policy sleeps", "refit 2"]
+    assert log[: len(step)] == step
 
 
 def test_a_step_waits_for_the_critic_before_it_asks_for_values(fakes, make_task) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -43,6 +44,24 @@ def test_everything_comes_back_in_the_order_of_the_prompts(fakes, prompts) -> No
     # Prompt i is the token i + 1 and its response i + 1 sevens and the end; the critic says token / 10, without what padded its request.
     for number, values in enumerate(collected.values):
         assert values.tolist() == pytest.approx([(number + 1) / 10, *[0.7] * (number + 1), 0.0])
+
+
+def test_judges_on_the_same_gpus_are_asked_when_the_engine_sleeps(fakes, prompts) -> None:
+    log: list[str] = []
+
+    class Shared:
+        @contextmanager
+        def given_away(self):
+            log.append("given away")
+            yield
+            log.append("taken back")
+
+    apart = scorers(fakes)
+    plain = collect(fakes.FakeEngine([]), prompts, SEEDS, scorers=apart)
+    reward = fakes.FakeReward(lambda r: log.append("asked") or 10.0 * r.prompt.id)
+    collected = collect(fakes.FakeEngine(log), prompts, SEEDS, scorers=replace(apart, reward=reward, shared=Shared()))
+    assert log == ["engine wakes", "generate", "engine sleeps", "given away", *["asked"] * 5, "taken back"]
+    assert torch.equal(collected.rewards, plain.rewards) and len(collected.values) == 5
 
 
 def test_the_same_prompt_twice(fakes) -> None:

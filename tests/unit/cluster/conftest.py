@@ -63,8 +63,8 @@ class World:
     def conduct(self, **variables: str) -> int:
         environ = {**self.environ, **variables}
         components = tuple(
-            ComponentSpec(name=name, program=(f"{name}.py", "a=1"), num_nodes=1, ranks_per_node=1, gpus_per_node=0)
-            for name in ("actor", "critic", "reward")
+            ComponentSpec(name=name, program=(f"{name}.py", "a=1"), num_nodes=1, ranks_per_node=1, gpus_per_node=0, part=part)
+            for part, name in enumerate(("actor", "critic", "reward"))
         )
         spec = JobSpec(
             name="demo",

@@ -76,6 +76,16 @@ def test_a_service_that_is_late_is_named_with_path_and_time(tmp_path: Path) -> N
         watch.poll()
 
 
+def test_a_service_that_waits_for_its_turn_is_not_late(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    watch = ServiceWatch(run, ["critic"], ["critic"], 0.0)
+    run.service("critic").write_text(json.dumps({"state": "waiting"}))
+    assert watch.poll() == []
+    run.service("critic").write_text(json.dumps({"state": "loading"}))
+    with pytest.raises(LaunchError, match="critic not ready"):
+        watch.poll()
+
+
 @pytest.mark.parametrize(
     "field, value",
     [

@@ -60,7 +60,7 @@ def test_the_spec_survives_json() -> None:
     assert made.slurm.on_actor_failure is OnFailure.end
     assert from_json(to_json(made)) == made
     with pytest.raises(LaunchError, match="another version"):
-        from_json(to_json(made).replace('"format": 1', '"format": 0'))
+        from_json(to_json(made).replace('"format": 2', '"format": 0'))
     with pytest.raises(LaunchError, match="cannot be read"):
         from_json("{}")
 

@@ -111,3 +111,33 @@ def test_memory_that_cannot_be_locked_is_said(monkeypatch):
     with pytest.raises(RuntimeError, match="CUDA error 2"):
         HostMemory(kept=lambda: [tensor]).move_out()
     assert torch.equal(tensor, torch.arange(4.0))  # nothing has left
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_model_that_leaves_the_device_takes_everything(make_model, trains, offload):
+    """Between any two calls: what it computes stays the same to the last bit."""
+    optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, offload=offload) if trains else None
+    stays, moves = (make_model("policy", optimizer=optimizer, training={"micro_batch_size": 2}) for _ in range(2))
+
+    def on_device() -> list[int]:
+        model = moves.model
+        tensors = [p.data for chunk in model.chunks for p in chunk.parameters()]
+        if trains:
+            tensors += [buffer.grad_data for buffer in model.runners[0].buffers]
+            tensors += [value for state in model.optimizer.chained_optimizers[0].optimizer.state.values() for value in state.values()]
+        return [tensor.untyped_storage().nbytes() for tensor in tensors if tensor.dim()]
+
+    for step in range(2):
+        for model in (stays, moves):
+            if trains:
+                model.train_step(batch(step), sft_loss)
+        before = on_device()
+        moves.model.leave_device()
+        moves.model.leave_device()
+        assert before and not any(on_device())
+        moves.model.enter_device()
+        assert torch.equal(moves.logprobs(batch(9)), stays.logprobs(batch(9)))
+        assert offload or on_device() == before
+    for ours, theirs in zip(moves.module.parameters(), stays.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)

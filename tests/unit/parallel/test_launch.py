@@ -1,8 +1,10 @@
 """Who am I, from environments as the launchers make them; the agreement of the ranks over an in-memory store."""
 
+import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from zlib import crc32
 
 import pytest
@@ -163,13 +165,25 @@ def test_one_mpi_rank_inside_a_larger_allocation_is_right():
 
 
 def record(rank, *, world_size=2, fingerprint="abc", torch="2.13.0"):
-    return agreement.RankRecord(rank=rank, host=f"h{rank}", world_size=world_size, fingerprint=fingerprint, aligner="0.1.0", torch=torch)
+    own = {"world_size": world_size, "fingerprint": fingerprint, "aligner": "0.1.0", "torch": torch}
+    return agreement.RankRecord(rank=rank, host=f"h{rank}", gpu="", **own)
 
 
 def test_differences_names_rank_and_field():
     assert agreement.differences(record(0), record(1)) == ""
     text = agreement.differences(record(0), record(1, fingerprint="xyz", torch="2.6.0"))
     assert text == "rank 1 on h1: fingerprint is 'xyz' and not 'abc', torch is '2.6.0' and not '2.13.0'"
+
+
+def test_ranks_on_the_same_gpu_are_refused():
+    records = [replace(record(rank, world_size=5), host="h0", gpu=f"GPU-{letter}") for rank, letter in enumerate("abaac")]
+    (text,) = agreement.crowded([*records, replace(records[0], host="h1"), replace(records[0], gpu=""), replace(records[0], gpu="")])
+    assert text.startswith("ranks 0, 2, 3 are on the same GPU of h0 (GPU-a)") and text.endswith("run.ranks_per_gpu=3")
+    first, second = (replace(record(rank), host="h0", gpu="GPU-a") for rank in (0, 1))
+    store = HashStore()
+    store.set("record/1", json.dumps(asdict(second)))
+    with pytest.raises(LaunchError, match="do not fit together: ranks 0, 1 are on the same GPU of h0"):
+        agreement.check(store, first, timeout_seconds=0.2)
 
 
 def test_missing_ranks_are_named():

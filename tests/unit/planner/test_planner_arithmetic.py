@@ -19,7 +19,8 @@ from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes
 from aligner.planner.estimate import check
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
-from aligner.rollout.config import EngineKind, RolloutConfig, VerifyRefit
+from aligner.rollout.config import EngineKind, Kernels, RolloutConfig, VerifyRefit
+from aligner.types import SamplingConfig
 
 CLUSTER = ClusterConfig(
     device=Device.gpu,
@@ -138,9 +139,16 @@ def test_memory_of_every_phase() -> None:
     staying = replace(own, engine=replace(own.engine, offload=False))
     generate = next(m.parts for m in memory.phase_memory(staying, sizes, CLUSTER, (0,)) if m.phase == Phase.generate)
     assert generate["KV cache"] == sampling["KV cache"] and generate["refit buckets"] == 20
-    # 16 ranks / 4 = 4 replicas, 16 sequences each, 4 at a time; 8 layers, one head of 8 numbers, keys and values, 2 bytes. Room for a
-    # token more than 256 in steps of 64.
-    assert generate["KV cache"] == 4 * 320 * 8 * 8 * 2 * 2
+    # 16 ranks / 4 = 4 replicas, 16 sequences each, 4 at a time; 8 layers, one head of 8 numbers, keys and values, 2 bytes. A page
+    # of 256 tokens for each sequence and one to spare.
+    assert generate["KV cache"] == 4 * 512 * 8 * 8 * 2 * 2
+    # While others compute it stays where it is, for the graphs of the next generation; with offload, or without graphs, it does not.
+    phases = memory.phase_memory(staying, sizes, CLUSTER, (0, 1))
+    assert all(m.parts["KV cache"] == generate["KV cache"] for m in phases)
+    launched = replace(staying, engine=replace(staying.engine, settings=RolloutConfig(cuda_graphs=False)))
+    others = [memory.phase_memory(launched, sizes, CLUSTER, (0,)), memory.phase_memory(own, sizes, CLUSTER, (0,))]
+    others.append(memory.phase_memory(staying, sizes, ClusterConfig(device=Device.cpu), (0,)))
+    assert all("KV cache" not in m.parts for found in others for m in found if m.phase != Phase.generate)
     ahead = replace(staying, engine=replace(staying.engine, asynchronous=True))  # it samples in every phase
     assert all(m.parts["KV cache"] == generate["KV cache"] for m in memory.phase_memory(ahead, sizes, CLUSTER, (0, 1)))
     package = RolloutConfig(engine=EngineKind.tensorrt_llm)  # in processes of its own, fed full tensors
@@ -252,7 +260,9 @@ def test_memory_of_generation() -> None:
     engine = Engine(tp=8, max_batch_size=4, bucket_bytes=0, offload=False, prefill_chunk_tokens=100)
     own = component(parallel={"tp": 8}, engine=engine)
     token = 2 * 8 * 1 * 8 * 2  # keys and values, layers, heads of a rank (4 on 8 ranks: one each), numbers, bytes
-    assert memory.cache_tokens(own, engine) == 4 * 320  # of 256 tokens, in steps of 64 and at least one more
+    assert memory.cache_tokens(own, engine) == 4 * 2 * 256  # of 256 tokens, the last of which is never looked at, and a page to spare
+    assert memory.cache_tokens(own, replace(engine, settings=RolloutConfig(kernels=Kernels.torch))) == 4 * (256 + 16)
+    assert memory.cache_tokens(replace(own, model=replace(own.model, dtype=Dtype.float32)), engine) == 4 * (256 + 16)
     assert memory.cache_tokens(own, replace(engine, kv_cache_tokens=1000)) == 1000
     # Prompts of 128 tokens in chunks of 100: three hidden states and three parts of the inner ones; keys, values and mask of 128 tokens.
     chunk = 100 * (3 * 64 + 3 * 128 // 8) * 2
@@ -263,5 +273,9 @@ def test_memory_of_generation() -> None:
     block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
     sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=0)
     parts = next(m.parts for m in memory.phase_memory(own, sizes, CLUSTER, (0,)) if m.phase == Phase.generate)
-    assert parts["KV cache"] == 4 * 320 * token
-    assert parts["prefill and sampling"] == chunk + 128 * token // 8 + 100 * 128 * 3 + 3 * 4 * 4 * memory.padded_vocabulary(own)
+    assert parts["KV cache"] == 4 * 512 * token
+    # Logits: bfloat16 products, and in float32 themselves, exponentials, these in blocks, and the parts and the whole of eight ranks.
+    logits = 4 * memory.padded_vocabulary(own) * (2 + 3 * 4 + 2 * 4)
+    assert parts["prefill and sampling"] == chunk + 128 * token // 8 + 100 * 128 * 3 + logits
+    reshaped = RolloutConfig(sampling=SamplingConfig(temperature=0.7, top_p=0.9))
+    assert memory.logit_bytes(own, replace(engine, tp=1)) == 14 and memory.logit_bytes(own, replace(engine, settings=reshaped)) == 34

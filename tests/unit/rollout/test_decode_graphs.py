@@ -3,23 +3,50 @@ again at every replay, on the addresses that it saw: what a CUDA graph does, on 
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
 from aligner.rollout.attention import DecodeBatch, PagedKV
+from aligner.rollout.config import Kernels, RolloutConfig
+from aligner.rollout.engine import ALL_MEMORY, GenRequest, GenResult, ListedWork
 from aligner.rollout.graphs import DecodeGraphs, round_pages, round_rows
+from aligner.types import SamplingConfig
 
 PAGE, PAGES = 4, 12
 
 
-class FakeCapture:
-    def __init__(self) -> None:
-        self.count = 0
+class Graph:
+    """What a recording leaves, as long as it lives."""
 
-    def __call__(self, function):
-        self.count += 1
-        result = function()
-        return lambda: result.copy_(function()), result
+    def __init__(self, function) -> None:
+        self.replay = function
+
+
+class FakeCapture:
+    """With the allocator's rule: a pool whose graphs are all gone takes no others."""
+
+    def __init__(self) -> None:
+        self.pools: list[list[weakref.ref]] = []
+
+    @property
+    def count(self) -> int:
+        """How often something was recorded."""
+        return sum(map(len, self.pools))
+
+    def new(self):
+        self.pools.append([])
+        pool = self.pools[-1]
+
+        def record(function):
+            assert not pool or any(graph() for graph in pool), "use_count > 0 INTERNAL ASSERT FAILED"
+            function()
+            graph = Graph(function)
+            pool.append(weakref.ref(graph))
+            return lambda: graph.replay()
+
+        return record
 
 
 class Step:
@@ -29,14 +56,14 @@ class Step:
         self.scale = 1.0
         self.shapes: list[tuple[int, ...]] = []
 
-    def __call__(self, batch: DecodeBatch, cache: PagedKV) -> torch.Tensor:
+    def __call__(self, batch: DecodeBatch, cache: PagedKV, out: torch.Tensor) -> None:
         self.shapes.append(tuple(batch.pages.shape))
         keys, _ = cache.slots(0)
         page = batch.pages.gather(1, (batch.positions // PAGE)[:, None])[:, 0].long()
         keys[page * PAGE + batch.positions % PAGE] = 10.0 * batch.tokens[:, None, None]
         seen = cache.keys[0][batch.pages].flatten(1, 2)[..., 0, 0]
         visible = torch.arange(seen.shape[1]) <= batch.positions[:, None]
-        return (seen * visible).sum(-1, keepdim=True) * self.scale
+        out.copy_((seen * visible).sum(-1, keepdim=True) * self.scale)
 
 
 def new_cache() -> PagedKV:
@@ -50,7 +77,7 @@ def batch_of(tokens: list[int], positions: list[int], pages: list[list[int]]) ->
 
 def graphs_of(step: Step) -> tuple[DecodeGraphs, FakeCapture]:
     capture = FakeCapture()
-    return DecodeGraphs(step, capture, max_pages=6), capture
+    return DecodeGraphs(step, capture.new, max_pages=6, vocab_size=1), capture
 
 
 def test_sizes():
@@ -106,3 +133,73 @@ def test_what_moved_is_recorded_again(what):
     else:
         assert graphs(batch, new_cache(), (11, 12)).tolist() == [[30.0], [60.0]]
     assert capture.count == 2
+
+
+def test_graphs_share_the_buffer_of_the_logits():
+    """Not one for each size: with a vocabulary of 152k, a size of 256 rows takes 148 MiB."""
+    cache = new_cache()
+    graphs, capture = graphs_of(Step())
+    sizes = [(8, 1), (8, 3), (5, 2), (1, 1)]
+    found = [graphs(batch_of([1] * rows, [0] * rows, [[0] * width] * rows), cache, ()) for rows, width in sizes]
+    assert capture.count == len(sizes) and {logits.untyped_storage().data_ptr() for logits in found} == {found[0].data_ptr()}
+    assert found[0].untyped_storage().nbytes() == 8 * 4
+    more = graphs(batch_of([1] * 9, [0] * 9, [[0]] * 9), cache, ())
+    assert more.untyped_storage().nbytes() == 16 * 4  # doubled
+    assert graphs(batch_of([3], [0], [[0]]), cache, ()).tolist() == [[30.0]] and capture.count == len(sizes) + 1
+
+
+def test_what_is_released_is_recorded_again_in_another_pool():
+    cache = new_cache()
+    graphs, capture = graphs_of(Step())
+    batch = batch_of([1, 2], [0, 0], [[3], [4]])
+    held = weakref.ref(graphs(batch, cache, ()).untyped_storage())
+    graphs.release()
+    graphs.release()
+    assert held() is None and [len(pool) for pool in capture.pools] == [1, 0]
+    assert graphs(batch, cache, ()).tolist() == [[10.0], [20.0]] and capture.count == 2
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_engine_records_once_per_size_while_its_cache_stays(topology, make_model, offload):
+    """Three generations of the same requests, one of fewer, one that needs a larger cache. With `rollout.offload` memory is given back."""
+    from aligner.rollout.megatron import MegatronEngine
+
+    policy = make_model("policy")
+    sampling = SamplingConfig(max_response_length=12)
+    capture = FakeCapture()
+
+    def engine_of(*, recorded: bool) -> MegatronEngine:
+        engine = MegatronEngine(policy.chunks, RolloutConfig(kernels=Kernels.torch, offload=offload, max_batch_size=6), eos_id=2)
+        if recorded:
+            graphs = DecodeGraphs(engine.decoder._step, capture.new, max_pages=99, vocab_size=engine.decoder.architecture.vocab_size)
+            engine.decoder._graphs, engine.generation.keep_cache = graphs, True
+        return engine
+
+    def generate(engine: MegatronEngine, count: int, length: int = 2) -> list[GenResult]:
+        engine.wake(ALL_MEMORY)
+        engine.refit(1)
+        requests = [GenRequest(index=i, tokens=(3 + i, *[9] * (length - 1)), seed=i, limit=12 - i) for i in range(count)]
+        results = [result for part in engine.generate(ListedWork(requests), sampling) for result in part]
+        if offload:
+            engine.sleep(ALL_MEMORY)
+        return sorted(results, key=lambda result: result.index)
+
+    plain, recorded = engine_of(recorded=False), engine_of(recorded=True)
+    caches = []
+    new_cache = recorded.decoder.new_cache
+    recorded.decoder.new_cache = lambda pages: caches.append(pages) or new_cache(pages)
+    expected = generate(plain, 6)
+    assert generate(recorded, 6) == expected
+    recorded_once = capture.count
+    assert recorded_once > 2  # rows become fewer
+    kept = recorded.generation._kept
+    assert (kept is None) is offload
+    assert generate(recorded, 6) == expected and generate(recorded, 4) == generate(plain, 4)
+    if not offload:
+        recorded.generation._kept.keys.fill_(torch.nan), recorded.generation._kept.values.fill_(torch.nan)
+    assert generate(recorded, 6) == expected  # nothing of what was there before comes up
+    assert caches == ([12] if not offload else [12, 12, 8, 12])
+    if not offload:
+        assert capture.count == recorded_once and recorded.generation._kept is kept
+    assert generate(recorded, 6, length=30) == generate(plain, 6, length=30)
+    assert len(caches) == (2 if not offload else 5) and caches[-1] > 12

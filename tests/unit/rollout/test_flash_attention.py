@@ -4,6 +4,7 @@ a GPU."""
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import types
 
@@ -11,18 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from aligner.rollout import paged_kernels
 from aligner.rollout.attention import (
-    FLASH_2,
-    FLASH_3,
     DecodeBatch,
     GatheredAttention,
     PagedKV,
     PrefillChunk,
-    flash_attention,
-    load,
     plan_decode,
     plan_prefill,
 )
+from aligner.rollout.paged_kernels import FLASH_2, FLASH_3, TORCH, TorchFlashAttention, attends_right, flash_attention, load, load_torch
 
 
 def attend(q, k_cache, v_cache, lengths, table, causal):
@@ -47,10 +46,32 @@ def flash_3(q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, page_table=
     return attend(q, k_cache, v_cache, cache_seqlens, page_table, causal)
 
 
-@pytest.mark.parametrize(("package", "function"), [(FLASH_2, flash_2), (FLASH_3, flash_3)], ids=["2", "3"])
-def test_it_attends_as_the_reference_does(package, function, monkeypatch):
-    monkeypatch.setitem(sys.modules, package.module, types.SimpleNamespace(flash_attn_with_kvcache=function))
-    flash = load(package)
+def torch_2(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None
+):
+    """Torch's `varlen_attn` over pages, with the rules of its kernel (`mha_varlen_fwd`)."""
+    rows, heads = len(seqused_k), query.shape[1]
+    assert key.shape[1] % 256 == 0 and max_k == block_table.shape[1] * key.shape[1] and window_size == (-1, 0)
+    assert heads == key.shape[2] or enable_gqa
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and cu_seq_q.shape == cu_seq_k.shape == (rows + 1,)
+    assert cu_seq_q.tolist() == [max_q * row for row in range(rows + 1)] and query.shape[0] == max_q * rows  # here all have as many
+    assert cu_seq_k.tolist() == [0, *seqused_k.cumsum(0).tolist()]
+    return attend(query.view(rows, max_q, heads, -1), key, value, seqused_k, block_table, True).flatten(0, 1)
+
+
+MODULES = {
+    FLASH_2.module: (lambda: load(FLASH_2), {"flash_attn_with_kvcache": flash_2}),
+    FLASH_3.module: (lambda: load(FLASH_3), {"flash_attn_with_kvcache": flash_3}),
+    TORCH: (load_torch, {"varlen_attn": torch_2}),
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_it_attends_as_the_reference_does(module, monkeypatch):
+    load_it, names = MODULES[module]
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**names))
+    flash = load_it()
+    assert flash.name == module and attends_right(flash, torch.zeros(1), (2, 3, 8))
     size = flash.page_size
     reference = GatheredAttention(size)
     torch.manual_seed(0)
@@ -77,8 +98,60 @@ def test_a_package_with_another_signature_is_left_alone(monkeypatch, caplog):
     assert load(FLASH_2) is None
 
 
+def test_a_kernel_that_fails_or_attends_otherwise_is_left_alone(monkeypatch, caplog):
+    def failing(query, *args, window_size=None, enable_gqa=None, seqused_k=None, block_table=None):
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+    def all_pages(query, key, value, *args, seqused_k=None, block_table=None, window_size=None, enable_gqa=None):
+        return torch_2(query, key, value, *args, window_size=window_size, enable_gqa=True, seqused_k=seqused_k, block_table=block_table + 1)
+
+    for function, said in (
+        (failing, "which failed: RuntimeError: no kernel image is available for execution on the device"),
+        (all_pages, r"which is off by [\d.]+ on two short sequences"),
+        (lambda *args, **options: torch_2(*args, **options) * torch.nan, "which is off by nan on two short sequences"),
+    ):
+        monkeypatch.setitem(sys.modules, TORCH, types.SimpleNamespace(varlen_attn=function))
+        caplog.clear()
+        attention = TorchFlashAttention(function)
+        with caplog.at_level(logging.WARNING):
+            assert not attends_right(attention, torch.zeros(1), (1, 2, 8))
+        assert re.fullmatch(f"rollouts attend without {TORCH}, {said}", *caplog.messages)
+
+
+def test_the_fastest_that_works_is_taken(monkeypatch):
+    class OnGPU:
+        is_cuda, dtype, device = True, torch.bfloat16, torch.device("cpu")
+
+    broken: set[str] = set()
+    monkeypatch.setattr(paged_kernels, "attends_right", lambda attention, weight, heads: attention.name not in broken)
+    for module, (_, names) in MODULES.items():
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**names))
+    major = 9
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    found = []
+    for _ in range(4):
+        attention = flash_attention(OnGPU(), (2, 4, 128))
+        found.append(attention and attention.name)
+        broken.add(found[-1])
+    assert found == ["flash_attn_interface", "flash_attn", TORCH, None]
+    broken.clear()
+    assert flash_attention(OnGPU(), (2, 4, 12)) is None and flash_attention(OnGPU(), (2, 4, 512)) is None
+    major = 8
+    assert flash_attention(OnGPU(), (2, 4, 128)).name == "flash_attn"
+
+
+def test_an_older_torch_has_no_pages(monkeypatch):
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+        raise AssertionError("not to be called")
+
+    monkeypatch.setitem(sys.modules, TORCH, types.SimpleNamespace(varlen_attn=varlen_attn))
+    assert load_torch() is None
+    monkeypatch.setitem(sys.modules, TORCH, None)
+    assert load_torch() is None
+
+
 def test_not_on_cpu():
-    assert flash_attention(torch.zeros(1, dtype=torch.bfloat16), 64) is None
+    assert flash_attention(torch.zeros(1, dtype=torch.bfloat16), (1, 1, 64)) is None
 
 
 @pytest.mark.gpu

@@ -302,7 +302,7 @@ def test_an_engine_of_another_package(make_model, monkeypatch):
     point = EntryPoint(name="ours", value="stranger:Ours", group=config.ENGINES)
     for module in (config, create):
         monkeypatch.setattr(module, "entry_points", lambda group, name="ours": [point] if (group, name) == (point.group, "ours") else [])
-    with pytest.raises(ConfigError, match=r"rollout.engine=our: allowed: megatron, tensorrt_llm, vllm, ours \(entry points"):
+    with pytest.raises(ConfigError, match=r"rollout.engine=our: allowed: megatron, tensorrt_llm, vllm, auto, ours \(entry points"):
         config.RolloutConfig(engine="our")
     policy = make_model("policy")
     engine = create.create_engine(policy, config.RolloutConfig(engine="ours"), eos_id=2)

@@ -90,6 +90,30 @@ def test_own_and_shared_weights_give_the_same_samples(make_model, own_weights, m
     assert samples(own) == samples(shared)
 
 
+def test_experts_in_one_tensor_are_filled_and_given_back_like_others(make_model, own_weights, monkeypatch):
+    """As on a GPU, where kernels multiply by all experts of a layer at once."""
+    from aligner.rollout import refit
+    from aligner.rollout.experts import stack_of
+
+    architecture = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "family": Family.mixtral}
+    policy = make_model("policy", architecture=architecture | {"qkv_bias": False, "tied_embeddings": False})
+    apart = engine_of(policy)
+    monkeypatch.setattr(refit, "_stacks", lambda: True)
+    engine = engine_of(policy, offload=True)
+    layers = engine.engine.decoder.weights.layers
+    assert bytes_of(engine) == 0 < weight_bytes(policy)
+    for _ in range(2):
+        engine.wake()
+        assert samples(engine) == samples(apart)
+        for layer, own in zip(layers, apart.engine.decoder.weights.layers, strict=True):
+            stack = stack_of(layer.experts)
+            assert stack_of(own.experts) is None and stack.up.untyped_storage().nbytes() == stack.up.nbytes
+            for number, expert in enumerate(own.experts):
+                assert torch.equal(stack.up[number], expert.up.weight) and torch.equal(stack.down[number], expert.down.weight)
+        engine.sleep()
+        assert bytes_of(engine) == 0 < weight_bytes(policy)
+
+
 def test_asleep_it_holds_nothing_and_awake_the_newest_weights(make_model, own_weights):
     policy, twin = make_model("policy", optimizer=OPTIMIZER), make_model("policy", optimizer=OPTIMIZER)
     engine = engine_of(policy, offload=True)

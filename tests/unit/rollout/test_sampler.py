@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
 from aligner.errors import ConfigError
-from aligner.rollout.sampling import GOES_ON, LENGTH, STOP, Sampler, uniforms
+from aligner.rollout.sampling import GOES_ON, LENGTH, STOP, Sampler, halved_nucleus, uniforms
 from aligner.types import SamplingConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
+from host_syncs import HostSyncs  # noqa: E402
 
 EOS = 0
 CPU = torch.device("cpu")
@@ -187,6 +192,25 @@ def test_top_p_over_a_large_vocabulary_where_few_tokens_are_enough_and_where_the
         size = int((ordered.cumsum(dim=-1) - ordered < 0.9 - 1e-12).sum())
         assert sorted(order[:size].tolist()) == probabilities[row].nonzero()[:, 0].tolist()
     assert (probabilities[3] > 0).sum() == 4500
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.9999])
+def test_halving_finds_the_nucleus_that_sorting_finds(top_p):
+    """What is done on a GPU: signs of both kinds, zeros of both, equal logits, bfloat16's few values, forbidden tokens."""
+    generator = torch.Generator().manual_seed(3)
+    normal = torch.randn(6, 3000, generator=generator)
+    rows = [4 * normal[:2], normal[2:3].bfloat16().float() - 5, 0.1 * normal[3:4] + 7, normal[4:5].round(), 30 * normal[5:]]
+    rows += [torch.zeros(1, 3000), torch.where(normal[:1] > 0, 0.0, -0.0), torch.where(normal[:1] > 1, normal[:1], -torch.inf)]
+    z = torch.cat([*rows, torch.cat([torch.tensor([[50.0]]), torch.zeros(1, 2999)], dim=1)])
+    weights = (z - z.amax(dim=-1, keepdim=True)).exp()
+    total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    with HostSyncs() as syncs:
+        least, size = halved_nucleus(z, weights, top_p * total)
+    assert syncs.found == []
+    ordered = z.sort(dim=-1, descending=True).values
+    cumulative = (ordered - ordered[:, :1]).exp().double().cumsum(dim=-1)
+    expected = (cumulative < top_p * total * (1 - 1e-12)).sum(dim=-1, keepdim=True) + 1
+    assert torch.equal(size, expected) and torch.equal(least, ordered.gather(1, expected - 1))
 
 
 def test_logprobs_are_of_the_unmodified_distribution():

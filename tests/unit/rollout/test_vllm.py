@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,6 +66,7 @@ class EngineSettings:
     logprobs_mode: str
     seed: int
     distributed_executor_backend: str = "uni"
+    gpu_memory_utilization: float = 0.92
 
 
 class FusedModel(torch.nn.Module):
@@ -125,6 +128,10 @@ class FakeLLM:
     def __init__(self, **settings) -> None:
         torch.manual_seed(0)  # as vLLM does in the process
         self.settings = EngineSettings(**settings)
+        if torch.cuda.is_available():  # vllm/v1/worker/utils.py: request_memory
+            free, total = torch.cuda.mem_get_info()
+            if free < math.ceil(total * self.settings.gpu_memory_utilization):
+                raise ValueError("Free memory on device on startup is less than desired GPU memory utilization")
         self.model, self.prefixes_forgotten, self.model_config = FusedModel(), 0, object()
         self.llm_engine = FakeEngine()
         self.ended: list[str] = []
@@ -170,10 +177,10 @@ def fake_vllm(monkeypatch) -> None:
         monkeypatch.setenv(name, "0")  # put back at the end of the test
 
 
-def make_engine(*, max_batch_size: int = 2, **sampling) -> VLLMEngine:
+def make_engine(*, max_batch_size: int = 2, tp: int = 1, **sampling) -> VLLMEngine:
     settings = SamplingConfig(**({"max_response_length": 6} | sampling))
     model = VLLMModel(directory=Path("model"), architecture=SIZES, dtype=torch.float32, max_sequence_length=CONTEXT, eos_id=EOS)
-    return VLLMEngine(model, RolloutConfig(sampling=settings, max_batch_size=max_batch_size, vllm=VLLMConfig(enforce_eager=True)), tp=1)
+    return VLLMEngine(model, RolloutConfig(sampling=settings, max_batch_size=max_batch_size, vllm=VLLMConfig(enforce_eager=True)), tp=tp)
 
 
 def started(**sampling) -> VLLMEngine:
@@ -217,6 +224,27 @@ def test_the_cache_has_the_size_that_the_sequences_need(fake_vllm):
     engine.wake(ALL_MEMORY)
     engine.shutdown()
     engine.shutdown()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_beside_a_trainer_it_asks_for_no_more_memory_than_it_needs(fake_vllm, monkeypatch, tp):
+    """vLLM refuses to start if a part of the device is not free: 0.92 unless another is said."""
+    weights, cache = hf_manifest(SIZES, torch.float32).num_bytes // tp, 3 * 128 * 2 * 1 * 1 * 4 * 4
+    free = weights + cache + 100
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 10 * (weights + cache)))
+    monkeypatch.setattr(torch.random, "fork_rng", nullcontext)  # it would look at the devices
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # else it would ask which device this rank has
+    engine = make_engine(tp=tp)
+    engine.start()
+    assert engine._llm.settings.gpu_memory_utilization == pytest.approx(0.1) and emptied
+    free = weights + cache - 1
+    with pytest.raises(
+        EngineError, match=r"weights \(0\.0 GiB\) and key-value cache .* do not fit into the 0\.0 GiB .*rollout\.kv_cache_tokens"
+    ):
+        make_engine(tp=tp).start()
 
 
 def test_a_refit_fills_the_fused_tensors_and_names_what_is_missing(fake_vllm):

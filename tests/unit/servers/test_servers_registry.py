@@ -247,3 +247,19 @@ def wait_until(condition) -> None:
             return
         threading.Event().wait(0.01)
     raise AssertionError("the condition did not come true within 10 s")
+
+
+def test_a_service_that_waits_for_its_turn_is_waited_for(tmp_path: Path) -> None:
+    """However long others have the GPUs; then its time begins."""
+    told: list[str] = []
+    with Publication(tmp_path, registration(state=ServiceState.loading, url="", port=0), heartbeat_seconds=0.02) as publication:
+        publication.waits(True)
+        timer = threading.Timer(0.5, lambda: publication.ready("http://127.0.0.1:5556"))
+        timer.start()
+        assert wait_for_service(tmp_path, "critic", timeout_seconds=0.2, tell=told.append).url == "http://127.0.0.1:5556"
+        timer.join()
+        assert "critic waits for its turn on the GPUs on" in told[0]
+        publication.waits(True)
+        publication.waits(False)
+        with pytest.raises(ServerUnreachable, match="critic is loading on"):
+            wait_for_service(tmp_path, "critic", timeout_seconds=0.05)

@@ -1,0 +1,121 @@
+"""Mixtures of experts in the built-in engine: routing, and three ways to add up what the chosen experts make of each token.
+
+`mix` runs each expert on the tokens that chose it and must know on the host how many these are: the arithmetic of Megatron-Core's
+`SequentialMLP`, for the CPU and for prompts. On a GPU a decode step must not wait for that and is recorded in a graph, so its shapes cannot
+depend on the routing. `mix_grouped` sorts the tokens by expert and leaves the counts on the device (`torch._grouped_mm`); it needs the
+experts' matrices in one tensor. `mix_all` runs every expert on every token: with few tokens a step's time is that of reading the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aligner.rollout.weights import FeedForward
+
+Inner = Callable[[Tensor, FeedForward], Tensor]  # an expert's inner activations [..., F / tp] of tokens [..., H]
+
+
+def route(x: Tensor, router: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    """(weights [N, k], experts int64 [N, k]) of tokens [N, H], in float32: softmax probabilities of the k likeliest experts, which sum to 1
+    if `normalize`."""
+    logits = F.linear(x.float(), router.float())
+    if normalize:
+        scores, experts = logits.topk(top_k, dim=-1)
+        return scores.softmax(dim=-1), experts
+    return logits.softmax(dim=-1).topk(top_k, dim=-1)
+
+
+def mix(x: Tensor, experts: tuple[FeedForward, ...], routing: tuple[Tensor, Tensor], inner: Inner, *, biased: bool) -> Tensor:
+    """Sum over the experts that `routing` (from `route`) chose for each token [N, H] of weight times output.
+
+    `biased` where this rank adds the outer biases. Tokens are sorted by expert, so that each expert runs once, on the tokens that chose it.
+    """
+    weights, chosen = routing
+    top_k = chosen.shape[1]
+    order = chosen.flatten().argsort(stable=True)
+    counts = chosen.flatten().bincount(minlength=len(experts)).tolist()
+    scales = weights.flatten()[order, None]
+    out = torch.zeros_like(x)
+    for expert, rows, scale in zip(experts, (order // top_k).split(counts), scales.split(counts), strict=True):
+        if not rows.shape[0]:
+            continue
+        hidden = inner(x[rows], expert)
+        part = F.linear((hidden * scale).to(x.dtype), expert.down.weight)
+        if biased and expert.down.bias is not None:
+            part = part + (scale * expert.down.bias).to(x.dtype)
+        out.index_add_(0, rows, part)
+    return out
+
+
+def mix_all(x: Tensor, experts: tuple[FeedForward, ...], routing: tuple[Tensor, Tensor], inner: Inner, *, biased: bool) -> Tensor:
+    """`mix` in shapes that are always the same: every expert on all tokens, with weight 0 for those that chose others."""
+    weights, chosen = routing
+    scales = weights.new_zeros(x.shape[0], len(experts)).scatter_(1, chosen, weights)
+    out = torch.zeros_like(x)
+    for expert, scale in zip(experts, scales.split(1, dim=1), strict=True):
+        # Not a product: what an expert makes of a token that is not its own may overflow.
+        hidden = torch.where(scale != 0, inner(x, expert) * scale, 0.0).to(x.dtype)
+        out = out + F.linear(hidden, expert.down.weight)
+        if biased and expert.down.bias is not None:
+            out = out + (scale * expert.down.bias).to(x.dtype)
+    return out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stack:
+    """The matrices of a layer's experts without biases, as views: up [experts, inner (twice if gated), H], down [experts, H, inner]."""
+
+    up: Tensor
+    down: Tensor
+
+
+def mix_grouped(x: Tensor, stack: Stack, routing: tuple[Tensor, Tensor], activation: Callable[[Tensor], Tensor], *, gated: bool) -> Tensor:
+    """`mix` by two grouped matrix products. The same shapes for any routing, and nothing is read on the host."""
+    weights, chosen = routing
+    top_k = chosen.shape[1]
+    experts, order = chosen.flatten().sort(stable=True)
+    ends = torch.searchsorted(experts, torch.arange(stack.up.shape[0], device=x.device), right=True).int()
+    inner = torch._grouped_mm(x[order // top_k], stack.up.mT, offs=ends)
+    if gated:
+        gate, up = inner.chunk(2, dim=-1)
+        inner = activation(gate) * up
+    else:
+        inner = activation(inner)
+    parts = torch._grouped_mm((inner * weights.flatten()[order, None]).to(x.dtype), stack.down.mT, offs=ends)
+    return torch.empty_like(parts).index_copy_(0, order, parts).view(-1, top_k, x.shape[1]).sum(dim=1)
+
+
+def multiplies_groups(weight: Tensor) -> bool:
+    """Whether the device has a kernel for grouped products of this dtype. Others do them one by one, with counts read on the host."""
+    return weight.is_cuda and weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
+
+
+def stack_of(experts: Sequence[FeedForward]) -> Stack | None:
+    """The experts' matrices where they lie, None if that is not at equal distances in one storage (`OwnWeights` sees to it), not aligned
+    as the kernels want it, or if there are biases."""
+    if any(affine.bias is not None for expert in experts for affine in (expert.up, expert.down)):
+        return None
+    up, down = (_stacked([getattr(expert, name).weight for expert in experts]) for name in ("up", "down"))
+    return None if up is None or down is None else Stack(up=up, down=down)
+
+
+_ALIGNMENT = 16  # bytes
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor | None:
+    first, size = parts[0], parts[0].element_size()
+    offsets = [part.storage_offset() for part in parts]
+    step = offsets[1] - offsets[0] if len(parts) > 1 else first.numel()
+    strides = (step, *first.stride())
+    together = all(
+        part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.is_contiguous() and part.shape == first.shape
+        for part in parts
+    )
+    spaced = step >= first.numel() and offsets == [offsets[0] + number * step for number in range(len(parts))]
+    aligned = all(number * size % _ALIGNMENT == 0 for number in (*strides[:-1], offsets[0])) and first.data_ptr() % _ALIGNMENT == 0
+    return first.detach().as_strided((len(parts), *first.shape), strides) if together and spaced and aligned else None

@@ -1,0 +1,170 @@
+"""Components that share GPUs (`placement=colocated`) take turns: whoever holds the run's turn has its weights and training state on the
+devices, the others have theirs in host memory. The idea is the hybrid engine's of DeepSpeed-Chat (2308.01320), over processes.
+
+The turn is a lock on a file of the run directory, held by rank 0 for all ranks of its component; the kernel releases it when that process
+ends, however it ends. The component that trains holds it all the time, except while it waits for its servers (`SharedDevice`). A server
+takes it for the requests that compute, and gives it back when no more are queued (`Residence`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from aligner.errors import AlignerError, ConfigError, ServerTimeout, describe_os_error
+from aligner.parallel import platform
+from aligner.parallel.collectives import from_rank_0, raise_everywhere
+from aligner.parallel.progress import WAIT_FOR_SERVERS, Progress
+
+POLL_SECONDS = 0.02
+LINGER_SECONDS = 0.1  # a server that has the turn waits so long for another request: moving its weights takes longer
+
+
+class Movable(Protocol):
+    """A model on this rank, with its training state."""
+
+    def leave_device(self) -> None:
+        """Wait in host memory. Does nothing where it does."""
+
+    def enter_device(self) -> None:
+        """Be as before `leave_device`. Does nothing where it is."""
+
+
+class Turn:
+    """The right to use the shared GPUs, on rank 0 of a component. `name` stands for the component in the others' errors."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path = path
+        self._name = name
+        self._file: TextIO | None = None
+
+    def try_take(self) -> bool:
+        """Whether this component has the turn now. Raises ConfigError where the file system has no locks."""
+        if self._file is not None:
+            return True
+        try:
+            file = self._path.open("a+")
+        except OSError as error:
+            raise ConfigError(f"placement=colocated: {describe_os_error(error, self._path)}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return False
+        except OSError as error:
+            file.close()
+            raise ConfigError(
+                f"placement=colocated: {self._path} cannot be locked ({error.strerror}): the components take turns by a lock; give a "
+                "run.directory on a file system with flock"
+            ) from error
+        file.truncate(0)
+        file.write(f"{self._name} (pid {os.getpid()})")
+        file.flush()
+        self._file = file
+        return True
+
+    def take(self, timeout_seconds: float) -> None:
+        """Wait for the turn. Raises ServerTimeout naming who has it."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self.try_take():
+            if time.monotonic() > deadline:
+                raise ServerTimeout(
+                    f"placement=colocated: {self._name} waited {timeout_seconds:g} s (server_client.train_timeout_seconds) for its turn on "
+                    f"the GPUs, which {self._path.read_text() or 'another component'} has"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def release(self) -> None:
+        """Let the others have it. Does nothing without it."""
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # also where a child process has inherited the file
+            self._file.close()
+            self._file = None
+
+
+class Residence:
+    """A server's models on the devices that it shares: on every rank, with the turn on rank 0. Without a turn they always stay."""
+
+    def __init__(self, models: Sequence[Movable] = (), turn: Turn | None = None) -> None:
+        self._models = models
+        self._turn = turn
+        self.is_here = True
+
+    def try_take(self, wait_seconds: float) -> bool:
+        """Whether rank 0 has the turn, after so long at most."""
+        deadline = time.monotonic() + wait_seconds
+        while self._turn is not None and not self._turn.try_take():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the models leave while nothing is asked of them; on rank 0."""
+        return self._turn is not None
+
+    def move(self, here: bool) -> None:
+        """Bring this rank's models to the device, or away from it."""
+        if here == self.is_here:
+            return
+        for model in self._models:
+            model.enter_device() if here else model.leave_device()
+        if not here:
+            platform.release_memory()
+        self.is_here = here
+
+    def release(self) -> None:
+        """On rank 0, when all ranks' models are away."""
+        if self._turn is not None:
+            self._turn.release()
+
+
+class SharedDevice:
+    """The training component's side: it has the turn, unless it gives the GPUs away. Every rank calls every method.
+
+    `turn` is rank 0's. A model that is handed to `holds` leaves and comes back with it; what else is on the device has to be asleep.
+    """
+
+    def __init__(self, turn: Turn, progress: Progress, *, timeout_seconds: float) -> None:
+        self._turn = turn
+        self._progress = progress
+        self._timeout_seconds = timeout_seconds
+        self._model: Movable | None = None
+        self._is_away = False
+
+    def take(self) -> None:
+        """Wait for the turn; no rank uses the device before. Raises ServerTimeout."""
+        from_rank_0(lambda: self._turn.take(self._timeout_seconds))
+
+    def holds(self, model: Movable) -> None:
+        """The model that is on the device from now on."""
+        self._model = model
+
+    @contextmanager
+    def given_away(self) -> Iterator[None]:
+        """In the block the servers can compute, and this component only waits for them. Errors in it are raised on every rank."""
+        assert self._model is not None and not self._is_away
+        self._model.leave_device()
+        platform.release_memory()
+        raise_everywhere(None)  # every rank's memory is free
+        self._turn.release()
+        self._is_away = True
+        try:
+            with self._progress.phase(WAIT_FOR_SERVERS):
+                yield
+        except AlignerError:  # a checkpoint may be saved yet
+            self._return()
+            raise
+        self._return()
+
+    def _return(self) -> None:
+        with self._progress.phase(WAIT_FOR_SERVERS):
+            self.take()
+        self._model.enter_device()
+        self._is_away = False

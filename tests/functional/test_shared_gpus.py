@@ -1,0 +1,118 @@
+"""PPO whose components take turns on the same devices, or whose critic serves the reward model too, equals one with three components on
+devices of their own: policy, critic and metrics, to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from resumed_runs import optimizer_and_weights, same_tensors, weights
+from training_jobs import (
+    Job,
+    checkpoint_steps,
+    eventually,
+    grpo_settings,
+    kill,
+    launcher,
+    ppo_settings,
+    run_job,
+    series,
+    tiny_settings,
+    without_times,
+    write_task,
+)
+
+pytestmark = [pytest.mark.pytriton, pytest.mark.timeout(600)]
+NUM_STEPS = 4
+LAUNCH = launcher("ppo")
+
+
+def reward_model(task: Path) -> Path:
+    """The checkpoints of a reward model that has seen a few pairs."""
+    pairs = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": "7"} for a in range(8) for b in range(8) if a + b != 7]
+    (task / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    drop = ("data.", "rollout.", "model.micro_batch_size=")
+    given = [setting for setting in tiny_settings(task) if not setting.startswith(drop)]
+    given += [f"data.train={task / 'pairs.jsonl'}", "data.max_length=16", "algorithm.batch_size=16", "model.micro_batch_size=8"]
+    run_job(launcher("reward_model"), task / "reward_model", [*given, "loop.max_steps=3", "loop.save_every=3", "run.export_hf=false"])
+    return task / "reward_model" / "checkpoints" / "reward_model"
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two ranks of the actor; validation and checkpoints on the way."""
+    task = tmp_path_factory.mktemp("shared_gpus")
+    write_task(task)
+    replaced = ("algorithm.rollouts_per_step=", "algorithm.mini_batch_size=", "critic.mini_batch_size=")
+    return [
+        *(setting for setting in ppo_settings(task) if not setting.startswith(replaced)),
+        *("algorithm.rollouts_per_step=24", "algorithm.mini_batch_size=12", "critic.mini_batch_size=12", "num_processes=2"),
+        *(f"reward.model.path={reward_model(task)}", f"data.validation={task / 'prompts.jsonl'}", "data.num_validation_prompts=8"),
+        *(f"loop.max_steps={NUM_STEPS}", "loop.save_every=2", "loop.validate_every=2"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def separate(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run with three components on devices of their own."""
+    directory = tmp_path_factory.mktemp("separate") / "run"
+    run_job(LAUNCH, directory, settings)
+    assert (directory / "logs" / "reward.0.log").exists()
+    assert len(set(series(directory, "rollout/reward"))) == NUM_STEPS  # it learns from what the model says
+    return directory
+
+
+@pytest.fixture
+def same_as_separate(separate: Path) -> Callable[[Path], None]:
+    def compare(run: Path) -> None:
+        assert weights(run) == weights(separate)
+        assert without_times(run) == without_times(separate)
+        for component in ("policy", "critic"):
+            assert checkpoint_steps(run / "checkpoints" / component) == [2, 4]
+            last = f"checkpoints/{component}/step_{NUM_STEPS:06d}"
+            same_tensors(optimizer_and_weights(run / last), optimizer_and_weights(separate / last))
+
+    return compare
+
+
+def test_colocated_components(settings: list[str], same_as_separate: Callable[[Path], None], tmp_path: Path) -> None:
+    run_job(LAUNCH, tmp_path / "run", [*settings, "placement=colocated"])
+    assert (tmp_path / "run" / "turn").read_text().startswith("actor")  # which has the devices at the end
+    same_as_separate(tmp_path / "run")
+
+
+def test_a_critic_that_serves_the_reward_model(settings: list[str], same_as_separate: Callable[[Path], None], tmp_path: Path) -> None:
+    run_job(LAUNCH, tmp_path / "run", [*settings, "critic.with_reward=true"])
+    assert not (tmp_path / "run" / "logs" / "reward.0.log").exists()
+    same_as_separate(tmp_path / "run")
+
+
+def test_a_reward_model_on_the_gpus_of_grpo(settings: list[str], tmp_path: Path) -> None:
+    (served,) = (setting for setting in settings if setting.startswith("reward.model.path="))
+    task = Path(served.partition("=")[2]).parents[2]
+    given = [*grpo_settings(task), served, "reward.serve=true", "loop.max_steps=2", "algorithm.prompts_per_step=8"]
+    for placement in ("separate", "colocated"):
+        run_job(launcher("grpo"), tmp_path / placement, [*given, f"placement={placement}"])
+    assert weights(tmp_path / "colocated") == weights(tmp_path / "separate")
+    assert without_times(tmp_path / "colocated") == without_times(tmp_path / "separate")
+
+
+def test_a_colocated_critic_with_the_reward_dies(settings: list[str], same_as_separate: Callable[[Path], None], tmp_path: Path) -> None:
+    """Its turn is free then; the next one waits for it with its weights, and gets from the journal what it lacks."""
+    directory = tmp_path / "run"
+    given = [*settings, "placement=colocated", "critic.with_reward=true", "checkpoint.asynchronous=true"]
+    with Job(LAUNCH, directory, [*given, "local_launcher.max_server_restarts=1"]) as job:
+        registration = directory / "services" / "critic.json"
+        job.reached(1)
+        assert eventually(lambda: registration.exists() and json.loads(registration.read_text())["state"] == "ready", 60)
+        kill(json.loads(registration.read_text())["pid"])
+        output = job.finish()
+    assert "starting it again" in output
+    same_as_separate(directory)
