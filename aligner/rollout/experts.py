@@ -60,7 +60,7 @@ def mix_all(x: Tensor, experts: tuple[FeedForward, ...], routing: tuple[Tensor, 
     for expert, scale in zip(experts, scales.split(1, dim=1), strict=True):
         # Not a product: what an expert makes of a token that is not its own may overflow.
         hidden = torch.where(scale != 0, inner(x, expert) * scale, 0.0).to(x.dtype)
-        out = out + F.linear(hidden, expert.down.weight)
+        out = torch.addmm(out, hidden, expert.down.weight.t())
         if biased and expert.down.bias is not None:
             out = out + (scale * expert.down.bias).to(x.dtype)
     return out

@@ -292,16 +292,14 @@ def halved_nucleus(z: Tensor, weights: Tensor, mass: Tensor) -> tuple[Tensor, Te
     """`_nucleus` without a sort, and without a step whose size depends on the logits: of the smallest set of likeliest tokens that weighs
     `mass` (float64 [B, 1], at most the whole of `weights` [B, V]) the least logit and the size.
 
-    Halves the range of the least logit 32 times, over integers in the order of the float32 numbers whose bits they are.
+    Finds the least logit bit by bit, over integers in the order of the float32 numbers whose bits they are.
     """
     bits = z.view(torch.int32)
     keys = torch.where(bits < 0, bits ^ _INT32_MAX, bits)
     reached = torch.full_like(mass, -_INT32_MAX - 1, dtype=torch.int64)  # tokens from here on weigh enough
-    missed = keys.amax(dim=-1, keepdim=True).long() + 1
-    for _ in range(32):
-        middle = (reached + missed) >> 1
-        enough = torch.where(keys >= middle.int(), weights, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64) >= mass
-        reached, missed = torch.where(enough, middle, reached), torch.where(enough, missed, middle)
+    for bit in reversed(range(32)):
+        enough = torch.where(keys >= reached + (1 << bit), weights, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64) >= mass
+        reached.add_(enough, alpha=1 << bit)
     least = torch.where(reached < 0, reached ^ _INT32_MAX, reached).int().view(torch.float32)
     above = z > least
     rest = mass - torch.where(above, weights, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)

@@ -6,7 +6,9 @@ import json
 import random
 import signal
 import sys
+import sysconfig
 import time
+import venv
 from collections import Counter
 from pathlib import Path
 
@@ -33,15 +35,23 @@ def test_a_cluster_of_the_right_size_takes_every_script(slurm: SlurmCluster, scr
 
 
 def test_smoke(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """`sbatch slurm/smoke_cpu.sub` from the checkout, preflight included."""
-    run = tmp_path / "run"
+    """`sbatch slurm/smoke_cpu.sub` from the checkout, preflight included; the critic in a virtual environment of its own."""
+    run, environment = tmp_path / "run", tmp_path / "servers"
+    venv.create(environment, with_pip=False, symlinks=True)
+    own = environment / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"  # with the packages of this one
+    own.rmdir()
+    own.symlink_to(sysconfig.get_paths()["purelib"])
     options = (f"--output={tmp_path}/%x-%j.out",)
     place = {"directory": tmp_path, "cwd": ROOT, "logs": run / "logs"}
-    job = slurm.submit(SMOKE, f"run.directory={run}", options=options, environment=ENVIRONMENT, **place)
+    job = slurm.submit(
+        SMOKE, f"run.directory={run}", f"critic.environment={environment}", options=options, environment=ENVIRONMENT, **place
+    )
     job.until(lambda: len(steps_of(run)) > 2, "step 3", 2 * PATIENCE_SECONDS)
     ranks = [process for process in job.processes() if process.program != "srun" and "ALIGNER_COMPONENT" in process.variables]
     nodes = {process.variables["ALIGNER_COMPONENT"]: process.node for process in ranks}
     assert {nodes[name] for name in ("actor", "critic", "reward")} == set(slurm.nodes)
+    at_home = {process.variables["ALIGNER_COMPONENT"] for process in ranks if process.variables.get("VIRTUAL_ENV") == str(environment)}
+    assert at_home == {"critic"}
     job.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
     assert job.states == ["COMPLETED"] * 3
     rewards = series(run, "rollout/reward")
