@@ -36,8 +36,14 @@ class HostMemory:
 
     @classmethod
     def of_training_state(cls, runners: list[Any], optimizer: Any) -> HostMemory:
-        """The optimizer's state and main weights, and the gradient buffers, of one model."""
-        return cls(kept=lambda: optimizer_tensors(optimizer), scratch=lambda: gradients(runners))
+        """The optimizer's state and main weights, and the gradient buffers, of one model; float32 weights of a bfloat16 model (a scalar
+        head's) are trained in place, and stay with the others."""
+
+        def own() -> list[Tensor]:
+            weights = {p.data.untyped_storage().data_ptr() for runner in runners for p in runner.parameters()}
+            return [tensor for tensor in optimizer_tensors(optimizer) if tensor.untyped_storage().data_ptr() not in weights]
+
+        return cls(kept=own, scratch=lambda: gradients(runners))
 
     @property
     def is_out(self) -> bool:

@@ -141,3 +141,21 @@ def test_a_model_that_leaves_the_device_takes_everything(make_model, trains, off
         assert offload or on_device() == before
     for ours, theirs in zip(moves.module.parameters(), stays.module.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_float32_head_stays_where_the_weights_are(make_model, distributed):
+    """The optimizer of a bfloat16 model trains it in place: its tensors are the model's own, not main weights."""
+    from aligner.models.config import Dtype
+    from aligner.types import TokenBatch
+
+    optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, offload=True, distributed=distributed)
+    model = make_model("value", optimizer=optimizer, config={"dtype": Dtype.bfloat16}, training={"micro_batch_size": 2})
+    tokens = TokenBatch(tokens=batch(0).tokens, lengths=batch(0).lengths)
+    before = model.values(tokens)
+    model.model.sleep()
+    assert torch.equal(model.values(tokens), before)
+    model.model.leave_device()
+    assert not any(p.untyped_storage().nbytes() for p in model.model.module.parameters())
+    model.model.enter_device()
+    assert torch.equal(model.values(tokens), before)
