@@ -22,7 +22,7 @@ __all__ = ["check_divisible", "resolve_dtype", "transformer_config"]
 
 def resolve_dtype(dtype: Dtype) -> torch.dtype:
     """The torch dtype that a config asks for."""
-    return platform.default_dtype() if dtype is Dtype.auto else getattr(torch, dtype.value)
+    return platform.default_dtype() if dtype == Dtype.auto else getattr(torch, Dtype(dtype).value)
 
 
 def transformer_config(architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, *, load: bool) -> TransformerConfig:

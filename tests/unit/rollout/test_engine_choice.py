@@ -11,7 +11,6 @@ from aligner.errors import EngineError
 from aligner.rollout import choice
 from aligner.rollout.choice import choose
 from aligner.rollout.config import AsynchronousConfig, EngineKind, RolloutConfig, VerifyRefit
-from aligner.rollout.tensorrt_llm_config import TensorRTLLMConfig
 from aligner.rollout.vllm import KNOWN_VERSIONS
 from aligner.types import SamplingConfig
 
@@ -58,8 +57,7 @@ def test_versions_that_are_not_known_are_left_out(installed):
 @pytest.mark.parametrize(
     ("config", "tp", "expected", "said"),
     [
-        (config_of(), 2, "vllm", "rollout.tp=2: with rollout.engine=tensorrt_llm each rank computes a replica"),
-        (config_of(tensorrt_llm=TensorRTLLMConfig(spmd=True)), 2, "tensorrt_llm", ""),
+        (config_of(), 2, "tensorrt_llm", ""),
         (config_of(sampling={"repetition_penalty": 1.1}), 1, "vllm", "rollout.sampling.repetition_penalty=1.1: not with"),
         (
             config_of(sampling={"stop_strings": ["\n"]}),
@@ -84,7 +82,7 @@ def test_bit_identical_log_probs_are_the_built_in_ones(installed):
 
 
 def test_checksums_of_a_split_model(installed):
-    config = config_of(verify_refit=VerifyRefit.checksum, tensorrt_llm=TensorRTLLMConfig(spmd=True))
+    config = config_of(verify_refit=VerifyRefit.checksum)
     found = choose(config, tp=2)
     assert found.engine == EngineKind.megatron and "reads no weights back from rollout.tp=2 ranks" in found.reasons[1]
     assert choose(config, tp=1).engine == EngineKind.tensorrt_llm
