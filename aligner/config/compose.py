@@ -25,7 +25,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
@@ -126,13 +126,32 @@ def composing(schema: type, name: str, overrides: Sequence[str], folders: Sequen
     searchpath = f"hydra.searchpath=[{','.join(quoted(place) for place in more)}]"
     with hydra.initialize_config_dir(config_dir=str(first.resolve()), version_base="1.3"):
         recipe = folders[0].name
-        in_files = _check_files(recipe, [name] if has_file else [], [*plain, searchpath], [*folders, *users], keys)
+        ConfigStore.instance().store(name=ENTRY, node={"defaults": [*([name] if has_file else []), "_self_"]})
+        plain = _with_groups(plain, searchpath)
+        in_files = _check_files(recipe, [*plain, searchpath], [*folders, *users], keys)
         refuse_unknown([*((key, f"in {text!r}") for key, text in unknown), *in_files], keys)
         store = ConfigStore.instance()  # Hydra's own registry; it is filled anew for every composition
         store.store(name=_SCHEMA, node=_structured(schema))
         # The schema comes first in the defaults list, so no YAML file has to name it and every later one is checked against it.
         store.store(name=ENTRY, node={"defaults": [_SCHEMA, *([name] if has_file else []), "_self_"]})
         yield Settings(plain=plain, named=named, searchpath=searchpath)
+
+
+def _with_groups(overrides: list[str], searchpath: str) -> list[str]:
+    """The overrides; those that choose from a group which the config does not have yet, such as `cluster=dgx_h100`, add it."""
+    loader = GlobalHydra.instance().config_loader()
+    while True:
+        single = [text for text in overrides if not OverridesParser.create().parse_override(text).is_sweep_override()]
+        try:
+            loader.compute_defaults_list(ENTRY, [*single, searchpath], RunMode.RUN)
+        except ConfigCompositionException as error:
+            missing = re.match(r"Could not override '([\w/]+)'\.\s+No match in the defaults list", str(error))
+            added = [f"+{text}" if missing and text.startswith(f"{missing[1]}=") else text for text in overrides]
+            if added == overrides:
+                return overrides  # what else is wrong is said where the config is composed
+            overrides = added
+        else:
+            return overrides
 
 
 def search_path(overrides: Sequence[str]) -> tuple[list[Path | str], list[str]]:
@@ -293,10 +312,8 @@ def _unknown_below(key: str, override: Override, keys: list[SchemaKey]) -> list[
     return list(unknown_keys({key: value}, keys))
 
 
-def _check_files(
-    recipe: str, files: Sequence[str], overrides: Sequence[str], folders: Sequence[Path], keys: list[SchemaKey]
-) -> list[tuple[str, str]]:
-    """The unknown keys of the YAML files that `files`, their `defaults` and the overrides bring together, with the file of each.
+def _check_files(recipe: str, overrides: Sequence[str], folders: Sequence[Path], keys: list[SchemaKey]) -> list[tuple[str, str]]:
+    """The unknown keys of the YAML files that `ENTRY`, their `defaults` and the overrides bring together, with the file of each.
 
     Raises ConfigError for a preset, given here or in a `defaults` list, that is not the recipe's.
     """
@@ -305,7 +322,6 @@ def _check_files(
             check_preset(recipe, f"{override.key_or_group}/{value}", folders)  # Hydra would add a group that the recipe does not have
     unknown: list[tuple[str, str]] = []
     single = [text for text in overrides if not OverridesParser.create().parse_override(text).is_sweep_override()]
-    ConfigStore.instance().store(name=ENTRY, node={"defaults": [*files, "_self_"]})
     try:
         found = GlobalHydra.instance().config_loader().compute_defaults_list(ENTRY, single, RunMode.RUN).defaults
     except HydraException as error:

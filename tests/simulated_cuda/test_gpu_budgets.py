@@ -99,7 +99,7 @@ def test_the_allocator_peaks_where_the_plan_says(layout: str, data, tmp_path) ->
 
 def plan(settings: list[str], ranks: int, output: Path) -> dict[int, float]:
     """Bytes that torch's allocator is to hold in training, by stage: the plan's, without what is not torch's."""
-    command = [sys.executable, "-m", "aligner.cli", "plan", "sft", *settings, "+cluster=dgx_h200", f"cluster.gpus_per_node={ranks}"]
+    command = [sys.executable, "-m", "aligner.cli", "plan", "sft", *settings, "cluster=dgx_h200", f"cluster.gpus_per_node={ranks}"]
     command += [f"num_processes={ranks}", "--json", str(output)]
     environment = os.environ | {"PYTHONPATH": str(gpu_cases.ROOT)} | gpu_cases.ON_CPU
     done = subprocess.run(command, env=environment, cwd=gpu_cases.ROOT, capture_output=True, text=True)

@@ -255,6 +255,13 @@ def test_a_preset_of_another_recipe_is_refused_wherever_it_is_chosen(presets):
     assert compose(Root, "train_on_it", ["algorithm=grpo"]).algorithm.group_size == 4  # what was chosen there is not used
 
 
+def test_a_preset_of_a_group_that_the_config_has_not_chosen_from_needs_no_plus(presets):
+    for text in ("model=small", "+model=small"):
+        assert compose(Root, "plain", [text, "steps=3"]).model.path == "small-model"
+    with pytest.raises(ConfigError, match="^model=smal: plain has no such preset; allowed: small$"):
+        compose(Root, "plain", ["model=smal"])
+
+
 def test_a_recipe_takes_the_presets_of_the_folders_that_it_names(presets):
     folders = [presets / "conf" / name for name in ("train", "serve", ".")]
     assert compose(Root, "train", ["algorithm=sequence"], folders).algorithm == Algorithm()
