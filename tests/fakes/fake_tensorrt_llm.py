@@ -8,6 +8,7 @@ finalised, so that a refit that is not finished is noticed in the tokens too.
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import sys
@@ -268,7 +269,8 @@ def installed(version: str, folder: Path, *, in_thread: bool = True) -> Iterator
         with ExitStack() as stack:
             if in_thread:
                 stack.enter_context(patch("aligner.rollout.tensorrt_llm.start_process", InThread))
-                stack.enter_context(patch("aligner.rollout.tensorrt_llm_worker.abandoned", lambda: None))
+                # For good: an engine that a test leaves behind is collected later, and its threads would then end this process.
+                importlib.import_module("aligner.rollout.tensorrt_llm_worker").abandoned = lambda: None
             yield made["tensorrt_llm"].world
     finally:
         made["tensorrt_llm"].world.stop()

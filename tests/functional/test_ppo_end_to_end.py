@@ -107,9 +107,9 @@ def test_the_death_of_the_critic(tmp_path: Path) -> None:
     assert "FAILED: component critic, rank 0, was killed by SIGKILL" in output
     # The actor noticed by itself, within the launcher's grace period, and said which server, where, and why.
     actor = (run / "logs" / "actor.0.log").read_text()
-    # Two witnesses, whichever was first: the process is gone, or the launcher had already told that it won't start it again.
+    # Two witnesses, whichever was first: the process is gone, or the launcher had already told that it will not start it again.
     told = actor.splitlines()[-1]
-    assert told.startswith("error: critic_") and f"(pid {pid} on" in told
+    assert told.startswith("error: critic") and f"(pid {pid} on" in told
     assert f"its process {pid} no longer exists" in told or "nobody will start it again: critic was killed by SIGKILL" in told
     assert "actor did not end" not in output
 
