@@ -49,7 +49,7 @@ learn-supervised: $(STAMP) ## supervised, preference and reward recipes from a p
 test: $(STAMP) ## all tests (ARGS='-k name' to choose)
 	@$(RUN_ENV) $(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=4 --dist=loadfile $(ARGS)
 
-test-gpu-path: ## the GPU code path on a simulated GPU, in an environment of its own (half a gigabyte, once; a quarter of an hour)
+test-gpu-path: ## the GPU code path on a simulated GPU, in an environment of its own (three quarters of a gigabyte, once; a quarter of an hour)
 	@if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.10, 3.11 or 3.12 found; name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; fi
 	@$(PYTHON) tests/simulated_cuda/environment.py $(GPU_PATH) || { code=$$?; [ $$code = 3 ] && echo "skipped: no simulated GPU here (the line above says why)" && exit 0; exit $$code; }
 	@if [ -e $(GPU_PATH)/.complete ]; then rm -rf build/gpu_path; $(RUN_ENV) $(GPU_PATH)/bin/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=2 tests/simulated_cuda $(ARGS) && $(GPU_PATH)/bin/python tests/simulated_cuda/table.py; fi

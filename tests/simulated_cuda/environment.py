@@ -1,7 +1,8 @@
 """Makes a virtual environment in which torch's CUDA build finds a simulated GPU: `python environment.py DIRECTORY`; standard library only.
 
-torch comes from the package index as it is (half a gigabyte); NVIDIA's libraries (several gigabytes) do not: stand-ins are compiled in
-their place (build_libraries.py). Needs gcc and binutils. Exit code 3: it cannot be made here, and the last line says why.
+torch and triton come from the package index as they are (three quarters of a gigabyte). NVIDIA's libraries (several gigabytes) do not:
+stand-ins are compiled in their place (build_libraries.py). Needs gcc and binutils. Exit code 3: it cannot be made here, and the last line
+says why.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 # The version of the GPU machines that the project was given to run on, and its CUDA's headers.
 TORCH, RUNTIME = "torch==2.11.0", "nvidia-cuda-runtime==13.0.96"
-REPLACED = ("cuda-", "nvidia-", "triton")
+REPLACED = ("cuda-", "nvidia-")
 CANNOT = 3
 
 
@@ -28,7 +29,7 @@ def main(directory: Path) -> None:
     for tool in ("gcc", "nm", "readelf"):
         if shutil.which(tool) is None:
             _cannot(f"{tool} is not installed")
-    print(f"creating {directory} with {TORCH} of CUDA and a simulated GPU (half a gigabyte to fetch, once)", flush=True)
+    print(f"creating {directory} with {TORCH} of CUDA and a simulated GPU (three quarters of a gigabyte to fetch, once)", flush=True)
     _run(sys.executable, "-m", "venv", str(directory))
     _pip(python, "--no-deps", TORCH, RUNTIME)
     packages = Path(_run(str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip())
