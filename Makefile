@@ -14,6 +14,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 GPU_PATH = .venv-gpu-path/$(notdir $(PYTHON))
 # Where there is no GPU the pinned CPU build keeps results and downloads small; PIP_TORCH overrides it.
 PIP_TORCH ?= $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then echo torch; else echo torch==2.13.0; fi)
+GPU_CHECK_WHEELS = build/gpu_check_wheels
 # Of benchmarks/rollout.py.
 AGAINST_ALL := --against 'ours (torch)' dynamic static continuous vllm --make-vllm
 # One thread per process: several ranks share the machine's cores.
@@ -22,7 +23,7 @@ ARGS ?=
 # A file of tests stays in one process (its fixtures are whole jobs); the files are shared out. TEST_PROCESSES=0 runs all in one.
 TEST_PROCESSES ?= logical
 
-.PHONY: help house test-gpu-path same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full transformer-engine lint format hooks docs clean
+.PHONY: help house test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full transformer-engine lint format hooks docs clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -53,6 +54,13 @@ test-gpu-path: ## the GPU code path on a simulated GPU, in an environment of its
 	@if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.10, 3.11 or 3.12 found; name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; fi
 	@$(PYTHON) tests/simulated_cuda/environment.py $(GPU_PATH) || { code=$$?; [ $$code = 3 ] && echo "skipped: no simulated GPU here (the line above says why)" && exit 0; exit $$code; }
 	@if [ -e $(GPU_PATH)/.complete ]; then rm -rf build/gpu_path; $(RUN_ENV) $(GPU_PATH)/bin/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=2 tests/simulated_cuda $(ARGS) && $(GPU_PATH)/bin/python tests/simulated_cuda/table.py; fi
+
+# On a GPU machine without a network there is no .venv: the interpreter is then the one that has torch.
+gpu-check: ## everything verified and measured on one real GPU, in ten minutes (brings what `make gpu-check-wheels` fetched)
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py $(if $(wildcard $(GPU_CHECK_WHEELS)),--wheels $(GPU_CHECK_WHEELS)) --output build/gpu_check $(ARGS)
+
+gpu-check-wheels: ## the packages that `make gpu-check` brings to a machine without a network (50 MiB)
+	@$(PYTHON) benchmarks/gpu_check_wheels.py $(GPU_CHECK_WHEELS)
 
 mutants: $(STAMP) ## plants faults one at a time, all of which a test must notice; writes docs/mutants.md (ARGS='--only ID'; half an hour)
 	@$(RUN_ENV) $(BIN)/python tests/mutants.py $(ARGS)

@@ -29,7 +29,7 @@ from aligner.algorithms.grpo import GRPO, GRPOConfig, TrainGRPO
 from aligner.data.collate import EpochSampler
 from aligner.loop.config import RunConfig
 from aligner.loop.loop import Clock
-from aligner.models.config import ModelConfig
+from aligner.models.config import Dtype, ModelConfig
 from aligner.models.optimizer import Decay, OptimizerConfig
 from aligner.online.task import OnlineTask
 from aligner.parallel.topology import ParallelConfig
@@ -80,7 +80,7 @@ def make_config(spec: Spec, folder: str) -> TrainGRPO:
     rows = len(spec.prompts) * spec.group_size
     longest = max(map(len, spec.prompts)) + spec.max_new_tokens
     tokens = (spec.micro_batch_size or rows) * longest
-    model = ModelConfig(path=spec.model, packing=True, share_prompts=True, micro_batch_tokens=tokens)
+    model = ModelConfig(path=spec.model, dtype=Dtype(spec.dtype), packing=True, share_prompts=True, micro_batch_tokens=tokens)
     return TrainGRPO(
         run=RunConfig(directory=folder, seed=spec.seed, num_threads=spec.threads),
         model=model,

@@ -27,7 +27,9 @@ def run_side(
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE)] if script.endswith("_reference.py") else [str(HERE.parent), str(HERE)])
+    own = [str(HERE)] if script.endswith("_reference.py") else [str(HERE.parent), str(HERE)]
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in (str(HERE), str(HERE.parent))]
+    environment["PYTHONPATH"] = os.pathsep.join(own + others)
     if preload is not None:
         environment["LD_PRELOAD"] = str(preload)
     command = [str(python), str(HERE / script), str(spec), str(result)]

@@ -43,6 +43,8 @@ class Spec:
     beta: float = 0.04
     learning_rate: float = 1e-6
     varied: bool = False  # responses end where the model ends them, at the latest after max_new_tokens
+    device: str = "cpu"
+    dtype: str = "float32"  # bfloat16: of the computation; the trained weights are float32
 
     def __post_init__(self) -> None:
         rows = len(self.prompts) * self.group_size
@@ -100,15 +102,15 @@ def even_tokens(completion_ids: list[list[int]], **_: object) -> list[float]:
 
 
 def trainer_settings(spec: Spec, folder: str):
-    """TRL's settings for the same step as ours: full-length responses, one update per batch, float32, no checkpointing."""
+    """TRL's settings for the same step as ours: full-length responses, one update per batch, no checkpointing."""
     from trl import GRPOConfig
 
     rows = len(spec.prompts) * spec.group_size
     micro = spec.micro_batch_size or rows
     return GRPOConfig(
         output_dir=folder,
-        use_cpu=True,
-        bf16=False,
+        use_cpu=spec.device == "cpu",
+        bf16=spec.dtype == "bfloat16",
         gradient_checkpointing=False,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=rows // micro,
@@ -133,7 +135,7 @@ def trainer_settings(spec: Spec, folder: str):
 
 
 def make_trainer(spec: Spec, clock: Clock, folder: str):
-    """A GRPOTrainer on the CPU whose phases are timed; `folder` is where it would save."""
+    """A GRPOTrainer whose phases are timed; `folder` is where it would save."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback
@@ -199,7 +201,7 @@ def check_numbers(trainer, spec: Spec) -> dict[str, float]:
     import torch
 
     fixed = fixed_batch(spec)
-    prompts, completions = (torch.tensor(fixed[name]) for name in ("prompts", "completions"))
+    prompts, completions = (torch.tensor(fixed[name], device=trainer.model.device) for name in ("prompts", "completions"))
     trainer.model.eval()
     loss = trainer._compute_loss(
         trainer.model,
@@ -208,8 +210,8 @@ def check_numbers(trainer, spec: Spec) -> dict[str, float]:
             "prompt_mask": torch.ones_like(prompts),
             "completion_ids": completions,
             "completion_mask": torch.ones_like(completions),
-            "advantages": torch.tensor(fixed["advantages"]),
-            "ref_per_token_logps": torch.full(completions.shape, fixed["ref_logprob"]),
+            "advantages": torch.tensor(fixed["advantages"], device=trainer.model.device),
+            "ref_per_token_logps": torch.full(completions.shape, fixed["ref_logprob"], device=trainer.model.device),
         },
     )
     loss.backward()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.errors import ConfigError
+from aligner.parallel import host_collectives
 
 _DRIVER = "/dev/nvidiactl"  # asking CUDA would start it, with the environment of that moment
 
@@ -51,8 +52,13 @@ def order_kernels(*, exchanges: bool, asynchronous: bool) -> None:
 
 
 def claim_device(local_rank: int, *, ranks_per_gpu: int = 1) -> str:
-    """As `select_device`; the GPU's name, which no other of this machine has, if one rank alone may have it. Empty on a CPU machine."""
+    """As `select_device`; the GPU's name, which no other of this machine has, if one rank alone may have it. Empty on a CPU machine.
+
+    Where ranks share it, collectives of CUDA tensors go over the host from now on.
+    """
     select_device(local_rank)
+    if torch.cuda.is_available() and ranks_per_gpu > 1:
+        host_collectives.install()
     if not torch.cuda.is_available() or ranks_per_gpu > 1:
         return ""
     number = torch.cuda.current_device()

@@ -145,8 +145,8 @@ class Simulation(TorchDispatchMode):
         tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
         on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
         target = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
-        if name.startswith("c10d"):
-            _check_group(name, args, tensors)
+        if name.startswith("c10d") and not _in_nccl(name, args, tensors) and on_gpu:
+            return _in_gloo(func, args)
         if not on_gpu and (target is None or target.type != "cuda"):
             return func(*args, **kwargs)
         counts.operators[name] += 1
@@ -194,13 +194,22 @@ def _upload(source: Tensor, wait_free: bool) -> str | None:
     return None if wait_free else "blocking copy"
 
 
-def _check_group(name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
+def _in_nccl(name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
+    """Whether a collective is one of an NCCL group, which takes CUDA tensors only."""
     group = next((a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())), None)
-    if group is None:
-        return
-    unboxed = torch._C._distributed_c10d.ProcessGroup.unbox(group)
-    if unboxed.group_name in _nccl_groups and any(not tensor.is_cuda for tensor in tensors) and name != "c10d::barrier":
+    if group is None or torch._C._distributed_c10d.ProcessGroup.unbox(group).group_name not in _nccl_groups:
+        return False
+    if any(not tensor.is_cuda for tensor in tensors) and name != "c10d::barrier":
         raise SimulationError(f"No backend type associated with device type cpu: {name} in an NCCL group at {site()}")
+    return True
+
+
+def _in_gloo(func: Any, args: tuple[Any, ...]) -> Any:
+    """gloo sends and receives CPU tensors only. The project's own kernels for ranks that share a GPU stand below this mode."""
+    host_collectives = sys.modules.get("aligner.parallel.host_collectives")
+    if host_collectives is None or not host_collectives.is_installed():
+        raise SimulationError(f"{func} of CUDA tensors in a gloo group at {site()}")
+    return host_collectives.over_the_host(func, *args)
 
 
 def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, wait: bool = False) -> Any:

@@ -23,6 +23,7 @@ MOE = [f"model.architecture.{setting}" for setting in (*EXPERTS, "tied_embedding
 PACKED = ["model.packing=true", "model.micro_batch_tokens=256"]
 LORA = ["model.lora.rank=4"]
 OFFLOAD = ["optimizer.offload=true", "rollout.offload=true"]
+ONE_GPU = "run.ranks_per_gpu=2"
 TP2 = ["parallel.tp=2", "parallel.sequence_parallel=true"]
 
 
@@ -43,6 +44,9 @@ CASES = {
     "sft, float16": GpuCase(of="sft", settings=["model.dtype=float16"]),
     "sft, tp 2 with sequence parallelism": GpuCase(of="sft", settings=TP2, ranks=2),
     "sft, pp 2 interleaved": GpuCase(of="sft", settings=["model.architecture.num_layers=4", "parallel.pp=2", "parallel.vpp=2"], ranks=2),
+    "sft, tp 2 on one GPU": GpuCase(of="sft", settings=[*TP2, ONE_GPU], ranks=2),
+    "sft, pp 2 on one GPU": GpuCase(of="sft", settings=["parallel.pp=2", ONE_GPU], ranks=2),
+    "grpo, dp 2 to rollout tp 2 on one GPU": GpuCase(of="grpo", settings=["rollout.tp=2", ONE_GPU], ranks=2),
     "sft, cp 2": GpuCase(of="sft", settings=["parallel.cp=2"], ranks=2),
     "sft, cp 2, packed": GpuCase(of="sft", settings=["parallel.cp=2", *PACKED], ranks=2),
     "sft, experts, ep 2": GpuCase(of="sft", settings=[*MOE, "parallel.ep=2"], ranks=2),

@@ -41,6 +41,7 @@ CALLS = {
     "torch.cuda.manual_seed_all",
     "torch.cuda.set_device",
     "torch.cuda.set_rng_state",
+    "torch.library.Library",
     "torch.manual_seed",
     "torch.set_default_device",
     "torch.set_default_dtype",
