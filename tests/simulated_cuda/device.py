@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from simulated_cuda.kernels import kernel
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -150,7 +151,7 @@ class Simulation(TorchDispatchMode):
         if not on_gpu and (target is None or target.type != "cuda"):
             return func(*args, **kwargs)
         counts.operators[name] += 1
-        if name in _NATIVE or (func.is_view and name != "aten::_to_copy"):
+        if name in _NATIVE or torch.Tag.inplace_view in func.tags or (func.is_view and name != "aten::_to_copy"):
             return func(*args, **kwargs)
         if on_gpu and name not in _MIXES_DEVICES and any(not tensor.is_cuda and tensor.dim() for tensor in tensors):
             raise SimulationError(f"Expected all tensors to be on the same device: {name} got cuda and cpu tensors at {site()}")
@@ -352,6 +353,7 @@ def _count_explicit_waits() -> None:
 
         return make
 
+    _device_constructors()  # remembers the originals, which a `with torch.device` is asked about
     torch.tensor, torch.as_tensor = made_of_numbers(torch.tensor), made_of_numbers(torch.as_tensor)
     counted(torch.cuda, "synchronize", "synchronize")
     counted(torch.cuda.Stream, "synchronize", "Stream.synchronize")

@@ -14,6 +14,7 @@ import same_numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 900
+IS_SIMULATED = "simulated_cuda.startup" in sys.modules
 ROWS = ROOT / "build" / "gpu_path"
 # Where the host may wait: the start, checkpoints and exports copy every parameter.
 APART = ("models/initialise", "models/async_save", "models/checkpoint", "models/weights.py", "parallel/collective_marks", "models/build.py")
@@ -34,6 +35,11 @@ class GpuCase:
     settings: Sequence[str] = ()
     ranks: int = 1
     after: Sequence[str] = ()
+
+    @property
+    def gpus(self) -> int:
+        """How many it takes: PPO's servers have one each."""
+        return self.ranks + (2 if self.of == "ppo_served" else 0)
 
 
 CASES = {
@@ -108,9 +114,9 @@ def trains(case: GpuCase) -> bool:
 
 
 def run(case: GpuCase, data: Path, directory: Path, *more: str, on_cpu: bool = False, without: str = "no such setting") -> Run:
-    """One run in this environment, on its simulated GPUs or on the CPU. Settings of the case that begin with `without` are left out.
+    """One run in this environment, on its GPUs or on the CPU. Settings of the case that begin with `without` are left out.
 
-    Raises RuntimeError with the run's output where it fails.
+    Real GPUs report no processes. Raises RuntimeError with the run's output where it fails.
     """
     base = same_numbers.CASES[case.of]
     own = {"data": data, "runs": directory.parent}
