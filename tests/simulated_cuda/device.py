@@ -174,6 +174,8 @@ def _makes_host_wait(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], t
         return "boolean index" if masks and not fills else None
     if name == "aten::copy_":
         to, source = args[0], args[1]
+        if not source.numel():
+            return None
         wait_free = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         if to.is_cuda and source.is_cuda:
             return None
@@ -182,6 +184,8 @@ def _makes_host_wait(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], t
         return _upload(source, wait_free)
     if name == "aten::_to_copy" and target is not None:
         source, wait_free = args[0], bool(kwargs.get("non_blocking"))
+        if not source.numel():
+            return None
         if source.is_cuda and target.type == "cpu":
             return None if wait_free else "copy to the host"  # torch pins what a non-blocking one returns
         if not source.is_cuda and target.type == "cuda":
@@ -346,6 +350,9 @@ def _count_explicit_waits() -> None:
 
     def made_of_numbers(original: Any) -> Any:
         def make(*args: Any, **kwargs: Any) -> Tensor:
+            for one in tree_flatten(args[:1])[0]:
+                if isinstance(one, Tensor) and one is not args[0] and one.is_cuda:
+                    counts.wait("_local_scalar_dense")  # of a list of numbers each is read
             made = original(*args, **kwargs)  # copies to the device beside the mode
             if made.is_cuda and not (args and isinstance(args[0], Tensor)):
                 counts.wait("pageable copy")

@@ -18,6 +18,7 @@ IS_SIMULATED = "simulated_cuda.startup" in sys.modules
 ROWS = ROOT / "build" / "gpu_path"
 # Where the host may wait: the start, checkpoints and exports copy every parameter.
 APART = ("models/initialise", "models/async_save", "models/checkpoint", "models/weights.py", "parallel/collective_marks", "models/build.py")
+APART += ("models/optimizer.py", "models/peft.py")
 ON_CPU = {"SIMULATED_CUDA": "0", "CUDA_VISIBLE_DEVICES": ""}  # the environment of a process that is to see no GPU
 EXPERTS = ["family=mixtral", "num_experts=4", "experts_per_token=2", "ffn_hidden_size=32", "expert_ffn_hidden_size=32"]
 MOE = [f"model.architecture.{setting}" for setting in (*EXPERTS, "tied_embeddings=false")]
@@ -48,6 +49,7 @@ CASES = {
     "sft, LoRA": GpuCase(of="sft", settings=LORA),
     "sft, float16": GpuCase(of="sft", settings=["model.dtype=float16"]),
     "sft, tp 2 with sequence parallelism": GpuCase(of="sft", settings=TP2, ranks=2),
+    "sft, pp 2": GpuCase(of="sft", settings=["parallel.pp=2"], ranks=2),
     "sft, pp 2 interleaved": GpuCase(of="sft", settings=["model.architecture.num_layers=4", "parallel.pp=2", "parallel.vpp=2"], ranks=2),
     "sft, cp 2": GpuCase(of="sft", settings=["parallel.cp=2"], ranks=2),
     "sft, cp 2, packed": GpuCase(of="sft", settings=["parallel.cp=2", *PACKED], ranks=2),
