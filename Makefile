@@ -22,6 +22,9 @@ RUN_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 ARGS ?=
 # A file of tests stays in one process (its fixtures are whole jobs); the files are shared out. TEST_PROCESSES=0 runs all in one.
 TEST_PROCESSES ?= logical
+PYTEST = $(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=4 --dist=loadfile
+HAS_GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+NO_TESTS := 5# pytest's exit code where ARGS choose none
 
 .PHONY: help house test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full transformer-engine lint format hooks docs clean
 
@@ -47,13 +50,18 @@ learn: $(STAMP) ## every estimator trained on small sums, with a table; fails wh
 learn-supervised: $(STAMP) ## supervised, preference and reward recipes from a pretrained model, with a table (needs ../shared/data; about 20 minutes)
 	@$(RUN_ENV) $(BIN)/python examples/learning/supervised.py $(ARGS)
 
-test: $(STAMP) ## all tests (ARGS='-k name' to choose)
-	@$(RUN_ENV) $(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=4 --dist=loadfile $(ARGS)
+test: $(STAMP) ## all tests, on the GPU where there is one and the test does not mean the CPU (ARGS='-k name' to choose)
+	@if $(HAS_GPU); then \
+	  failed=0; \
+	  $(RUN_ENV) $(PYTEST) -m 'not cpu' $(ARGS) || [ $$? = $(NO_TESTS) ] || failed=1; \
+	  $(RUN_ENV) CUDA_VISIBLE_DEVICES= $(PYTEST) -m cpu $(ARGS) || [ $$? = $(NO_TESTS) ] || failed=1; \
+	  exit $$failed; \
+	else $(RUN_ENV) $(PYTEST) $(ARGS); fi
 
 test-gpu-path: ## the GPU code path on a simulated GPU, in an environment of its own (three quarters of a gigabyte, once; a quarter of an hour)
 	@if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.10, 3.11 or 3.12 found; name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; fi
 	@$(PYTHON) tests/simulated_cuda/environment.py $(GPU_PATH) || { code=$$?; [ $$code = 3 ] && echo "skipped: no simulated GPU here (the line above says why)" && exit 0; exit $$code; }
-	@if [ -e $(GPU_PATH)/.complete ]; then rm -rf build/gpu_path; $(RUN_ENV) $(GPU_PATH)/bin/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=2 tests/simulated_cuda $(ARGS) && $(GPU_PATH)/bin/python tests/simulated_cuda/table.py; fi
+	@if [ -e $(GPU_PATH)/.complete ]; then rm -rf build/gpu_path; $(RUN_ENV) $(GPU_PATH)/bin/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=2 -m 'not cpu' tests/simulated_cuda tests/unit $(ARGS) && $(GPU_PATH)/bin/python tests/simulated_cuda/table.py; fi
 
 # On a GPU machine without a network there is no .venv: the interpreter is then the one that has torch.
 gpu-check: ## everything verified and measured on one real GPU, in ten minutes (brings what `make gpu-check-wheels` fetched)

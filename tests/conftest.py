@@ -26,6 +26,7 @@ from preloaded import preloaded as preloaded_process  # noqa: E402
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
 LAST_LINES = 40
+ON_CPU = [ROOT / "tests" / "distributed", ROOT / "tests" / "functional"]  # runs of several processes, for most of which one GPU is too few
 
 
 def find_mpiexec() -> Path | None:
@@ -37,10 +38,12 @@ def find_mpiexec() -> Path | None:
 
 def _missing(mark: str) -> str | None:
     """Why tests with this mark cannot run here, or None where they can."""
-    if mark == "gpu":
+    if mark in ("gpu", "cpu"):
         import torch
 
-        return None if torch.cuda.is_available() else "no CUDA device"
+        found = torch.cuda.is_available()
+        wrong = {"gpu": "no CUDA device", "cpu": "a GPU is there (hide it: CUDA_VISIBLE_DEVICES=)"}
+        return wrong[mark] if found == (mark == "cpu") else None
     if mark == "simulated_cuda":
         return None if "simulated_cuda.startup" in sys.modules else "needs the environment of `make test-gpu-path`"
     if mark == "trtllm":
@@ -56,9 +59,12 @@ def _missing(mark: str) -> str | None:
     return None
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reasons: dict[str, str | None] = {}
     for item in items:
+        if item.path.parent in ON_CPU and item.get_closest_marker("gpu") is None:
+            item.add_marker(pytest.mark.cpu)
         for mark in item.iter_markers():
             if mark.name not in reasons:
                 reasons[mark.name] = _missing(mark.name)
@@ -231,10 +237,10 @@ def slurm(_slurm_cluster: slurm_cluster.SlurmCluster) -> Iterator[slurm_cluster.
 @pytest.fixture(scope="session")
 def topology():
     """A torch.distributed world of one with Megatron-Core's groups, for every single-process test: a process can have only one world."""
-    from aligner.parallel import launch
+    from aligner.parallel import launch, platform
     from aligner.parallel.topology import ParallelConfig, initialize
 
-    launch.initialize("gloo", timeout_seconds=30, fingerprint="tests", environ={"ALIGNER_LAUNCH": "single"})
+    launch.initialize(platform.backend(), timeout_seconds=30, fingerprint="tests", environ={"ALIGNER_LAUNCH": "single"})
     made = initialize(ParallelConfig(), seed=1)
     forget_imports()
     yield made

@@ -57,8 +57,7 @@ def find(states: Iterable[Any], *, vocabulary: int) -> Found:
     """The sums of sharded states, the same on every rank. Collective. `vocabulary`: rows of an embedding that are not padding."""
     shards = [shard for state in states for shard in tensors(state)]
     own: dict[str, _Copies] = {}
-    totals = torch.stack([_sum(shard, vocabulary).cpu() for shard in shards]).tolist() if shards else []
-    for shard, total in zip(shards, totals, strict=True):
+    for shard, total in zip(shards, _numbers([_sum(shard, vocabulary) for shard in shards]), strict=True):
         copies = own.setdefault(shard.key, _Copies(dtype=str(shard.data.dtype), by_replica={}))
         copies.add(_replica(shard), _within(shard, vocabulary).numel(), total)
     whole: dict[str, _Copies] = {}
@@ -127,6 +126,16 @@ def _is(copies: _Copies, wanted: Sum) -> bool:
 
 def _replica(shard: ShardedTensor) -> tuple[int, ...]:
     return (shard.replica_id,) if isinstance(shard.replica_id, int) else tuple(shard.replica_id)
+
+
+def _numbers(scalars: Sequence[Tensor]) -> list[int]:
+    """Integers of several devices, read from each at once."""
+    found = [0] * len(scalars)
+    for device in {scalar.device for scalar in scalars}:
+        places = [place for place, scalar in enumerate(scalars) if scalar.device == device]
+        for place, number in zip(places, torch.stack([scalars[place] for place in places]).tolist(), strict=True):
+            found[place] = number
+    return found
 
 
 def _within(shard: ShardedTensor, vocabulary: int) -> Tensor:

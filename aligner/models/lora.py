@@ -40,6 +40,7 @@ from aligner.parallel.mcore import (
     set_tensor_model_parallel_attributes,
     tensor_parallel,
 )
+from aligner.rows import upload
 
 _LINEAR = re.compile(r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(experts\.local_experts\.\d+\.)?(linear_(?:qkv|proj|fc1|fc2))\.weight")
 MERGED_ROWS = 1024  # of a weight that get their adapter at a time
@@ -264,7 +265,7 @@ def fill_adapter(adapter: Adapter, unique: str, seed: int) -> None:
     for part, own in zip(pairs.trained, adapter.a.split(adapter.rank), strict=False):
         generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(f"{seed}/{unique}{ADAPTER}{part}".encode()))
         whole = (torch.rand(adapter.rank, size, generator=generator, device="cpu") * 2 - 1) / math.sqrt(size)
-        own.copy_(whole if pairs.splits_output else whole.chunk(group.size(), dim=1)[group.rank()])
+        own.copy_(upload(whole if pairs.splits_output else whole.chunk(group.size(), dim=1)[group.rank()], own.device), non_blocking=True)
     for matrix in adapter.b.values():
         matrix.zero_()
 

@@ -92,6 +92,7 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
         # gloo's send reads them after it has returned.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
+        "batch_p2p_sync": platform.backend() == "gloo",  # a wait after each exchange that old versions of PyTorch need
         "deallocate_pipeline_outputs": platform.backend() != "gloo",
     }
 

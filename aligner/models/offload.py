@@ -9,13 +9,46 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from aligner.parallel import platform
 from aligner.parallel.mcore import ChainedOptimizer
+
+_ALIGNMENT = 64  # bytes; of any type's size a multiple
+
+
+class LockedMemory:
+    """Host memory that the device reads and writes without the host's waiting; without CUDA, any. Its pages are let go with the object.
+
+    It has the size that is asked for: torch's own such memory comes in powers of two, up to twice as much.
+    """
+
+    def __init__(self) -> None:
+        self._locked: list[torch.UntypedStorage] = []
+        weakref.finalize(self, _unlock, self._locked).atexit = False  # before the memory is freed; a process that ends needs no such care
+
+    def take(self, size: int) -> torch.UntypedStorage:
+        """`size` bytes, more than 0, of any contents. Raises RuntimeError where the pages cannot be locked."""
+        if not torch.cuda.is_available():
+            return torch.UntypedStorage(size, device="cpu")
+        storage = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).untyped_storage()  # pages that it shares with nothing
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(storage.data_ptr(), size, 0)))
+        self._locked.append(storage)
+        return storage
+
+    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous tensors of these shapes and types, side by side in one piece of memory."""
+        starts = [0, *accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)]
+        storage = self.take(max(1, starts[-1]))
+        return [
+            torch.empty(0, dtype=tensor.dtype).set_(storage, start // tensor.element_size(), tensor.shape)
+            for tensor, start in zip(tensors, starts, strict=False)
+        ]
 
 
 class HostMemory:
@@ -31,8 +64,7 @@ class HostMemory:
         self._scratch = scratch
         self._away: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
         self._free: dict[int, list[torch.UntypedStorage]] = {}  # host storages that wait for the next move, by size
-        self._locked: list[int] = []  # addresses of those that the device can read
-        weakref.finalize(self, _unlock, self._locked).atexit = False  # before the memory is freed; a process that ends needs no such care
+        self._memory = LockedMemory()
 
     @classmethod
     def of_training_state(cls, runners: list[Any], optimizer: Any) -> HostMemory:
@@ -61,6 +93,8 @@ class HostMemory:
                     continue
                 seen.add(storage.data_ptr())
                 self._away.append((storage, storage.nbytes(), self._to_host(storage) if copies else None))
+        if self._away:
+            platform.synchronize()
         for storage, _, _ in self._away:
             storage.resize_(0)
 
@@ -70,8 +104,8 @@ class HostMemory:
             storage.resize_(size)
             if copy is not None:
                 storage.copy_(copy, non_blocking=True)
-        if self._away and torch.cuda.is_available():
-            torch.cuda.synchronize()  # the next move may write over the copies
+        if self._away:
+            platform.synchronize()  # the next move may write over the copies
         for _, size, copy in self._away:
             if copy is not None:
                 self._free.setdefault(size, []).append(copy)
@@ -82,23 +116,14 @@ class HostMemory:
         if waiting:
             host = waiting.pop()
         else:
-            host = self._allocate(storage.nbytes())
-        host.copy_(storage, non_blocking=False)
+            host = self._memory.take(storage.nbytes())
+        host.copy_(storage, non_blocking=True)
         return host
 
-    def _allocate(self, size: int) -> torch.UntypedStorage:
-        """Host memory of `size` bytes that the device can read: torch's own such memory comes in powers of two, up to twice as much."""
-        if not torch.cuda.is_available():
-            return torch.UntypedStorage(size, device="cpu")
-        storage = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).untyped_storage()  # pages that it shares with nothing
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(storage.data_ptr(), size, 0)))
-        self._locked.append(storage.data_ptr())
-        return storage
 
-
-def _unlock(addresses: list[int]) -> None:
-    for address in addresses:
-        torch.cuda.cudart().cudaHostUnregister(address)
+def _unlock(storages: list[torch.UntypedStorage]) -> None:
+    for storage in storages:
+        torch.cuda.cudart().cudaHostUnregister(storage.data_ptr())
 
 
 def gradients(runners: list[Any]) -> list[Tensor]:

@@ -12,8 +12,10 @@ from aligner.metrics import Metric
 from aligner.models import heads
 from aligner.models.build import LanguageModel
 from aligner.models.forward import MicroBatch
+from aligner.models.offload import LockedMemory
 from aligner.models.trainable import Field, TrainableModel
 from aligner.models.weights import export_hf
+from aligner.parallel import platform
 from aligner.protocols import Loss
 from aligner.types import Batch, DistillationBatch, MaskedBatch, TokenOutputs
 
@@ -98,7 +100,9 @@ class ReferencePolicy:
     def __init__(self, policy: MegatronPolicy, *, whole: bool = False) -> None:
         self._policy = policy
         self._whole = whole
-        self._weights = [p.detach().to("cpu", copy=True) for p in self._parameters()]
+        self._memory = LockedMemory()
+        self._weights = self._memory.like(self._parameters())
+        self._keep()
 
     def logprobs(self, batch: MaskedBatch) -> Tensor:
         """As `MegatronPolicy.logprobs`, under the frozen weights."""
@@ -127,7 +131,8 @@ class ReferencePolicy:
 
     def _keep(self) -> None:
         for frozen, parameter in zip(self._weights, self._parameters(), strict=True):
-            frozen.copy_(parameter.detach())
+            frozen.copy_(parameter.detach(), non_blocking=True)
+        platform.synchronize()
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -136,7 +141,7 @@ class ReferencePolicy:
         current = [p.data for p in parameters]
         try:
             for parameter, frozen in zip(parameters, self._weights, strict=True):
-                parameter.data = frozen.to(parameter.device)
+                parameter.data = frozen.to(parameter.device, non_blocking=True)
             yield
         finally:
             with torch.no_grad():

@@ -273,11 +273,11 @@ class TrainableModel:
 
         `totals`: this rank's losses. Collective.
         """
-        buffers = [buffer for runner in self.runners for buffer in (*runner.buffers, *runner.expert_parallel_buffers)]
-        norm = math.hypot(*(float(buffer.grad_data.norm()) for buffer in buffers))
-        bad = int((~torch.stack(list(totals)).isfinite()).sum()) if totals else 0
-        if all_ranks(math.isfinite(norm) and not bad, platform.device()):
+        norms = [gradient.norm() for gradient in gradients(self.runners)]
+        finite = [number.isfinite() for number in (*norms, *totals)]
+        if all_ranks(torch.stack(finite).all() if finite else True, platform.device()):  # one number is read
             return "", False
+        norm, bad = math.hypot(*map(float, norms)), sum(not one for one in finite[len(norms) :])
         own = f"its norm on rank {self.topology.rank}: {norm}" + (f", the loss of {bad} of {len(totals)} micro-batches too" if bad else "")
         found = gather_objects((math.isfinite(norm), bool(bad), own))
         what = "the loss" if all(norm_is_finite for norm_is_finite, _, _ in found) else "the gradient"

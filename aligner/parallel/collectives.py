@@ -15,6 +15,7 @@ from torch import Tensor
 from aligner.errors import AlignerError, ConfigError
 from aligner.metrics import Metric, Metrics, on_host
 from aligner.parallel import platform
+from aligner.rows import upload
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ def shard_bounds(num_rows: int, *, shard: int, num_shards: int, unit: int = 1) -
 
 def gather_assigned_rows(local: Tensor, rows: Sequence[Sequence[int]], *, group: dist.ProcessGroup) -> Tensor:
     """Every rank's rows in the order of their numbers, on every rank: rank i holds the rows `rows[i]`, in that order."""
-    order = torch.tensor([row for share in rows for row in share], dtype=torch.int64, device=local.device)
+    order = upload(torch.tensor([row for share in rows for row in share], dtype=torch.int64), local.device)
     largest = max(map(len, rows))
     gathered = local
     if group.size() > 1:
@@ -71,16 +72,18 @@ def broadcast_object(value: T | None, *, src: int = 0, group: dist.ProcessGroup 
 
 def broadcast_integers(values: Sequence[int], *, src: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
     """The numbers of global rank `src`, on every rank of `group`; all pass as many. Cheaper than an object: one small tensor."""
-    box = torch.tensor(values, dtype=torch.int64, device=device)
+    box = upload(torch.tensor(values, dtype=torch.int64), device)
     dist.broadcast(box, src=src, group=group)
     return box.tolist()
 
 
-def all_ranks(condition: bool, device: torch.device) -> bool:
-    """Whether `condition` holds on every rank of the world: one answer everywhere, from one number on the compute device."""
-    agreed = torch.tensor(int(condition), device=device)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+def all_ranks(condition: bool | Tensor, device: torch.device) -> bool:
+    """Whether `condition`, a truth value of the host or of the device, holds on every rank of the world: one answer everywhere, from one
+    number on the device."""
+    if dist.get_world_size() == 1:
+        return bool(condition)
+    agreed = condition.int() if isinstance(condition, Tensor) else upload(torch.tensor(int(condition)), device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     return bool(agreed)
 
 
@@ -113,8 +116,8 @@ def reduce_metrics(metrics: Metrics, group: dist.ProcessGroup, device: torch.dev
         return {name: metric.rebuilt(metric.sums, metric.tops) for name, metric in metrics.items()}
     sums = [metric.sums for metric in metrics.values()]
     tops = [metric.tops for metric in metrics.values()]
-    summed = torch.tensor([number for part in sums for number in part], dtype=torch.float64, device=device)
-    maximised = torch.tensor([number for part in tops for number in part], dtype=torch.float64, device=device)
+    summed = upload(torch.tensor([number for part in sums for number in part], dtype=torch.float64), device)
+    maximised = upload(torch.tensor([number for part in tops for number in part], dtype=torch.float64), device)
     dist.all_reduce(summed, group=group)
     if maximised.numel():
         dist.all_reduce(maximised, op=dist.ReduceOp.MAX, group=group)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import ConfigError
+from aligner.rows import upload
 
 ROWS_AT_A_TIME = 64
 
@@ -118,7 +119,7 @@ def linear_topk(hidden: Tensor, weight: Tensor, k: int, projection: Projection =
 
 
 def _check_vocabulary(size: int, k: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    whole = int(_reduce(torch.tensor(size, device=device), dist.ReduceOp.SUM, group))
+    whole = int(_reduce(upload(torch.tensor(size), device), dist.ReduceOp.SUM, group))
     if not 1 <= k <= whole:
         raise ConfigError(f"top_k={k}: must be at least 1 and at most the {whole} words of the vocabulary")
 

@@ -49,7 +49,7 @@ with warnings.catch_warnings():
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import Adam, ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import Adam, ChainedOptimizer, OptimizerConfig, clip_grads, get_megatron_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -78,6 +78,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+    from megatron.core.utils import local_multi_tensor_l2_norm
 
 if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine in 0.16.1: no router would compute
     moe_utils.te_general_gemm = None
@@ -186,8 +187,16 @@ def initialize_user_buffers(shape: tuple[int, int], *, tp: int, dtype: torch.dty
     base.initialize_ub(shape=list(shape), tp_size=tp, quantization_modes=[mode], dtype=dtype, bootstrap_backend="nccl")
 
 
+def _norm_on_device(chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], per_tensor: bool) -> tuple[torch.Tensor, None]:
+    """The L2 norm of all tensors together, float32 [1], on their device: upstream's substitute for the fused kernel reads that of each."""
+    norms = [torch.norm(tensor).float() for tensors in tensor_lists for tensor in tensors]
+    return torch.norm(torch.stack(norms)).reshape(1), None
+
+
 if Adam is torch.optim.AdamW:
     torch_adam.repair(DistributedOptimizer)
+if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+    clip_grads.l2_norm_impl = _norm_on_device
 # Our saves write from threads, so their results stay in this process. Upstream starts a manager process for them, which imports the main
 # script again (seconds) and outlives a rank that is killed.
 filesystem_async._results_queue = queue.Queue()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from simulated_cuda.kernels import kernel
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -150,7 +151,7 @@ class Simulation(TorchDispatchMode):
         if not on_gpu and (target is None or target.type != "cuda"):
             return func(*args, **kwargs)
         counts.operators[name] += 1
-        if name in _NATIVE or (func.is_view and name != "aten::_to_copy"):
+        if name in _NATIVE or torch.Tag.inplace_view in func.tags or (func.is_view and name != "aten::_to_copy"):
             return func(*args, **kwargs)
         if on_gpu and name not in _MIXES_DEVICES and any(not tensor.is_cuda and tensor.dim() for tensor in tensors):
             raise SimulationError(f"Expected all tensors to be on the same device: {name} got cuda and cpu tensors at {site()}")
@@ -173,6 +174,8 @@ def _makes_host_wait(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], t
         return "boolean index" if masks and not fills else None
     if name == "aten::copy_":
         to, source = args[0], args[1]
+        if not source.numel():
+            return None
         wait_free = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         if to.is_cuda and source.is_cuda:
             return None
@@ -181,6 +184,8 @@ def _makes_host_wait(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], t
         return _upload(source, wait_free)
     if name == "aten::_to_copy" and target is not None:
         source, wait_free = args[0], bool(kwargs.get("non_blocking"))
+        if not source.numel():
+            return None
         if source.is_cuda and target.type == "cpu":
             return None if wait_free else "copy to the host"  # torch pins what a non-blocking one returns
         if not source.is_cuda and target.type == "cuda":
@@ -354,6 +359,9 @@ def _count_explicit_waits() -> None:
 
     def made_of_numbers(original: Any) -> Any:
         def make(*args: Any, **kwargs: Any) -> Tensor:
+            for one in tree_flatten(args[:1])[0]:
+                if isinstance(one, Tensor) and one is not args[0] and one.is_cuda:
+                    counts.wait("_local_scalar_dense")  # of a list of numbers each is read
             made = original(*args, **kwargs)  # copies to the device beside the mode
             if made.is_cuda and not (args and isinstance(args[0], Tensor)):
                 counts.wait("pageable copy")
@@ -361,6 +369,7 @@ def _count_explicit_waits() -> None:
 
         return make
 
+    _device_constructors()  # remembers the originals, which a `with torch.device` is asked about
     torch.tensor, torch.as_tensor = made_of_numbers(torch.tensor), made_of_numbers(torch.as_tensor)
     counted(torch.cuda, "synchronize", "synchronize")
     counted(torch.cuda.Stream, "synchronize", "Stream.synchronize")

@@ -14,9 +14,11 @@ import same_numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 900
+IS_SIMULATED = "simulated_cuda.startup" in sys.modules
 ROWS = ROOT / "build" / "gpu_path"
 # Where the host may wait: the start, checkpoints and exports copy every parameter.
 APART = ("models/initialise", "models/async_save", "models/checkpoint", "models/weights.py", "parallel/collective_marks", "models/build.py")
+APART += ("models/optimizer.py", "models/peft.py")
 ON_CPU = {"SIMULATED_CUDA": "0", "CUDA_VISIBLE_DEVICES": ""}  # the environment of a process that is to see no GPU
 EXPERTS = ["family=mixtral", "num_experts=4", "experts_per_token=2", "ffn_hidden_size=32", "expert_ffn_hidden_size=32"]
 MOE = [f"model.architecture.{setting}" for setting in (*EXPERTS, "tied_embeddings=false")]
@@ -36,6 +38,11 @@ class GpuCase:
     ranks: int = 1
     after: Sequence[str] = ()
 
+    @property
+    def gpus(self) -> int:
+        """How many it takes: PPO's servers have one each."""
+        return self.ranks + (2 if self.of == "ppo_served" else 0)
+
 
 CASES = {
     "sft": GpuCase(of="sft"),
@@ -43,6 +50,7 @@ CASES = {
     "sft, LoRA": GpuCase(of="sft", settings=LORA),
     "sft, float16": GpuCase(of="sft", settings=["model.dtype=float16"]),
     "sft, tp 2 with sequence parallelism": GpuCase(of="sft", settings=TP2, ranks=2),
+    "sft, pp 2": GpuCase(of="sft", settings=["parallel.pp=2"], ranks=2),
     "sft, pp 2 interleaved": GpuCase(of="sft", settings=["model.architecture.num_layers=4", "parallel.pp=2", "parallel.vpp=2"], ranks=2),
     "sft, tp 2 on one GPU": GpuCase(of="sft", settings=[*TP2, ONE_GPU], ranks=2),
     "sft, pp 2 on one GPU": GpuCase(of="sft", settings=["parallel.pp=2", ONE_GPU], ranks=2),
@@ -112,9 +120,9 @@ def trains(case: GpuCase) -> bool:
 
 
 def run(case: GpuCase, data: Path, directory: Path, *more: str, on_cpu: bool = False, without: str = "no such setting") -> Run:
-    """One run in this environment, on its simulated GPUs or on the CPU. Settings of the case that begin with `without` are left out.
+    """One run in this environment, on its GPUs or on the CPU. Settings of the case that begin with `without` are left out.
 
-    Raises RuntimeError with the run's output where it fails.
+    Real GPUs report no processes. Raises RuntimeError with the run's output where it fails.
     """
     base = same_numbers.CASES[case.of]
     own = {"data": data, "runs": directory.parent}

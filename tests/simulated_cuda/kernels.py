@@ -149,9 +149,46 @@ def _packed_attention_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return tuple(grads)
 
 
+_PLAIN = (
+    *("query", "key", "value", "attn_bias", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "dropout_p"),
+    *("custom_mask_type", "compute_log_sumexp"),
+)
+_PLAIN_BACKWARD = (
+    *("grad_out", "query", "key", "value", "attn_bias", "out", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+    *("logsumexp", "dropout_p", "philox_seed", "philox_offset", "custom_mask_type", "bias_requires_grad"),
+)
+
+
+def _masked(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Arguments with [B, L, heads, D] as those of a kernel with [B, heads, L, D], and which kernel aligns its mask so: 1 is with the first
+    key, 2 with the last."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("cu_seqlens_q") is not None:
+        raise NotImplementedError("efficient attention to packed sequences is not simulated")
+    given |= {name: given[name].transpose(1, 2) for name in ("query", "key", "value", "grad_out") if name in given}
+    return ("flash" if given["custom_mask_type"] == 2 else "efficient"), given | {"is_causal": given["custom_mask_type"] > 0}
+
+
+def _efficient_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    name, given = _masked(_PLAIN, args, kwargs)
+    scores, _, value, _ = _scores(name, given)
+    out = (scores.softmax(-1) @ value).to(given["query"].dtype).transpose(1, 2).contiguous()
+    logsumexp = scores.logsumexp(-1) if given.get("compute_log_sumexp") else torch.empty(*scores.shape[:2], 0)
+    seed = torch.zeros((), dtype=torch.int64)
+    return out, logsumexp, seed, seed.clone(), given["query"].shape[2], given["key"].shape[2]
+
+
+def _efficient_attention_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    name, given = _masked(_PLAIN_BACKWARD, args, kwargs)
+    grads = _attention_backward(name, given)[:3]
+    return (*(grad.transpose(1, 2).contiguous() for grad in grads), torch.empty(0))
+
+
 _OTHERS: dict[str, Callable[..., Any]] = {
     "aten::_flash_attention_forward": _packed_attention,
     "aten::_flash_attention_backward": _packed_attention_backward,
+    "aten::_efficient_attention_forward": _efficient_attention,
+    "aten::_efficient_attention_backward": _efficient_attention_backward,
     "aten::_fused_rms_norm": _rms_norm,
     "aten::_fused_rms_norm_backward": _rms_norm_backward,
     "aten::_softmax": _softmax(torch.softmax),

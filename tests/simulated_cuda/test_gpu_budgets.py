@@ -36,13 +36,12 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def trained(data, tmp_path):
-    """`trained(case, *settings)`: the one process that trains, without checkpoints, validation and export."""
+    """`trained(case, *settings)`: the process that trains, of several the first, without checkpoints, validation and export."""
     numbers = iter(range(100))
 
     def run(case: str, *settings: str):
         found = gpu_cases.run(gpu_cases.CASES[case], data, tmp_path / f"run{next(numbers)}", *NO_SAVES, *settings)
-        (process,) = found.trainer()
-        return process
+        return found.trainer()[0]
 
     return run
 
@@ -51,12 +50,22 @@ def waits(process) -> dict[tuple[str, str], int]:
     return {key: count for key, count in process.waits_of_steps.items() if key[0] not in LAGGING}
 
 
-@pytest.mark.parametrize("settings", [[], ["model.packing=true"]], ids=["padded", "packed"])
-def test_the_host_waits_once_per_update_whatever_the_number_of_layers_and_micro_batches(settings, trained) -> None:
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        ("sft", []),
+        ("sft", ["model.packing=true"]),
+        ("sft, tp 2 with sequence parallelism", []),
+        ("sft, tp 2 with sequence parallelism", ["model.packing=true"]),
+        ("sft, pp 2", []),
+    ],
+    ids=["padded", "packed", "tp 2", "tp 2 packed", "pp 2"],
+)
+def test_the_host_waits_once_per_update_whatever_the_number_of_layers_and_micro_batches(case, settings, trained) -> None:
     packed = bool(settings)
     few = ["model.micro_batch_size=4"] if not packed else ["model.micro_batch_tokens=64"]
     many = ["model.micro_batch_size=1"] if not packed else ["model.micro_batch_tokens=16"]
-    small, deep, cut = (waits(trained("sft", *settings, *more)) for more in (few, [*few, "model.architecture.num_layers=4"], many))
+    small, deep, cut = (waits(trained(case, *settings, *more)) for more in (few, [*few, "model.architecture.num_layers=4"], many))
     assert small
     assert cut == small  # more micro-batches of the same rows
     assert deep == small

@@ -56,12 +56,36 @@ def test_every_attention_kernel_is_the_definition(kernel: str):
         torch.testing.assert_close(other.grad.float().cpu(), one.grad.float(), rtol=2 * tolerance, atol=2 * tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_that_is_aligned_with_the_last_key(dtype: torch.dtype):
+    from torch.nn.attention.bias import causal_lower_right
+
+    torch.manual_seed(1)
+    host = [torch.randn(1, 3, length, 8, requires_grad=True) for length in (5, 9, 9)]
+    device = [x.detach().to("cuda", dtype).requires_grad_() for x in host]
+    scores = host[0] @ host[1].transpose(-1, -2) * 0.3 + torch.full((5, 9), -torch.inf).triu(5)
+    expected = scores.softmax(-1) @ host[2]
+    expected.square().sum().backward()
+    out = functional.scaled_dot_product_attention(*device, attn_mask=causal_lower_right(5, 9), scale=0.3)
+    out.float().square().sum().backward()
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(out.float().cpu(), expected.detach(), rtol=tolerance, atol=tolerance)
+    for one, other in zip(host, device, strict=True):
+        torch.testing.assert_close(other.grad.float().cpu(), one.grad, rtol=2 * tolerance, atol=2 * tolerance)
+
+
+def test_a_device_in_force_is_that_of_new_tensors():
+    with torch.device("meta"):
+        assert torch.tensor([1.0]).device.type == torch.as_tensor([1.0]).device.type == "meta"
+
+
 def test_views_and_updates_in_place_share_memory():
     x = torch.zeros(4, 4, device="cuda")
     x[1].add_(2)
     x.t()[0].fill_(7)
     x.index_put_((torch.tensor([3], device="cuda"),), torch.tensor(5.0, device="cuda"))
     assert x.tolist() == [[7, 0, 0, 0], [7, 2, 2, 2], [7, 0, 0, 0], [5, 5, 5, 5]]
+    assert x[:1].squeeze_(0).shape == (4,) and (x[0] @ x[:, :1]).shape == (1,)
 
 
 def test_tensors_of_two_devices_are_refused():

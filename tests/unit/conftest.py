@@ -70,13 +70,13 @@ def hf_directory(tmp_path_factory) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def load_policy(topology) -> Callable[..., Any]:
     """`load_policy(path, optimizer=None, config=ModelConfig fields, training=Training fields)`: `create_policy`, from a directory."""
-    from aligner.models.config import ModelConfig
+    from aligner.models.config import Dtype, ModelConfig
     from aligner.models.create import create_policy, read_architecture
     from aligner.models.trainable import Training
     from aligner.parallel.topology import ParallelConfig
 
     def load(path: Path, *, optimizer: Any = None, config: dict[str, Any] | None = None, training: dict[str, Any] | None = None) -> Any:
-        model = ModelConfig(path=str(path), **({"make_vocab_divisible_by": 8} | (config or {})))
+        model = ModelConfig(path=str(path), **({"dtype": Dtype.float32, "make_vocab_divisible_by": 8} | (config or {})))
         architecture = read_architecture(model, vocab_size=0)
         return create_policy(model, architecture, ParallelConfig(), topology, Training(optimizer=optimizer, **(training or {})))
 
@@ -90,7 +90,7 @@ def make_model(topology) -> Callable[..., Any]:
     kind: "policy", "value" or "reward" (with its `head`); others are fields of `Architecture`, `ModelConfig` and `Training`.
     """
     from aligner.models.build import LanguageModel, ScalarModel
-    from aligner.models.config import Architecture, Family, ModelConfig
+    from aligner.models.config import Architecture, Dtype, Family, ModelConfig
     from aligner.models.policy import MegatronPolicy
     from aligner.models.reward import MegatronRewardModel, MegatronValueModel
     from aligner.models.scalar_head import VALUES, ScalarHead
@@ -100,7 +100,8 @@ def make_model(topology) -> Callable[..., Any]:
     def make(kind: str, *, optimizer: Any = None, seed: int = 0, architecture=None, config=None, training=None, head=None) -> Any:
         sizes = {"family": Family.qwen2, "num_layers": 2, "hidden_size": 32, "num_key_value_heads": 2, "ffn_hidden_size": 48}
         sizes |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "qkv_bias": True} | (architecture or {})
-        model = ModelConfig(**({"make_vocab_divisible_by": 8, "logits_chunk_size": 16} | (config or {})))
+        own = {"dtype": Dtype.float32, "make_vocab_divisible_by": 8, "logits_chunk_size": 16}
+        model = ModelConfig(**(own | (config or {})))
         head = {"value": {"head": VALUES}, "reward": {"head": head or ScalarHead()}}.get(kind, {})
         module = (ScalarModel if head else LanguageModel)(Architecture(**sizes), model, ParallelConfig(), load=False, **head)
         randomize(module, seed)

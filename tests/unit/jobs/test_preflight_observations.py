@@ -207,6 +207,7 @@ def test_the_vocabulary_of_a_model_without_weights_is_planned_with(settings):
     assert sizing.real_vocabularies(settings("ppo")) == ["model.architecture.vocab_size=41"]
 
 
+@pytest.mark.cpu
 def test_whose_layers_the_models_get(run, context_of, settings, monkeypatch):
     found = run(layers.LAYERS)
     assert found.level is Level.ok and found.found.startswith("layers are torch's (there is no GPU)")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from aligner.errors import CheckpointError, ConfigError
-from aligner.models.config import ModelConfig
+from aligner.models.config import Dtype, ModelConfig
 from aligner.models.scalar_head import Pooling, ScalarHead, read_head
 from aligner.types import StepBatch, TokenBatch
 
@@ -30,7 +30,9 @@ def reward_model(hf_directory, topology):
     from aligner.parallel.topology import ParallelConfig
 
     def make(source, head=None):
-        config = ModelConfig(path=str(hf_directory(source) if isinstance(source, str) else source), make_vocab_divisible_by=8)
+        config = ModelConfig(
+            path=str(hf_directory(source) if isinstance(source, str) else source), dtype=Dtype.float32, make_vocab_divisible_by=8
+        )
         architecture = read_architecture(config, vocab_size=0)
         made = create_reward_model(
             config, architecture, ParallelConfig(), topology, Training(optimizer=None, micro_batch_size=2), head=head
@@ -132,7 +134,7 @@ def test_checkpoints_keep_the_head_and_refuse_another(make_model, tmp_path, topo
     reward = make_model("reward", head=head)
     path = saved(reward, tmp_path)
     assert read_head(path) == head and read_head(saved(make_model("policy"), tmp_path / "policy")) is None
-    config = ModelConfig(path=str(path), make_vocab_divisible_by=8)
+    config = ModelConfig(path=str(path), dtype=Dtype.float32, make_vocab_divisible_by=8)
     architecture = read_architecture(config, vocab_size=0)
     made = create_reward_model(config, architecture, ParallelConfig(), topology, Training(optimizer=None))
     assert made.head == head and torch.equal(made.scores(batch()), reward.scores(batch()))
@@ -148,7 +150,7 @@ def test_a_critic_starts_from_the_weighted_sum_of_attributes(make_model, tmp_pat
 
     weights = (0.5, -2.0, 1.0)
     reward = make_model("reward", head=ScalarHead(outputs=NAMES))
-    config = ModelConfig(path=str(saved(reward, tmp_path)), make_vocab_divisible_by=8)
+    config = ModelConfig(path=str(saved(reward, tmp_path)), dtype=Dtype.float32, make_vocab_divisible_by=8)
     architecture = read_architecture(config, vocab_size=0)
     with pytest.raises(ConfigError, match=r"reward.attribute_weights=\[\]: the critic starts from a reward model with 3 outputs"):
         create_value_model(config, architecture, ParallelConfig(), topology, Training(optimizer=None))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from aligner.parallel import platform
 from aligner.rows import trim_columns
 from aligner.types import LabeledBatch, PreferenceBatch, TokenBatch, ValueBatch
 
@@ -40,13 +41,14 @@ def test_fillers_hold_one_token_and_learn_nothing():
 @torch.no_grad()
 def hidden_states(module, tokens: torch.Tensor) -> torch.Tensor:
     """[B, S, H], in one pass without micro-batches."""
-    return module.eval()(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None).transpose(0, 1)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return module.eval()(tokens.to(platform.device()), positions.to(platform.device()), None).transpose(0, 1).cpu()
 
 
 def direct_logprobs(policy, batch: LabeledBatch) -> torch.Tensor:
     """log pi(token t | tokens before t), one prefix at a time: nothing is shifted, padded or masked."""
     result = torch.zeros(batch.tokens.shape)
-    weight = policy.module.vocabulary_weight()[0]
+    weight = policy.module.vocabulary_weight()[0].cpu()
     for row, mask in enumerate(batch.loss_mask):
         for t in mask.nonzero()[:, 0].tolist():
             last = hidden_states(policy.module, batch.tokens[row : row + 1, :t])[0, -1]
@@ -146,7 +148,9 @@ def test_values_are_of_the_state_in_which_the_token_was_chosen(make_model):
         assert values[row, 0] == 0 and not values[row, length:].any()
         for t in (1, length // 2, length - 1):
             before = hidden_states(module, batch.tokens[row : row + 1, :t])[0, -1]
-            torch.testing.assert_close(values[row, t], module.score_head(before).detach()[0], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                values[row, t], module.score_head(before.to(platform.device())).detach()[0].cpu(), rtol=1e-5, atol=1e-5
+            )
     zeros = torch.zeros(batch.tokens.shape)
     masked = value.values(
         ValueBatch(tokens=batch.tokens, lengths=batch.lengths, loss_mask=batch.loss_mask, old_values=zeros, returns=zeros)
@@ -159,7 +163,7 @@ def test_scores_are_of_the_last_token(make_model):
     expected = []
     for row, length in enumerate((20, 6, 13, 9)):
         last = hidden_states(reward.model.module, batch.tokens[row : row + 1, :length])[0, -1]
-        expected.append(reward.model.module.score_head(last).detach())
+        expected.append(reward.model.module.score_head(last.to(platform.device())).detach().cpu())
     scores = reward.scores(TokenBatch(tokens=batch.tokens, lengths=batch.lengths))
     torch.testing.assert_close(scores, torch.stack(expected), rtol=1e-5, atol=1e-5)
     pairs = PreferenceBatch(tokens=batch.tokens, lengths=batch.lengths, loss_mask=batch.loss_mask, margins=torch.zeros(2))

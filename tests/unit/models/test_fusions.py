@@ -43,7 +43,7 @@ def off(fused) -> dict[str, str]:
     return {kernel.name: one.off for kernel, one in fused.kernels.items() if one.off}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.cpu
 def test_without_a_gpu_nothing_is_fused(capsys):
     from aligner.models.fusions import Kernel, say_once, table
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from aligner.cluster.exit_codes import exit_code_of
 from aligner.errors import CheckpointError, ConfigError, ModelFilesError
 from aligner.models.families import architecture_from_hf
+from aligner.parallel import platform
 
 MODELS = ["llama", "llama_tied_llama3_rope", "llama_multi_head", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied"]
 MODELS += ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "nemotron", "gpt2"]
@@ -27,13 +28,13 @@ def _world(topology) -> None: ...
 
 @torch.no_grad()
 def our_logits(policy, tokens: torch.Tensor) -> torch.Tensor:
-    """[B, S, V] in one piece, from the module's hidden states and the vocabulary rows that the log-probs use."""
+    """[B, S, V] in one piece, on the host, from the module's hidden states and the vocabulary rows that the log-probs use."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     (chunk,) = policy.chunks
-    hidden = chunk.eval()(tokens, positions, None)
+    hidden = chunk.eval()(tokens.to(platform.device()), positions.to(platform.device()), None)
     weight, start = chunk.vocabulary_weight()
     assert start == 0
-    return (hidden @ weight.t()).transpose(0, 1)
+    return (hidden @ weight.t()).transpose(0, 1).cpu()
 
 
 @torch.no_grad()
@@ -70,7 +71,7 @@ def test_export_holds_the_very_tensors_that_were_read(hf_directory, load_policy)
         source = load_file(hf_directory(name) / "model.safetensors")
         exported = dict(load_policy(hf_directory(name)).export_weights())
         assert exported.keys() == source.keys()
-        assert all(torch.equal(exported[key], tensor) for key, tensor in source.items())
+        assert all(torch.equal(exported[key].cpu(), tensor) for key, tensor in source.items())
 
 
 def test_llama3_rope_scaling_changes_these_logits(hf_directory, load_policy, tmp_path):

@@ -15,6 +15,7 @@ from aligner.losses.sft import sft_loss
 from aligner.models.config import Dtype, LoraConfig, LoraTarget, ModelConfig, Recompute
 from aligner.models.generators import generator_state, set_generator_state
 from aligner.models.optimizer import OptimizerConfig
+from aligner.parallel import platform
 from aligner.types import LabeledBatch
 
 ALL = [LoraTarget.qkv, LoraTarget.proj, LoraTarget.fc1, LoraTarget.fc2, LoraTarget.experts]
@@ -93,14 +94,14 @@ def test_the_product_is_what_the_paper_says(make_policy):
     """Query, key and value of a layer with 2 key-value groups, by hand: rows of the fused output are [q q k v] of each group."""
     policy = make_policy(rank=2, alpha=6.0, targets=[LoraTarget.q, LoraTarget.v])
     linear = policy.module.decoder.layers[0].self_attention.linear_qkv
-    adapter, x = linear.adapter, torch.randn(3, 1, 32)
+    adapter, x = linear.adapter, torch.randn(3, 1, 32, device=platform.device())
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         adapter.b["q"].copy_(torch.randn(32, 2, generator=generator))
         adapter.b["v"].copy_(torch.randn(16, 2, generator=generator))
         a_q, a_v = adapter.a.split(2)
         q, v = (3.0 * x @ a.t() @ adapter.b[part].t() for a, part in ((a_q, "q"), (a_v, "v")))
-        k = torch.zeros(3, 1, 16)
+        k = torch.zeros(3, 1, 16, device=x.device)
         expected = torch.cat([q[..., :16], k[..., :8], v[..., :8], q[..., 16:], k[..., 8:], v[..., 8:]], dim=-1)
         torch.testing.assert_close(adapter(x), expected)
         base = x @ linear.weight.t() + linear.bias
@@ -250,7 +251,9 @@ def test_a_teacher_in_the_same_module_has_no_adapters(make_policy, load_policy, 
     student = make_policy(optimizer=adam())
     train(student, 1)
     ours, teacher = student.logprobs(batch), ReferencePolicy(student, whole=True)
-    teacher.restore(partial(create.load_source, config=ModelConfig(path=str(tmp_path), lora=LoraConfig(rank=4, targets=ALL))))
+    teacher.restore(
+        partial(create.load_source, config=ModelConfig(path=str(tmp_path), dtype=Dtype.float32, lora=LoraConfig(rank=4, targets=ALL)))
+    )
     assert torch.equal(teacher.logprobs(batch), load_policy(tmp_path).logprobs(batch))
     assert torch.equal(student.logprobs(batch), ours)
 
@@ -324,7 +327,7 @@ def test_a_critic_on_a_reward_model_of_several_outputs(make_model, topology, tmp
     from aligner.types import ValueBatch
 
     save_hf(make_model("reward", head=ScalarHead(outputs=("a", "b"))).model.chunks, tmp_path / "base", writer=True)
-    config = ModelConfig(path=str(tmp_path / "base"), make_vocab_divisible_by=8, lora=LoraConfig(rank=2))
+    config = ModelConfig(path=str(tmp_path / "base"), dtype=Dtype.float32, make_vocab_divisible_by=8, lora=LoraConfig(rank=2))
 
     def make(config: ModelConfig):
         training, architecture = Training(optimizer=adam()), create.read_architecture(config, vocab_size=0)
@@ -335,7 +338,7 @@ def test_a_critic_on_a_reward_model_of_several_outputs(make_model, topology, tmp
     values = ValueBatch(tokens=batch.tokens, lengths=batch.lengths, loss_mask=batch.loss_mask, old_values=zeros, returns=zeros + 1)
     critic.train_step(values, partial(value_loss, clip=None))
     saved = checkpoint.save(tmp_path, critic.model, checkpoint.SaveRequest(step=1, state={}))
-    merged = make(ModelConfig(path=str(saved), make_vocab_divisible_by=8))
+    merged = make(ModelConfig(path=str(saved), dtype=Dtype.float32, make_vocab_divisible_by=8))
     torch.testing.assert_close(merged.values(values), critic.values(values), rtol=0, atol=1e-5)
 
 

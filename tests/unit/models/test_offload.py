@@ -68,6 +68,7 @@ def test_without_the_option_nothing_moves(make_model):
     assert not model.host.is_out and all(b.grad_data.untyped_storage().nbytes() for b in model.runners[0].buffers)
 
 
+@pytest.mark.cpu
 def test_host_memory_that_the_device_reads_is_as_large_as_the_tensors(monkeypatch):
     """Its pages are locked where they are, once, and let go with the object: torch's own would be of the next power of two."""
     from aligner.models.offload import HostMemory
@@ -98,6 +99,20 @@ def test_host_memory_that_the_device_reads_is_as_large_as_the_tensors(monkeypatc
     assert [(name, address) for name, address, _ in calls[2:]] == [("unlock", address) for address in locked]
 
 
+def test_copies_side_by_side_are_apart():
+    from aligner.models.offload import LockedMemory
+
+    tensors = [torch.arange(3.0).bfloat16(), torch.arange(5.0), torch.zeros(0, 4), torch.arange(7).view(1, 7), torch.tensor(True)]
+    memory = LockedMemory()
+    copies = memory.like(tensors)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor)
+    assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
+    assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 1
+    assert copies[0].is_pinned() == torch.cuda.is_available()
+
+
+@pytest.mark.cpu
 def test_memory_that_cannot_be_locked_is_said(monkeypatch):
     from aligner.models.offload import HostMemory
 

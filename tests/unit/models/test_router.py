@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from aligner.losses.sft import sft_loss
+from aligner.parallel import platform
 from aligner.types import LabeledBatch, LossOutput
 
 EXPERTS = {"family": "mixtral", "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "qkv_bias": False}
@@ -48,20 +49,20 @@ def gradients(policy, loss) -> dict[str, torch.Tensor]:
 def auxiliary_gradients(policy, aux: float, z: float) -> dict[str, torch.Tensor]:
     """By autograd through the module, one micro-batch (rows 0, 1 and 2, 3) after the other: E / (k T^2) sum_e (sum_t p_te) n_e per layer
     and micro-batch, each weighted by its T tokens of all 33; and the mean over tokens of (log sum exp)^2."""
-    module, data = policy.module, batch()
+    module, data, device = policy.module, batch(), platform.device()
     module.train()
     seen: list[torch.Tensor] = []
     hooks = []
     for layer in module.decoder.layers:
         router = layer.mlp.router
         hooks.append(router.register_forward_pre_hook(lambda router, inputs: seen.append(router.gating(inputs[0]))))
-    total = torch.zeros(())
+    total = torch.zeros((), device=device)
     for rows in (slice(0, 2), slice(2, 4)):
         seen.clear()
         width = int(data.lengths[rows].max())
-        tokens = data.tokens[rows, :width]
-        padding = torch.arange(width) >= data.lengths[rows, None]
-        module(tokens, torch.arange(width).expand_as(tokens), None, padding_mask=padding)
+        tokens = data.tokens[rows, :width].to(device)
+        padding = (torch.arange(width) >= data.lengths[rows, None]).to(device)
+        module(tokens, torch.arange(width, device=device).expand_as(tokens), None, padding_mask=padding)
         real = ~padding.transpose(0, 1).reshape(-1)
         for logits in seen:
             z_all = logits.reshape(-1, 4)[real]

@@ -17,6 +17,7 @@ from aligner.losses.sft import sft_loss
 from aligner.losses.value import value_loss
 from aligner.models.config import Dtype
 from aligner.models.optimizer import Decay, OptimizerConfig
+from aligner.parallel import platform
 from aligner.types import LabeledBatch, LossOutput, PolicyBatch, PreferenceBatch, ValueBatch
 
 ROWS, WIDTH, VOCAB = 8, 20, 61
@@ -101,10 +102,11 @@ def test_packed_rows_do_not_see_each_other(make_model):
 
 def mean_loss(module, batch) -> torch.Tensor:
     """Mean negative log-likelihood over the masked tokens, by autograd through the plain module."""
-    hidden = module(batch.tokens, torch.arange(WIDTH).expand_as(batch.tokens), None).transpose(0, 1)
+    tokens, mask = batch.tokens.to(platform.device()), batch.loss_mask.to(platform.device())
+    hidden = module(tokens, torch.arange(WIDTH, device=tokens.device).expand_as(tokens), None).transpose(0, 1)
     log_p = torch.log_softmax(hidden @ module.vocabulary_weight()[0].t(), dim=-1)
-    chosen = log_p[:, :-1].gather(2, batch.tokens[:, 1:, None])[:, :, 0]
-    return -chosen[batch.loss_mask[:, 1:]].mean()
+    chosen = log_p[:, :-1].gather(2, tokens[:, 1:, None])[:, :, 0]
+    return -chosen[mask[:, 1:]].mean()
 
 
 def test_the_gradient_is_that_of_the_global_mean(make_model):

@@ -14,6 +14,7 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.models.config import Architecture, Dtype, Family, PositionEmbedding
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import Layout, rule, shard, to_hf, to_megatron
+from aligner.parallel import platform
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +119,7 @@ def test_gpt2_as_its_first_publisher_stores_it(hf_directory, load_policy, tmp_pa
 
     loaded = dict(load_policy(rewritten(source, tmp_path, change)).export_weights())
     expected = load_file(source / "model.safetensors")
-    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in expected.items())
 
 
 def test_a_headless_llama_lacks_its_output_layer(hf_directory, load_policy, tmp_path):
@@ -157,8 +158,8 @@ def test_learned_positions(fields, hf_directory, load_policy):
     """The table keeps its rows where a run's sequences are shorter, and has the precision of the other weights."""
     policy = load_policy(hf_directory("gpt2"), config=fields)
     (chunk,) = policy.chunks
-    tokens = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(1)).to(platform.device())
     with torch.no_grad():
-        hidden = chunk.eval()(tokens, torch.arange(16).expand_as(tokens), None)
+        hidden = chunk.eval()(tokens, torch.arange(16, device=tokens.device).expand_as(tokens), None)
     assert hidden.dtype == chunk.config.params_dtype and hidden.isfinite().all()
     assert dict(policy.export_weights())["transformer.wpe.weight"].shape == (128, 32)

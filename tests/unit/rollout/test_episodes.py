@@ -340,6 +340,7 @@ def alone(prompt: tuple[int, ...], seed: int, sampling: SamplingConfig, max_turn
     return tuple(response), tuple(logprobs)
 
 
+@pytest.mark.cpu  # where the decoder's stand-in is
 def test_two_replicas_share_the_first_turns() -> None:
     """They take new episodes from one queue; the next turns of an episode stay where it began."""
     from torch.distributed import HashStore
@@ -370,6 +371,7 @@ def test_two_replicas_share_the_first_turns() -> None:
     assert all((one.response, one.logprobs) == alone(prompts[i], i, sampling, 4) for i, one in episodes.items())
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("in_step", [False, True])
 def test_an_episode_depends_on_prompt_and_seed_alone(in_step: bool) -> None:
     """Any number of seats, a cache so small that responses lose their seats, and results that come a step late."""
@@ -391,6 +393,7 @@ def test_an_episode_depends_on_prompt_and_seed_alone(in_step: bool) -> None:
     assert computed[1] <= news < sum(len(one.tokens) for one in episodes.values())
 
 
+@pytest.mark.cpu
 def test_stop_strings_end_turns() -> None:
     """`b` (token 4) ends a turn, also where an observation brought one before."""
     letters = "".join(chr(ord("a") + i - 3) if i >= 3 else "." for i in range(VOCAB))

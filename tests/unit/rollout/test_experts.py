@@ -17,6 +17,8 @@ from aligner.rollout.weights import Affine
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 from host_syncs import HostSyncs  # noqa: E402
 
+from aligner.parallel import platform
+
 EXPERTS, HIDDEN, INNER, TOP_K = 6, 16, 24, 2
 
 
@@ -32,7 +34,8 @@ def layer_of(*, gated: bool, biased: bool = False) -> tuple[FeedForward, ...]:
         tensor.normal_()
 
     def affine(number: int, part: str) -> Affine:
-        return Affine(weight=tensors[name.format(number, part)], bias=torch.randn(shapes[part][0]) if biased else None)
+        bias = torch.randn(shapes[part][0], device=platform.device()) if biased else None
+        return Affine(weight=tensors[name.format(number, part)], bias=bias)
 
     return tuple(FeedForward(up=affine(i, "linear_fc1"), down=affine(i, "linear_fc2")) for i in range(EXPERTS))
 
@@ -40,8 +43,8 @@ def layer_of(*, gated: bool, biased: bool = False) -> tuple[FeedForward, ...]:
 def routed(rows: int, *, normalize: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """Tokens, of which none chooses the third expert, and their routing."""
     torch.manual_seed(1)
-    router = torch.randn(EXPERTS, HIDDEN)
-    x = torch.randn(rows, HIDDEN)
+    router = torch.randn(EXPERTS, HIDDEN).to(platform.device())
+    x = torch.randn(rows, HIDDEN).to(platform.device())
     router[2] = -20 * x.mean(0).sign()
     x = x + x.mean(0).sign()
     routing = route(x, router, TOP_K, normalize=normalize)
@@ -96,7 +99,8 @@ def test_grouped_products_give_the_same(rows, gated):
             return real(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch, syncs:
-        patch.setattr(torch, "_grouped_mm", on_device)
+        if not x.is_cuda:
+            patch.setattr(torch, "_grouped_mm", on_device)
         found = mix_grouped(x, stack, routing, F.silu, gated=gated)
     assert syncs.found == []
     torch.testing.assert_close(found, mix(x, experts, routing, inner_of(gated=gated), biased=True), rtol=1e-5, atol=1e-4)

@@ -24,6 +24,7 @@ from aligner.types import FinishReason, LogprobKind, SamplingConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 from fake_decoder import FakeDecoder  # noqa: E402
 
+pytestmark = pytest.mark.cpu  # where the decoder's stand-in is, and each response can be compared bit for bit
 PAGE, CONTEXT, VOCAB, EOS = 4, 64, 13, 2
 
 

@@ -21,6 +21,7 @@ from aligner.rollout.attention import (
     prefill_attention,
 )
 
+pytestmark = pytest.mark.cpu
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 from host_syncs import HostSyncs  # noqa: E402
 

@@ -9,6 +9,7 @@ import torch
 
 from aligner.errors import EngineError
 from aligner.models.config import Architecture, Family
+from aligner.parallel import platform
 from aligner.rollout.foreign import fusion_group, weight_buckets
 from aligner.rollout.manifest import Manifest, TensorSpec, global_manifest, hf_manifest
 
@@ -143,4 +144,6 @@ def storages() -> dict[int, int]:
     """Bytes of every storage that a tensor of this process has, by address."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors if tensor.device.type == "cpu"}
+    return {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors if tensor.device == platform.device()
+    }

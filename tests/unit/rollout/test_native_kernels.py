@@ -12,7 +12,10 @@ import torch
 from aligner.models.config import Activation, Normalization
 from aligner.rollout.config import Kernels
 
-pytestmark = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")), reason="no C compiler")
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")), reason="no C compiler"),
+]
 SIZES = {  # heads of 12 and 40 dimensions are no whole vectors; 7 queries per group are no whole tiles
     "plain": {},
     "odd": {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 12, "ffn_hidden_size": 44, "linear_bias": True},

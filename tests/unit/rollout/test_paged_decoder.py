@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from aligner.models.config import Activation, Normalization, PositionEmbedding
+from aligner.parallel import platform
 from aligner.rollout.config import Kernels
 
 MOE = {"num_experts": 5, "experts_per_token": 2, "expert_ffn_hidden_size": 24}
@@ -64,10 +66,10 @@ def decoder_of(policy, **options):
 @torch.no_grad()
 def modules_logits(policy, decoder, tokens: list[int]) -> torch.Tensor:
     """[tokens, V] of the training modules."""
-    module = policy.module.eval()
-    rows = torch.tensor([tokens])
+    module, device = policy.module.eval(), platform.device()
+    rows = torch.tensor([tokens], device=device)
     options = {"padding_mask": torch.zeros_like(rows, dtype=torch.bool)} if module.config.num_moe_experts else {}
-    hidden = module(rows, torch.arange(len(tokens))[None], None, packed_seq_params=None, **options)
+    hidden = module(rows, torch.arange(len(tokens), device=device)[None], None, packed_seq_params=None, **options)
     return F.linear(hidden.view(len(tokens), -1), decoder.weights.output)[:, : decoder.architecture.vocab_size]
 
 
@@ -83,12 +85,21 @@ def tables(num_pages: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]
     return [[free.pop() for _ in range(-(-length // PAGE))] for length in lengths]
 
 
+def decode_batch(tokens: Sequence[int], positions: Sequence[int], pages: list[list[int]]):
+    from aligner.rollout.attention import DecodeBatch
+
+    on = {"device": platform.device()}
+    return DecodeBatch(
+        tokens=torch.tensor(tokens, **on), positions=torch.tensor(positions, **on), pages=torch.tensor(pages, dtype=torch.int32, **on)
+    )
+
+
 def run(decoder, rows: list[list[int]], cuts: list[list[tuple[int, int, int]]]) -> dict[tuple[int, int], torch.Tensor]:
     """Logits by (sequence, position) of passes: a pass of one-token chunks past the first is a decode step, any other a prefill.
 
     cuts: for each pass (sequence, first token, end).
     """
-    from aligner.rollout.attention import DecodeBatch, PrefillChunk
+    from aligner.rollout.attention import PrefillChunk
 
     cache = decoder.new_cache(20)
     cache.keys.fill_(1e6), cache.values.fill_(-1e6)  # what was left behind there must not matter
@@ -96,12 +107,8 @@ def run(decoder, rows: list[list[int]], cuts: list[list[tuple[int, int, int]]]) 
     for cut in cuts:
         if all(end == first + 1 and first for _, first, end in cut):
             width = max(len(pages[i][: first // PAGE + 1]) for i, first, _ in cut)
-            batch = DecodeBatch(
-                tokens=torch.tensor([rows[i][first] for i, first, _ in cut]),
-                positions=torch.tensor([first for _, first, _ in cut]),
-                pages=torch.tensor([(pages[i] + [0] * width)[:width] for i, _, _ in cut], dtype=torch.int32),
-            )
-            logits = decoder.decode(batch, cache)
+            tokens, positions = zip(*((rows[i][first], first) for i, first, _ in cut), strict=True)
+            logits = decoder.decode(decode_batch(tokens, positions, [(pages[i] + [0] * width)[:width] for i, _, _ in cut]), cache).clone()
         else:
             chunks = [
                 PrefillChunk(tokens=rows[i][first:end], start=first, pages=pages[i], wants_logits=end % 2 == 0) for i, first, end in cut
@@ -156,7 +163,7 @@ def test_sequences_of_one_pass_share_a_prefix(make_model):
 
 
 def test_copied_pages_continue_a_sequence(make_model):
-    from aligner.rollout.attention import DecodeBatch, PrefillChunk
+    from aligner.rollout.attention import PrefillChunk
 
     policy = make_model("policy")
     decoder = decoder_of(policy)
@@ -164,8 +171,7 @@ def test_copied_pages_continue_a_sequence(make_model):
     cache = decoder.new_cache(6)
     decoder.prefill([PrefillChunk(tokens=row[:-1], start=0, pages=[0], wants_logits=False)], cache)
     cache.copy_pages([0], [5])
-    batch = DecodeBatch(tokens=torch.tensor(row[-1:]), positions=torch.tensor([4]), pages=torch.tensor([[5, 2]], dtype=torch.int32))
-    (logits,) = decoder.decode(batch, cache)
+    (logits,) = decoder.decode(decode_batch(row[-1:], [4], [[5, 2]]), cache)
     torch.testing.assert_close(logits, modules_logits(policy, decoder, row)[-1], rtol=0, atol=2e-4)
 
 

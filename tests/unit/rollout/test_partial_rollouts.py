@@ -22,6 +22,8 @@ from aligner.types import LabeledBatch, Prompt, Rollout, SamplingConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 from fake_decoder import FakeDecoder  # noqa: E402
 
+from aligner.parallel import platform
+
 VOCAB, EOS, CONTEXT, PAGE = 13, 2, 64, 4
 MODEL_EOS = 2
 
@@ -78,6 +80,7 @@ def expected(request: GenRequest, result: GenResult, sampling: SamplingConfig) -
     return tokens, logprobs
 
 
+@pytest.mark.cpu  # where the decoder's stand-in is
 @pytest.mark.parametrize("recompute", [False, True])
 def test_any_schedule_of_new_weights(recompute):
     rng = random.Random(5)
@@ -109,6 +112,7 @@ def test_any_schedule_of_new_weights(recompute):
     assert refits >= 10 and partial > 12  # and prompts of before were not shared with responses of after: `expected` has no such thing
 
 
+@pytest.mark.cpu
 def test_the_last_version_is_known_where_nothing_runs():
     decoder = Versioned()
     switches = Switches(decoder.take, at=[1])
@@ -217,7 +221,9 @@ def test_kept_keys_and_values_are_those_of_the_old_weights(make_model):
         model.take(1)
         engine.refit(1)
         for position in range(known, len(tokens) - 1):
-            batch = DecodeBatch(tokens=torch.tensor([tokens[position]]), positions=torch.tensor([position]), pages=torch.tensor([[0, 1]]))
+            on = {"device": platform.device()}
+            token, pages = torch.tensor([tokens[position]], **on), torch.tensor([[0, 1]], **on)
+            batch = DecodeBatch(tokens=token, positions=torch.tensor([position], **on), pages=pages)
             logprobs = decoder.decode(batch, cache).log_softmax(-1)[0]
             number = position + 1 - len(rollout.prompt.tokens)
             assert rollout.logprobs[number] == pytest.approx(float(logprobs[tokens[position + 1]]), abs=2e-5)

@@ -97,6 +97,7 @@ def test_experts_in_one_tensor_are_filled_and_given_back_like_others(make_model,
 
     architecture = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "family": Family.mixtral}
     policy = make_model("policy", architecture=architecture | {"qkv_bias": False, "tied_embeddings": False})
+    monkeypatch.setattr(refit, "_stacks", lambda: False)
     apart = engine_of(policy)
     monkeypatch.setattr(refit, "_stacks", lambda: True)
     engine = engine_of(policy, offload=True)

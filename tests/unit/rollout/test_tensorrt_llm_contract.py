@@ -228,6 +228,7 @@ def test_answers_become_results():
         result_of(answer([8, 9], [-0.5]))
 
 
+@pytest.mark.cpu
 def test_smoke_passes_over_the_stand_in_and_notices_weights_that_stay(tmp_path, topology, hf_directory, capsys):
     from transformers import AutoModelForCausalLM
 

@@ -185,6 +185,7 @@ def test_a_model_that_cannot_be_built_is_an_error_at_the_start(package, hf_direc
         engine.finish_refit(1)
 
 
+@pytest.mark.cpu
 def test_a_worker_must_be_on_its_ranks_gpu(package, hf_directory, monkeypatch):
     from aligner.rollout import tensorrt_llm_worker
 
