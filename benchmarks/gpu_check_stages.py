@@ -22,7 +22,7 @@ from unittest import mock
 
 import torch
 from grpo_ours import check_numbers, make_algorithm
-from random_model import SIZES, random_prompts, write_model
+from random_model import GPU_SIZES, SIZES, random_prompts, write_model
 from rollout_ours import copy_bandwidth
 from sft_ours import make_algorithm as make_sft
 from trl_grpo_reference import Spec as GRPOSpec
@@ -399,14 +399,15 @@ def trl(check: Check) -> Figures:
         return
     from sides import run_side
 
-    size, prompt, response = SIZES["small" if check.tiny else "large"], check.number(128, 8), check.number(256, 8)
+    size, prompt, response = SIZES["small"] if check.tiny else GPU_SIZES["0.5b"], check.number(128, 8), check.number(256, 8)
     write_model(size, check.folder / "model", positions=prompt + response, seed=0)
     spec = GRPOSpec(
         model=str(check.folder / "model"),
         prompts=random_prompts(size, count=8, length=prompt, seed=1),
         group_size=8,
         max_new_tokens=response,
-        steps=check.number(3, 1),
+        steps=check.number(2, 1),
+        micro_batch_size=16,
         dtype=Dtype.bfloat16.value,
         device="cuda",
     )
@@ -418,7 +419,27 @@ def trl(check: Check) -> Figures:
         yield f"TRL / ours: {phase}", theirs["median"][phase]["wall_seconds"] / ours["median"][phase]["wall_seconds"]
 
 
-STAGES = {stage.__name__: stage for stage in (environment, numbers, decode, sft, sft_transformer_engine, grpo, offload, layouts, ppo, trl)}
+def vllm(check: Check) -> Figures:
+    """vLLM's generation on the same weights and prompts, where it imports."""
+    if importlib.util.find_spec("vllm") is None:
+        return
+    from sides import run_side
+
+    size, prompt, response, batch = SIZES["small"] if check.tiny else GPU_SIZES["0.5b"], check.number(512, 8), check.number(256, 8), 32
+    write_model(size, check.folder / "model", positions=prompt + response, seed=0, dtype="bfloat16")
+    prompts = random_prompts(size, count=batch, length=prompt, seed=1)
+    case = {"lengths": "fixed", "batch": batch, "prompts": prompts, "limits": [response] * batch}
+    spec = {"model": str(check.folder / "model"), "cases": [case], "greedy": prompts[:2], "greedy_length": 8, "repeats": 2}
+    spec_file, result = check.folder / "spec.json", check.folder / "result.json"
+    spec_file.write_text(json.dumps(spec | {"device": "cuda", "dtype": "bfloat16"}))
+    sides = ("rollout_ours.py", "vllm_rollout_reference.py")
+    found = [run_side(Path(sys.executable), side, spec_file, result, threads=1, device="cuda")["cases"][0]["median"] for side in sides]
+    yield "vLLM / ours: generation 0.5b, batch 32", found[1]["wall_seconds"] / found[0]["wall_seconds"]
+
+
+STAGES = {
+    stage.__name__: stage for stage in (environment, numbers, decode, sft, sft_transformer_engine, grpo, offload, layouts, ppo, trl, vllm)
+}
 
 
 def main() -> None:

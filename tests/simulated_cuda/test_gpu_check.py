@@ -23,8 +23,9 @@ def test_every_stage_gives_its_figures_and_numbers_are_right(tmp_path: Path) -> 
 
     command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--tiny", "--minutes", "29", "--slowness", "10", "--output", str(tmp_path)]
     done = subprocess.run([*command, "--only", *STAGES], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     found = json.loads((tmp_path / "gpu_check.json").read_text())
+    problems = {name: one["problem"] for name, one in found.items() if one["problem"]}
+    assert done.returncode == 0, f"{problems}\n{done.stdout[-8000:]}{done.stderr[-2000:]}"
     for name in STAGES:
         figures = {figure.name: figure for figure in gpu_check.STAGES_BY_NAME[name].figures}
         assert set(found[name]["figures"]) == set(figures), name

@@ -38,7 +38,8 @@ def test_every_stage_is_a_function_and_every_figure_has_one_name() -> None:
     names = [figure.name for stage in gpu_check.STAGES for figure in stage.figures]
     assert len(set(names)) == len(names)
     assert all(f"def {stage.name}(check: Check)" in source for stage in gpu_check.STAGES)
-    assert sum(stage.seconds for stage in gpu_check.STAGES) < 800  # limits; expected are two thirds of them, within ten minutes
+    needed = [stage.seconds for stage in gpu_check.STAGES if stage.name not in ("sft_transformer_engine", "vllm")]  # rarely there
+    assert sum(needed) < 800  # limits; two thirds of them are expected, within ten minutes
 
 
 def test_a_goal_says_whether_a_value_meets_it() -> None:
