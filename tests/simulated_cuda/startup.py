@@ -31,7 +31,7 @@ class _InstallAfterTorch(importlib.abc.MetaPathFinder):
         return spec
 
 
-if os.environ.get("SIMULATED_CUDA", "1") != "0":
+if os.environ.get("SIMULATED_CUDA", "1") != "0" and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
     # No GPU compiler is there to compile for; Megatron-Core's fused functions run as they are written.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     sys.meta_path.insert(0, _InstallAfterTorch())

@@ -86,6 +86,7 @@ def test_the_local_launcher_refuses_what_does_not_fit(monkeypatch: pytest.Monkey
     assert [shown(one) for one in shared] == ["0", "1", "2"]
 
 
+@pytest.mark.cpu  # its backend would be that of the process group
 def test_a_rank_claims_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     current = [0]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
