@@ -20,6 +20,7 @@ from aligner.models.initialise import initialise
 from aligner.models.layers import ORDINARY, block_spec, finish_transformer_engine
 from aligner.models.lora import attach
 from aligner.models.megatron_config import transformer_config
+from aligner.models.overlap import WeightGather
 from aligner.models.scalar_head import VALUES, ScalarHead
 from aligner.models.shared_prompts import SegmentedPackedSeqParams
 from aligner.parallel.mcore import (
@@ -84,6 +85,7 @@ class Transformer(GPTModel):
         self.logits_chunk_size = model.logits_chunk_size
         self.batch_invariant = model.batch_invariant
         self.lora = model.lora
+        self.gather: WeightGather | None = None  # of updated weights, where it is asynchronous
         self.base = ""  # directory of the weights that adapters belong to; empty: random ones
         self.base_digest = ""  # tells them from others
         # Layers that are computed again give no gradient where their input wants none, as the output of a frozen embedding does.
@@ -131,6 +133,11 @@ class Transformer(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
+
+    def settle(self) -> None:
+        """Wait for weights that an update has left under way between the replicas; whatever reads weights beside `forward` calls it."""
+        if self.gather is not None:
+            self.gather.finish()
 
     def whole_sequences(self, hidden: Tensor, *, grads_are_partial: bool) -> Tensor:
         """[S, B, H] without the split of sequence parallelism; `grads_are_partial` where ranks contribute parts of the gradient."""

@@ -159,6 +159,7 @@ def start_save(
     """
     final = step_directory(checkpoints, request.step)
     model.wake()
+    model.settle()
     finite.check_before_save(model)
     generators = gather_objects(generator_state())
     made: list[Path] = []
@@ -202,6 +203,7 @@ def load(model: TrainableModel, path: Path, *, verify: bool = True) -> dict[str,
     if verify:
         manifest.verify(directory, needed=lambda _: True)
     model.wake()
+    model.settle()
     load_same(model.chunks, directory, verify=False)
     state = read_state(directory)
     if model.optimizer is not None:

@@ -144,6 +144,7 @@ class ReferencePolicy:
                     parameter.data = data
 
     def _parameters(self) -> list[torch.nn.Parameter]:
+        self._policy.model.settle()
         return [p for chunk in self._policy.chunks for p in chunk.parameters() if p.requires_grad or self._keeps_all(chunk)]
 
     def _keeps_all(self, chunk: LanguageModel) -> bool:

@@ -53,6 +53,7 @@ def named_shards(chunks: Sequence[Transformer]) -> list[ParameterShard]:
     """Every parameter of this rank's chunks but those of adapters. No communication."""
     found = []
     for chunk in chunks:
+        chunk.settle()
         table = weight_names(chunk.architecture)
         for local_name, parameter in chunk.named_parameters():
             if ADAPTER in local_name:
@@ -69,6 +70,7 @@ def adapter_shards(chunks: Sequence[Transformer]) -> dict[str, tuple[Place, Tens
     """Every parameter of this rank's adapters by its global name. No communication."""
     found = {}
     for chunk in chunks:
+        chunk.settle()
         for local_name, parameter in chunk.named_parameters():
             if ADAPTER in local_name:
                 place = _place(chunk, global_name(chunk, local_name), parameter)

@@ -24,6 +24,7 @@ from aligner.models.guard import LOSS_SCALE, OVERFLOWS, SKIPPED, SKIPPED_IN_A_RO
 from aligner.models.loss_scale import LossScale
 from aligner.models.offload import HostMemory, gradients, optimizer_tensors
 from aligner.models.optimizer import OptimizerConfig, build_optimizer, build_scheduler
+from aligner.models.overlap import WeightGather
 from aligner.models.placement import Splits, input_shape
 from aligner.models.router import AuxiliaryLosses
 from aligner.models.shared_prompts import families
@@ -52,6 +53,7 @@ class Training:
     router_aux_loss_coef: float = 0.0
     router_z_loss_coef: float = 0.0
     guard: Guard = field(default_factory=lambda: Guard(GuardConfig()))  # against updates that are not finite
+    overlap: bool = field(default_factory=torch.cuda.is_available)  # replicas exchange gradients and weights while they compute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +102,7 @@ class TrainableModel:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
             return
-        self._prepare_training(optimizer, training.total_steps)
+        self._prepare_training(optimizer, training)
 
     @property
     def module(self) -> Transformer:
@@ -108,11 +110,13 @@ class TrainableModel:
         (chunk,) = self.chunks
         return chunk
 
-    def _prepare_training(self, optimizer: OptimizerConfig, total_steps: int) -> None:
+    def _prepare_training(self, optimizer: OptimizerConfig, training: Training) -> None:
+        gathers = training.overlap and optimizer.distributed and self.topology.dp_size * self.topology.cp_size > 1
         settings = mcore.DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=optimizer.distributed,
-            overlap_grad_reduce=torch.cuda.is_available(),
+            overlap_grad_reduce=training.overlap,
+            overlap_param_gather=gathers,
             check_for_nan_in_grad=False,  # it raises on one rank and leaves the others waiting: see _find_non_finite
         )
         self.runners = [
@@ -121,12 +125,15 @@ class TrainableModel:
             for number, chunk in enumerate(self.chunks)
         ]
         self.optimizer = build_optimizer(optimizer, self.runners, self.config.params_dtype)
-        self.scheduler = build_scheduler(optimizer, self.optimizer, total_steps)
+        self.scheduler = build_scheduler(optimizer, self.optimizer, training.total_steps)
+        if gathers:
+            for chunk, runner in zip(self.chunks, self.runners, strict=True):
+                chunk.gather = WeightGather(runner)
         self.config.finalize_model_grads_func = mcore.finalize_model_grads
         self.loss_scale = LossScale(self.optimizer)
         if self.loss_scale.is_on:
             self.config.grad_scale_func = self.optimizer.scale_loss
-        if torch.cuda.is_available():
+        if training.overlap:
             no_syncs = [runner.no_sync for runner in self.runners]
             self.config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
         if optimizer.offload:
@@ -186,10 +193,22 @@ class TrainableModel:
         self.scheduler.step(1)  # before the update: the first update of a warm-up must not have a learning rate of 0
         _, grad_norm, _ = self.optimizer.step()
         self.version += 1
-        if spoilt := finite.non_finite_parameters(self.runners, self.guard.max_weight):
+        is_sound = finite.all_updated_are_sound(self.runners, self.guard.max_weight)
+        found = self._reduce(metrics) | self.auxiliary.metrics()
+        for chunk in self.chunks:  # now that the host waits for no number any more
+            if chunk.gather is not None:
+                chunk.gather.start()
+        if not is_sound:
+            self.settle()
+            spoilt = finite.describe(self.runners, self.guard.max_weight)
             self.guard.spoilt(f"optimizer step {self.version} was made and left {spoilt}")
-            return without_values(self._reduce(metrics) | self.auxiliary.metrics()) | {SPOILT: Sum(total=1)} | self._optimizer_metrics(None)
-        return self._reduce(metrics) | self.auxiliary.metrics() | self._optimizer_metrics(float(grad_norm))
+            return without_values(found) | {SPOILT: Sum(total=1)} | self._optimizer_metrics(None)
+        return found | self._optimizer_metrics(float(grad_norm))
+
+    def settle(self) -> None:
+        """Wait for weights that an update has left under way between the replicas: before they are read other than by `train_step`."""
+        for chunk in self.chunks:
+            chunk.settle()
 
     def _optimizer_metrics(self, grad_norm: float | None, *, overflowed: bool = False) -> dict[str, Metric]:
         """Metrics of an update that was made or left out, by the guard or because a float16 gradient overflowed."""
@@ -232,6 +251,7 @@ class TrainableModel:
 
     def leave_device(self) -> None:
         """Wait in host memory, weights and all: another process computes on the device. Until `enter_device`, only that may be called."""
+        self.settle()
         self.sleep()
         self._everything.move_out()
 

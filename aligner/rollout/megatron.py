@@ -40,6 +40,7 @@ class MegatronEngine:
         pauses: Pauses | None = None,
     ) -> None:
         self.version = 0
+        self._chunks = chunks
         self.weights = rollout_weights(
             chunks,
             tp=config.tp,
@@ -92,6 +93,8 @@ class MegatronEngine:
     def refit(self, version: int) -> Refitted:
         """Take the policy's current weights. Raises EngineError, on every rank, if some are missing, damaged, or differ from those sent."""
         started = time.monotonic()
+        for chunk in self._chunks:
+            chunk.settle()
         num_bytes = self.weights.fill()
         self.decoder.refitted()
         self.version = version

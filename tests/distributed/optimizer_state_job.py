@@ -43,6 +43,9 @@ class Spec:
     in_background: bool = False
     read_back: bool = False
     distributed_optimizer: bool = True
+    overlap: bool = False
+    offload: bool = False
+    recompute: str = "none"
 
 
 def force_buckets(size: int) -> None:
@@ -65,21 +68,27 @@ def force_buckets(size: int) -> None:
 
 def make_model(spec: Spec, topology):
     from aligner.models import create
-    from aligner.models.config import Architecture, Dtype, Family, LoraConfig, LoraTarget, ModelConfig
+    from aligner.models.config import Architecture, Dtype, Family, LoraConfig, LoraTarget, ModelConfig, Recompute
     from aligner.models.optimizer import OptimizerConfig
     from aligner.models.trainable import Training
     from aligner.parallel.topology import ParallelConfig
 
     sizes = {"family": Family(spec.architecture.get("family", "llama"))}
     lora = {**spec.lora, "targets": [LoraTarget(one) for one in spec.lora.get("targets", ())]} if spec.lora else {}
-    config = ModelConfig(path=spec.path, dtype=Dtype(spec.dtype), make_vocab_divisible_by=2, lora=LoraConfig(**lora))
+    config = ModelConfig(
+        path=spec.path,
+        dtype=Dtype(spec.dtype),
+        make_vocab_divisible_by=2,
+        lora=LoraConfig(**lora),
+        recompute=Recompute(spec.recompute),
+    )
     if spec.path:
         architecture = create.read_architecture(config, vocab_size=0)
     else:
         architecture = Architecture(**(spec.architecture | sizes))
     build = create.create_policy if spec.kind == "policy" else create.create_value_model
-    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=1, distributed=spec.distributed_optimizer)
-    training = Training(optimizer=optimizer, total_steps=STEPS, micro_batch_size=2)
+    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=1, distributed=spec.distributed_optimizer, offload=spec.offload)
+    training = Training(optimizer=optimizer, total_steps=STEPS, micro_batch_size=2, overlap=spec.overlap)
     return build(config, architecture, ParallelConfig(**spec.parallel), topology, training)
 
 

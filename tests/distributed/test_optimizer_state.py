@@ -1,4 +1,5 @@
-"""The optimizer's state in a checkpoint is what the ranks hold, in layouts whose gradient buffers are padded between their buckets too."""
+"""The optimizer's state in a checkpoint is what the ranks hold, in layouts whose gradient buffers are padded between their buckets too; and
+the weights that a distributed optimizer's ranks exchange while they compute are those of an exchange that is waited for."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from random import Random
 import pytest
 
 JOB = Path(__file__).parent / "optimizer_state_job.py"
+OVERLAP_JOB = Path(__file__).parent / "overlap_job.py"
 # Sizes of which no parameter ends at a multiple of 128, and a vocabulary that no number of ranks divides.
 TINY = {"num_layers": 4, "hidden_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 56}
 TINY |= {"vocab_size": 61, "max_position_embeddings": 32, "initializer_range": 0.2}
@@ -105,3 +107,22 @@ def test_layouts_sizes_and_buckets_drawn_at_random(draw, run):
     saved, result = run(ranks, **spec, parallel=parallel)
     assert_right(result)
     goes_on(run, saved, result, random.choice((1, 2, 3)), {}, spec)
+
+
+OVERLAPPED = {  # name: (ranks, spec)
+    "dp2": (2, MANY | {"architecture": UNTIED, "offload": True}),
+    "dp3_bfloat16": (3, {"architecture": UNTIED, "bucket": 2000, "dtype": "bfloat16", "recompute": "full", "rows": 13}),
+    "one_bucket_dp2": (2, {"architecture": TIED, "rows": 5}),
+    "cp2_dp2": (4, MANY | {"architecture": UNTIED, "parallel": {"cp": 2}}),
+    "tied_pp2_dp2": (4, MANY | {"architecture": TIED, "parallel": {"pp": 2}}),
+    "vpp2_dp2": (4, MANY | {"architecture": UNTIED, "parallel": {"pp": 2, "vpp": 2}}),
+    "ep2_dp2": (4, MANY | {"architecture": EXPERTS, "parallel": {"ep": 2}}),
+    "value_bfloat16_dp2": (2, MANY | {"kind": "value", "architecture": UNTIED, "dtype": "bfloat16"}),
+    "lora_dp2": (2, MANY | {"architecture": UNTIED, "lora": LORA}),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_overlapped_exchange_of_weights_changes_no_bit_and_nothing_reads_early(name, run_distributed, tmp_path):
+    ranks, spec = OVERLAPPED[name]
+    run_distributed(OVERLAP_JOB, ranks, json.dumps(spec), tmp_path, timeout=300)
