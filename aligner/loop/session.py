@@ -160,11 +160,11 @@ def see_own_gpus(config: Any, local_rank: int) -> None:
         platform.see_block(local_rank, rollout.tp or config.parallel.tp)
 
 
-def order_kernels(config: Any, parallel: ParallelConfig) -> None:
-    """Set what the GPU reads of the environment when it is first used; see `platform.order_kernels`."""
+def prepare_environment(config: Any, parallel: ParallelConfig) -> None:
+    """Set what CUDA and NCCL read of the environment when they are first used; see `platform.prepare_environment`."""
     rollout = getattr(config, "rollout", None)
     is_asynchronous = rollout is not None and parallel is config.parallel and rollout.asynchronous.max_staleness > 0
-    platform.order_kernels(exchanges=parallel.tp > 1 or parallel.cp > 1, asynchronous=is_asynchronous)
+    platform.prepare_environment(exchanges=parallel.tp > 1 or parallel.cp > 1, asynchronous=is_asynchronous)
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, compo
     watch_lease(os.environ)  # whatever hangs below: this process leaves when whoever started it is gone
     if run.num_threads:
         torch.set_num_threads(run.num_threads)
-    order_kernels(config, parallel)
+    prepare_environment(config, parallel)
     world, _ = launch.detect_world(os.environ)
     if world is not None:
         parallel.check_world(world.world_size)  # before anything starts

@@ -47,7 +47,7 @@ class Link:
 
 def start_group(world: World, store: Store, *, timeout_seconds: float, ranks_per_gpu: int = 1) -> None:
     """The default process group over the ranks that met at `store`. Every rank calls it."""
-    platform.select_device(world.local_rank)
+    platform.select_device(world.local_rank, ranks_per_gpu=ranks_per_gpu)
     dist.init_process_group(
         platform.backend(ranks_per_gpu),
         store=PrefixStore("preflight_group", store.clone()),  # a connection of its own: its waits are long

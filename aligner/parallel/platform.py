@@ -30,24 +30,36 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def select_device(local_rank: int) -> None:
+def select_device(local_rank: int, *, ranks_per_gpu: int = 1) -> None:
     """Make the GPU with this rank's number on its node the current device. Does nothing on a CPU machine.
 
-    A rank that is shown fewer GPUs (its own alone, or those of its engine's replica) takes its place among them. Whether two ranks came to
-    the same one is decided where they meet (`aligner.parallel.agreement`).
+    A rank that is shown fewer GPUs (CUDA_VISIBLE_DEVICES: its own alone, or those of its engine's replica) takes its place among them;
+    whether two ranks came to the same one is decided where they meet (`aligner.parallel.agreement`). Raises ConfigError where all GPUs are
+    shown and are too few for `ranks_per_gpu` on each.
     """
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    if not torch.cuda.is_available():
+        return
+    count = torch.cuda.device_count()
+    if local_rank >= count * ranks_per_gpu and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        raise ConfigError(
+            f"run.ranks_per_gpu={ranks_per_gpu}: local rank {local_rank} finds no free one of this machine's {count} GPUs; allowed: at "
+            f"most {count * ranks_per_gpu} ranks of a component here, or ranks that share GPUs: run.ranks_per_gpu={local_rank // count + 1}"
+        )
+    torch.cuda.set_device(local_rank % count)
 
 
-def order_kernels(*, exchanges: bool, asynchronous: bool) -> None:
-    """Have the GPU start kernels in the order in which they are launched, where the layers' `exchanges` must begin before what they overlap
-    with: CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron-Core and Transformer Engine ask for. Before anything has used the GPU.
+def prepare_environment(*, exchanges: bool, asynchronous: bool) -> None:
+    """Set what CUDA and NCCL read of the environment when they are first used, where the user has not and NVIDIA's driver is there.
 
-    Not with `asynchronous` rollouts, whose kernels would wait in the one queue behind those of training. What the user has set stays, and a
-    machine without NVIDIA's driver is left alone.
+    NCCL_NVLS_ENABLE=0: a rank belongs to half a dozen communicators, in each of which NVLink SHARP would take memory that no plan knows.
+    CUDA_DEVICE_MAX_CONNECTIONS=1, where the layers' `exchanges` must start before what they overlap with: kernels start in the order of
+    their launch, which Megatron-Core and Transformer Engine ask for. Not with `asynchronous` rollouts, whose kernels would wait in the one
+    queue behind those of training.
     """
-    if exchanges and not asynchronous and os.path.exists(_DRIVER):
+    if not os.path.exists(_DRIVER):
+        return
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if exchanges and not asynchronous:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
@@ -56,7 +68,7 @@ def claim_device(local_rank: int, *, ranks_per_gpu: int = 1) -> str:
 
     Where ranks share it, collectives of CUDA tensors go over the host from now on.
     """
-    select_device(local_rank)
+    select_device(local_rank, ranks_per_gpu=ranks_per_gpu)
     if torch.cuda.is_available() and ranks_per_gpu > 1:
         host_collectives.install()
     if not torch.cuda.is_available() or ranks_per_gpu > 1:

@@ -96,7 +96,7 @@ def test_a_rank_claims_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert platform.visible_devices() == ["0", "1"]
-    assert platform.claim_device(3) == "6f1c" and current == [1]
+    assert platform.claim_device(1) == "6f1c" and current == [1]
     assert platform.claim_device(3, ranks_per_gpu=2) == "" and platform.backend(ranks_per_gpu=2) == "gloo"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
     assert platform.claim_device(1) == "GPU-b"

@@ -37,8 +37,39 @@ def test_kernels_start_in_order_where_exchanges_overlap(exchanges, asynchronous,
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.setattr(platform, "_DRIVER", str(tmp_path if driver else tmp_path / "absent"))
     monkeypatch.setattr(platform.os, "environ", {} if before is None else {name: before})
-    platform.order_kernels(exchanges=exchanges, asynchronous=asynchronous)
+    platform.prepare_environment(exchanges=exchanges, asynchronous=asynchronous)
     assert platform.os.environ.get(name) == after
+
+
+@pytest.mark.parametrize(("driver", "before", "after"), [(True, None, "0"), (True, "1", "1"), (False, None, None)])
+def test_communicators_have_no_buffers_of_nvlink_sharp_unless_asked_for(driver, before, after, monkeypatch, tmp_path):
+    monkeypatch.setattr(platform, "_DRIVER", str(tmp_path if driver else tmp_path / "absent"))
+    monkeypatch.setattr(platform.os, "environ", {} if before is None else {"NCCL_NVLS_ENABLE": before})
+    platform.prepare_environment(exchanges=False, asynchronous=True)
+    assert platform.os.environ.get("NCCL_NVLS_ENABLE") == after
+
+
+def test_ranks_share_a_gpu_only_where_that_is_asked_for(monkeypatch):
+    taken: list[int] = []
+    cuda = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, set_device=taken.append)
+    monkeypatch.setattr(platform, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(platform.os, "environ", {})
+    for rank in range(2):
+        platform.select_device(rank)
+    message = (
+        r"^run\.ranks_per_gpu=1: local rank 4 finds no free one of this machine's 2 GPUs; allowed: at most 2 ranks of a component "
+        r"here, or ranks that share GPUs: run\.ranks_per_gpu=3$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        platform.select_device(4)
+    for rank in range(4):
+        platform.select_device(rank, ranks_per_gpu=2)
+    with pytest.raises(ConfigError, match=r"^run\.ranks_per_gpu=2: local rank 4 .* at most 4 ranks .* run\.ranks_per_gpu=3$"):
+        platform.select_device(4, ranks_per_gpu=2)
+    assert taken == [0, 1, 0, 1, 0, 1]
+    monkeypatch.setattr(platform.os, "environ", {"CUDA_VISIBLE_DEVICES": "6,7"})  # the block of a replica, of eight
+    platform.select_device(7)
+    assert taken[-1] == 1
 
 
 def test_which_components_want_kernels_in_order(monkeypatch):
@@ -46,7 +77,7 @@ def test_which_components_want_kernels_in_order(monkeypatch):
     from aligner.parallel.topology import ParallelConfig
 
     asked: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(session.platform, "order_kernels", lambda *, exchanges, asynchronous: asked.append((exchanges, asynchronous)))
+    monkeypatch.setattr(session.platform, "prepare_environment", lambda *, exchanges, asynchronous: asked.append((exchanges, asynchronous)))
     ahead = SimpleNamespace(asynchronous=SimpleNamespace(max_staleness=2))
     actor, critic = ParallelConfig(tp=2), ParallelConfig(cp=2)
     for config, parallel in (
@@ -55,5 +86,5 @@ def test_which_components_want_kernels_in_order(monkeypatch):
         (SimpleNamespace(parallel=actor, rollout=ahead), critic),  # which samples nothing
         (SimpleNamespace(parallel=ParallelConfig()), ParallelConfig(pp=2)),
     ):
-        session.order_kernels(config, parallel)
+        session.prepare_environment(config, parallel)
     assert asked == [(True, False), (True, True), (True, False), (False, False)]
