@@ -96,11 +96,15 @@ def test_a_rank_claims_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert platform.visible_devices() == ["0", "1"]
-    assert platform.claim_device(1) == "6f1c" and current == [1]
+    assert platform.claim_device(3) == "6f1c" and current == [1]  # another rank's: they are refused where they meet
     assert platform.claim_device(3, ranks_per_gpu=2) == "" and platform.backend(ranks_per_gpu=2) == "gloo"
+    with pytest.raises(ConfigError, match=r"run.ranks_per_gpu=2: local rank 4 finds no free one .* run.ranks_per_gpu=3$"):
+        platform.claim_device(4, ranks_per_gpu=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
     assert platform.claim_device(1) == "GPU-b"
     properties.uuid = "00000000-0000-0000-0000-000000000000"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert platform.claim_device(1) == platform.claim_device(3) == "1"  # the driver does not say
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     assert platform.claim_device(1) == ""
 
