@@ -66,16 +66,22 @@ def prepare_environment(*, exchanges: bool, asynchronous: bool) -> None:
 
 
 def claim_device(local_rank: int, *, ranks_per_gpu: int = 1) -> str:
-    """As `select_device`; the GPU's name, which no other of this machine has, if one rank alone may have it. Empty on a CPU machine."""
-    select_device(local_rank, ranks_per_gpu=ranks_per_gpu)
-    if not torch.cuda.is_available() or ranks_per_gpu > 1:
+    """As `select_device`; the GPU's name, which no other of this machine has, if one rank alone may have it: ranks that come to the same
+    one are then refused together (`aligner.parallel.agreement`), and nothing is raised here. Empty on a CPU machine."""
+    if not torch.cuda.is_available():
         return ""
-    number = torch.cuda.current_device()
+    if ranks_per_gpu > 1:
+        select_device(local_rank, ranks_per_gpu=ranks_per_gpu)
+        return ""
+    number = local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(number)
     name = visible_devices()[number]
     if "-" in name:  # its own: GPU-..., MIG-...
         return name
     own = str(getattr(torch.cuda.get_device_properties(number), "uuid", ""))
-    return own if own.strip("0-") else ""  # not every torch and not every driver says
+    if own.strip("0-"):
+        return own
+    return "" if "CUDA_VISIBLE_DEVICES" in os.environ else name  # not every driver says; of all GPUs the number is a name
 
 
 def visible_devices() -> list[str]:

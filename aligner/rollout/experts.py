@@ -68,17 +68,21 @@ def mix_all(x: Tensor, experts: tuple[FeedForward, ...], routing: tuple[Tensor, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
-    """The matrices of a layer's experts without biases, as views: up [experts, inner (twice if gated), H], down [experts, H, inner]."""
+    """The matrices of a layer's experts without biases, as views: up [experts, inner (twice if gated), H], down [experts, H, inner].
+
+    `is_backwards`: the last expert is the first one, as in Megatron-Core's buffers of trained weights.
+    """
 
     up: Tensor
     down: Tensor
+    is_backwards: bool = False
 
 
 def mix_grouped(x: Tensor, stack: Stack, routing: tuple[Tensor, Tensor], activation: Callable[[Tensor], Tensor], *, gated: bool) -> Tensor:
     """`mix` by two grouped matrix products. The same shapes for any routing, and nothing is read on the host."""
     weights, chosen = routing
-    top_k = chosen.shape[1]
-    experts, order = chosen.flatten().sort(stable=True)
+    top_k, last = chosen.shape[1], stack.up.shape[0] - 1
+    experts, order = (last - chosen if stack.is_backwards else chosen).flatten().sort(stable=True)
     ends = torch.searchsorted(experts, torch.arange(stack.up.shape[0], device=x.device), right=True).int()
     inner = torch._grouped_mm(x[order // top_k], stack.up.mT, offs=ends)
     if gated:
@@ -96,12 +100,16 @@ def multiplies_groups(weight: Tensor) -> bool:
 
 
 def stack_of(experts: Sequence[FeedForward]) -> Stack | None:
-    """The experts' matrices where they lie, None if that is not at equal distances in one storage (`OwnWeights` sees to it), not aligned
-    as the kernels want it, or if there are biases."""
+    """The experts' matrices where they lie, None if that is not at equal distances in one storage (`OwnWeights` sees to it, and training's
+    buffers mostly do), not aligned as the kernels want it, or if there are biases."""
     if any(affine.bias is not None for expert in experts for affine in (expert.up, expert.down)):
         return None
-    up, down = (_stacked([getattr(expert, name).weight for expert in experts]) for name in ("up", "down"))
-    return None if up is None or down is None else Stack(up=up, down=down)
+    for is_backwards in (False, True):
+        ordered = experts[::-1] if is_backwards else experts
+        up, down = (_stacked([getattr(expert, name).weight for expert in ordered]) for name in ("up", "down"))
+        if up is not None and down is not None:
+            return Stack(up=up, down=down, is_backwards=is_backwards)
+    return None
 
 
 _ALIGNMENT = 16  # bytes

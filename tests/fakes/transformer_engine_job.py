@@ -36,7 +36,7 @@ def main(folder: str, wanted: list[tuple[str, list[str]]]) -> None:
             key = repr((component.head, component.architecture, component.model, component.parallel))
             if key not in done:
                 parallel = component.parallel
-                done[key] = {"versions": [mcore.version, package.__version__], "stages": []}
+                done[key] = {"versions": [mcore.version, package.__version__], "cp": parallel.cp, "stages": []}
                 for stage in sorted({0, parallel.pp - 1}):
                     with fake_world(parallel, stage=stage):
                         done[key]["stages"].append(compared(component))
@@ -72,14 +72,22 @@ def compared(component: Any) -> dict[str, Any]:
         differences += [one for pair in zip(plain, fused, strict=True) for one in different(*map(in_checkpoint, pair))]
     config = fused[0].config
     modules = [module for chunk in fused for module in chunk.decoder.modules()]
+    attention = [layer.self_attention.core_attention for chunk in fused for layer in chunk.decoder.layers]
     return {
         "differences": differences,
         "parameters": sum(1 for chunk in fused for _ in chunk.parameters()),
         "options": {name: getattr(config, name) for name in OPTIONS},
         "adding_weight_gradients": names_of(module for module in modules if getattr(module, "fuse_wgrad_accumulation", False)),
         "not_adding": names_of(module for module in modules if getattr(module, "fuse_wgrad_accumulation", True) is False),
-        "attention": names_of(layer.self_attention.core_attention for chunk in fused for layer in chunk.decoder.layers),
+        "attention": names_of(attention),
+        "context": sorted({context_of(one) for one in attention}),
     }
+
+
+def context_of(attention: Any) -> tuple[int, str]:
+    """(ranks that share a sequence, how they exchange keys and values)."""
+    group = getattr(attention, "cp_group", None)
+    return (1, "") if group is None else (len(attention.cp_global_ranks), attention.cp_comm_type)
 
 
 def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[list[Any]]:

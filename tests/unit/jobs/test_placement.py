@@ -27,7 +27,7 @@ from aligner.jobs.preflight.items import Level
 from aligner.jobs.programs import Program, programs, share_out
 from aligner.jobs.serving import serve_reward_model
 from aligner.jobs.slurm import job_spec
-from aligner.parallel import platform
+from aligner.parallel import host_collectives, platform
 
 GIB = 2**30
 MODEL = ("model.tokenizer=x", "reward.model.path=x", "data.train=x")
@@ -95,13 +95,21 @@ def test_a_rank_claims_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     properties = type("Properties", (), {"uuid": "6f1c"})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+    over_the_host: list[bool] = []
+    monkeypatch.setattr(host_collectives, "install", lambda: over_the_host.append(True))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert platform.visible_devices() == ["0", "1"]
-    assert platform.claim_device(1) == "6f1c" and current == [1]
+    assert platform.claim_device(3) == "6f1c" and current == [1]  # another rank's: they are refused where they meet
+    assert not over_the_host
     assert platform.claim_device(3, ranks_per_gpu=2) == "" and platform.backend(ranks_per_gpu=2) == "gloo"
+    assert over_the_host
+    with pytest.raises(ConfigError, match=r"run.ranks_per_gpu=2: local rank 4 finds no free one .* run.ranks_per_gpu=3$"):
+        platform.claim_device(4, ranks_per_gpu=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
     assert platform.claim_device(1) == "GPU-b"
     properties.uuid = "00000000-0000-0000-0000-000000000000"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert platform.claim_device(1) == platform.claim_device(3) == "1"  # the driver does not say
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     assert platform.claim_device(1) == ""
 

@@ -67,10 +67,13 @@ def test_every_gpu_recipe_has_the_parameters_of_torchs_layers(built):
     components = built([(name, TOKENIZER) for name in recipes])
     assert {one["config"][0] for one in components} == set(recipes)
     assert {one["component"] for one in components} >= {"trainer", "actor", "critic", "reward"}
+    assert {one["cp"] for one in components if one["config"][0] == "ppo_long_context"} == {8}
     for one in components:
         for stage in one["stages"]:
             assert stage["differences"] == [] and stage["parameters"] > 100, one["config"]
             assert set(stage["attention"]) == {"TEDotProductAttention"}
+            # Each rank hands keys and values on to the next while it attends to the last ones.
+            assert stage["context"] == [[one["cp"], "p2p"] if one["cp"] > 1 else [1, ""]]
             assert stage["adding_weight_gradients"] == ["TELayerNormColumnParallelLinear", "TERowParallelLinear"]
             assert stage["not_adding"] == [] and not stage["options"]["gradient_accumulation_fusion"]
             assert stage["options"]["apply_rope_fusion"] == (one["config"][0] != "ppo_175b")  # whose positions are learned

@@ -53,6 +53,7 @@ def test_ranks_share_a_gpu_only_where_that_is_asked_for(monkeypatch):
     taken: list[int] = []
     cuda = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, set_device=taken.append)
     monkeypatch.setattr(platform, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(platform.host_collectives, "install", lambda: None)
     monkeypatch.setattr(platform.os, "environ", {})
     for rank in range(2):
         platform.select_device(rank)

@@ -115,6 +115,20 @@ def test_experts_in_one_tensor_are_filled_and_given_back_like_others(make_model,
         assert bytes_of(engine) == 0 < weight_bytes(policy)
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts_that_are_trained_in_place_can_be_multiplied_at_once(make_model, gated):
+    """Megatron-Core's buffers of weights hold a model's last parameters first."""
+    from aligner.rollout.experts import stack_of
+
+    architecture = {"num_experts": 5, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "family": Family.mixtral, "gated_mlp": gated}
+    policy = make_model("policy", architecture=architecture | {"qkv_bias": False, "tied_embeddings": False}, optimizer=OPTIMIZER)
+    for layer in engine_of(policy).engine.decoder.weights.layers:
+        stack = stack_of(layer.experts)
+        assert stack.is_backwards
+        for number, expert in enumerate(reversed(layer.experts)):
+            assert torch.equal(stack.up[number], expert.up.weight) and torch.equal(stack.down[number], expert.down.weight)
+
+
 def test_asleep_it_holds_nothing_and_awake_the_newest_weights(make_model, own_weights):
     policy, twin = make_model("policy", optimizer=OPTIMIZER), make_model("policy", optimizer=OPTIMIZER)
     engine = engine_of(policy, offload=True)
