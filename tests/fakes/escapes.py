@@ -1,8 +1,9 @@
 """Runs the programs of escapes.txt, which try to get out of the sandbox, and makes what they aim at, for test_sandbox_escapes.py.
 
-    python escapes.py PACKAGE_ROOT ISOLATION INTERPRETER [LIMIT ...]      as any user; standard library only
+    python escapes.py PACKAGE_ROOT ISOLATION INTERPRETER [NAME ...]      as any user; standard library only
 
-runs all that this isolation claims to stop, and prints JSON: what is in force, what each program said and how it ended, and the harm done.
+runs all that this isolation claims to stop, or those that are named, and prints JSON: what is in force, what each program said and how it
+ended, and the harm done.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class Targets:
 
 
 def main() -> None:
-    package, isolation, interpreter = sys.argv[1:4]
+    package, isolation, interpreter, *names = sys.argv[1:]
     sys.path.insert(0, package)
     from aligner.errors import ConfigError
     from aligner.rewards.jail.calls import allowed_calls
@@ -176,6 +177,7 @@ def main() -> None:
         words |= {"UNIX": targets.unix.getsockname(), "DISK": limits.disk_bytes, "MEMORY": limits.memory_bytes, "STRONG": strong}
         words |= {
             "CALLS": {name: int(n) for name, n in zip(table[::3], numbers, strict=True) if n != "-"},
+            "CAPGET": known["capget"],
             "CLONE": known["clone"],
             "TKILL": known["tkill"],
         }
@@ -186,14 +188,14 @@ def main() -> None:
 
         def run(item: tuple[str, tuple[str, str]]) -> None:
             name, (source, expected) = item
-            chosen = impatient if expected == "timeout" else box
-            outcome = chosen.run(f"{prelude}{source}\nprint('held')", "some input")
+            outcome = (impatient if expected == "timeout" else box).run(f"{prelude}{source}\nprint('held')", "some input")
             with lock:
                 said[name] = [outcome.ending.value, outcome.code, outcome.stdout[-500:], outcome.stderr[-500:]]
 
         try:
             with ThreadPoolExecutor(max_workers=2) as threads:
-                list(threads.map(run, programs(strong).items()))
+                chosen = {name: one for name, one in programs(strong).items() if not names or name in names}
+                list(threads.map(run, chosen.items()))
             harm = targets.harm()
         finally:
             targets.close()

@@ -18,7 +18,8 @@ _LANDLOCK_VERSION = 3  # the first that governs truncation
 _LANDLOCK_RIGHTS = 0x7FFF  # all that this version knows
 _LANDLOCK_READ = 0b1101  # execute, read files and directories
 _LANDLOCK_FILE = 0b111 | 1 << 14  # rights that are of files: execute, write, read, truncate
-_SET_DEATH_SIGNAL, _SET_DUMPABLE, _SET_SECCOMP, _SET_SUBREAPER, _SET_NO_NEW_PRIVILEGES, _FILTER = 1, 4, 22, 36, 38, 2
+_SET_DEATH_SIGNAL, _SET_DUMPABLE, _SET_SECCOMP, _SET_SECURE_BITS, _SET_SUBREAPER, _SET_NO_NEW_PRIVILEGES = 1, 4, 22, 28, 36, 38
+_FILTER, _NO_ROOT = 2, 3  # the second with its lock
 
 
 def unshare(flags: int) -> None:
@@ -64,6 +65,11 @@ def show_process_files(shown: bool) -> None:
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends."""
     _control("PR_SET_CHILD_SUBREAPER", _SET_SUBREAPER, 1)
+
+
+def make_root_ordinary() -> None:
+    """From the next exec on root has no capabilities."""
+    _control("PR_SET_SECUREBITS", _SET_SECURE_BITS, _NO_ROOT)
 
 
 def filter_calls(program: bytes) -> None:
