@@ -47,8 +47,7 @@ def python_tests(
         wall_seconds=WALL_TIMES * timeout_seconds, cpu_seconds=max(1, round(timeout_seconds)), memory_bytes=memory_megabytes * 2**20
     )
     sandbox = Sandbox(limits, Isolation(isolation), interpreter=interpreter)
-    if sandbox.isolation is Isolation.limits:
-        print("warning: code runs with limits on resources only: it can read and write what this user can (docs/rewards.md)", flush=True)
+    print(sandbox.describe(), flush=True)
     threads = ThreadPoolExecutor(max_workers=num_parallel, thread_name_prefix="code")
 
     def reward(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
@@ -56,6 +55,7 @@ def python_tests(
         fractions = list(threads.map(lambda response, wanted: _passed(sandbox, program_of(response), wanted), responses, tests))
         return fractions if partial else [float(fraction == 1) for fraction in fractions]
 
+    reward.about = sandbox.describe()  # for the preflight
     return reward
 
 
@@ -109,6 +109,9 @@ def _asserts_passed(sandbox: Sandbox, program: str, tests: str) -> float:
     outcome = sandbox.run(source)
     last = outcome.stdout.rstrip().rpartition("\n")[2].split()
     if outcome.ending is not Ending.exited or outcome.code != 0 or last[:1] != [word]:
+        return 0.0
+    counts = [str(count) for count in range(total + 1)]
+    if last[1:] not in [[count] for count in counts]:  # the program found the word, and wrote this line itself
         return 0.0
     return int(last[1]) / total if total else 1.0
 

@@ -36,6 +36,7 @@ class WeightedReward:
         if not parts:
             raise ValueError("WeightedReward: no parts were given")
         self._parts = dict(parts)
+        self.about = "\n".join(text for part in parts.values() if (text := getattr(part.model, "about", "")))
         self._complaints = {name: Complaints(f"reward {name}") for name in parts}
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-sum")
 

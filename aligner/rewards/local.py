@@ -97,6 +97,8 @@ class FunctionReward:
 
     With `on_error=invalid` the samples that the function fails for, when it is called with each alone, have no reward, and neither have
     those that it gives NaN or infinity. The first of them is reported once per policy version.
+
+    `about` is what the function says of itself for the preflight, in its attribute of that name; empty if nothing.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class FunctionReward:
         self._decode = decode
         self._timeout_seconds = timeout_seconds
         self._name = name or repr(function)
+        self.about: str = getattr(function, "about", "")
         self._on_error = on_error
         self._hanging: list[threading.Thread] = []
         self._complaints = Complaints(f"reward function {self._name}")

@@ -1,17 +1,20 @@
 """Running Python programs that nobody has read, as code written by a policy is (level 2).
 
-Four ways, in the order in which `auto` tries them:
+`auto` takes the first of these two that works here, and nothing weaker:
 
 - `bubblewrap`: the program sees a read-only copy of /usr and of the interpreter, an empty directory of its own in memory, no network, no
-  other process. Needs `bwrap`.
+  other process. Needs `bwrap`, which makes namespaces.
 - `namespaces`: the same, built by this package. Needs Linux 5.12 and the right to make user namespaces, which many containers lack.
-- `landlock`: the program may use no files but the system's, the interpreter's and those in its own temporary directory. Needs Linux 5.13
-  with Landlock, which containers usually have.
+
+Weaker, and only by name:
+
+- `landlock`: the program may open no files but the system's, the interpreter's and those in its own temporary directory, and change no
+  file's mode, times or attributes. Needs Linux 6.2 with Landlock, which containers usually have.
 - `limits`: files as the run's user may use them. Needs nothing.
 
-In all of them: limits on time, memory, processes, file size and output, a clean environment, no sockets, no signals to processes of others,
-no new privileges, and nothing of it runs on afterwards. Root becomes another user first. docs/rewards.md has what this does not protect
-against.
+In all of them: limits on time, memory, processes, file size and output, a clean environment, a list of allowed system calls, no sockets,
+no signals to processes of others, no new privileges, and nothing of it runs on afterwards. Root becomes another user first. docs/rewards.md
+has what this does not protect against.
 """
 
 from __future__ import annotations
@@ -24,19 +27,26 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.rewards.jail.namespaces import WORK
+from aligner.rewards.control_groups import control_group, delegated_place
+from aligner.rewards.jail.calls import allowed_calls
+from aligner.rewards.jail.namespaces import NOBODY
+from aligner.rewards.surroundings import (
+    bubblewrap_command,
+    file_with,
+    has_nobody,
+    outermost,
+    own_directory,
+    package_root,
+    readable_paths,
+)
 
-NOBODY = 65534
 START = "import sys; sys.path.insert(0, {package!r}); from aligner.rewards.jail.sandbox_child import main; main()"
-SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 ENDING_SECONDS = 10.0  # for the processes of a program that was told to end
 START_SECONDS = 30.0  # until the surroundings stand, on a machine under load; the program's own time counts from then on
 READ_BYTES = 65536
@@ -49,11 +59,25 @@ class SandboxError(AlignerError):
 class Isolation(str, Enum):
     """How a program is isolated."""
 
-    auto = "auto"  # the first of these that works here
+    auto = "auto"  # bubblewrap, else namespaces; never a weaker one
     bubblewrap = "bubblewrap"
     namespaces = "namespaces"
     landlock = "landlock"
     limits = "limits"
+
+
+STRONG = (Isolation.bubblewrap, Isolation.namespaces)
+WAYS_OUT = (
+    "install bubblewrap, or let this user make namespaces (sysctl user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1 on "
+    "Debian, kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu; in a container a seccomp profile that allows unshare), or name a "
+    "weaker isolation: isolation=landlock, or isolation=limits, which protects no files (docs/rewards.md)"
+)
+GUARANTEES = {
+    Isolation.bubblewrap: "files, processes and network of its own",
+    Isolation.namespaces: "files, processes and network of its own",
+    Isolation.landlock: "weak: it opens no files but the system's, the interpreter's and its own; processes are not hidden from it",
+    Isolation.limits: "WEAK: it can read and write what this user can",
+}
 
 
 class Ending(str, Enum):
@@ -62,19 +86,20 @@ class Ending(str, Enum):
     exited = "exited"  # by itself, with an exit code
     timeout = "timeout"  # killed after `wall_seconds`
     cpu = "cpu"  # killed after `cpu_seconds` of computing
-    memory = "memory"  # MemoryError
+    memory = "memory"  # MemoryError, or killed because all its processes together passed `memory_bytes`
+    disk = "disk"  # killed after too many files
     output = "output"  # killed after `output_bytes`
     signal = "signal"  # by another signal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxLimits:
-    """Resource limits of one program. Time counts from its start; memory and computing are per process."""
+    """Resource limits of one program. Time counts from its start. Computing is per process, and with landlock and limits memory is too."""
 
     wall_seconds: float = 10.0
     cpu_seconds: int = 10
     memory_bytes: int = 512 * 2**20
-    disk_bytes: int = 16 * 2**20  # the directory's; with isolation=landlock or limits a single file's
+    disk_bytes: int = 16 * 2**20  # the directory's, with a file for every 4096; with isolation=landlock or limits a single file's
     output_bytes: int = 256 * 2**10  # standard output and standard error, each
     processes: int = 16
     open_files: int = 64
@@ -118,65 +143,108 @@ class Sandbox:
         self.limits = limits or SandboxLimits()
         self._interpreter = os.path.abspath(interpreter or sys.executable)
         self._bubblewrap = shutil.which(bubblewrap) or ""
-        self._readable = _readable_paths(self._interpreter)
-        self.isolation = self._first_working(list(Isolation)[1:] if isolation is Isolation.auto else [isolation])
+        self._readable = readable_paths(self._interpreter)
+        # bubblewrap shows this Python too, which runs inside it before the program does
+        self._readable_to_start = outermost([*self._readable, *readable_paths(sys.executable)])
+        self._watched = False
+        self._groups: Path | None = None
+        self.isolation = self._first_working(list(STRONG) if isolation is Isolation.auto else [isolation], isolation)
+        self._groups = self._working_groups()
 
     def run(self, source: str, stdin: str = "") -> Outcome:
-        """Run a program, which reads `stdin`. Raises SandboxError if it could not be started."""
+        """Run a program, which reads `stdin`. Raises SandboxError if it could not be started: no program can bring that about."""
         return self._run(source, stdin, self.isolation, self.limits)
 
-    def _first_working(self, candidates: list[Isolation]) -> Isolation:
+    def describe(self) -> str:
+        """What is in force, in a line."""
+        calls = len(allowed_calls(os.uname().machine, alone=self.isolation in STRONG))
+        if self._groups:
+            memory = "of all its processes together, by cgroup v2"
+        else:
+            memory = "of all its processes together, by a watch" if self._watched else "of each process"
+        return f"sandbox isolation={self.isolation.value}: {GUARANTEES[self.isolation]}; {calls} system calls; memory limit {memory}"
+
+    def _first_working(self, candidates: list[Isolation], wanted: Isolation) -> Isolation:
         refusals = []
         for isolation in candidates:
             if isolation is Isolation.bubblewrap and not self._bubblewrap:
                 refusals.append("bubblewrap: there is no bwrap")
-                continue
-            try:
-                outcome = self._run("print(6 * 7)", "", isolation, TRIAL)
-            except SandboxError as error:
-                refusals.append(f"{isolation.value}: {error}")
-                continue
-            if (outcome.ending, outcome.stdout) == (Ending.exited, "42\n"):
+            elif refusal := self._refusal(isolation):
+                refusals.append(f"{isolation.value}: {refusal}")
+            else:
                 return isolation
-            refusals.append(f"{isolation.value}: a trial program ended with {outcome.ending.value} {outcome.code}: {outcome.stderr[-500:]}")
-        raise ConfigError(f"no sandbox works here with {self._interpreter} ({'; '.join(refusals)})")
+        advice = f"; {WAYS_OUT}" if set(candidates) <= set(STRONG) else ""
+        raise ConfigError(f"sandbox isolation={wanted.value}: does not work here with {self._interpreter} ({'; '.join(refusals)}){advice}")
+
+    def _refusal(self, isolation: Isolation) -> str:
+        """Why a trial program does not run with it; empty if it does."""
+        try:
+            outcome = self._run("print(6 * 7)", "", isolation, TRIAL)
+        except SandboxError as error:
+            return str(error)
+        if (outcome.ending, outcome.stdout) == (Ending.exited, "42\n"):
+            return ""
+        return f"a trial program ended with {outcome.ending.value} {outcome.code}: {outcome.stderr[-500:]}"
+
+    def _working_groups(self) -> Path | None:
+        """Where control groups for programs can be made, if they can."""
+        self._groups = delegated_place()
+        return self._groups if self._groups and not self._refusal(self.isolation) else None
 
     def _run(self, source: str, stdin: str, isolation: Isolation, limits: SandboxLimits) -> Outcome:
-        with contextlib.ExitStack() as stack:
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="aligner-sandbox-"))
-            uid = NOBODY if os.geteuid() == 0 and _has_nobody() else None
-            if uid is not None:
-                os.chown(directory, uid, uid)
-            program, standard_input = (stack.enter_context(_file_with(text)) for text in (source, stdin))
-            status, tell = os.pipe()
-            stack.callback(os.close, status)
-            order = self._order(isolation, limits, directory, uid) | {"program": program, "status": tell}
-            command = [sys.executable, "-I", "-S", "-c", START.format(package=_package_root()), json.dumps(order)]
+        try:
+            with contextlib.ExitStack() as stack:
+                uid = NOBODY if os.geteuid() == 0 and has_nobody() else None
+                directory = stack.enter_context(own_directory(uid))
+                program, standard_input = (stack.enter_context(file_with(text)) for text in (source, stdin))
+                memory = limits.memory_bytes + limits.disk_bytes
+                limiting = control_group(self._groups, memory_bytes=memory, processes=limits.processes) if self._groups else None
+                group = stack.enter_context(limiting) if limiting else None
+                order = self._order(isolation, limits, directory, uid) | {"program": program, "control_group": group and group.procs}
+                outcome = self._started(order, standard_input, limits)
+                killed = outcome.ending is Ending.signal and outcome.code == signal.SIGKILL
+                return replace(outcome, ending=Ending.memory) if killed and group and group.out_of_memory() else outcome
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise SandboxError(f"a program's surroundings cannot be made or removed: {error}") from error
+
+    def _started(self, order: dict[str, object], standard_input: int, limits: SandboxLimits) -> Outcome:
+        """Start the process that `order` is for, and follow it to its end."""
+        status, tell = os.pipe()
+        order |= {"status": tell}
+        command = [sys.executable, "-I", "-S", "-c", START.format(package=package_root()), json.dumps(order)]
+        passed = [descriptor for name in ("program", "status", "control_group") if isinstance(descriptor := order[name], int)]
+        try:
             try:
                 process = subprocess.Popen(
                     command,
                     stdin=standard_input,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    pass_fds=(program, tell),
+                    pass_fds=passed,
                     start_new_session=True,
                     cwd="/",
                     env={},
                 )
-            except OSError as error:
-                raise SandboxError(f"cannot start {sys.executable}: {error}") from error
             finally:
                 os.close(tell)
-            return _Watch(process, status, limits, gently=isolation in (Isolation.landlock, Isolation.limits)).outcome()
+            watch = _Watch(process, status, limits, gently=order["isolation"] in (Isolation.landlock.value, Isolation.limits.value))
+            outcome = watch.outcome()
+            self._watched = watch.watched
+            return outcome
+        finally:
+            os.close(status)
 
     def _order(self, isolation: Isolation, limits: SandboxLimits, directory: str, uid: int | None) -> dict[str, object]:
         """What aligner.rewards.jail.sandbox_child is told, but for the descriptors."""
+        command: list[str] = []
+        if isolation is Isolation.bubblewrap:
+            command = bubblewrap_command(self._bubblewrap, self._readable_to_start, limits.disk_bytes, then_nobody=uid is not None)
         return {
             "isolation": isolation.value,
             "directory": directory,
             "interpreter": self._interpreter,
             "readable": self._readable,
-            "bubblewrap": self._bubblewrap_command(by_root=uid is not None) if isolation is Isolation.bubblewrap else [],
+            "bubblewrap": command,
             "uid": uid,
             "cpu_seconds": limits.cpu_seconds,
             "memory_bytes": limits.memory_bytes,
@@ -184,35 +252,6 @@ class Sandbox:
             "processes": limits.processes,
             "open_files": limits.open_files,
         }
-
-    def _bubblewrap_command(self, *, by_root: bool) -> list[str]:
-        """Up to the command that it runs. Root gives up its rights only inside: nobody may not be able to reach the interpreter's files."""
-        package = Path(_package_root()) / "aligner"
-        own = [str(package / name) for name in ("__init__.py", "rewards/__init__.py", "rewards/jail")]
-        paths = _outermost([*self._readable, *own])
-        parents = sorted({str(parent) for path in paths for parent in Path(path).parents} - {"/"})
-        # bubblewrap makes them with 0700 otherwise, which shuts out the user that root becomes
-        passable = [argument for path in parents for argument in ("--perms", "0755", "--dir", path)]
-        shown = [argument for path in paths for argument in ("--ro-bind", path, path)]
-        links = [] if "/tmp" in parents else ["--symlink", WORK, "/tmp"]
-        return [
-            self._bubblewrap,
-            *(
-                "--unshare-ipc",
-                "--unshare-pid",
-                "--unshare-net",
-                "--unshare-uts",
-                "--die-with-parent",
-                "--new-session",
-                "--cap-drop",
-                "ALL",
-            ),
-            *(("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID") if by_root else ("--unshare-user",)),
-            *passable,
-            *shown,
-            *("--proc", "/proc", "--dev", "/dev", *links),
-            *("--perms", "0777", "--size", str(self.limits.disk_bytes), "--tmpfs", WORK, "--remount-ro", "/", "--chdir", WORK, "--"),
-        ]
 
 
 class _Watch:
@@ -225,6 +264,7 @@ class _Watch:
         self._read: dict[int, bytearray] = {}
         self._status, self._out, self._err = status, process.stdout.fileno(), process.stderr.fileno()
         self._started_at: float | None = None
+        self.watched = False  # whether the memory of all the program's processes together is watched
 
     def outcome(self) -> Outcome:
         """Wait for the end; whatever happens on the way, nothing is left. Raises SandboxError if the program was never started."""
@@ -239,6 +279,7 @@ class _Watch:
         if "error" in said or self._started_at is None:
             text = self._text(self._err).strip()[-500:]
             raise SandboxError(str(said.get("error") or text or f"nothing was started; exit code {self._process.returncode}"))
+        self.watched = said.get("watched") is True
         return self._judged(ending, said)
 
     def _follow(self, deadline: float) -> Ending | None:
@@ -285,7 +326,9 @@ class _Watch:
     def _judged(self, ending: Ending | None, said: dict[str, object]) -> Outcome:
         code = os.waitstatus_to_exitcode(int(said["status"])) if "status" in said else -signal.SIGKILL
         stderr = self._text(self._err)
-        if ending is None and code == -signal.SIGXCPU:
+        if ending is None and "limit" in said:
+            ending = Ending(said["limit"])
+        elif ending is None and code == -signal.SIGXCPU:
             ending = Ending.cpu
         elif ending is None and code > 0 and stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
             ending = Ending.memory
@@ -296,44 +339,3 @@ class _Watch:
 
     def _text(self, descriptor: int) -> str:
         return bytes(self._read[descriptor][: self._limits.output_bytes]).decode(errors="replace")
-
-
-@contextlib.contextmanager
-def _file_with(text: str) -> Iterator[int]:
-    """The descriptor of a nameless file, at its beginning."""
-    with tempfile.TemporaryFile() as file:
-        file.write(text.encode(errors="surrogatepass"))
-        file.flush()
-        file.seek(0)
-        yield file.fileno()
-
-
-def _has_nobody() -> bool:
-    """Whether this root may become NOBODY: in a user namespace (rootless containers) root stands for another user, perhaps the only one."""
-    for line in Path("/proc/self/uid_map").read_text().splitlines():
-        first, _, count = map(int, line.split())
-        if first <= NOBODY < first + count:
-            return True
-    return False
-
-
-def _package_root() -> str:
-    return str(Path(__file__).resolve().parents[2])
-
-
-def _readable_paths(interpreter: str) -> list[str]:
-    """What the interpreter needs: the system's libraries, and the interpreter's own installation. Raises ConfigError."""
-    question = "import os, sys; print(sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)), sep='\\n')"
-    try:
-        answer = subprocess.run(
-            [interpreter, "-I", "-c", question], capture_output=True, text=True, timeout=START_SECONDS, check=True, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"sandbox interpreter={interpreter}: cannot be run: {error}") from error
-    return _outermost([path for path in (*SYSTEM_PATHS, *answer.stdout.split("\n")) if path and os.path.lexists(path)])
-
-
-def _outermost(paths: list[str]) -> list[str]:
-    """The paths that lie in no other one, each once."""
-    unique = list(dict.fromkeys(paths))
-    return [path for path in unique if not any(path.startswith(other.rstrip("/") + "/") for other in unique)]

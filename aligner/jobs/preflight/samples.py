@@ -45,6 +45,7 @@ class Scores:
     num_with_answer: int = 0
     accuracy: str = ""
     judge: str = ""  # what the policy is asked where it judges itself
+    about: list[str] = field(default_factory=list)  # what the functions say of themselves: the sandbox that is in force
 
 
 def fitted(config: JobRun) -> JobRun:
@@ -99,8 +100,10 @@ def _observe_reward(context: Context) -> Scores:
     tokenizer = tokenizer_of(config.models()[0])
     prompts = load_sample(fitted(config), config.data.train, tokenizer)[0][:NUM_SCORED]
     scores: dict[str, list[list[float]]] = {}
+    about = []
     for key, (_, build) in named.items():
         reward = build(tokenizer.decode)
+        about += filter(None, [getattr(reward, "about", "")])
         try:
             scores[key] = [
                 _score(reward, prompts, [tokenizer.encode(prompt.answer or "") for prompt in prompts], tokenizer),
@@ -116,6 +119,7 @@ def _observe_reward(context: Context) -> Scores:
         num_with_answer=sum(prompt.answer is not None for prompt in prompts),
         accuracy=config.validation.scorer.path,
         judge=judge,
+        about=about,
     )
 
 
@@ -164,7 +168,8 @@ def _score(reward: Any, prompts: Sequence[Any], responses: Sequence[list[int]], 
 def judge_reward(context: Context, seen: Mapping[int, Scores]) -> Finding:
     """Warning if an empty response scores as high as the answers."""
     first = seen[0]
-    accuracy = f"; {first.accuracy} judges validation" if first.accuracy else ""
+    about = dict.fromkeys(text for scores in seen.values() for text in scores.about)  # nodes may differ
+    accuracy = "\n".join([f"; {first.accuracy} judges validation" if first.accuracy else "", *about])
     if first.judge:
         return Finding(level=Level.ok, found=f"{first.judge}{accuracy}")
     if not first.function and not first.accuracy:

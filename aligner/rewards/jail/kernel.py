@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Sequence
 
 NEW_USER, NEW_MOUNTS, NEW_PIDS, NEW_NETWORK, NEW_IPC, NEW_HOST_NAME = 0x10000000, 0x20000, 0x20000000, 0x40000000, 0x8000000, 0x4000000
+NEW_CONTROL_GROUPS = 0x2000000
 NO_SUID, NO_DEVICES, NO_EXEC, BIND, RECURSIVE, PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 _READ_ONLY_ATTRIBUTE, _NO_SUID_ATTRIBUTE, _AT_RECURSIVE, _AT_FDCWD = 1, 2, 0x8000, -100
 _MOUNT_SETATTR = 442  # the same on every machine
 _DETACH = 2
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_LANDLOCK_FIRST, _LANDLOCK_REFER, _LANDLOCK_TRUNCATE = 0x1FFF, 1 << 13, 1 << 14  # rights that versions 1, 2 and 3 know
+_LANDLOCK_VERSION = 3  # the first that governs truncation
+_LANDLOCK_RIGHTS = 0x7FFF  # all that this version knows
 _LANDLOCK_READ = 0b1101  # execute, read files and directories
-_LANDLOCK_FILE = 0b111 | _LANDLOCK_TRUNCATE  # rights that are of files
-_SET_DEATH_SIGNAL, _SET_DUMPABLE, _SET_SECCOMP, _SET_SUBREAPER, _SET_NO_NEW_PRIVILEGES, _FILTER = 1, 4, 22, 36, 38, 2
+_LANDLOCK_FILE = 0b111 | 1 << 14  # rights that are of files: execute, write, read, truncate
+_SET_DEATH_SIGNAL, _SET_DUMPABLE, _SET_SECCOMP, _SET_SECURE_BITS, _SET_SUBREAPER, _SET_NO_NEW_PRIVILEGES = 1, 4, 22, 28, 36, 38
+_FILTER, _NO_ROOT = 2, 3  # the second with its lock
 
 
 def unshare(flags: int) -> None:
@@ -63,6 +67,11 @@ def adopt_orphans() -> None:
     _control("PR_SET_CHILD_SUBREAPER", _SET_SUBREAPER, 1)
 
 
+def make_root_ordinary() -> None:
+    """From the next exec on root has no capabilities."""
+    _control("PR_SET_SECUREBITS", _SET_SECURE_BITS, _NO_ROOT)
+
+
 def filter_calls(program: bytes) -> None:
     """Let a classic BPF program judge every system call of this process and its descendants from now on; no new privileges by exec."""
 
@@ -74,7 +83,7 @@ def filter_calls(program: bytes) -> None:
 
 
 def restrict_files(readable: Sequence[str], writable: Sequence[str]) -> None:
-    """Let this process and its descendants use files below these paths only (Landlock, Linux 5.13; `writable` ones are readable too)."""
+    """Let this process and its descendants use files below these paths only (Landlock, Linux 6.2; `writable` ones are readable too)."""
 
     class Ruleset(ctypes.Structure):
         _fields_ = [("handled", ctypes.c_uint64)]
@@ -84,11 +93,14 @@ def restrict_files(readable: Sequence[str], writable: Sequence[str]) -> None:
         _fields_ = [("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32)]
 
     version = _libc().syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
-    known = _LANDLOCK_FIRST | (_LANDLOCK_REFER if version >= 2 else 0) | (_LANDLOCK_TRUNCATE if version >= 3 else 0)
-    rules = _libc().syscall(_CREATE_RULESET, ctypes.byref(Ruleset(handled=known)), ctypes.c_size_t(8), 0)
+    if 0 < version < _LANDLOCK_VERSION:
+        raise OSError(
+            errno.ENOSYS, f"Landlock here is version {version}, which lets files be cut short; it needs {_LANDLOCK_VERSION} (Linux 6.2)"
+        )
+    rules = _libc().syscall(_CREATE_RULESET, ctypes.byref(Ruleset(handled=_LANDLOCK_RIGHTS)), ctypes.c_size_t(8), 0)
     if rules < 0:
         _checked("landlock_create_ruleset", rules)
-    for paths, allowed in ((readable, _LANDLOCK_READ), (writable, known)):
+    for paths, allowed in ((readable, _LANDLOCK_READ), (writable, _LANDLOCK_RIGHTS)):
         for path in paths:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
             wanted = allowed if os.path.isdir(path) else allowed & _LANDLOCK_FILE

@@ -3,49 +3,29 @@
 from __future__ import annotations
 
 import os
-import select
-import signal
 from collections.abc import Sequence
 
 from aligner.rewards.jail import kernel
 
+NOBODY = 65534
 WORK = "/sandbox"  # the only place that can be written to
+PAGE_BYTES = 4096  # at least what a file with anything in it takes
 DEVICES = ("null", "zero", "full", "random", "urandom")
 LINKS = {"tmp": WORK, "dev/shm": WORK, "dev/fd": "/proc/self/fd"}
 
 
-def enter_namespaces() -> int:
-    """Continue as process 1 of new namespaces, with the same user and group. The process that called stays behind until this one ends.
+def enter_namespaces() -> None:
+    """Continue as process 1 of new namespaces, with the same user. The process that called stays behind until this one ends.
 
-    Returns a descriptor for `end_with`, to be called after the last change of user. Raises OSError if the kernel does not let this user
-    have them.
+    Raises OSError if the kernel does not let this user have them.
     """
-    is_root = os.geteuid() == 0
     kernel.unshare(
-        kernel.NEW_MOUNTS
-        | kernel.NEW_PIDS
-        | kernel.NEW_NETWORK
-        | kernel.NEW_IPC
-        | kernel.NEW_HOST_NAME
-        | (0 if is_root else kernel.NEW_USER)  # root needs none to build, and could not become another user in one
+        kernel.NEW_MOUNTS | kernel.NEW_PIDS | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_HOST_NAME | kernel.NEW_CONTROL_GROUPS
     )
-    if not is_root:
-        _keep_user()
-    alive, holder = os.pipe()
     first = os.fork()
     if first:
-        os.close(alive)
         _, status = os.waitpid(first, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
-    os.close(holder)
-    return alive
-
-
-def end_with(parent: int) -> None:
-    """End when the process that `enter_namespaces` left behind does. A change of user undoes it."""
-    kernel.die_with_parent(signal.SIGKILL)
-    if select.select([parent], [], [], 0)[0]:  # its end is closed: it was gone before it could be watched
-        os._exit(1)
 
 
 def become(uid: int) -> None:
@@ -56,21 +36,21 @@ def become(uid: int) -> None:
     kernel.show_process_files(True)
 
 
-def count_own_processes() -> None:
-    """Enter a user namespace, in which the limit on processes counts from 0."""
+def enter_user_namespace() -> None:
+    """Enter a user namespace, in which there is this user only and the limit on processes counts from 0. Root is NOBODY there.
+
+    So a program has no capabilities in it: exec drops them for every user but root. Raises OSError.
+    """
+    uid, gid = os.geteuid(), os.getegid()  # before: afterwards this process has no user until it is mapped
     kernel.unshare(kernel.NEW_USER)
-    _keep_user()
-
-
-def _keep_user() -> None:
-    """In a new user namespace: the same user and group as outside."""
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{os.getuid()} {os.getuid()} 1"), ("gid_map", f"{os.getgid()} {os.getgid()} 1")):
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid or NOBODY} {uid} 1"), ("gid_map", f"{gid or NOBODY} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 
 
 def build_root(directory: str, readable: Sequence[str], size_bytes: int) -> None:
-    """Make an own root of `directory` (an empty one): `readable` paths read-only, some devices, and WORK of at most `size_bytes`.
+    """Make an own root of `directory` (an empty one): `readable` paths read-only, some devices, and WORK of at most `size_bytes`, which
+    bound the number of files too.
 
     Only in mount and process namespaces of its own. Raises OSError.
     """
@@ -85,8 +65,19 @@ def build_root(directory: str, readable: Sequence[str], size_bytes: int) -> None
             os.symlink(goal, f"{directory}/{name}")
     kernel.make_read_only(directory)
     _mount_processes(f"{directory}/proc")
-    kernel.mount("tmpfs", directory + WORK, "tmpfs", kernel.NO_SUID | kernel.NO_DEVICES, f"size={size_bytes},mode=777")
+    kernel.mount(
+        "tmpfs",
+        directory + WORK,
+        "tmpfs",
+        kernel.NO_SUID | kernel.NO_DEVICES,
+        f"size={size_bytes},nr_inodes={max_files(size_bytes)},mode=777",
+    )
     kernel.change_root(directory)
+
+
+def max_files(size_bytes: int) -> int:
+    """Files and directories that WORK of this size may hold: empty ones take kernel memory too."""
+    return max(64, size_bytes // PAGE_BYTES)
 
 
 def _show(path: str, target: str) -> None:

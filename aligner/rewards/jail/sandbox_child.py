@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
+import select
 import signal
 import sys
 import time
@@ -12,23 +14,26 @@ from typing import NoReturn
 
 from aligner.rewards.jail import kernel
 from aligner.rewards.jail.calls import call_filter
-from aligner.rewards.jail.namespaces import DEVICES, WORK, become, build_root, count_own_processes, end_with, enter_namespaces
+from aligner.rewards.jail.namespaces import DEVICES, WORK, become, build_root, enter_namespaces, enter_user_namespace, max_files
 
 PROGRAM = "program.py"
 SEPARATE = ("bubblewrap", "namespaces")  # with file system, processes and network of their own
 CLEANUP_SECONDS = 5.0
+WATCH_SECONDS = 0.02
 
 
 def main() -> NoReturn:
     """Run as the JSON object in the first argument says (see `Sandbox` in aligner.rewards.sandbox); a second argument says that bubblewrap
-    has built the surroundings. Writes lines of JSON to the order's status descriptor: started, then the wait status; or an error."""
+    has built the surroundings. Writes lines of JSON to the order's status descriptor: started, then the wait status, or the limit that was
+    passed; or an error."""
     order = json.loads(sys.argv[1])
     by_bubblewrap = order["isolation"] == "bubblewrap"
     try:
         if by_bubblewrap and len(sys.argv) == 2:
+            _prefer_to_end()
             command = [*order["bubblewrap"], *sys.orig_argv, "inside"]
             os.execve(command[0], command, {})
-        for descriptor in (order["status"], order["program"]):
+        for descriptor in filter(None, (order["status"], order["program"], order["control_group"])):
             os.set_inheritable(descriptor, False)
         _prepare(order)
         directory = WORK if order["isolation"] in SEPARATE else order["directory"]
@@ -39,48 +44,125 @@ def main() -> NoReturn:
     os._exit(0)
 
 
+def _prefer_to_end() -> None:
+    """Where the machine runs out of memory, before the run does."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # not everywhere; the limits hold without it
+        file.write("1000")
+
+
 def _prepare(order: dict) -> None:
     """Build the surroundings, unless bubblewrap has, then give up the rights of root."""
-    isolation = order["isolation"]
+    isolation, uid = order["isolation"], order["uid"]
+    if isolation != "bubblewrap":
+        _prefer_to_end()
     if isolation == "namespaces":
         kernel.die_with_parent(signal.SIGKILL)
-        parent = enter_namespaces()
+        if uid is None:  # root needs none to build, and could not become another user in one
+            enter_user_namespace()
+        enter_namespaces()
         build_root(order["directory"], order["readable"], order["disk_bytes"])
-    if order["uid"] is not None:
-        become(order["uid"])
+    if uid is not None:
+        become(uid)
         if isolation in SEPARATE:
-            count_own_processes()
-    if isolation == "namespaces":
-        end_with(parent)
-    if isolation not in SEPARATE:
+            enter_user_namespace()
+    if isolation in SEPARATE:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 is sent nothing from inside that it has no handler for
+        kernel.die_with_parent(signal.SIGKILL)  # after the change of user, which would undo it
+    else:
         signal.signal(signal.SIGTERM, _end_all)
-        kernel.die_with_parent(signal.SIGTERM)  # after the change of user, which would undo it
+        kernel.die_with_parent(signal.SIGTERM)
         kernel.adopt_orphans()
 
 
 def _supervise(order: dict, directory: str) -> None:
-    """Start the program; when it has ended, end what it left behind and say how it ended."""
+    """Start the program; when it has ended or passed a limit, end what it left behind and say so."""
+    alone = order["isolation"] in SEPARATE
     with open(order["program"], "rb") as source, open(PROGRAM, "wb") as file:
         file.write(source.read())
-    in_use = 1 if order["isolation"] in SEPARATE else _threads_of_user()  # own user namespaces count from 0
-    _tell(order, started=True)
+    in_use = 1 if alone else _threads_of_user()  # own user namespaces count from 0
+    awake, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    _tell(order, started=True, watched=alone and bool(os.listdir("/proc")))
     kernel.show_process_files(False)  # the program, which has the same user, could say through them how it ended
     child = os.fork()
     if child == 0:
         _become(order, directory, in_use)
-    while True:  # also reaps what the program's children leave
-        pid, status = os.wait()
-        if pid == child:
-            break
-    if order["isolation"] not in SEPARATE:
+    events = select.poll()
+    events.register(awake, select.POLLIN)
+    events.register(order["status"], 0)  # an error on it: nobody reads it any more
+    status = None
+    while status is None:
+        for descriptor, _ in events.poll(WATCH_SECONDS * 1000 if alone else None):
+            if descriptor != awake:
+                _end_all()
+            os.read(awake, 4096)
+        status = _reap(child)
+        if alone and status is None and (limit := _passed(order)):
+            _tell(order, limit=limit)
+            return
+    if not alone:
         _end_descendants()
     _tell(order, status=status)
+
+
+def _reap(child: int) -> int | None:
+    """Reap all that has ended, also what the program's children left; the child's wait status once it is among them."""
+    found = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if pid == 0:
+            return found
+        if pid == child:
+            found = status
+
+
+def _passed(order: dict) -> str:
+    """The limit that the program, with all its processes, has passed: files, for bubblewrap bounds only their size, or memory."""
+    place = os.statvfs(WORK)
+    if place.f_files - place.f_ffree > max_files(order["disk_bytes"]):
+        return "disk"
+    most, pids = order["memory_bytes"], _others()
+    if sum(map(_resident, pids)) > most and sum(map(_share, pids)) > most:  # the first is quick, but counts shared pages again and again
+        return "memory"
+    return ""
+
+
+def _others() -> list[str]:
+    """Processes besides this one; none at all where there is no /proc."""
+    return [name for name in os.listdir("/proc") if name.isdigit() and name != str(os.getpid())]
+
+
+def _resident(pid: str) -> int:
+    """Bytes of its memory, shared ones too."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0  # it has ended
+
+
+def _share(pid: str) -> int:
+    """Bytes of its memory, of shared ones its part."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            return next((int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:")), 0)
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    except PermissionError:  # it hides them
+        return _resident(pid)
 
 
 def _become(order: dict, directory: str, in_use: int) -> NoReturn:
     try:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if order["control_group"] is not None:
+            os.write(order["control_group"], b"0")  # this process
         limits = {
             resource.RLIMIT_AS: order["memory_bytes"],
             resource.RLIMIT_FSIZE: order["disk_bytes"],
@@ -96,6 +178,8 @@ def _become(order: dict, directory: str, in_use: int) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # SIGXCPU first: SIGKILL would not say why
         own = None if order["isolation"] in SEPARATE else (os.getpid(), 0, -os.getpid())
         environment = {"PATH": "/usr/bin:/bin", "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+        if os.geteuid() == 0:  # of a user namespace without another user, in one of the weaker isolations
+            kernel.make_root_ordinary()
         if order["isolation"] == "landlock":
             devices = [f"/dev/{name}" for name in DEVICES]
             kernel.restrict_files(order["readable"] + devices, [directory, "/dev/null"])
@@ -123,8 +207,8 @@ def _threads_of_user() -> int:
     return count
 
 
-def _end_all(*_: object) -> None:
-    """On SIGTERM: the time is over, or whoever wanted the program is gone."""
+def _end_all(*_: object) -> NoReturn:
+    """The time is over, or whoever wanted the program is gone."""
     _end_descendants()
     os._exit(1)
 
@@ -138,11 +222,7 @@ def _end_descendants() -> None:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass  # it has ended
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            pass  # none is left to reap
+        _reap(0)
         time.sleep(0.002)
 
 

@@ -138,6 +138,12 @@ def test_rewards(run, tmp_path):
     parts["two"] = NamedRewardConfig(path="aligner.rewards.builtin:exact_match", weight=2.0)
     several = {FUNCTION: "", "reward.functions": parts}
     assert "one + 2 two: mean 2.5 for the answers themselves, 0.5 for empty ones" in run(samples.REWARD, several).found
+    assert "sandbox" not in run(samples.REWARD, several).found
+    said = tmp_path / "said.py"
+    said.write_text("def reward(prompts, responses, answers):\n    return [1.0] * len(responses)\nreward.about = 'sandbox isolation=x'\n")
+    assert run(samples.REWARD, {FUNCTION: f"{said}:reward"}).found.endswith("for empty ones\nsandbox isolation=x")
+    parts["one"] = NamedRewardConfig(path=f"{said}:reward")
+    assert run(samples.REWARD, several).found.endswith("for empty ones\nsandbox isolation=x")
     assert run(samples.REWARD, {FUNCTION: ""}).found == "no reward function: a reward model scores"
     assert run(samples.REWARD, name="sft").found == "this run has no rewards"
 

@@ -79,10 +79,16 @@ def test_final_answer(text, answer):
 
 ASSERTS = "assert f(1) == 2\nassert f(2) == 3"
 EXCHANGES = '{"inputs": ["1\\n", "2\\n"], "outputs": ["2", "5"]}'
+# Finds the word that the last line begins with, and writes another one: no number, none that can be, one too many, nothing.
+FORGER = """import os
+word = next(word for word in open('program.py').read().split() if len(word) == 17 and word[0] == '_')[1:]
+os.write(1, f'{word} VALUE'.encode())
+os._exit(0)"""
 PROGRAMS = [
     ("```python\ndef f(x):\n    return x + 1\n```\nDone.", ASSERTS, 1.0),
     ("Not:\n```\ndef f(x): return 0\n```\nbut:\n```py\ndef f(x): return 2\n```", ASSERTS, 0.5),
     ("def f(x): return x + 1", ASSERTS, 1.0),
+    *[(FORGER.replace("VALUE", one), ASSERTS, 0.0) for one in ("x", "9" * 5000, "3", "1 2", "")],
     ("import sys; sys.exit(0)", ASSERTS, 0.0),  # exit code 0, before the tests
     ("def f(x): raise SystemExit(0)", ASSERTS, 0.0),
     ("def f(x) return", ASSERTS, 0.0),
@@ -93,7 +99,7 @@ PROGRAMS = [
 ]
 
 
-def test_programs_against_tests():
+def test_programs_against_tests(capsys):
     interpreter = "" if sys.executable.startswith("/usr") else "/usr/bin/python3"
     try:
         partial = python_tests(timeout_seconds=1.0, partial=True, interpreter=interpreter)
@@ -103,6 +109,7 @@ def test_programs_against_tests():
     assert partial([""] * len(tests), list(responses), list(tests)) == list(fractions)
     whole = python_tests(timeout_seconds=1.0, interpreter=interpreter)
     assert whole(["", ""], [responses[0], responses[1]], [ASSERTS, ASSERTS]) == [1.0, 0.0]
+    assert whole.about.startswith("sandbox isolation=") and capsys.readouterr().out.splitlines()[-1] == whole.about
     with pytest.raises(ValueError, match="the prompt has no tests"):
         whole([""], ["x = 1"], [None])
     with pytest.raises(ConfigError, match="isolation is 'none'"):

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from aligner.errors import ConfigError
-from aligner.rewards.jail.calls import call_filter
-from aligner.rewards.sandbox import Ending, Isolation, Sandbox, SandboxLimits
+from aligner.rewards import surroundings
+from aligner.rewards.sandbox import STRONG, Ending, Isolation, Sandbox, SandboxError, SandboxLimits
+from aligner.rewards.surroundings import remove_tree
 
 LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=1, memory_bytes=256 * 2**20, disk_bytes=2**20, output_bytes=2000, processes=8)
 PROGRAMS = {
@@ -71,6 +72,60 @@ SLEEPER = """import signal, time
 for one in (signal.SIGTERM, signal.SIGINT):
     signal.signal(one, signal.SIG_IGN)
 time.sleep(300)"""
+
+
+# What programs of people do: none of it may need a call that is not on the list. OWN is for those with files and processes of their own.
+ORDINARY = """
+import asyncio, concurrent.futures, contextlib, ctypes, fcntl, gzip, mmap, multiprocessing, os, pathlib, pickle, select
+import shutil, signal, socket, sqlite3, subprocess, sys, tempfile, time, uuid, zipfile
+with contextlib.suppress(ImportError):
+    import numpy
+    assert numpy.allclose(numpy.linalg.inv(2 * numpy.eye(300)) @ numpy.ones(300), 0.5) and numpy.random.default_rng(0).random(9).max() < 1
+    numpy.save('a.npy', numpy.arange(9)); assert numpy.load('a.npy', mmap_mode='r+').sum() == 36
+with concurrent.futures.ThreadPoolExecutor(3) as pool:
+    assert list(pool.map(len, ['a', 'bb'])) == [1, 2]
+assert subprocess.run([sys.executable, '-c', 'print(input())'], input=b'x', capture_output=True).stdout == b'x\\n'
+assert subprocess.run('echo y | cat', shell=True, capture_output=True, text=True).stdout == 'y\\n'
+async def chat():
+    process = await asyncio.create_subprocess_exec(sys.executable, '-c', 'print(6 * 7)', stdout=asyncio.subprocess.PIPE)
+    return await asyncio.wait_for(process.communicate(), 60)
+assert asyncio.run(chat())[0] == b'42\\n'
+base = sqlite3.connect('base'); base.execute('create table t (x)'); base.execute('insert into t values (3)'); base.commit()
+assert base.execute('select x from t').fetchall() == [(3,)]
+with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as file:
+    path = pathlib.Path(folder, 'x'); path.write_text('x'); path.rename(path.with_name('y')); os.link(path.with_name('y'), folder + '/z')
+    os.symlink('z', folder + '/l'); shutil.copyfile(folder + '/l', folder + '/copied')
+    assert sorted(os.listdir(folder)) == ['copied', 'l', 'y', 'z']
+with zipfile.ZipFile('a.zip', 'w') as packed:
+    packed.writestr('one', 'x' * 1000)
+pickle.loads(gzip.decompress(gzip.compress(pickle.dumps(list(range(99))))))
+left, right = socket.socketpair(); left.sendall(b'hello')
+assert right.recv(9) == b'hello' and select.select([left], [], [], 0) == ([], [], [])
+reading, writing = os.pipe(); os.set_blocking(reading, False)
+fcntl.fcntl(writing, fcntl.F_GETFL); fcntl.lockf(open('base', 'r+'), fcntl.LOCK_EX)
+signal.signal(signal.SIGALRM, lambda *_: None)
+signal.setitimer(signal.ITIMER_REAL, 0.01); signal.pause()
+memory = mmap.mmap(-1, 9999); memory[:3] = b'abc'; time.sleep(0.01)
+time.localtime(); os.urandom(9); uuid.uuid4(); os.cpu_count(); os.uname()
+callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(lambda x: x + 1); assert callback(4) == 5
+os.nice(0); os.sched_getaffinity(0); os.getpgid(0); os.getgroups(); os.times(); os.get_terminal_size if sys.stdout.isatty() else None
+child = os.fork()
+if child == 0:
+    os._exit(5)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+OWN
+print('done')
+"""
+OWN = """
+with multiprocessing.get_context('fork').Pool(2) as pool:
+    assert pool.map(abs, [-1, -2]) == [1, 2]
+queue = multiprocessing.get_context('fork').Queue(); queue.put(7); assert queue.get() == 7
+shutil.copy2('base', 'copy'); os.chmod('copy', 0o700)
+shutil.copytree('.', tempfile.mkdtemp() + '/all', ignore=shutil.ignore_patterns('tmp*'))
+os.utime('copy'); process = subprocess.Popen(['sleep', '60']); process.terminate(); assert process.wait() == -15
+with zipfile.ZipFile('a.zip') as packed:
+    packed.extractall()
+"""
 
 
 def interpreters() -> list[str]:
@@ -161,6 +216,13 @@ def test_programs_that_nobody_has_read(isolation, programs, tmp_path, place):
 
 
 @pytest.mark.parametrize("isolation", list(Isolation)[1:])
+def test_ordinary_programs(isolation):
+    limits = SandboxLimits(wall_seconds=300.0, cpu_seconds=60, memory_bytes=2**30)
+    outcome = sandbox(isolation, limits).run(ORDINARY.replace("OWN", OWN if isolation in STRONG else ""))
+    assert (outcome.ending, outcome.code, outcome.stdout) == (Ending.exited, 0, "done\n"), outcome.stderr
+
+
+@pytest.mark.parametrize("isolation", list(Isolation)[1:])
 def test_the_clock_ends_what_ignores_signals(isolation, place):
     box = sandbox(isolation, SandboxLimits(wall_seconds=0.5))
     started = time.monotonic()
@@ -194,18 +256,102 @@ def test_nothing_outlives_a_run_that_is_killed(place):
     assert eventually_nothing(place)
 
 
+def test_nothing_weaker_is_taken_unasked(monkeypatch):
+    tried = []
+
+    def refuses(box, isolation):
+        tried.append(isolation)
+        return "" if isolation is Isolation.landlock else "unshare: Operation not permitted"
+
+    monkeypatch.setattr(Sandbox, "_refusal", refuses)
+    with pytest.raises(ConfigError, match="isolation=auto: does not work .*unshare: .*user.max_user_namespaces.*isolation=landlock"):
+        Sandbox()
+    assert set(tried) <= set(STRONG) and Isolation.namespaces in tried
+    assert Sandbox(isolation=Isolation.landlock).describe().startswith("sandbox isolation=landlock: weak")
+
+
+@pytest.mark.parametrize("isolation", STRONG)
+def test_memory_of_all_processes_together(isolation):
+    limits = SandboxLimits(wall_seconds=60.0, memory_bytes=200 * 2**20)
+    fill = "import os, time\nfor _ in range(COUNT):\n    if os.fork() == 0:\n        data = bytearray(SIZE * 2**20)\n"
+    fill += "        time.sleep(WAIT)\n        os._exit(0)\nfor _ in range(COUNT):\n    os.wait()\nprint('fits')"
+    box = sandbox(isolation, limits)
+    assert "of all its processes together" in box.describe()
+    for count, size, wait, ending, said in ((3, 120, 50, Ending.memory, ""), (3, 20, 1, Ending.exited, "fits\n")):
+        outcome = box.run(fill.replace("COUNT", str(count)).replace("SIZE", str(size)).replace("WAIT", str(wait)))
+        assert (outcome.ending, outcome.stdout) == (ending, said), outcome
+    shared = "data = bytearray(120 * 2**20)\n" + fill.replace("bytearray(SIZE * 2**20)", "0").replace("COUNT", "3").replace("WAIT", "1")
+    assert box.run(shared).stdout == "fits\n"  # copied on write: one copy, whatever each process shows
+
+
+def test_an_ordinary_user_has_namespaces():
+    """In a process of its own that is one: `unshare` there asks for the user that it had before."""
+    script = "import sys; sys.path.insert(0, sys.argv[1])\nfrom aligner.rewards.jail import namespaces\nimport os\n"
+    script += "before = os.getuid()\nnamespaces.enter_user_namespace()\nassert os.getuid() == (before or 65534), os.getuid()"
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        for name in (
+            "__init__.py",
+            "rewards/__init__.py",
+            "rewards/jail/__init__.py",
+            "rewards/jail/namespaces.py",
+            "rewards/jail/kernel.py",
+        ):
+            goal = Path(folder, "aligner", name)
+            goal.parent.mkdir(parents=True, exist_ok=True)
+            goal.write_bytes((Path(__file__).parents[3] / "aligner" / name).read_bytes())
+        more = {"user": 1000, "group": 1000, "extra_groups": []} if os.geteuid() == 0 else {}
+        python = "/usr/bin/python3" if os.path.exists("/usr/bin/python3") else sys.executable
+        subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
+        ran = subprocess.run([python, "-B", "-c", script, folder], capture_output=True, text=True, cwd="/", **more)
+    if "unshare: " in ran.stderr:
+        pytest.skip(ran.stderr[-200:])
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_directories_are_removed_whatever_is_in_them(tmp_path):
+    outside, place = tmp_path / "outside", tmp_path / "place"
+    outside.mkdir(mode=0o755)
+    (outside / "file").write_text("stays")
+    place.mkdir()
+    (place / "link").symlink_to(outside)
+    (place / "file link").symlink_to(outside / "file")
+    (place / "closed").mkdir()
+    (place / "closed" / "link").symlink_to(outside)
+    (place / "closed").chmod(0)
+    os.mkfifo(place / "fifo")
+    here = os.open(place, os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    remove_tree(str(place))
+    assert not place.exists() and (outside / "file").read_text() == "stays" and outside.stat().st_mode & 0o777 == 0o755
+
+
+def test_what_cannot_be_removed_is_said_and_no_reason_to_stop(monkeypatch, capsys):
+    def fails(directory):
+        shutil.rmtree(directory)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(surroundings, "remove_tree", fails)
+    assert sandbox(Isolation.limits).run("print(1)").stdout == "1\n"
+    assert "warning: what a program left in" in capsys.readouterr().out
+
+
+def test_no_room_for_a_program_is_an_error_of_the_sandbox(monkeypatch, tmp_path):
+    box = sandbox(Isolation.limits)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(SandboxError, match="surroundings cannot be made or removed: .*none"):
+        box.run("print(1)")
+
+
 def test_an_isolation_that_does_not_work_says_why(tmp_path):
-    with pytest.raises(ConfigError, match="bubblewrap: there is no bwrap"):
+    with pytest.raises(ConfigError, match="sandbox isolation=bubblewrap: .*there is no bwrap.*install bubblewrap, or .*isolation=landlock"):
         Sandbox(isolation=Isolation.bubblewrap, bubblewrap=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="interpreter=.*none: cannot be run"):
         Sandbox(interpreter=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="memory_bytes=0: must be above 0 and finite"):
         SandboxLimits(memory_bytes=0)
-
-
-def test_call_filter_is_eight_bytes_a_step_and_knows_its_machines():
-    for machine in ("x86_64", "aarch64"):
-        assert len(call_filter(machine, only_signals_to=None)) % 8 == 0
-        assert len(call_filter(machine, only_signals_to=(7, 0, -7))) > len(call_filter(machine, only_signals_to=None))
-    with pytest.raises(OSError, match="no system call filter for sparc"):
-        call_filter("sparc", only_signals_to=None)

@@ -1,0 +1,159 @@
+"""What a sandboxed program needs around it: its text and input, a directory, the paths that it may read, and bubblewrap's command."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from aligner.errors import ConfigError
+from aligner.rewards.jail.namespaces import DEVICES, LINKS, NOBODY, WORK
+
+SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+ANSWER_SECONDS = 30.0  # for an interpreter to say where it lies
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+@contextlib.contextmanager
+def file_with(text: str) -> Iterator[int]:
+    """The descriptor of a nameless file in memory, at its beginning, that nobody can change."""
+    with open(os.memfd_create("text", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b", buffering=0) as file:
+        file.write(text.encode(errors="surrogatepass"))
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+        file.seek(0)
+        yield file.fileno()
+
+
+@contextlib.contextmanager
+def own_directory(uid: int | None) -> Iterator[str]:
+    """A new directory, of user `uid` (None: of this one); at the end it is removed with all that is in it, or a warning is printed."""
+    directory = tempfile.mkdtemp(prefix="aligner-sandbox-")
+    try:
+        if uid is not None:
+            os.chown(directory, uid, uid)
+        yield directory
+    finally:
+        try:
+            remove_tree(directory)
+        except OSError as error:  # of no program's reward
+            print(f"warning: what a program left in {directory} cannot be removed: {error}", flush=True)
+
+
+def remove_tree(directory: str) -> None:
+    """Remove a directory of any depth, whatever modes those in it have, without following links: its own links are removed.
+
+    Directories are moved up to the top one by one, so that no path is long and no call is nested. Raises OSError.
+    """
+    top, free, moved = _opened(directory), secrets.token_hex(8), 0
+    try:
+        while names := os.listdir(top):
+            for name in names:
+                if not _is_directory(name, top):
+                    os.unlink(name, dir_fd=top)
+                    continue
+                below = _opened(name, top)
+                try:
+                    for inner in os.listdir(below):
+                        if _is_directory(inner, below):
+                            os.close(_opened(inner, below))  # to move one takes the right to write in it
+                            os.rename(inner, f"{free}-{moved}", src_dir_fd=below, dst_dir_fd=top)
+                            moved += 1
+                        else:
+                            os.unlink(inner, dir_fd=below)
+                finally:
+                    os.close(below)
+                os.rmdir(name, dir_fd=top)
+    finally:
+        os.close(top)
+    os.rmdir(directory)
+
+
+def _is_directory(name: str, parent: int) -> bool:
+    return stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
+
+
+def _opened(name: str, parent: int | None = None) -> int:
+    """A descriptor of a directory, no link, which its owner may now read and write."""
+    place = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        if os.fstat(place).st_mode & 0o700 != 0o700:
+            os.chmod(f"/proc/self/fd/{place}", 0o700)
+        return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    finally:
+        os.close(place)
+
+
+def readable_paths(interpreter: str) -> list[str]:
+    """What an interpreter needs: the system's libraries, and its own installation. Raises ConfigError if it cannot be run."""
+    question = "import os, sys; print(sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)), sep='\\n')"
+    try:
+        answer = subprocess.run(
+            [interpreter, "-I", "-c", question],
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_SECONDS,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"sandbox interpreter={interpreter}: cannot be run: {error}") from error
+    return outermost([path for path in (*SYSTEM_PATHS, *answer.stdout.split("\n")) if path and os.path.lexists(path)])
+
+
+def outermost(paths: list[str]) -> list[str]:
+    """The paths that lie in no other one, each once."""
+    unique = list(dict.fromkeys(paths))
+    return [path for path in unique if not any(path.startswith(other.rstrip("/") + "/") for other in unique)]
+
+
+def package_root() -> str:
+    """The directory in which this package lies."""
+    return str(Path(__file__).resolve().parents[2])
+
+
+def has_nobody() -> bool:
+    """Whether this root may become NOBODY: in a user namespace (rootless containers) root stands for another user, perhaps the only one."""
+    for line in Path("/proc/self/uid_map").read_text().splitlines():
+        first, _, count = map(int, line.split())
+        if first <= NOBODY < first + count:
+            return True
+    return False
+
+
+def bubblewrap_command(bubblewrap: str, readable: list[str], size_bytes: int, *, then_nobody: bool) -> list[str]:
+    """Up to the command that it runs: the same surroundings as `build_root` makes.
+
+    `then_nobody`: root gives up its rights only inside, since nobody may not be able to reach the interpreter's files.
+    """
+    package = Path(package_root()) / "aligner"
+    own = [str(package / name) for name in ("__init__.py", "rewards/__init__.py", "rewards/jail")]
+    paths = outermost([*readable, *own])
+    parents = {str(parent) for path in paths for parent in Path(path).parents} - {"/"}
+    # bubblewrap makes them with 0700 otherwise, which shuts out the user that root becomes
+    passable = [argument for path in sorted({*parents, "/dev"}) for argument in ("--perms", "0755", "--dir", path)]
+    shown = [argument for path in paths for argument in ("--ro-bind", path, path)]
+    devices = [
+        argument for name in DEVICES for argument in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")
+    ]  # its own --dev can be written to
+    links = [argument for name, goal in LINKS.items() if f"/{name}" not in parents for argument in ("--symlink", goal, f"/{name}")]
+    if then_nobody:
+        rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        rights = ["--unshare-user", *(("--uid", str(NOBODY), "--gid", str(NOBODY)) if os.geteuid() == 0 else ())]
+    return [
+        *(bubblewrap, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
+        *("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"),
+        *rights,
+        *passable,
+        *shown,
+        *devices,
+        *("--proc", "/proc"),
+        *links,
+        *("--perms", "0777", "--size", str(size_bytes), "--tmpfs", WORK, "--remount-ro", "/", "--chdir", WORK, "--"),
+    ]
