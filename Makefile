@@ -58,7 +58,7 @@ test: $(STAMP) ## all tests, on the GPU where there is one and the test does not
 	  exit $$failed; \
 	else $(RUN_ENV) $(PYTEST) $(ARGS); fi
 
-test-gpu-path: ## the GPU code path on a simulated GPU, in an environment of its own (three quarters of a gigabyte, once; a quarter of an hour)
+test-gpu-path: ## the GPU code path on a simulated GPU, and the tests that run on GPUs, in an environment of its own (three quarters of a gigabyte, once; half an hour)
 	@if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.10, 3.11 or 3.12 found; name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; fi
 	@$(PYTHON) tests/simulated_cuda/environment.py $(GPU_PATH) || { code=$$?; [ $$code = 3 ] && echo "skipped: no simulated GPU here (the line above says why)" && exit 0; exit $$code; }
 	@if [ -e $(GPU_PATH)/.complete ]; then rm -rf build/gpu_path; $(RUN_ENV) $(GPU_PATH)/bin/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=2 -m 'not cpu' tests/simulated_cuda tests/unit $(ARGS) && $(GPU_PATH)/bin/python tests/simulated_cuda/table.py; fi
