@@ -23,25 +23,19 @@ if TYPE_CHECKING:
 _SHOWN = 3  # tensors that a message names
 
 
-def all_updated_are_sound(runners: Sequence[Any], limit: float) -> bool:
-    """Whether all trained parameters are finite, and at most `limit` in magnitude (0: any finite one may be).
+def non_finite_parameters(runners: Sequence[Any], limit: float) -> str:
+    """Which trained parameters are not finite, or above `limit` in magnitude (0: any finite one may be); empty where all are sound.
 
-    `runners`: this rank's DDP-wrapped chunks. A rank looks at what its optimizer has updated: of a distributed optimizer its share of each
-    bucket, so that the others' may still be on their way. The same on every rank. Collective: one number is added up.
+    `runners`: this rank's DDP-wrapped chunks. Before an asynchronous gather each rank has its own share of the update, and of the others'
+    shares what it had before: a fault there is found an update later. The same on every rank. Collective: one number is added up.
     """
     buffers = [buffer for runner in runners for buffer in (*runner.buffers, *runner.expert_parallel_buffers)]
-    updated = [tensor for buffer in buffers for tensor in _updated(buffer)]
-    count = (~_sound(updated, limit)).sum()
+    # The distributed optimizer keeps all parameters of a buffer in one tensor.
+    flat = [t for b in buffers for t in ([b.param_data] if b.param_data is not None else [p.data for p in b.params])]
+    count = (~_sound(flat, limit)).sum()
     if dist.get_world_size() > 1:
         dist.all_reduce(count)
-    return not int(count)
-
-
-def _updated(buffer: Any) -> list[Tensor]:
-    if buffer.param_data is None:
-        return [parameter.data for parameter in buffer.params]
-    group = buffer.data_parallel_group
-    return [bucket.param_data.chunk(group.size())[group.rank()] for bucket in buffer.buckets]
+    return _describe(runners, limit) if int(count) else ""
 
 
 def check_before_save(model: TrainableModel) -> None:
@@ -70,8 +64,8 @@ def _sound(tensors: Iterable[Tensor], limit: float) -> Tensor:
     return largest <= (limit or torch.finfo(torch.float32).max)
 
 
-def describe(runners: Sequence[Any], limit: float) -> str:
-    """The trained parameters at fault on all ranks, the first few of them by name and size. Collective."""
+def _describe(runners: Sequence[Any], limit: float) -> str:
+    """The parameters at fault on all ranks, the first few of them by name and size."""
     named = [(name, p.data) for runner in runners for name, p in runner.module.named_parameters() if p.requires_grad and p.numel()]
     sound = _sound([data for _, data in named], limit).tolist() if named else []
     own = [f"{name}: {float(data.abs().max()):.3g}" for (name, data), good in zip(named, sound, strict=True) if not good]

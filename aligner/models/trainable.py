@@ -193,14 +193,13 @@ class TrainableModel:
         self.scheduler.step(1)  # before the update: the first update of a warm-up must not have a learning rate of 0
         _, grad_norm, _ = self.optimizer.step()
         self.version += 1
-        is_sound = finite.all_updated_are_sound(self.runners, self.guard.max_weight)
+        spoilt = finite.non_finite_parameters(self.runners, self.guard.max_weight)
         found = self._reduce(metrics) | self.auxiliary.metrics()
         for chunk in self.chunks:  # now that the host waits for no number any more
             if chunk.gather is not None:
                 chunk.gather.start()
-        if not is_sound:
+        if spoilt:
             self.settle()
-            spoilt = finite.describe(self.runners, self.guard.max_weight)
             self.guard.spoilt(f"optimizer step {self.version} was made and left {spoilt}")
             return without_values(found) | {SPOILT: Sum(total=1)} | self._optimizer_metrics(None)
         return found | self._optimizer_metrics(float(grad_norm))
