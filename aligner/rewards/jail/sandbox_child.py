@@ -168,7 +168,7 @@ def _become(order: dict, directory: str, in_use: int) -> NoReturn:
             resource.RLIMIT_FSIZE: order["disk_bytes"],
             resource.RLIMIT_NOFILE: order["open_files"],
             resource.RLIMIT_NPROC: in_use + order["processes"],
-            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_CORE: 1,  # not 0, with which a system's crash handler is still started (core(5))
         }
         for kind, most in limits.items():
             hard = resource.getrlimit(kind)[1]
