@@ -13,7 +13,7 @@ from aligner.parallel import collectives
 from aligner.parallel.collective_marks import COLLECTIVES, POINT_TO_POINT, marked
 from aligner.parallel.progress import GroupInfo, Progress
 
-pytestmark = pytest.mark.usefixtures("topology")
+pytestmark = [pytest.mark.usefixtures("topology"), pytest.mark.cpu]  # whose tensors gloo takes
 X = torch.ones(2)
 
 
