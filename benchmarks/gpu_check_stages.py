@@ -437,8 +437,22 @@ def vllm(check: Check) -> Figures:
     yield "vLLM / ours: generation 0.5b, batch 32", found[1]["wall_seconds"] / found[0]["wall_seconds"]
 
 
+def tensorrt_llm(check: Check) -> Figures:
+    """TensorRT-LLM in its own process, refitted over CUDA IPC, decoding like transformers, asleep and awake; where it imports."""
+    if importlib.util.find_spec("tensorrt_llm") is None:
+        return
+    model = check.folder / "model"
+    write_model(SIZES["small"] if check.tiny else GPU_SIZES["0.5b"], model, positions=256, seed=0, dtype="bfloat16")
+    command = [sys.executable, "-m", "aligner.rollout.tensorrt_llm_smoke", str(model), "--sleep"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}")
+    yield "TensorRT-LLM: refits, decodes and sleeps", 1.0
+
+
 STAGES = {
-    stage.__name__: stage for stage in (environment, numbers, decode, sft, sft_transformer_engine, grpo, offload, layouts, ppo, trl, vllm)
+    stage.__name__: stage
+    for stage in (environment, numbers, decode, sft, sft_transformer_engine, grpo, offload, layouts, ppo, trl, vllm, tensorrt_llm)
 }
 
 
