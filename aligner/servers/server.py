@@ -364,7 +364,8 @@ def _take_part(service: _Service, control: ControlGroup, command: Command, stop:
     for report in reports:
         if report.error is not None:
             raise _OperationFailed(report.error)
-    stop.requested = any(report.stop_requested for report in reports)
+    if any(report.stop_requested for report in reports):  # a signal that has come since then stays for the next report
+        stop.requested = True
     return answer
 
 

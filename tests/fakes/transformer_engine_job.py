@@ -86,8 +86,8 @@ def compared(component: Any) -> dict[str, Any]:
 
 def context_of(attention: Any) -> tuple[int, str]:
     """(ranks that share a sequence, how they exchange keys and values)."""
-    group = getattr(attention, "cp_group", None)
-    return (1, "") if group is None else (len(attention.cp_global_ranks), attention.cp_comm_type)
+    ranks = getattr(attention, "cp_global_ranks", None)  # torch's attention has none
+    return (1, "") if ranks is None or attention.cp_group is None else (len(ranks), attention.cp_comm_type)
 
 
 def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[list[Any]]:

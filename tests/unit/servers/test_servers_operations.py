@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,9 +26,28 @@ from aligner.servers.ledger import Ledger, Refused
 from aligner.servers.payloads import TrainIdentity, digest_of
 from aligner.servers.processes import processes_with_variable
 from aligner.servers.reward import FunctionRewardService, RewardService
+from aligner.servers.server import Command, Report, _take_part
 from aligner.types import TokenBatch, ValueBatch
 
 LIMITS = RequestLimits(vocab_size=100, max_sequence_length=8)
+
+
+@pytest.mark.parametrize(("signalled", "others_stop"), [(True, False), (False, True), (False, False)])
+def test_a_signal_that_comes_while_ranks_report_is_not_lost(signalled: bool, others_stop: bool) -> None:
+    stop = SimpleNamespace(requested=False)
+
+    class Control:
+        rank = 1
+
+        def gather(self, report: Report) -> list[Report]:
+            stop.requested = signalled  # the handler runs after this rank has reported
+            return [Report(stop_requested=others_stop), report]
+
+    service = SimpleNamespace(
+        progress=SimpleNamespace(phase=lambda name: contextlib.nullcontext()), residence=SimpleNamespace(move=lambda here: None)
+    )
+    _take_part(service, Control(), Command(), stop)
+    assert stop.requested == (signalled or others_stop)
 
 
 class RecordingCritic:
