@@ -16,8 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 900
 IS_SIMULATED = "simulated_cuda.startup" in sys.modules
 ROWS = ROOT / "build" / "gpu_path"
-# Where the host may wait: the start, checkpoints and exports copy every parameter.
-APART = ("models/initialise", "models/async_save", "models/checkpoint", "models/weights.py", "parallel/collective_marks", "models/build.py")
+# Where the host may wait: the start, checkpoints and exports copy every parameter, ranks that share a GPU every message.
+APART = (
+    "parallel/host_collectives",
+    "models/initialise",
+    "models/async_save",
+    "models/checkpoint",
+    "models/weights.py",
+    "parallel/collective_marks",
+    "models/build.py",
+)
 APART += ("models/optimizer.py", "models/peft.py")
 ON_CPU = {"SIMULATED_CUDA": "0", "CUDA_VISIBLE_DEVICES": ""}  # the environment of a process that is to see no GPU
 EXPERTS = ["family=mixtral", "num_experts=4", "experts_per_token=2", "ffn_hidden_size=32", "expert_ffn_hidden_size=32"]
