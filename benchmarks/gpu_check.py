@@ -250,6 +250,7 @@ def check(stages: list[Stage], chosen: argparse.Namespace, folder: Path, until: 
             left = until - time.monotonic()
             if left < LEAST_SECONDS:
                 outcomes[stage.name] = Outcome(figures={}, problem="no time was left")
+                write(outcomes, chosen.output)
                 continue
             running = following or Started(stage, python, folder, environment, tiny=chosen.tiny)
             following = Started(stages[number + 1], python, folder, environment, tiny=chosen.tiny) if number + 1 < len(stages) else None

@@ -92,12 +92,9 @@ def random_on_device() -> Iterator[None]:
     def fill(chunks: Sequence[torch.nn.Module], seed: int) -> None:
         torch.manual_seed(seed)
         for chunk in chunks:
-            for parameter in chunk.parameters():
+            for name, parameter in chunk.named_parameters():
                 with torch.no_grad():
-                    parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(float("norm" in _name(chunk, parameter)))
-
-    def _name(chunk: torch.nn.Module, wanted: torch.nn.Parameter) -> str:
-        return next(name for name, parameter in chunk.named_parameters() if parameter is wanted)
+                    parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(float("norm" in name))
 
     with mock.patch.object(build, "initialise", fill):
         yield
@@ -462,6 +459,8 @@ def main() -> None:
         return
     name, folder, result = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     sys.stdin.readline()
+    if not torch.cuda.is_available():
+        sys.exit(f"torch {torch.__version__} finds no GPU")
     found: dict[str, float] = {}
     for figure, value in STAGES[name](Check(folder, tiny="tiny" in sys.argv[4:])):
         found[figure] = value

@@ -71,6 +71,7 @@ def test_no_stage_is_begun_without_time(tmp_path, monkeypatch) -> None:
     chosen = gpu_check.parse(["--output", str(tmp_path / "out")])
     outcomes = gpu_check.check([gpu_check.STAGES_BY_NAME["ppo"]], chosen, tmp_path, time.monotonic() + 5)
     assert outcomes["ppo"].problem == "no time was left"
+    assert "no time was left" in (tmp_path / "out" / "gpu_check.md").read_text()
 
 
 def test_a_wheel_is_repacked_without_what_no_stage_needs(tmp_path) -> None:
