@@ -26,7 +26,7 @@ PYTEST = $(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxproces
 HAS_GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 NO_TESTS := 5# pytest's exit code where ARGS choose none
 
-.PHONY: help house test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full transformer-engine lint format hooks docs clean
+.PHONY: help house chaos test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full transformer-engine lint format hooks docs clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -72,6 +72,9 @@ gpu-check-wheels: ## the packages that `make gpu-check` brings to a machine with
 
 mutants: $(STAMP) ## plants faults one at a time, all of which a test must notice; writes docs/mutants.md (ARGS='--only ID'; half an hour)
 	@$(RUN_ENV) $(BIN)/python tests/mutants.py $(ARGS)
+
+chaos: $(STAMP) ## random processes of a PPO run killed at random moments: is what comes out the same? (ARGS='--kills 100 --seed 1 --table docs/chaos.md': an hour)
+	@$(RUN_ENV) PYTHONPATH=tests $(BIN)/python tests/functional/chaos.py $(ARGS)
 
 house: $(STAMP) ## measures of the code's structure: files, lines, import depth, circles, what a GRPO run enters
 	@$(RUN_ENV) $(BIN)/python tests/house.py --grpo

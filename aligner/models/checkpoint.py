@@ -318,10 +318,14 @@ def _reserve(path: Path) -> None:
             file.write(bytes(RESERVED_BYTES))
 
 
+def _read_optimizer(wanted: dict[str, Any], directory: Path) -> dict[Any, Any]:
+    return read({"optimizer": wanted} if wanted else {}, directory / "optimizer").get("optimizer", {})
+
+
 def _load_optimizer(model: TrainableModel, directory: Path) -> None:
     weights = sharded_state(model.chunks)
-    wanted = checkpoint_optimizer.sharded_state(model.optimizer, weights, is_loading=True)
-    loaded = read({"optimizer": wanted} if wanted else {}, directory / "optimizer").get("optimizer", {})
+    # Nothing else holds the tensors that are read: they are released one by one as the optimizer takes them.
+    loaded = _read_optimizer(checkpoint_optimizer.sharded_state(model.optimizer, weights, is_loading=True), directory)
     try:
         strangers = checkpoint_optimizer.restore(model.optimizer, weights, loaded, step=model.version)
     except CheckpointError as error:

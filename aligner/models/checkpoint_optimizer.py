@@ -45,7 +45,8 @@ def restore(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded
     """Put a loaded state, of `step` steps, into the optimizer. Learning rates, betas and epsilon stay those of this run's config.
 
     Returns the names of this rank's parameters whose float32 weights differ from the model's: the state belongs to other weights, and
-    none of it is loaded. Raises CheckpointError if non-distributed optimizers were saved with another distribution of the experts.
+    none of it is loaded. Empties `loaded` on the way, so that host memory holds the state once. Raises CheckpointError if
+    non-distributed optimizers were saved with another distribution of the experts.
     """
     configured = [{name: group[name] for name in _CONFIGURED} for group in optimizer.param_groups]
     if _is_distributed(optimizer):
@@ -121,13 +122,13 @@ def _ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Any]]:
 
 
 @torch.no_grad()
-def _fill(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded: Mapping[str, Tensor], step: int) -> list[str]:
+def _fill(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded: dict[str, Tensor], step: int) -> list[str]:
     found, strangers = [], []
     for held in _held(optimizer, sharded_weights):
         tensors = {}
         for state in _STATES:
-            pieces = (loaded[f"{held.name}.{state}.{number}"] for number in range(_count(loaded, f"{held.name}.{state}")))
-            tensors[state] = torch.cat([piece.flatten() for piece in pieces])
+            names = [f"{held.name}.{state}.{number}" for number in range(_count(loaded, f"{held.name}.{state}"))]
+            tensors[state] = torch.cat([loaded.pop(name).flatten() for name in names])
         found.append((held, tensors))
         if not held.is_of_the_weights(tensors["param"]):
             strangers.append(held.weight.key)

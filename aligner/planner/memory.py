@@ -278,6 +278,8 @@ def host_memory(component: Component, sizes: Sizes, cluster: ClusterConfig) -> d
         parts["weights (while others have the GPUs)"] = ranks * fullest.weights
     if component.engine is not None and component.engine.offload and component.engine_holds_weights:
         parts["policy weights (while sampling)"] = ranks * fullest.weights
-    if component.optimizer is not None and component.saves_asynchronously:
-        parts["checkpoint being written"] = ranks * (trained_bytes(component, fullest) // component.dp + fullest.optimizer)
+    if component.optimizer is not None:
+        # A resume reads the whole state into host memory first; a save that training waits for copies at most that, file by file.
+        copied = trained_bytes(component, fullest) // component.dp if component.saves_asynchronously else 0
+        parts["checkpoint being read or written"] = ranks * (fullest.optimizer + copied)
     return parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -240,3 +241,24 @@ def test_another_format_is_refused(make_model, tmp_path):
     (path / "aligner.json").write_text(json.dumps(marker | {"format": 99}))
     with pytest.raises(CheckpointError, match="format 99; this version reads 2"):
         checkpoint.load(make_model("policy").model, path)
+
+
+def test_loading_holds_the_optimizers_state_once(make_model, tmp_path, monkeypatch):
+    """Of what was read nothing is left when the optimizer has it: a node's ranks would else need the double in host memory."""
+    from aligner.models import checkpoint, checkpoint_optimizer
+
+    model = make_model("policy", optimizer=adam())
+    train(model, "policy", range(2))
+    save(model, tmp_path)
+    seen = []
+
+    def watched(optimizer, weights, loaded, *, step):
+        read = [weakref.ref(tensor.untyped_storage()) for tensor in loaded.values()]
+        found = original(optimizer, weights, loaded, step=step)
+        seen.append((len(read), len(loaded), sum(one() is not None for one in read)))
+        return found
+
+    original = checkpoint_optimizer.restore
+    monkeypatch.setattr(checkpoint_optimizer, "restore", watched)
+    checkpoint.load(model.model, tmp_path)
+    assert seen[0][0] > 0 and seen[0][1:] == (0, 0)

@@ -164,6 +164,10 @@ def test_memory_of_every_phase() -> None:
     assert "optimizer" not in away[Phase.generate, 0] and "optimizer" in away[Phase.train, 0]
     host = memory.host_memory(offloading, sizes, CLUSTER)
     assert host["reference"] == 8 * GIB and host["optimizer (between training phases)"] == 24 * GIB
+    assert host["checkpoint being read or written"] == 24 * GIB  # 8 ranks of a node, 3 GiB of state each
+    copying = memory.host_memory(replace(offloading, saves_asynchronously=True), sizes, CLUSTER)
+    assert copying["checkpoint being read or written"] == 24 * GIB + 8 * GIB // own.dp  # and the weights, shared among dp
+    assert "checkpoint being read or written" not in memory.host_memory(replace(own, optimizer=None), sizes, CLUSTER)
 
 
 def test_flops_of_a_layer() -> None:
