@@ -12,6 +12,7 @@ import argparse
 import os
 import random
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -204,6 +205,7 @@ class Chaos:
                 code = self._disturb(job, observer, kills)
                 left = observer.left(job)
                 output = job.output()
+            print(f"start {self.report.num_starts}: exit code {code}; left: {left}", flush=True)
             if code == 0:
                 break
             assert len(self.report.kills) > before, f"exit code {code}, and nothing was killed:\n{output[-5000:]}"
@@ -279,9 +281,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the moments and of what is hit")
     parser.add_argument("--table", type=Path, help="a Markdown file for the result")
     chosen = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        os.environ["TMPDIR"] = f"{folder}/tmp"
+    folder = tempfile.mkdtemp(prefix="chaos-")
+    os.environ["TMPDIR"] = f"{folder}/tmp"
+    try:
         report = Chaos(Path(folder), chosen.seed).run(chosen.kills)
+    except AssertionError:
+        print(f"the runs and their logs are in {folder}")
+        raise
+    shutil.rmtree(folder)
     print(table(report))
     if chosen.table:
         write_page(chosen.table, report, chosen.seed)

@@ -94,6 +94,10 @@ _SEE = (
     ': "${CUDA_VISIBLE_DEVICES:?is not set: Slurm gave this step no GPUs}"; '
     'export CUDA_VISIBLE_DEVICES="$(printf %s "$CUDA_VISIBLE_DEVICES" | cut -d, -f"$0")"; exec "$@"'
 )
+# On the node, outside of the container that a task itself starts.
+_SETUP = (
+    'eval "$1" || { echo "error: slurm.setup ended with exit code $? on ${SLURMD_NODENAME:-this node}" >&2; exit 1; }; shift; exec "$@"'
+)
 
 
 def srun_command(
@@ -107,6 +111,8 @@ def srun_command(
     options, command = wrapped(where, component.program, has_gpus=component.gpus_per_node > 0)
     if component.gpus is not None:
         command = [*(["sh", "-c", _SEE, component.gpus] if component.gpus else ["env", "CUDA_VISIBLE_DEVICES="]), *command]
+    if slurm.setup and where.kind is not ContainerKind.pyxis:  # whose containers Slurm starts, with the batch script's environment
+        command = ["bash", "-c", _SETUP, "bash", slurm.setup, *command]
     return [
         "srun",
         *([f"--het-group={het_group}"] if het_group is not None else []),
@@ -124,6 +130,7 @@ def srun_command(
         f"--output={log}",
         "--open-mode=append",
         f"--chdir={where.directory}",
+        *slurm.srun_options,
         *options,
         *command,
     ]

@@ -45,7 +45,8 @@ def render(config: str, spec: JobSpec, *, title: str, overrides: Sequence[str] =
         lines += _part_lines(part, spec.slurm)
     settings = "".join(f" --set {shlex.quote(override)}" for override in overrides)
     command = f'exec "${{ALIGNER_PYTHON:-python3}}" -m aligner.cluster.slurm --script "$0" --config {config}{settings} -- "$@"'
-    return "\n".join(lines) + "\n" + _BODY + command + "\n"
+    setup = f"\n# slurm.setup\n{slurm.setup.strip()}\n" if slurm.setup else ""
+    return "\n".join(lines) + "\n" + setup + _BODY + command + "\n"
 
 
 def _part_lines(part: Sequence[ComponentSpec], slurm: SlurmConfig) -> list[str]:
@@ -56,6 +57,7 @@ def _part_lines(part: Sequence[ComponentSpec], slurm: SlurmConfig) -> list[str]:
     size += [f"--ntasks-per-node={sum(ranks) if any(component.gpus for component in part) else max(ranks)}"]
     size += [f"--gpus-per-node={gpus}"] if gpus else []
     size += [f"--cpus-per-task={slurm.cpus_per_rank}"] if slurm.cpus_per_rank else []
+    size += [f"--mem={slurm.memory}"] if slurm.memory else []
     size += ["--exclusive"] if slurm.exclusive else []
     where = {"--partition": slurm.partition, "--account": slurm.account, "--qos": slurm.qos, "--constraint": slurm.constraint}
     given = [f"{option}={value}" for option, value in where.items() if value]

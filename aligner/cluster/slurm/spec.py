@@ -19,6 +19,7 @@ from aligner.errors import ConfigError, LaunchError
 
 # What `--time` takes: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]]; empty leaves it to the partition.
 _TIME = re.compile(r"(?:\d+|\d+:\d{1,2}|\d+:\d{1,2}:\d{1,2}|\d+-\d{1,2}|\d+-\d{1,2}:\d{1,2}|\d+-\d{1,2}:\d{1,2}:\d{1,2}|)")
+_MEMORY = re.compile(r"(?:\d+[KMGT]?|)")
 
 
 class OnFailure(str, Enum):
@@ -41,6 +42,9 @@ class SlurmConfig:
     cpus_per_rank: int = 0  # --cpus-per-task; 0: Slurm's default
     exclusive: bool = True  # whole nodes
     options: list[str] = field(default_factory=list)  # more sbatch options for every component, such as --mem=0
+    memory: str = ""  # of each node (sbatch --mem): 0 all of it, or such as 480G; empty: the site's default
+    setup: str = ""  # lines of bash for the batch script and before every step on its nodes, such as `module load cuda/12.8`
+    srun_options: list[str] = field(default_factory=list)  # more options of srun for every step, such as --cpu-bind=none
     output: str = "%x-%j.out"  # of the batch script; the components write to <run>/logs
     mpi: str = ""  # srun --mpi=..., such as pmix where the engine needs MPI; empty: Slurm's default
 
@@ -82,9 +86,12 @@ class SlurmConfig:
             )
         if self.signal_seconds_before_end > 65535:
             raise ConfigError(f"slurm.signal_seconds_before_end={self.signal_seconds_before_end}: sbatch takes at most 65535")
-        for option in self.options:
-            if not option.startswith("-") or "\n" in option:
-                raise ConfigError(f"slurm.options has {option!r}; allowed: sbatch options such as --mem=0, one a string")
+        if not _MEMORY.fullmatch(self.memory):
+            raise ConfigError(f"slurm.memory={self.memory}: must be 0 (all of a node), or a number with K, M, G or T, such as 480G")
+        for name, program, options in (("options", "sbatch", self.options), ("srun_options", "srun", self.srun_options)):
+            for option in options:
+                if not option.startswith("-") or "\n" in option:
+                    raise ConfigError(f"slurm.{name} has {option!r}; allowed: {program} options such as --mem=0, one a string")
 
 
 _FORMAT = 2

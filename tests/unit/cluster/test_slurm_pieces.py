@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -42,6 +43,8 @@ def spec(name: str, *overrides: str) -> JobSpec:
         ({"max_server_restarts": -1}, "slurm.max_server_restarts=-1: must not be negative"),
         ({"lease_seconds": 0.0}, "slurm.lease_seconds=0.0: must be above 0"),
         ({"options": ["mem=0"]}, "slurm.options has 'mem=0'; allowed: sbatch options such as --mem=0"),
+        ({"srun_options": ["cpu-bind=none"]}, "slurm.srun_options has 'cpu-bind=none'; allowed: srun options"),
+        ({"memory": "half"}, "slurm.memory=half: must be 0 (all of a node), or a number with K, M, G or T"),
         ({"signal_seconds_before_end": 70000}, "sbatch takes at most 65535"),
     ],
 )
@@ -117,6 +120,37 @@ def test_srun_of_a_component(variables, options, command) -> None:
         *("--cpus-per-task=14", "--mpi=pmix", "--kill-on-bad-exit=1", "--wait=600", "--input=none", "--output=/run/actor.%t.log"),
         *("--open-mode=append", "--chdir=/work/dir", *options, *command),
     ]
+
+
+def test_a_sites_lines_run_before_every_step() -> None:
+    """On the node itself: outside of a container that the step starts, and not in one that Slurm starts."""
+    site = SlurmConfig(setup="module load cuda", srun_options=["--cpu-bind=none", "--mpi=pmi2"])
+
+    def made(container: str) -> list[str]:
+        where = runtime({"ALIGNER_CONTAINER": container}, home=Path("/me"), directory=Path("/d"))
+        return srun_command(ACTOR, site, where, het_group=None, log="x")
+
+    own = made("")
+    assert own.index("--mpi=pmi2") == own.index("--cpu-bind=none") + 1 < own.index("bash")
+    assert own[own.index("bash") + 3 :] == ["bash", "module load cuda", "python3", "-u", "train.py", "a=1"]
+    apptainer = made("apptainer:x.sif")
+    assert apptainer.index("module load cuda") + 1 == apptainer.index("apptainer")
+    assert "module load cuda" not in made("pyxis:x") and "--cpu-bind=none" in made("pyxis:x")
+
+
+def run_setup(setup: str) -> subprocess.CompletedProcess[str]:
+    """A step's command, with `env` in the program's place."""
+    where = runtime({}, home=Path("/me"), directory=Path("/d"))
+    command = srun_command(ACTOR, SlurmConfig(setup=setup), where, het_group=None, log="x")
+    command = [*command[command.index("bash") : -4], "sh", "-c", 'echo "$SITE $1"', "sh", "two words"]
+    return subprocess.run(command, env={"PATH": os.environ["PATH"], "SLURMD_NODENAME": "n7"}, capture_output=True, text=True, timeout=60)
+
+
+def test_a_sites_lines_are_bash() -> None:
+    assert run_setup("module() { export SITE=$2; }\nmodule load cuda").stdout == "cuda two words\n"
+    failed = run_setup("source /no/such/site.sh")
+    assert failed.returncode == 1 and failed.stdout == ""
+    assert failed.stderr.endswith("error: slurm.setup ended with exit code 1 on n7\n")
 
 
 def test_which_environment_is_used(tmp_path: Path) -> None:
@@ -233,6 +267,15 @@ def test_a_script_of_other_settings_carries_them(capsys) -> None:
     assert "#SBATCH --nodes=16 --ntasks-per-node=4 --gpus-per-node=4 --exclusive\n#SBATCH --account=lab\n#SBATCH --mem=0\n" in text
     assert "--config dpo_70b --set cluster.gpus_per_node=4 --set slurm.account=lab --set 'run.directory=runs/a b'" in text
     assert text.endswith(' -- "$@"\n')
+
+
+def test_a_script_for_a_site(capsys) -> None:
+    settings = ["slurm.memory=0", "slurm.setup='module load cuda'"]
+    assert launch_slurm("ppo_70b", settings, LaunchOptions(dry_run=True)) == 0
+    text = capsys.readouterr().out
+    assert text.count(" --mem=0 ") == 3  # of actor, critic and reward model
+    before, _, after = text.partition("\n# slurm.setup\nmodule load cuda\n")
+    assert "#SBATCH" in before and "#SBATCH" not in after and "python3" in after
 
 
 def test_a_job_that_is_submitted_must_be_complete() -> None:
