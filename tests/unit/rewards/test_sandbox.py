@@ -18,6 +18,7 @@ from aligner.rewards import surroundings
 from aligner.rewards.sandbox import STRONG, Ending, Isolation, Sandbox, SandboxError, SandboxLimits
 from aligner.rewards.surroundings import remove_tree
 
+pytestmark = pytest.mark.cpu  # it forks processes of other users: that takes as much memory as this one has mapped, a GPU's too
 LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=1, memory_bytes=256 * 2**20, disk_bytes=2**20, output_bytes=2000, processes=8)
 PROGRAMS = {
     "good": """import os, sys

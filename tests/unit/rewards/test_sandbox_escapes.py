@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.cpu  # it forks processes of other users: that takes as much memory as this one has mapped, a GPU's too
 ROOT = Path(__file__).parents[3]
 ESCAPES = ROOT / "tests" / "fakes" / "escapes.py"
 SPEC = importlib.util.spec_from_file_location("escapes", ESCAPES)
