@@ -343,6 +343,8 @@ class _Run:
             self._console.note(f"processes {sorted(left)} could not be ended")
         for rank in self._ranks:
             rank.reap()
+        if not left:
+            self._services.all_ended()
 
     def report(self) -> None:
         """Print what went wrong, as the last output."""

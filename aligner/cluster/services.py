@@ -33,6 +33,11 @@ class ServiceWatch:
         """This component will not restart: stop waiting for it."""
         self._gone(name).write_text(f"{reason}\n")
 
+    def all_ended(self) -> None:
+        """Every component has ended: the registration that a killed one has left names a dead process."""
+        for name in self._started:
+            self._run_directory.service(name).unlink(missing_ok=True)
+
     def _gone(self, name: str) -> Path:
         return self._run_directory.service(name).with_suffix(".gone")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 from aligner.algorithms.ppo import TrainPPO
+from aligner.cluster import lease as leases
 from aligner.cluster.config import Placement
 from aligner.errors import ConfigError
 from aligner.loop.checkpointing import CriticCheckpointer, load_critic
@@ -28,6 +30,7 @@ from aligner.rewards.load import build_reward_function
 from aligner.servers.components import in_section
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.critic import CriticService
+from aligner.servers.health import Purpose
 from aligner.servers.intake import Operation
 from aligner.servers.registry import Publication
 from aligner.servers.reward import FunctionRewardService, RewardService
@@ -187,16 +190,19 @@ def _serve(
     limits: RequestLimits,
     publication: Publication | None,
 ) -> None:
-    """Serve in the run's directory, with its secret."""
+    """Serve in the run's directory, with its secret. A launcher ends what it has started; a server of its own looks itself when to end."""
+    run = session.directory
+    alone = not os.environ.get(leases.VARIABLE)
     with in_section(name):
         serve(
             name,
             operations,
             config=config,
             limits=limits,
-            services_dir=session.directory.services,
-            secret=session.directory.secret,
+            services_dir=run.services,
+            secret=run.secret,
             progress=session.progress,
             publication=publication,
             residence=residence,
+            purpose=Purpose(run.service("actor"), run.done, config.idle_timeout_seconds) if alone else None,
         )

@@ -30,6 +30,7 @@ class ServerConfig:
     idle_seconds: float = 1.0  # an idle server talks to its other ranks this often, far inside any process-group timeout
     control_timeout_seconds: float = 7200.0  # how far apart the ranks may finish one operation
     failure_grace_seconds: float = 5.0  # how long ranks that hang in a collective are given once another rank has failed
+    idle_timeout_seconds: float = 3600.0  # a server that no launcher started ends after so long without a request and without an actor
     shutdown_timeout_seconds: float = 10.0  # how long Triton may take to unload its models (2 to 4 s); then its processes are killed
     max_connections: int = 1024  # further ones are closed at once
     max_requests: int = 256  # taken and not yet answered; further ones are told to come again (429)
@@ -51,6 +52,7 @@ class ServerConfig:
             ready_timeout_seconds=self.ready_timeout_seconds,
             heartbeat_seconds=self.heartbeat_seconds,
             idle_seconds=self.idle_seconds,
+            idle_timeout_seconds=self.idle_timeout_seconds,
             control_timeout_seconds=self.control_timeout_seconds,
             failure_grace_seconds=self.failure_grace_seconds,
             shutdown_timeout_seconds=self.shutdown_timeout_seconds,

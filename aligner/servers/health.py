@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from aligner.servers.config import ServerConfig
 
@@ -163,3 +164,33 @@ class Supervisor:
             return check()
         except Exception as error:  # a check that cannot be made is itself a failure, for example of the store's connection
             return f"supervision failed: {type(error).__name__}: {error}"
+
+
+class Purpose:
+    """What a server that was started on its own is there for: a run that is not done, and that somebody works on."""
+
+    def __init__(self, actor: Path, done: Path, timeout_seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`actor`: the registration that the training component touches as long as it lives; `done`: the run's mark of its end."""
+        self._actor, self._done = actor, done
+        self._timeout = timeout_seconds
+        self._clock = clock
+        self._began_with = _changed_at(done)
+        self._touched = _changed_at(actor)
+        self._seen_at = clock()
+
+    def over(self, idle_seconds: float) -> str:
+        """Why the server should end, after so long without a request; empty while it should not."""
+        if (done := _changed_at(self._done)) is not None and done != self._began_with:
+            return f"the run is done ({self._done.name})"
+        if (touched := _changed_at(self._actor)) is not None and touched != self._touched:
+            self._touched, self._seen_at = touched, self._clock()
+        if min(idle_seconds, self._clock() - self._seen_at) > self._timeout:
+            return f"for {self._timeout:g} s there was no request and no {self._actor.stem} in the run (server.idle_timeout_seconds)"
+        return ""
+
+
+def _changed_at(path: Path) -> int | None:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None

@@ -37,7 +37,7 @@ from aligner.servers.address import advertised_host
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.frontend import Frontend
 from aligner.servers.gateway import Gateway
-from aligner.servers.health import Health, Pulse, Supervisor
+from aligner.servers.health import Health, Pulse, Purpose, Supervisor
 from aligner.servers.intake import Answer, Intake, Operation
 from aligner.servers.kserve import AnswerError
 from aligner.servers.ledger import Refused
@@ -121,12 +121,13 @@ def serve(
     publication: Publication | None = None,
     progress: Progress | None = None,
     residence: Residence | None = None,
+    purpose: Purpose | None = None,
 ) -> None:
     """Serve until a signal or a failure. Every rank calls it, from its main thread; `name` is what clients look for in `services_dir`.
 
     `publication` is rank 0's registration of a component that said early that it was loading; without it one is made now. Only requests
     with the secret of the file `secret` are let in; it is made if there is none. `progress` records what this rank does; `residence` has
-    the models, which are away already where they share their devices.
+    the models, which are away already where they share their devices. `purpose`: the server ends by itself when that is over.
 
     Returns after SIGTERM or SIGINT on any rank, when the running operation is finished and answered.
 
@@ -144,6 +145,7 @@ def serve(
         publication=publication,
         progress=progress or Progress(),
         residence=residence or Residence(),
+        purpose=purpose,
     )
     service.progress.enter_phase(IDLE)
     control = ControlGroup(config.control_timeout_seconds)
@@ -172,6 +174,7 @@ class _Service:
     publication: Publication | None
     progress: Progress
     residence: Residence
+    purpose: Purpose | None
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -233,7 +236,7 @@ def _lead(service: _Service, control: ControlGroup, stop: _StopSignal) -> None:
             last_words=lambda message: _give_up(intake, parts.publication, message),
         )
         cleanup.callback(supervisor.close)
-        parts.health.watch(lambda: "it was stopped by a signal" if stop.requested else supervisor.failure())
+        parts.health.watch(lambda: "it was told to end" if stop.requested else supervisor.failure())
         try:
             _lead_loop(service, control, intake, supervisor, stop, parts.health.pulse)
         except _OperationFailed as error:
@@ -246,7 +249,7 @@ def _lead(service: _Service, control: ControlGroup, stop: _StopSignal) -> None:
             with contextlib.suppress(RuntimeError):  # a rank that cannot be reached sees the closed connection
                 control.broadcast(Command(failure=f"rank 0: {cause}"))
             raise ServerError(f"{service.name}: {cause}") from error
-        intake.close(AnswerError(f"server {service.name} was stopped by a signal", status=503))
+        intake.close(AnswerError(f"server {service.name} was told to end", status=503))
 
 
 def _give_up(intake: Intake, publication: Publication, message: str) -> None:
@@ -319,6 +322,9 @@ def _lead_loop(service: _Service, control: ControlGroup, intake: Intake, supervi
         if ticket is not None and ticket.operation.computes and not residence.try_take(service.config.idle_seconds):
             ticket, kept = None, None if stop.requested else ticket
         if ticket is None:
+            if service.purpose and not stop.requested and (reason := service.purpose.over(pulse.read()[1])):
+                print(f"server: {service.name} ends: {reason}", flush=True)
+                stop.requested = True
             command = Command(stop=stop.requested, here=not residence.takes_turns)
         else:
             here = ticket.operation.computes or residence.is_here

@@ -126,3 +126,22 @@ def test_the_death_of_the_critic(tmp_path: Path) -> None:
     assert steps_of(run) == list(range(1, 13))
     assert checkpoint_steps(policy) == checkpoint_steps(critic) == [3, 6, 9, 12]
     assert (policy / f"unpaired_step_{last:06d}").exists() == (last % 3 != 0)  # kept, under another name
+
+
+def test_components_that_are_started_one_by_one_end_with_the_run(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    settings = [*ppo_settings(tmp_path), *SAYS_77, "loop.max_steps=2", "run.export_hf=false"]
+    command, run = launcher("ppo")[:-3], tmp_path / "run"
+    critic, reward = ((*command, "serve", name, "ppo") for name in ("critic", "reward"))
+    with (
+        Job(critic, run, settings) as values,
+        Job(reward, run, settings) as scores,
+        Job((*command, "train", "ppo"), run, settings) as actor,
+    ):
+        actor.finish()
+        assert "server: critic ends: the run is done (done.json)\n" in values.finish()
+        assert "server: reward ends: the run is done (done.json)\n" in scores.finish()
+    with Job(critic, run, [*settings, "critic.server.idle_timeout_seconds=2"]) as values:  # for a run that nobody goes on with
+        output = values.finish()
+    assert "server: critic ends: for 2 s there was no request and no actor in the run (server.idle_timeout_seconds)\n" in output
+    assert not list((run / "services").glob("*.json"))
