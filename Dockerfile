@@ -12,6 +12,10 @@ USER 0
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 
+# It holds programs that a model wrote (docs/rewards.md). hadolint: of whichever version the base image's distribution has.
+# hadolint ignore=DL3008
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap && rm -rf /var/lib/apt/lists/*
+
 # What is there binds what follows: pip fails rather than replaces it. Free are the packages that only Triton's client uses, and our own.
 COPY docker/image.py /opt/aligner/docker/image.py
 RUN python3 /opt/aligner/docker/image.py constraints grpcio gevent greenlet geventhttpclient hydra-core omegaconf > /opt/constraints.txt
