@@ -20,6 +20,7 @@ RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblew
 COPY docker/image.py /opt/aligner/docker/image.py
 RUN python3 /opt/aligner/docker/image.py constraints grpcio gevent greenlet geventhttpclient hydra-core omegaconf > /opt/constraints.txt
 RUN pip install --constraint /opt/constraints.txt \
+        cryptography \
         "hydra-core==1.3.8" \
         "nvidia-pytriton==0.7.0" \
         "omegaconf==2.3.1" \

@@ -61,7 +61,7 @@ setup(
         "jinja2",  # chat templates and the HTML report
     ],
     extras_require={
-        "servers": ["nvidia-pytriton==0.7.*", "aiohttp>=3.14,<4"],
+        "servers": ["nvidia-pytriton==0.7.*", "aiohttp>=3.14,<4", "cryptography>=42"],
         "mpi": ["mpi4py"],
         # Transformer Engine compiles against the installed torch: pip install --no-build-isolation "aligner[gpu]".
         # Apex's fused kernels are optional and are not on PyPI as such; NGC images have both.

@@ -80,7 +80,8 @@ def serve_critic(config: TrainPPO) -> None:
             scores = _reward(session, config, critic.parallel)
             operations, models, limits = (*operations, *scores.operations), [*models, *scores.models], _smaller(limits, scores.limits)
         residence = _made(session, turn, models)
-        _serve(session, "critic", operations, residence, config=critic.server, limits=limits, publication=publication)
+        own_tls = config.run.server_tls
+        _serve(session, "critic", operations, residence, config=critic.server, limits=limits, publication=publication, own_tls=own_tls)
 
 
 def serve_reward_model(config: OnlineRun) -> None:
@@ -96,7 +97,11 @@ def serve_reward_model(config: OnlineRun) -> None:
         turn = _begin_turn(session, config, "reward", publication) if needs_device else None
         scores = _reward(session, config, reward.parallel)
         residence = _made(session, turn, scores.models)
-        _serve(session, "reward", scores.operations, residence, config=reward.server, limits=scores.limits, publication=publication)
+        own_tls = config.run.server_tls
+        limits = scores.limits
+        _serve(
+            session, "reward", scores.operations, residence, config=reward.server, limits=limits, publication=publication, own_tls=own_tls
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +194,7 @@ def _serve(
     config: ServerConfig,
     limits: RequestLimits,
     publication: Publication | None,
+    own_tls: bool,
 ) -> None:
     """Serve in the run's directory, with its secret. A launcher ends what it has started; a server of its own looks itself when to end."""
     run = session.directory
@@ -204,5 +210,6 @@ def _serve(
             progress=session.progress,
             publication=publication,
             residence=residence,
+            own_tls=own_tls,
             purpose=Purpose(run.service("actor"), run.done, config.idle_timeout_seconds) if alone else None,
         )

@@ -79,6 +79,7 @@ class RunConfig:
     collective_timeout_seconds: float = 1800.0  # until a collective that not all ranks enter ends the ranks that wait in it
     stall_timeout_seconds: float = 1200.0  # a component without any progress for so long writes its stacks and ends; 0: never
     num_threads: int = 0  # of each process; 0: OMP_NUM_THREADS, else what torch chooses
+    server_tls: bool = False  # its servers and their clients speak TLS and show each other certificates, which the run makes itself
     ranks_per_gpu: int = 1  # of one component; above 1 they share it, and their collectives go over the host
 
     def __post_init__(self) -> None:

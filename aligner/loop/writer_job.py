@@ -34,6 +34,7 @@ from aligner.reporting.formats import Column
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.create import create_engine
 from aligner.servers.access import Access
+from aligner.servers.authority import FOLDER as TLS
 from aligner.servers.client import RewardClient
 
 C = TypeVar("C", bound=WritingRun)
@@ -93,9 +94,8 @@ class WriterJob(Generic[C]):
         attributes = tuple(config.algorithm.attributes)
         if config.algorithm.served_by:
             server = RunDirectory(Path(config.algorithm.served_by))
-            client = RewardClient(
-                server.services, config=config.server_client, access=Access.for_client(server.secret, config.server_client)
-            )
+            access = Access.for_client(server.secret, config.server_client, own_tls=(server.path / TLS).is_dir())
+            client = RewardClient(server.services, config=config.server_client, access=access)
             try:
                 if session.is_first:
                     client.wait_until_ready()

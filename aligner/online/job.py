@@ -350,7 +350,7 @@ def _reward_name(config: OnlineRun) -> str:
 
 
 def _access(session: Session, config: OnlineRun) -> Access:
-    return Access.for_client(session.directory.secret, config.server_client)
+    return Access.for_client(session.directory.secret, config.server_client, own_tls=config.run.server_tls)
 
 
 def _texts(tokenizer: Tokenizer) -> Callable[[Rollout], tuple[str, str, str | None]]:

@@ -18,6 +18,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from aligner.errors import ConfigError, ServerUnreachable
+from aligner.servers import authority
+from aligner.servers.address import advertised_host
 from aligner.servers.config import ClientConfig, ServerConfig
 
 SECRET_BYTES = 32
@@ -79,10 +81,20 @@ class Access:
         self.tls = tls
 
     @classmethod
-    def for_server(cls, secret: Path, config: ServerConfig) -> Access:
-        """For a server of the run whose secret is the file `secret`. Raises ConfigError for a secret or certificate that cannot be used."""
+    def for_server(cls, secret: Path, config: ServerConfig, *, name: str = "", own_tls: bool = False) -> Access:
+        """For the server `name` of the run whose secret is the file `secret`; `own_tls`: with certificates of the run's own authority.
+
+        Raises ConfigError for a secret or certificate that cannot be used.
+        """
         tls = None
-        if config.tls_certificate:
+        if own_tls:
+            if config.tls_certificate:
+                raise ConfigError(
+                    f"run.server_tls=true, {name}.server.tls_certificate={config.tls_certificate}: give one of them; the run makes its own"
+                )
+            tls = authority.server_context(secret.parent, name, advertised_host(config, os.environ))
+            tls.num_tickets = 0
+        elif config.tls_certificate:
             tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             tls.minimum_version = ssl.TLSVersion.TLSv1_2
             # A session ticket would make a waiting client's socket readable before there is an answer.
@@ -96,10 +108,14 @@ class Access:
         return cls(run_secret(secret), tls)
 
     @classmethod
-    def for_client(cls, secret: Path, config: ClientConfig) -> Access:
+    def for_client(cls, secret: Path, config: ClientConfig, *, own_tls: bool = False) -> Access:
         """For a client. Raises ConfigError for a secret or certificate that cannot be used."""
         tls = None
-        if config.tls_ca:
+        if own_tls:
+            if config.tls_ca:
+                raise ConfigError(f"run.server_tls=true, server_client.tls_ca={config.tls_ca}: give one of them; the run makes its own")
+            tls = authority.client_context(secret.parent)
+        elif config.tls_ca:
             try:
                 tls = ssl.create_default_context(cafile=config.tls_ca)
             except OSError as error:
@@ -131,9 +147,9 @@ class Access:
         address = urlsplit(url)
         if address.scheme != self.scheme:
             wanted = (
-                "set server_client.tls_ca"
+                "set run.server_tls=true or server_client.tls_ca"
                 if address.scheme == "https"
-                else "set the server's tls_certificate and tls_key, or no server_client.tls_ca"
+                else "set run.server_tls=true, or the server's tls_certificate and tls_key; or no server_client.tls_ca"
             )
             raise ServerUnreachable(f"{url}: this client is set up for {self.scheme}; {wanted}")
         if self.tls is None:

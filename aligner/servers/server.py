@@ -122,12 +122,14 @@ def serve(
     progress: Progress | None = None,
     residence: Residence | None = None,
     purpose: Purpose | None = None,
+    own_tls: bool = False,
 ) -> None:
     """Serve until a signal or a failure. Every rank calls it, from its main thread; `name` is what clients look for in `services_dir`.
 
     `publication` is rank 0's registration of a component that said early that it was loading; without it one is made now. Only requests
-    with the secret of the file `secret` are let in; it is made if there is none. `progress` records what this rank does; `residence` has
-    the models, which are away already where they share their devices. `purpose`: the server ends by itself when that is over.
+    with the secret of the file `secret` are let in; it is made if there is none. With `own_tls`, server and clients show each other
+    certificates of the run's own authority. `progress` records what this rank does; `residence` has the models, which are away already
+    where they share their devices. `purpose`: the server ends by itself when that is over.
 
     Returns after SIGTERM or SIGINT on any rank, when the running operation is finished and answered.
 
@@ -146,6 +148,7 @@ def serve(
         progress=progress or Progress(),
         residence=residence or Residence(),
         purpose=purpose,
+        own_tls=own_tls,
     )
     service.progress.enter_phase(IDLE)
     control = ControlGroup(config.control_timeout_seconds)
@@ -175,6 +178,7 @@ class _Service:
     progress: Progress
     residence: Residence
     purpose: Purpose | None
+    own_tls: bool
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -268,7 +272,7 @@ def _open(service: _Service, control: ControlGroup, intake: Intake, stop: _StopS
         publication = Publication(service.services_dir, registration, config.heartbeat_seconds)
     cleanup.callback(publication.withdraw)
     incarnation = publication.registration.incarnation
-    access = Access.for_server(service.secret, config)
+    access = Access.for_server(service.secret, config, name=service.name, own_tls=service.own_tls)
     health = Health(service.name, incarnation, publication.registration.attempt, control.size, config=config)
     gateway = Gateway(config, access, service.endpoints, service.limits, health)
     cleanup.callback(gateway.stop)

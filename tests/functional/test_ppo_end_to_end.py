@@ -130,7 +130,7 @@ def test_the_death_of_the_critic(tmp_path: Path) -> None:
 
 def test_components_that_are_started_one_by_one_end_with_the_run(tmp_path: Path) -> None:
     write_task(tmp_path)
-    settings = [*ppo_settings(tmp_path), *SAYS_77, "loop.max_steps=2", "run.export_hf=false"]
+    settings = [*ppo_settings(tmp_path), *SAYS_77, "loop.max_steps=2", "run.export_hf=false", "run.server_tls=true"]
     command, run = launcher("ppo")[:-3], tmp_path / "run"
     critic, reward = ((*command, "serve", name, "ppo") for name in ("critic", "reward"))
     with (
@@ -139,6 +139,7 @@ def test_components_that_are_started_one_by_one_end_with_the_run(tmp_path: Path)
         Job((*command, "train", "ppo"), run, settings) as actor,
     ):
         actor.finish()
+        assert "server: critic at https://127.0.0.1:" in values.output() and "server: reward at https://127.0.0.1:" in scores.output()
         assert "server: critic ends: the run is done (done.json)\n" in values.finish()
         assert "server: reward ends: the run is done (done.json)\n" in scores.finish()
     with Job(critic, run, [*settings, "critic.server.idle_timeout_seconds=2"]) as values:  # for a run that nobody goes on with

@@ -64,10 +64,10 @@ def _observe(context: Context) -> Reached:
 def _check_certificates(config: JobRun, wanted: Mapping[str, ServerConfig]) -> None:
     """Raise ConfigError if a certificate or the run's secret is unusable."""
     directory = RunDirectory(Path(config.run.directory))
-    for server in wanted.values():
-        Access.for_server(directory.secret, server)
+    for name, server in wanted.items():
+        Access.for_server(directory.secret, server, name=name, own_tls=config.run.server_tls)
     if wanted:
-        Access.for_client(directory.secret, config.server_client)
+        Access.for_client(directory.secret, config.server_client, own_tls=config.run.server_tls)
 
 
 def _reach_neighbour(context: Context, own: Mapping[str, str]) -> dict[str, str]:
@@ -115,14 +115,14 @@ def judge(context: Context, seen: Mapping[int, Reached]) -> Finding:
         names = " and ".join(f"{name}.server.host" for name in wanted)
         advice = f"set {names} to 0.0.0.0 or to the cluster's interface; if it is set, let these nodes reach each other's ports"
         return Finding(level=Level.fatal, found=text, advice=advice)
-    described = ", ".join(f"{name} on {_described(server, seen)}" for name, server in wanted.items())
+    described = ", ".join(f"{name} on {_described(server, seen, context.config.run.server_tls)}" for name, server in wanted.items())
     return Finding(level=Level.ok, found=described)
 
 
-def _described(server: ServerConfig, seen: Mapping[int, Any]) -> str:
+def _described(server: ServerConfig, seen: Mapping[int, Any], own_tls: bool) -> str:
     port = f"port {server.port}" if server.port else "a free port"
     reach = f", reached from the other {'node' if len(seen) == 2 else 'nodes'}" if len(seen) > 1 else ""
-    return f"{server.host}, {port}{' with TLS' if server.tls_certificate else ''}{reach}"
+    return f"{server.host}, {port}{' with TLS' if own_tls or server.tls_certificate else ''}{reach}"
 
 
 def _same_port(wanted: Mapping[str, ServerConfig]) -> Sequence[str]:

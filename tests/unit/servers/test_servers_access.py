@@ -108,9 +108,9 @@ def test_tls(tmp_path: Path) -> None:
             client.connection(f"https://127.0.0.1:{port}", 10).request("GET", "/")
         listener.shutdown()
 
-    with pytest.raises(ServerUnreachable, match="this client is set up for http; set server_client.tls_ca"):
+    with pytest.raises(ServerUnreachable, match="this client is set up for http; set run.server_tls=true or server_client.tls_ca"):
         plain.connection("https://localhost:1", 10)
-    with pytest.raises(ServerUnreachable, match="this client is set up for https; set the server's tls_certificate"):
+    with pytest.raises(ServerUnreachable, match="for https; set run.server_tls=true, or the server's tls_certificate"):
         client.connection("http://localhost:1", 10)
     assert isinstance(plain.connection("http://localhost:1", 10), http.client.HTTPConnection)
 

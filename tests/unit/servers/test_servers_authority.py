@@ -1,0 +1,125 @@
+"""A run's own certificate authority: who is let in by a gateway, and who is not, whatever else they have."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import stat
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_triton import ENDPOINTS, LIMITS
+
+from aligner.errors import ConfigError, ServerUnreachable
+from aligner.servers import authority
+from aligner.servers.access import Access
+from aligner.servers.config import ClientConfig, ServerConfig
+from aligner.servers.gateway import Gateway
+from aligner.servers.health import Health
+
+
+def client(run: Path) -> Access:
+    run.mkdir(exist_ok=True)
+    return Access.for_client(run / "secret", ClientConfig(), own_tls=True)
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[Gateway]:
+    """Of the server `critic` of the run in tmp_path/run."""
+    (tmp_path / "run").mkdir()
+    config = ServerConfig()
+    access = Access.for_server(tmp_path / "run" / "secret", config, name="critic", own_tls=True)
+    gateway = Gateway(config, access, ENDPOINTS, LIMITS, Health("critic", "i", "", 1, config=config))
+    gateway.start()
+    yield gateway
+    gateway.stop()
+
+
+def ask(access: Access, gateway: Gateway, host: str = "127.0.0.1") -> int:
+    """The status of a request with this client's credentials."""
+    connection = access.connection(f"https://{host}:{gateway.port}", 10)
+    try:
+        connection.request("GET", "/v2", headers=access.headers())
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_a_client_of_the_run_is_let_in_by_every_name_of_the_server(tmp_path: Path, gateway: Gateway) -> None:
+    own = client(tmp_path / "run")
+    assert ask(own, gateway) == ask(own, gateway, "localhost") == 200
+    assert own.tls.minimum_version is ssl.TLSVersion.TLSv1_3
+
+
+def test_another_runs_client_and_one_without_a_certificate_are_not(tmp_path: Path, gateway: Gateway) -> None:
+    own, other = client(tmp_path / "run"), client(tmp_path / "other")
+    with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):  # nor does it believe that server
+        ask(other, gateway)
+    for held in (
+        None,
+        tmp_path / "other" / "tls" / "client.pem",
+        tmp_path / "run" / "tls" / "critic.pem",
+    ):  # of nobody, not of this run, no client's
+        own.tls = ssl.create_default_context(cafile=tmp_path / "run" / "tls" / "authority.pem")
+        if held:
+            own.tls.load_cert_chain(held)
+        with pytest.raises((OSError, http.client.HTTPException)):
+            ask(own, gateway)
+
+
+def test_nobody_speaks_plainly(tmp_path: Path, gateway: Gateway) -> None:
+    plain = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=10)
+    with pytest.raises((OSError, http.client.HTTPException)):
+        plain.request("GET", "/v2/health/live")
+        plain.getresponse()
+    with pytest.raises(ServerUnreachable, match="this client is set up for https; set run.server_tls=true, or the server's"):
+        client(tmp_path / "run").connection(f"http://127.0.0.1:{gateway.port}", 10)
+
+
+def test_a_clients_certificate_is_no_servers(tmp_path: Path) -> None:
+    """Whoever takes a server's port needs more than what every component of the run holds."""
+    own = client(tmp_path / "run")
+    config = ServerConfig()
+    access = Access.for_server(tmp_path / "run" / "secret", config, name="critic", own_tls=True)
+    access.tls.load_cert_chain(tmp_path / "run" / "tls" / "client.pem")
+    gateway = Gateway(config, access, ENDPOINTS, LIMITS, Health("critic", "i", "", 1, config=config))
+    gateway.start()
+    with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+        ask(own, gateway)
+    gateway.stop()
+
+
+def test_whoever_comes_first_makes_the_authority(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: authority.client_context(tmp_path), range(4)))
+    folder = tmp_path / "tls"
+    assert list(tmp_path.iterdir()) == [folder] and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == dict.fromkeys(
+        ("authority.pem", "authority.key", "client.pem"), 0o600
+    )
+
+
+def test_keys_that_others_can_reach_are_refused(tmp_path: Path) -> None:
+    authority.client_context(tmp_path)
+    (tmp_path / "tls").chmod(0o750)
+    with pytest.raises(ConfigError, match=r"tls: user \d+, mode 750: the run's keys must be its owner's alone \(700\)"):
+        authority.client_context(tmp_path)
+
+
+def test_settings_that_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="run.server_tls=true, critic.server.tls_certificate=x: give one of them"):
+        Access.for_server(tmp_path / "secret", ServerConfig(tls_certificate="x", tls_key="y"), name="critic", own_tls=True)
+    with pytest.raises(ConfigError, match="run.server_tls=true, server_client.tls_ca=x: give one of them"):
+        Access.for_client(tmp_path / "secret", ClientConfig(tls_ca="x"), own_tls=True)
+
+
+def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(ConfigError, match=r"run.server_tls=true needs the package cryptography here .*: pip install 'aligner\[servers\]'"):
+        authority.client_context(tmp_path)
