@@ -16,11 +16,11 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=igno
 # hadolint ignore=DL3008
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap && rm -rf /var/lib/apt/lists/*
 
-# What is there binds what follows: pip fails rather than replaces it. Free are the packages that only Triton's client uses, and our own.
+# What is there binds what follows: pip fails rather than replaces it. Free are the packages that only Triton's client and TLS use, and our own.
 COPY docker/image.py /opt/aligner/docker/image.py
-RUN python3 /opt/aligner/docker/image.py constraints grpcio gevent greenlet geventhttpclient hydra-core omegaconf > /opt/constraints.txt
+RUN python3 /opt/aligner/docker/image.py constraints cryptography grpcio gevent greenlet geventhttpclient hydra-core omegaconf > /opt/constraints.txt
 RUN pip install --constraint /opt/constraints.txt \
-        cryptography \
+        "cryptography==50.0.2" \
         "hydra-core==1.3.8" \
         "nvidia-pytriton==0.7.0" \
         "omegaconf==2.3.1" \

@@ -25,7 +25,6 @@ FROM_THE_BASE = {
     "psutil",
     "jinja2",
     "aiohttp",
-    "cryptography",  # or, where it has none, the newest
     "click",
 }
 
