@@ -162,7 +162,7 @@ class RunDirectory:
         return self.services / f"{component}.json"
 
     def create(self) -> RunDirectory:
-        """Make the directory (mode 0700: it holds the servers' access token) and its sub-directories; existing ones stay.
+        """Make the directory (mode 0700: it holds the servers' access token) and its sub-directories; existing ones stay, with that mode.
 
         Raises:
             ConfigError: the path exists and is no directory, belongs to someone else, others may write to it, it cannot be written to, or
@@ -186,6 +186,12 @@ class RunDirectory:
             raise ConfigError(
                 f"run.directory={self.path}: can be written by others (mode {status.st_mode & 0o777:o}): "
                 f"they could replace its services and checkpoints. Mend with: chmod 700 {self.path}"
+            )
+        if status.st_mode & 0o077:
+            self.path.chmod(0o700)
+            print(
+                f"run.directory={self.path}: others could read it (mode {status.st_mode & 0o777:o}), and it holds secrets: it is 700 now",
+                flush=True,
             )
         for sub in (self.tensorboard, self.logs, self.services, self.checkpoints, self.rollouts, self.journal, self.health):
             sub.mkdir(mode=0o700, exist_ok=True)

@@ -60,7 +60,10 @@ class Frontend:
         self._log = log
         self._endpoints = endpoints
         self._submit = submit
-        self._workspace = Path(tempfile.mkdtemp(prefix="aligner-triton-"))  # mode 0700
+        for left in watchdog.sweep(Path(tempfile.gettempdir())):
+            print(f"server: removed {left}, which a server that was killed had left", flush=True)
+        self._workspace = Path(tempfile.mkdtemp(prefix=watchdog.PREFIX))  # mode 0700
+        self._owned = watchdog.own(self._workspace)
         self.socket = self._workspace / "http"
         self._watchdog = self._start_watchdog()
         self._processes: dict[int, tuple[int, str]] = {}
@@ -121,6 +124,9 @@ class Frontend:
                 f"server: the watchdog {self._watchdog.pid} did not finish; left: {processes_with_variable(self._marker)}", file=sys.stderr
             )
         shutil.rmtree(self._workspace, ignore_errors=True)
+        if self._owned >= 0:
+            os.close(self._owned)
+            self._owned = -1
         self._ends_well = True  # what a thread of PyTriton's says now is late: the last word is that of whoever ended it
 
     @property

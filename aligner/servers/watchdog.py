@@ -1,5 +1,7 @@
 """Removes a server's leftovers, however it ends. Run as a script in a separate session; standard library only.
 
+A machine that kills both leaves the workspace: the next server of this user in the same temporary directory removes it (`sweep`).
+
 Its standard input is a pipe that only the server holds. When the server closes it or dies, SIGKILL included, every process that carries the
 server's environment marker is killed, and its shared memory and its workspace are removed. `kill -9` of a PyTriton process otherwise leaves
 tritonserver, a Python stub for each endpoint and its shared memory behind.
@@ -7,6 +9,7 @@ tritonserver, a Python stub for each endpoint and its shared memory behind.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import shutil
@@ -19,8 +22,47 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from processes import processes_with_variable  # noqa: E402  (beside this script: importing the package would cost a second interpreter start)
 
+PREFIX = "aligner-triton-"  # of workspaces
+OWNER = "owner"  # in each: the server's pid, in a file that it holds locked as long as it lives
 TRACKER_SECONDS = 3.0  # multiprocessing's resource trackers unlink shared memory and exit by themselves
 KILL_SECONDS = 10.0
+
+
+def own(workspace: Path) -> int:
+    """Mark a workspace as this process's; the descriptor that holds the lock."""
+    descriptor = os.open(workspace / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.write(descriptor, str(os.getpid()).encode())
+    return descriptor
+
+
+def sweep(temporary: Path) -> list[Path]:
+    """Remove what servers of this user have left in `temporary` that ended without their watchdog; which workspaces those were."""
+    swept = []
+    for workspace in temporary.glob(f"{PREFIX}*"):
+        try:
+            descriptor = os.open(workspace / OWNER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # another user's; just being made; or gone by now
+            continue
+        try:
+            if os.fstat(descriptor).st_uid != os.getuid():
+                continue
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (pid := os.read(descriptor, 32)).isdigit():
+                remove(workspace, int(pid))
+                swept.append(workspace)
+        except BlockingIOError:  # its server lives
+            continue
+        finally:
+            os.close(descriptor)
+    return swept
+
+
+def remove(workspace: Path, pid: int) -> None:
+    """Remove the workspace and the shared memory of the server `pid`, which has ended."""
+    shutil.rmtree(workspace, ignore_errors=True)
+    for segment in Path("/dev/shm").glob(f"pytrtion{pid}-*"):  # PyTriton's own spelling
+        segment.unlink(missing_ok=True)
 
 
 def wait_for_end_of(parent: int) -> None:
@@ -54,9 +96,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # those are for the server; its end is what counts here
     wait_for_end_of(parent)
     kill_marked(assignment)
-    shutil.rmtree(workspace, ignore_errors=True)
-    for segment in Path("/dev/shm").glob(f"pytrtion{parent}-*"):  # PyTriton's own spelling
-        segment.unlink(missing_ok=True)
+    remove(workspace, parent)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,19 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
         RunDirectory(path).create()
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o701])
+def test_a_directory_that_others_can_read_is_closed_to_them(tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: int) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    path.chmod(mode)
+    RunDirectory(path).create()
+    assert path.stat().st_mode & 0o777 == 0o700
+    said = f"run.directory={path}: others could read it (mode {mode:o}), and it holds secrets: it is 700 now\n"
+    assert capsys.readouterr().out == said
+    RunDirectory(path).create()
+    assert capsys.readouterr().out == ""
+
+
 def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(ConfigError, match="is not a directory"):

@@ -280,3 +280,32 @@ def test_impossible_settings_are_named(make: object, message: str) -> None:
 def test_the_settings_import_neither_torch_nor_pytriton() -> None:
     code = "import sys, aligner.servers.config; print([m for m in ('torch', 'pytriton', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_what_killed_servers_have_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+    living, dead, young, other = (tmp_path / f"{watchdog.PREFIX}{name}" for name in ("living", "dead", "young", "other"))
+    for folder in (living, dead, young, other):
+        (folder / "workspace").mkdir(parents=True)
+    code = "import pathlib, sys; sys.path.insert(0, sys.argv[1]); import watchdog; "
+    code += "watchdog.own(pathlib.Path(sys.argv[2])); print(flush=True); input()"
+    folder = str(Path(watchdog.__file__).parent)
+    owners = [
+        subprocess.Popen([sys.executable, "-c", code, folder, str(one)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for one in (living, dead)
+    ]
+    for owner in owners:
+        owner.stdout.readline()
+    segments = [Path(f"/dev/shm/pytrtion{owner.pid}-0") for owner in owners]
+    for segment in segments:
+        segment.touch()
+    owners[1].kill()
+    owners[1].wait()
+    (other / watchdog.OWNER).symlink_to(dead / watchdog.OWNER)  # no server of ours makes one
+    try:
+        assert watchdog.sweep(tmp_path) == [dead]
+        assert sorted(tmp_path.iterdir()) == [living, other, young]
+        assert [segment.exists() for segment in segments] == [True, False]
+    finally:
+        owners[0].communicate(b"\n", timeout=30)
+        segments[0].unlink()
+    assert watchdog.sweep(tmp_path) == [living]
