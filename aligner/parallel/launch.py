@@ -26,11 +26,12 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from aligner.errors import LaunchError
-from aligner.parallel import agreement, mpi
+from aligner.parallel import agreement, gloo, mpi
 from aligner.parallel.hostlist import expand_counts, expand_hostlist
 
 # Step ids that Slurm gives to the batch script and to the shell of an interactive allocation.
 _NOT_STEPS = ("4294967290", "4294967291")
+_BACKLOG = 2048  # of the store: ranks that start at once
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
 _MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
@@ -122,6 +123,7 @@ def initialize(
     world, store = meet(timeout_seconds=timeout_seconds, environ=environ)
     record = agreement.own_record(world.rank, world.world_size, fingerprint, claim_gpu(world))
     agreement.check(store, record, timeout_seconds=timeout_seconds)
+    gloo.share_devices(is_alone=world.world_size == 1)
     dist.init_process_group(
         backend,
         store=PrefixStore("process_group", store),
@@ -265,9 +267,15 @@ def _open_store(world: World, rendezvous: Rendezvous | None, timeout_seconds: fl
 
 
 def _bind(address: str, port: int, timeout_seconds: float) -> TCPStore:
+    """The store; on loopback alone if that is where the ranks meet: torch's own socket would listen on every interface."""
+    timeout, listener = timedelta(seconds=timeout_seconds), -1
     try:
-        return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds))
-    except (RuntimeError, ValueError) as error:
+        if address in ("localhost", "127.0.0.1"):
+            own = socket.create_server(("127.0.0.1", port), backlog=_BACKLOG)  # the store closes it
+            port, listener = own.getsockname()[1], own.detach()
+        options = {} if listener < 0 else {"master_listen_fd": listener}
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout, **options)
+    except (OSError, RuntimeError, ValueError) as error:
         raise LaunchError(
             f"rank 0 could not open the rendezvous store at {address}:{port}: {error}. If the port is taken (an earlier run?), "
             "set ALIGNER_MASTER_PORT (torchrun: MASTER_PORT) to a free one on every rank"

@@ -1,0 +1,66 @@
+"""One listening port for all gloo groups of a process, and none that answers where there is nobody to talk to.
+
+torch gives every gloo group a device of its own, that is a listening port and a thread: some fifteen for each rank, without authentication.
+Groups may share a device (gloo tells their connections apart), so those of a process do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from datetime import timedelta
+
+from torch.distributed import Store, distributed_c10d
+
+_Gloo = distributed_c10d.ProcessGroupGloo
+_SO_ATTACH_FILTER = 26
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # classic BPF: return 0, which drops every packet
+
+
+class SharedGloo(_Gloo):
+    """A gloo group on the devices of this process."""
+
+    devices: list[_Gloo.Device] = []
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = _Gloo._Options()
+        options._devices = SharedGloo.devices
+        options._threads = 2 * len(SharedGloo.devices)  # torch's own number
+        options._timeout = timeout
+        super().__init__(store, rank, size, options)
+
+
+def share_devices(*, is_alone: bool) -> None:
+    """Let all gloo groups that are made from now on have the same devices. Called before the first; again it does nothing.
+
+    `is_alone`: this process is the only rank, so nobody may connect.
+    """
+    if not SharedGloo.devices:
+        before = set(_listening())
+        names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        SharedGloo.devices = [_Gloo.create_device(interface=name) for name in names] or [_Gloo.create_default_device()]
+        if is_alone:
+            for descriptor in set(_listening()) - before:
+                _deafen(descriptor)
+    distributed_c10d.ProcessGroupGloo = SharedGloo
+
+
+def _listening() -> Iterator[int]:
+    """Descriptors of this process that are TCP sockets which listen."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as copy:
+                if copy.family != socket.AF_UNIX and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    yield int(name)
+        except OSError:  # no socket, or closed meanwhile
+            continue
+
+
+def _deafen(descriptor: int) -> None:
+    """Let the kernel drop whatever is sent to a listening socket (gloo needs it to be open)."""
+    program = ctypes.create_string_buffer(_DROP, len(_DROP))
+    with socket.socket(fileno=os.dup(descriptor)) as copy:
+        copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
