@@ -58,10 +58,22 @@ def restore(optimizer: ChainedOptimizer, sharded_weights: dict[str, Any], loaded
             raise CheckpointError(
                 "its experts were spread over ranks otherwise (parallel.ep); resharding them needs optimizer.distributed=true"
             )
+        for saved in _saved_groups(loaded):
+            # Megatron-Core 0.19 finds a saved group by its rates too, and these are the run's: the same for every group.
+            saved |= {name: configured[0][name] for name in ("max_lr", "min_lr") if name in saved}
         optimizer.load_state_dict(loaded)
     for group, settings in zip(optimizer.param_groups, configured, strict=True):
         group.update(settings)
     return []
+
+
+def _saved_groups(loaded: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The parameter groups of one optimizer's state, of its float32 part, or of several optimizers."""
+    for name, part in loaded.items():
+        if name == "param_groups":
+            yield from part
+        elif name in ("optimizer", *range(len(loaded))):
+            yield from _saved_groups(part)
 
 
 def _is_distributed(optimizer: ChainedOptimizer) -> bool:

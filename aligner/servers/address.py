@@ -11,7 +11,7 @@ from aligner.errors import ServerError
 from aligner.servers.config import ServerConfig
 
 EVERYWHERE = ("0.0.0.0", "::")
-BACKLOG = 512
+BACKLOG = 4096  # connections that wait to be accepted, if the kernel allows so many (net.core.somaxconn)
 
 
 def listen(host: str, port: int) -> socket.socket:

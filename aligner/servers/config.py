@@ -32,7 +32,7 @@ class ServerConfig:
     failure_grace_seconds: float = 5.0  # how long ranks that hang in a collective are given once another rank has failed
     idle_timeout_seconds: float = 3600.0  # a server that no launcher started ends after so long without a request and without an actor
     shutdown_timeout_seconds: float = 10.0  # how long Triton may take to unload its models (2 to 4 s); then its processes are killed
-    max_connections: int = 1024  # further ones are closed at once
+    max_connections: int = 1024  # of clients that have shown the secret; others have a few more, for seconds
     max_requests: int = 256  # taken and not yet answered; further ones are told to come again (429)
     max_request_bytes: int = 1 << 30  # of one request's body; an endpoint whose largest request is smaller allows no more than that
     max_pending_bytes: int = 4 << 30  # of all bodies that are held at once

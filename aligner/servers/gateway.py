@@ -21,21 +21,21 @@ import aiohttp
 from aiohttp import web
 
 from aligner import __version__
-from aligner.errors import ServerError
+from aligner.errors import ConfigError, ServerError
 from aligner.servers.access import Access
-from aligner.servers.address import BACKLOG, listen
+from aligner.servers.address import listen
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.health import Health
 from aligner.servers.inbound import Inbound, body_limit, outbound, read_request
 from aligner.servers.kserve import DATATYPES, HEADER_LENGTH, decode_failure
+from aligner.servers.seats import Seats, Server, allow_files
 from aligner.servers.tensors import TensorSpec
 from aligner.servers.wire import Endpoint
 
 START_SECONDS = 30.0
 CONNECT_SECONDS = 10.0
-IDLE_CONNECTION_SECONDS = 60.0  # without a complete request header
+IDLE_CONNECTION_SECONDS = 60.0  # of a client that has shown the secret; others: see `seats`
 LINGER_SECONDS = 2.0  # a refused request's body is read and thrown away for so long, so that its sender gets to see the answer
-TLS_HANDSHAKE_SECONDS = 10.0
 RETRY_SECONDS = 1
 ANSWER_SECONDS = 2.0  # for the answers that are ready, when it ends
 LARGE_BYTES = 256 * 1024  # larger bodies are taken apart in another thread, and sent on without a copy
@@ -60,7 +60,9 @@ class Gateway:
     """The HTTP server of one critic or reward server. It answers as soon as it is started; requests are taken once `connect` was called."""
 
     def __init__(self, config: ServerConfig, access: Access, endpoints: Sequence[Endpoint], limits: RequestLimits, health: Health) -> None:
-        """Raises ServerError if the configured address or port cannot be had."""
+        """Raises ServerError if the configured address or port cannot be had, ConfigError for more connections than files may be open."""
+        if problem := allow_files(config.max_connections):
+            raise ConfigError(f"server.max_connections={config.max_connections}: {problem}")
         self._config = config
         self._access = access
         self._limits = limits
@@ -72,6 +74,8 @@ class Gateway:
         self._sent: dict[object, float] = {}  # when each request that is not answered went to Triton
         self._refused, self._reported_at = 0, float("-inf")
         self._listener = listen(config.host, config.port)
+        self._listener.setblocking(False)
+        self._seats = Seats(config.max_connections, access.tls)
         self.port: int = self._listener.getsockname()[1]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
@@ -117,19 +121,22 @@ class Gateway:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         logger = logging.getLogger("aligner.gateway")
         logger.setLevel(logging.CRITICAL)  # what is wrong with a request is told to its sender; what is wrong here is printed here
-        server = web.Server(
+        server = Server(
             self._handle,
+            self._seats.leave,
             access_log=None,
             logger=logger,
             keepalive_timeout=IDLE_CONNECTION_SECONDS,
             lingering_time=LINGER_SECONDS,
             auto_decompress=False,
         )
-        tls = {} if self._access.tls is None else {"ssl": self._access.tls, "ssl_handshake_timeout": TLS_HANDSHAKE_SECONDS}
-        listening = await self._loop.create_server(self._protocol(server), sock=self._listener, backlog=BACKLOG, **tls)
+        accepting = self._loop.create_task(self._seats.accept(self._listener, server))
+        accepting.add_done_callback(lambda _: self._stopping.set())  # it ends only if something here is wrong
         self._started.set()
         await self._stopping.wait()
-        listening.close()
+        if accepting.done():
+            accepting.result()
+        accepting.cancel()
         await server.shutdown(ANSWER_SECONDS)
         if self._upstream is not None:
             await self._upstream.close()
@@ -137,14 +144,6 @@ class Gateway:
     async def _open_upstream(self, path: Path) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)  # what may run for how long is the client's to say
         self._upstream = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path), limit=0), timeout=timeout, auto_decompress=False)
-
-    def _protocol(self, server: web.Server) -> Callable[[], asyncio.Protocol]:
-        """One for each connection, as long as there are not too many."""
-
-        def protocol() -> asyncio.Protocol:
-            return _Closing() if len(server.connections) >= self._config.max_connections else server()
-
-        return protocol
 
     async def _handle(self, request: web.BaseRequest) -> web.Response:
         """Every request comes here."""
@@ -165,7 +164,10 @@ class Gateway:
         if not self._access.admits(request.headers.get("Authorization")):
             self._report_refusal(request)
             message = "the run's secret is missing or wrong: send `Authorization: Bearer <secret>`"
-            raise Refusal(401, message, {"WWW-Authenticate": "Bearer"})
+            raise Refusal(401, message, {"WWW-Authenticate": "Bearer", "Connection": "close"})
+        if not self._seats.trust(request.protocol):
+            message = f"{self._config.max_connections} connections are open (server.max_connections); come again"
+            raise Refusal(429, message, {"Retry-After": str(RETRY_SECONDS), "Connection": "close"})
         if path not in self._routes:
             raise Refusal(404, f"{path[:100]!r} is not served; there are {', '.join(self._routes)}")
         method, route = self._routes[path]
@@ -294,13 +296,6 @@ class Gateway:
                 flush=True,
             )
             self._refused, self._reported_at = 0, time.monotonic()
-
-
-class _Closing(asyncio.Protocol):
-    """For a connection too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.abort()
 
 
 def _content_length(request: web.BaseRequest, largest: int) -> int:

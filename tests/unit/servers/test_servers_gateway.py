@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_triton import ENDPOINTS, LIMITS, FakeTriton
 
-from aligner.servers import wire
+from aligner.errors import ConfigError
+from aligner.servers import seats, wire
 from aligner.servers.access import Access
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.gateway import Gateway
@@ -175,24 +176,93 @@ def test_bodies_have_a_size_and_a_time(tmp_path: Path) -> None:
         assert served.fake.answered == ["critic_infer"]
 
 
-def test_connections_are_limited(tmp_path: Path) -> None:
+def hold(served: Served, count: int, first: bytes = b"") -> list[socket.socket]:
+    """Connections that stay open, after these bytes."""
+    held = [socket.create_connection(("127.0.0.1", served.gateway.port), timeout=20) for _ in range(count)]
+    for connection in held:
+        connection.sendall(first)
+    return held
+
+
+def is_open(connection: socket.socket) -> bool:
+    connection.settimeout(0.0)
+    try:
+        return connection.recv(1 << 16, socket.MSG_PEEK) != b""
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
+
+
+def test_connections_with_the_secret_are_limited(tmp_path: Path) -> None:
+    header = "".join(f"{name}: {value}\r\n" for name, value in ACCESS.headers().items())
     with serving(tmp_path, max_connections=3) as served:
-        held = [socket.create_connection(("127.0.0.1", served.gateway.port), timeout=20) for _ in range(3)]
+        held = hold(served, 3, f"GET /v2 HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
         for connection in held:
-            connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
             assert b" 200 " in connection.recv(1000)
-        with pytest.raises((ConnectionError, http.client.HTTPException)):
-            served.ask("GET", "/v2/health/live")
+        status, headers, body = served.ask("GET", "/v2")
+        assert (status, headers["Retry-After"]) == (429, "1")
+        assert json.loads(body)["error"] == "3 connections are open (server.max_connections); come again"
         held.pop().close()
         deadline = time.monotonic() + 20
-        while len(held) == 2 and time.monotonic() < deadline:
-            try:
-                assert served.ask("GET", "/v2/health/live")[0] == 200
-                break
-            except (ConnectionError, http.client.HTTPException):
-                time.sleep(0.02)
+        while (status := served.ask("GET", "/v2")[0]) == 429 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert status == 200
         for connection in held:
             connection.close()
+
+
+@pytest.mark.parametrize("first", [b"", b"POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: x\r\nX: "], ids=["silent", "slow"])
+def test_a_flood_of_strangers_takes_no_place_from_the_run(tmp_path: Path, first: bytes) -> None:
+    with serving(tmp_path, max_connections=4) as served:
+        held = hold(served, 2 * seats.STRANGERS, first)
+        assert served.infer()[0] == 200
+        assert sum(map(is_open, held)) <= seats.STRANGERS
+        for connection in held:
+            connection.close()
+
+
+def test_strangers_have_little_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seats, "SECONDS", 0.2)
+    header = "".join(f"{name}: {value}\r\n" for name, value in ACCESS.headers().items())
+    with serving(tmp_path) as served:
+        (known,) = hold(served, 1, f"GET /v2 HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
+        assert b" 200 " in known.recv(1000)
+        (alive,) = hold(served, 1, b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 200 " in alive.recv(1000)
+        strangers = [alive, *hold(served, 2), *hold(served, 1, b"GET /v2 HT")]
+        deadline = time.monotonic() + 20
+        while any(map(is_open, strangers)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(map(is_open, strangers))
+        assert is_open(known)
+        known.close()
+
+
+def test_those_who_hold_most_are_shown_out_first() -> None:
+    """Here every address is a number; the others' connections stay, though they are older."""
+    places = seats.Seats(10, None)
+    cleared = []
+
+    class Seat(seats._Seat):
+        __slots__ = ()
+
+        def clear(self) -> None:
+            cleared.append(self.connection)
+
+    for number, address in enumerate(["node1", "flood", "flood", "node2", "flood"]):
+        places._strangers[number] = Seat(address, number)
+        places._by_address[address] += 1
+    for _ in range(3):
+        places._show_out()
+    assert cleared == [1, 2, 0]  # then all have one: the oldest
+    assert places.trust(3) and not cleared.count(3)
+
+
+def test_open_files_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seats.resource, "getrlimit", lambda kind: (256, 1024))
+    with pytest.raises(ConfigError, match=r"server.max_connections=1024: this process may open 1024 files \(ulimit -Hn\); 1792 are needed"):
+        Gateway(ServerConfig(), ACCESS, ENDPOINTS, LIMITS, Health("critic", "1234", "", 1, config=ServerConfig()))
 
 
 def fails_with(text: str):
