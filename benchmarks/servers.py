@@ -2,6 +2,8 @@
 
     python benchmarks/servers.py [--rows 16] [--length 512] [--seconds 5] [--clients 1 8 32]
     python benchmarks/servers.py --soak 600            # 32 clients; resident memory before and after
+    python benchmarks/servers.py --soak 600 --flood    # half of the time beside 2,100 connections of a stranger: p99
+    python benchmarks/servers.py --tls                 # any of these with run.server_tls
 
 The server is a real one whose model costs nothing (a token's value is the token), so that what is timed is the way of a request. Straight
 to Triton means through Triton's own socket, past authentication and validation. Clients are processes with a connection of their own for
@@ -12,10 +14,12 @@ other work runs, compare CPU. Linux only (/proc).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import statistics
@@ -38,6 +42,7 @@ from aligner.servers.intake import Operation
 from aligner.servers.kserve import encode_request
 from aligner.servers.processes import processes_with_variable
 from aligner.servers.registry import Registration, wait_for_service
+from aligner.servers.seats import SECONDS
 from aligner.servers.server import serve
 from aligner.servers.wire import CRITIC_INFER
 
@@ -45,6 +50,8 @@ TARGET = f"/v2/models/{CRITIC_INFER.name}/infer"
 START_SECONDS = 180.0
 WARM_UP_SECONDS = 1.0
 SOAK_WARM_UP_SECONDS = 10.0  # buffers grow to the size of the requests first
+FLOOD, FLOOD_PER_SECOND = 2100, 1000  # connections of a stranger
+SLICE_SECONDS = 10.0
 MAX_PROCESSES = 4  # clients beyond share processes as threads
 
 
@@ -78,7 +85,13 @@ def serve_nothing(run: Path) -> None:
     """The server's process."""
     operation = Operation(endpoint=CRITIC_INFER, handler=lambda request: request.batch.tokens.float())
     limits = RequestLimits(vocab_size=32_000, max_sequence_length=8192)
-    serve("critic", [operation], config=ServerConfig(), limits=limits, services_dir=run / "services", secret=run / "secret")
+    own_tls = (run / "tls").is_dir()
+    serve(
+        "critic", [operation], config=ServerConfig(), limits=limits, services_dir=run / "services", secret=run / "secret", own_tls=own_tls
+    )
+
+
+ACCESS: list[Access] = []  # of the clients; forked with them
 
 
 def one_request(address: str, request: tuple[dict[str, str], bytes]) -> None:
@@ -86,7 +99,7 @@ def one_request(address: str, request: tuple[dict[str, str], bytes]) -> None:
     if address.startswith("unix:"):
         connection: http.client.HTTPConnection = Unix(address.removeprefix("unix:"))
     else:
-        connection = http.client.HTTPConnection(urlsplit(address).hostname, urlsplit(address).port, timeout=120)
+        connection = ACCESS[0].connection(address, 120)
     try:
         connection.request("POST", TARGET, body=request[1], headers=request[0])
         answer = connection.getresponse()
@@ -227,6 +240,60 @@ def soak(options: argparse.Namespace, load: Load, gateway: str) -> dict:
     return {"seconds": options.soak, "figures": asdict(figures), "before": before, "after": after}
 
 
+def flood_process(url: str, end: float, opened: multiprocessing.Queue) -> None:
+    """Hold FLOOD connections without the secret until `end`: silent, with half a header, with a wrong secret; sends how many it took."""
+    address = (urlsplit(url).hostname, urlsplit(url).port)
+    openings = (b"", b"POST / HTTP/1.1\r\nHost: x\r\nX: ", b"GET /v2 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer 0\r\n\r\n")
+    held: list[socket.socket] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    count = 0
+    while time.monotonic() < end:
+        started = time.monotonic()
+        for _ in range(FLOOD_PER_SECOND // 20):
+            connection = socket.socket()
+            connection.settimeout(1.0)
+            with contextlib.suppress(OSError):
+                connection.connect(address)
+                connection.sendall(openings[count % len(openings)])
+            held.append(connection)
+            count += 1
+        while len(held) > FLOOD:
+            held.pop(0).close()
+        time.sleep(max(0.0, started + 0.05 - time.monotonic()))
+    opened.put(count)
+
+
+def flooded_soak(options: argparse.Namespace, load: Load, gateway: str) -> dict:
+    """Quiet and flooded slices in turn, so that what else the machine does hits both: the ratio of their p99 counts."""
+    clients, slices = max(options.clients), max(1, round(options.soak / (2 * SLICE_SECONDS)))
+    load.put("gateway", gateway, clients, 1.0, SOAK_WARM_UP_SECONDS)
+    before, context, opened, rounds = resident(load.pids), multiprocessing.get_context("fork"), 0, []
+    for _ in range(slices):
+        quiet = load.put("quiet", gateway, clients, SLICE_SECONDS, 0.0)
+        counted = context.Queue()
+        attacker = context.Process(target=flood_process, args=(gateway, time.monotonic() + SLICE_SECONDS + 2.0, counted), daemon=True)
+        attacker.start()
+        rounds.append((quiet, load.put("flooded", gateway, clients, SLICE_SECONDS, 1.0)))
+        opened += counted.get(timeout=60)
+        attacker.join(timeout=60)
+    time.sleep(SECONDS + 2.0)
+    after = resident(load.pids)
+    middle = [statistics.median(getattr(pair[side], name) for pair in rounds) for side in (0, 1) for name in ("p50_ms", "p99_ms")]
+    errors = sum(figures.errors for pair in rounds for figures in pair)
+    print(f"flood: {clients} clients, {slices} pairs of {SLICE_SECONDS:g} s, {opened} connections of a stranger, {errors} errors")
+    print(f"  p50 {middle[0]:.1f} -> {middle[2]:.1f} ms ({middle[2] / middle[0]:.2f}x), p99 {middle[1]:.1f} -> {middle[3]:.1f} ms", end=" ")
+    print(f"({middle[3] / middle[1]:.2f}x)")
+    for name in load.pids:
+        print(f"  {name}: {before[name]} -> {after[name]}")
+    return {
+        "rounds": [[asdict(one) for one in pair] for pair in rounds],
+        "opened": opened,
+        "before": before,
+        "after": after,
+        "errors": errors,
+    }
+
+
 def started_server(run: Path) -> tuple[subprocess.Popen, Registration]:
     """The server's process, once it is ready."""
     with (run / "server.log").open("w") as log:
@@ -247,6 +314,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--soak", type=float, default=0.0)
+    parser.add_argument("--flood", action="store_true")
+    parser.add_argument("--tls", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -257,9 +326,10 @@ def main() -> int:
     lengths = np.full((options.rows, 1), options.length)
     headers, body = encode_request({"tokens": tokens, "sequence_lengths": lengths}, CRITIC_INFER.output_names)
     with tempfile.TemporaryDirectory() as folder:
+        access = Access.for_client(Path(folder) / "secret", ClientConfig(), own_tls=options.tls)
+        ACCESS.append(access)
         server, registration = started_server(Path(folder))
         try:
-            access = Access.for_client(Path(folder) / "secret", ClientConfig())
             processes = processes_with_variable(f"{MARKER}={registration.incarnation}")
             triton = next(pid for pid, command in processes.items() if "tritonserver --id" in command)
             stub = next(pid for pid, command in processes.items() if "triton_python_backend_stub" in command)
@@ -267,7 +337,9 @@ def main() -> int:
             pids = {"gateway": server.pid, "tritonserver": triton, "stub": stub}
             load = Load(request=({**headers, **access.headers()}, body), pids=pids)
             report: dict = {"rows": options.rows, "length": options.length, "body_bytes": len(body), "cpus": os.cpu_count()}
-            if options.soak:
+            if options.soak and options.flood:
+                report["flood"] = flooded_soak(options, load, registration.url)
+            elif options.soak:
                 report["soak"] = soak(options, load, registration.url)
             else:
                 report["compared"] = compare(options, load, registration.url, address)
@@ -276,7 +348,8 @@ def main() -> int:
             server.wait(timeout=60)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
-    failed = report["soak"]["figures"]["errors"] if options.soak else sum(row["gateway"]["errors"] for row in report["compared"])
+    failed = sum(row["gateway"]["errors"] for row in report.get("compared", ()))
+    failed += report["soak"]["figures"]["errors"] if "soak" in report else report["flood"]["errors"] if "flood" in report else 0
     return 1 if failed or server.returncode else 0
 
 
