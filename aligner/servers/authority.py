@@ -1,8 +1,8 @@
 """A run's own certificate authority (`run.server_tls`): servers and clients of one run show each other certificates that it has signed.
 
-`<run>/tls` holds the authority's certificate and key, the certificate of the run's clients, and one for each server, made anew at every
-start for the host that it registers under. All are files of the run's owner alone: whoever can read them is the run. Nobody checks names
-of clients: the authority signs for nobody else.
+`<run>/tls` holds the authority's certificate and key, and the certificate of the run's clients: files of the run's owner alone, because
+whoever can read them is the run. Each server makes a certificate for itself at every start, for the host that it registers under, and
+keeps it in its memory alone. Nobody checks names of clients: the authority signs for nobody else.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ _LOCAL = ("localhost", "127.0.0.1")
 def server_context(run: Path, name: str, host: str) -> ssl.SSLContext:
     """For the server `name` of a run, which clients reach as `host`. Raises ConfigError."""
     folder = _folder(run)
-    certificate = folder / f"{name}.pem"
     try:
-        _write(certificate, _server_certificate(folder, name, host))
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{name}.") as own:  # mode 0600; ranks on other nodes make theirs beside it
+            own.write(_Signed(name, folder, hosts=(host.strip("[]"), *_LOCAL)).both)
+            own.flush()
+            context = _context(ssl.PROTOCOL_TLS_SERVER, folder, Path(own.name))
     except (OSError, ValueError) as error:
         raise ConfigError(f"run.server_tls=true: {folder}: no certificate can be made for {name}: {error}") from error
-    context = _context(ssl.PROTOCOL_TLS_SERVER, folder, certificate)
     context.verify_mode = ssl.CERT_REQUIRED
     return context
 
@@ -86,10 +87,6 @@ def _create(folder: Path) -> None:
                 raise
     finally:
         shutil.rmtree(own, ignore_errors=True)
-
-
-def _server_certificate(folder: Path, name: str, host: str) -> bytes:
-    return _Signed(name, folder, hosts=(host.strip("[]"), *_LOCAL)).both
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -24,6 +24,7 @@ SECONDS = 5.0
 OTHER_FILES = 512  # that the process may have open besides connections
 _AT_ONCE = 16  # connections taken before those that are there go on
 _LOOK_SECONDS = 0.5
+_TELL_SECONDS = 10.0  # what goes wrong again and again is said once in so long
 _BUSY_SECONDS = 0.1  # until the next try where the machine has no room for a connection
 
 
@@ -73,13 +74,15 @@ class Seats:
         """For good: every connection gets a handler of its own."""
         loop = asyncio.get_running_loop()
         looking = loop.create_task(self._show_out_the_late())
-        taken = 0
+        taken, told = 0, float("-inf")
         try:
             while True:
                 try:
                     connection, address = await loop.sock_accept(listener)
                 except OSError as error:  # too many files are open, on this machine or here
-                    print(f"gateway: cannot take a connection: {error}", file=sys.stderr, flush=True)
+                    if time.monotonic() - told >= _TELL_SECONDS:
+                        told = time.monotonic()
+                        print(f"gateway: cannot take a connection: {error}", file=sys.stderr, flush=True)
                     self._show_out()
                     await asyncio.sleep(_BUSY_SECONDS)
                     continue
@@ -91,10 +94,10 @@ class Seats:
             looking.cancel()
 
     def trust(self, handler: web.RequestHandler) -> bool:
-        """A request with the secret has come over this connection; False if too many have such."""
+        """A request with the secret has come over this connection; False if too many have such, or the connection has ended meanwhile."""
         if handler in self._trusted:
             return True
-        if len(self._trusted) >= self._max_trusted:
+        if handler not in self._strangers or len(self._trusted) >= self._max_trusted:
             return False
         self._leave_strangers(handler)
         self._trusted.add(handler)

@@ -9,18 +9,20 @@ tritonserver, a Python stub for each endpoint and its shared memory behind.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import select
 import shutil
 import signal
+import stat
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from processes import processes_with_variable  # noqa: E402  (beside this script: importing the package would cost a second interpreter start)
+from processes import processes_with_variable, start_ticks  # noqa: E402  (beside this script: importing the package would cost a second interpreter start)
 
 PREFIX = "aligner-triton-"  # of workspaces
 OWNER = "owner"  # in each: the server's pid, in a file that it holds locked as long as it lives
@@ -41,12 +43,13 @@ def sweep(temporary: Path) -> list[Path]:
     swept = []
     for workspace in temporary.glob(f"{PREFIX}*"):
         try:
-            descriptor = os.open(workspace / OWNER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # another user's; just being made; or gone by now
+            place = workspace.lstat()
+            if not stat.S_ISDIR(place.st_mode) or place.st_uid != os.getuid():
+                continue  # whoever else can write here may have made it, with anything in it, such as a FIFO that nobody writes to
+            descriptor = os.open(workspace / OWNER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:  # just being made, or gone by now
             continue
         try:
-            if os.fstat(descriptor).st_uid != os.getuid():
-                continue
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if (pid := os.read(descriptor, 32)).isdigit():
                 remove(workspace, int(pid))
@@ -61,8 +64,11 @@ def sweep(temporary: Path) -> list[Path]:
 def remove(workspace: Path, pid: int) -> None:
     """Remove the workspace and the shared memory of the server `pid`, which has ended."""
     shutil.rmtree(workspace, ignore_errors=True)
+    if start_ticks(pid) is not None:
+        return  # the number is another process's by now: the memory may be its own
     for segment in Path("/dev/shm").glob(f"pytrtion{pid}-*"):  # PyTriton's own spelling
-        segment.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # gone by now, or a server's of another user with the same number
+            segment.unlink()
 
 
 def wait_for_end_of(parent: int) -> None:

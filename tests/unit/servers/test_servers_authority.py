@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -59,13 +60,11 @@ def test_a_client_of_the_run_is_let_in_by_every_name_of_the_server(tmp_path: Pat
 
 def test_another_runs_client_and_one_without_a_certificate_are_not(tmp_path: Path, gateway: Gateway) -> None:
     own, other = client(tmp_path / "run"), client(tmp_path / "other")
+    server = tmp_path / "server.pem"
+    server.write_bytes(authority._Signed("critic", tmp_path / "run" / "tls", hosts=("127.0.0.1",)).both)
     with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):  # nor does it believe that server
         ask(other, gateway)
-    for held in (
-        None,
-        tmp_path / "other" / "tls" / "client.pem",
-        tmp_path / "run" / "tls" / "critic.pem",
-    ):  # of nobody, not of this run, no client's
+    for held in (None, tmp_path / "other" / "tls" / "client.pem", server):  # of nobody, not of this run, no client's
         own.tls = ssl.create_default_context(cafile=tmp_path / "run" / "tls" / "authority.pem")
         if held:
             own.tls.load_cert_chain(held)
@@ -123,3 +122,21 @@ def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(ConfigError, match=r"run.server_tls=true needs the package cryptography here .*: pip install 'aligner\[servers\]'"):
         authority.client_context(tmp_path)
+
+
+def test_a_server_loads_the_certificate_that_it_has_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preflight on another node may make one of the same name, for its own host, before this one is loaded."""
+    loaded, make = [], authority._context
+
+    def interrupted(protocol: int, folder: Path, certificate: Path) -> ssl.SSLContext:
+        if not loaded:
+            loaded.append("node2")
+            authority.server_context(tmp_path, "critic", "node2")
+        names = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        loaded.append(names.value.get_values_for_type(x509.DNSName)[0])
+        return make(protocol, folder, certificate)
+
+    monkeypatch.setattr(authority, "_context", interrupted)
+    authority.server_context(tmp_path, "critic", "node1")
+    assert loaded == ["node2", "node2", "node1"]
+    assert sorted(path.name for path in (tmp_path / "tls").iterdir()) == ["authority.key", "authority.pem", "client.pem"]

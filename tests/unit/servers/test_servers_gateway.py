@@ -257,6 +257,7 @@ def test_those_who_hold_most_are_shown_out_first() -> None:
         places._show_out()
     assert cleared == [1, 2, 0]  # then all have one: the oldest
     assert places.trust(3) and not cleared.count(3)
+    assert not places.trust(1) and places._trusted == {3}  # it has been shown out: nobody would tell when it ends
 
 
 def test_open_files_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

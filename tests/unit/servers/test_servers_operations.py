@@ -301,6 +301,7 @@ def test_what_killed_servers_have_left_is_swept_and_nothing_else(tmp_path: Path)
     owners[1].kill()
     owners[1].wait()
     (other / watchdog.OWNER).symlink_to(dead / watchdog.OWNER)  # no server of ours makes one
+    os.mkfifo(young / watchdog.OWNER)  # to open it waits for a writer; anybody may put one into the common directory
     try:
         assert watchdog.sweep(tmp_path) == [dead]
         assert sorted(tmp_path.iterdir()) == [living, other, young]
@@ -309,3 +310,24 @@ def test_what_killed_servers_have_left_is_swept_and_nothing_else(tmp_path: Path)
         owners[0].communicate(b"\n", timeout=30)
         segments[0].unlink()
     assert watchdog.sweep(tmp_path) == [living]
+
+
+def test_shared_memory_of_a_number_that_is_in_use_again_stays(tmp_path: Path) -> None:
+    workspace, segment = tmp_path / f"{watchdog.PREFIX}left", Path(f"/dev/shm/pytrtion{os.getpid()}-0")
+    workspace.mkdir()
+    (workspace / watchdog.OWNER).write_text(str(os.getpid()))  # of a server that had this number and is gone: nobody holds the lock
+    segment.touch()
+    try:
+        assert watchdog.sweep(tmp_path) == [workspace]
+        assert not workspace.exists() and segment.exists()
+    finally:
+        segment.unlink()
+
+
+def test_what_another_user_has_put_there_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = tmp_path / f"{watchdog.PREFIX}theirs"
+    theirs.mkdir()
+    (theirs / watchdog.OWNER).write_text("1")
+    (tmp_path / f"{watchdog.PREFIX}link").symlink_to(theirs)
+    monkeypatch.setattr(watchdog.os, "getuid", lambda: theirs.stat().st_uid + 1)
+    assert watchdog.sweep(tmp_path) == [] and (theirs / watchdog.OWNER).exists()
