@@ -53,7 +53,7 @@ def can_isolate() -> bool:
 class SlurmCluster:
     """A running cluster; `nodes` are n1, n2, ..."""
 
-    def __init__(self, directory: Path, *, isolated: bool | None = None, **sizes: int) -> None:
+    def __init__(self, directory: Path, *, isolated: bool | None = None, **sizes: int | str) -> None:
         """`directory`: an empty one, whose path is short; `sizes`: see ClusterSettings."""
         self.settings = ClusterSettings(directory=directory, isolated=can_isolate() if isolated is None else isolated, **sizes)
         self._process: subprocess.Popen[str] | None = None

@@ -55,7 +55,7 @@ WaitTime=0
 ReturnToService=2
 MinJobAge=86400
 SlurmdParameters=config_overrides
-GresTypes=gpu
+{gres_types}
 {nodes}
 PartitionName=batch Nodes=n[1-{num_nodes}] Default=YES MaxTime=INFINITE State=UP
 """
@@ -66,7 +66,7 @@ SuspendProgram=/bin/true
 ResumeProgram=/bin/true
 SuspendTime=-1
 ResumeTimeout=60000
-NodeName=p[1-{count}] CPUs=128 Sockets=2 CoresPerSocket=64 ThreadsPerCore=1 RealMemory=2000000 Gres=gpu:8 State=CLOUD
+NodeName=p[1-{count}] CPUs=128 Sockets=2 CoresPerSocket=64 ThreadsPerCore=1 RealMemory=2000000{gres} State=CLOUD
 PartitionName=phantom Nodes=p[1-{count}] MaxTime=INFINITE State=UP
 """
 
@@ -83,6 +83,7 @@ class ClusterSettings:
     isolated: bool
     num_nodes: int = 3
     num_gpus: int = 8
+    gpu_type: str = ""
     num_cpus: int = 16
     memory_mb: int = 64000
     num_phantoms: int = 64
@@ -156,13 +157,15 @@ def write_files(settings: ClusterSettings) -> None:
     settings.name_services.write_text("passwd: files\ngroup: files\nhosts: files\n")
     settings.conf.write_text(_conf(settings))
     devices = f"{directory}/gpu[0-{settings.num_gpus - 1}]"
-    gres = f"NodeName=n[1-{settings.num_nodes}] Name=gpu File={devices}\n" if settings.num_gpus else ""
+    kind = f" Type={settings.gpu_type}" if settings.gpu_type else ""
+    gres = f"NodeName=n[1-{settings.num_nodes}] Name=gpu{kind} File={devices}\n" if settings.num_gpus else ""
     (directory / "gres.conf").write_text(f"AutoDetect=off\n{gres}")
 
 
 def _conf(settings: ClusterSettings) -> str:
     ports = [26817, 26818] if settings.isolated else _free_ports(2 + settings.num_nodes)
-    gres = f" Gres=gpu:{settings.num_gpus}" if settings.num_gpus else ""
+    kind = f"{settings.gpu_type}:" if settings.gpu_type else ""
+    gres = f" Gres=gpu:{kind}{settings.num_gpus}" if settings.num_gpus else ""
     lines = []
     for number, node in enumerate(settings.nodes):
         place = "" if settings.isolated else f" NodeHostname={socket.gethostname()} Port={ports[2 + number]}"
@@ -176,5 +179,10 @@ def _conf(settings: ClusterSettings) -> str:
         slurmd_port=ports[1],
         nodes="\n".join(lines),
         num_nodes=settings.num_nodes,
+        gres_types="GresTypes=gpu" if settings.num_gpus else "",
     )
-    return text + (_PHANTOMS.format(count=settings.num_phantoms) if settings.num_phantoms else "")
+    return text + (
+        _PHANTOMS.format(count=settings.num_phantoms, gres=f" Gres=gpu:{kind}8" if settings.num_gpus else "")
+        if settings.num_phantoms
+        else ""
+    )

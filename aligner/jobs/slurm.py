@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from aligner.cluster.config import Placement
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import CARRIED
+from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.script import render
-from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, to_json
+from aligner.cluster.slurm.spec import ComponentSpec, GpuRequest, JobSpec, to_json
 from aligner.errors import AlignerError, LaunchError
 from aligner.files import checkout
 from aligner.jobs.programs import Program, placement_of, programs, share_out
@@ -48,6 +50,9 @@ def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) ->
     """
     is_kept = options.dry_run or options.output is not None
     config = _compose(name, overrides, may_be_incomplete=is_kept or options.test_only)
+    if request := _gpu_request(config):
+        overrides = [*overrides, f"slurm.gpu_request={request.value}"]
+        config = replace(config, slurm=replace(config.slurm, gpu_request=request))
     spec = job_spec(name, config, overrides)
     path = str(options.output) if options.output is not None else ""
     chosen = {name: value for name, value in _submitted(os.environ).items() if name in CARRIED and value}
@@ -134,6 +139,24 @@ def _python(program: Program) -> str:
     if not program.environment or (os.environ.get("ALIGNER_CONTAINER") and "SLURM_JOB_ID" not in os.environ):
         return program.environment
     return interpreter(program.component, program.environment)
+
+
+def _gpu_request(config: JobRun) -> GpuRequest | None:
+    """What `slurm.gpu_request=auto` comes to where this cluster does not take --gpus-per-node; None where it does, or does not say."""
+    slurm = config.slurm
+    if slurm.gpu_request is not GpuRequest.auto or config.cluster.device is not Device.gpu or shutil.which("sinfo") is None:
+        return None
+    client = SlurmClient(slurm.command_timeout_seconds)
+    partition = [f"--partition={slurm.partition}"] if slurm.partition else []
+    try:
+        if "gpu" not in client.run("sinfo", "--noheader", "--format=%G", *partition):
+            return GpuRequest.none
+        # Before version 24.05 there are other ways to select nodes, which count GPUs as any generic resource.
+        select = re.search(r"SelectType\s*=\s*(\S+)", client.run("scontrol", "show", "config"))
+    except LaunchError as error:
+        print(f"warning: slurm.gpu_request=auto: {error}; GPUs are asked for with --gpus-per-node", file=sys.stderr, flush=True)
+        return None
+    return GpuRequest.gres if select and select[1] in ("select/linear", "select/cons_res") else None
 
 
 def _submit(name: str, text: str, *, test_only: bool) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,37 @@ def test_a_site_where_nothing_is_exported(slurm: SlurmCluster, task: Path) -> No
     later.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
     assert steps_of(run.directory) == list(range(1, NUM_STEPS + 1))
     assert later.orphans() == []
+
+
+@pytest.fixture
+def other_cluster(_slurm_cluster: SlurmCluster, request: pytest.FixtureRequest):
+    """A cluster with these settings beside the usual one."""
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as directory, SlurmCluster(Path(directory), **request.param) as cluster:
+        yield cluster
+
+
+def tried(cluster: SlurmCluster, *settings: str) -> tuple[int, str]:
+    """`aligner launch slurm grpo_70b --test-only` on its phantom nodes: exit code and output."""
+    command = [sys.executable, "-m", "aligner.cli", "launch", "slurm", "grpo_70b", "--test-only", "slurm.partition=phantom"]
+    required = ["data.train=x", "model.path=y", *settings]
+    done = cluster.run(*command, *required, environment=ENVIRONMENT, cwd=ROOT, timeout=120, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("other_cluster", [{"num_gpus": 0}], indirect=True)
+def test_a_cluster_that_does_not_count_gpus(other_cluster: SlurmCluster) -> None:
+    """It refuses every script that asks for GPUs; `slurm.gpu_request=auto` does not ask there."""
+    code, said = tried(other_cluster, "slurm.gpu_request=gpus_per_node")
+    assert code == 2 and "Invalid generic resource (gres) specification" in said
+    code, said = tried(other_cluster)
+    assert code == 0 and "to start at" in said
+
+
+@pytest.mark.parametrize("other_cluster", [{"gpu_type": "h100"}], indirect=True)
+def test_a_cluster_with_types_of_gpus(other_cluster: SlurmCluster) -> None:
+    for settings in ((), ("slurm.gpu_type=h100",), ("slurm.gpu_type=h100", "slurm.gpu_request=gres")):
+        code, said = tried(other_cluster, *settings)
+        assert code == 0 and "to start at" in said
 
 
 ASKED = ("--comment=two words", "--nice=7", "--mem=500", "--mail-type=FAIL,END", "--mail-user=me@site", "--oversubscribe")

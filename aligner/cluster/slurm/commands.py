@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-from aligner.cluster.slurm.spec import ComponentSpec, SlurmConfig
+from aligner.cluster.slurm.spec import ComponentSpec, GpuRequest, SlurmConfig
 from aligner.errors import ConfigError
 
 
@@ -92,9 +92,9 @@ def wrapped(where: Runtime, program: Sequence[str], *, has_gpus: bool) -> tuple[
     return [], command
 
 
-# Slurm shows every step of a node all GPUs of the job there; a component is left its own, counted from 1.
+# Slurm shows every step of a node all GPUs of the job there; a component is left its own, counted from 1. $1: all, where Slurm counts none.
 _SEE = (
-    ': "${CUDA_VISIBLE_DEVICES:?is not set: Slurm gave this step no GPUs}"; '
+    'CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-$1}"; shift; : "${CUDA_VISIBLE_DEVICES:?is not set: Slurm gave this step no GPUs}"; '
     'export CUDA_VISIBLE_DEVICES="$(printf %s "$CUDA_VISIBLE_DEVICES" | cut -d, -f"$0")"; exec "$@"'
 )
 # On the node, outside of the container that a task itself starts.
@@ -113,7 +113,8 @@ def srun_command(
     where = replace(where, python=component.python or where.python)
     options, command = wrapped(where, component.program, has_gpus=component.gpus_per_node > 0)
     if component.gpus is not None:
-        command = [*(["sh", "-c", _SEE, component.gpus] if component.gpus else ["env", "CUDA_VISIBLE_DEVICES="]), *command]
+        every = ",".join(map(str, range(component.gpus_per_node))) if slurm.gpu_request is GpuRequest.none else ""
+        command = [*(["sh", "-c", _SEE, component.gpus, every] if component.gpus else ["env", "CUDA_VISIBLE_DEVICES="]), *command]
     if slurm.setup and where.kind is not ContainerKind.pyxis:  # whose containers Slurm starts, with the batch script's environment
         command = ["bash", "-c", _SETUP, "bash", slurm.setup, *command]
     return [
@@ -124,7 +125,7 @@ def srun_command(
         f"--nodes={component.num_nodes}",
         f"--ntasks={component.num_ranks}",
         f"--ntasks-per-node={component.ranks_per_node}",
-        *([f"--gpus-per-node={component.gpus_per_node}"] if component.gpus_per_node else []),
+        *slurm.gpu_options(component.gpus_per_node),
         *([f"--cpus-per-task={slurm.cpus_per_rank}"] if slurm.cpus_per_rank else []),  # srun no longer takes it from the job
         *([f"--mpi={slurm.mpi}"] if slurm.mpi else []),
         "--kill-on-bad-exit=1",

@@ -14,13 +14,21 @@ export ALIGNER_CONTAINER="${ALIGNER_CONTAINER:-}" ALIGNER_VENV="${ALIGNER_VENV:-
 # Directories that a container sees besides this one and the run's, such as /data,/models. ALIGNER_PREFLIGHT=0: no preflight.
 export ALIGNER_MOUNTS="${ALIGNER_MOUNTS:-}" ALIGNER_PREFLIGHT="${ALIGNER_PREFLIGHT:-1}"
 
-home="${ALIGNER_HOME:-$SLURM_SUBMIT_DIR}" # the checkout, on a file system that every node sees
-if [ -d "$home/aligner" ]; then
-    export PYTHONPATH="$home${PYTHONPATH:+:$PYTHONPATH}"
-else # installed from a wheel
-    ALIGNER_PYTHON="${ALIGNER_PYTHON:-${ALIGNER_VENV:+$ALIGNER_VENV/bin/}python3}"
+home="${ALIGNER_HOME:-$SLURM_SUBMIT_DIR}" # the checkout, on a file system that every node sees; else: installed from a wheel
+if [ -d "$home/aligner" ]; then export PYTHONPATH="$home${PYTHONPATH:+:$PYTHONPATH}"; fi
+# The conductor needs Python 3.10 or newer on the first node, and no packages: ALIGNER_PYTHON, or the first of these that will do.
+fits='import importlib.util as u, sys; sys.exit(sys.version_info < (3, 10) or not u.find_spec("aligner"))'
+candidates=("${ALIGNER_VENV:-none}" "${VIRTUAL_ENV:-none}" "${CONDA_PREFIX:-none}" "$home/.venv" python3 python3.12 python3.11 python3.10)
+if [ -n "${ALIGNER_PYTHON:-}" ]; then candidates=("$ALIGNER_PYTHON"); fi
+for python in "${candidates[@]}"; do
+    if [ -d "$python" ]; then python="$python/bin/python"; fi
+    if "$python" -c "$fits" 2> /dev/null; then break; else python=""; fi
+done
+if [ -z "$python" ]; then
+    found="${ALIGNER_PYTHON:-python3} is $("${ALIGNER_PYTHON:-python3}" --version 2>&1)"
+    echo "error: no Python 3.10 or newer with aligner on $(hostname) ($found): set ALIGNER_PYTHON to one, or load a module in slurm.setup"
+    exit 2
 fi
-# The conductor needs Python 3.10 or newer on the first node, and no packages.
 """
 
 
@@ -50,7 +58,7 @@ def render(
         lines += ["#SBATCH hetjob"] if index else []
         lines += _part_lines(part, spec.slurm)
     settings = "".join(f" --set {shlex.quote(override)}" for override in overrides)
-    command = f'exec "${{ALIGNER_PYTHON:-python3}}" -m aligner.cluster.slurm --script "$0" --config {config}{settings} -- "$@"'
+    command = f'exec "$python" -m aligner.cluster.slurm --script "$0" --config {config}{settings} -- "$@"'
     setup = f"\n# slurm.setup\n{slurm.setup.strip()}\n" if slurm.setup else ""
     chosen = "".join(f'export {name}="${{{name}:-{_quoted(value)}}}"\n' for name, value in (variables or {}).items())
     return "\n".join(lines) + "\n" + setup + (f"\n{chosen}" if chosen else "") + _BODY + command + "\n"
@@ -58,11 +66,11 @@ def render(
 
 def _part_lines(part: Sequence[ComponentSpec], slurm: SlurmConfig) -> list[str]:
     """Of components that share nodes, or of one."""
-    gpus = max(component.gpus_per_node for component in part)
+    gpus = max((component.gpus_per_node for component in part), default=0)
     size = [f"--nodes={max(component.num_nodes for component in part)}"]
     ranks = [component.ranks_per_node for component in part]  # side by side, or one component after the other
     size += [f"--ntasks-per-node={sum(ranks) if any(component.gpus for component in part) else max(ranks)}"]
-    size += [f"--gpus-per-node={gpus}"] if gpus else []
+    size += slurm.gpu_options(gpus)
     size += [f"--cpus-per-task={slurm.cpus_per_rank}"] if slurm.cpus_per_rank else []
     size += [f"--mem={slurm.memory}"] if slurm.memory else []
     size += ["--exclusive"] if slurm.exclusive else []

@@ -29,6 +29,15 @@ class OnFailure(str, Enum):
     end = "end"
 
 
+class GpuRequest(str, Enum):
+    """How a job asks for its nodes' GPUs."""
+
+    auto = "auto"
+    gpus_per_node = "gpus_per_node"
+    gres = "gres"
+    none = "none"
+
+
 @dataclass(kw_only=True, slots=True)
 class SlurmConfig:
     """Read by `aligner launch slurm` and by the conductor in the batch script. Numbers of ranks and of GPUs per node are elsewhere
@@ -41,6 +50,8 @@ class SlurmConfig:
     time_limit: str = "24:00:00"  # as for sbatch --time
     cpus_per_rank: int = 0  # --cpus-per-task; 0: Slurm's default
     exclusive: bool = True  # whole nodes
+    gpu_request: GpuRequest = GpuRequest.auto  # --gpus-per-node, --gres, or none where Slurm does not count GPUs; auto: what sinfo says
+    gpu_type: str = ""  # such as h100, where nodes have several; empty: any
     options: list[str] = field(default_factory=list)  # more sbatch options for every component, such as --mem=0
     memory: str = ""  # of each node (sbatch --mem): 0 all of it, or such as 480G; empty: the site's default
     setup: str = ""  # lines of bash for the batch script and before every step on its nodes, such as `module load cuda/12.8`
@@ -87,6 +98,10 @@ class SlurmConfig:
             )
         if self.signal_seconds_before_end > 65535:
             raise ConfigError(f"slurm.signal_seconds_before_end={self.signal_seconds_before_end}: sbatch takes at most 65535")
+        if self.gpu_request is GpuRequest.none and not self.exclusive:
+            raise ConfigError("slurm.gpu_request=none: Slurm then gives GPUs to nobody in particular: set slurm.exclusive=true")
+        if not re.fullmatch(r"[\w.-]*", self.gpu_type):
+            raise ConfigError(f"slurm.gpu_type={self.gpu_type}: must be a type as sinfo shows it in gpu:TYPE:COUNT, such as h100")
         if not _MEMORY.fullmatch(self.memory):
             raise ConfigError(f"slurm.memory={self.memory}: must be 0 (all of a node), or a number with K, M, G or T, such as 480G")
         for name, program, options in (
@@ -96,6 +111,12 @@ class SlurmConfig:
             for option in options:
                 if not option.startswith("-") or "\n" in option:
                     raise ConfigError(f"slurm.{name} has {option!r}; allowed: {program} options such as --mem=0, one a string")
+
+    def gpu_options(self, count: int) -> list[str]:
+        """What sbatch and srun are asked for so many GPUs of each node."""
+        what = f"{self.gpu_type}:{count}" if self.gpu_type else str(count)
+        asked = {GpuRequest.gres: [f"--gres=gpu:{what}"], GpuRequest.none: []}.get(self.gpu_request, [f"--gpus-per-node={what}"])
+        return asked if count else []
 
 
 _FORMAT = 2

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from aligner.cluster.slurm.allocation import allocation, export_option, step_env
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.commands import runtime, srun_command
 from aligner.cluster.slurm.script import render
-from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, OnFailure, SlurmConfig, from_json, to_json
+from aligner.cluster.slurm.spec import ComponentSpec, GpuRequest, JobSpec, OnFailure, SlurmConfig, from_json, to_json
 from aligner.config import compose
 from aligner.errors import ConfigError, LaunchError
 from aligner.jobs.slurm import LaunchOptions, job_spec, launch_slurm
@@ -45,6 +46,8 @@ def spec(name: str, *overrides: str) -> JobSpec:
         ({"lease_seconds": 0.0}, "slurm.lease_seconds=0.0: must be above 0"),
         ({"options": ["mem=0"]}, "slurm.options has 'mem=0'; allowed: sbatch options such as --mem=0"),
         ({"srun_options": ["cpu-bind=none"]}, "slurm.srun_options has 'cpu-bind=none'; allowed: srun options"),
+        ({"gpu_request": GpuRequest.none, "exclusive": False}, "slurm.gpu_request=none: Slurm then gives GPUs to nobody in particular"),
+        ({"gpu_type": "gpu:h100"}, "slurm.gpu_type=gpu:h100: must be a type as sinfo shows it"),
         ({"memory": "half"}, "slurm.memory=half: must be 0 (all of a node), or a number with K, M, G or T"),
         ({"signal_seconds_before_end": 70000}, "sbatch takes at most 65535"),
     ],
@@ -130,6 +133,72 @@ def test_srun_of_a_component(variables, options, command) -> None:
         *("--cpus-per-task=14", "--mpi=pmix", "--kill-on-bad-exit=1", "--wait=600", "--input=none", "--output=/run/actor.%t.log"),
         *("--open-mode=append", "--chdir=/work/dir", *options, *command),
     ]
+
+
+@pytest.mark.parametrize(
+    ("site", "step", "script"),
+    [
+        (SlurmConfig(), ["--gpus-per-node=8"], "--ntasks-per-node=8 --gpus-per-node=8 --exclusive"),
+        (SlurmConfig(gpu_type="h100"), ["--gpus-per-node=h100:8"], "--ntasks-per-node=8 --gpus-per-node=h100:8 --exclusive"),
+        (
+            SlurmConfig(gpu_request=GpuRequest.gres, gpu_type="h100"),
+            ["--gres=gpu:h100:8"],
+            "--ntasks-per-node=8 --gres=gpu:h100:8 --exclusive",
+        ),
+        (SlurmConfig(gpu_request=GpuRequest.none), [], "--ntasks-per-node=8 --exclusive"),
+    ],
+)
+def test_how_gpus_are_asked_for(site: SlurmConfig, step: list[str], script: str) -> None:
+    made = srun_command(ACTOR, site, runtime({}, home=Path("/me"), directory=Path("/d")), het_group=None, log="x")
+    assert [option for option in made if "gpu" in option] == step
+    assert script in render("grpo_70b", replace(spec("grpo_70b"), slurm=site), title="t")
+
+
+@pytest.mark.parametrize(("given", "seen"), [("4,5,6,7", "6,7"), (None, "2,3")])
+def test_components_of_a_node_share_gpus_that_slurm_does_not_count(given: str | None, seen: str) -> None:
+    sharing = replace(ACTOR, gpus="3-4", gpus_per_node=4)
+    site = SlurmConfig(gpu_request=GpuRequest.none)
+    command = srun_command(sharing, site, runtime({}, home=Path("/me"), directory=Path("/d")), het_group=None, log="x")
+    command = [*command[command.index("sh") : -4], "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"']
+    environ = {"PATH": os.environ["PATH"], **({"CUDA_VISIBLE_DEVICES": given} if given else {})}
+    assert subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60).stdout == f"{seen}\n"
+
+
+def old_python(folder: Path, name: str, version: str) -> None:
+    """An interpreter of RHEL 8 or 9, as far as scripts can tell."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "Python {version}" && exit 0\nexit 1\n')
+    (folder / name).chmod(0o755)
+
+
+def body(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The batch script up to the conductor, in whose place the interpreter's path is printed."""
+    (tmp_path / "home").mkdir(exist_ok=True)
+    (tmp_path / "home" / "aligner").symlink_to(ROOT / "aligner")
+    text = render("ppo_smoke_cpu", spec("ppo_smoke_cpu"), title="t")
+    path = f"{tmp_path}/bin:/usr/bin:/bin"
+    environ = {"PATH": path, "SLURM_SUBMIT_DIR": str(tmp_path / "home"), **variables}
+    return subprocess.run(
+        ["bash", "-c", text.replace("exec ", 'echo "$python"; exit; ')], env=environ, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("version", ["3.6.8", "3.9.18"])
+def test_a_script_finds_a_fitting_interpreter(tmp_path: Path, version: str) -> None:
+    for name in ("python3", "python3.12", "python3.11", "python3.10"):
+        old_python(tmp_path / "bin", name, version)
+    said = f"error: no Python 3.10 or newer with aligner on {os.uname().nodename} (python3 is Python {version}): "
+    none = body(tmp_path)
+    assert none.returncode == 2 and none.stdout == f"{said}set ALIGNER_PYTHON to one, or load a module in slurm.setup\n"
+    (tmp_path / "home" / "aligner").unlink()
+    (tmp_path / "bin" / "python3.11").unlink()
+    (tmp_path / "bin" / "python3.11").symlink_to(sys.executable)
+    assert body(tmp_path).stdout == "python3.11\n"
+    (tmp_path / "home" / "aligner").unlink()
+    assert body(tmp_path, ALIGNER_VENV=sys.prefix).stdout == f"{sys.prefix}/bin/python\n"
+    (tmp_path / "home" / "aligner").unlink()
+    named = body(tmp_path, ALIGNER_PYTHON=str(tmp_path / "bin" / "python3"), ALIGNER_VENV=sys.prefix)
+    assert named.returncode == 2 and f"({tmp_path}/bin/python3 is Python {version})" in named.stdout
 
 
 def test_a_sites_lines_run_before_every_step() -> None:
