@@ -51,6 +51,11 @@ class _Seat:
             asyncio.get_running_loop().remove_reader(self.connection)
             self.connection.close()
 
+    def opened(self, task: asyncio.Task[None]) -> None:
+        """A task that is cancelled before it begins closes nothing."""
+        if task.cancelled():
+            self.connection.close()
+
 
 class Server(web.Server):
     """aiohttp's, which says when a connection has ended."""
@@ -141,6 +146,7 @@ class Seats:
         own = handler()
         self._strangers[own] = seat
         seat.task = loop.create_task(self._open(own, seat))
+        seat.task.add_done_callback(seat.opened)
 
     async def _open(self, handler: web.RequestHandler, seat: _Seat) -> None:
         """Shake hands, if TLS is spoken, and leave the rest to the handler."""
