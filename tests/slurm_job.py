@@ -109,7 +109,14 @@ class Job:
 
     def successors(self) -> list[Job]:
         """The jobs of the same name that were submitted later, oldest first."""
-        lines = self.cluster.run("squeue", "--noheader", "--states=all", "--format=%i", f"--name={self.name}").stdout.split()
+        return self._later(self.name)
+
+    def gatekeepers(self) -> list[Job]:
+        """Those that wait for this one, or a later one of the run, to fail."""
+        return self._later(f"{self.name}-gatekeeper")
+
+    def _later(self, name: str) -> list[Job]:
+        lines = self.cluster.run("squeue", "--noheader", "--states=all", "--format=%i", f"--name={name}").stdout.split()
         numbers = sorted({int(re.split(r"[+_]", line)[0]) for line in lines})
         return [self.cluster.job(number, self.directory, self.logs) for number in numbers if number > self.number]
 

@@ -16,6 +16,7 @@ from aligner.cluster.component import interpreter
 from aligner.cluster.config import Placement
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
+from aligner.cluster.slurm.allocation import CARRIED
 from aligner.cluster.slurm.script import render
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, to_json
 from aligner.errors import AlignerError, LaunchError
@@ -49,7 +50,8 @@ def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) ->
     config = _compose(name, overrides, may_be_incomplete=is_kept or options.test_only)
     spec = job_spec(name, config, overrides)
     path = str(options.output) if options.output is not None else ""
-    text = render(name, spec, title=title_of(name, overrides), overrides=overrides, path=path)
+    chosen = {name: value for name, value in _submitted(os.environ).items() if name in CARRIED and value}
+    text = render(name, spec, title=title_of(name, overrides), overrides=overrides, path=path, variables={} if is_kept else chosen)
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(text)

@@ -167,6 +167,7 @@ class Frontend:
 
         PyTriton copies `os.environ`; there is no other way to set its child's environment.
         """
+        os.environ.setdefault("PATH", os.defpath)  # PyTriton cannot do without
         library_path = os.environ.get("LD_LIBRARY_PATH")
         interpreter = sysconfig.get_config_var("LIBDIR")
         os.environ["LD_LIBRARY_PATH"] = f"{interpreter}:{library_path}" if library_path else interpreter

@@ -57,7 +57,7 @@ def test_smoke(slurm: SlurmCluster, tmp_path: Path) -> None:
     rewards = series(run, "rollout/reward")
     assert len(rewards) == 30
     assert sum(rewards[:3]) / 3 < 0.2 and sum(rewards[-5:]) / 5 > 0.4  # chance gives 2 %
-    assert [one.state for one in job.successors()] in ([], ["CANCELLED"])  # the follow-up for crashes
+    assert job.successors() == [] and [one.state for one in job.gatekeepers()] in ([], ["CANCELLED"])
     assert job.orphans() == []
 
 
@@ -98,8 +98,7 @@ def test_signals_time_limits_and_lost_nodes(slurm: SlurmCluster, task: Path, und
     told = run.submit()
     progress(run, told, beyond=2)
     told.signal(signal.SIGUSR1)
-    told.wait("FAILED", timeout_seconds=PATIENCE_SECONDS)  # exit code 75: go on
-    assert {component.exit_code for component in told.components()} == {"75:0"}
+    told.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)  # it has handed over
     stopped = run.saved()
     assert run.step() == stopped >= 3
     assert told.orphans() == []
@@ -108,8 +107,7 @@ def test_signals_time_limits_and_lost_nodes(slurm: SlurmCluster, task: Path, und
     progress(run, limited, beyond=stopped)
     run.set_pace(3.0)
     limited.end_in_two_minutes()  # Slurm warns 60 s before that, or a little earlier
-    limited.wait("FAILED", timeout_seconds=PATIENCE_SECONDS)
-    assert {component.exit_code for component in limited.components()} == {"75:0"}
+    limited.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
     assert run.saved() == run.step() > stopped
     assert limited.orphans() == []
 

@@ -22,7 +22,7 @@ from aligner.cluster.lease import RunHeld
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import Allocation, allocation, step_environment
 from aligner.cluster.slurm.client import SlurmClient
-from aligner.cluster.slurm.commands import Runtime, runtime, wrapped
+from aligner.cluster.slurm.commands import EXPORT, Runtime, runtime, wrapped
 from aligner.cluster.slurm.conductor import Surroundings, conduct
 from aligner.cluster.slurm.requests import StopRequests
 from aligner.cluster.slurm.spec import JobSpec, read_spec
@@ -76,7 +76,7 @@ def _compose(here: Allocation, where: Runtime, config: str, overrides: Sequence[
     program = ["-m", "aligner.jobs.slurm", here.job, config, *overrides]
     options, command = wrapped(where, program, has_gpus=False)
     group = here.het_group(0)
-    step = ["srun", *([f"--het-group={group}"] if group is not None else []), "--job-name=compose", "--nodes=1", "--ntasks=1"]
+    step = ["srun", EXPORT, *([f"--het-group={group}"] if group is not None else []), "--job-name=compose", "--nodes=1", "--ntasks=1"]
     environment = {name: value for name, value in step_environment(os.environ, where.home).items() if name != outcomes.VARIABLE}
     try:
         done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,10 @@ from aligner.errors import ConfigError
 # Set for the components' processes of one job; the next job must not inherit them.
 OWN_VARIABLES = ("ALIGNER_ATTEMPT", "ALIGNER_LEASE", "ALIGNER_OUTCOMES", "ALIGNER_END_TIME", "ALIGNER_COMPONENT")
 CONTINUES = "ALIGNER_CONTINUES"
+# A person's choices for the job, and what the job must know to continue another.
+CARRIED = ("ALIGNER_HOME", "ALIGNER_VENV", "ALIGNER_PYTHON", "ALIGNER_CONTAINER", "ALIGNER_MOUNTS", "ALIGNER_PREFLIGHT", CONTINUES)
+# Set in a job that was submitted with --export: its steps, and jobs that it submits, would get no more than that.
+_EXPORT = "SLURM_EXPORT_ENV"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +68,16 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
 
 
 def step_environment(environ: Mapping[str, str], home: Path | None) -> dict[str, str]:
-    """Environment of every step: the checkout `home`, if any, first on Python's path; no variables that name another host."""
-    kept = {name: value for name, value in environ.items() if name != "HOSTNAME" and name not in OWN_VARIABLES}
+    """Environment of every step: the checkout `home`, if any, first on Python's path; no variables that name another host.
+
+    It is complete whatever the job was submitted with (`sbatch --export=NONE`), and all of it goes to the step: `commands.EXPORT`.
+    """
+    left_out = ("HOSTNAME", _EXPORT, *OWN_VARIABLES)
+    kept = {name: value for name, value in environ.items() if name not in left_out}
     path = [*([str(home)] if home else []), *filter(None, environ.get("PYTHONPATH", "").split(":"))]
     if path:
         kept["PYTHONPATH"] = ":".join(dict.fromkeys(path))
+    kept.setdefault("PATH", os.defpath)
     kept.setdefault("PYTHONUNBUFFERED", "1")
     kept.setdefault("OMP_NUM_THREADS", "1")
     return kept
@@ -79,3 +89,9 @@ def submission_environment(environ: Mapping[str, str], job: str) -> dict[str, st
         name: value for name, value in environ.items() if name == "SLURM_CONF" or not name.startswith("SLURM") and name not in OWN_VARIABLES
     }
     return {**kept, CONTINUES: job}
+
+
+def export_option(environ: Mapping[str, str]) -> str:
+    """Which variables sbatch gives a following job: all, or where this one was not given all, those that it cannot do without."""
+    is_all = environ.get(_EXPORT, "ALL").split(",")[0] == "ALL"
+    return "--export=ALL" if is_all else f"--export={','.join(name for name in CARRIED if name == CONTINUES or name in environ)}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,12 +96,52 @@ class SlurmClient:
             self.run("scancel", "--quiet", f"--signal={signal_name}", *steps)
 
 
+# What a job was given -> the option that asks for the same; Slurm prints values of nothing as in _NOTHING.
+_OPTIONS = {
+    "Partition": "--partition",
+    "Account": "--account",
+    "QOS": "--qos",
+    "Reservation": "--reservation",
+    "TimeLimit": "--time",
+    "TimeMin": "--time-min",
+    "Nice": "--nice",
+    "ReqNodeList": "--nodelist",
+    "ExcNodeList": "--exclude",
+    "Features": "--constraint",
+    "Prefer": "--prefer",
+    "MinTmpDiskNode": "--tmp",
+    "MinMemoryNode": "--mem",
+    "MinMemoryCPU": "--mem-per-cpu",
+    "CoreSpec": "--core-spec",
+    "Licenses": "--licenses",
+    "Network": "--network",
+    "Switches": "--switches",
+    "BurstBuffer": "--bb",
+    "WCKey": "--wckey",
+    "Comment": "--comment",
+    "MailUser": "--mail-user",
+    "MailType": "--mail-type",
+}
+_NOTHING = ("", "(null)", "N/A", "Partition_Limit", "*")
+_MAY_BE_NOUGHT = ("MinMemoryNode",)  # all of a node's memory
+_GPUS = {
+    "TresPerNode": "--gpus-per-node",
+    "TresPerJob": "--gpus",
+    "TresPerSocket": "--gpus-per-socket",
+    "TresPerTask": "--gpus-per-task",
+    "CpusPerTres": "--cpus-per-gpu",
+    "MemPerTres": "--mem-per-gpu",
+}
+_GPU = re.compile(r"gres[:/]gpu[:=/](.*)")  # before version 23.02 gres:gpu:8, later gres/gpu:8
+_SHARING = {"NO": "--exclusive", "USER": "--exclusive=user", "MCS": "--exclusive=mcs", "TOPO": "--exclusive=topo", "YES": "--oversubscribe"}
+_FIELD = re.compile(r"(?:^| )([A-Z][\w/:]*)=")
+
+
 def _record(line: str) -> JobRecord:
-    # Values may hold blanks (Command=...); those that are wanted here hold none.
-    fields = dict(part.split("=", 1) for part in line.split() if "=" in part)
-    wanted = {"--partition": "Partition", "--account": "Account", "--qos": "QOS", "--reservation": "Reservation", "--time": "TimeLimit"}
-    known = {option: fields.get(key, "") for option, key in wanted.items()}
-    options = [f"{option}={value}" for option, value in known.items() if value not in ("", "(null)", "N/A", "Partition_Limit")]
+    """Of a line of `scontrol show job -o`, whose values may hold blanks."""
+    parts = _FIELD.split(line)
+    fields = dict(zip(parts[1::2], (value.strip() for value in parts[2::2]), strict=True))
+    options = list(_options(fields))
     folder, _, file = fields.get("StdOut", "").rpartition("/")
     if fields["JobId"] in file:  # the following job's output goes beside it, under its own number
         options.append(f"--output={folder}/{file.replace(fields['JobId'], '%j')}")
@@ -110,6 +151,27 @@ def _record(line: str) -> JobRecord:
         end_time=_unix_time(fields.get("EndTime", "")),
         options=tuple(options),
     )
+
+
+def _options(fields: Mapping[str, str]) -> Iterator[str]:
+    """Everything that was asked for, as far as Slurm tells, however it was asked (command line, variable, script): see docs/slurm.md."""
+    given = {key: value for key in _OPTIONS if (value := fields.get(key, "")) not in _NOTHING}
+    given = {key: value for key, value in given.items() if value != "0" or key in _MAY_BE_NOUGHT}
+    if "MemPerTres" in fields:  # a default stands there
+        given.pop("MinMemoryCPU", None)
+    yield from (f"{_OPTIONS[key]}={value}" for key, value in given.items())
+    for key, option in _GPUS.items():
+        found = [(_GPU.fullmatch(part), part) for part in fields.get(key, "").split(",") if part]
+        if gpus := ",".join(gpu[1] for gpu, _ in found if gpu):
+            yield f"{option}={gpus}"
+        if key == "TresPerNode" and (others := ",".join(re.sub("^gres[:/]", "", part) for gpu, part in found if not gpu)):
+            yield f"--gres={others}"
+    if (sharing := _SHARING.get(fields.get("OverSubscribe", ""))) is not None:
+        yield sharing
+    if fields.get("Contiguous") == "1":
+        yield "--contiguous"
+    if fields.get("Reboot") == "1":
+        yield "--reboot"
 
 
 def _unix_time(text: str) -> float | None:

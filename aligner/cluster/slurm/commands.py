@@ -73,6 +73,9 @@ def _python(environ: Mapping[str, str], home: Path | None) -> str:
     return python
 
 
+EXPORT = "--export=ALL"  # of every srun: what the job was submitted with must not decide what its steps get
+
+
 def wrapped(where: Runtime, program: Sequence[str], *, has_gpus: bool) -> tuple[list[str], list[str]]:
     """(options of srun, command of each task) that run the Python interpreter with these arguments."""
     command = [where.python, "-u", *program]
@@ -116,6 +119,7 @@ def srun_command(
     return [
         "srun",
         *([f"--het-group={het_group}"] if het_group is not None else []),
+        EXPORT,
         f"--job-name={component.name}",
         f"--nodes={component.num_nodes}",
         f"--ntasks={component.num_ranks}",

@@ -1,10 +1,10 @@
 """The batch script's program: it starts and watches the components, and decides whether the run continues.
 
-done       0    cancels the follow-up
-refused    2    an error in the request: cancels the follow-up
-stopped   75    before the time limit: submits the successor, cancels the follow-up
-halted    78    numbers went bad, or no progress: cancels the follow-up
-crashed    1    restarts all components in the same allocation; if that is disabled, the follow-up continues
+done       0    cancels the gatekeeper (see `following`)
+refused    2    an error in the request: cancels the gatekeeper
+stopped    0    before the time limit: submits the successor, cancels the gatekeeper; 75 where there is to be no successor, or cannot be
+halted    78    numbers went bad, or no progress: cancels the gatekeeper
+crashed    1    restarts all components in the same allocation; if that is disabled, the gatekeeper submits the job again
 
 `aligner preflight` runs before the components start, as a step on the nodes of every component.
 """
@@ -25,7 +25,8 @@ from aligner.cluster.slurm.allocation import Allocation
 from aligner.cluster.slurm.attempt import POLL_SECONDS, Attempt, Ending, Verdict, end_time
 from aligner.cluster.slurm.client import OVER, JobRecord, SlurmClient
 from aligner.cluster.slurm.commands import Runtime
-from aligner.cluster.slurm.history import ENDED, STARTED, SUBMITTED, FollowingJobs, History, done_step, newest_step
+from aligner.cluster.slurm.following import FollowingJobs, Request
+from aligner.cluster.slurm.history import ENDED, STARTED, SUBMITTED, History, done_step, newest_step, no_progress
 from aligner.cluster.slurm.requests import StopRequests
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, OnFailure
 from aligner.cluster.slurm.steps import Place, Step
@@ -145,6 +146,7 @@ class _Conductor:
         self._history = History(run.attempts, around.allocation.job)
         self._components = self._ask_for_components(around.allocation.job)
         self._restarts = 0
+        self._is_looked_at = False
         self._place = Place(
             run=run,
             allocation=around.allocation,
@@ -155,12 +157,18 @@ class _Conductor:
             say=around.say,
         )
         self._following = FollowingJobs(
-            around.allocation,
+            Request(
+                job=around.allocation.job,
+                name=around.allocation.name,
+                directory=str(around.allocation.submit_directory),
+                script=str(around.script),
+                arguments=around.arguments,
+                options=tuple(record.options for record in self._components),
+            ),
             around.client,
             self._history,
-            script=around.script,
-            arguments=around.arguments,
-            components=self._components,
+            folder=run.jobs / around.allocation.job,
+            gatekeeper_options=spec.slurm.gatekeeper_options,
             environ=around.environ,
             say=around.say,
         )
@@ -170,13 +178,10 @@ class _Conductor:
         self._history.add(SUBMITTED, continues=allocation.continues, step=step)
         where = f"goes on after step {step}" if step else "starts"
         self._say(f"run {self._run.run_id()[:8]} in {self._run.path} {where}; logs in {self._run.logs}")
-        if self._was_cancelled():
-            reason = f"job {allocation.continues} was cancelled: a person does not want the run to go on. Submit it again to go on"
-            return self._end(Verdict(ending=Ending.refused, reason=reason))
-        if self._has_halted():
-            return self._end(Verdict(ending=Ending.halted, reason=self._no_progress()))
+        if reason := self._no_progress():
+            return self._end(Verdict(ending=Ending.halted, reason=reason))
         if self._spec.slurm.follow_up:
-            self._following.queue_follow_up()
+            self._following.queue_gatekeeper()
         number = 0
         while True:
             self._history.add(STARTED, attempt=self._attempt_id(number), step=self._newest())
@@ -188,9 +193,12 @@ class _Conductor:
             self._wait(self._spec.slurm.restart_delay_seconds)
 
     def _first_look(self, number: int) -> Verdict | None:
-        if number or self._around.requests.any:
+        """What the preflight has found, None if nothing or if it has passed already; one that has crashed says nothing and runs again."""
+        if self._is_looked_at or self._around.requests.any:
             return None
-        return run_preflight(self._spec, self._place, self._around.requests, self._variables(number))
+        verdict = run_preflight(self._spec, self._place, self._around.requests, self._variables(number))
+        self._is_looked_at = verdict is None
+        return verdict
 
     def _newest(self) -> int:
         return newest_step(self._run, self._spec.checkpoints)
@@ -222,29 +230,15 @@ class _Conductor:
         self._history.add("attempt_ended", ending=verdict.ending.value, reason=verdict.reason, step=self._newest())
         if verdict.ending not in (Ending.crashed, Ending.stopped):
             return verdict
-        if self._has_halted():
-            return Verdict(ending=Ending.halted, reason=f"{self._no_progress()}; the last one: {verdict.reason}")
+        if reason := self._no_progress():
+            return Verdict(ending=Ending.halted, reason=f"{reason}; the last one: {verdict.reason}")
         if verdict.ending is Ending.stopped or self._spec.slurm.on_actor_failure is OnFailure.end or not self._is_intact():
             return verdict
         self._say(f"attempt over: {verdict.reason}. All components start again in this allocation")
         return None
 
-    def _was_cancelled(self) -> bool:
-        """Whether the job that queued this one was ended by scancel. Slurm reports that only after the job's end."""
-        job = self._around.allocation.continues
-        if not job or self._history.ending_of(job) not in ("", Ending.terminated.value):
-            return False
-        return any(component.state.startswith("CANCELLED") for component in self._ask_for_components(job))
-
-    def _has_halted(self) -> bool:
-        return self._history.starts_after(self._newest()) > self._spec.slurm.max_restarts_without_progress
-
     def _no_progress(self) -> str:
-        starts = self._history.starts_after(self._newest())
-        return (
-            f"{starts} starts in a row brought no checkpoint newer than step {self._newest()} "
-            f"(slurm.max_restarts_without_progress={self._spec.slurm.max_restarts_without_progress})"
-        )
+        return no_progress(self._history, self._newest(), self._spec.slurm.max_restarts_without_progress)
 
     def _is_intact(self) -> bool:
         """Whether the allocation can be reused: not if Slurm is ending the job (its signal may still be on the way)."""
@@ -268,10 +262,13 @@ class _Conductor:
         """Arrange the following jobs, and exit."""
         code = _CODES[verdict.ending]
         if verdict.ending is Ending.stopped and self._spec.slurm.successor:
-            self._following.submit_successor()
+            if self._following.submit_successor():
+                code = ExitCode.done  # of the job: it has done its part, and Slurm shows it as COMPLETED
         elif verdict.ending not in (Ending.crashed, Ending.terminated):
-            self._following.cancel_follow_up(verdict.ending.value)
-        follow_up = self._following.follow_up
-        self._history.add(ENDED, ending=verdict.ending.value, exit_code=int(code), reason=verdict.reason, follow_up=follow_up)
-        self._say(f"{verdict.ending.value}: {verdict.reason} (exit code {int(code)}{f'; job {follow_up} is next' if follow_up else ''})")
+            self._following.cancel_gatekeeper(verdict.ending.value)
+        gatekeeper = self._following.gatekeeper
+        self._history.add(ENDED, ending=verdict.ending.value, exit_code=int(code), reason=verdict.reason, gatekeeper=gatekeeper)
+        self._say(
+            f"{verdict.ending.value}: {verdict.reason} (exit code {int(code)}{f'; job {gatekeeper} looks into it' if gatekeeper else ''})"
+        )
         return code

@@ -1,21 +1,15 @@
-"""`attempts.jsonl`: the outcome of every start of a run, and whether a restart still helps.
-
-`FollowingJobs` continue a run: the successor, submitted when a job must stop, and the follow-up, queued in case of a crash.
-"""
+"""`attempts.jsonl`: the outcome of every start of a run, and whether a restart still helps."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from aligner.cluster.run_directory import RunDirectory
-from aligner.cluster.slurm.allocation import Allocation, submission_environment
-from aligner.cluster.slurm.client import JobRecord, SlurmClient
-from aligner.errors import LaunchError
 from aligner.models import checkpoint_files
 
 SUBMITTED, STARTED, ENDED = "job_started", "attempt_started", "job_ended"
@@ -51,6 +45,11 @@ class History:
         lines = [line for line in self.read() if line["job"] == job and line["event"] == ENDED]
         return str(lines[-1]["ending"]) if lines else ""
 
+    def started_after(self, job: str) -> str:
+        """A job of this run that has started since that one did; empty if there is none."""
+        jobs = [line["job"] for line in self.read() if line["event"] == SUBMITTED]
+        return next((later for later in reversed(jobs) if later != job), "") if job in jobs and jobs[-1] != job else ""
+
     def starts_after(self, step: int) -> int:
         """How many of the newest attempts started after this same step, since a person last submitted the run."""
         count = 0
@@ -61,6 +60,14 @@ class History:
             if line["event"] == SUBMITTED and not line["continues"]:
                 break
         return count
+
+
+def no_progress(history: History, newest: int, allowed: int) -> str:
+    """Why another start would be in vain: too many brought no checkpoint newer than step `newest`; empty while it may help."""
+    starts = history.starts_after(newest)
+    if starts <= allowed:
+        return ""
+    return f"{starts} starts in a row brought no checkpoint newer than step {newest} (slurm.max_restarts_without_progress={allowed})"
 
 
 def newest_step(run: RunDirectory, folders: Sequence[str]) -> int:
@@ -77,79 +84,3 @@ def done_step(run: RunDirectory) -> int:
         return 0
     except (ValueError, KeyError, TypeError):  # damaged: the run will write it again when it comes there
         return 0
-
-
-class FollowingJobs:
-    """Submits and cancels them. Each runs the same script with the same arguments, so in the same run directory."""
-
-    def __init__(
-        self,
-        allocation: Allocation,
-        client: SlurmClient,
-        history: History,
-        *,
-        script: Path,
-        arguments: Sequence[str],
-        components: Sequence[JobRecord],
-        environ: Mapping[str, str],
-        say: Callable[[str], None],
-    ) -> None:
-        """`components`: the job's own; following jobs inherit their partition, account and time limit."""
-        self._allocation = allocation
-        self._client = client
-        self._history = history
-        self._script = script
-        self._arguments = list(arguments)
-        self._options = [component.options for component in components]
-        self._environ = environ
-        self._say = say
-        self.follow_up = ""
-
-    def queue_follow_up(self) -> None:
-        """Queue the job that starts if this one fails. Without it the run still continues, until a crash."""
-        try:
-            self.follow_up = self._submit("afternotok")
-        except LaunchError as error:
-            self._say(f"warning: no job is queued for the case of a crash: {error}")
-            return
-        self._history.add("follow_up_queued", follow_up=self.follow_up)
-        self._say(f"job {self.follow_up} is queued for the case that this one crashes")
-
-    def submit_successor(self) -> None:
-        """Submit the job that continues this one; if that fails, the follow-up takes its place."""
-        try:
-            successor = self._submit("afterany")
-        except LaunchError as error:
-            self._history.add("successor_failed", reason=str(error), follow_up=self.follow_up)
-            instead = f"job {self.follow_up} goes on instead" if self.follow_up else "submit the same again to go on"
-            self._say(f"warning: cannot submit the next job ({error}); {instead}")
-            return
-        self._history.add("successor_submitted", successor=successor)
-        self._say(f"job {successor} goes on after this one")
-        self.cancel_follow_up("a successor is submitted")
-
-    def cancel_follow_up(self, reason: str) -> None:
-        """Called when it must not start. A failure is reported: the user must then cancel it."""
-        if not self.follow_up:
-            return
-        job, self.follow_up = self.follow_up, ""
-        try:
-            self._client.cancel(job)
-        except LaunchError as error:
-            self._say(f"warning: job {job} is not needed ({reason}) and could not be cancelled: {error}. Cancel it: scancel {job}")
-            return
-        self._history.add("follow_up_cancelled", follow_up=job, reason=reason)
-
-    def _submit(self, dependency: str) -> str:
-        first, *others = self._options or [()]
-        options = [f"--dependency={dependency}:{self._allocation.job}", "--kill-on-invalid-dep=yes"]
-        options += [f"--job-name={self._allocation.name}", *first]
-        for other in others:
-            options += [":", *other]
-        return self._client.submit(
-            options,
-            self._script,
-            self._arguments,
-            cwd=self._allocation.submit_directory,
-            environ=submission_environment(self._environ, self._allocation.job),
-        )

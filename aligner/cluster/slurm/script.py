@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, SlurmConfig
 
@@ -23,8 +24,13 @@ fi
 """
 
 
-def render(config: str, spec: JobSpec, *, title: str, overrides: Sequence[str] = (), path: str = "") -> str:
-    """The script of a config with `overrides`. `title` says what it is, `path` where it is kept (empty: nowhere)."""
+def render(
+    config: str, spec: JobSpec, *, title: str, overrides: Sequence[str] = (), path: str = "", variables: Mapping[str, str] | None = None
+) -> str:
+    """The script of a config with `overrides`. `title` says what it is, `path` where it is kept (empty: nowhere).
+
+    `variables` have these values unless the submitter sets others: at sites that export nothing (`--export=NONE`) nobody could set them.
+    """
     made = f"aligner launch slurm {shlex.join([config, *overrides])}" + (f" --output {path}" if path else "")
     lines = ["#!/bin/bash", f"# {title}", f"# Made by `{made}`: the numbers are those of the config {config}."]
     if path:
@@ -46,7 +52,8 @@ def render(config: str, spec: JobSpec, *, title: str, overrides: Sequence[str] =
     settings = "".join(f" --set {shlex.quote(override)}" for override in overrides)
     command = f'exec "${{ALIGNER_PYTHON:-python3}}" -m aligner.cluster.slurm --script "$0" --config {config}{settings} -- "$@"'
     setup = f"\n# slurm.setup\n{slurm.setup.strip()}\n" if slurm.setup else ""
-    return "\n".join(lines) + "\n" + setup + _BODY + command + "\n"
+    chosen = "".join(f'export {name}="${{{name}:-{_quoted(value)}}}"\n' for name, value in (variables or {}).items())
+    return "\n".join(lines) + "\n" + setup + (f"\n{chosen}" if chosen else "") + _BODY + command + "\n"
 
 
 def _part_lines(part: Sequence[ComponentSpec], slurm: SlurmConfig) -> list[str]:
@@ -66,3 +73,8 @@ def _part_lines(part: Sequence[ComponentSpec], slurm: SlurmConfig) -> list[str]:
         f"#SBATCH {' '.join(size)}",
         *(f"#SBATCH {option}" for option in (*given, *slurm.options)),
     ]
+
+
+def _quoted(value: str) -> str:
+    """As it stands between double quotes in bash."""
+    return re.sub(r'(["\\$`}])', r"\\\1", value)

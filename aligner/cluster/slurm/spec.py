@@ -51,7 +51,8 @@ class SlurmConfig:
     signal_seconds_before_end: int = 600  # so long before the end of its time a job is told to stop (sbatch --signal)
     abandon_seconds: float = 120.0  # of these, kept for the end of the job: a step that lasts longer is given up
     successor: bool = True  # a job that has to stop submits the next one, which goes on
-    follow_up: bool = True  # a job queues the next one at its start, to go on after a crash (afternotok)
+    follow_up: bool = True  # a job queues a small one at its start, which submits it again after a crash (afternotok)
+    gatekeeper_options: list[str] = field(default_factory=list)  # of sbatch for that small one, such as --partition=cpu
 
     on_server_failure: OnFailure = OnFailure.restart  # restart: that server alone, in its allocation, from its last checkpoint
     max_server_restarts: int = 3  # of all servers of a job together; the next death counts as the actor's
@@ -88,7 +89,10 @@ class SlurmConfig:
             raise ConfigError(f"slurm.signal_seconds_before_end={self.signal_seconds_before_end}: sbatch takes at most 65535")
         if not _MEMORY.fullmatch(self.memory):
             raise ConfigError(f"slurm.memory={self.memory}: must be 0 (all of a node), or a number with K, M, G or T, such as 480G")
-        for name, program, options in (("options", "sbatch", self.options), ("srun_options", "srun", self.srun_options)):
+        for name, program, options in (
+            *(("options", "sbatch", self.options), ("gatekeeper_options", "sbatch", self.gatekeeper_options)),
+            ("srun_options", "srun", self.srun_options),
+        ):
             for option in options:
                 if not option.startswith("-") or "\n" in option:
                     raise ConfigError(f"slurm.{name} has {option!r}; allowed: {program} options such as --mem=0, one a string")

@@ -20,8 +20,9 @@ from aligner.cluster.slurm.allocation import allocation
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.commands import runtime
 from aligner.cluster.slurm.conductor import Surroundings, conduct
+from aligner.cluster.slurm.following import go_on
 from aligner.cluster.slurm.requests import StopRequests
-from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, SlurmConfig
+from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, SlurmConfig, to_json
 
 FAKES = Path(__file__).parents[2] / "fakes" / "slurm_commands"
 RUNNING = "JobId=42 JobName=demo JobState=RUNNING Account=lab QOS=(null) Partition=gpu TimeLimit=01:00:00 EndTime=2099-01-01T00:00:00"
@@ -50,6 +51,7 @@ class World:
             lease_seconds=30.0,
             ready_timeout_seconds=20.0,
         )
+        self.script = tmp_path / "script.sub"
         self.preflight: tuple[str, ...] = ()
         self.behaves(critic=SERVER, reward=SERVER, job=RUNNING)
 
@@ -76,17 +78,24 @@ class World:
             slurm=self.slurm,
         )
         home = Path(self.environ["SLURM_SUBMIT_DIR"])
+        folder = self.run.jobs / environ["SLURM_JOB_ID"]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "spec.json").write_text(to_json(spec))
         around = Surroundings(
             allocation=allocation(environ),
             runtime=runtime({"ALIGNER_CONTAINER": "apptainer:x.sif"}, home=home, directory=home),
             client=SlurmClient(20.0, environ),
             requests=self.requests,
-            script=home / "script.sub",
+            script=self.script,
             arguments=("a=1", "b=two words"),
             environ=environ,
             say=self.said.append,
         )
         return conduct(spec, around)
+
+    def gatekeeper(self, job: str = "42") -> str:
+        """What the job says that waits for the failure of `job`."""
+        return go_on(self.run.jobs / job, SlurmClient(20.0, self.environ), self.environ)
 
     def once_it_lasts(self, action: Callable[[], object]) -> None:
         """Do it in another thread when an actor has said `lasts`."""

@@ -17,19 +17,23 @@ from aligner.errors import ConfigError
 RUNNING = "JobId=42 JobName=demo JobState=RUNNING Account=lab QOS=(null) Partition=gpu TimeLimit=01:00:00 EndTime=2099-01-01T00:00:00"
 
 
-def test_a_run_that_is_done_cancels_its_follow_up_and_is_not_started_again(world) -> None:
+def test_a_run_that_is_done_cancels_its_gatekeeper_and_is_not_started_again(world) -> None:
     world.behaves(actor="finishes 10; says 0")
     assert world.conduct() == 0
     assert world.starts() == ["actor.1", "critic.1", "reward.1"]
-    assert world.events() == ["job_started", "follow_up_queued", "attempt_started", "attempt_ended", "follow_up_cancelled", "job_ended"]
+    assert world.events() == ["job_started", "gatekeeper_queued", "attempt_started", "attempt_ended", "gatekeeper_cancelled", "job_ended"]
     assert world.cancelled() == ["100"]
     assert world.living_steps() == []
     assert not world.run.lease.exists()
     (sbatch,) = world.lines("sbatch")
-    # The job that waits for a crash: same partition, account and time, same script and arguments, nothing of this job in its environment.
+    # One task for a few minutes, on the same partition and account; nothing of this job in its environment.
     assert "continues=42 attempt= job= " in sbatch and f"in={world.environ['SLURM_SUBMIT_DIR']} " in sbatch
-    assert "--dependency=afternotok:42 --kill-on-invalid-dep=yes --job-name=demo --partition=gpu --account=lab --time=01:00:00" in sbatch
-    assert sbatch.endswith("script.sub a=1 b=two words")
+    folder = world.run.jobs / "42"
+    assert (
+        "--dependency=afternotok:42 --kill-on-invalid-dep=yes --export=ALL --job-name=demo-gatekeeper "
+        f"--output={folder}/gatekeeper-%j.out --nodes=1 --ntasks=1 --time=10 --no-requeue --partition=gpu --account=lab "
+        f"{folder}/gatekeeper.sub" in sbatch
+    )
 
     assert world.conduct() == 0
     assert "is done (step 10, done.json): nothing to do" in world.text()
@@ -40,7 +44,10 @@ def test_every_step_is_told_what_it_belongs_to(world) -> None:
     world.behaves(actor="finishes 10")
     world.conduct()
     actor, critic, _ = sorted(world.lines("srun"))
-    assert "critic.1 attempt=42.0 end=" in critic and "--het-group=1 --job-name=critic --nodes=1 --ntasks=1 --ntasks-per-node=1" in critic
+    assert (
+        "critic.1 attempt=42.0 end=" in critic
+        and "--het-group=1 --export=ALL --job-name=critic --nodes=1 --ntasks=1 --ntasks-per-node=1" in critic
+    )
     assert "--het-group=0" in actor and f"--output={world.run.logs}/actor.%t.log" in actor and "--kill-on-bad-exit=1" in actor
     assert f"apptainer exec --bind {world.environ['SLURM_SUBMIT_DIR']}" in actor and f"--bind {world.run.path}:{world.run.path}" in actor
     assert actor.endswith("x.sif python3 -u actor.py a=1")
@@ -82,7 +89,7 @@ def test_a_server_that_dies_too_often_ends_the_attempt_after_a_grace(world) -> N
     world.behaves(critic="register; sleep 0.05; says 1 boom; exit 1", actor="lasts")
     assert world.conduct() == 1
     assert [start for start in world.starts() if start.startswith("critic")] == ["critic.1", "critic.2"]
-    assert "crashed: critic: rank 0 ended with exit code 1: boom (exit code 1; job 100 is next)" in world.text()
+    assert "crashed: critic: rank 0 ended with exit code 1: boom (exit code 1; job 100 looks into it)" in world.text()
     assert world.cancelled() == [] and world.living_steps() == []
 
 
@@ -160,20 +167,21 @@ def test_starts_are_counted_across_jobs(world) -> None:
 def test_sigusr1_stops_in_order_and_submits_the_successor(world) -> None:
     world.behaves(actor="trap 'reaches 5; says 75; exit 75' USR1; lasts")
     world.once_it_lasts(lambda: setattr(world.requests, "stop", True))
-    assert world.conduct() == 75
-    follow_up, successor = world.lines("sbatch")
-    assert "afternotok:42" in follow_up and "--dependency=afterany:42" in successor and "continues=42" in successor
+    assert world.conduct() == 0  # Slurm shows the job as COMPLETED
+    gatekeeper, successor = world.lines("sbatch")
+    assert "afternotok:42" in gatekeeper and "--dependency=afterany:42" in successor and "continues=42" in successor
+    assert "--job-name=demo --partition=gpu --account=lab --time=01:00:00 " in successor
     assert successor.endswith("script.sub a=1 b=two words")
     assert world.cancelled() == ["100"]
     assert "job 101 goes on after this one" in world.text()
-    assert world.events()[-4:] == ["attempt_ended", "successor_submitted", "follow_up_cancelled", "job_ended"]
+    assert world.events()[-4:] == ["attempt_ended", "successor_submitted", "gatekeeper_cancelled", "job_ended"]
 
 
 def test_a_step_that_takes_too_long_is_given_up(world) -> None:
     world.slurm = replace(world.slurm, signal_seconds_before_end=10, abandon_seconds=9.7)
     world.behaves(actor="trap '' USR1; lasts")
     world.once_it_lasts(lambda: setattr(world.requests, "stop", True))
-    assert world.conduct() == 75
+    assert world.conduct() == 0
     assert "stopped: its step took too long and was given up: the newest checkpoint stands" in world.text()
     assert "afterany:42" in world.lines("sbatch")[1] and world.living_steps() == []
 
@@ -183,14 +191,14 @@ def test_the_end_of_the_jobs_time_shortens_what_the_actor_may_take(world) -> Non
     world.slurm = replace(world.slurm, signal_seconds_before_end=600, abandon_seconds=4.0)
     world.behaves(actor="trap '' USR1; lasts", job=RUNNING.replace("2099-01-01T00:00:00", now))
     world.once_it_lasts(lambda: setattr(world.requests, "stop", True))
-    assert world.conduct() == 75
+    assert world.conduct() == 0
     (asked,) = [line["seconds"] for line in world.history() if line["event"] == "stop_requested"]
     assert asked <= 1
 
 
 def test_a_run_that_stops_by_itself_before_the_end_of_its_time_goes_on_too(world) -> None:
     world.behaves(actor="reaches 7; says 75; exit 75")
-    assert world.conduct() == 75
+    assert world.conduct() == 0
     assert "afterany:42" in world.lines("sbatch")[1]
 
 
@@ -201,42 +209,77 @@ def test_without_a_successor_a_stopped_run_stays_stopped(world) -> None:
     assert len(world.lines("sbatch")) == 1 and world.cancelled() == ["100"]
 
 
-def test_the_follow_up_goes_on_where_the_successor_cannot_be_submitted(world) -> None:
+def test_the_gatekeeper_submits_a_successor_that_could_not_be(world) -> None:
     world.behaves(actor=": >$FAKE_SLURM/sbatch.broken; reaches 7; says 75; exit 75")
-    assert world.conduct() == 75
-    assert "job 100 goes on instead" in world.text() and world.cancelled() == []
+    assert world.conduct() == 75  # FAILED: so it starts
+    assert "job 100 tries it again" in world.text() and world.cancelled() == []
+    (world.folder / "sbatch.broken").unlink()
+    assert world.gatekeeper() == "job 42 failed; job 101 goes on"
+    assert "continues=42" in world.lines("sbatch")[1]
 
 
-def test_a_run_starts_where_no_follow_up_can_be_queued(world) -> None:
+def test_a_run_starts_where_no_gatekeeper_can_be_queued(world) -> None:
     (world.folder / "sbatch.broken").touch()
     world.behaves(actor="finishes 10")
     assert world.conduct() == 0
-    assert "no job is queued for the case of a crash" in world.text()
+    assert "no job is queued for the case of a crash: " in world.text() and "slurm.gatekeeper_options names others" in world.text()
+
+
+def test_a_gatekeeper_where_a_site_wants_it(world) -> None:
+    world.slurm = replace(world.slurm, gatekeeper_options=["--partition=cpu"])
+    world.behaves(actor="finishes 10")
+    world.conduct()
+    assert "--partition=gpu --account=lab --partition=cpu " in world.lines("sbatch")[0]  # the last one counts
 
 
 @pytest.mark.parametrize(
-    ("state", "code"), [("CANCELLED", 2), ("CANCELLED by 1000", 2), ("PREEMPTED", 0), ("TIMEOUT", 0), ("NODE_FAIL", 0), ("FAILED", 0)]
+    ("state", "goes_on"),
+    [("CANCELLED", False), ("CANCELLED by 1000", False), ("PREEMPTED", True), ("TIMEOUT", True), ("NODE_FAIL", True), ("FAILED", True)],
 )
-def test_sigterm_ends_the_job_and_only_a_person_ends_the_run(state: str, code: int, world) -> None:
-    """Until a job has ended Slurm does not say by what: so the job that follows looks, and does not go on after scancel."""
+def test_sigterm_ends_the_job_and_only_a_person_ends_the_run(state: str, goes_on: bool, world) -> None:
+    """Until a job has ended Slurm does not say by what: so the gatekeeper looks, and does not go on after scancel."""
     world.behaves(actor="lasts")
     world.once_it_lasts(lambda: setattr(world.requests, "terminate", True))
     assert world.conduct() == 1
     assert world.cancelled() == [] and world.living_steps() == []
-    assert world.history()[-1]["ending"] == "terminated" and world.history()[-1]["follow_up"] == "100"
+    assert world.history()[-1]["ending"] == "terminated" and world.history()[-1]["gatekeeper"] == "100"
 
-    world.requests.terminate = False
-    world.behaves(actor="finishes 10", job=RUNNING.replace("RUNNING", state))
-    world.environ["SLURM_JOB_ID"] = "100"
-    assert world.conduct(ALIGNER_CONTINUES="42") == code
-    assert ("refused: job 42 was cancelled" in world.text()) == (code == 2)
+    world.behaves(job=RUNNING.replace("RUNNING", state))
+    if goes_on:
+        assert world.gatekeeper() == "job 42 failed; job 101 goes on"
+        assert world.lines("sbatch")[1].endswith(
+            f"--export=ALL --job-name=demo --partition=gpu --account=lab --time=01:00:00 {world.script} a=1 b=two words"
+        )
+    else:
+        assert world.gatekeeper() == "job 42 is not submitted again: somebody cancelled it: submit it again to go on"
+        assert len(world.lines("sbatch")) == 1 and world.events()[-1] == "not_continued"
 
 
-def test_a_killed_job_that_was_cancelled_does_not_go_on_either(world) -> None:
+def test_a_killed_conductor_that_was_cancelled_does_not_go_on_either(world) -> None:
+    world.slurm = replace(world.slurm, on_actor_failure=OnFailure.end)
+    world.behaves(actor="exit 1")
+    world.conduct()
+    lines = world.run.attempts.read_text().splitlines(keepends=True)
+    world.run.attempts.write_text("".join(lines[:-1]))  # it could not say how it ended
     world.behaves(job=RUNNING.replace("RUNNING", "CANCELLED"))
-    world.environ["SLURM_JOB_ID"] = "100"
-    assert world.conduct(ALIGNER_CONTINUES="42") == 2
-    assert world.starts() == [] and world.lines("sbatch") == []
+    assert "somebody cancelled it" in world.gatekeeper()
+
+
+def test_a_gatekeeper_looks_whether_going_on_helps(world) -> None:
+    world.slurm = replace(world.slurm, max_restarts_without_progress=0, on_actor_failure=OnFailure.end)
+    world.behaves(actor="exit 1")
+    assert world.conduct() == 78
+    assert "it ended as halted" in world.gatekeeper()
+    lines = [line for line in world.run.attempts.read_text().splitlines(keepends=True) if "job_ended" not in line]
+    world.run.attempts.write_text("".join(lines))  # the node died before
+    assert "1 starts in a row brought no checkpoint newer than step 0" in world.gatekeeper()
+    later = {**world.environ, "SLURM_JOB_ID": "50"}
+    world.environ = later
+    world.behaves(actor="finishes 10")
+    world.conduct()
+    assert "the run is done (step 10)" in world.gatekeeper()
+    world.run.done.unlink()
+    assert "job 50 has gone on since" in world.gatekeeper()
 
 
 def test_one_job_at_a_time(world) -> None:
@@ -279,6 +322,17 @@ def test_preflight_comes_first(actors: str, critics: str, code: int, text: str, 
     others = [line for line in world.lines("srun") if "--only" in line]
     assert len(others) == 2 and all("--only versions,devices,clock,network,filesystem,ports" in line for line in others)
     assert len(world.starts()) == starts and world.cancelled() == ["100"]
+
+
+def test_a_preflight_that_crashed_is_run_again(world) -> None:
+    """It has said nothing: the next start of the components must not take that for a yes."""
+    world.preflight = ("-m", "aligner.cli", "preflight", "demo")
+    world.behaves(
+        **{"preflight_1": "kill -9 $$", "preflight_2": "says 2; exit 2", "preflight-critic": "says 0", "preflight-reward": "says 0"}
+    )
+    assert world.conduct() == 2
+    assert [start for start in world.starts() if start.startswith("preflight.")] == ["preflight.1", "preflight.2"]
+    assert not [start for start in world.starts() if start.startswith("actor")]
 
 
 def test_preflight_can_be_left_out(world) -> None:

@@ -16,9 +16,10 @@ import pytest
 from aligner.algorithms.registry import recipe_of, recipes
 from aligner.cluster import outcomes
 from aligner.cluster.outcomes import Outcome
-from aligner.cluster.slurm.allocation import allocation, step_environment, submission_environment
+from aligner.cluster.slurm.allocation import allocation, export_option, step_environment, submission_environment
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.commands import runtime, srun_command
+from aligner.cluster.slurm.script import render
 from aligner.cluster.slurm.spec import ComponentSpec, JobSpec, OnFailure, SlurmConfig, from_json, to_json
 from aligner.config import compose
 from aligner.errors import ConfigError, LaunchError
@@ -116,7 +117,16 @@ def test_srun_of_a_component(variables, options, command) -> None:
     where = runtime(variables, home=Path("/home/me/aligner"), directory=Path("/work/dir"))
     made = srun_command(ACTOR, SlurmConfig(mpi="pmix", cpus_per_rank=14), where, het_group=1, log="/run/actor.%t.log")
     assert made == [
-        *("srun", "--het-group=1", "--job-name=actor", "--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--gpus-per-node=8"),
+        *(
+            "srun",
+            "--het-group=1",
+            "--export=ALL",
+            "--job-name=actor",
+            "--nodes=2",
+            "--ntasks=16",
+            "--ntasks-per-node=8",
+            "--gpus-per-node=8",
+        ),
         *("--cpus-per-task=14", "--mpi=pmix", "--kill-on-bad-exit=1", "--wait=600", "--input=none", "--output=/run/actor.%t.log"),
         *("--open-mode=append", "--chdir=/work/dir", *options, *command),
     ]
@@ -178,13 +188,19 @@ def test_environments_of_steps_and_of_following_jobs() -> None:
         "ALIGNER_CONTAINER": "x",
         "A": "b",
     }
-    assert step_environment({**batch, "PYTHONPATH": "/me:/more"}, Path("/me")) == {
-        **{"SLURM_JOB_ID": "7", "SLURM_CONF": "/etc/slurm.conf", "ALIGNER_CONTAINER": "x", "A": "b"},
+    assert step_environment({**batch, "PYTHONPATH": "/me:/more", "SLURM_EXPORT_ENV": "NONE"}, Path("/me")) == {
+        **{"PATH": os.defpath, "SLURM_JOB_ID": "7", "SLURM_CONF": "/etc/slurm.conf", "ALIGNER_CONTAINER": "x", "A": "b"},
         **{"PYTHONPATH": "/me:/more", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
     }
     assert submission_environment(batch, "7") == {
         **{"HOSTNAME": "n1", "SLURM_CONF": "/etc/slurm.conf", "ALIGNER_CONTAINER": "x", "A": "b", "ALIGNER_CONTINUES": "7"}
     }
+
+
+def test_what_a_following_job_is_given() -> None:
+    assert export_option({"A": "b"}) == export_option({"SLURM_EXPORT_ENV": "ALL,A=b"}) == "--export=ALL"
+    batch = {"SLURM_EXPORT_ENV": "NONE", "ALIGNER_MOUNTS": "/a,/b", "ALIGNER_ATTEMPT": "6.0", "A": "b"}
+    assert export_option(batch) == "--export=ALIGNER_MOUNTS,ALIGNER_CONTINUES"
 
 
 def test_a_job_of_one_component() -> None:
@@ -267,6 +283,50 @@ def test_a_script_of_other_settings_carries_them(capsys) -> None:
     assert "#SBATCH --nodes=16 --ntasks-per-node=4 --gpus-per-node=4 --exclusive\n#SBATCH --account=lab\n#SBATCH --mem=0\n" in text
     assert "--config dpo_70b --set cluster.gpus_per_node=4 --set slurm.account=lab --set 'run.directory=runs/a b'" in text
     assert text.endswith(' -- "$@"\n')
+
+
+def test_a_script_keeps_choices_that_could_not_be_exported(tmp_path: Path) -> None:
+    choices = {"ALIGNER_CONTAINER": 'apptainer:/my "own" $image.sif', "ALIGNER_MOUNTS": "/a,/b"}
+    text = render("ppo_smoke_cpu", spec("ppo_smoke_cpu"), title="t", variables=choices)
+    said = 'echo "$ALIGNER_CONTAINER|$ALIGNER_MOUNTS"; exit'
+    script = text.replace('home="${', f'{said}\nhome="${{', 1)
+    for given, expected in (({}, 'apptainer:/my "own" $image.sif|/a,/b'), ({"ALIGNER_CONTAINER": "pyxis:x"}, "pyxis:x|/a,/b")):
+        done = subprocess.run(["bash", "-c", script], env={"PATH": os.environ["PATH"], **given}, capture_output=True, text=True, timeout=60)
+        assert done.stdout == f"{expected}\n"
+
+
+ASKED = (
+    "JobId=7 HetJobId=6 JobName=demo Nice=5 Account=lab QOS=(null) JobState=RUNNING Reason=None TimeLimit=1-00:00:00 TimeMin=N/A "
+    "EndTime=Unknown Partition=gpu ReqNodeList=(null) ExcNodeList=n[2-3] NumNodes=1 CPUs/Task=1 NtasksPerN:B:S:C=0:0:*:* CoreSpec=* "
+    "MinCPUsNode=1 {memory} MinTmpDiskNode=0 Features=a100&ib OverSubscribe=NO Contiguous=1 Licenses=matlab:2 "
+    "Network=(null) Command=/d/a b.sub WorkDir=/d Comment=two words  StdErr=/d/demo-7.out StdOut=/d/demo-7.out Power= "
+    "MailUser=me@site MailType=END,FAIL {tres}"
+)
+KEPT = {
+    "--account=lab",
+    "--comment=two words",
+    "--constraint=a100&ib",
+    "--contiguous",
+    "--exclude=n[2-3]",
+    "--exclusive",
+    "--licenses=matlab:2",
+}
+KEPT |= {"--mail-type=END,FAIL", "--mail-user=me@site", "--nice=5", "--output=/d/demo-%j.out", "--partition=gpu", "--time=1-00:00:00"}
+
+
+@pytest.mark.parametrize(
+    ("memory", "tres", "more"),
+    [
+        ("MinMemoryNode=0", "TresPerNode=gres:gpu:h100:8", {"--mem=0", "--gpus-per-node=h100:8"}),
+        ("MinMemoryCPU=10M", "TresPerNode=gres/gpu:8,gres/nvme:1", {"--mem-per-cpu=10M", "--gpus-per-node=8", "--gres=nvme:1"}),
+        ("MinMemoryCPU=10M", "MemPerTres=gres:gpu:100 TresPerJob=gres:gpu:2", {"--mem-per-gpu=100", "--gpus=2"}),
+    ],
+)
+def test_what_a_job_has_asked_for(memory: str, tres: str, more: set[str]) -> None:
+    client = SlurmClient(10.0)
+    client.run = lambda *command: ASKED.format(memory=memory, tres=tres) + "\n"
+    (record,) = client.show("7")
+    assert set(record.options) == KEPT | more
 
 
 def test_a_script_for_a_site(capsys) -> None:

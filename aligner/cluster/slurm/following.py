@@ -1,0 +1,180 @@
+"""The jobs that continue a run: the successor, submitted by a job that must stop, and the gatekeeper, which waits for a job to fail.
+
+The gatekeeper is a job of one task that starts if the other one failed (`afternotok`). It looks why, and submits the job again where
+that helps: a run that somebody cancelled, that is done, or that gets nowhere takes no nodes.
+
+    python3 -m aligner.cluster.slurm.following <run>/jobs/<job>
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from aligner.cluster.run_directory import RunDirectory
+from aligner.cluster.slurm.allocation import export_option, submission_environment
+from aligner.cluster.slurm.client import SlurmClient
+from aligner.cluster.slurm.history import History, done_step, newest_step, no_progress
+from aligner.cluster.slurm.spec import JobSpec, read_spec
+from aligner.errors import AlignerError, LaunchError
+
+REQUEST, GATEKEEPER = "following.json", "gatekeeper.sub"
+NAME = "{}-gatekeeper"
+# Where the big job may run, a small one may, but on what nodes and with how much is not asked for.
+_SAME_PLACE = ("--partition=", "--account=", "--qos=", "--reservation=", "--comment=", "--wckey=")
+_SIZE = ("--nodes=1", "--ntasks=1", "--time=10", "--no-requeue")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """The job that continues `job`: the same script with the same arguments, so in the same run directory, and the same wishes.
+
+    `options` has those of each part of the job, as Slurm knows them.
+    """
+
+    job: str
+    name: str
+    directory: str
+    script: str
+    arguments: tuple[str, ...]
+    options: tuple[tuple[str, ...], ...]
+
+    def submit(self, client: SlurmClient, environ: Mapping[str, str], *depending: str) -> str:
+        """The id of the new job. Raises LaunchError."""
+        first, *others = self.options or ((),)
+        options = [*depending, export_option(environ), f"--job-name={self.name}", *first]
+        for other in others:
+            options += [":", *other]
+        cwd, given = Path(self.directory), submission_environment(environ, self.job)
+        return client.submit(options, Path(self.script), self.arguments, cwd=cwd, environ=given)
+
+
+class FollowingJobs:
+    """Submits and cancels what follows one job. `folder` is `<run>/jobs/<job>`."""
+
+    def __init__(
+        self,
+        request: Request,
+        client: SlurmClient,
+        history: History,
+        *,
+        folder: Path,
+        gatekeeper_options: Sequence[str],
+        environ: Mapping[str, str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._request = request
+        self._client = client
+        self._history = history
+        self._folder = folder
+        self._gatekeeper_options = gatekeeper_options
+        self._environ = environ
+        self._say = say
+        self.gatekeeper = ""
+
+    def queue_gatekeeper(self) -> None:
+        """Queue the small job that starts if this one fails. Without it the run still continues, until a crash."""
+        job = self._request.job
+        script = self._folder / GATEKEEPER
+        path = os.environ.get("PYTHONPATH", "")
+        lines = [
+            "#!/bin/bash",
+            f"# If job {job} fails: is it to be submitted again?",
+            *([f"export PYTHONPATH={shlex.quote(path)}"] if path else []),
+        ]
+        program = [sys.executable, "-m", "aligner.cluster.slurm.following", str(self._folder)]
+        same = [option for option in (self._request.options or ((),))[0] if option.startswith(_SAME_PLACE)]
+        options = [f"--dependency=afternotok:{job}", "--kill-on-invalid-dep=yes", export_option(self._environ)]
+        options += [f"--job-name={NAME.format(self._request.name)}", f"--output={self._folder}/gatekeeper-%j.out", *_SIZE, *same]
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / REQUEST).write_text(json.dumps(asdict(self._request), indent=1) + "\n")
+            script.write_text("\n".join([*lines, f"exec {shlex.join(program)}"]) + "\n")
+            environ = submission_environment(self._environ, job)
+            options += self._gatekeeper_options
+            self.gatekeeper = self._client.submit(options, script, (), cwd=Path(self._request.directory), environ=environ)
+        except (LaunchError, OSError) as error:
+            advice = "where it may not run on these nodes, slurm.gatekeeper_options names others, such as ['--partition=cpu']"
+            self._say(f"warning: no job is queued for the case of a crash: {error}; {advice}")
+            return
+        self._history.add("gatekeeper_queued", gatekeeper=self.gatekeeper)
+        self._say(f"job {self.gatekeeper} (one task) is queued for the case that this one crashes")
+
+    def submit_successor(self) -> bool:
+        """Submit the job that continues this one; if that fails, the gatekeeper will, and this job must end as failed."""
+        try:
+            successor = self._request.submit(
+                self._client, self._environ, f"--dependency=afterany:{self._request.job}", "--kill-on-invalid-dep=yes"
+            )
+        except LaunchError as error:
+            self._history.add("successor_failed", reason=str(error), gatekeeper=self.gatekeeper)
+            instead = f"job {self.gatekeeper} tries it again" if self.gatekeeper else "submit the same again to go on"
+            self._say(f"warning: cannot submit the next job ({error}); {instead}")
+            return False
+        self._history.add("successor_submitted", successor=successor)
+        self._say(f"job {successor} goes on after this one")
+        self.cancel_gatekeeper("a successor is submitted")
+        return True
+
+    def cancel_gatekeeper(self, reason: str) -> None:
+        """Called when it must not start. A failure is reported: it then finds out itself that it is not needed."""
+        if not self.gatekeeper:
+            return
+        job, self.gatekeeper = self.gatekeeper, ""
+        try:
+            self._client.cancel(job)
+        except LaunchError as error:
+            self._say(f"warning: job {job} is not needed ({reason}) and could not be cancelled: {error}")
+            return
+        self._history.add("gatekeeper_cancelled", gatekeeper=job, reason=reason)
+
+
+def go_on(folder: Path, client: SlurmClient, environ: Mapping[str, str]) -> str:
+    """What a gatekeeper does; says what that was. Raises LaunchError if Slurm refuses the job."""
+    spec = read_spec(folder / "spec.json")
+    found = json.loads((folder / REQUEST).read_text())
+    request = Request(**found | {"arguments": tuple(found["arguments"]), "options": tuple(map(tuple, found["options"]))})
+    history = History(RunDirectory(Path(spec.run_directory)).attempts, request.job)
+    if reason := _in_vain(spec, request.job, history, client):
+        history.add("not_continued", reason=reason)
+        return f"job {request.job} is not submitted again: {reason}"
+    successor = request.submit(client, environ)
+    history.add("successor_submitted", successor=successor)
+    return f"job {request.job} failed; job {successor} goes on"
+
+
+def _in_vain(spec: JobSpec, job: str, history: History, client: SlurmClient) -> str:
+    """Why the run is not to go on by itself; empty if it is."""
+    run = RunDirectory(Path(spec.run_directory))
+    if (step := done_step(run)) >= spec.max_steps:
+        return f"the run is done (step {step})"
+    later = history.started_after(job)
+    if later:
+        return f"job {later} has gone on since"
+    ending = history.ending_of(job)
+    if ending in ("refused", "halted", "lost"):
+        return f"it ended as {ending}"
+    # Slurm reports who ended a job only after its end.
+    if ending in ("", "terminated") and any(record.state.startswith("CANCELLED") for record in client.show(job)):
+        return "somebody cancelled it: submit it again to go on"
+    return no_progress(history, newest_step(run, spec.checkpoints), spec.slurm.max_restarts_without_progress)
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        folder = Path(arguments[0])
+        spec = read_spec(folder / "spec.json")
+        print(go_on(folder, SlurmClient(spec.slurm.command_timeout_seconds), os.environ), flush=True)
+    except AlignerError as error:
+        print(f"error: {error}: the run does not go on by itself; submit it again", flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

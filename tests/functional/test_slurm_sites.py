@@ -1,0 +1,124 @@
+"""PPO on test clusters with other sites' rules: what is exported, what following jobs ask for, who waits for a crash."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from slurm_cluster import Job, SlurmCluster
+from slurm_job import kill
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from slurm_runs import ENVIRONMENT, SlurmRun, run_settings
+from training_jobs import ROOT, steps_of, write_task
+
+pytestmark = [pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(1800)]
+PATIENCE_SECONDS = 240.0
+NUM_STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("slurm_sites")
+    write_task(folder)
+    return folder
+
+
+def launched(slurm: SlurmCluster, run: SlurmRun, *settings: str, **variables: str) -> Job:
+    """`aligner launch slurm`, on the cluster's head node."""
+    command = [sys.executable, "-m", "aligner.cli", "launch", "slurm", "ppo_smoke_cpu"]
+    output = f"slurm.output={run.directory.parent}/%x-%j.out"
+    done = slurm.run(
+        *command,
+        *run.settings,
+        f"run.directory={run.directory}",
+        output,
+        *settings,
+        environment={**ENVIRONMENT, **variables},
+        cwd=ROOT,
+        timeout=120,
+    )
+    number = int(done.stdout.split()[-1])
+    return slurm.job(number, run.directory.parent, run.directory / "logs")
+
+
+def test_a_site_where_nothing_is_exported(slurm: SlurmCluster, task: Path) -> None:
+    """`--export=NONE` by rule: the choices of the submitter, the preflight, servers and the next job all get what they need."""
+    run = SlurmRun(slurm, task, "nothing", run_settings(task, NUM_STEPS))
+    run.set_pace(0.3)
+    job = launched(slurm, run, SBATCH_EXPORT="NONE", ALIGNER_PREFLIGHT="1")
+    job.until(lambda: run.step() > 2, "step 3", 2 * PATIENCE_SECONDS)
+    assert "preflight on 3 nodes" in job.output and "the preflight" not in job.output.partition("attempt ")[2]
+    (batch,) = [process for process in run.processes()["conductor"]]
+    assert batch.variables["SLURM_EXPORT_ENV"] == "NONE" and batch.variables["ALIGNER_VENV"] == ENVIRONMENT["ALIGNER_VENV"]
+    actor, *_ = run.processes()["actor"]
+    assert actor.variables["ALIGNER_COMPONENT"] == "actor" and "SLURM_EXPORT_ENV" not in actor.variables
+    job.signal(signal.SIGUSR1)
+    job.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
+    run.set_pace(0.0)
+    later = job.next_of_run(timeout_seconds=30)
+    later.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
+    assert steps_of(run.directory) == list(range(1, NUM_STEPS + 1))
+    assert later.orphans() == []
+
+
+ASKED = ("--comment=two words", "--nice=7", "--mem=500", "--mail-type=FAIL,END", "--mail-user=me@site", "--oversubscribe")
+FIELDS = ("Comment", "Nice", "MinMemoryNode", "MailType", "MailUser", "OverSubscribe", "ExcNodeList", "TimeLimit", "Partition")
+
+
+def asked_of(slurm: SlurmCluster, job: Job) -> list[dict[str, str]]:
+    """What Slurm says of each part of a job."""
+    from aligner.cluster.slurm.client import _FIELD
+
+    found = []
+    for line in slurm.run("scontrol", "show", "job", "--oneliner", str(job.number)).stdout.splitlines():
+        parts = _FIELD.split(line)
+        fields = dict(zip(parts[1::2], map(str.strip, parts[2::2]), strict=True)) if parts[1:] else {}
+        found += [{name: fields.get(name, "") for name in FIELDS}] if fields else []
+    return found
+
+
+def test_following_jobs_ask_for_what_the_first_one_did(slurm: SlurmCluster, task: Path) -> None:
+    """After a hand-over, and after a crash: the job goes on with every wish of whoever submitted it."""
+    run = SlurmRun(slurm, task, "wishes", [*run_settings(task, NUM_STEPS), "slurm.on_actor_failure=end"])
+    run.set_pace(0.3)
+    job = run.submit(*ASKED, "--time=00:20:00")
+    first = asked_of(slurm, job)
+    assert first[0]["Comment"] == "two words" and first[0]["MinMemoryNode"] == "500M" and first[0]["MailUser"] == "me@site"
+    job.until(lambda: run.step() > 1, "step 2", PATIENCE_SECONDS)
+    job.signal(signal.SIGUSR1)
+    job.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
+    second = job.next_of_run(timeout_seconds=30)
+    assert asked_of(slurm, second) == first
+
+    second.until(lambda: run.processes()["actor"], "its actor", PATIENCE_SECONDS)
+    at = run.step()
+    second.until(lambda: run.step() > at, "a step of it", PATIENCE_SECONDS)
+    assert kill(run.processes()["actor"][0])
+    second.wait("FAILED", timeout_seconds=PATIENCE_SECONDS)
+    run.set_pace(0.0)
+    third = second.next_of_run(timeout_seconds=60)
+    assert asked_of(slurm, third) == first
+    gatekeeper = [one for one in job.gatekeepers() if one.state == "COMPLETED"]
+    assert len(gatekeeper) == 1 and len(gatekeeper[0].components()) == 1
+    third.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
+    assert steps_of(run.directory) == list(range(1, NUM_STEPS + 1))
+
+
+def test_a_cancelled_run_takes_no_nodes_again(slurm: SlurmCluster, task: Path) -> None:
+    run = SlurmRun(slurm, task, "cancelled", run_settings(task, NUM_STEPS))
+    run.set_pace(0.3)
+    job = run.submit()
+    job.until(lambda: run.step() > 1, "step 2", PATIENCE_SECONDS)
+    job.cancel()
+    job.wait("CANCELLED", timeout_seconds=PATIENCE_SECONDS)
+    (gatekeeper,) = job.gatekeepers()
+    gatekeeper.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
+    said = (run.directory / "jobs" / str(job.number) / f"gatekeeper-{gatekeeper.number}.out").read_text()
+    assert said == f"job {job.number} is not submitted again: somebody cancelled it: submit it again to go on\n"
+    assert job.successors() == []
+    assert json.loads((run.directory / "attempts.jsonl").read_text().splitlines()[-1])["event"] == "not_continued"
