@@ -180,7 +180,8 @@ class Seats:
     def _seated(self) -> Iterator[tuple[_Seat, web.RequestHandler | None]]:
         """All strangers, in the order in which they have to go."""
         yield from ((seat, None) for seat in self._silent)
-        yield from ((seat, handler) for handler, seat in self._strangers.items())
+        yield from ((seat, handler) for handler, seat in self._strangers.items() if seat.transport is None)  # they still shake hands
+        yield from ((seat, handler) for handler, seat in self._strangers.items() if seat.transport is not None)
 
     def _show_out(self) -> None:
         """End a stranger of the address that has most: the oldest of those that have sent nothing, else the oldest."""
