@@ -241,9 +241,14 @@ def soak(options: argparse.Namespace, load: Load, gateway: str) -> dict:
 
 
 def flood_process(url: str, end: float, opened: multiprocessing.Queue) -> None:
-    """Hold FLOOD connections without the secret until `end`: silent, with half a header, with a wrong secret; sends how many it took."""
+    """Hold FLOOD connections without the secret until `end`; sends how many it took.
+
+    They are silent, or sent half a header, a wrong secret or (TLS) half of a handshake's first message.
+    """
     address = (urlsplit(url).hostname, urlsplit(url).port)
     openings = (b"", b"POST / HTTP/1.1\r\nHost: x\r\nX: ", b"GET /v2 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer 0\r\n\r\n")
+    if urlsplit(url).scheme == "https":
+        openings = (b"", bytes.fromhex("16030100c8010000c40303"))  # the latter begins a handshake: a ClientHello's first bytes
     held: list[socket.socket] = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     count = 0

@@ -150,7 +150,10 @@ class Gateway:
         try:
             return await self._routed(request)
         except Refusal as refusal:
-            return _json({"error": str(refusal)}, refusal.status, refusal.headers)
+            answer = _json({"error": str(refusal)}, refusal.status, refusal.headers)
+            if "Connection" in refusal.headers:
+                answer.force_close()  # the header alone leaves it to the client
+            return answer
         except ConnectionError:
             raise  # the client has gone: nobody is there to be answered
         except Exception:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import stat
 import sys
 from pathlib import Path
@@ -73,7 +74,7 @@ def test_a_server_among_strangers(tmp_path: Path) -> None:
         registration = wait_for_service(tmp_path / "services", "critic", timeout_seconds=180)
         caller = Caller(registration, tmp_path / "secret")
         processes = processes_with_variable(f"{MARKER}={registration.incarnation}")
-        check_reach(server, processes)
+        check_reach(server, processes, registration.port)
         check_stock_client(registration, caller)
 
         before = caller.state()
@@ -101,15 +102,17 @@ def sent(port: int, secret: str) -> list[tuple[Case, tuple[int, bytes]]]:
     return [(case, send(port, case, timeout_seconds=30)) for case in cases]
 
 
-def check_reach(server: ToyServer, processes: dict[int, str]) -> None:
-    """Triton can be reached through a socket and memory of this user only; the gateway is on the one port."""
-    inet = [connection for pid in processes for connection in psutil.Process(pid).net_connections("inet")]
-    assert [connection for connection in inet if connection.status == psutil.CONN_LISTEN] == []
+def check_reach(server: ToyServer, processes: dict[int, str], port: int) -> None:
+    """Triton can be reached through a socket and memory of this user only; the gateway is on the one port of all processes."""
     pid = server.ranks[0].pid
+    everybody = {pid, *processes, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+    inet = [connection for pid in everybody for connection in psutil.Process(pid).net_connections("inet")]
+    assert [connection.laddr.port for connection in inet if connection.status == psutil.CONN_LISTEN] == [port]
+    assert not [connection for connection in inet if connection.type == socket.SOCK_DGRAM]
     segments = list(Path("/dev/shm").glob(f"pytrtion{pid}-*"))
     assert segments and {stat.S_IMODE(segment.stat().st_mode) for segment in segments} == {0o600}
-    socket = next(word for command in processes.values() for word in command.split() if word.startswith("unix:"))
-    folder = Path(socket.removeprefix("unix:")).parent
+    triton = next(word for command in processes.values() for word in command.split() if word.startswith("unix:"))
+    folder = Path(triton.removeprefix("unix:")).parent
     assert (stat.S_IMODE(folder.stat().st_mode), folder.stat().st_uid) == (0o700, os.getuid())
 
 

@@ -1,0 +1,71 @@
+"""Who has to leave a gateway when its seats are taken; test_servers_gateway.py has what clients see of it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from aligner.servers import seats
+
+
+def test_those_who_hold_most_are_shown_out_first() -> None:
+    """Here every address is a number; the others' connections stay, though they are older."""
+    places = seats.Seats(10, None)
+    cleared = []
+
+    class Seat(seats._Seat):
+        __slots__ = ()
+
+        def clear(self) -> None:
+            cleared.append(self.connection)
+
+    for number, address in enumerate(["node1", "flood", "flood", "node2", "flood"]):
+        places._strangers[number] = Seat(address, number)
+        places._by_address[address] += 1
+    for _ in range(3):
+        places._show_out()
+    assert cleared == [1, 2, 0]  # then all have one: the oldest
+    assert places.trust(3) and not cleared.count(3)
+    assert not places.trust(1) and places._trusted == {3}  # it has been shown out: nobody would tell when it ends
+
+
+def test_a_stranger_that_is_shown_out_before_it_is_looked_after_is_closed() -> None:
+    async def shown_out(ours: socket.socket) -> None:
+        places = seats.Seats(1, None)
+        places._enter(object, ours, "flood")
+        places._show_out()
+        await asyncio.sleep(0.0)  # its task ends, which has not begun
+        await asyncio.sleep(0.0)
+
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.sendall(b"G")
+    asyncio.run(shown_out(ours))
+    assert ours.fileno() == -1
+    theirs.close()
+
+
+def test_whoever_has_shaken_hands_goes_last() -> None:
+    """With the run's own certificates that is the run."""
+    places, cleared = seats.Seats(10, None), []
+    for name in ("known", "half", "half too"):
+        seat = places._strangers[name] = seats._Seat("10.0.0.1", None)
+        seat.transport = Transport(name, cleared) if name == "known" else None
+        seat.task = Transport(name, cleared)
+        places._by_address["10.0.0.1"] += 1
+    for _ in range(3):
+        places._show_out()
+    assert cleared == ["half", "half too", "known"]
+
+
+class Transport:
+    """Notes that it, or the task that waits for it, was ended."""
+
+    def __init__(self, name: str, ended: list[str]) -> None:
+        self._name = name
+        self._ended = ended
+
+    def abort(self) -> None:
+        self._ended.append(self._name)
+
+    cancel = abort
