@@ -2,8 +2,7 @@
 
 A connection is a stranger's until a request with the run's secret has come over it. Strangers have few seats of their own, and little time:
 SECONDS from the connection to a whole header with the secret, TLS included. If their seats are taken, the oldest of the address
-that has most of them has to go, the silent ones first. A client of the run sends its header at once, so it is a stranger for a moment
-only. Until its first byte comes, a connection is a bare socket, which costs the event loop little.
+that has most of them has to go. A client of the run sends its header at once, so it is a stranger for a moment only.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import ssl
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from aiohttp import web
 
@@ -47,9 +46,6 @@ class _Seat:
             self.transport.abort()
         elif self.task is not None:
             self.task.cancel()
-        else:
-            asyncio.get_running_loop().remove_reader(self.connection)
-            self.connection.close()
 
     def opened(self, task: asyncio.Task[None]) -> None:
         """A task that is cancelled before it begins closes nothing."""
@@ -75,8 +71,7 @@ class Seats:
     def __init__(self, max_connections: int, tls: ssl.SSLContext | None) -> None:
         self._max_trusted = max_connections
         self._tls = tls
-        self._silent: dict[_Seat, None] = {}  # strangers that have sent nothing, oldest first
-        self._strangers: dict[web.RequestHandler, _Seat] = {}  # the others, likewise
+        self._strangers: dict[web.RequestHandler, _Seat] = {}  # oldest first
         self._trusted: set[web.RequestHandler] = set()
         self._by_address: Counter[str] = Counter()
 
@@ -96,14 +91,12 @@ class Seats:
                     self._show_out()
                     await asyncio.sleep(_BUSY_SECONDS)
                     continue
-                self._enter(handler, connection, address[0])
+                self._enter(handler(), connection, address[0])
                 taken += 1
                 if taken % _AT_ONCE == 0:  # `sock_accept` does not wait where a connection is there
                     await asyncio.sleep(0)
         finally:
             looking.cancel()
-            for seat in list(self._silent):
-                self._end(seat)
 
     def trust(self, handler: web.RequestHandler) -> bool:
         """A request with the secret has come over this connection; False if too many have such, or the connection has ended meanwhile."""
@@ -120,32 +113,12 @@ class Seats:
         self._leave_strangers(handler)
         self._trusted.discard(handler)
 
-    def _enter(self, handler: Callable[[], web.RequestHandler], connection: socket.socket, address: str) -> None:
-        if len(self._silent) + len(self._strangers) >= STRANGERS:
+    def _enter(self, handler: web.RequestHandler, connection: socket.socket, address: str) -> None:
+        if len(self._strangers) >= STRANGERS:
             self._show_out()
-        seat = _Seat(address, connection)
-        self._silent[seat] = None
+        seat = self._strangers[handler] = _Seat(address, connection)
         self._by_address[address] += 1
-        asyncio.get_running_loop().add_reader(connection, self._first_byte, seat, handler)
-        self._first_byte(seat, handler)  # it may have come with the connection
-
-    def _first_byte(self, seat: _Seat, handler: Callable[[], web.RequestHandler]) -> None:
-        """Something has come over the connection, or it has ended."""
-        try:
-            has_ended = not seat.connection.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return
-        except OSError:
-            has_ended = True
-        if has_ended:
-            self._end(seat)
-            return
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(seat.connection)
-        del self._silent[seat]
-        own = handler()
-        self._strangers[own] = seat
-        seat.task = loop.create_task(self._open(own, seat))
+        seat.task = asyncio.get_running_loop().create_task(self._open(handler, seat))
         seat.task.add_done_callback(seat.opened)
 
     async def _open(self, handler: web.RequestHandler, seat: _Seat) -> None:
@@ -161,41 +134,26 @@ class Seats:
     def _leave_strangers(self, handler: web.RequestHandler) -> None:
         seat = self._strangers.pop(handler, None)
         if seat is not None:
-            self._uncount(seat)
-
-    def _uncount(self, seat: _Seat) -> None:
-        self._by_address[seat.address] -= 1
-        if not self._by_address[seat.address]:
-            del self._by_address[seat.address]
-
-    def _end(self, seat: _Seat, handler: web.RequestHandler | None = None) -> None:
-        """The connection of a stranger, of which `handler` is that of one that has sent something."""
-        if handler is None:
-            del self._silent[seat]
-        else:
-            del self._strangers[handler]
-        self._uncount(seat)
-        seat.clear()
-
-    def _seated(self) -> Iterator[tuple[_Seat, web.RequestHandler | None]]:
-        """All strangers, in the order in which they have to go."""
-        yield from ((seat, None) for seat in self._silent)
-        yield from ((seat, handler) for handler, seat in self._strangers.items() if seat.transport is None)  # they still shake hands
-        yield from ((seat, handler) for handler, seat in self._strangers.items() if seat.transport is not None)
+            self._by_address[seat.address] -= 1
+            if not self._by_address[seat.address]:
+                del self._by_address[seat.address]
 
     def _show_out(self) -> None:
-        """End a stranger of the address that has most: the oldest of those that have sent nothing, else the oldest."""
+        """End the oldest stranger of the address that has most."""
         if not self._by_address:
             return
         address = max(self._by_address, key=self._by_address.__getitem__)
-        self._end(*next(pair for pair in self._seated() if pair[0].address == address))
+        handler, seat = next((handler, seat) for handler, seat in self._strangers.items() if seat.address == address)
+        self._leave_strangers(handler)
+        seat.clear()
 
     async def _show_out_the_late(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             latest = time.monotonic() - SECONDS
-            for pair in [pair for pair in self._seated() if pair[0].since < latest]:
-                self._end(*pair)
+            for handler, seat in [pair for pair in self._strangers.items() if pair[1].since < latest]:
+                self._leave_strangers(handler)
+                seat.clear()
 
 
 def allow_files(max_connections: int) -> str:

@@ -226,23 +226,6 @@ def test_a_flood_of_strangers_takes_no_place_from_the_run(tmp_path: Path, monkey
             connection.close()
 
 
-def test_the_silent_cost_little_and_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seats, "SECONDS", 60.0)
-    with serving(tmp_path) as served:
-        (speaking,) = hold(served, 1, b"GET /v2 HTTP/1.1\r\nHost: x\r\nX: ")
-        silent = hold(served, 2 * seats.STRANGERS)
-        assert served.infer()[0] == 200
-        assert is_open(speaking)  # though it is older than all of them
-        assert len(served.gateway._seats._strangers) == 1  # nothing is made ready for those that have not begun a request
-        assert sum(map(is_open, silent)) < seats.STRANGERS
-        for connection in silent[:-10]:
-            connection.close()
-        assert served.infer()[0] == 200
-    assert not any(map(is_open, [speaking, *silent[-10:]]))
-    for connection in (speaking, *silent[-10:]):
-        connection.close()
-
-
 def test_strangers_have_little_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seats, "SECONDS", 0.2)
     header = "".join(f"{name}: {value}\r\n" for name, value in ACCESS.headers().items())

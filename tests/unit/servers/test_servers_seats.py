@@ -43,29 +43,3 @@ def test_a_stranger_that_is_shown_out_before_it_is_looked_after_is_closed() -> N
     asyncio.run(shown_out(ours))
     assert ours.fileno() == -1
     theirs.close()
-
-
-def test_whoever_has_shaken_hands_goes_last() -> None:
-    """With the run's own certificates that is the run."""
-    places, cleared = seats.Seats(10, None), []
-    for name in ("known", "half", "half too"):
-        seat = places._strangers[name] = seats._Seat("10.0.0.1", None)
-        seat.transport = Transport(name, cleared) if name == "known" else None
-        seat.task = Transport(name, cleared)
-        places._by_address["10.0.0.1"] += 1
-    for _ in range(3):
-        places._show_out()
-    assert cleared == ["half", "half too", "known"]
-
-
-class Transport:
-    """Notes that it, or the task that waits for it, was ended."""
-
-    def __init__(self, name: str, ended: list[str]) -> None:
-        self._name = name
-        self._ended = ended
-
-    def abort(self) -> None:
-        self._ended.append(self._name)
-
-    cancel = abort
