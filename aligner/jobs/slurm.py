@@ -86,6 +86,7 @@ def job_spec(name: str, config: JobRun, overrides: Sequence[str]) -> JobSpec:
         components=_components(found, placement_of(config), config.cluster),
         preflight=preflight,
         slurm=config.slurm,
+        container=config.container,
     )
 
 

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from aligner.cluster.run_directory import POLICY, REWARD_MODEL
-from aligner.cluster.slurm.spec import SlurmConfig
+from aligner.cluster.slurm.spec import ContainerConfig, SlurmConfig
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
@@ -109,6 +109,7 @@ class JobRun(ABC):
     logging: LoggingConfig = field(default_factory=LoggingConfig)  # loggers beside metrics.jsonl, and what the terminal shows
     cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` and `aligner launch slurm`
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    container: ContainerConfig = field(default_factory=ContainerConfig)  # read where ALIGNER_CONTAINER names one
     num_processes: int = 1  # ranks (of an online run: of the actor), however they are started
 
     def __post_init__(self) -> None:

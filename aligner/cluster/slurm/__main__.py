@@ -25,7 +25,7 @@ from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.commands import EXPORT, Runtime, runtime, wrapped
 from aligner.cluster.slurm.conductor import Surroundings, conduct
 from aligner.cluster.slurm.requests import StopRequests
-from aligner.cluster.slurm.spec import JobSpec, read_spec
+from aligner.cluster.slurm.spec import ContainerConfig, JobSpec, read_spec
 from aligner.errors import AlignerError, ConfigError, LaunchError
 from aligner.files import checkout
 
@@ -74,10 +74,14 @@ def _run(arguments: argparse.Namespace, requests: StopRequests) -> int:
 def _compose(here: Allocation, where: Runtime, config: str, overrides: Sequence[str]) -> Path:
     """Write the job's spec in a step with the software; its path. Raises LaunchError with the step's output."""
     program = ["-m", "aligner.jobs.slurm", here.job, config, *overrides]
-    options, command = wrapped(where, program, has_gpus=False)
+    options, command = wrapped(where, program, ContainerConfig(), has_gpus=False)
     group = here.het_group(0)
     step = ["srun", EXPORT, *([f"--het-group={group}"] if group is not None else []), "--job-name=compose", "--nodes=1", "--ntasks=1"]
-    environment = {name: value for name, value in step_environment(os.environ, where.home).items() if name != outcomes.VARIABLE}
+    environment = {
+        name: value
+        for name, value in step_environment(os.environ, where.home, in_container=where.is_container).items()
+        if name != outcomes.VARIABLE
+    }
     try:
         done = subprocess.run(
             [*step, "--input=none", f"--chdir={where.directory}", *options, *command],

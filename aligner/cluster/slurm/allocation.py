@@ -67,16 +67,20 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
     )
 
 
-def step_environment(environ: Mapping[str, str], home: Path | None) -> dict[str, str]:
+def step_environment(environ: Mapping[str, str], home: Path | None, *, in_container: bool = False) -> dict[str, str]:
     """Environment of every step: the checkout `home`, if any, first on Python's path; no variables that name another host.
 
     It is complete whatever the job was submitted with (`sbatch --export=NONE`), and all of it goes to the step: `commands.EXPORT`.
+    `in_container`: the host's packages stay outside, those on its PYTHONPATH and those in the user's home directory.
     """
     left_out = ("HOSTNAME", _EXPORT, *OWN_VARIABLES)
     kept = {name: value for name, value in environ.items() if name not in left_out}
-    path = [*([str(home)] if home else []), *filter(None, environ.get("PYTHONPATH", "").split(":"))]
-    if path:
-        kept["PYTHONPATH"] = ":".join(dict.fromkeys(path))
+    given = [] if in_container else environ.get("PYTHONPATH", "").split(":")
+    kept["PYTHONPATH"] = ":".join(dict.fromkeys([*([str(home)] if home else []), *filter(None, given)]))
+    if in_container:
+        kept["PYTHONNOUSERSITE"] = "1"
+    elif not kept["PYTHONPATH"]:
+        del kept["PYTHONPATH"]
     kept.setdefault("PATH", os.defpath)
     kept.setdefault("PYTHONUNBUFFERED", "1")
     kept.setdefault("OMP_NUM_THREADS", "1")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-from aligner.cluster.slurm.spec import ComponentSpec, GpuRequest, SlurmConfig
+from aligner.cluster.slurm.spec import ComponentSpec, ContainerConfig, ContainerGpu, GpuRequest, SlurmConfig
 from aligner.errors import ConfigError
 
 
@@ -39,6 +39,10 @@ class Runtime:
     mounts: tuple[str, ...]
     home: Path | None
     directory: Path
+
+    @property
+    def is_container(self) -> bool:
+        return self.kind is not ContainerKind.none
 
     def with_mount(self, path: Path) -> Runtime:
         """The same with one more mounted directory."""
@@ -76,7 +80,10 @@ def _python(environ: Mapping[str, str], home: Path | None) -> str:
 EXPORT = "--export=ALL"  # of every srun: what the job was submitted with must not decide what its steps get
 
 
-def wrapped(where: Runtime, program: Sequence[str], *, has_gpus: bool) -> tuple[list[str], list[str]]:
+_SHOWN = {ContainerGpu.nvidia: ["--nv"], ContainerGpu.rocm: ["--rocm"], ContainerGpu.none: []}
+
+
+def wrapped(where: Runtime, program: Sequence[str], container: ContainerConfig, *, has_gpus: bool) -> tuple[list[str], list[str]]:
     """(options of srun, command of each task) that run the Python interpreter with these arguments."""
     command = [where.python, "-u", *program]
     if where.kind is ContainerKind.pyxis:
@@ -84,11 +91,14 @@ def wrapped(where: Runtime, program: Sequence[str], *, has_gpus: bool) -> tuple[
             f"--container-image={where.image}",
             f"--container-mounts={','.join(where.mounts)}",
             f"--container-workdir={where.directory}",
+            *container.options,
         ]
         return [*options, "--container-env=PYTHONPATH"], command  # the image's own would come first
     if where.kind is ContainerKind.apptainer:
         binds = [part for mount in where.mounts for part in ("--bind", mount)]
-        return [], ["apptainer", "exec", *(["--nv"] if has_gpus else []), *binds, "--pwd", str(where.directory), where.image, *command]
+        shown = _SHOWN[container.gpu] if has_gpus else []
+        options = [*shown, *binds, "--pwd", str(where.directory), *container.options]
+        return [], ["apptainer", "exec", *options, where.image, *command]
     return [], command
 
 
@@ -104,14 +114,21 @@ _SETUP = (
 
 
 def srun_command(
-    component: ComponentSpec, slurm: SlurmConfig, where: Runtime, *, het_group: int | None, log: str, shares: bool = False
+    component: ComponentSpec,
+    slurm: SlurmConfig,
+    where: Runtime,
+    *,
+    het_group: int | None,
+    log: str,
+    shares: bool = False,
+    container: ContainerConfig | None = None,
 ) -> list[str]:
     """The step that runs a component on its part of the job; `log` may hold srun's %t, `het_group` is None in a job of one part.
 
     `shares`: other components have steps on the same nodes.
     """
     where = replace(where, python=component.python or where.python)
-    options, command = wrapped(where, component.program, has_gpus=component.gpus_per_node > 0)
+    options, command = wrapped(where, component.program, container or ContainerConfig(), has_gpus=component.gpus_per_node > 0)
     if component.gpus is not None:
         every = ",".join(map(str, range(component.gpus_per_node))) if slurm.gpu_request is GpuRequest.none else ""
         command = [*(["sh", "-c", _SEE, component.gpus, every] if component.gpus else ["env", "CUDA_VISIBLE_DEVICES="]), *command]

@@ -152,6 +152,7 @@ class _Conductor:
             allocation=around.allocation,
             runtime=around.runtime.with_mount(run.path),
             slurm=spec.slurm,
+            container=spec.container,
             client=around.client,
             environ=around.environ,
             say=around.say,

@@ -29,6 +29,29 @@ class OnFailure(str, Enum):
     end = "end"
 
 
+class ContainerGpu(str, Enum):
+    """Whose GPUs Apptainer shows in a container."""
+
+    nvidia = "nvidia"
+    rocm = "rocm"
+    none = "none"
+
+
+@dataclass(kw_only=True, slots=True)
+class ContainerConfig:
+    """How components run in the container that ALIGNER_CONTAINER names (docs/containers.md)."""
+
+    gpu: ContainerGpu = ContainerGpu.nvidia  # --nv or --rocm of Apptainer, for components with GPUs; Pyxis has hooks for that
+    options: list[str] = field(
+        default_factory=list
+    )  # more options: of `apptainer exec`, or of srun for Pyxis (such as --container-writable)
+
+    def __post_init__(self) -> None:
+        for option in self.options:
+            if not option.startswith("-") or "\n" in option:
+                raise ConfigError(f"container.options has {option!r}; allowed: options such as --writable-tmpfs, one a string")
+
+
 class GpuRequest(str, Enum):
     """How a job asks for its nodes' GPUs."""
 
@@ -119,7 +142,7 @@ class SlurmConfig:
         return asked if count else []
 
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +174,7 @@ class JobSpec:
     components: tuple[ComponentSpec, ...]
     preflight: tuple[str, ...]  # arguments of the Python interpreter; empty: none
     slurm: SlurmConfig
+    container: ContainerConfig = field(default_factory=ContainerConfig)
 
     def parts(self) -> list[list[ComponentSpec]]:
         """The components of each part of the job."""
@@ -173,9 +197,9 @@ def from_json(text: str) -> JobSpec:
         if record.pop("format") != _FORMAT:
             raise LaunchError("the job's spec is of another version of this program: conductor and container must hold the same one")
         components = tuple(ComponentSpec(**{**one, "program": tuple(one["program"])}) for one in record.pop("components"))
-        slurm = _slurm(record.pop("slurm"))
+        slurm, container = _slurm(record.pop("slurm")), _container(record.pop("container"))
         tuples = {name: tuple(record.pop(name)) for name in ("checkpoints", "preflight")}
-        return JobSpec(components=components, slurm=slurm, **tuples, **record)
+        return JobSpec(components=components, slurm=slurm, container=container, **tuples, **record)
     except (KeyError, TypeError, ValueError) as error:
         raise LaunchError(f"the job's spec cannot be read ({error}): conductor and container must hold the same version") from error
 
@@ -189,5 +213,9 @@ def read_spec(path: Path) -> JobSpec:
 
 
 def _slurm(record: dict[str, Any]) -> SlurmConfig:
-    enums = {field.name for field in fields(SlurmConfig) if field.name.startswith("on_")}
-    return SlurmConfig(**{name: OnFailure(value) if name in enums else value for name, value in record.items()})
+    kinds = {field.name: OnFailure for field in fields(SlurmConfig) if field.name.startswith("on_")} | {"gpu_request": GpuRequest}
+    return SlurmConfig(**{name: kinds[name](value) if name in kinds else value for name, value in record.items()})
+
+
+def _container(record: dict[str, Any]) -> ContainerConfig:
+    return ContainerConfig(**record | {"gpu": ContainerGpu(record["gpu"])})

@@ -18,7 +18,7 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import Allocation, step_environment
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.commands import Runtime, srun_command
-from aligner.cluster.slurm.spec import ComponentSpec, SlurmConfig
+from aligner.cluster.slurm.spec import ComponentSpec, ContainerConfig, SlurmConfig
 from aligner.errors import LaunchError
 
 _POLL_SECONDS = 0.1
@@ -73,6 +73,7 @@ class Place:
     allocation: Allocation
     runtime: Runtime
     slurm: SlurmConfig
+    container: ContainerConfig
     client: SlurmClient
     environ: Mapping[str, str]
     say: Callable[[str], None]
@@ -88,9 +89,10 @@ class Place:
             het_group=self.allocation.het_group(component.part),
             log=f"{self.run.logs}/{component.name}.%t.log",
             shares=shares,
+            container=self.container,
         )
         environment = {
-            **step_environment(self.environ, self.runtime.home),
+            **step_environment(self.environ, self.runtime.home, in_container=self.runtime.is_container),
             **activated(component.python or sys.executable, self.environ),
             **variables,
             "ALIGNER_COMPONENT": component.name,

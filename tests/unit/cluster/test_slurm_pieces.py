@@ -21,7 +21,17 @@ from aligner.cluster.slurm.allocation import allocation, export_option, step_env
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.commands import runtime, srun_command
 from aligner.cluster.slurm.script import render
-from aligner.cluster.slurm.spec import ComponentSpec, GpuRequest, JobSpec, OnFailure, SlurmConfig, from_json, to_json
+from aligner.cluster.slurm.spec import (
+    ComponentSpec,
+    ContainerConfig,
+    ContainerGpu,
+    GpuRequest,
+    JobSpec,
+    OnFailure,
+    SlurmConfig,
+    from_json,
+    to_json,
+)
 from aligner.config import compose
 from aligner.errors import ConfigError, LaunchError
 from aligner.jobs.slurm import LaunchOptions, job_spec, launch_slurm
@@ -65,9 +75,10 @@ def test_time_limits(limit: str) -> None:
 def test_the_spec_survives_json() -> None:
     made = spec("dpo_70b", "slurm.on_actor_failure=end", "slurm.options=['--mem=0']")
     assert made.slurm.on_actor_failure is OnFailure.end
-    assert from_json(to_json(made)) == made
+    back = from_json(to_json(made))
+    assert back == made and back.slurm.gpu_request is GpuRequest.auto and back.container.gpu is ContainerGpu.nvidia
     with pytest.raises(LaunchError, match="another version"):
-        from_json(to_json(made).replace('"format": 2', '"format": 0'))
+        from_json(to_json(made).replace('"format": 3', '"format": 0'))
     with pytest.raises(LaunchError, match="cannot be read"):
         from_json("{}")
 
@@ -264,6 +275,39 @@ def test_environments_of_steps_and_of_following_jobs() -> None:
     assert submission_environment(batch, "7") == {
         **{"HOSTNAME": "n1", "SLURM_CONF": "/etc/slurm.conf", "ALIGNER_CONTAINER": "x", "A": "b", "ALIGNER_CONTINUES": "7"}
     }
+
+
+def test_what_a_container_shares_with_its_host() -> None:
+    """The checkout, which is mounted; not the host's packages, which were built for another Python."""
+    batch = {"PYTHONPATH": "/me:/host/packages", "HOME": "/home/me", "PATH": "/bin"}
+    inside = step_environment(batch, Path("/me"), in_container=True)
+    assert (inside["PYTHONPATH"], inside["PYTHONNOUSERSITE"], inside["HOME"]) == ("/me", "1", "/home/me")
+    assert step_environment(batch, None, in_container=True)["PYTHONPATH"] == ""
+    assert "PYTHONNOUSERSITE" not in step_environment(batch, Path("/me"))
+
+
+@pytest.mark.parametrize(("gpu", "shown"), [(ContainerGpu.nvidia, ["--nv"]), (ContainerGpu.rocm, ["--rocm"]), (ContainerGpu.none, [])])
+def test_options_of_containers(gpu: ContainerGpu, shown: list[str]) -> None:
+    container = ContainerConfig(gpu=gpu, options=["--writable-tmpfs"])
+
+    def made(kind: str, component: ComponentSpec = ACTOR) -> list[str]:
+        where = runtime({"ALIGNER_CONTAINER": kind}, home=None, directory=Path("/d"))
+        return srun_command(component, SlurmConfig(), where, het_group=None, log="x", container=container)
+
+    apptainer = made("apptainer:x.sif")
+    assert apptainer[apptainer.index("exec") + 1 : apptainer.index("x.sif")] == [
+        *shown,
+        "--bind",
+        "/d:/d",
+        "--pwd",
+        "/d",
+        "--writable-tmpfs",
+    ]
+    assert not {"--nv", "--rocm"} & set(made("apptainer:x.sif", replace(ACTOR, gpus_per_node=0)))
+    pyxis = made("pyxis:x")
+    assert pyxis.index("--writable-tmpfs") < pyxis.index("python3") and not {"--nv", "--rocm"} & set(pyxis)
+    with pytest.raises(ConfigError, match="container.options has 'writable'; allowed: options such as --writable-tmpfs"):
+        ContainerConfig(options=["writable"])
 
 
 def test_what_a_following_job_is_given() -> None:
