@@ -46,7 +46,8 @@ from aligner.servers.registry import Publication, make_registration
 _NOT_SET = "(not set)"
 _SHOWN = 12  # changes that a message lists
 _HARMLESS = (
-    *("run.[!s]*", "run.server_tls", "container.*", "loop.*", "guard.*", "checkpoint.*", "logging.*", "cluster.*", "slurm.*", "local_launcher.*", "server_client.*"),
+    *("run.[!s]*", "run.server_tls", "loop.*", "guard.*", "checkpoint.*", "logging.*", "local_launcher.*", "server_client.*"),
+    *("cluster.*", "slurm.*", "container.*"),
     *("parallel.*", "*.parallel.*", "num_processes", "*.num_processes", "*.environment", "*.server.*", "critic.accept_gap"),
     *("*timeout_seconds", "*num_threads", "environment.num_workers", "validation.*"),
     *("data.validation", "data.num_validation_prompts", "algorithm.validation_batch_size"),
