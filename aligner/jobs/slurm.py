@@ -17,7 +17,7 @@ from aligner.cluster.component import interpreter
 from aligner.cluster.config import Placement
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
-from aligner.cluster.slurm.allocation import CARRIED
+from aligner.cluster.slurm.allocation import CHOICES
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.script import render
 from aligner.cluster.slurm.spec import ComponentSpec, GpuRequest, JobSpec, to_json
@@ -55,7 +55,7 @@ def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) ->
         config = replace(config, slurm=replace(config.slurm, gpu_request=request))
     spec = job_spec(name, config, overrides)
     path = str(options.output) if options.output is not None else ""
-    chosen = {name: value for name, value in _submitted(os.environ).items() if name in CARRIED and value}
+    chosen = {name: value for name, value in _submitted(os.environ).items() if name in CHOICES and value}
     text = render(name, spec, title=title_of(name, overrides), overrides=overrides, path=path, variables={} if is_kept else chosen)
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,8 @@ from aligner.errors import ConfigError
 # Set for the components' processes of one job; the next job must not inherit them.
 OWN_VARIABLES = ("ALIGNER_ATTEMPT", "ALIGNER_LEASE", "ALIGNER_OUTCOMES", "ALIGNER_END_TIME", "ALIGNER_COMPONENT")
 CONTINUES = "ALIGNER_CONTINUES"
-# A person's choices for the job, and what the job must know to continue another.
-CARRIED = ("ALIGNER_HOME", "ALIGNER_VENV", "ALIGNER_PYTHON", "ALIGNER_CONTAINER", "ALIGNER_MOUNTS", "ALIGNER_PREFLIGHT", CONTINUES)
+# A person's choices for the job.
+CHOICES = ("ALIGNER_HOME", "ALIGNER_VENV", "ALIGNER_PYTHON", "ALIGNER_CONTAINER", "ALIGNER_MOUNTS", "ALIGNER_PREFLIGHT")
 # Set in a job that was submitted with --export: its steps, and jobs that it submits, would get no more than that.
 _EXPORT = "SLURM_EXPORT_ENV"
 
@@ -98,4 +98,4 @@ def submission_environment(environ: Mapping[str, str], job: str) -> dict[str, st
 def export_option(environ: Mapping[str, str]) -> str:
     """Which variables sbatch gives a following job: all, or where this one was not given all, those that it cannot do without."""
     is_all = environ.get(_EXPORT, "ALL").split(",")[0] == "ALL"
-    return "--export=ALL" if is_all else f"--export={','.join(name for name in CARRIED if name == CONTINUES or name in environ)}"
+    return "--export=ALL" if is_all else f"--export={','.join([*(name for name in CHOICES if name in environ), CONTINUES])}"

@@ -169,7 +169,7 @@ class _Conductor:
             around.client,
             self._history,
             folder=run.jobs / around.allocation.job,
-            gatekeeper_options=spec.slurm.gatekeeper_options,
+            slurm=spec.slurm,
             environ=around.environ,
             say=around.say,
         )

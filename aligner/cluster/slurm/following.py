@@ -20,7 +20,7 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import export_option, submission_environment
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.history import History, done_step, newest_step, no_progress
-from aligner.cluster.slurm.spec import JobSpec, read_spec
+from aligner.cluster.slurm.spec import JobSpec, SlurmConfig, read_spec
 from aligner.errors import AlignerError, LaunchError
 
 REQUEST, GATEKEEPER = "following.json", "gatekeeper.sub"
@@ -64,7 +64,7 @@ class FollowingJobs:
         history: History,
         *,
         folder: Path,
-        gatekeeper_options: Sequence[str],
+        slurm: SlurmConfig,
         environ: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
@@ -72,7 +72,7 @@ class FollowingJobs:
         self._client = client
         self._history = history
         self._folder = folder
-        self._gatekeeper_options = gatekeeper_options
+        self._slurm = slurm
         self._environ = environ
         self._say = say
         self.gatekeeper = ""
@@ -82,11 +82,8 @@ class FollowingJobs:
         job = self._request.job
         script = self._folder / GATEKEEPER
         path = os.environ.get("PYTHONPATH", "")
-        lines = [
-            "#!/bin/bash",
-            f"# If job {job} fails: is it to be submitted again?",
-            *([f"export PYTHONPATH={shlex.quote(path)}"] if path else []),
-        ]
+        lines = ["#!/bin/bash", f"# If job {job} fails: is it to be submitted again?", self._slurm.setup.strip()]
+        lines += [f"export PYTHONPATH={shlex.quote(path)}"] if path else []
         program = [sys.executable, "-m", "aligner.cluster.slurm.following", str(self._folder)]
         same = [option for option in (self._request.options or ((),))[0] if option.startswith(_SAME_PLACE)]
         options = [f"--dependency=afternotok:{job}", "--kill-on-invalid-dep=yes", export_option(self._environ)]
@@ -96,7 +93,7 @@ class FollowingJobs:
             (self._folder / REQUEST).write_text(json.dumps(asdict(self._request), indent=1) + "\n")
             script.write_text("\n".join([*lines, f"exec {shlex.join(program)}"]) + "\n")
             environ = submission_environment(self._environ, job)
-            options += self._gatekeeper_options
+            options += self._slurm.gatekeeper_options
             self.gatekeeper = self._client.submit(options, script, (), cwd=Path(self._request.directory), environ=environ)
         except (LaunchError, OSError) as error:
             advice = "where it may not run on these nodes, slurm.gatekeeper_options names others, such as ['--partition=cpu']"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 
@@ -226,9 +227,13 @@ def test_a_run_starts_where_no_gatekeeper_can_be_queued(world) -> None:
 
 
 def test_a_gatekeeper_where_a_site_wants_it(world) -> None:
-    world.slurm = replace(world.slurm, gatekeeper_options=["--partition=cpu"])
+    world.slurm = replace(world.slurm, gatekeeper_options=["--partition=cpu"], setup="module load python")
     world.behaves(actor="finishes 10")
     world.conduct()
+    script = (world.run.jobs / "42" / "gatekeeper.sub").read_text()
+    assert "\nmodule load python\n" in script and script.endswith(
+        f"exec {sys.executable} -m aligner.cluster.slurm.following {world.run.jobs}/42\n"
+    )
     assert "--partition=gpu --account=lab --partition=cpu " in world.lines("sbatch")[0]  # the last one counts
 
 
