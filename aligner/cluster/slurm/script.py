@@ -66,7 +66,7 @@ def render(
 
 def _part_lines(part: Sequence[ComponentSpec], slurm: SlurmConfig) -> list[str]:
     """Of components that share nodes, or of one."""
-    gpus = max((component.gpus_per_node for component in part), default=0)
+    gpus = max(component.gpus_per_node for component in part)
     size = [f"--nodes={max(component.num_nodes for component in part)}"]
     ranks = [component.ranks_per_node for component in part]  # side by side, or one component after the other
     size += [f"--ntasks-per-node={sum(ranks) if any(component.gpus for component in part) else max(ranks)}"]
