@@ -342,6 +342,7 @@ def local(config: str, overrides: tuple[str, ...], processes: int) -> int:
 @click.option("--dry-run", is_flag=True, help="Print the script instead of submitting it.")
 @click.option("--test-only", is_flag=True, help="Ask Slurm whether and when it could run (sbatch --test-only).")
 @click.option("--output", type=_FILE, metavar="FILE", help="Write the script to FILE instead of submitting it.")
+@click.option("--separate", is_flag=True, help="A job for every component, where the site has no heterogeneous jobs (slurm.separate=true).")
 def slurm(config: str, overrides: tuple[str, ...], **options: Any) -> int:
     """As a job of a Slurm cluster: make the batch script from the config and submit it."""
     from aligner.jobs.slurm import LaunchOptions, launch_slurm

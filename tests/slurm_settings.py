@@ -40,7 +40,7 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 DefMemPerCPU=10
-SchedulerType=sched/backfill
+SchedulerType={scheduler}
 # only the backfill scheduler starts heterogeneous jobs; its default interval is 30 s
 SchedulerParameters=bf_interval=1,bf_hetjob_immediate,bf_max_time=60,sched_min_interval=100000
 # quick detection of failures; the defaults are minutes
@@ -87,6 +87,7 @@ class ClusterSettings:
     num_cpus: int = 16
     memory_mb: int = 64000
     num_phantoms: int = 64
+    scheduler: str = "sched/backfill"  # sched/builtin starts no heterogeneous jobs
 
     def __post_init__(self) -> None:
         if len(str(self.directory)) > _LONGEST_PATH:
@@ -176,6 +177,7 @@ def _conf(settings: ClusterSettings) -> str:
         head_address=settings.address(HEAD),
         directory=settings.directory,
         port=ports[0],
+        scheduler=settings.scheduler,
         slurmd_port=ports[1],
         nodes="\n".join(lines),
         num_nodes=settings.num_nodes,

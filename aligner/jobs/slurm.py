@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import CHOICES
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.script import render
+from aligner.cluster.slurm.separate import Together
 from aligner.cluster.slurm.spec import ComponentSpec, GpuRequest, JobSpec, to_json
-from aligner.errors import AlignerError, LaunchError
+from aligner.errors import AlignerError, ConfigError, LaunchError
 from aligner.files import checkout
 from aligner.jobs.programs import Program, placement_of, programs, share_out
 from aligner.loop.config import JobRun
@@ -39,6 +41,7 @@ class LaunchOptions:
     dry_run: bool = False  # print it
     test_only: bool = False  # ask Slurm whether and when it could run
     output: Path | None = None  # keep it in this file
+    separate: bool = False  # as slurm.separate=true
 
 
 def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) -> int:
@@ -49,11 +52,17 @@ def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) ->
         LaunchError: sbatch refused the job.
     """
     is_kept = options.dry_run or options.output is not None
+    overrides = [*overrides, "slurm.separate=true"] if options.separate else overrides
     config = _compose(name, overrides, may_be_incomplete=is_kept or options.test_only)
     if request := _gpu_request(config):
         overrides = [*overrides, f"slurm.gpu_request={request.value}"]
         config = replace(config, slurm=replace(config.slurm, gpu_request=request))
     spec = job_spec(name, config, overrides)
+    if spec.is_separate and options.output is not None:
+        raise ConfigError(
+            f"--output={options.output}: with slurm.separate=true a run is {len(spec.parts())} jobs that are submitted together, which no "
+            "single sbatch does; submit with `aligner launch slurm --separate`"
+        )
     path = str(options.output) if options.output is not None else ""
     chosen = {name: value for name, value in _submitted(os.environ).items() if name in CHOICES and value}
     text = render(name, spec, title=title_of(name, overrides), overrides=overrides, path=path, variables={} if is_kept else chosen)
@@ -63,7 +72,9 @@ def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) ->
         print(f"written to {options.output}; submit it with: sbatch {options.output} [key=value ...]", flush=True)
     if options.dry_run:
         print(text, end="", flush=True)
-    return 0 if is_kept else _submit(name, text, test_only=options.test_only)
+        for command in Together.of(spec, name).commands() if spec.is_separate else ():
+            print(f"# {shlex.join(command)}", flush=True)
+    return 0 if is_kept else _submit(spec, text, test_only=options.test_only)
 
 
 def title_of(name: str, overrides: Sequence[str]) -> str:
@@ -86,6 +97,7 @@ def job_spec(name: str, config: JobRun, overrides: Sequence[str]) -> JobSpec:
         components=_components(found, placement_of(config), config.cluster),
         preflight=preflight,
         slurm=config.slurm,
+        idle_seconds=max((server.settings.idle_timeout_seconds for server in config.servers()), default=0.0),
         container=config.container,
     )
 
@@ -160,22 +172,30 @@ def _gpu_request(config: JobRun) -> GpuRequest | None:
     return GpuRequest.gres if select and select[1] in ("select/linear", "select/cons_res") else None
 
 
-def _submit(name: str, text: str, *, test_only: bool) -> int:
+def _submit(spec: JobSpec, text: str, *, test_only: bool) -> int:
     """Submit the script from here: paths in the settings are relative to this directory."""
     if shutil.which("sbatch") is None:
         raise LaunchError("there is no sbatch on PATH: submit from a login node of the cluster, or look at the script with --dry-run")
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / f"{name}.sub"
+        script = Path(folder) / f"{spec.name}.sub"
         script.write_text(text)
+        if spec.is_separate and not test_only:
+            RunDirectory(Path(spec.run_directory)).create()
+            client = SlurmClient(_SUBMIT_SECONDS)
+            job = Together.of(spec, spec.name).submit(client, script, (), cwd=Path.cwd(), environ=_submitted(os.environ))
+            print(f"Submitted batch job {job}", flush=True)
+            return ExitCode.done
+        commands = [["sbatch"]] if not spec.is_separate else Together.of(spec, spec.name).commands()
         try:
-            done = subprocess.run(
-                ["sbatch", *(["--test-only"] if test_only else []), str(script)],
-                env=_submitted(os.environ),
-                timeout=_SUBMIT_SECONDS,
-            )
+            codes = [
+                subprocess.run(
+                    [*command, *(["--test-only"] if test_only else []), str(script)], env=_submitted(os.environ), timeout=_SUBMIT_SECONDS
+                ).returncode
+                for command in commands
+            ]
         except subprocess.TimeoutExpired as error:
             raise LaunchError(f"sbatch did not answer within {_SUBMIT_SECONDS:g} s") from error
-    return ExitCode.done if done.returncode == 0 else ExitCode.refused
+    return ExitCode.refused if any(codes) else ExitCode.done
 
 
 def _submitted(environ: Mapping[str, str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,48 @@ def test_following_jobs_ask_for_what_the_first_one_did(slurm: SlurmCluster, task
     assert len(gatekeeper) == 1 and len(gatekeeper[0].components()) == 1
     third.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
     assert steps_of(run.directory) == list(range(1, NUM_STEPS + 1))
+
+
+@pytest.mark.parametrize("other_cluster", [{"scheduler": "sched/builtin", "num_phantoms": 0}], indirect=True)
+def test_a_site_without_heterogeneous_jobs(other_cluster: SlurmCluster, task: Path) -> None:
+    """`--separate`: a job for each component. They begin, hand over, crash and end together."""
+    run = SlurmRun(other_cluster, task, "separate", run_settings(task, NUM_STEPS))
+    with pytest.raises(AssertionError, match="Requested operation not supported on this system"):
+        run.submit()
+    run.set_pace(0.3)
+    job = launched(other_cluster, run, "slurm.separate=true", "slurm.exclusive=true", "slurm.grace_seconds=3")
+    assert [part.name for part in running(other_cluster)] == ["ppo_smoke_cpu", "ppo_smoke_cpu-critic", "ppo_smoke_cpu-reward"]
+    job.until(lambda: run.step() > 2, "step 3", 2 * PATIENCE_SECONDS)
+    critic = next(part for part in running(other_cluster) if part.name.endswith("critic"))
+    nodes = {process.node for kind in ("actor", "critic", "reward") for process in run.processes()[kind]}
+    assert len(nodes) == 3
+
+    critic.signal(signal.SIGUSR1)  # the end of one job's time is that of the run's
+    job.wait("COMPLETED", timeout_seconds=PATIENCE_SECONDS)
+    second = job.next_of_run(timeout_seconds=30)
+    second.until(lambda: run.processes()["actor"], "its actor", PATIENCE_SECONDS)
+    assert {part.number for part in running(other_cluster)}.isdisjoint({job.number, critic.number})
+    at = run.step()
+    second.until(lambda: run.step() > at, "a step of it", PATIENCE_SECONDS)
+
+    next(part for part in running(other_cluster) if part.name.endswith("reward")).cancel()
+    second.wait("FAILED", timeout_seconds=PATIENCE_SECONDS)
+    assert "which held nodes of this run, has ended" in second.output
+    run.set_pace(0.0)
+    third = second.next_of_run(timeout_seconds=60)
+    third.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
+    assert steps_of(run.directory) == list(range(1, NUM_STEPS + 1))
+    deadline = time.monotonic() + 30
+    while running(other_cluster) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert running(other_cluster) == [] and third.orphans() == []
+
+
+def running(cluster: SlurmCluster) -> list[Job]:
+    """Jobs that run or wait, by number of their name."""
+    lines = cluster.run("squeue", "--noheader", "--format=%j %i").stdout.splitlines()
+    found = sorted(line.split() for line in lines if "gatekeeper" not in line)
+    return [cluster.job(int(number), cluster.settings.directory) for _, number in found]
 
 
 def test_a_cancelled_run_takes_no_nodes_again(slurm: SlurmCluster, task: Path) -> None:

@@ -25,6 +25,7 @@ from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.commands import EXPORT, Runtime, runtime, wrapped
 from aligner.cluster.slurm.conductor import Surroundings, conduct
 from aligner.cluster.slurm.requests import StopRequests
+from aligner.cluster.slurm.separate import hold
 from aligner.cluster.slurm.spec import ContainerConfig, JobSpec, read_spec
 from aligner.errors import AlignerError, ConfigError, LaunchError
 from aligner.files import checkout
@@ -39,12 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--script", type=Path, required=True, help="the batch script itself, for the jobs that follow")
     parser.add_argument("--config", required=True, help="such as ppo_70b")
     parser.add_argument("--set", dest="fixed", action="append", default=[], metavar="key=value", help="a setting of the script itself")
+    parser.add_argument("--beside", default="", metavar="JOB,JOB", help="the jobs that hold the nodes of the other parts (slurm.separate)")
+    parser.add_argument("--holds-for", type=Path, metavar="NOTE", help="this is such a job: hold the nodes for the one that the file names")
     parser.add_argument("overrides", nargs="*", help="settings, as for `aligner train`")
     arguments = parser.parse_args(argv)
     requests = StopRequests()
     requests.install()
     try:
-        return int(_run(arguments, requests))
+        return int(hold(arguments.holds_for, requests, _say) if arguments.holds_for else _run(arguments, requests))
     except AlignerError as error:
         code = ExitCode.refused if isinstance(error, RunHeld) else exit_code_of(error)
         _say(f"error: {error} (exit code {int(code)})")
@@ -52,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, requests: StopRequests) -> int:
-    here = allocation(os.environ)
+    here = allocation(os.environ, [job for job in arguments.beside.split(",") if job])
     where = runtime(os.environ, home=checkout(), directory=here.submit_directory)
     overrides = [*arguments.fixed, *arguments.overrides]
     _say(f"job {here.job} on {here.node}: {shlex.join([arguments.config, *overrides])}")
@@ -75,8 +78,7 @@ def _compose(here: Allocation, where: Runtime, config: str, overrides: Sequence[
     """Write the job's spec in a step with the software; its path. Raises LaunchError with the step's output."""
     program = ["-m", "aligner.jobs.slurm", here.job, config, *overrides]
     options, command = wrapped(where, program, ContainerConfig(), has_gpus=False)
-    group = here.het_group(0)
-    step = ["srun", EXPORT, *([f"--het-group={group}"] if group is not None else []), "--job-name=compose", "--nodes=1", "--ntasks=1"]
+    step = ["srun", *here.step_options(0), EXPORT, "--job-name=compose", "--nodes=1", "--ntasks=1"]
     environment = {
         name: value
         for name, value in step_environment(os.environ, where.home, in_container=where.is_container).items()

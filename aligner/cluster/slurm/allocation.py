@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,10 @@ _EXPORT = "SLURM_EXPORT_ENV"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """`jobs[k]` and `num_nodes[k]` belong to part k; in a job of one part there is one of each."""
+    """`jobs[k]` belongs to part k, and `num_nodes[k]` where the parts are of one job; in a job of one part there is one of each.
+
+    `beside`: the jobs of the other parts, where each part is a job (`slurm.separate`).
+    """
 
     job: str
     jobs: tuple[str, ...]
@@ -30,18 +33,21 @@ class Allocation:
     node: str
     submit_directory: Path
     continues: str  # the job that submitted this one; empty: a person did
+    beside: tuple[str, ...] = ()
 
-    @property
-    def is_heterogeneous(self) -> bool:
-        return len(self.jobs) > 1
-
-    def het_group(self, index: int) -> int | None:
-        """srun's het-group of part `index`."""
-        return index if self.is_heterogeneous else None
+    def step_options(self, part: int) -> list[str]:
+        """What tells srun that a step is on the nodes of this part."""
+        if self.beside:
+            return [f"--jobid={self.jobs[part]}"] if part else []
+        return [f"--het-group={part}"] if len(self.jobs) > 1 else []
 
     def check(self, spec: JobSpec) -> None:
         """Raise ConfigError if the job does not match its config: the script was rendered for other settings."""
         wanted = [max(component.num_nodes for component in part) for part in spec.parts()]
+        if spec.is_separate:
+            if len(self.jobs) != len(wanted) or not self.beside:
+                raise ConfigError("slurm.separate=true: the job is submitted with its servers' jobs, by `aligner launch slurm --separate`")
+            wanted = wanted[:1]
         if list(self.num_nodes) != wanted:
             parts = ", ".join(f"{one.name} {one.num_nodes}" for one in spec.components)
             raise ConfigError(
@@ -50,31 +56,35 @@ class Allocation:
             )
 
 
-def allocation(environ: Mapping[str, str]) -> Allocation:
-    """Raises ConfigError outside a batch script."""
+def allocation(environ: Mapping[str, str], beside: Sequence[str] = ()) -> Allocation:
+    """`beside` are the jobs of the other parts. Raises ConfigError outside a batch script."""
     if "SLURM_JOB_ID" not in environ or "SLURM_SUBMIT_DIR" not in environ:
         raise ConfigError("this is the body of a batch script: submit it with sbatch")
     size = int(environ.get("SLURM_HET_SIZE", "1"))
     groups = [f"_HET_GROUP_{index}" for index in range(size)] if size > 1 else [""]
     return Allocation(
         job=environ["SLURM_JOB_ID"],
-        jobs=tuple(environ[f"SLURM_JOB_ID{group}"] for group in groups),
+        jobs=(*(environ[f"SLURM_JOB_ID{group}"] for group in groups), *beside),
         num_nodes=tuple(int(environ[f"SLURM_JOB_NUM_NODES{group}"]) for group in groups),
         name=environ.get("SLURM_JOB_NAME", "aligner"),
         node=environ.get("SLURMD_NODENAME", ""),  # HOSTNAME is the submitting host's
         submit_directory=Path(environ["SLURM_SUBMIT_DIR"]),
         continues=environ.get(CONTINUES, ""),
+        beside=tuple(beside),
     )
 
 
-def step_environment(environ: Mapping[str, str], home: Path | None, *, in_container: bool = False) -> dict[str, str]:
+def step_environment(
+    environ: Mapping[str, str], home: Path | None, *, in_container: bool = False, of_another_job: bool = False
+) -> dict[str, str]:
     """Environment of every step: the checkout `home`, if any, first on Python's path; no variables that name another host.
 
     It is complete whatever the job was submitted with (`sbatch --export=NONE`), and all of it goes to the step: `commands.EXPORT`.
-    `in_container`: the host's packages stay outside, those on its PYTHONPATH and those in the user's home directory.
+    `in_container`: the host's packages stay outside, those on its PYTHONPATH and those in the user's home directory. `of_another_job`:
+    the step is on the nodes of another job, which has other sizes than those in this one's variables.
     """
     left_out = ("HOSTNAME", _EXPORT, *OWN_VARIABLES)
-    kept = {name: value for name, value in environ.items() if name not in left_out}
+    kept = {name: value for name, value in environ.items() if name not in left_out and not (of_another_job and _is_slurms(name))}
     given = [] if in_container else environ.get("PYTHONPATH", "").split(":")
     kept["PYTHONPATH"] = ":".join(dict.fromkeys([*([str(home)] if home else []), *filter(None, given)]))
     if in_container:
@@ -89,10 +99,13 @@ def step_environment(environ: Mapping[str, str], home: Path | None, *, in_contai
 
 def submission_environment(environ: Mapping[str, str], job: str) -> dict[str, str]:
     """Environment of a following job: this one's without the variables set by Slurm and the conductor."""
-    kept = {
-        name: value for name, value in environ.items() if name == "SLURM_CONF" or not name.startswith("SLURM") and name not in OWN_VARIABLES
-    }
+    kept = {name: value for name, value in environ.items() if name not in OWN_VARIABLES and not _is_slurms(name)}
     return {**kept, CONTINUES: job}
+
+
+def _is_slurms(name: str) -> bool:
+    """Whether a variable describes the job."""
+    return name.startswith("SLURM") and name != "SLURM_CONF"
 
 
 def export_option(environ: Mapping[str, str]) -> str:

@@ -152,7 +152,7 @@ class Attempt:
         """The actor's deadline: as requested from Slurm, or earlier if the job's time ends before (preemption)."""
         deadline = now + self._slurm.signal_seconds_before_end - self._slurm.abandon_seconds
         try:
-            ends = [record.end_time for record in self._place.client.show(self._place.allocation.job)]
+            ends = [record.end_time for record in self._place.records()]
         except LaunchError as error:
             self._say(f"warning: cannot ask when the job ends: {error}")
             return deadline
@@ -192,16 +192,18 @@ class Attempt:
         self._show(step, outcome.rank if outcome else 0)
         if outcome is not None and outcome.code in (ExitCode.refused, ExitCode.halted):
             return Verdict(ending=_ENDINGS[ExitCode(outcome.code)], reason=self._describe_end(step))
-        allowed = self._slurm.on_server_failure is OnFailure.restart and self.restarts < self._slurm.max_server_restarts
-        self._history.add("server_died", component=step.name, reason=self._describe_end(step), restarted=allowed)
+        lost = self._place.lost(self._place.allocation.jobs[step.component.part :][:1])
+        allowed = self._slurm.on_server_failure is OnFailure.restart and self.restarts < self._slurm.max_server_restarts and not lost
+        reason = f"{self._describe_end(step)}{f': {lost}' if lost else ''}"
+        self._history.add("server_died", component=step.name, reason=reason, restarted=allowed)
         if allowed:
             self.restarts += 1
             self._place.run.service(step.name).unlink(missing_ok=True)
             self._restart_at[step.name] = time.monotonic() + self._slurm.restart_delay_seconds
-            self._say(f"{self._describe_end(step)}; starting it again ({self.restarts} of {self._slurm.max_server_restarts})")
+            self._say(f"{reason}; starting it again ({self.restarts} of {self._slurm.max_server_restarts})")
             return None
-        self._say(f"{self._describe_end(step)}; {self._actor.name} may take {self._slurm.grace_seconds:g} s to notice and stop")
-        self._doomed = (time.monotonic() + self._slurm.grace_seconds, self._describe_end(step))
+        self._say(f"{reason}; {self._actor.name} may take {self._slurm.grace_seconds:g} s to notice and stop")
+        self._doomed = (time.monotonic() + self._slurm.grace_seconds, reason)
         return None
 
     def _watch_for_the_end(self) -> Verdict | None:

@@ -118,12 +118,12 @@ def srun_command(
     slurm: SlurmConfig,
     where: Runtime,
     *,
-    het_group: int | None,
+    on: Sequence[str],
     log: str,
     shares: bool = False,
     container: ContainerConfig | None = None,
 ) -> list[str]:
-    """The step that runs a component on its part of the job; `log` may hold srun's %t, `het_group` is None in a job of one part.
+    """The step that runs a component on its part of the job; `log` may hold srun's %t, `on` are the options that name the part.
 
     `shares`: other components have steps on the same nodes.
     """
@@ -136,7 +136,7 @@ def srun_command(
         command = ["bash", "-c", _SETUP, "bash", slurm.setup, *command]
     return [
         "srun",
-        *([f"--het-group={het_group}"] if het_group is not None else []),
+        *on,
         EXPORT,
         f"--job-name={component.name}",
         f"--nodes={component.num_nodes}",

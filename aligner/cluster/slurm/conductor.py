@@ -144,7 +144,6 @@ class _Conductor:
         self._lease = lease
         self._say = around.say
         self._history = History(run.attempts, around.allocation.job)
-        self._components = self._ask_for_components(around.allocation.job)
         self._restarts = 0
         self._is_looked_at = False
         self._place = Place(
@@ -157,6 +156,7 @@ class _Conductor:
             environ=around.environ,
             say=around.say,
         )
+        self._components = self._ask_for_components()
         self._following = FollowingJobs(
             Request(
                 job=around.allocation.job,
@@ -166,10 +166,10 @@ class _Conductor:
                 arguments=around.arguments,
                 options=tuple(record.options for record in self._components),
             ),
+            spec,
             around.client,
             self._history,
             folder=run.jobs / around.allocation.job,
-            slurm=spec.slurm,
             environ=around.environ,
             say=around.say,
         )
@@ -181,6 +181,8 @@ class _Conductor:
         self._say(f"run {self._run.run_id()[:8]} in {self._run.path} {where}; logs in {self._run.logs}")
         if reason := self._no_progress():
             return self._end(Verdict(ending=Ending.halted, reason=reason))
+        if lost := self._place.lost(self._around.allocation.beside):
+            return self._end(Verdict(ending=Ending.stopped, reason=f"nothing was begun: {lost}"))
         if self._spec.slurm.follow_up:
             self._following.queue_gatekeeper()
         number = 0
@@ -245,18 +247,18 @@ class _Conductor:
         """Whether the allocation can be reused: not if Slurm is ending the job (its signal may still be on the way)."""
         if self._around.requests.any:
             return False
-        return not any(component.state in (*OVER, "COMPLETING") for component in self._ask_for_components(self._around.allocation.job))
+        return not any(component.state in (*OVER, "COMPLETING") for component in self._ask_for_components())
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._around.requests.any:
             time.sleep(POLL_SECONDS)
 
-    def _ask_for_components(self, job: str) -> Sequence[JobRecord]:
+    def _ask_for_components(self) -> Sequence[JobRecord]:
         try:
-            return self._around.client.show(job)
+            return self._place.records()
         except LaunchError as error:
-            self._around.say(f"warning: cannot ask Slurm about job {job}: {error}")
+            self._around.say(f"warning: cannot ask Slurm about job {self._around.allocation.job}: {error}")
             return []
 
     def _end(self, verdict: Verdict) -> int:

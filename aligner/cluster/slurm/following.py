@@ -20,7 +20,8 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import export_option, submission_environment
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.history import History, done_step, newest_step, no_progress
-from aligner.cluster.slurm.spec import JobSpec, SlurmConfig, read_spec
+from aligner.cluster.slurm.separate import Together
+from aligner.cluster.slurm.spec import JobSpec, read_spec
 from aligner.errors import AlignerError, LaunchError
 
 REQUEST, GATEKEEPER = "following.json", "gatekeeper.sub"
@@ -44,13 +45,17 @@ class Request:
     arguments: tuple[str, ...]
     options: tuple[tuple[str, ...], ...]
 
-    def submit(self, client: SlurmClient, environ: Mapping[str, str], *depending: str) -> str:
-        """The id of the new job. Raises LaunchError."""
+    def submit(self, client: SlurmClient, spec: JobSpec, environ: Mapping[str, str], *, after: str = "") -> str:
+        """The id of the new job, which starts `after` that one has ended. Raises LaunchError."""
+        cwd, given = Path(self.directory), submission_environment(environ, self.job)
+        if spec.is_separate:
+            together = Together.of(spec, self.name, [[export_option(environ), *options] for options in self.options])
+            return together.submit(client, Path(self.script), self.arguments, cwd=cwd, environ=given, after=after)
         first, *others = self.options or ((),)
+        depending = [f"--dependency=afterany:{after}", "--kill-on-invalid-dep=yes"] if after else []
         options = [*depending, export_option(environ), f"--job-name={self.name}", *first]
         for other in others:
             options += [":", *other]
-        cwd, given = Path(self.directory), submission_environment(environ, self.job)
         return client.submit(options, Path(self.script), self.arguments, cwd=cwd, environ=given)
 
 
@@ -60,11 +65,11 @@ class FollowingJobs:
     def __init__(
         self,
         request: Request,
+        spec: JobSpec,
         client: SlurmClient,
         history: History,
         *,
         folder: Path,
-        slurm: SlurmConfig,
         environ: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
@@ -72,7 +77,8 @@ class FollowingJobs:
         self._client = client
         self._history = history
         self._folder = folder
-        self._slurm = slurm
+        self._spec = spec
+        self._slurm = spec.slurm
         self._environ = environ
         self._say = say
         self.gatekeeper = ""
@@ -105,9 +111,7 @@ class FollowingJobs:
     def submit_successor(self) -> bool:
         """Submit the job that continues this one; if that fails, the gatekeeper will, and this job must end as failed."""
         try:
-            successor = self._request.submit(
-                self._client, self._environ, f"--dependency=afterany:{self._request.job}", "--kill-on-invalid-dep=yes"
-            )
+            successor = self._request.submit(self._client, self._spec, self._environ, after=self._request.job)
         except LaunchError as error:
             self._history.add("successor_failed", reason=str(error), gatekeeper=self.gatekeeper)
             instead = f"job {self.gatekeeper} tries it again" if self.gatekeeper else "submit the same again to go on"
@@ -140,7 +144,7 @@ def go_on(folder: Path, client: SlurmClient, environ: Mapping[str, str]) -> str:
     if reason := _in_vain(spec, request.job, history, client):
         history.add("not_continued", reason=reason)
         return f"job {request.job} is not submitted again: {reason}"
-    successor = request.submit(client, environ)
+    successor = request.submit(client, spec, environ)
     history.add("successor_submitted", successor=successor)
     return f"job {request.job} failed; job {successor} goes on"
 

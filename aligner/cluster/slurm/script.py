@@ -54,18 +54,21 @@ def render(
         f"#SBATCH --output={slurm.output}",
         "#SBATCH --no-requeue",
     ]
-    for index, part in enumerate(spec.parts()):
+    for index, part in enumerate(spec.parts()[:1] if spec.is_separate else spec.parts()):
         lines += ["#SBATCH hetjob"] if index else []
-        lines += _part_lines(part, spec.slurm)
+        lines += [f"# {one.name}: {one.num_ranks} {'rank' if one.num_ranks == 1 else 'ranks'}" for one in part]
+        size, *others = part_options(part, spec.slurm)
+        lines += [f"#SBATCH {' '.join(size)}", *(f"#SBATCH {' '.join(option)}" for option in others)]
     settings = "".join(f" --set {shlex.quote(override)}" for override in overrides)
-    command = f'exec "$python" -m aligner.cluster.slurm --script "$0" --config {config}{settings} -- "$@"'
+    given = '"$@"' if spec.is_separate else '-- "$@"'  # in separate jobs, which part it is comes first
+    command = f'exec "$python" -m aligner.cluster.slurm --script "$0" --config {config}{settings} {given}'
     setup = f"\n# slurm.setup\n{slurm.setup.strip()}\n" if slurm.setup else ""
     chosen = "".join(f'export {name}="${{{name}:-{_quoted(value)}}}"\n' for name, value in (variables or {}).items())
     return "\n".join(lines) + "\n" + setup + (f"\n{chosen}" if chosen else "") + _BODY + command + "\n"
 
 
-def _part_lines(part: Sequence[ComponentSpec], slurm: SlurmConfig) -> list[str]:
-    """Of components that share nodes, or of one."""
+def part_options(part: Sequence[ComponentSpec], slurm: SlurmConfig) -> list[list[str]]:
+    """What sbatch is asked for components that share nodes, or for one: the size, and every other option by itself."""
     gpus = max(component.gpus_per_node for component in part)
     size = [f"--nodes={max(component.num_nodes for component in part)}"]
     ranks = [component.ranks_per_node for component in part]  # side by side, or one component after the other
@@ -76,11 +79,7 @@ def _part_lines(part: Sequence[ComponentSpec], slurm: SlurmConfig) -> list[str]:
     size += ["--exclusive"] if slurm.exclusive else []
     where = {"--partition": slurm.partition, "--account": slurm.account, "--qos": slurm.qos, "--constraint": slurm.constraint}
     given = [f"{option}={value}" for option, value in where.items() if value]
-    return [
-        *(f"# {one.name}: {one.num_ranks} {'rank' if one.num_ranks == 1 else 'ranks'}" for one in part),
-        f"#SBATCH {' '.join(size)}",
-        *(f"#SBATCH {option}" for option in (*given, *slurm.options)),
-    ]
+    return [size, *([option] for option in (*given, *slurm.options))]
 
 
 def _quoted(value: str) -> str:

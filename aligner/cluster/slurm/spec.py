@@ -73,6 +73,7 @@ class SlurmConfig:
     time_limit: str = "24:00:00"  # as for sbatch --time
     cpus_per_rank: int = 0  # --cpus-per-task; 0: Slurm's default
     exclusive: bool = True  # whole nodes
+    separate: bool = False  # a job for every component's nodes, where there are no heterogeneous jobs (aligner launch slurm --separate)
     gpu_request: GpuRequest = GpuRequest.auto  # --gpus-per-node, --gres, or none where Slurm does not count GPUs; auto: what sinfo says
     gpu_type: str = ""  # such as h100, where nodes have several; empty: any
     options: list[str] = field(default_factory=list)  # more sbatch options for every component, such as --mem=0
@@ -142,7 +143,7 @@ class SlurmConfig:
         return asked if count else []
 
 
-_FORMAT = 3
+_FORMAT = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,11 +175,17 @@ class JobSpec:
     components: tuple[ComponentSpec, ...]
     preflight: tuple[str, ...]  # arguments of the Python interpreter; empty: none
     slurm: SlurmConfig
+    idle_seconds: float = 3600.0  # so long nodes of servers wait for an actor (server.idle_timeout_seconds), where each has a job
     container: ContainerConfig = field(default_factory=ContainerConfig)
 
     def parts(self) -> list[list[ComponentSpec]]:
         """The components of each part of the job."""
         return [[one for one in self.components if one.part == part] for part in range(1 + max(one.part for one in self.components))]
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether it is several jobs that begin and end together, in place of a heterogeneous one."""
+        return self.slurm.separate and len(self.parts()) > 1
 
     def shares(self, component: ComponentSpec) -> bool:
         """Whether other components are on its nodes too."""

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from aligner.cluster.component import activated
 from aligner.cluster.console import plain
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import Allocation, step_environment
-from aligner.cluster.slurm.client import SlurmClient
+from aligner.cluster.slurm.client import JobRecord, SlurmClient
 from aligner.cluster.slurm.commands import Runtime, srun_command
 from aligner.cluster.slurm.spec import ComponentSpec, ContainerConfig, SlurmConfig
 from aligner.errors import LaunchError
@@ -86,13 +86,18 @@ class Place:
             component,
             self.slurm,
             self.runtime,
-            het_group=self.allocation.het_group(component.part),
+            on=self.allocation.step_options(component.part),
             log=f"{self.run.logs}/{component.name}.%t.log",
             shares=shares,
             container=self.container,
         )
         environment = {
-            **step_environment(self.environ, self.runtime.home, in_container=self.runtime.is_container),
+            **step_environment(
+                self.environ,
+                self.runtime.home,
+                in_container=self.runtime.is_container,
+                of_another_job=bool(self.allocation.beside and component.part),
+            ),
             **activated(component.python or sys.executable, self.environ),
             **variables,
             "ALIGNER_COMPONENT": component.name,
@@ -104,6 +109,19 @@ class Place:
         except OSError as error:
             raise LaunchError(f"cannot start srun for {component.name}: {error}") from error
         return Step(component, process, outcomes_directory)
+
+    def records(self) -> list[JobRecord]:
+        """The parts of the job, as the controller knows them. Raises LaunchError."""
+        return [record for job in (self.allocation.job, *self.allocation.beside) for record in self.client.show(job)]
+
+    def lost(self, jobs: Iterable[str]) -> str:
+        """Which of these jobs beside this one have ended, and with them their nodes; empty if none, or if Slurm does not say."""
+        try:
+            over = [job for job in jobs if job in self.allocation.beside and self.client.is_over(job)]
+        except LaunchError as error:
+            self.say(f"warning: cannot ask whether the servers' jobs still run: {error}")
+            return ""
+        return f"job {' and '.join(over)}, which held nodes of this run, has ended" if over else ""
 
     def stop(self, steps: Sequence[Step], pause: Callable[[float], None], *, gently: bool = True) -> None:
         """End these steps and wait for it: SIGTERM to every task, SIGKILL after `shutdown_timeout_seconds` (at once unless `gently`)."""

@@ -78,7 +78,7 @@ def test_the_spec_survives_json() -> None:
     back = from_json(to_json(made))
     assert back == made and back.slurm.gpu_request is GpuRequest.auto and back.container.gpu is ContainerGpu.nvidia
     with pytest.raises(LaunchError, match="another version"):
-        from_json(to_json(made).replace('"format": 3', '"format": 0'))
+        from_json(to_json(made).replace('"format": 4', '"format": 0'))
     with pytest.raises(LaunchError, match="cannot be read"):
         from_json("{}")
 
@@ -129,7 +129,7 @@ def test_ranks_must_fill_their_nodes() -> None:
 )
 def test_srun_of_a_component(variables, options, command) -> None:
     where = runtime(variables, home=Path("/home/me/aligner"), directory=Path("/work/dir"))
-    made = srun_command(ACTOR, SlurmConfig(mpi="pmix", cpus_per_rank=14), where, het_group=1, log="/run/actor.%t.log")
+    made = srun_command(ACTOR, SlurmConfig(mpi="pmix", cpus_per_rank=14), where, on=["--het-group=1"], log="/run/actor.%t.log")
     assert made == [
         *(
             "srun",
@@ -160,7 +160,7 @@ def test_srun_of_a_component(variables, options, command) -> None:
     ],
 )
 def test_how_gpus_are_asked_for(site: SlurmConfig, step: list[str], script: str) -> None:
-    made = srun_command(ACTOR, site, runtime({}, home=Path("/me"), directory=Path("/d")), het_group=None, log="x")
+    made = srun_command(ACTOR, site, runtime({}, home=Path("/me"), directory=Path("/d")), on=[], log="x")
     assert [option for option in made if "gpu" in option] == step
     assert script in render("grpo_70b", replace(spec("grpo_70b"), slurm=site), title="t")
 
@@ -169,7 +169,7 @@ def test_how_gpus_are_asked_for(site: SlurmConfig, step: list[str], script: str)
 def test_components_of_a_node_share_gpus_that_slurm_does_not_count(given: str | None, seen: str) -> None:
     sharing = replace(ACTOR, gpus="3-4", gpus_per_node=4)
     site = SlurmConfig(gpu_request=GpuRequest.none)
-    command = srun_command(sharing, site, runtime({}, home=Path("/me"), directory=Path("/d")), het_group=None, log="x")
+    command = srun_command(sharing, site, runtime({}, home=Path("/me"), directory=Path("/d")), on=[], log="x")
     command = [*command[command.index("sh") : -4], "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"']
     environ = {"PATH": os.environ["PATH"], **({"CUDA_VISIBLE_DEVICES": given} if given else {})}
     assert subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60).stdout == f"{seen}\n"
@@ -218,7 +218,7 @@ def test_a_sites_lines_run_before_every_step() -> None:
 
     def made(container: str) -> list[str]:
         where = runtime({"ALIGNER_CONTAINER": container}, home=Path("/me"), directory=Path("/d"))
-        return srun_command(ACTOR, site, where, het_group=None, log="x")
+        return srun_command(ACTOR, site, where, on=[], log="x")
 
     own = made("")
     assert own.index("--mpi=pmi2") == own.index("--cpu-bind=none") + 1 < own.index("bash")
@@ -231,7 +231,7 @@ def test_a_sites_lines_run_before_every_step() -> None:
 def run_setup(setup: str) -> subprocess.CompletedProcess[str]:
     """A step's command, with `env` in the program's place."""
     where = runtime({}, home=Path("/me"), directory=Path("/d"))
-    command = srun_command(ACTOR, SlurmConfig(setup=setup), where, het_group=None, log="x")
+    command = srun_command(ACTOR, SlurmConfig(setup=setup), where, on=[], log="x")
     command = [*command[command.index("bash") : -4], "sh", "-c", 'echo "$SITE $1"', "sh", "two words"]
     return subprocess.run(command, env={"PATH": os.environ["PATH"], "SLURMD_NODENAME": "n7"}, capture_output=True, text=True, timeout=60)
 
@@ -292,7 +292,7 @@ def test_options_of_containers(gpu: ContainerGpu, shown: list[str]) -> None:
 
     def made(kind: str, component: ComponentSpec = ACTOR) -> list[str]:
         where = runtime({"ALIGNER_CONTAINER": kind}, home=None, directory=Path("/d"))
-        return srun_command(component, SlurmConfig(), where, het_group=None, log="x", container=container)
+        return srun_command(component, SlurmConfig(), where, on=[], log="x", container=container)
 
     apptainer = made("apptainer:x.sif")
     assert apptainer[apptainer.index("exec") + 1 : apptainer.index("x.sif")] == [
@@ -318,7 +318,7 @@ def test_what_a_following_job_is_given() -> None:
 
 def test_a_job_of_one_component() -> None:
     found = allocation({"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": "/d", "SLURM_JOB_NUM_NODES": "8", "SLURMD_NODENAME": "n3"})
-    assert (found.jobs, found.num_nodes, found.het_group(0), found.continues) == (("7",), (8,), None, "")
+    assert (found.jobs, found.num_nodes, found.step_options(0), found.continues) == (("7",), (8,), [], "")
 
 
 def command(folder: Path, name: str, text: str) -> None:

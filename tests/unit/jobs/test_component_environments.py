@@ -104,10 +104,10 @@ def test_under_slurm_each_step_has_its_own(environment, monkeypatch, tmp_path):
     assert from_json(to_json(spec)) == spec
     plain = runtime({"VIRTUAL_ENV": str(environment.parent / "servers")}, home=None, directory=tmp_path)
     for one in spec.components:
-        command = srun_command(one, config.slurm, plain, het_group=None, log="x")
+        command = srun_command(one, config.slurm, plain, on=[], log="x")
         assert command[command.index("-u") - 1] == (one.python or plain.python)
     image = runtime({"ALIGNER_CONTAINER": "apptainer:/images/a.sif"}, home=None, directory=tmp_path)
-    command = srun_command(spec.components[1], config.slurm, image, het_group=None, log="x")
+    command = srun_command(spec.components[1], config.slurm, image, on=[], log="x")
     assert command[command.index("/images/a.sif") + 1] == python
 
 
