@@ -30,7 +30,12 @@ def join(environ: Mapping[str, str]) -> MpiPlace:
 
         # A rank that dies of an exception must not wait in MPI_Finalize for the others; the launcher then stops them. See `finalize`.
         mpi4py.rc.finalize = False
+        mpi4py.rc.initialize = False
         from mpi4py import MPI
+
+        if not MPI.Is_initialized():
+            check_library(MPI.Get_library_version(), environ)
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
     except (ImportError, RuntimeError) as error:
         raise LaunchError(f"an MPI launcher started this process, but mpi4py does not load: {error}. pip install 'aligner[mpi]'") from error
     world = MPI.COMM_WORLD
@@ -41,6 +46,24 @@ def join(environ: Mapping[str, str]) -> MpiPlace:
     return place
 
 
+_ADVICE = (
+    "Under srun choose --mpi=pmi2 for MPICH (also PyPI's mpich) and --mpi=pmix for Open MPI (slurm.mpi in a job's settings); with mpiexec "
+    "or mpirun use the one of the same library"
+)
+
+
+def check_library(version: str, environ: Mapping[str, str]) -> None:
+    """Raise LaunchError where an MPICH that was built without PMIx was started by PMIx: MPI_Init would end the process.
+
+    `version` is what MPI_Get_library_version says.
+    """
+    built = next((line for line in version.splitlines() if line.startswith("MPICH configure:")), "pmix")
+    spoken = "PMIX_RANK" in environ and not any(name in environ for name in ("PMI_RANK", "PMI_FD", "PMI_PORT"))
+    if spoken and "pmix" not in built:
+        launcher = "Open MPI's mpirun" if "OMPI_COMM_WORLD_SIZE" in environ else "srun --mpi=pmix" if "SLURM_JOB_ID" in environ else "a launcher"
+        raise LaunchError(f"{launcher} started this process, which speaks PMIx, but mpi4py loaded an MPICH without PMIx. {_ADVICE}")
+
+
 def check_pairing(mpi_size: int, environ: Mapping[str, str]) -> None:
     """Raise LaunchError where the launcher started several tasks and MPI sees only one (PMI of launcher and library do not match)."""
     # The nearest launcher's word counts: mpirun -n 1 inside an allocation of eight tasks is right to give one.
@@ -48,8 +71,7 @@ def check_pairing(mpi_size: int, environ: Mapping[str, str]) -> None:
     if mpi_size == 1 and stated and environ[stated[0]] != "1":
         raise LaunchError(
             f"{stated[0]}={environ[stated[0]]}, but MPI gave this process a world of size 1: the MPI library that mpi4py loaded does not "
-            "speak the launcher's PMI. Under srun choose --mpi=pmi2 for MPICH (also PyPI's mpich) and --mpi=pmix for OpenMPI; with mpiexec "
-            "use the one of the same library"
+            f"speak the launcher's PMI. {_ADVICE}"
         )
 
 

@@ -83,6 +83,7 @@ def test_mpi_over_two_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
         f"srun --mpi=pmi2 {task} > pmi2",
         f"srun --mpi=none {task} > none",
         f"MPI4PY_MPIABI=openmpi MPI4PY_LIBMPI={openmpi} srun --mpi=pmix {task} > pmix" if openmpi else "",
+        f"srun --mpi=pmix {task} > mpich_pmix" if openmpi else "",
     ]
     options = ("--nodes=2", "--ntasks=2", "--time=5")
     job = slurm.submit("\n".join(script) + "\n", options=options, directory=tmp_path, environment={"PYTHONPATH": str(ROOT)})
@@ -94,6 +95,9 @@ def test_mpi_over_two_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
         assert sorted((tmp_path / plugin).read_text().splitlines()) == met
     refused = (tmp_path / "none").read_text().splitlines()
     assert len(refused) == 2 and all("=2, but MPI gave this process a world of size 1" in line for line in refused)
+    if openmpi:  # and with it Slurm's plugin for PMIx
+        refused = (tmp_path / "mpich_pmix").read_text().splitlines()
+        assert len(refused) == 2 and all("srun --mpi=pmix started this process, which speaks PMIx" in line for line in refused)
 
 
 def test_a_killed_node_ends_all_components_and_the_follow_up_runs(slurm: SlurmCluster, tmp_path: Path) -> None:

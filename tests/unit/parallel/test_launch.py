@@ -1,6 +1,7 @@
 """Who am I, from environments as the launchers make them; the agreement of the ranks over an in-memory store."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -158,6 +159,30 @@ def test_wrong_mpi_pairing_is_explained(name):
     with pytest.raises(LaunchError, match=f"{name}=4.*--mpi=pmi2.*--mpi=pmix"):
         mpi.check_pairing(1, {name: "4"})
     mpi.check_pairing(4, {name: "4"})
+
+
+MPICH = "MPICH Version:      5.0.2\nMPICH configure:    --with-device=ch4:ucx,ofi{}\nMPICH CC:           cc\n"
+
+
+@pytest.mark.parametrize(
+    ("variable", "launcher"),
+    [("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"), ("SLURM_JOB_ID", "srun --mpi=pmix"), ("A", "a launcher")],
+)
+def test_an_mpich_that_a_pmix_launcher_started_is_refused_before_it_aborts(variable, launcher):
+    environ = {"PMIX_RANK": "0", variable: "2"}
+    with pytest.raises(LaunchError, match=f"^{launcher} started this process, .* MPICH without PMIx.*--mpi=pmi2.*--mpi=pmix"):
+        mpi.check_library(MPICH.format(""), environ)
+    mpi.check_library(MPICH.format(" --with-pmix=/opt/pmix"), environ)
+    mpi.check_library("Open MPI v5.0.11, package: Open MPI", environ)
+    mpi.check_library(MPICH.format(""), environ | {"PMI_FD": "9"})  # a launcher that speaks both
+
+
+@pytest.mark.mpi
+def test_the_process_ends_with_our_error_and_not_with_mpichs_abort():
+    program = "import os; from aligner.parallel import mpi; mpi.join(os.environ)"
+    environ = {**os.environ, "PMIX_RANK": "0", "PMIX_NAMESPACE": "x"}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
+    assert "LaunchError: a launcher started this process, which speaks PMIx" in done.stderr and "Abort(" not in done.stderr
 
 
 def test_one_mpi_rank_inside_a_larger_allocation_is_right():
