@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises SystemExit after `--help` and `--version`, and (2, with the usage and one line on stderr) if the command line itself is wrong.
     """
-    command, message = _parse(argv), ""
+    command = _parse(argv)
     if isinstance(command, _Program):
         command()
         return 0
@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with outcomes.unless_ended_early(os.environ):
             code = command()
     except AlignerError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        code, message = ExitCode.refused, str(error)
-    outcomes.record(os.environ, code, message)  # a command may be a step of a Slurm job
+        outcomes.fail(os.environ, ExitCode.refused, str(error))
+        return int(ExitCode.refused)
+    outcomes.record(os.environ, code)  # a command may be a step of a Slurm job
     return int(code)
 
 

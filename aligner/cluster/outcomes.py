@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +25,7 @@ from pathlib import Path
 from aligner.cluster.exit_codes import ExitCode
 
 VARIABLE = "ALIGNER_OUTCOMES"
+_FIRST_RANK_SECONDS = 3.0
 # Of a process that trains or writes, in a message about its end.
 TOO_EARLY = "by itself before the last step, without done.json: user code, such as a reward function, most likely called exit"
 # What one rank says outweighs what the others made of its end: a refusal explains the broken connections around it.
@@ -52,6 +55,24 @@ def record(environ: Mapping[str, str], code: int, message: str = "") -> None:
         os.replace(temporary, path)
     except OSError as error:  # the process is leaving with an error of its own, which must be what is seen
         print(f"warning: {path}: cannot record this rank's end: {error}", flush=True)
+
+
+def fail(environ: Mapping[str, str], code: int, message: str) -> None:
+    """Say on stderr why this rank ends, and record it. Of the ranks that torchrun started on a machine, which mostly end for the same
+    reason, the first one says it: torchrun ends the others, which wait a moment for that."""
+    if collected := environ.get("TORCHELASTIC_ERROR_FILE"):
+        if environ.get("LOCAL_RANK", "0") != "0":
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(_FIRST_RANK_SECONDS)
+        # In whole seconds, of which the earliest is the cause: before those of the ranks that are ended because of it.
+        reason = {"message": {"message": message, "extraInfo": {"timestamp": f"{int(time.time()) - 1}"}}}
+        try:
+            Path(collected).write_text(json.dumps(reason))
+        except OSError as error:
+            print(f"warning: {collected}: cannot tell torchrun why this rank ends: {error}", file=sys.stderr, flush=True)
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    record(environ, code, message)
 
 
 @contextmanager

@@ -105,8 +105,7 @@ def entrypoint(
             except AlignerError as error:
                 if os.environ.get("ALIGNER_TRACEBACK") == "1":
                     traceback.print_exc()
-                print(f"error: {error}", file=sys.stderr, flush=True)
-                outcomes.record(os.environ, exit_code_of(error), str(error))
+                outcomes.fail(os.environ, exit_code_of(error), str(error))
                 raise SystemExit(int(exit_code_of(error))) from error
             except BrokenPipeError:  # of `--help | head`
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -114,8 +113,7 @@ def entrypoint(
             except Exception as error:
                 if isinstance(error, OSError) and is_storage_error(error):  # no bug, and it says all: a full disk, one that is read-only
                     message = f"rank {outcomes.rank_of(os.environ)}: {describe_os_error(error, 'a file of the run')}"
-                    print(f"error: {message}", file=sys.stderr, flush=True)
-                    outcomes.record(os.environ, ExitCode.failed, message)
+                    outcomes.fail(os.environ, ExitCode.failed, message)
                     raise SystemExit(int(ExitCode.failed)) from error
                 outcomes.record(os.environ, ExitCode.failed, f"{type(error).__name__}: {error}")
                 raise

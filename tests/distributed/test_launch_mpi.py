@@ -72,6 +72,23 @@ def test_torchrun(clean_environment):
     assert lines == [f"rank={rank}/2 local={rank}/2 source=torchrun sum=1" for rank in range(2)], output
 
 
+@pytest.mark.parametrize("only_rank", ["", "1"])
+def test_one_error_of_all_that_torchrun_started(clean_environment, only_rank, tmp_path):
+    """Not one for each rank; and it is the cause that torchrun's own summary names. An error of a later rank alone is said too."""
+    job = tmp_path / "job.py"
+    refuse = "raise ConfigError('optimizer.lr=-1.0: no')"
+    job.write_text(
+        "import os, time\nfrom dataclasses import dataclass\nfrom aligner.config.program import entrypoint\n"
+        "from aligner.errors import ConfigError\n@dataclass\nclass Settings:\n    a: int = 1\n"
+        f"def main(config):\n    if {only_rank!r} in ('', os.environ['RANK']):\n        {refuse}\n    time.sleep(60)\n"
+        f"from pathlib import Path\nentrypoint(Settings, 'job', [Path({str(tmp_path)!r})])(main)()\n"
+    )
+    (tmp_path / "job.yaml").write_text("a: 1\n")
+    code, output = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(job)], clean_environment())
+    assert code == 1 and output.count("error: optimizer.lr=-1.0: no\n") == 1, output
+    assert re.search(r"(?s)Root Cause.*rank      : 1.*traceback : optimizer" if only_rank else "(?s)Root Cause.*rank      : 0", output), output
+
+
 def test_local_ranks(run_distributed):
     outputs = run_distributed(JOB, 2, "same", 60, fresh=True)
     assert [output.splitlines()[-1] for output in outputs] == [f"rank={rank}/2 local={rank}/2 source=torchrun sum=1" for rank in range(2)]
