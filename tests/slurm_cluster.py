@@ -30,7 +30,8 @@ _KEEPER = Path(__file__).with_name("slurm_keeper.py")
 _SPACES = ("--pid", "--net", "--uts", "--ipc", "--mount", "--fork", "--kill-child", "--mount-proc", "--propagation", "private")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "ip", "unshare", "nsenter", "setpriv", "mount")
 _SBIN = "/usr/sbin:/sbin:/usr/bin:/bin"
-_DAEMONS = ("munged", "slurmctld", "slurmd")
+_DATABASE = ("slurmdbd", "mariadbd", "mariadb", "mariadb-install-db", "sacctmgr")
+_DAEMONS = ("munged", "slurmctld", "slurmd", "slurmdbd", "mariadbd")
 _TAIL = 30
 
 
@@ -40,6 +41,14 @@ def missing() -> str | None:
         return "needs root on Linux"
     absent = [program for program in _PROGRAMS if shutil.which(program, path=f"{_SBIN}:{os.environ.get('PATH', '')}") is None]
     return f"not installed: {', '.join(absent)} (Debian: slurm-wlm munge iproute2 util-linux)" if absent else None
+
+
+def missing_for_accounting() -> str | None:
+    """Why no cluster with an accounting database can be started here, or None."""
+    absent = [program for program in _DATABASE if shutil.which(program, path=_SBIN) is None]
+    if absent:
+        return f"not installed: {', '.join(absent)} (Debian: slurmdbd mariadb-server-core mariadb-client-core)"
+    return None if can_isolate() else "needs namespaces for its network"
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from slurm_settings import HEAD, ClusterSettings, load_settings  # noqa: E402
+from slurm_settings import DATABASE_PORT, HEAD, ClusterSettings, load_settings  # noqa: E402
 
 _PR_SET_CHILD_SUBREAPER = 36
 _BRIDGE = "bridge"
@@ -46,6 +46,18 @@ def run(*command: str) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=30, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}: {done.stdout.strip()}")
+
+
+def _until_it_runs(*command: str) -> None:
+    """Run a command until the daemon that it talks to answers. Raises RuntimeError with what it said after 30 s."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return run(*command)
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
 class Keeper:
@@ -75,7 +87,22 @@ class Keeper:
         files = {name: directory / f"munge.{name}" for name in ("key", "pid", "log", "seed")}
         options = [f"--{name}-file={path}" for name, path in files.items()] + [f"--socket={directory / 'munge.sock'}"]
         self._daemon("munged", ["munged", "--foreground", "--force", "--num-threads=2", *options])
+        if settings.accounting:
+            self._open_database()
         self._daemon("slurmctld", ["slurmctld", "-D", "-c", "-f", str(settings.conf)])
+
+    def _open_database(self) -> None:
+        """MariaDB with a directory of its own, and slurmdbd, which makes its tables and learns of this cluster."""
+        data = self._settings.directory / "database"
+        run("mariadb-install-db", "--no-defaults", f"--datadir={data}", "--user=root", "--auth-root-authentication-method=normal")
+        socket_file, port = data / "socket", f"--port={DATABASE_PORT}"
+        small = ("--innodb-buffer-pool-size=32M", "--innodb-flush-log-at-trx-commit=0", "--skip-log-bin")
+        options = (f"--datadir={data}", "--user=root", f"--socket={socket_file}", port, "--bind-address=127.0.0.1", *small)
+        self._daemon("mariadbd", ["mariadbd", "--no-defaults", *options])
+        grant = "GRANT ALL ON slurm.* TO slurm@localhost IDENTIFIED BY 'slurm'"
+        _until_it_runs("mariadb", "--no-defaults", f"--socket={socket_file}", "-e", grant)
+        self._daemon("slurmdbd", ["slurmdbd", "-D"])
+        _until_it_runs("sacctmgr", "--immediate", "add", "cluster", "test")
 
     def _daemon(self, name: str, command: list[str], **options) -> subprocess.Popen:
         with (self._settings.directory / f"{name}.out").open("ab") as out:

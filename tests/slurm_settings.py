@@ -34,7 +34,7 @@ SlurmdPort={slurmd_port}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
+{accounting}
 SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
@@ -59,6 +59,35 @@ SlurmdParameters=config_overrides
 {nodes}
 PartitionName=batch Nodes=n[1-{num_nodes}] Default=YES MaxTime=INFINITE State=UP
 """
+
+# Priorities of jobs are those of their QOS alone, and a job is warned before a better one takes its nodes (preemption with grace).
+_ACCOUNTING = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={address}
+AccountingStoragePort={port}
+AccountingStoragePass={directory}/munge.sock
+AccountingStorageEnforce=associations,limits,qos
+PriorityType=priority/multifactor
+PriorityWeightQOS=1000
+PreemptType=preempt/qos
+PreemptMode=CANCEL"""
+_DATABASE = """\
+DbdHost={head}
+DbdAddr={address}
+DbdPort={port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={directory}/munge.sock
+LogFile={directory}/slurmdbd.log
+PidFile={directory}/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort={storage_port}
+StorageUser=slurm
+StoragePass=slurm
+StorageLoc=slurm
+"""
+DATABASE_PORT, _DBD_PORT = 23306, 26819  # of the cluster's own network
 
 # Never started: they only let `sbatch --test-only` judge a job for a cluster of that size.
 _PHANTOMS = """\
@@ -87,6 +116,8 @@ class ClusterSettings:
     num_cpus: int = 16
     memory_mb: int = 64000
     num_phantoms: int = 64
+    preemption_warns: bool = True  # with the signal that a job asked for, where there is an accounting database; else with SIGTERM
+    accounting: bool = False  # slurmdbd and MariaDB; isolated clusters only
     scheduler: str = "sched/backfill"  # sched/builtin starts no heterogeneous jobs
 
     def __post_init__(self) -> None:
@@ -160,6 +191,10 @@ def write_files(settings: ClusterSettings) -> None:
     devices = f"{directory}/gpu[0-{settings.num_gpus - 1}]"
     kind = f" Type={settings.gpu_type}" if settings.gpu_type else ""
     gres = f"NodeName=n[1-{settings.num_nodes}] Name=gpu{kind} File={devices}\n" if settings.num_gpus else ""
+    if settings.accounting:
+        place = {"head": HEAD, "address": settings.address(HEAD), "directory": directory, "port": _DBD_PORT, "storage_port": DATABASE_PORT}
+        (directory / "slurmdbd.conf").write_text(_DATABASE.format(**place))
+        (directory / "slurmdbd.conf").chmod(0o600)
     (directory / "gres.conf").write_text(f"AutoDetect=off\n{gres}")
 
 
@@ -178,6 +213,10 @@ def _conf(settings: ClusterSettings) -> str:
         directory=settings.directory,
         port=ports[0],
         scheduler=settings.scheduler,
+        accounting=_ACCOUNTING.format(address=settings.address(HEAD), directory=settings.directory, port=_DBD_PORT)
+        + ("\nSlurmctldParameters=preempt_send_user_signal" if settings.preemption_warns else "")
+        if settings.accounting
+        else "AccountingStorageType=accounting_storage/none",
         slurmd_port=ports[1],
         nodes="\n".join(lines),
         num_nodes=settings.num_nodes,

@@ -60,7 +60,8 @@ def check_library(version: str, environ: Mapping[str, str]) -> None:
     built = next((line for line in version.splitlines() if line.startswith("MPICH configure:")), "pmix")
     spoken = "PMIX_RANK" in environ and not any(name in environ for name in ("PMI_RANK", "PMI_FD", "PMI_PORT"))
     if spoken and "pmix" not in built:
-        launcher = "Open MPI's mpirun" if "OMPI_COMM_WORLD_SIZE" in environ else "srun --mpi=pmix" if "SLURM_JOB_ID" in environ else "a launcher"
+        known = {"OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun", "SLURM_JOB_ID": "srun --mpi=pmix"}
+        launcher = next((name for variable, name in known.items() if variable in environ), "a launcher")
         raise LaunchError(f"{launcher} started this process, which speaks PMIx, but mpi4py loaded an MPICH without PMIx. {_ADVICE}")
 
 

@@ -86,7 +86,7 @@ def test_one_error_of_all_that_torchrun_started(clean_environment, only_rank, tm
     (tmp_path / "job.yaml").write_text("a: 1\n")
     code, output = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(job)], clean_environment())
     assert code == 1 and output.count("error: optimizer.lr=-1.0: no\n") == 1, output
-    assert re.search(r"(?s)Root Cause.*rank      : 1.*traceback : optimizer" if only_rank else "(?s)Root Cause.*rank      : 0", output), output
+    assert re.search(rf"(?s)Root Cause.*rank      : {only_rank or 0} .*traceback : optimizer.lr=-1.0: no\n", output), output
 
 
 def test_local_ranks(run_distributed):
