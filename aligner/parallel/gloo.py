@@ -1,4 +1,4 @@
-"""One listening port for all gloo groups of a process, and none that answers where there is nobody to talk to.
+"""One listening port for all gloo groups of a process, and none where there is nobody to talk to.
 
 torch gives every gloo group a device of its own, that is a listening port and a thread: some fifteen for each rank, without authentication.
 Groups may share a device (gloo tells their connections apart), so those of a process do.
@@ -6,18 +6,14 @@ Groups may share a device (gloo tells their connections apart), so those of a pr
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
-import struct
 from collections.abc import Iterator
 from datetime import timedelta
 
 from torch.distributed import Store, distributed_c10d
 
 _Gloo = distributed_c10d.ProcessGroupGloo
-_SO_ATTACH_FILTER = 26
-_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # classic BPF: return 0, which drops every packet
 
 
 class SharedGloo(_Gloo):
@@ -44,7 +40,7 @@ def share_devices(*, is_alone: bool) -> None:
         SharedGloo.devices = [_Gloo.create_device(interface=name) for name in names] or [_Gloo.create_default_device()]
         if is_alone:
             for descriptor in set(_listening()) - before:
-                _deafen(descriptor)
+                _close(descriptor)
     distributed_c10d.ProcessGroupGloo = SharedGloo
 
 
@@ -59,8 +55,8 @@ def _listening() -> Iterator[int]:
             continue
 
 
-def _deafen(descriptor: int) -> None:
-    """Let the kernel drop whatever is sent to a listening socket (gloo needs it to be open)."""
-    program = ctypes.create_string_buffer(_DROP, len(_DROP))
-    with socket.socket(fileno=os.dup(descriptor)) as copy:
-        copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+def _close(descriptor: int) -> None:
+    """Close a listening socket of gloo's, which keeps its number: something that never has an event has it from now on."""
+    silent = os.eventfd(0)
+    os.dup2(silent, descriptor, inheritable=False)
+    os.close(silent)

@@ -242,3 +242,25 @@ print(world.world_size, world.source.value, one.item())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["1", "single", "1.0"], done.stderr
+
+
+ALONE = """
+import socket, torch
+import torch.distributed as dist
+from aligner.parallel import gloo, launch
+launch.initialize("gloo", timeout_seconds=30, fingerprint="x")
+dist.all_reduce(torch.ones(2), group=dist.new_group([0], backend="gloo"))
+print("listening:", sorted(gloo._listening()), flush=True)
+launch.shutdown()
+"""
+
+
+@pytest.mark.parametrize("as_nobody", [False, True])
+def test_a_rank_that_is_alone_listens_nowhere(as_nobody):
+    """Whoever the process is: gloo's port is closed, which takes no privilege."""
+    if as_nobody and os.geteuid() != 0:
+        pytest.skip("this process is an ordinary user's already")
+    user = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all"] if as_nobody else []
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PMI", "OMPI"))}
+    done = subprocess.run([*user, sys.executable, "-c", ALONE], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout == "listening: []\n", done.stderr
