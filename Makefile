@@ -26,7 +26,7 @@ PYTEST = $(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxproces
 HAS_GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 NO_TESTS := 5# pytest's exit code where ARGS choose none
 
-.PHONY: help house chaos test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full transformer-engine lint format hooks docs clean
+.PHONY: help house chaos test-slurm-versions test-gpu-path gpu-check gpu-check-wheels same-numbers venv demo learn learn-supervised test mutants preflight bench bench-full transformer-engine lint format hooks docs clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -57,6 +57,9 @@ test: $(STAMP) ## all tests, on the GPU where there is one and the test does not
 	  $(RUN_ENV) CUDA_VISIBLE_DEVICES= $(PYTEST) -m cpu $(ARGS) || [ $$? = $(NO_TESTS) ] || failed=1; \
 	  exit $$failed; \
 	else $(RUN_ENV) $(PYTEST) $(ARGS); fi
+
+test-slurm-versions: $(STAMP) ## the core of the tests on Slurm on the versions of later Debian suites, and a job in Apptainer (root, debootstrap; a gigabyte, half an hour)
+	@tests/slurm_versions.sh $(ARGS)
 
 test-gpu-path: ## the GPU code path on a simulated GPU, and the tests that run on GPUs, in an environment of its own (three quarters of a gigabyte, once; half an hour)
 	@if [ -z "$(PYTHON)" ]; then echo "error: no Python 3.10, 3.11 or 3.12 found; name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; fi

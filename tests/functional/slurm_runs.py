@@ -35,15 +35,15 @@ class SlurmRun:
         fresh.write_text(str(seconds))
         fresh.rename(self._pace)
 
-    def submit(self, *options: str, preflight: bool = False) -> Job:
-        """The line that a user types."""
+    def submit(self, *options: str, preflight: bool = False, environment: dict[str, str] | None = None) -> Job:
+        """The line that a user types, with these variables."""
         return self.cluster.submit(
             SMOKE,
             *self.settings,
             f"run.directory={self.directory}",
             options=options,
             directory=self.directory.parent,
-            environment={**ENVIRONMENT, "ALIGNER_PREFLIGHT": str(int(preflight))},
+            environment=environment or {**ENVIRONMENT, "ALIGNER_PREFLIGHT": str(int(preflight))},
             logs=self.directory / "logs",
         )
 

@@ -113,6 +113,10 @@ _SETUP = (
 )
 
 
+# srun's own %t is not the rank in every version (26.05: of a heterogeneous job's steps).
+_LOG = 'exec >>"$0.${SLURM_PROCID:?is not set by srun}.log" 2>&1; exec "$@"'
+
+
 def srun_command(
     component: ComponentSpec,
     slurm: SlurmConfig,
@@ -123,7 +127,8 @@ def srun_command(
     shares: bool = False,
     container: ContainerConfig | None = None,
 ) -> list[str]:
-    """The step that runs a component on its part of the job; `log` may hold srun's %t, `on` are the options that name the part.
+    """The step that runs a component on its part of the job: `on` are the options that name the part. Rank 3 writes to `<log>.3.log`, and
+    what Slurm itself says goes to `<log>.step.log`.
 
     `shares`: other components have steps on the same nodes.
     """
@@ -134,6 +139,7 @@ def srun_command(
         command = [*(["sh", "-c", _SEE, component.gpus, every] if component.gpus else ["env", "CUDA_VISIBLE_DEVICES="]), *command]
     if slurm.setup and where.kind is not ContainerKind.pyxis:  # whose containers Slurm starts, with the batch script's environment
         command = ["bash", "-c", _SETUP, "bash", slurm.setup, *command]
+    command = ["sh", "-c", _LOG, log, *command]
     return [
         "srun",
         *on,
@@ -149,7 +155,7 @@ def srun_command(
         f"--wait={slurm.spread_seconds}",
         *(["--overlap"] if shares else []),  # else the first step would have all processors and the memory to itself
         "--input=none",
-        f"--output={log}",
+        f"--output={log}.step.log",
         "--open-mode=append",
         f"--chdir={where.directory}",
         *slurm.srun_options,

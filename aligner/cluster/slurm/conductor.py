@@ -46,7 +46,8 @@ def run_preflight(spec: JobSpec, place: Place, requests: StopRequests, variables
     place.say(f"preflight on {sum(place.allocation.num_nodes)} nodes ({SKIP_VARIABLE}=0 skips it)")
     components = [_component(spec, index) for index in range(len(spec.components))]
     for component in components:
-        place.run.log(component.name, 0).unlink(missing_ok=True)
+        for path in (place.run.log(component.name, 0), place.run.logs / f"{component.name}.step.log"):
+            path.unlink(missing_ok=True)
     steps = [place.start(one, shares=spec.shares(one), key=one.name, variables=variables) for one in components]
     deadline = time.monotonic() + spec.slurm.preflight_timeout_seconds
     while not all(step.has_ended() for step in steps) and time.monotonic() < deadline and not requests.any:

@@ -87,7 +87,7 @@ class Place:
             self.slurm,
             self.runtime,
             on=self.allocation.step_options(component.part),
-            log=f"{self.run.logs}/{component.name}.%t.log",
+            log=f"{self.run.logs}/{component.name}",
             shares=shares,
             container=self.container,
         )
@@ -161,8 +161,9 @@ class Place:
             self.say(f"warning: cannot send SIG{name} to {', '.join(sorted(names))}: {error}")
 
     def last_lines(self, component: ComponentSpec, rank: int, count: int) -> list[str]:
-        """The end of a rank's log, without colours."""
+        """The end of a rank's log, without colours; of Slurm's own words where the rank did not come to write any."""
         path = self.run.log(component.name, rank)
+        path = path if path.exists() else self.run.logs / f"{component.name}.step.log"
         try:
             with path.open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _READ_BYTES))

@@ -49,7 +49,7 @@ def test_every_step_is_told_what_it_belongs_to(world) -> None:
         "critic.1 attempt=42.0 end=" in critic
         and "--het-group=1 --export=ALL --job-name=critic --nodes=1 --ntasks=1 --ntasks-per-node=1" in critic
     )
-    assert "--het-group=0" in actor and f"--output={world.run.logs}/actor.%t.log" in actor and "--kill-on-bad-exit=1" in actor
+    assert "--het-group=0" in actor and f"--output={world.run.logs}/actor.step.log" in actor and "--kill-on-bad-exit=1" in actor
     assert f"apptainer exec --bind {world.environ['SLURM_SUBMIT_DIR']}" in actor and f"--bind {world.run.path}:{world.run.path}" in actor
     assert actor.endswith("x.sif python3 -u actor.py a=1")
     end = int(critic.split("end=")[1].split()[0])

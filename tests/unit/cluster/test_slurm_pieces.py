@@ -17,6 +17,7 @@ import pytest
 from aligner.algorithms.registry import recipe_of, recipes
 from aligner.cluster import outcomes
 from aligner.cluster.outcomes import Outcome
+from aligner.cluster.slurm import commands
 from aligner.cluster.slurm.allocation import allocation, export_option, step_environment, submission_environment
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.commands import runtime, srun_command
@@ -129,7 +130,7 @@ def test_ranks_must_fill_their_nodes() -> None:
 )
 def test_srun_of_a_component(variables, options, command) -> None:
     where = runtime(variables, home=Path("/home/me/aligner"), directory=Path("/work/dir"))
-    made = srun_command(ACTOR, SlurmConfig(mpi="pmix", cpus_per_rank=14), where, on=["--het-group=1"], log="/run/actor.%t.log")
+    made = srun_command(ACTOR, SlurmConfig(mpi="pmix", cpus_per_rank=14), where, on=["--het-group=1"], log="/run/actor")
     assert made == [
         *(
             "srun",
@@ -141,8 +142,8 @@ def test_srun_of_a_component(variables, options, command) -> None:
             "--ntasks-per-node=8",
             "--gpus-per-node=8",
         ),
-        *("--cpus-per-task=14", "--mpi=pmix", "--kill-on-bad-exit=1", "--wait=600", "--input=none", "--output=/run/actor.%t.log"),
-        *("--open-mode=append", "--chdir=/work/dir", *options, *command),
+        *("--cpus-per-task=14", "--mpi=pmix", "--kill-on-bad-exit=1", "--wait=600", "--input=none", "--output=/run/actor.step.log"),
+        *("--open-mode=append", "--chdir=/work/dir", *options, "sh", "-c", commands._LOG, "/run/actor", *command),
     ]
 
 
@@ -165,12 +166,21 @@ def test_how_gpus_are_asked_for(site: SlurmConfig, step: list[str], script: str)
     assert script in render("grpo_70b", replace(spec("grpo_70b"), slurm=site), title="t")
 
 
+def test_every_rank_writes_to_a_log_of_its_own(tmp_path: Path) -> None:
+    """By Slurm's variable, whatever srun takes for a pattern in its options."""
+    made = srun_command(ACTOR, SlurmConfig(), runtime({}, home=Path("/me"), directory=Path("/d")), on=[], log=f"{tmp_path}/actor")
+    command = [*made[made.index("sh") : made.index(f"{tmp_path}/actor") + 1], "sh", "-c", "echo out; echo err >&2"]
+    for rank in ("0", "13", "13"):
+        subprocess.run(command, env={"PATH": os.environ["PATH"], "SLURM_PROCID": rank}, check=True, timeout=60)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"actor.0.log": "out\nerr\n", "actor.13.log": "out\nerr\n" * 2}
+
+
 @pytest.mark.parametrize(("given", "seen"), [("4,5,6,7", "6,7"), (None, "2,3")])
 def test_components_of_a_node_share_gpus_that_slurm_does_not_count(given: str | None, seen: str) -> None:
     sharing = replace(ACTOR, gpus="3-4", gpus_per_node=4)
     site = SlurmConfig(gpu_request=GpuRequest.none)
     command = srun_command(sharing, site, runtime({}, home=Path("/me"), directory=Path("/d")), on=[], log="x")
-    command = [*command[command.index("sh") : -4], "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"']
+    command = [*command[command.index("x") + 1 : -4], "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"']
     environ = {"PATH": os.environ["PATH"], **({"CUDA_VISIBLE_DEVICES": given} if given else {})}
     assert subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60).stdout == f"{seen}\n"
 

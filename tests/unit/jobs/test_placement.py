@@ -146,7 +146,7 @@ def test_a_step_on_a_shared_node_sees_its_own_gpus() -> None:
     def run(component, shown: dict[str, str]) -> subprocess.CompletedProcess[str]:
         made = srun_command(component, spec.slurm, where, on=[], log="x", shares=True)
         assert "--overlap" in made and "--gpus-per-node=7" in made
-        command = made[made.index("--chdir=/") + 1 :]
+        command = made[made.index("x") + 1 :]
         environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         return subprocess.run(command, env=environment | shown, capture_output=True, text=True, timeout=60)
 
