@@ -31,8 +31,7 @@ SlurmctldLogFile={directory}/slurmctld.log
 SlurmdLogFile={directory}/slurmd-%n.log
 SlurmctldPort={port}
 SlurmdPort={slurmd_port}
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+{processes}
 JobAcctGatherType=jobacct_gather/none
 {accounting}
 SwitchType=switch/none
@@ -117,6 +116,7 @@ class ClusterSettings:
     memory_mb: int = 64000
     num_phantoms: int = 64
     preemption_warns: bool = True  # with the signal that a job asked for, where there is an accounting database; else with SIGTERM
+    cgroups: bool = False  # Slurm tracks processes with control groups, and holds jobs to their memory
     accounting: bool = False  # slurmdbd and MariaDB; isolated clusters only
     scheduler: str = "sched/backfill"  # sched/builtin starts no heterogeneous jobs
 
@@ -195,6 +195,8 @@ def write_files(settings: ClusterSettings) -> None:
         place = {"head": HEAD, "address": settings.address(HEAD), "directory": directory, "port": _DBD_PORT, "storage_port": DATABASE_PORT}
         (directory / "slurmdbd.conf").write_text(_DATABASE.format(**place))
         (directory / "slurmdbd.conf").chmod(0o600)
+    if settings.cgroups:
+        (directory / "cgroup.conf").write_text("ConstrainRAMSpace=yes\nConstrainSwapSpace=yes\nAllowedSwapSpace=0\n")
     (directory / "gres.conf").write_text(f"AutoDetect=off\n{gres}")
 
 
@@ -213,6 +215,9 @@ def _conf(settings: ClusterSettings) -> str:
         directory=settings.directory,
         port=ports[0],
         scheduler=settings.scheduler,
+        processes="ProctrackType=proctrack/cgroup\nTaskPlugin=task/cgroup"
+        if settings.cgroups
+        else "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none",
         accounting=_ACCOUNTING.format(address=settings.address(HEAD), directory=settings.directory, port=_DBD_PORT)
         + ("\nSlurmctldParameters=preempt_send_user_signal" if settings.preemption_warns else "")
         if settings.accounting

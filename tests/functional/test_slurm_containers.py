@@ -20,9 +20,7 @@ pytestmark = [
     pytest.mark.slurm,
     pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("apptainer") is None, reason="apptainer is not installed"),
-    pytest.mark.skipif(
-        not IMAGE, reason="ALIGNER_TEST_IMAGE names no image (tests/slurm_versions.sh)"
-    ),
+    pytest.mark.skipif(not IMAGE, reason="ALIGNER_TEST_IMAGE names no image (tests/slurm_versions.sh)"),
 ]
 NUM_STEPS = 8
 

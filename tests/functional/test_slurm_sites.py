@@ -184,6 +184,27 @@ def running(cluster: SlurmCluster) -> list[Job]:
     return [cluster.job(int(number), cluster.settings.directory) for _, number in found]
 
 
+@pytest.mark.parametrize("other_cluster", [{"cgroups": True, "num_phantoms": 0}], indirect=True)
+def test_a_site_that_holds_jobs_to_their_memory(other_cluster: SlurmCluster, task: Path) -> None:
+    """A server that takes more than the job asked for is killed by the kernel: the run says so, and goes on with a new one."""
+    if not Path("/sys/fs/cgroup/memory").is_dir():
+        pytest.skip("no control group of version 1 for memory, which Slurm 22.05 needs where there is no systemd")
+    run = SlurmRun(other_cluster, task, "memory", run_settings(task, NUM_STEPS))
+    hungry = run.directory.parent / "hungry"
+    rewards = run.directory.parent / "rewards.py"
+    rewards.write_text(
+        "import pathlib, time\n\ndef reward(target):\n    def score(prompts, responses, answers):\n        time.sleep(0.3)\n"
+        f"        hungry = pathlib.Path({str(hungry)!r})\n        if hungry.exists():\n            hungry.unlink()\n"
+        "            bytearray(4 << 30)\n        return [response.count(target[0]) / 8 for response in responses]\n    return score\n"
+    )
+    job = launched(other_cluster, run, "slurm.memory=3000M", f"reward.function.path={rewards}:reward", ALIGNER_PREFLIGHT="0")
+    job.until(lambda: run.step() > 1, "step 2", 2 * PATIENCE_SECONDS)
+    hungry.touch()
+    job.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
+    assert "reward was killed: it took more memory than Slurm gave its step (slurm.memory)" in job.output
+    assert job.output.count("starting it again") == 1 and steps_of(run.directory) == list(range(1, NUM_STEPS + 1))
+
+
 def test_a_cancelled_run_takes_no_nodes_again(slurm: SlurmCluster, task: Path) -> None:
     run = SlurmRun(slurm, task, "cancelled", run_settings(task, NUM_STEPS))
     run.set_pace(0.3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,13 +30,15 @@ _READ_BYTES = 16384
 class Step:
     """One start of a component. `srun`'s exit code says little; `outcome` is the ranks' own record."""
 
-    def __init__(self, component: ComponentSpec, process: subprocess.Popen[bytes], outcomes_directory: Path) -> None:
+    def __init__(self, component: ComponentSpec, process: subprocess.Popen[bytes], outcomes_directory: Path, log: Path) -> None:
         self.component = component
         self.name = component.name
         self.started_at = time.monotonic()
         self.is_ready = False
         self._process = process
         self._outcomes = outcomes_directory
+        self._log = log  # Slurm's own words on this and earlier starts
+        self._log_began = log.stat().st_size if log.exists() else 0
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None
@@ -51,10 +54,20 @@ class Step:
     def describe_end(self) -> str:
         """For a person."""
         outcome, code = self.outcome(), self.srun_code()
+        if outcome is None and self._was_out_of_memory():
+            return f"{self.name} was killed: it took more memory than Slurm gave its step (slurm.memory)"
         if outcome is None:
             return f"{self.name} was killed, or its node was lost (srun's exit code {code})"
         message = f": {outcome.message}" if outcome.message else ""
         return f"{self.name}: rank {outcome.rank} ended with exit code {outcome.code}{message}"
+
+    def _was_out_of_memory(self) -> bool:
+        try:
+            with self._log.open("rb") as file:
+                file.seek(self._log_began)
+                return re.search(rb"(?i)oom.kill", file.read(_READ_BYTES)) is not None
+        except FileNotFoundError:
+            return False
 
     def send(self, number: int) -> None:
         """Signal srun, which passes SIGUSR1 on to every task and ends the step at once on SIGTERM."""
@@ -82,6 +95,7 @@ class Place:
         """Start a component on its part of the job; its ranks write to `<run>/logs`. `shares`: other components are there too; `key` is
         new for every start."""
         outcomes_directory = self.run.jobs / self.allocation.job / "outcomes" / key
+        log = self.run.logs / f"{component.name}.step.log"
         command = srun_command(
             component,
             self.slurm,
@@ -108,7 +122,7 @@ class Place:
             process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         except OSError as error:
             raise LaunchError(f"cannot start srun for {component.name}: {error}") from error
-        return Step(component, process, outcomes_directory)
+        return Step(component, process, outcomes_directory, log)
 
     def records(self) -> list[JobRecord]:
         """The parts of the job, as the controller knows them. Raises LaunchError."""
