@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The core of the tests on Slurm, on the versions of later Debian suites, each in a root directory of its own below build/slurm; and a job
-# whose steps run in Apptainer, in the last of them. Needs root and debootstrap. The checkout and its Python are the ones outside.
+# whose steps run in Apptainer, in the last of them; and a run on 64 nodes on this machine's own version. Needs root and debootstrap. The checkout and its Python are the ones outside.
 #
 #     tests/slurm_versions.sh [suite ...]
 set -euo pipefail
@@ -59,3 +59,7 @@ for one in "$@"; do
     within "$root" env ALIGNER_TEST_IMAGE="$(image)" .venv/bin/python -m pytest -q -p no:cacheprovider tests/functional/test_slurm_containers.py
   fi
 done
+if command -v slurmctld >/dev/null; then
+  echo "== $(slurmctld -V), 64 nodes"
+  ALIGNER_LONG_TESTS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -p no:cacheprovider tests/functional/test_slurm_many_nodes.py
+fi

@@ -64,11 +64,17 @@ def sweep(temporary: Path) -> list[Path]:
 def remove(workspace: Path, pid: int) -> None:
     """Remove the workspace and the shared memory of the server `pid`, which has ended."""
     shutil.rmtree(workspace, ignore_errors=True)
-    if start_ticks(pid) is not None:
-        return  # the number is another process's by now: the memory may be its own
+    later = start_ticks(pid)  # the number may be another process's by now, and later memory its own
+    began = time.time() if later is None else _boot_time() + later / os.sysconf("SC_CLK_TCK")
     for segment in Path("/dev/shm").glob(f"pytrtion{pid}-*"):  # PyTriton's own spelling
         with contextlib.suppress(FileNotFoundError, PermissionError):  # gone by now, or a server's of another user with the same number
-            segment.unlink()
+            if segment.stat().st_mtime < began:
+                segment.unlink()
+
+
+def _boot_time() -> float:
+    """Of this machine, in Unix time."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def wait_for_end_of(parent: int) -> None:

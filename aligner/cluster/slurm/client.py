@@ -15,6 +15,7 @@ from aligner.errors import LaunchError
 # States in which nothing of a job runs any more.
 OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 _UNKNOWN_JOB = "Invalid job id"
+_STEP_ENDS = re.compile("Job step not running|[Jj]ob/step already complet")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,9 +92,13 @@ class SlurmClient:
         return found
 
     def signal_steps(self, steps: Sequence[str], signal_name: str) -> None:
-        """Send a signal to every task of these steps."""
-        if steps:
-            self.run("scancel", "--quiet", f"--signal={signal_name}", *steps)
+        """Send a signal to every task of these steps; one that ends meanwhile is no error."""
+        try:
+            if steps:
+                self.run("scancel", "--quiet", f"--signal={signal_name}", *steps)
+        except LaunchError as error:
+            if not _STEP_ENDS.search(str(error)):
+                raise
 
 
 # What a job was given -> the option that asks for the same; Slurm prints values of nothing as in _NOTHING.

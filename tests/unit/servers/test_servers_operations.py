@@ -312,16 +312,22 @@ def test_what_killed_servers_have_left_is_swept_and_nothing_else(tmp_path: Path)
     assert watchdog.sweep(tmp_path) == [living]
 
 
-def test_shared_memory_of_a_number_that_is_in_use_again_stays(tmp_path: Path) -> None:
-    workspace, segment = tmp_path / f"{watchdog.PREFIX}left", Path(f"/dev/shm/pytrtion{os.getpid()}-0")
+def test_shared_memory_of_a_number_that_is_in_use_again(tmp_path: Path) -> None:
+    """The dead server's goes, which is older than the process that has the number now; that process's own stays."""
+    workspace = tmp_path / f"{watchdog.PREFIX}left"
+    old, new = (Path(f"/dev/shm/pytrtion{os.getpid()}-{number}") for number in range(2))
     workspace.mkdir()
     (workspace / watchdog.OWNER).write_text(str(os.getpid()))  # of a server that had this number and is gone: nobody holds the lock
-    segment.touch()
+    for segment in (old, new):
+        segment.touch()
+    began = Path(f"/proc/{os.getpid()}").stat().st_ctime
+    os.utime(old, (began - 60, began - 60))
     try:
         assert watchdog.sweep(tmp_path) == [workspace]
-        assert not workspace.exists() and segment.exists()
+        assert not workspace.exists() and not old.exists() and new.exists()
     finally:
-        segment.unlink()
+        old.unlink(missing_ok=True)
+        new.unlink()
 
 
 def test_what_another_user_has_put_there_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
