@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.models import rope
 from aligner.models.batch_invariant import INVARIANT
 from aligner.models.config import Architecture, ModelConfig, PositionEmbedding, Recompute
 from aligner.models.initialise import initialise
@@ -97,6 +98,7 @@ class Transformer(GPTModel):
             block_spec(
                 config,
                 vp_stage=stage.vp_stage,
+                architecture=architecture,
                 share_prompts=model.share_prompts,
                 split_norms=model.lora.is_on,
                 modules=INVARIANT if model.batch_invariant else ORDINARY,
@@ -108,11 +110,11 @@ class Transformer(GPTModel):
             position_embedding_type="learned_absolute" if learned else "rope",
             rotary_percent=architecture.rotary_fraction,
             rotary_base=architecture.rope_theta,
-            rope_scaling=bool(architecture.rope_llama3_factor),
-            rope_scaling_factor=architecture.rope_llama3_factor or 8.0,
             share_embeddings_and_output_weights=tied,
             vp_stage=stage.vp_stage,
         )
+        if rope.is_scaled(architecture):  # Megatron-Core knows Llama 3.1's scaling alone, and of that one set of constants
+            self.rotary_pos_emb.inv_freq = rope.frequencies(architecture, self.rotary_pos_emb.inv_freq.device)
         if config.transformer_impl == "transformer_engine":
             finish_transformer_engine(self.decoder)
         if learned and stage.pre_process:

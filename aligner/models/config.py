@@ -59,6 +59,9 @@ class Dtype(str, Enum):
         return 2 if self in (Dtype.bfloat16, Dtype.float16) else 4
 
 
+ROPE_FACTORS = ("rope_llama3_factor", "rope_linear_factor", "rope_yarn_factor", "rope_dynamic_factor")
+
+
 @dataclass(kw_only=True, slots=True)
 class Architecture:
     """The sizes of a decoder-only transformer. In a config they matter only where `model.path` is empty (training from scratch)."""
@@ -73,7 +76,17 @@ class Architecture:
     vocab_size: int = 0  # 0: the tokenizer's
     max_position_embeddings: int = 512  # longest context, in tokens
     rope_theta: float = 10000.0  # base of the rotary embedding's wavelengths
-    rope_llama3_factor: float = 0.0  # 0: plain rotary embedding; else Llama 3.1's scaling factor
+    rope_llama3_factor: float = 0.0  # 0: off; else the factor of Llama 3.1's rotary scaling, by parts of the spectrum
+    rope_linear_factor: float = 0.0  # 0: off; else every rotary frequency is divided by it
+    rope_yarn_factor: float = 0.0  # 0: off; else the factor of YaRN's rotary scaling
+    rope_dynamic_factor: float = 0.0  # 0: off; else the file's factor beyond max_position_embeddings, where no sequence here is
+    rope_original_length: int = 8192  # context length before Llama 3.1's or YaRN's scaling
+    rope_low_freq_factor: float = 1.0  # of Llama 3.1's scaling: turns in the original length up to which all of the factor counts
+    rope_high_freq_factor: float = 4.0  # of Llama 3.1's scaling: turns in the original length from which nothing is scaled
+    rope_beta_fast: float = 32.0  # of YaRN's scaling: turns in the original length from which nothing is scaled
+    rope_beta_slow: float = 1.0  # of YaRN's scaling: turns in the original length up to which all of the factor counts
+    rope_truncate: bool = True  # of YaRN's scaling: its bounds are rounded to whole dimensions
+    rope_attention_factor: float = 1.0  # of YaRN's scaling: cosines and sines are multiplied by it
     norm_eps: float = 1e-5  # added to the variance in every norm
     tied_embeddings: bool = True  # the output layer is the token embedding
     qkv_bias: bool = False  # biases on the query, key and value layers
@@ -83,6 +96,8 @@ class Architecture:
     activation: Activation = Activation.silu  # non-linearity of the feed-forward layers
     normalization: Normalization = Normalization.rms_norm  # norm of every layer; layer_norm_1p multiplies by 1 + its stored weight
     linear_bias: bool = False  # biases on every linear layer; `qkv_bias` is of query, key and value alone
+    attention_out_bias: bool = False  # a bias on the layer behind attention
+    mlp_bias: bool = False  # biases on the feed-forward layers
     position_embedding: PositionEmbedding = PositionEmbedding.rope  # rope: rotary; learned: a table that is added to the token embeddings
     rotary_fraction: float = 1.0  # part of each head's dimensions that is rotated
     num_experts: int = 0  # 0: dense feed-forward layers; else every layer is a mixture of experts
@@ -107,7 +122,7 @@ class Architecture:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"architecture.{name}={value}: must be at least 1")
-        for name in ("norm_eps", "initializer_range", "rope_llama3_factor"):
+        for name in ("norm_eps", "initializer_range", *ROPE_FACTORS):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"architecture.{name}={getattr(self, name)}: must be finite and not negative")
         if not 0 < self.rope_theta < math.inf:
@@ -127,12 +142,13 @@ class Architecture:
         if not 0 < self.rotary_fraction <= 1:
             raise ConfigError(f"architecture.rotary_fraction={self.rotary_fraction}: must be in (0, 1]")
         if self.position_embedding == PositionEmbedding.learned:
-            for name, neutral in (("rotary_fraction", 1.0), ("rope_llama3_factor", 0.0)):
+            for name, neutral in (("rotary_fraction", 1.0), *dict.fromkeys(ROPE_FACTORS, 0.0).items()):
                 if getattr(self, name) != neutral:
                     raise ConfigError(
                         f"architecture.{name}={getattr(self, name)}: position_embedding=learned rotates nothing; allowed: {neutral}"
                     )
             return
+        self._check_rope_scaling()
         if self.head_dim % 2:
             raise ConfigError(f"architecture.head_dim={self.head_dim}: rotary embeddings need an even size")
         rotated = self.head_dim * self.rotary_fraction
@@ -140,6 +156,25 @@ class Architecture:
             raise ConfigError(
                 f"architecture.rotary_fraction={self.rotary_fraction}: of head_dim={self.head_dim} it rotates {rotated} dimensions; "
                 "must be an even number"
+            )
+
+    def _check_rope_scaling(self) -> None:
+        scaled = {name: getattr(self, name) for name in ROPE_FACTORS if getattr(self, name)}
+        if len(scaled) > 1:
+            name, value = list(scaled.items())[-1]
+            raise ConfigError(f"architecture.{name}={value}: the rotary embedding is scaled one way; allowed with {next(iter(scaled))}: 0")
+        for name in ("rope_original_length", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"architecture.{name}={getattr(self, name)}: must be finite and above 0")
+        if not 0 < self.rope_low_freq_factor < self.rope_high_freq_factor < math.inf:
+            raise ConfigError(
+                f"architecture.rope_low_freq_factor={self.rope_low_freq_factor}: must be above 0 and below "
+                f"rope_high_freq_factor={self.rope_high_freq_factor}"
+            )
+        if self.rope_attention_factor != 1 and self.rotary_fraction != 1:
+            raise ConfigError(
+                f"architecture.rope_attention_factor={self.rope_attention_factor}: is computed for heads that are rotated whole; "
+                f"allowed with rotary_fraction={self.rotary_fraction}: 1.0"
             )
 
     def _check_experts(self) -> None:

@@ -39,6 +39,8 @@ def check_together(architecture: Architecture, model: ModelConfig, parallel: Par
         )
     if parallel.tp_comm_overlap and not model.packing:
         raise ConfigError("parallel.tp_comm_overlap=true: needs model.packing=true (its buffers are of micro-batches of one size)")
+    if model.batch_invariant and (problem := _variant_problem(architecture)):
+        raise ConfigError(f"model.batch_invariant=true: {problem} has no invariant form here; allowed: models without it")
     if model.batch_invariant and architecture.num_experts:
         raise ConfigError(
             f"model.batch_invariant=true: not for mixtures of experts (num_experts={architecture.num_experts}): the sums over a token's "
@@ -48,6 +50,21 @@ def check_together(architecture: Architecture, model: ModelConfig, parallel: Par
         raise ConfigError(
             f"model.share_prompts=true: sequences that are split over parallel.cp={parallel.cp} ranks cannot share prompts; allowed: cp=1"
         )
+
+
+def _variant_problem(architecture: Architecture) -> str:
+    """What of the model the batch-invariant modules do not compute; empty where they compute all."""
+    if architecture.rope_attention_factor != 1:
+        return f"a factor on the rotary embedding (rope_attention_factor={architecture.rope_attention_factor})"
+    return ""
+
+
+def torch_layers_reason(architecture: Architecture) -> str:
+    """What of the model only torch's layers compute here; empty where others may."""
+    for name in ("attention_out_bias", "mlp_bias"):
+        if getattr(architecture, name):
+            return f"the model has biases on some of its linear layers ({name}=True), which torch's compute"
+    return ""
 
 
 def _check(parallel: ParallelConfig, name: str, problem: Callable[[int], str], largest: int) -> None:

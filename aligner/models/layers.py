@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models.attention import CoreAttention
+from aligner.models.config import Architecture
 from aligner.models.router import Router
 from aligner.parallel.mcore import (
     ColumnParallelLinear,
@@ -68,10 +70,21 @@ class LayerModules:
 ORDINARY = LayerModules()
 
 
+@cache
+def biased(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """The same with a bias, where `TransformerConfig` would give all linear layers one or none."""
+
+    def init(self: torch.nn.Module, *args: Any, bias: bool, **options: Any) -> None:
+        linear.__init__(self, *args, bias=True, **options)
+
+    return type(f"Biased{linear.__name__}", (linear,), {"__init__": init})
+
+
 def block_spec(
     config: TransformerConfig,
     *,
     vp_stage: int | None = None,
+    architecture: Architecture,
     share_prompts: bool = False,
     split_norms: bool = False,
     modules: LayerModules = ORDINARY,
@@ -91,7 +104,7 @@ def block_spec(
         if share_prompts:
             layer.submodules.self_attention.submodules.core_attention = CoreAttention
     else:
-        layer, norm = _local_layer(config, modules), modules.norm
+        layer, norm = _local_layer(config, architecture, modules), modules.norm
     if config.num_moe_experts:
         submodules_of(layer.submodules.mlp).router = Router
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=norm)
@@ -114,7 +127,7 @@ def finish_transformer_engine(decoder: torch.nn.Module) -> None:
                     parameter.partition_dim = 0 if name.endswith("linear_fc1") else 1
 
 
-def _local_layer(config: TransformerConfig, modules: LayerModules) -> Any:
+def _local_layer(config: TransformerConfig, architecture: Architecture, modules: LayerModules) -> Any:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -125,10 +138,12 @@ def _local_layer(config: TransformerConfig, modules: LayerModules) -> Any:
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = modules.norm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = modules.core_attention
-    attention.linear_qkv, attention.linear_proj = modules.column_linear, modules.row_linear
+    attention.linear_qkv = modules.column_linear
+    attention.linear_proj = biased(modules.row_linear) if architecture.attention_out_bias else modules.row_linear
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = modules.norm
     if not config.num_moe_experts:
         mlp = submodules_of(layer.submodules.mlp)
-        mlp.linear_fc1, mlp.linear_fc2 = modules.column_linear, modules.row_linear
+        linear = modules.column_linear, modules.row_linear
+        mlp.linear_fc1, mlp.linear_fc2 = map(biased, linear) if architecture.mlp_bias else linear
     return layer

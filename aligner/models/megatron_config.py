@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         add_bias_linear=architecture.linear_bias,
         add_qkv_bias=architecture.qkv_bias,
         qk_layernorm=architecture.qk_norm,
+        softmax_scale=softmax_scale(architecture),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         init_method_std=architecture.initializer_range,
@@ -72,6 +74,12 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         **_experts(architecture, model, fused),
         **_recomputation(model.recompute),
     )
+
+
+def softmax_scale(architecture: Architecture) -> float | None:
+    """What scores are multiplied by; None is 1 / sqrt(head_dim). A factor on all cosines and sines is its square on scores."""
+    factor = architecture.rope_attention_factor
+    return None if factor == 1 else factor**2 / math.sqrt(architecture.head_dim)
 
 
 def _layout(parallel: ParallelConfig) -> dict[str, Any]:

@@ -304,7 +304,7 @@ class Decoder:
         """cos and sign-folded sin, [T, R] for R rotated dimensions: x * cos + roll(x, R/2) * sin rotates the halves, as Megatron does."""
         weight = self.weights.embedding
         angles = torch.arange(self.max_sequence_length, device=weight.device, dtype=torch.float32)[:, None] * frequencies.to(weight.device)
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = (table * self.architecture.rope_attention_factor for table in (angles.cos(), angles.sin()))
         return torch.cat([cos, cos], -1).to(weight.dtype), torch.cat([-sin, sin], -1).to(weight.dtype)
 
 

@@ -99,17 +99,18 @@ def by_role(tensors: Mapping[str, Tensor], architecture: Architecture) -> ModelW
 
 def _layer(prefix: str, affine: Callable[..., Affine], tensors: Mapping[str, Tensor], architecture: Architecture) -> LayerWeights:
     norm_bias, bias = architecture.normalization != Normalization.rms_norm, architecture.linear_bias
+    mlp_bias = bias or architecture.mlp_bias
     experts = [f"mlp.experts.local_experts.{number}." for number in range(architecture.num_experts)]
     return LayerWeights(
         input_norm=affine(prefix + "input_layernorm", bias=norm_bias),
         qkv=affine(prefix + "self_attention.linear_qkv", bias=bias or architecture.qkv_bias),
         q_norm=affine(prefix + "self_attention.q_layernorm", bias=norm_bias) if architecture.qk_norm else None,
         k_norm=affine(prefix + "self_attention.k_layernorm", bias=norm_bias) if architecture.qk_norm else None,
-        attention_out=affine(prefix + "self_attention.linear_proj", bias=bias),
+        attention_out=affine(prefix + "self_attention.linear_proj", bias=bias or architecture.attention_out_bias),
         mlp_norm=affine(prefix + "pre_mlp_layernorm", bias=norm_bias),
         router=tensors[prefix + "mlp.router.weight"] if experts else None,
         experts=tuple(
-            FeedForward(up=affine(prefix + mlp + "linear_fc1", bias=bias), down=affine(prefix + mlp + "linear_fc2", bias=bias))
+            FeedForward(up=affine(prefix + mlp + "linear_fc1", bias=mlp_bias), down=affine(prefix + mlp + "linear_fc2", bias=mlp_bias))
             for mlp in experts or ["mlp."]
         ),
     )

@@ -1,7 +1,9 @@
-"""One module per model family: Hugging Face config <-> `Architecture` (`from_hf`, `to_hf`) and the names of its weights (`NAMES`)."""
+"""One module per model family: Hugging Face config <-> `Architecture` (`from_hf`, `to_hf`) and the names of its weights (`NAMES`, a
+table, or a function of the architecture where that decides which weights there are)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from aligner.errors import ConfigError
@@ -45,4 +47,5 @@ def architecture_to_hf(architecture: Architecture) -> dict[str, Any]:
 
 def weight_names(architecture: Architecture) -> NameTable:
     """The names of an architecture's weights, Megatron's and Hugging Face's."""
-    return FAMILIES[architecture.family].NAMES
+    table: NameTable | Callable[[Architecture], NameTable] = FAMILIES[architecture.family].NAMES
+    return table if isinstance(table, NameTable) else table(architecture)

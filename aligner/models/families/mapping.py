@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -185,10 +186,19 @@ def experts(block: str, *, gate: str, up: str, down: str) -> dict[str, Rule]:
     }
 
 
-def llama_like(*, attention: Mapping[str, Rule], mlp: Mapping[str, Rule] = MLP) -> NameTable:
-    """Llama's table, with more rows for its attention and perhaps another feed-forward part.
+ATTENTION_OUT_BIAS = {"self_attention.linear_proj.bias": rule("self_attn.o_proj.bias")}
+MLP_BIAS = {
+    "mlp.linear_fc1.bias": rule("mlp.gate_proj.bias", "mlp.up_proj.bias", layout=Layout.gate_up),
+    "mlp.linear_fc2.bias": rule("mlp.down_proj.bias"),
+}
+
+
+def llama_like(
+    *, attention: Mapping[str, Rule] = MappingProxyType({}), out: Mapping[str, Rule] = MappingProxyType({}), mlp: Mapping[str, Rule] = MLP
+) -> NameTable:
+    """Llama's table, with more rows for its attention and the layer `out` behind it, and perhaps another feed-forward part.
 
     Biases of query, key and value directly follow their weights: tensors that an engine fuses must arrive together.
     """
-    layer = INPUT_NORM | QKV | dict(attention) | ATTENTION_OUT | MLP_NORM | dict(mlp)
+    layer = INPUT_NORM | QKV | dict(attention) | ATTENTION_OUT | dict(out) | MLP_NORM | dict(mlp)
     return NameTable(before=BEFORE, layer=layer, after=FINAL_NORM | OUTPUT)

@@ -12,7 +12,7 @@ from importlib import import_module
 import pytest
 
 from aligner.errors import ConfigError
-from aligner.models.config import Architecture, Family
+from aligner.models.config import ROPE_FACTORS, Architecture, Family
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 
 LLAMA = {
@@ -59,9 +59,15 @@ def theirs(hf: dict) -> dict:
     }
     if hf["model_type"] == "gpt2":
         return read | {"ffn_hidden_size": config.n_inner or 4 * config.n_embd}
+    config.standardize_rope_params()  # as the model does once more, which then sees the keys that are not the family's own
     rope = config.rope_parameters
-    assert rope["rope_type"] in ("default", "llama3")
-    read |= {"rope_theta": rope["rope_theta"], "rope_llama3_factor": rope["factor"] if rope["rope_type"] == "llama3" else 0.0}
+    read |= {"rope_theta": rope["rope_theta"]} | dict.fromkeys(ROPE_FACTORS, 0.0)
+    if rope["rope_type"] != "default":
+        read |= {f"rope_{rope['rope_type']}_factor": rope["factor"]}
+    if rope["rope_type"] in ("llama3", "yarn"):
+        read |= {"rope_original_length": rope["original_max_position_embeddings"]}
+    if rope["rope_type"] == "llama3":
+        read |= {"rope_low_freq_factor": rope["low_freq_factor"], "rope_high_freq_factor": rope["high_freq_factor"]}
     read |= {"rotary_fraction": rope.get("partial_rotary_factor", 1.0), "ffn_hidden_size": config.intermediate_size}
     if hasattr(config, "num_local_experts"):
         read |= {"num_experts": config.num_local_experts, "experts_per_token": config.num_experts_per_tok}
@@ -96,6 +102,10 @@ SCALED = {
         "original_max_position_embeddings": 8192,
         "rope_theta": 5e5,
     },
+    "other constants": {"rope_scaling": LLAMA3 | {"high_freq_factor": 8.0, "original_max_position_embeddings": 4096}},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+    "yarn": {"rope_scaling": YARN | {"beta_fast": 16, "truncate": False}},
 }
 USUAL = {
     "as it is": {},
@@ -116,6 +126,7 @@ READ = (
     + [("nemotron", "fraction of v5", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}, "head_dim": 8})]
     + [("qwen2", "a window that is off", {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 0})]
     + [("qwen3", "full layers by name", {"layer_types": ["full_attention"] * 2})]
+    + [("llama", "biases", {"attention_bias": True, "mlp_bias": True})]
     + [("llama", "the other name of silu", {"hidden_act": "swish"}), ("qwen3_moe", "normalised", {"norm_topk_prob": True})]
     + [("gpt2", "inner", {"n_inner": 40}), ("gpt2", "null inner", {"n_inner": None}), ("gpt2", "no dropout", {"resid_pdrop": 0.0})]
 )
@@ -141,16 +152,18 @@ def test_the_number_of_experts_has_two_names():
 WINDOW = "sliding_attention"
 REFUSED = [
     # Rotary embeddings: the kinds of transformers that are not computed, and what is none.
-    *[(family, {"rope_parameters": PLAIN, "rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"') for family in ROTATED],
-    *[("llama", {"rope_parameters": {"rope_type": kind}}, f'rope_type="{kind}"') for kind in ("linear", "dynamic", "longrope", "invented")],
-    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_scaling.rope_type="yarn" is not supported for model_type llama'),
+    *[(family, {"rope_parameters": PLAIN, "rope_scaling": YARN | {"rope_type": "longrope"}}, 'rope_type="longrope"') for family in ROTATED],
+    ("llama", {"rope_parameters": {"rope_type": "invented"}}, 'rope_parameters.rope_type="invented" is not supported for model_type llama'),
+    *[("llama", {"rope_parameters": {"rope_type": kind}}, "rope_parameters.factor=null") for kind in ("linear", "dynamic", "yarn")],
+    ("llama", {"rope_scaling": YARN | {"truncate": 1}}, "rope_scaling.truncate=1"),
+    ("llama", {"rope_scaling": YARN | {"beta_fast": -1}}, "rope_scaling.beta_fast=-1"),
+    ("llama", {"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, "rope_scaling.original_max_position_embeddings=0"),
     ("llama", {"rope_scaling": {"rope_type": None}}, "rope_scaling.rope_type=null"),
     ("llama", {"rope_scaling": {"factor": 4.0}}, "rope_scaling.factor=4.0"),
     ("llama", {"rope_scaling": "yarn"}, 'rope_scaling="yarn"'),
     ("llama", {"rope_parameters": {"full_attention": PLAIN}}, "rope_parameters="),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor=null"),
-    ("llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 8.0}}, "rope_scaling.high_freq_factor=8.0"),
-    ("llama", {"rope_scaling": LLAMA3, "original_max_position_embeddings": 64}, "original_max_position_embeddings=64"),
+    ("llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "rope_scaling.low_freq_factor=1.0 is not supported"),
     ("llama", {"rope_scaling": LLAMA3 | {"factor": 0.5}}, "rope_scaling.factor=0.5"),
     ("llama", {"rope_theta": None}, "rope_theta=null"),
     ("llama", {"rope_theta": 0}, "rope_theta=0"),
@@ -158,8 +171,8 @@ REFUSED = [
     ("nemotron", {"rope_scaling": LLAMA3}, 'rope_type="llama3" is not supported for model_type nemotron'),
     ("nemotron", {"rope_percent": 0.25}, "rope_percent=0.25"),
     # Attention and feed-forward layers.
-    *[(family, {"attention_bias": True}, "attention_bias=true") for family in ("llama", "qwen3", "qwen3_moe", "nemotron")],
-    *[(family, {"mlp_bias": True}, "mlp_bias=true") for family in ("llama", "nemotron")],
+    *[(family, {"attention_bias": True}, "attention_bias=true") for family in ("qwen3", "qwen3_moe", "nemotron")],
+    ("nemotron", {"mlp_bias": True}, "mlp_bias=true"),
     *[(family, {"use_sliding_window": True}, "use_sliding_window=true") for family in ("qwen2", "qwen3", "qwen3_moe")],
     *[(family, {"layer_types": ["full_attention", WINDOW]}, "layer_types=") for family in ("qwen2", "qwen3")],
     ("mixtral", {"sliding_window": 4096}, "sliding_window=4096 is not supported for model_type mixtral; allowed: null"),
