@@ -37,6 +37,13 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": _QWEN3_MOE | {"num_experts_per_tok": 3, "norm_topk_prob": True},
     "qwen3_moe_unnormalized": _QWEN3_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": False},
+    "mistral": {"model_type": "mistral", "sliding_window": 8, "num_key_value_heads": 1, "head_dim": 12, "hidden_size": 36},
+    "mistral_no_window": {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": True},
+    "qwen2_windows": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3_layer_types": {"model_type": "qwen3", "head_dim": 16, "use_sliding_window": True, "sliding_window": 17}
+    | {"layer_types": ["sliding_attention", "full_attention"]},
+    "mixtral_window": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    "qwen3_moe_window": _QWEN3_MOE | {"num_experts_per_tok": 2, "use_sliding_window": True, "sliding_window": 6},
     "nemotron": {"model_type": "nemotron"},
     "gpt2": {"model_type": "gpt2", "n_inner": 48, "bos_token_id": 0, "eos_token_id": 0},
 }

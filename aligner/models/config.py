@@ -15,6 +15,7 @@ class Family(str, Enum):
     llama = "llama"
     qwen2 = "qwen2"
     qwen3 = "qwen3"
+    mistral = "mistral"
     mixtral = "mixtral"
     qwen3_moe = "qwen3_moe"
     nemotron = "nemotron"
@@ -99,6 +100,10 @@ class Architecture:
     attention_out_bias: bool = False  # a bias on the layer behind attention
     mlp_bias: bool = False  # biases on the feed-forward layers
     position_embedding: PositionEmbedding = PositionEmbedding.rope  # rope: rotary; learned: a table that is added to the token embeddings
+    sliding_window: int = 0  # tokens that a token attends to, itself included; 0: all before it
+    full_attention_layers: list[int] = field(default_factory=list)  # numbers, from 0, of the layers that sliding_window is not of
+    attention_softcap: float = 0.0  # 0: off; else attention's scores are cap * tanh(score / cap)
+    attention_scale: float = 0.0  # what attention's scores are multiplied by; 0: 1 / sqrt(head_dim)
     rotary_fraction: float = 1.0  # part of each head's dimensions that is rotated
     num_experts: int = 0  # 0: dense feed-forward layers; else every layer is a mixture of experts
     experts_per_token: int = 0  # experts that each token is sent to; 0: none (dense)
@@ -108,6 +113,7 @@ class Architecture:
     def __post_init__(self) -> None:
         self._check_sizes()
         self._check_positions()
+        self._check_windows()
         self._check_experts()
 
     def _check_sizes(self) -> None:
@@ -122,7 +128,7 @@ class Architecture:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"architecture.{name}={value}: must be at least 1")
-        for name in ("norm_eps", "initializer_range", *ROPE_FACTORS):
+        for name in ("norm_eps", "initializer_range", "attention_softcap", "attention_scale", *ROPE_FACTORS):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"architecture.{name}={getattr(self, name)}: must be finite and not negative")
         if not 0 < self.rope_theta < math.inf:
@@ -156,6 +162,21 @@ class Architecture:
             raise ConfigError(
                 f"architecture.rotary_fraction={self.rotary_fraction}: of head_dim={self.head_dim} it rotates {rotated} dimensions; "
                 "must be an even number"
+            )
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a token of this layer, counted from 0, attends to; 0: all before it."""
+        return 0 if layer in self.full_attention_layers else self.sliding_window
+
+    def _check_windows(self) -> None:
+        layers = self.full_attention_layers = list(self.full_attention_layers)
+        if self.sliding_window < 0:
+            raise ConfigError(f"architecture.sliding_window={self.sliding_window}: must not be negative (0 is none)")
+        if layers and not self.sliding_window:
+            raise ConfigError(f"architecture.full_attention_layers={layers}: needs sliding_window > 0; allowed without: []")
+        if layers != sorted(set(layers)) or any(not 0 <= layer < self.num_layers for layer in layers):
+            raise ConfigError(
+                f"architecture.full_attention_layers={layers}: must be rising numbers from 0 to num_layers-1={self.num_layers - 1}"
             )
 
     def _check_rope_scaling(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Layers, ModelConfig
@@ -52,19 +53,33 @@ def check_together(architecture: Architecture, model: ModelConfig, parallel: Par
         )
 
 
+# Fields of an architecture that only torch's layers compute here, not Transformer Engine's, and not the compiled kernels of the rollouts:
+# what is neutral, and what a model has where they say something else.
+UNUSUAL: dict[str, tuple[Any, str]] = {
+    "sliding_window": (0, "attention to a window"),
+    "attention_softcap": (0.0, "capped attention scores"),
+    "attention_scale": (0.0, "attention scores with a scale of their own"),
+}
+_WITH_BIASES: dict[str, tuple[Any, str]] = dict.fromkeys(("attention_out_bias", "mlp_bias"), (False, "biases on some of its linear layers"))
+
+
+def unusual(architecture: Architecture, fields: Mapping[str, tuple[Any, str]] = UNUSUAL) -> str:
+    """The first of `fields` that is not neutral, in words; empty where all are."""
+    for name, (neutral, what) in fields.items():
+        if (value := getattr(architecture, name)) != neutral:
+            return f"{what} ({name}={getattr(value, 'value', value)})"
+    return ""
+
+
 def _variant_problem(architecture: Architecture) -> str:
     """What of the model the batch-invariant modules do not compute; empty where they compute all."""
-    if architecture.rope_attention_factor != 1:
-        return f"a factor on the rotary embedding (rope_attention_factor={architecture.rope_attention_factor})"
-    return ""
+    return unusual(architecture, UNUSUAL | {"rope_attention_factor": (1.0, "a factor on the rotary embedding")})
 
 
 def torch_layers_reason(architecture: Architecture) -> str:
     """What of the model only torch's layers compute here; empty where others may."""
-    for name in ("attention_out_bias", "mlp_bias"):
-        if getattr(architecture, name):
-            return f"the model has biases on some of its linear layers ({name}=True), which torch's compute"
-    return ""
+    found = unusual(architecture, UNUSUAL | _WITH_BIASES)
+    return f"the model has {found}, which torch's layers compute" if found else ""
 
 
 def _check(parallel: ParallelConfig, name: str, problem: Callable[[int], str], largest: int) -> None:

@@ -17,6 +17,7 @@ from aligner.models.config import Architecture
 from aligner.models.router import Router
 from aligner.parallel.mcore import (
     ColumnParallelLinear,
+    ModuleSpec,
     RowParallelLinear,
     TransformerBlockSubmodules,
     TransformerConfig,
@@ -137,7 +138,7 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
     layer = copy.deepcopy(spec)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = modules.norm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = modules.core_attention
+    attention.core_attention = ModuleSpec(module=modules.core_attention, params={"architecture": architecture})
     attention.linear_qkv = modules.column_linear
     attention.linear_proj = biased(modules.row_linear) if architecture.attention_out_bias else modules.row_linear
     if config.qk_layernorm:

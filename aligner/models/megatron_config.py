@@ -78,8 +78,8 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
 
 def softmax_scale(architecture: Architecture) -> float | None:
     """What scores are multiplied by; None is 1 / sqrt(head_dim). A factor on all cosines and sines is its square on scores."""
-    factor = architecture.rope_attention_factor
-    return None if factor == 1 else factor**2 / math.sqrt(architecture.head_dim)
+    scale, factor = architecture.attention_scale, architecture.rope_attention_factor
+    return (scale or 1 / math.sqrt(architecture.head_dim)) * factor**2 if scale or factor != 1 else None
 
 
 def _layout(parallel: ParallelConfig) -> dict[str, Any]:

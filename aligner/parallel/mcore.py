@@ -76,6 +76,7 @@ with warnings.catch_warnings():
         switch_load_balancing_loss_func,
     )
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
     from megatron.core.utils import local_multi_tensor_l2_norm
@@ -210,6 +211,7 @@ __all__ = [
     "IdentityOp",
     "LanguageModule",
     "MegatronModule",
+    "ModuleSpec",
     "MoEAuxLossAutoScaler",
     "OptimizerConfig",
     "OptimizerParamScheduler",

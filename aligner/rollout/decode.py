@@ -23,10 +23,12 @@ from torch import Tensor
 
 from aligner.models.config import Activation, Architecture, Normalization
 from aligner.models.tracing import Operation, Tap
+from aligner.models.windowed_attention import form_of
 from aligner.parallel.logprobs import row_sums
 from aligner.rollout.attention import (
     DecodeBatch,
     DecodePlan,
+    FormedAttention,
     GatheredAttention,
     PagedAttention,
     PagedKV,
@@ -111,6 +113,7 @@ class Decoder:
         flash = flash_attention(weights.embedding, (self.groups, self.queries, self.head_dim)) if kernels == Kernels.auto else None
         self.attention: PagedAttention = flash or GatheredAttention(page_size or PAGE_SIZE)
         self.page_size = self.attention.page_size
+        self._attentions = [self._attention_of(number) for number in range(len(weights.layers))]
         self._native = self._native_decode() if kernels == Kernels.auto else None
         self._graphs = self._decode_graphs() if cuda_graphs and weights.embedding.is_cuda else None
         self.fixed_shapes = weights.embedding.is_cuda  # of decode steps, whatever the routing: nothing is read on the host
@@ -189,13 +192,20 @@ class Decoder:
             self.tap(operation, layer, output)
         return output
 
+    def _attention_of(self, layer: int) -> PagedAttention:
+        """The layer's own where it sees a window, caps its scores or scales them otherwise."""
+        form, scale = form_of(self.architecture, layer), self.architecture.attention_scale
+        if form.is_plain and not scale:
+            return self.attention
+        return FormedAttention(self.page_size, form, scale or self.head_dim**-0.5)
+
     def _decode_graphs(self) -> DecodeGraphs:
         max_pages = -(-self.max_sequence_length // self.page_size)
         return DecodeGraphs(self._step, CudaCapture, max_pages=max_pages, vocab_size=self.architecture.vocab_size)
 
     def _native_decode(self) -> NativeDecode | None:
         """Decode steps on the compiled kernels, where the weights are such as they take and the kernels can be had."""
-        library = native.load() if native.fits(self.weights) else None
+        library = native.load() if native.fits(self.weights, self.architecture) else None
         if library is None:
             return None
         model = native.model_of(self.architecture, groups=self.groups, queries=self.queries, page_size=self.page_size, rotary=self.rotary)
@@ -236,9 +246,9 @@ class Decoder:
         for slot, own in zip(cache.slots(number), (keys, values), strict=True):
             slot.index_copy_(0, plan.slots, own)
         if isinstance(plan, PrefillPlan):
-            out = prefill_attention(mixed, cache, number, plan, self.attention)
+            out = prefill_attention(mixed, cache, number, plan, self._attentions[number])
         else:
-            out = self.attention.decode(queries, cache, number, plan)
+            out = self._attentions[number].decode(queries, cache, number, plan)
         attended = self._note(Operation.attention, number, out.reshape(queries.shape[0], -1))
         return self._note(Operation.projection, number, self._project(attended, layer.attention_out))
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 JOB = Path(__file__).with_name("family_job.py")
 NAMES = ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn"]
+NAMES += ["mistral", "qwen2_windows", "qwen3_layer_types"]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}),
     "tp2_sp": (2, {"tp": 2, "sequence_parallel": True}),

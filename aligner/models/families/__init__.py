@@ -8,7 +8,7 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
-from aligner.models.families import gpt2, llama, mixtral, nemotron, qwen2, qwen3, qwen3_moe
+from aligner.models.families import gpt2, llama, mistral, mixtral, nemotron, qwen2, qwen3, qwen3_moe
 from aligner.models.families.hf_config import UNCHANGED, HFConfig
 from aligner.models.families.mapping import NameTable
 
@@ -16,6 +16,7 @@ FAMILIES = {
     Family.llama: llama,
     Family.qwen2: qwen2,
     Family.qwen3: qwen3,
+    Family.mistral: mistral,
     Family.mixtral: mixtral,
     Family.qwen3_moe: qwen3_moe,
     Family.nemotron: nemotron,

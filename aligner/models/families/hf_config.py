@@ -75,6 +75,15 @@ class HFConfig:
             raise self.refusal(key, value, "a whole number >= 1")
         return value
 
+    def value(self, key: str) -> Any:
+        """As the file has it; None where it is absent."""
+        return self._values.get(key)
+
+    def optional_size(self, key: str, *, absent: int | None) -> int | None:
+        """A whole number >= 1, or None where the file says null."""
+        value = self._values.get(key, absent)
+        return None if value is None else self.size(key, absent=value)
+
     def number(self, key: str, absent: float) -> float:
         """A finite number >= 0."""
         return self.checked(key, self._values.get(key, absent))

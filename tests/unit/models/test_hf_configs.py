@@ -29,6 +29,7 @@ FILES = {
     "llama": LLAMA,
     "qwen2": LLAMA | {"model_type": "qwen2"},
     "qwen3": LLAMA | {"model_type": "qwen3"},
+    "mistral": LLAMA | {"model_type": "mistral"},
     "mixtral": LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": LLAMA | {"model_type": "qwen3_moe"} | EXPERTS,
     "nemotron": LLAMA | {"model_type": "nemotron", "hidden_size": 128},
@@ -37,6 +38,9 @@ FILES = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+
+
+WINDOW = "sliding_attention"
 
 
 def theirs(hf: dict) -> dict:
@@ -69,6 +73,10 @@ def theirs(hf: dict) -> dict:
     if rope["rope_type"] == "llama3":
         read |= {"rope_low_freq_factor": rope["low_freq_factor"], "rope_high_freq_factor": rope["high_freq_factor"]}
     read |= {"rotary_fraction": rope.get("partial_rotary_factor", 1.0), "ffn_hidden_size": config.intermediate_size}
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None) if WINDOW in types else None
+    full = [number for number, kind in enumerate(types) if kind != WINDOW]
+    read |= {"sliding_window": window or 0, "full_attention_layers": full if window else []}
     if hasattr(config, "num_local_experts"):
         read |= {"num_experts": config.num_local_experts, "experts_per_token": config.num_experts_per_tok}
         read |= {"expert_ffn_hidden_size": getattr(config, "moe_intermediate_size", config.intermediate_size)}
@@ -120,11 +128,24 @@ READ = (
     + [(family, name, change) for family in ROTATED if family != "nemotron" for name, change in SCALED.items()]
     + [(family, "heads", {"head_dim": 4, "num_key_value_heads": 16}) for family in ROTATED]
     + [(family, "null heads", {"num_key_value_heads": None}) for family in ("llama", "qwen2", "qwen3", "nemotron")]
-    + [(family, "null head_dim", {"head_dim": None}) for family in ("llama", "mixtral", "nemotron")]
+    + [(family, "null head_dim", {"head_dim": None}) for family in ("llama", "mistral", "mixtral", "nemotron")]
     + [(family, "epsilon", {"rms_norm_eps": 1e-3, "norm_eps": 1e-3, "layer_norm_epsilon": 1e-3}) for family in FILES]
     + [("nemotron", "fraction", {"partial_rotary_factor": 0.25, "head_dim": 8})]
     + [("nemotron", "fraction of v5", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}, "head_dim": 8})]
     + [("qwen2", "a window that is off", {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 0})]
+    + [
+        (family, f"windows: {change}", {"use_sliding_window": True} | change)
+        for family in ("qwen2", "qwen3")
+        for change in (
+            {"max_window_layers": 1},
+            {"max_window_layers": 0, "sliding_window": 7},
+            {"max_window_layers": 9},
+            {"sliding_window": None},
+            {"layer_types": [WINDOW, "full_attention"]},
+        )
+    ]
+    + [(family, f"window of {size}", {"sliding_window": size}) for family in ("mistral", "mixtral") for size in (None, 9)]
+    + [("qwen3_moe", "a window", {"use_sliding_window": True, "sliding_window": 9})]
     + [("qwen3", "full layers by name", {"layer_types": ["full_attention"] * 2})]
     + [("llama", "biases", {"attention_bias": True, "mlp_bias": True})]
     + [("llama", "the other name of silu", {"hidden_act": "swish"}), ("qwen3_moe", "normalised", {"norm_topk_prob": True})]
@@ -149,7 +170,6 @@ def test_the_number_of_experts_has_two_names():
     assert theirs(renamed)["num_experts"] == 4
 
 
-WINDOW = "sliding_attention"
 REFUSED = [
     # Rotary embeddings: the kinds of transformers that are not computed, and what is none.
     *[(family, {"rope_parameters": PLAIN, "rope_scaling": YARN | {"rope_type": "longrope"}}, 'rope_type="longrope"') for family in ROTATED],
@@ -173,9 +193,11 @@ REFUSED = [
     # Attention and feed-forward layers.
     *[(family, {"attention_bias": True}, "attention_bias=true") for family in ("qwen3", "qwen3_moe", "nemotron")],
     ("nemotron", {"mlp_bias": True}, "mlp_bias=true"),
-    *[(family, {"use_sliding_window": True}, "use_sliding_window=true") for family in ("qwen2", "qwen3", "qwen3_moe")],
-    *[(family, {"layer_types": ["full_attention", WINDOW]}, "layer_types=") for family in ("qwen2", "qwen3")],
-    ("mixtral", {"sliding_window": 4096}, "sliding_window=4096 is not supported for model_type mixtral; allowed: null"),
+    *[(family, {"use_sliding_window": 1}, "use_sliding_window=1") for family in ("qwen2", "qwen3", "qwen3_moe")],
+    *[(family, {"layer_types": ["full_attention", WINDOW]}, "layer_types=") for family in ("qwen2", "qwen3")],  # there is no window
+    *[("qwen2", {"use_sliding_window": True, "layer_types": types}, "layer_types=") for types in ("x", [WINDOW], [WINDOW, "chunked"])],
+    *[(family, {"sliding_window": 0}, "sliding_window=0 is not supported") for family in ("mistral", "mixtral")],
+    ("mistral", {"layer_types": [WINDOW] * 2}, "layer_types="),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
     *[(family, {"hidden_act": "gelu"}, 'hidden_act="gelu"') for family in ROTATED],
     *[(family, {"attention_dropout": 0.1}, "attention_dropout=0.1") for family in ROTATED],
@@ -212,7 +234,7 @@ REFUSED = [
     (
         "llama",
         {"model_type": "mamba"},
-        "model_type='mamba' is not supported; allowed: llama, qwen2, qwen3, mixtral, qwen3_moe, nemotron, gpt2",
+        "model_type='mamba' is not supported; allowed: llama, qwen2, qwen3, mistral, mixtral, qwen3_moe, nemotron, gpt2",
     ),
     ("llama", {"model_type": None}, "model_type=None"),
     ("llama", {"model_type": ["llama"]}, "model_type=['llama']"),

@@ -20,6 +20,7 @@ from aligner.parallel import platform
 MODELS = ["llama", "llama_tied_llama3_rope", "llama_multi_head", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied"]
 MODELS += ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "nemotron", "gpt2"]
 MODELS += ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn", "qwen2_dynamic_rope"]
+MODELS += ["mistral", "mistral_no_window", "qwen2_windows", "qwen3_layer_types", "mixtral_window", "qwen3_moe_window"]
 TOLERANCE = 2e-5  # of logits of order one
 
 

@@ -15,6 +15,7 @@ from aligner.types import FinishReason, LabeledBatch, Prompt, Rollout, SamplingC
 
 VOCAB, EOS = 61, 2
 NEW = ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn", "qwen2_dynamic_rope"]
+NEW += ["mistral", "mistral_no_window", "qwen2_windows", "qwen3_layer_types", "mixtral_window"]
 
 
 @pytest.fixture(autouse=True)
