@@ -44,6 +44,12 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     | {"layer_types": ["sliding_attention", "full_attention"]},
     "mixtral_window": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
     "qwen3_moe_window": _QWEN3_MOE | {"num_experts_per_tok": 2, "use_sliding_window": True, "sliding_window": 6},
+    "phi3": {"model_type": "phi3", "num_key_value_heads": 1, "pad_token_id": 0, "eos_token_id": 2, "partial_rotary_factor": 0.5},
+    "phi3_window": {"model_type": "phi3", "sliding_window": 7, "pad_token_id": 0, "eos_token_id": 2, "tie_word_embeddings": True},
+    "gpt_neox": {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 500, "eos_token_id": 0},
+    "gpt_neox_sequential": {"model_type": "gpt_neox", "use_parallel_residual": False, "tie_word_embeddings": True, "eos_token_id": 0},
+    "opt": {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "opt_untied": {"model_type": "opt", "ffn_dim": 56, "word_embed_proj_dim": 32, "tie_word_embeddings": False},
     "nemotron": {"model_type": "nemotron"},
     "gpt2": {"model_type": "gpt2", "n_inner": 48, "bos_token_id": 0, "eos_token_id": 0},
 }

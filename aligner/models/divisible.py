@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aligner.errors import ConfigError
-from aligner.models.config import Architecture, Layers, ModelConfig
+from aligner.models.config import Activation, Architecture, Layers, ModelConfig, Normalization, ParallelResidual
 from aligner.parallel.topology import ParallelConfig
 
 
@@ -59,6 +59,16 @@ UNUSUAL: dict[str, tuple[Any, str]] = {
     "sliding_window": (0, "attention to a window"),
     "attention_softcap": (0.0, "capped attention scores"),
     "attention_scale": (0.0, "attention scores with a scale of their own"),
+    "rotary_interleaved": (False, "rotated pairs of neighbouring dimensions"),
+    "rope_local_theta": (0.0, "two rotary bases"),
+    "position_offset": (0, "a table of positions that begins later"),
+    "parallel_residual": (ParallelResidual.none, "attention and feed-forward layer side by side"),
+    "pre_norms": (True, "no norms in front of its layers"),
+    "post_norms": (False, "norms behind its layers"),
+    "qk_norm_whole": (False, "norms of all heads together"),
+    "embedding_scale": (1.0, "scaled embeddings"),
+    "logits_scale": (1.0, "scaled logits"),
+    "logits_softcap": (0.0, "capped logits"),
 }
 _WITH_BIASES: dict[str, tuple[Any, str]] = dict.fromkeys(("attention_out_bias", "mlp_bias"), (False, "biases on some of its linear layers"))
 
@@ -68,6 +78,10 @@ def unusual(architecture: Architecture, fields: Mapping[str, tuple[Any, str]] = 
     for name, (neutral, what) in fields.items():
         if (value := getattr(architecture, name)) != neutral:
             return f"{what} ({name}={getattr(value, 'value', value)})"
+    if architecture.activation is Activation.relu:
+        return "ReLU (activation=relu)"
+    if architecture.normalization in (Normalization.rms_norm_1p, Normalization.layer_norm_no_bias):
+        return f"a norm of its own kind (normalization={architecture.normalization.value})"
     return ""
 
 
@@ -96,6 +110,8 @@ def _tensor_problem(architecture: Architecture, tp: int) -> str:
         if getattr(architecture, name) % tp:
             return f"does not divide the model's {name}={getattr(architecture, name)}"
     groups = architecture.num_key_value_heads
+    if architecture.qk_norm_whole and groups % tp:
+        return f"must divide the model's num_key_value_heads={groups}: each rank has the norms' weights of its heads"
     if groups % tp and tp % groups:
         return f"must divide, or be a multiple of, the model's num_key_value_heads={groups}"
     rows = (architecture.num_attention_heads + 2 * groups) * architecture.head_dim

@@ -44,12 +44,13 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         ffn_hidden_size=architecture.ffn_hidden_size,
         gated_linear_unit=architecture.gated_mlp,
         activation_func=(batch_invariant.ACTIVATIONS if model.batch_invariant else _ACTIVATIONS)[architecture.activation],
-        normalization="RMSNorm" if architecture.normalization == Normalization.rms_norm else "LayerNorm",
+        normalization="RMSNorm" if architecture.normalization in _RMS_NORMS else "LayerNorm",
         layernorm_zero_centered_gamma=architecture.normalization == Normalization.layer_norm_1p,
         layernorm_epsilon=architecture.norm_eps,
         add_bias_linear=architecture.linear_bias,
         add_qkv_bias=architecture.qkv_bias,
         qk_layernorm=architecture.qk_norm,
+        rotary_interleaved=architecture.rotary_interleaved,
         softmax_scale=softmax_scale(architecture),
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -140,11 +141,13 @@ def _squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+_RMS_NORMS = (Normalization.rms_norm, Normalization.rms_norm_1p)
 _ACTIVATIONS = {
     Activation.silu: F.silu,
     Activation.gelu: F.gelu,
     Activation.gelu_tanh: _gelu_tanh,
     Activation.squared_relu: _squared_relu,
+    Activation.relu: F.relu,
 }
 
 

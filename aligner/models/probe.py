@@ -20,7 +20,7 @@ from aligner.models.trainable import TrainableModel
 from aligner.parallel import platform
 from aligner.parallel.collectives import gather_columns
 from aligner.parallel.exact import EXACT
-from aligner.parallel.logprobs import FAST
+from aligner.parallel.logprobs import FAST, shaped
 from aligner.parallel.mcore import IdentityOp
 from aligner.parallel.micro_batches import plan
 from aligner.rows import upload
@@ -75,7 +75,9 @@ class _Look:
         selected = chunk.whole_sequences(hidden, grads_are_partial=False).reshape(len(self._tokens), -1)[rows]
         weight, _ = chunk.vocabulary_weight()
         arithmetic = EXACT if chunk.batch_invariant else FAST
-        logits = gather_columns(arithmetic.project(selected, weight).float(), self._tp)
+        products, architecture = arithmetic.project(selected, weight).float(), chunk.architecture
+        own = shaped(products, scale=architecture.logits_scale, softcap=architecture.logits_softcap)
+        logits = gather_columns(own, self._tp)
         self._trace.add(Place(chunk.architecture.num_layers, Operation.logits), self._tokens[rows], logits)
         return TokenOutputs()
 

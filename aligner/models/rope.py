@@ -7,11 +7,12 @@ cosines and sines is `Architecture.rope_attention_factor`. Dynamic scaling begin
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from aligner.models.config import Architecture
+from aligner.models.config import ROPE_FACTORS, Architecture
 
 
 def frequencies(architecture: Architecture, device: torch.device | None = None) -> Tensor:
@@ -25,6 +26,14 @@ def frequencies(architecture: Architecture, device: torch.device | None = None) 
     if architecture.rope_yarn_factor:
         return _yarn(plain, size, architecture)
     return plain
+
+
+UNSCALED = dict.fromkeys(ROPE_FACTORS, 0.0) | {"rope_attention_factor": 1.0}
+
+
+def local(architecture: Architecture) -> Architecture:
+    """The same with the base of the layers that have a window, which nothing scales."""
+    return replace(architecture, rope_theta=architecture.rope_local_theta, **UNSCALED)
 
 
 def is_scaled(architecture: Architecture) -> bool:

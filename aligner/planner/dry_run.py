@@ -182,6 +182,8 @@ def _block(component: Component, num_layers: int, rows: int, length: int, device
             _fuse_norms(chunk.decoder)
         hidden = torch.zeros(length // small.shards_sequences, rows, architecture.hidden_size, dtype=chunk.config.params_dtype)
         rotary = chunk.rotary_pos_emb(length) if architecture.position_embedding == PositionEmbedding.rope else None
+        if rotary is not None and architecture.rope_local_theta:
+            rotary = chunk.with_local_angles(rotary, packed=False)
         yield chunk.decoder, hidden, rotary
 
 

@@ -21,10 +21,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.models.config import Activation, Architecture, Normalization
+from aligner.models import rope
+from aligner.models.build import rounded_scale
+from aligner.models.config import Activation, Architecture, Normalization, ParallelResidual
 from aligner.models.tracing import Operation, Tap
 from aligner.models.windowed_attention import form_of
-from aligner.parallel.logprobs import row_sums
+from aligner.parallel.logprobs import row_sums, shaped
 from aligner.rollout.attention import (
     DecodeBatch,
     DecodePlan,
@@ -57,6 +59,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.gelu: F.gelu,
     Activation.gelu_tanh: partial(F.gelu, approximate="tanh"),
     Activation.squared_relu: _squared_relu,
+    Activation.relu: F.relu,
 }
 
 
@@ -109,7 +112,10 @@ class Decoder:
         self.queries = architecture.num_attention_heads // shards.count // self.groups  # per key-value group on this rank
         self.norm = _norm(architecture)
         self.activation = ACTIVATIONS[architecture.activation]
-        self.rotary = None if frequencies is None else self._rotary_tables(frequencies)
+        self.rotary = None if frequencies is None else self._rotary_tables(frequencies, architecture.rope_attention_factor)
+        local = architecture.rope_local_theta
+        self._rotary_local = self._rotary_tables(rope.frequencies(rope.local(architecture)), 1.0) if local else None
+        self._embedding_scale = rounded_scale(architecture.embedding_scale, weights.embedding.dtype)
         flash = flash_attention(weights.embedding, (self.groups, self.queries, self.head_dim)) if kernels == Kernels.auto else None
         self.attention: PagedAttention = flash or GatheredAttention(page_size or PAGE_SIZE)
         self.page_size = self.attention.page_size
@@ -215,29 +221,50 @@ class Decoder:
     def _forward(self, tokens: Tensor, plan: PrefillPlan | DecodePlan, cache: PagedKV) -> Tensor:
         """Flat tokens [N] through all layers: [N, H]."""
         x = self._note(Operation.embedding, -1, self._embed(tokens, plan.positions))
-        rotary = None if self.rotary is None else tuple(table[plan.positions][:, None, None] for table in self.rotary)
+        everywhere = None if self.rotary is None else tuple(table[plan.positions][:, None, None] for table in self.rotary)
+        local = None if self._rotary_local is None else tuple(table[plan.positions][:, None, None] for table in self._rotary_local)
+        fixed = self.fixed_shapes and isinstance(plan, DecodePlan)
         for number, layer in enumerate(self.weights.layers):
-            x = x + self._attend(layer, number, self._mixed(layer, number, x, rotary), plan, cache)
-            self._note(Operation.attention_residual, number, x)
-            x = x + self._feed_forward(layer, number, x, fixed=self.fixed_shapes and isinstance(plan, DecodePlan))
+            rotary = local if local is not None and self.architecture.window_of(number) else everywhere
+            normed = self._note(Operation.input_norm, number, self._normed(x, layer.input_norm))
+            attended = self._attend(layer, number, self._mixed(layer, number, normed, rotary), plan, cache)
+            if self.architecture.parallel_residual != ParallelResidual.none:
+                self._note(Operation.attention_residual, number, x)  # what the feed-forward layer's norm reads
+                read = normed if layer.mlp_norm is None else self._normed(x, layer.mlp_norm)
+                x = x + attended + self._feed_forward(layer, number, read, fixed=fixed)
+            else:
+                x = self._note(Operation.attention_residual, number, x + self._normed(attended, layer.post_attention_norm))
+                changed = self._feed_forward(layer, number, self._normed(x, layer.mlp_norm), fixed=fixed)
+                x = x + self._normed(changed, layer.post_mlp_norm)
             self._note(Operation.residual, number, x)
         return x
 
-    def _mixed(self, layer: LayerWeights, number: int, x: Tensor, rotary: tuple | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _normed(self, x: Tensor, weights: Affine | None) -> Tensor:
+        """As it is where the model has no norm there."""
+        return x if weights is None else self.norm(x, weights)
+
+    def _mixed(self, layer: LayerWeights, number: int, normed: Tensor, rotary: tuple | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, groups, queries per group, D], keys and values [N, groups, D], rotated."""
-        normed = self._note(Operation.input_norm, number, self.norm(x, layer.input_norm))
         mixed = self._note(Operation.qkv, number, F.linear(normed, layer.qkv.weight, layer.qkv.bias))
-        mixed = mixed.view(x.shape[0], self.groups, self.queries + 2, self.head_dim)
+        mixed = mixed.view(normed.shape[0], self.groups, self.queries + 2, self.head_dim)
         q_and_k = mixed[..., : self.queries + 1, :]
         if layer.q_norm is not None:
-            q = self._note(Operation.q_norm, number, self.norm(q_and_k[..., : self.queries, :], layer.q_norm))
-            k = self._note(Operation.k_norm, number, self.norm(q_and_k[..., self.queries :, :], layer.k_norm))
+            norm = self._whole_norm if self.architecture.qk_norm_whole else self.norm
+            q = self._note(Operation.q_norm, number, norm(q_and_k[..., : self.queries, :], layer.q_norm))
+            k = self._note(Operation.k_norm, number, norm(q_and_k[..., self.queries :, :], layer.k_norm))
             q_and_k = torch.cat([q, k], dim=-2)
         if rotary is not None:
-            q_and_k = _rotate(q_and_k, *rotary)
+            q_and_k = _rotate(q_and_k, *rotary, interleaved=self.architecture.rotary_interleaved)
         queries = self._note(Operation.queries, number, q_and_k[..., : self.queries, :])
         keys = self._note(Operation.keys, number, q_and_k[..., self.queries, :])
         return queries, keys, mixed[..., self.queries + 1, :]
+
+    def _whole_norm(self, x: Tensor, weights: Affine) -> Tensor:
+        """RMSNorm over this and the other ranks' heads, [N, groups, heads of each, D]."""
+        flat = x.flatten(1).float()
+        squares = self._sum(flat.square().sum(dim=-1, keepdim=True)) / (flat.shape[-1] * self.shards.count)
+        normed = flat * torch.rsqrt(squares + self.architecture.norm_eps)
+        return (normed.to(x.dtype) * weights.weight).view(x.shape)
 
     def _attend(
         self, layer: LayerWeights, number: int, mixed: tuple[Tensor, Tensor, Tensor], plan: PrefillPlan | DecodePlan, cache: PagedKV
@@ -261,10 +288,15 @@ class Decoder:
             owned = (local >= 0) & (local < weight.shape[0])
             # `where`, not a product: a rank whose rows are all vocabulary padding may hold anything there, NaN too.
             x = self._sum(torch.where(owned[..., None], F.embedding(torch.where(owned, local, 0), weight), 0.0))
-        return x if self.weights.positions is None else x + F.embedding(positions, self.weights.positions)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        if self.weights.positions is None:
+            return x
+        return x + F.embedding(positions + self.architecture.position_offset, self.weights.positions)
 
     def _feed_forward(self, layer: LayerWeights, number: int, x: Tensor, *, fixed: bool) -> Tensor:
-        x = self._note(Operation.mlp_norm, number, self.norm(x, layer.mlp_norm))
+        """Of what its norm gives."""
+        self._note(Operation.mlp_norm, number, x)
         if layer.router is not None:
             return self._note(Operation.mlp, number, self._experts(layer, number, x, fixed=fixed))
         inner = self._note(Operation.activation, number, self._expand(x, layer.experts[0]))
@@ -292,7 +324,10 @@ class Decoder:
         return out if weights.bias is None else out + weights.bias
 
     def _logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        own = F.linear(hidden, self.weights.output[: self.architecture.vocab_size])
+        architecture = self.architecture
+        own = F.linear(hidden, self.weights.output[: architecture.vocab_size])
+        if architecture.logits_softcap or architecture.logits_scale != 1:
+            own = shaped(own.float(), scale=architecture.logits_scale, softcap=architecture.logits_softcap)
         if out is None:
             return self._gather(own.float())
         return out.copy_(own if self.shards.count == 1 else self._gather(own.float()))
@@ -310,28 +345,39 @@ class Decoder:
             dist.all_reduce(x, group=self.shards.group)
         return x
 
-    def _rotary_tables(self, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sign-folded sin, [T, R] for R rotated dimensions: x * cos + roll(x, R/2) * sin rotates the halves, as Megatron does."""
+    def _rotary_tables(self, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        """cos and sign-folded sin, [T, R] for R rotated dimensions: x * cos + partners of x * sin rotates each with its partner.
+        Partners are half of R apart, or neighbours, as in Megatron; both tables are multiplied by `factor`."""
         weight = self.weights.embedding
         angles = torch.arange(self.max_sequence_length, device=weight.device, dtype=torch.float32)[:, None] * frequencies.to(weight.device)
-        cos, sin = (table * self.architecture.rope_attention_factor for table in (angles.cos(), angles.sin()))
-        return torch.cat([cos, cos], -1).to(weight.dtype), torch.cat([-sin, sin], -1).to(weight.dtype)
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        pairs = (cos, cos), (-sin, sin)
+        if self.architecture.rotary_interleaved:
+            return tuple(torch.stack(pair, -1).flatten(-2).to(weight.dtype) for pair in pairs)
+        return tuple(torch.cat(pair, -1).to(weight.dtype) for pair in pairs)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """Rotate the first dimensions of each head, as many as the tables have."""
     rotated = cos.shape[-1]
     if rotated == x.shape[-1]:
-        return torch.addcmul(x * cos, x.roll(rotated // 2, -1), sin)
+        return torch.addcmul(x * cos, _partners(x, interleaved), sin)
     first, rest = x[..., :rotated], x[..., rotated:]
-    return torch.cat([torch.addcmul(first * cos, first.roll(rotated // 2, -1), sin), rest], dim=-1)
+    return torch.cat([torch.addcmul(first * cos, _partners(first, interleaved), sin), rest], dim=-1)
+
+
+def _partners(x: Tensor, interleaved: bool) -> Tensor:
+    """In each dimension's place the one that it is rotated with."""
+    return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else x.roll(x.shape[-1] // 2, -1)
 
 
 def _norm(architecture: Architecture) -> Callable[[Tensor, Affine], Tensor]:
     """The architecture's norm over the last dimension."""
-    eps = architecture.norm_eps
-    if architecture.normalization == Normalization.rms_norm:
+    eps, kind = architecture.norm_eps, architecture.normalization
+    if kind is Normalization.rms_norm:
         return lambda x, weights: F.rms_norm(x, weights.weight.shape, weights.weight, eps)
-    if architecture.normalization == Normalization.layer_norm:
-        return lambda x, weights: F.layer_norm(x, weights.weight.shape, weights.weight, weights.bias, eps)
-    return lambda x, weights: F.layer_norm(x, weights.weight.shape, weights.weight + 1, weights.bias, eps)
+    if kind is Normalization.rms_norm_1p:
+        return lambda x, weights: F.rms_norm(x.float(), weights.weight.shape, weights.weight.float() + 1, eps).to(x.dtype)
+    if kind is Normalization.layer_norm_1p:
+        return lambda x, weights: F.layer_norm(x, weights.weight.shape, weights.weight + 1, weights.bias, eps)
+    return lambda x, weights: F.layer_norm(x, weights.weight.shape, weights.weight, weights.bias, eps)

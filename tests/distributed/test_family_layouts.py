@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 JOB = Path(__file__).with_name("family_job.py")
 NAMES = ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn"]
 NAMES += ["mistral", "qwen2_windows", "qwen3_layer_types"]
+NAMES += ["phi3", "phi3_window", "gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}),
     "tp2_sp": (2, {"tp": 2, "sequence_parallel": True}),
@@ -43,6 +44,8 @@ def theirs(directory: Path, tokens: torch.Tensor) -> dict:
     options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": VOCAB + 5, "pad_token_id": 0}
     rows = [model.generate(row[None, : 5 + 6 * number], **options)[0].tolist() for number, row in enumerate(tokens)]
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    if model.config.model_type == "gpt_neox" and "lm_head.weight" in gradients:  # what it is called in files
+        gradients["embed_out.weight"] = gradients.pop("lm_head.weight")
     return {"logprobs": torch.nn.functional.pad(logprobs.detach(), (1, 0)), "gradients": gradients, "responses": rows}
 
 

@@ -1,5 +1,6 @@
-"""One module per model family: Hugging Face config <-> `Architecture` (`from_hf`, `to_hf`) and the names of its weights (`NAMES`, a
-table, or a function of the architecture where that decides which weights there are)."""
+"""One module per model family: Hugging Face config <-> `Architecture` (`from_hf`, `to_hf`), the names of its weights (`NAMES`, a table, or
+a function of the architecture where that decides which weights there are), and which of `UNCHANGED`'s keys it computes (`COMPUTED`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
-from aligner.models.families import gpt2, llama, mistral, mixtral, nemotron, qwen2, qwen3, qwen3_moe
+from aligner.models.families import gpt2, gpt_neox, llama, mistral, mixtral, nemotron, opt, phi3, qwen2, qwen3, qwen3_moe
 from aligner.models.families.hf_config import UNCHANGED, HFConfig
 from aligner.models.families.mapping import NameTable
 
@@ -21,6 +22,9 @@ FAMILIES = {
     Family.qwen3_moe: qwen3_moe,
     Family.nemotron: nemotron,
     Family.gpt2: gpt2,
+    Family.phi3: phi3,
+    Family.gpt_neox: gpt_neox,
+    Family.opt: opt,
 }
 
 
@@ -35,8 +39,9 @@ def architecture_from_hf(hf: dict[str, Any], *, where: str = "config.json") -> A
             raise ConfigError(f"model_type={model_type!r} is not supported; allowed: {', '.join(Family.__members__)}")
         config = HFConfig(hf)
         config.check_classes()
-        config.only(UNCHANGED)
-        return FAMILIES[Family[model_type]].from_hf(config)
+        family = FAMILIES[Family[model_type]]
+        config.only({key: values for key, values in UNCHANGED.items() if key not in getattr(family, "COMPUTED", ())})
+        return family.from_hf(config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from aligner.errors import ConfigError
@@ -46,7 +46,7 @@ class HFConfig:
     def check_classes(self) -> None:
         """The classes in `architectures`, where there are any, have to be the family's own language models and classifiers."""
         found = self._values.get("architectures")
-        prefix = str(self.model_type).replace("_", "")
+        prefix = str(self.model_type).removesuffix("_text").replace("_", "")
         allowed = [(prefix + suffix).lower() for suffix in _CLASSES]
         if found is not None and not (isinstance(found, list) and all(str(name).lower() in allowed for name in found)):
             raise self.refusal("architectures", found, f"{prefix.capitalize()}... with {', '.join(_CLASSES)}")
@@ -102,36 +102,49 @@ class HFConfig:
             raise self.refusal(key, value, " or ".join(json.dumps(option) for option in options))
         return options[value]
 
-    def rope(self, *, theta: float = 10000.0, fraction: float = 1.0) -> dict[str, Any]:
+    def rope(
+        self,
+        *,
+        theta: float = 10000.0,
+        fraction: float = 1.0,
+        names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
+        kinds: Collection[str] | None = None,
+    ) -> dict[str, Any]:
         """The fields of an `Architecture` that are about the rotary embedding.
+
+        `names`: what the base and the rotated part are called at the top level. `kinds`: of scaling, which the family knows; None: all.
 
         Version 4 of transformers writes `rope_theta` and `rope_scaling`, version 5 `rope_parameters`. If a file has both, `rope_scaling`
         counts and `rope_parameters` is ignored. Values that it lacks are read from the top level, else are `theta` and `fraction`.
         """
+        base_name, part_name = names
         source = "rope_scaling" if self._values.get("rope_scaling") else "rope_parameters"
         rope = self._values.get(source) or {}
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
             raise self.refusal(source, rope, "one object for all layers")
-        base = self.checked(f"{source}.rope_theta" if "rope_theta" in rope else "rope_theta", self._beside(rope, "rope_theta", theta))
+        base = self.checked(
+            f"{source}.rope_theta" if "rope_theta" in rope else base_name, self._beside(rope, "rope_theta", theta, base_name)
+        )
         if base == 0:
             raise self.refusal("rope_theta", base, "a number > 0")
-        part = self.checked("partial_rotary_factor", self._beside(rope, "partial_rotary_factor", fraction))
+        part = self.checked(part_name, self._beside(rope, "partial_rotary_factor", fraction, part_name))
         fields: dict[str, Any] = {"rope_theta": base, "rotary_fraction": part}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
             if rope.get("factor") not in (None, 1):
                 raise self.refusal(f"{source}.factor", rope["factor"], "1 without a rope_type: nothing is scaled")
             return fields
-        if kind not in ROPE_KINDS:
-            raise self.refusal(f"{source}.rope_type", kind, " or ".join(json.dumps(name) for name in ("default", *ROPE_KINDS)))
+        known = ROPE_KINDS if kinds is None else kinds
+        if kind not in known:
+            raise self.refusal(f"{source}.rope_type", kind, " or ".join(json.dumps(name) for name in ("default", *known)))
         given = Scaling(self, source, kind, {"original_max_position_embeddings": self._values.get("max_position_embeddings")} | rope)
         if "original_max_position_embeddings" in self._values:
             given.values["original_max_position_embeddings"] = self._values["original_max_position_embeddings"]
         return fields | ROPE_KINDS[kind](given)
 
-    def _beside(self, rope: Mapping[str, Any], key: str, absent: float) -> Any:
-        """The value in the rotary object, else at the file's top level."""
-        return rope[key] if key in rope else self._values.get(key, absent)
+    def _beside(self, rope: Mapping[str, Any], key: str, absent: float, name: str) -> Any:
+        """The value in the rotary object, else at the file's top level under `name`."""
+        return rope[key] if key in rope else self._values.get(name, absent)
 
     def checked(self, key: str, value: Any) -> float:
         """`value` of `key` as a finite number >= 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -38,16 +39,26 @@ def to_hf(architecture: Architecture) -> dict[str, Any]:
 
 
 def common_from_hf(
-    hf: HFConfig, family: Family, *, key_value_heads: int = 0, head_dim: int = 0, theta: float = 10000.0, norm_eps: float = 1e-6
+    hf: HFConfig,
+    family: Family,
+    *,
+    key_value_heads: int = 0,
+    head_dim: int = 0,
+    theta: float = 10000.0,
+    norm_eps: float = 1e-6,
+    fraction: float = 0.0,
+    tied: bool = False,
+    rope_kinds: Collection[str] | None = None,
 ) -> Architecture:
     """The fields that Llama and its descendants (Qwen2, Qwen3, Mixtral) share.
 
-    The keyword arguments are the defaults of absent keys. 0: as many key-value heads as heads; hidden size / heads.
+    The keyword arguments are the defaults of absent keys. 0: as many key-value heads as heads; hidden size / heads; `fraction`:
+    heads are rotated whole, and a file that says otherwise is refused.
     """
     hf.only(DROPOUT)
     heads = hf.size("num_attention_heads")
-    rope = hf.rope(theta=theta)
-    if rope["rotary_fraction"] != 1:
+    rope = hf.rope(theta=theta, fraction=fraction or 1.0, kinds=rope_kinds)
+    if rope["rotary_fraction"] != 1 and not fraction:
         raise hf.refusal("partial_rotary_factor", rope["rotary_fraction"], "1.0")
     return Architecture(
         family=family,
@@ -60,7 +71,7 @@ def common_from_hf(
         vocab_size=hf.size("vocab_size"),
         max_position_embeddings=hf.size("max_position_embeddings"),
         norm_eps=hf.number("rms_norm_eps", norm_eps),
-        tied_embeddings=hf.flag("tie_word_embeddings", False),
+        tied_embeddings=hf.flag("tie_word_embeddings", tied),
         initializer_range=hf.number("initializer_range", 0.02),
         activation=hf.choice("hidden_act", SILU, "silu"),
         **rope,

@@ -28,8 +28,20 @@ class Layout(str, Enum):
     plain = "plain"
     qkv = "qkv"  # three tensors
     packed_qkv = "packed_qkv"  # one tensor, [q; k; v]
+    fused_qkv = "fused_qkv"  # one tensor, in Megatron's order
     gate_up = "gate_up"
+    packed_gate_up = "packed_gate_up"  # one tensor, [gate; up]
     vocabulary = "vocabulary"
+
+    @property
+    def blocks(self) -> int:
+        """Parts of the Megatron tensor of each of which every tensor-parallel rank has a share."""
+        return 2 if self in (Layout.gate_up, Layout.packed_gate_up) else 1
+
+    @property
+    def is_qkv(self) -> bool:
+        """Whether the Megatron tensor is of query, key and value, by group."""
+        return self in (Layout.qkv, Layout.packed_qkv, Layout.fused_qkv)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +157,7 @@ def _qkv_sizes(architecture: Architecture) -> list[int]:
 
 def shard(layout: Layout, tensor: Tensor, *, dim: int, num_shards: int, index: int) -> Tensor:
     """This tensor-parallel rank's part of a full Megatron tensor."""
-    if layout == Layout.gate_up:
+    if layout.blocks == 2:
         return torch.cat([half.chunk(num_shards)[index] for half in tensor.chunk(2)])
     return tensor.chunk(num_shards, dim=dim)[index]
 
@@ -173,6 +185,18 @@ MLP = {
     "mlp.linear_fc1.weight": rule("mlp.gate_proj.weight", "mlp.up_proj.weight", layout=Layout.gate_up),
     "mlp.linear_fc2.weight": rule("mlp.down_proj.weight"),
 }
+
+
+PACKED_QKV = {"self_attention.linear_qkv.weight": rule("self_attn.qkv_proj.weight", layout=Layout.packed_qkv)}
+PACKED_MLP = {
+    "mlp.linear_fc1.weight": rule("mlp.gate_up_proj.weight", layout=Layout.packed_gate_up),
+    "mlp.linear_fc2.weight": rule("mlp.down_proj.weight"),
+}
+
+
+def affine(name: str, hf_name: str, *, layout: Layout = Layout.plain) -> dict[str, Rule]:
+    """A weight and its bias."""
+    return {f"{name}.{kind}": rule(f"{hf_name}.{kind}", layout=layout) for kind in ("weight", "bias")}
 
 
 def experts(block: str, *, gate: str, up: str, down: str) -> dict[str, Rule]:

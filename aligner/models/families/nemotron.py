@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aligner.models.config import ROPE_FACTORS, Activation, Architecture, Family, Normalization
+from aligner.models.config import Activation, Architecture, Family, Normalization
 from aligner.models.families import llama, mapping
 from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.mapping import NameTable, rule
@@ -23,10 +23,7 @@ NAMES = NameTable(
 
 def from_hf(hf: HFConfig) -> Architecture:
     """The architecture in a Hugging Face config. Raises ConfigError for biases, scaled rotary embeddings and other activations."""
-    rope = hf.rope(fraction=0.5)
-    for name in ROPE_FACTORS:
-        if rope.get(name):
-            raise hf.refusal("rope_type", name.split("_")[1], '"default"')
+    rope = hf.rope(fraction=0.5, kinds=())
     # Nemotron-4's own files say `rope_percent` too, which transformers does not read.
     hf.only(llama.BIASES | llama.DROPOUT | {"rope_percent": (rope["rotary_fraction"],)})
     heads = hf.size("num_attention_heads")

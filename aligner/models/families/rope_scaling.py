@@ -109,4 +109,8 @@ def to_hf(a: Architecture) -> dict[str, Any]:
             rope["attention_factor"] = a.rope_attention_factor
     if a.rope_llama3_factor or a.rope_yarn_factor:
         rope["original_max_position_embeddings"] = a.rope_original_length
-    return {"rope_parameters": rope, "rope_theta": a.rope_theta, "rope_scaling": rope if factor else None}
+    fraction = {}
+    if a.rotary_fraction != 1:
+        rope["partial_rotary_factor"] = a.rotary_fraction
+        fraction = {"partial_rotary_factor": a.rotary_fraction}
+    return fraction | {"rope_parameters": rope, "rope_theta": a.rope_theta, "rope_scaling": rope if factor else None}

@@ -33,6 +33,10 @@ FILES = {
     "mixtral": LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": LLAMA | {"model_type": "qwen3_moe"} | EXPERTS,
     "nemotron": LLAMA | {"model_type": "nemotron", "hidden_size": 128},
+    "phi3": LLAMA | {"model_type": "phi3"},
+    "gpt_neox": LLAMA | {"model_type": "gpt_neox", "num_attention_heads": 8},
+    "opt": {"model_type": "opt", "ffn_dim": 48}
+    | {key: value for key, value in LLAMA.items() if key not in ("model_type", "intermediate_size")},
     "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 61},
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -41,6 +45,7 @@ PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 
 
 WINDOW = "sliding_attention"
+_EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 
 
 def theirs(hf: dict) -> dict:
@@ -56,11 +61,13 @@ def theirs(hf: dict) -> dict:
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings,
         "tied_embeddings": config.tie_word_embeddings,
-        "initializer_range": config.initializer_range,
+        "initializer_range": config.init_std if hf["model_type"] == "opt" else config.initializer_range,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "norm_eps": next(getattr(config, key) for key in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon") if hasattr(config, key)),
+        "norm_eps": next((getattr(config, key) for key in _EPSILONS if hasattr(config, key)), 1e-5),
     }
+    if hf["model_type"] == "opt":
+        return read | {"ffn_hidden_size": config.ffn_dim}
     if hf["model_type"] == "gpt2":
         return read | {"ffn_hidden_size": config.n_inner or 4 * config.n_embd}
     config.standardize_rope_params()  # as the model does once more, which then sees the keys that are not the family's own
@@ -121,15 +128,21 @@ USUAL = {
     "untied": {"tie_word_embeddings": False},
     "harmless keys": {"_name_or_path": "x", "torch_dtype": "float16", "use_cache": False, "made_up": 3, "architectures": None},
 }
-ROTATED = [family for family in FILES if family != "gpt2"]
+ROTATED = [family for family in FILES if family not in ("gpt2", "opt")]
+LLAMA_LIKE = [family for family in ROTATED if family != "gpt_neox"]  # what their keys are called
+SCALING = [family for family in LLAMA_LIKE if family not in ("nemotron", "phi3")]
 READ = (
     [(family, name, change) for family in FILES for name, change in USUAL.items()]
-    + [(family, name, change) for family in ROTATED for name, change in ROPES.items()]
-    + [(family, name, change) for family in ROTATED if family != "nemotron" for name, change in SCALED.items()]
-    + [(family, "heads", {"head_dim": 4, "num_key_value_heads": 16}) for family in ROTATED]
+    + [(family, name, change) for family in LLAMA_LIKE for name, change in ROPES.items()]
+    + [(family, name, change) for family in SCALING for name, change in SCALED.items()]
+    + [(family, "heads", {"head_dim": 4, "num_key_value_heads": 16}) for family in LLAMA_LIKE]
     + [(family, "null heads", {"num_key_value_heads": None}) for family in ("llama", "qwen2", "qwen3", "nemotron")]
     + [(family, "null head_dim", {"head_dim": None}) for family in ("llama", "mistral", "mixtral", "nemotron")]
-    + [(family, "epsilon", {"rms_norm_eps": 1e-3, "norm_eps": 1e-3, "layer_norm_epsilon": 1e-3}) for family in FILES]
+    + [
+        (family, "epsilon", {"rms_norm_eps": 1e-3, "norm_eps": 1e-3, "layer_norm_epsilon": 1e-3, "layer_norm_eps": 1e-3})
+        for family in FILES
+        if family != "opt"
+    ]
     + [("nemotron", "fraction", {"partial_rotary_factor": 0.25, "head_dim": 8})]
     + [("nemotron", "fraction of v5", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}, "head_dim": 8})]
     + [("qwen2", "a window that is off", {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 0})]
@@ -149,6 +162,17 @@ READ = (
     + [("qwen3", "full layers by name", {"layer_types": ["full_attention"] * 2})]
     + [("llama", "biases", {"attention_bias": True, "mlp_bias": True})]
     + [("llama", "the other name of silu", {"hidden_act": "swish"}), ("qwen3_moe", "normalised", {"norm_topk_prob": True})]
+    + [("phi3", "fraction", {"partial_rotary_factor": 0.5, "head_dim": 4}), ("phi3", "a window", {"sliding_window": 9})]
+    + [
+        ("gpt_neox", name, change)
+        for name, change in {
+            "its own names": {"rotary_pct": 0.5, "rotary_emb_base": 500},
+            "v5": {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+            "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rotary_pct": 1.0},
+            "names of others": {"rope_theta": 7.0, "partial_rotary_factor": 1.0},
+        }.items()
+    ]
+    + [("opt", "its width by name", {"word_embed_proj_dim": 64}), ("opt", "spread", {"init_std": 0.006})]
     + [("gpt2", "inner", {"n_inner": 40}), ("gpt2", "null inner", {"n_inner": None}), ("gpt2", "no dropout", {"resid_pdrop": 0.0})]
 )
 
@@ -173,6 +197,20 @@ def test_the_number_of_experts_has_two_names():
 REFUSED = [
     # Rotary embeddings: the kinds of transformers that are not computed, and what is none.
     *[(family, {"rope_parameters": PLAIN, "rope_scaling": YARN | {"rope_type": "longrope"}}, 'rope_type="longrope"') for family in ROTATED],
+    *[(family, {"rope_scaling": LLAMA3}, 'rope_type="llama3"') for family in ("nemotron", "phi3")],
+    ("phi3", {"rope_scaling": {"type": "su", "long_factor": [1.0]}}, 'rope_scaling.rope_type="su" is not supported for model_type phi3'),
+    ("gpt_neox", {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"'),
+    ("gpt_neox", {"rotary_pct": 1.5}, "rotary_fraction=1.5"),
+    ("gpt_neox", {"attention_bias": False}, "attention_bias=false"),
+    ("gpt_neox", {"head_dim": 16}, "head_dim=16"),
+    ("gpt_neox", {"hidden_dropout": 0.1}, "hidden_dropout=0.1"),
+    ("gpt_neox", {"use_parallel_residual": None}, "use_parallel_residual=null"),
+    ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=false is not supported for model_type opt; allowed: true"),
+    ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim=32 is not supported for model_type opt; allowed: null or 64"),
+    ("opt", {"enable_bias": False}, "enable_bias=false"),
+    ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=false"),
+    ("opt", {"activation_function": "tanh"}, 'activation_function="tanh"'),
+    ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1"),
     ("llama", {"rope_parameters": {"rope_type": "invented"}}, 'rope_parameters.rope_type="invented" is not supported for model_type llama'),
     *[("llama", {"rope_parameters": {"rope_type": kind}}, "rope_parameters.factor=null") for kind in ("linear", "dynamic", "yarn")],
     ("llama", {"rope_scaling": YARN | {"truncate": 1}}, "rope_scaling.truncate=1"),
@@ -199,7 +237,8 @@ REFUSED = [
     *[(family, {"sliding_window": 0}, "sliding_window=0 is not supported") for family in ("mistral", "mixtral")],
     ("mistral", {"layer_types": [WINDOW] * 2}, "layer_types="),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
-    *[(family, {"hidden_act": "gelu"}, 'hidden_act="gelu"') for family in ROTATED],
+    *[(family, {"hidden_act": "gelu"}, 'hidden_act="gelu"') for family in LLAMA_LIKE],
+    ("gpt_neox", {"hidden_act": "tanh"}, 'hidden_act="tanh"'),
     *[(family, {"attention_dropout": 0.1}, "attention_dropout=0.1") for family in ROTATED],
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported for model_type qwen3_moe; allowed: 1"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
@@ -234,7 +273,7 @@ REFUSED = [
     (
         "llama",
         {"model_type": "mamba"},
-        "model_type='mamba' is not supported; allowed: llama, qwen2, qwen3, mistral, mixtral, qwen3_moe, nemotron, gpt2",
+        "model_type='mamba' is not supported; allowed: llama, qwen2, qwen3, mistral, mixtral, qwen3_moe, nemotron, gpt2, phi3",
     ),
     ("llama", {"model_type": None}, "model_type=None"),
     ("llama", {"model_type": ["llama"]}, "model_type=['llama']"),
@@ -279,6 +318,8 @@ NO_MATTER = {
     "pad_token_id",  # no gradient into one row of the embedding
     "_attn_implementation",  # how, not what
     "use_cache",
+    "is_decoder",  # in an example
+    "original_max_position_embeddings",  # of LongRoPE, which is refused, and of Llama 3.1's and YaRN's scaling, where it is looked at
     "output_router_logits",  # `model.router_aux_loss_coef` is ours
     "router_aux_loss_coef",
     "sliding_window",  # where `use_sliding_window` is off (Mixtral's is looked at)
