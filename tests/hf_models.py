@@ -19,6 +19,11 @@ SIZES: dict[str, Any] = {
 }
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale_all_dim": 2.0, "rope_theta": 1e4}
+_LINEAR = {"rope_type": "linear", "factor": 4.0}
+_HALF = {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5}
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
+_GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 9, "num_key_value_heads": 1, "sliding_window": 7, "intermediate_size": 40}
+_NO_SPECIAL = {"pad_token_id": 0, "eos_token_id": 2}
 _QWEN3_MOE = {"model_type": "qwen3_moe", "tie_word_embeddings": False, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24}
 HF_MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 10000.0},
@@ -50,6 +55,18 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox_sequential": {"model_type": "gpt_neox", "use_parallel_residual": False, "tie_word_embeddings": True, "eos_token_id": 0},
     "opt": {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "opt_untied": {"model_type": "opt", "ffn_dim": 56, "word_embed_proj_dim": 32, "tie_word_embeddings": False},
+    "gemma2": _GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+    "gemma2_plain": {"model_type": "gemma2", "head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}
+    | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 4096},
+    "gemma3_text": _GEMMA
+    | {"model_type": "gemma3_text", "num_hidden_layers": 4, "layer_types": [_WINDOWED, _FULL, _WINDOWED, _FULL]}
+    | {"rope_parameters": {_WINDOWED: {"rope_type": "default", "rope_theta": 100.0}, _FULL: _LINEAR | {"rope_theta": 1e4}}},
+    "olmo2": {"model_type": "olmo2", "tie_word_embeddings": False},
+    "olmo2_tied": {"model_type": "olmo2", "tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 500},
+    "glm4": {"model_type": "glm4", "head_dim": 12, "num_key_value_heads": 2, "rope_parameters": _HALF, **_NO_SPECIAL},
+    "glm4_tied": {"model_type": "glm4", "head_dim": 8, "attention_bias": False, "tie_word_embeddings": True, **_NO_SPECIAL},
+    "cohere": {"model_type": "cohere", "logit_scale": 0.5, "num_key_value_heads": 1, "eos_token_id": 2},
+    "cohere_untied": {"model_type": "cohere", "logit_scale": 1.5, "tie_word_embeddings": False, "eos_token_id": 2},
     "nemotron": {"model_type": "nemotron"},
     "gpt2": {"model_type": "gpt2", "n_inner": 48, "bos_token_id": 0, "eos_token_id": 0},
 }

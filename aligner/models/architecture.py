@@ -23,6 +23,11 @@ class Family(str, Enum):
     phi3 = "phi3"
     gpt_neox = "gpt_neox"
     opt = "opt"
+    gemma2 = "gemma2"
+    gemma3_text = "gemma3_text"
+    olmo2 = "olmo2"
+    glm4 = "glm4"
+    cohere = "cohere"
 
 
 class Activation(str, Enum):

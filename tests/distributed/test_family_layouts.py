@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 JOB = Path(__file__).with_name("family_job.py")
 NAMES = ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn"]
 NAMES += ["mistral", "qwen2_windows", "qwen3_layer_types"]
+NAMES += ["gemma2", "gemma2_plain", "gemma3_text", "olmo2", "olmo2_tied", "glm4", "glm4_tied", "cohere", "cohere_untied"]
 NAMES += ["phi3", "phi3_window", "gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}),

@@ -9,7 +9,24 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
-from aligner.models.families import gpt2, gpt_neox, llama, mistral, mixtral, nemotron, opt, phi3, qwen2, qwen3, qwen3_moe
+from aligner.models.families import (
+    cohere,
+    gemma2,
+    gemma3_text,
+    glm4,
+    gpt2,
+    gpt_neox,
+    llama,
+    mistral,
+    mixtral,
+    nemotron,
+    olmo2,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from aligner.models.families.hf_config import UNCHANGED, HFConfig
 from aligner.models.families.mapping import NameTable
 
@@ -25,6 +42,11 @@ FAMILIES = {
     Family.phi3: phi3,
     Family.gpt_neox: gpt_neox,
     Family.opt: opt,
+    Family.gemma2: gemma2,
+    Family.gemma3_text: gemma3_text,
+    Family.olmo2: olmo2,
+    Family.glm4: glm4,
+    Family.cohere: cohere,
 }
 
 

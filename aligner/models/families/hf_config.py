@@ -88,6 +88,17 @@ class HFConfig:
         """A finite number >= 0."""
         return self.checked(key, self._values.get(key, absent))
 
+    def optional_number(self, key: str, absent: float) -> float:
+        """A finite number > 0, or 0 where the file says null."""
+        value = self._values.get(key, absent)
+        if value is not None and value is not absent and self.checked(key, value) == 0:
+            raise self.refusal(key, value, "a number > 0 or null")
+        return 0.0 if value is None else float(value)
+
+    def part(self, **replaced: Any) -> HFConfig:
+        """The same file with other values of these keys."""
+        return HFConfig({**{key: self._values[key] for key in self._values}, **replaced})
+
     def flag(self, key: str, absent: bool) -> bool:
         """true or false."""
         value = self._values.get(key, absent)

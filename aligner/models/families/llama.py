@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from aligner.models.config import Activation, Architecture, Family
@@ -48,16 +49,20 @@ def common_from_hf(
     norm_eps: float = 1e-6,
     fraction: float = 0.0,
     tied: bool = False,
+    eps_name: str = "rms_norm_eps",
+    activation: tuple[str, Mapping[str, Activation]] = ("hidden_act", MappingProxyType(SILU)),
+    rope: Mapping[str, Any] | None = None,
     rope_kinds: Collection[str] | None = None,
 ) -> Architecture:
     """The fields that Llama and its descendants (Qwen2, Qwen3, Mixtral) share.
 
     The keyword arguments are the defaults of absent keys. 0: as many key-value heads as heads; hidden size / heads; `fraction`:
-    heads are rotated whole, and a file that says otherwise is refused.
+    heads are rotated whole, and a file that says otherwise is refused. `activation`: its key, and its
+    names, the first for files that do not say. `rope`: the rotary embedding's fields; None: they are read.
     """
     hf.only(DROPOUT)
     heads = hf.size("num_attention_heads")
-    rope = hf.rope(theta=theta, fraction=fraction or 1.0, kinds=rope_kinds)
+    rope = hf.rope(theta=theta, fraction=fraction or 1.0, kinds=rope_kinds) if rope is None else rope
     if rope["rotary_fraction"] != 1 and not fraction:
         raise hf.refusal("partial_rotary_factor", rope["rotary_fraction"], "1.0")
     return Architecture(
@@ -70,10 +75,10 @@ def common_from_hf(
         ffn_hidden_size=hf.size("intermediate_size"),
         vocab_size=hf.size("vocab_size"),
         max_position_embeddings=hf.size("max_position_embeddings"),
-        norm_eps=hf.number("rms_norm_eps", norm_eps),
+        norm_eps=hf.number(eps_name, norm_eps),
         tied_embeddings=hf.flag("tie_word_embeddings", tied),
         initializer_range=hf.number("initializer_range", 0.02),
-        activation=hf.choice("hidden_act", SILU, "silu"),
+        activation=hf.choice(*activation, next(iter(activation[1]))),
         **rope,
     )
 

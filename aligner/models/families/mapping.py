@@ -194,6 +194,13 @@ PACKED_MLP = {
 }
 
 
+SANDWICH_NORMS = {
+    "post_attention_layernorm.weight": rule("post_attention_layernorm.weight"),
+    "pre_mlp_layernorm.weight": rule("pre_feedforward_layernorm.weight"),
+    "post_mlp_layernorm.weight": rule("post_feedforward_layernorm.weight"),
+}
+
+
 def affine(name: str, hf_name: str, *, layout: Layout = Layout.plain) -> dict[str, Rule]:
     """A weight and its bias."""
     return {f"{name}.{kind}": rule(f"{hf_name}.{kind}", layout=layout) for kind in ("weight", "bias")}

@@ -93,6 +93,7 @@ ROPE_KINDS: Mapping[str, Callable[[Scaling], dict[str, Any]]] = {
     "yarn": _yarn,
     "dynamic": lambda scaling: {"rope_dynamic_factor": scaling.factor()},
 }
+UNFACTORED = tuple(kind for kind in ROPE_KINDS if kind != "yarn")  # those without a factor on cosines and sines
 
 
 def to_hf(a: Architecture) -> dict[str, Any]:

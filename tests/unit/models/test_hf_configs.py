@@ -37,6 +37,11 @@ FILES = {
     "gpt_neox": LLAMA | {"model_type": "gpt_neox", "num_attention_heads": 8},
     "opt": {"model_type": "opt", "ffn_dim": 48}
     | {key: value for key, value in LLAMA.items() if key not in ("model_type", "intermediate_size")},
+    "gemma2": LLAMA | {"model_type": "gemma2", "num_attention_heads": 8},
+    "gemma3_text": LLAMA | {"model_type": "gemma3_text", "num_attention_heads": 8},
+    "olmo2": LLAMA | {"model_type": "olmo2"},
+    "glm4": LLAMA | {"model_type": "glm4"},
+    "cohere": LLAMA | {"model_type": "cohere"},
     "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 61},
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -70,8 +75,21 @@ def theirs(hf: dict) -> dict:
         return read | {"ffn_hidden_size": config.ffn_dim}
     if hf["model_type"] == "gpt2":
         return read | {"ffn_hidden_size": config.n_inner or 4 * config.n_embd}
+    if hf["model_type"].startswith("gemma"):
+        read |= {
+            "attention_softcap": config.attn_logit_softcapping or 0.0,
+            "logits_softcap": config.final_logit_softcapping or 0.0,
+            "attention_scale": 0.0 if config.query_pre_attn_scalar == config.head_dim else config.query_pre_attn_scalar**-0.5,
+        }
+    if hf["model_type"] == "cohere":
+        read |= {"logits_scale": config.logit_scale}
+    if hf["model_type"] == "glm4":
+        read |= {"qkv_bias": config.attention_bias}
     config.standardize_rope_params()  # as the model does once more, which then sees the keys that are not the family's own
     rope = config.rope_parameters
+    if "full_attention" in rope:
+        read |= {"rope_local_theta": rope[WINDOW]["rope_theta"] if WINDOW in config.layer_types else 0.0}
+        rope = rope["full_attention"]
     read |= {"rope_theta": rope["rope_theta"]} | dict.fromkeys(ROPE_FACTORS, 0.0)
     if rope["rope_type"] != "default":
         read |= {f"rope_{rope['rope_type']}_factor": rope["factor"]}
@@ -129,13 +147,27 @@ USUAL = {
     "harmless keys": {"_name_or_path": "x", "torch_dtype": "float16", "use_cache": False, "made_up": 3, "architectures": None},
 }
 ROTATED = [family for family in FILES if family not in ("gpt2", "opt")]
-LLAMA_LIKE = [family for family in ROTATED if family != "gpt_neox"]  # what their keys are called
+LLAMA_LIKE = [family for family in ROTATED if family not in ("gpt_neox", "gemma3_text")]  # what their keys are called
 SCALING = [family for family in LLAMA_LIKE if family not in ("nemotron", "phi3")]
 READ = (
     [(family, name, change) for family in FILES for name, change in USUAL.items()]
     + [(family, name, change) for family in LLAMA_LIKE for name, change in ROPES.items()]
-    + [(family, name, change) for family in SCALING for name, change in SCALED.items()]
-    + [(family, "heads", {"head_dim": 4, "num_key_value_heads": 16}) for family in LLAMA_LIKE]
+    + [(family, name, change) for family in SCALING for name, change in SCALED.items() if (family, name) != ("glm4", "yarn")]
+    + [(family, "heads", {"head_dim": 4, "num_key_value_heads": FILES[family]["num_attention_heads"] // 2}) for family in LLAMA_LIKE]
+    + [
+        ("gemma3_text", name, change)
+        for name, change in {
+            "v4": {"rope_theta": 3e5, "rope_local_base_freq": 77.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            "v5": {"rope_parameters": {"full_attention": LLAMA3 | {"rope_theta": 5e5}, WINDOW: PLAIN}},
+            "one kind": {"rope_parameters": {"full_attention": PLAIN}},
+            "the pattern": {"num_hidden_layers": 5, "sliding_window_pattern": 2},
+            "a cap": {"final_logit_softcapping": 20.0, "query_pre_attn_scalar": 168},
+            "full layers alone": {"layer_types": ["full_attention"] * 2},
+        }.items()
+    ]
+    + [("gemma2", "caps", {"attn_logit_softcapping": None, "final_logit_softcapping": 20.0, "query_pre_attn_scalar": 224})]
+    + [("gemma2", "layers", {"layer_types": ["full_attention", WINDOW], "sliding_window": 9})]
+    + [("cohere", "scale", {"logit_scale": 1.0}), ("glm4", "no biases", {"attention_bias": False, "partial_rotary_factor": 1.0})]
     + [(family, "null heads", {"num_key_value_heads": None}) for family in ("llama", "qwen2", "qwen3", "nemotron")]
     + [(family, "null head_dim", {"head_dim": None}) for family in ("llama", "mistral", "mixtral", "nemotron")]
     + [
@@ -196,7 +228,12 @@ def test_the_number_of_experts_has_two_names():
 
 REFUSED = [
     # Rotary embeddings: the kinds of transformers that are not computed, and what is none.
-    *[(family, {"rope_parameters": PLAIN, "rope_scaling": YARN | {"rope_type": "longrope"}}, 'rope_type="longrope"') for family in ROTATED],
+    *[
+        (family, {"rope_parameters": PLAIN, "rope_scaling": YARN | {"rope_type": "longrope"}}, 'rope_type="longrope"')
+        for family in LLAMA_LIKE
+    ],
+    ("gemma3_text", {"rope_scaling": YARN | {"rope_type": "longrope"}}, 'rope_type="longrope"'),
+    *[(family, {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"') for family in ("glm4", "phi3")],
     *[(family, {"rope_scaling": LLAMA3}, 'rope_type="llama3"') for family in ("nemotron", "phi3")],
     ("phi3", {"rope_scaling": {"type": "su", "long_factor": [1.0]}}, 'rope_scaling.rope_type="su" is not supported for model_type phi3'),
     ("gpt_neox", {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"'),
@@ -211,6 +248,18 @@ REFUSED = [
     ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=false"),
     ("opt", {"activation_function": "tanh"}, 'activation_function="tanh"'),
     ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1"),
+    (
+        "gemma2",
+        {"attn_logit_softcapping": 0.0},
+        "attn_logit_softcapping=0.0 is not supported for model_type gemma2; allowed: a number > 0 or null",
+    ),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+    ("gemma2", {"sliding_window": None}, "layer_types="),
+    ("gemma3_text", {"rope_parameters": PLAIN}, "rope_parameters="),
+    ("gemma3_text", {"rope_parameters": {WINDOW: YARN}}, 'rope_parameters.sliding_attention.rope_type="yarn"'),
+    ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
+    ("cohere", {"use_qk_norm": True}, "use_qk_norm=true is not supported for model_type cohere; allowed: false or null"),
+    ("cohere", {"logit_scale": 0.0}, "logits_scale=0.0: must be finite and above 0"),
     ("llama", {"rope_parameters": {"rope_type": "invented"}}, 'rope_parameters.rope_type="invented" is not supported for model_type llama'),
     *[("llama", {"rope_parameters": {"rope_type": kind}}, "rope_parameters.factor=null") for kind in ("linear", "dynamic", "yarn")],
     ("llama", {"rope_scaling": YARN | {"truncate": 1}}, "rope_scaling.truncate=1"),
@@ -229,7 +278,10 @@ REFUSED = [
     ("nemotron", {"rope_scaling": LLAMA3}, 'rope_type="llama3" is not supported for model_type nemotron'),
     ("nemotron", {"rope_percent": 0.25}, "rope_percent=0.25"),
     # Attention and feed-forward layers.
-    *[(family, {"attention_bias": True}, "attention_bias=true") for family in ("qwen3", "qwen3_moe", "nemotron")],
+    *[
+        (family, {"attention_bias": True}, "attention_bias=true")
+        for family in ("qwen3", "qwen3_moe", "nemotron", "gemma2", "olmo2", "cohere")
+    ],
     ("nemotron", {"mlp_bias": True}, "mlp_bias=true"),
     *[(family, {"use_sliding_window": 1}, "use_sliding_window=1") for family in ("qwen2", "qwen3", "qwen3_moe")],
     *[(family, {"layer_types": ["full_attention", WINDOW]}, "layer_types=") for family in ("qwen2", "qwen3")],  # there is no window
@@ -237,7 +289,8 @@ REFUSED = [
     *[(family, {"sliding_window": 0}, "sliding_window=0 is not supported") for family in ("mistral", "mixtral")],
     ("mistral", {"layer_types": [WINDOW] * 2}, "layer_types="),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
-    *[(family, {"hidden_act": "gelu"}, 'hidden_act="gelu"') for family in LLAMA_LIKE],
+    *[(family, {"hidden_act": "gelu"}, 'hidden_act="gelu"') for family in LLAMA_LIKE if family != "gemma2"],
+    *[(family, {"hidden_activation": "silu"}, 'hidden_activation="silu"') for family in ("gemma2", "gemma3_text")],
     ("gpt_neox", {"hidden_act": "tanh"}, 'hidden_act="tanh"'),
     *[(family, {"attention_dropout": 0.1}, "attention_dropout=0.1") for family in ROTATED],
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported for model_type qwen3_moe; allowed: 1"),
@@ -318,6 +371,7 @@ NO_MATTER = {
     "pad_token_id",  # no gradient into one row of the embedding
     "_attn_implementation",  # how, not what
     "use_cache",
+    "text_config",  # of a Gemma 3 with images
     "is_decoder",  # in an example
     "original_max_position_embeddings",  # of LongRoPE, which is refused, and of Llama 3.1's and YaRN's scaling, where it is looked at
     "output_router_logits",  # `model.router_aux_loss_coef` is ours
@@ -338,8 +392,9 @@ NO_MATTER = {
 
 @pytest.mark.parametrize("family", FILES)
 def test_every_key_that_transformers_looks_at_is_looked_at_here(family):
-    modeling = import_module(f"transformers.models.{family}.modeling_{family}")
-    source = inspect.getsource(modeling)
+    folder = family.removesuffix("_text")
+    modeling = import_module(f"transformers.models.{folder}.modeling_{folder}")
+    source = inspect.getsource(modeling).split("class Gemma3MultiModalProjector")[0]  # images come after
     used = set(re.findall(r"config\.([a-z_0-9]+)", source)) | set(re.findall(r'getattr\((?:self\.)?config, "([a-z_0-9]+)"', source))
     assert len(used) > 10
     recorder = Recorder(FILES[family])
