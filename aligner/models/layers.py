@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aligner.models.attention import CoreAttention
 from aligner.models.config import Architecture, Normalization, ParallelResidual
-from aligner.models.own_layer import OwnLayer, WholeNorm, needs_own_layer
+from aligner.models.own_layer import InterleavedAttention, OwnLayer, WholeNorm, needs_own_layer
 from aligner.models.router import Router
 from aligner.parallel.mcore import (
     ColumnParallelLinear,
@@ -163,6 +163,10 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
         layer.submodules.pre_mlp_layernorm = IdentityOp
     if needs_own_layer(architecture):
         layer.module, layer.params = OwnLayer, {"architecture": architecture, "norm": norm}
+    if architecture.rotary_interleaved:
+        rotated = int(architecture.head_dim * architecture.rotary_fraction)
+        own = layer.submodules.self_attention
+        own.module, own.params = InterleavedAttention, own.params | {"rotated": rotated}
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = ModuleSpec(module=modules.core_attention, params={"architecture": architecture})
     attention.linear_qkv = modules.column_linear

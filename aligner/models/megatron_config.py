@@ -51,7 +51,6 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         add_qkv_bias=architecture.qkv_bias,
         # Megatron-Core sums such norms' gradients over tensor-parallel ranks; one of all heads has each rank's own weights.
         qk_layernorm=architecture.qk_norm and not architecture.qk_norm_whole,
-        rotary_interleaved=architecture.rotary_interleaved,
         softmax_scale=softmax_scale(architecture),
         attention_dropout=0.0,
         hidden_dropout=0.0,

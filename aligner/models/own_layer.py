@@ -1,5 +1,5 @@
-"""Layers that Megatron-Core's cannot be: attention and feed-forward layer side by side, norms behind them, a rotary base by layer; and the
-norm of all heads together.
+"""Layers that Megatron-Core's cannot be: attention and feed-forward layer side by side, norms behind them, a rotary base by layer. A norm
+of all heads together; and rotated neighbours, which Megatron-Core's cannot be in packed rows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from aligner.models.config import Architecture, ParallelResidual
 from aligner.parallel.mcore import (
     ModuleSpec,
     PackedSeqParams,
+    SelfAttention,
     TransformerConfig,
     TransformerLayer,
     build_module,
@@ -65,6 +66,28 @@ class OwnLayer(TransformerLayer):
             return hidden_states + attended + _sum(self.mlp(read)), None
         hidden_states = hidden_states + self.post_attention_layernorm(attended)
         return hidden_states + self.post_mlp_layernorm(_sum(self.mlp(self.pre_mlp_layernorm(hidden_states)))), None
+
+
+class InterleavedAttention(SelfAttention):
+    """Rotates neighbouring dimensions together: they are put half of the rotated ones apart, where Megatron-Core rotates them. Queries and
+    keys are reordered alike, so that scores do not change."""
+
+    rotated: int
+
+    def __init__(self, *args: Any, rotated: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.rotated = rotated
+
+    def get_query_key_value_tensors(self, *args: Any, **options: Any) -> Any:
+        """Megatron-Core's, with the first dimensions of queries and keys reordered."""
+        query, key, *rest = super().get_query_key_value_tensors(*args, **options)
+        return neighbours_apart(query, self.rotated), neighbours_apart(key, self.rotated), *rest
+
+
+def neighbours_apart(x: Tensor, rotated: int) -> Tensor:
+    """[..., D] whose first `rotated` dimensions are those of even number, then those of odd number."""
+    pairs = x[..., :rotated].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return pairs if rotated == x.shape[-1] else torch.cat([pairs, x[..., rotated:]], dim=-1)
 
 
 def _sum(output: tuple[Tensor, Tensor | None]) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aligner.models import forward as passes
-from aligner.models.build import LanguageModel
+from aligner.models.build import LanguageModel, rounded_scale
 from aligner.models.placement import Placement
 from aligner.models.tracing import SPLIT, Operation, Place, Tap, Trace
 from aligner.models.trainable import TrainableModel
@@ -87,11 +87,11 @@ def _hooks(chunk: LanguageModel, tap: Tap) -> Iterator[None]:
     """Show `tap` the outputs of a chunk's modules."""
     layers = chunk.decoder.layers
     hooked: list[tuple[int, _Hooked]] = [(layer.layer_number - 1, one) for layer in layers for one in _of_layer(layer)]
-    if chunk.pre_process:
-        hooked.append((-1, (chunk.embedding, Operation.embedding, False)))
     if chunk.post_process:
         hooked.append((chunk.architecture.num_layers, (chunk.decoder.final_layernorm, Operation.final_norm, False)))
     with ExitStack() as stack:
+        if chunk.pre_process:
+            stack.callback(chunk.embedding.register_forward_hook(_after_embedding(tap, chunk.architecture.embedding_scale)).remove)
         for number, (module, operation, before) in hooked:
             handle = module.register_forward_pre_hook(_before(tap, operation, number)) if before else None
             stack.callback((handle or module.register_forward_hook(_after(tap, operation, number))).remove)
@@ -140,6 +140,10 @@ def _after(tap: Tap, operation: Operation, number: int) -> Callable:
         tap(operation, number, output)
 
     return look
+
+
+def _after_embedding(tap: Tap, scale: float) -> Callable:
+    return lambda module, inputs, output: tap(Operation.embedding, -1, output * rounded_scale(scale, output.dtype))
 
 
 def _after_router(tap: Tap, number: int) -> Callable:

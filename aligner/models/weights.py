@@ -94,7 +94,8 @@ def _check_names(chunk: Transformer, source: HFWeights) -> None:
     if missing := [name for name in needed if name not in source.names()]:
         raise ModelFilesError(f"{source.directory}: no tensor named {missing[0]}, and {len(missing) - 1} more are missing")
     # A tied file may repeat the embedding; a scalar model has no use for an output layer.
-    unknown = sorted(n for n in source.names() - set(needed) if n != _LM_HEAD and not (is_scalar and n.startswith(HEAD)))
+    outputs = {_LM_HEAD, *table.find(OUTPUT_LAYER).hf_names}
+    unknown = sorted(n for n in source.names() - set(needed) if n not in outputs and not (is_scalar and n.startswith(HEAD)))
     if unknown:
         raise ModelFilesError(f"{source.directory}: {len(unknown)} tensors belong to no parameter of the model, e.g. {unknown[:3]}")
 

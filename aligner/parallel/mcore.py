@@ -68,6 +68,7 @@ with warnings.catch_warnings():
         reduce_scatter_to_sequence_parallel_region,
     )
     from megatron.core.transformer import MegatronModule, TransformerConfig
+    from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.moe_utils import (
@@ -219,6 +220,7 @@ __all__ = [
     "PackedSeqParams",
     "ProcessGroupCollection",
     "RowParallelLinear",
+    "SelfAttention",
     "ShardedTensor",
     "ShardedTensorFactory",
     "TopKRouter",

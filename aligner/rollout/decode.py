@@ -24,6 +24,7 @@ from torch import Tensor
 from aligner.models import rope
 from aligner.models.build import rounded_scale
 from aligner.models.config import Activation, Architecture, Normalization, ParallelResidual
+from aligner.models.own_layer import neighbours_apart
 from aligner.models.tracing import Operation, Tap
 from aligner.models.windowed_attention import form_of
 from aligner.parallel.logprobs import row_sums, shaped
@@ -254,7 +255,9 @@ class Decoder:
             k = self._note(Operation.k_norm, number, norm(q_and_k[..., self.queries :, :], layer.k_norm))
             q_and_k = torch.cat([q, k], dim=-2)
         if rotary is not None:
-            q_and_k = _rotate(q_and_k, *rotary, interleaved=self.architecture.rotary_interleaved)
+            if self.architecture.rotary_interleaved:
+                q_and_k = neighbours_apart(q_and_k, rotary[0].shape[-1])
+            q_and_k = _rotate(q_and_k, *rotary)
         queries = self._note(Operation.queries, number, q_and_k[..., : self.queries, :])
         keys = self._note(Operation.keys, number, q_and_k[..., self.queries, :])
         return queries, keys, mixed[..., self.queries + 1, :]
@@ -346,29 +349,21 @@ class Decoder:
         return x
 
     def _rotary_tables(self, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        """cos and sign-folded sin, [T, R] for R rotated dimensions: x * cos + partners of x * sin rotates each with its partner.
-        Partners are half of R apart, or neighbours, as in Megatron; both tables are multiplied by `factor`."""
+        """cos and sign-folded sin, [T, R] for R rotated dimensions: x * cos + roll(x, R/2) * sin rotates the halves, as Megatron does.
+        Both are multiplied by `factor`."""
         weight = self.weights.embedding
         angles = torch.arange(self.max_sequence_length, device=weight.device, dtype=torch.float32)[:, None] * frequencies.to(weight.device)
         cos, sin = angles.cos() * factor, angles.sin() * factor
-        pairs = (cos, cos), (-sin, sin)
-        if self.architecture.rotary_interleaved:
-            return tuple(torch.stack(pair, -1).flatten(-2).to(weight.dtype) for pair in pairs)
-        return tuple(torch.cat(pair, -1).to(weight.dtype) for pair in pairs)
+        return torch.cat([cos, cos], -1).to(weight.dtype), torch.cat([-sin, sin], -1).to(weight.dtype)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first dimensions of each head, as many as the tables have."""
     rotated = cos.shape[-1]
     if rotated == x.shape[-1]:
-        return torch.addcmul(x * cos, _partners(x, interleaved), sin)
+        return torch.addcmul(x * cos, x.roll(rotated // 2, -1), sin)
     first, rest = x[..., :rotated], x[..., rotated:]
-    return torch.cat([torch.addcmul(first * cos, _partners(first, interleaved), sin), rest], dim=-1)
-
-
-def _partners(x: Tensor, interleaved: bool) -> Tensor:
-    """In each dimension's place the one that it is rotated with."""
-    return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else x.roll(x.shape[-1] // 2, -1)
+    return torch.cat([torch.addcmul(first * cos, first.roll(rotated // 2, -1), sin), rest], dim=-1)
 
 
 def _norm(architecture: Architecture) -> Callable[[Tensor, Affine], Tensor]:

@@ -17,11 +17,14 @@ NAMES = ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_y
 NAMES += ["mistral", "qwen2_windows", "qwen3_layer_types"]
 NAMES += ["gemma2", "gemma2_plain", "gemma3_text", "olmo2", "olmo2_tied", "glm4", "glm4_tied", "cohere", "cohere_untied"]
 NAMES += ["phi3", "phi3_window", "gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2": (2, {"tp": 2}),
-    "tp2_sp": (2, {"tp": 2, "sequence_parallel": True}),
-    "pp2": (2, {"pp": 2}),
-    "cp2": (2, {"cp": 2}),
+PACKED = {"packing": True, "micro_batch_tokens": 96}
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes, parallel, model
+    "tp2": (2, {"tp": 2}, {}),
+    "tp2_sp_recompute": (2, {"tp": 2, "sequence_parallel": True}, {"recompute": "full"}),
+    "pp2_selective": (2, {"pp": 2}, {"recompute": "selective"}),
+    "cp2": (2, {"cp": 2}, {}),
+    "cp2_packed_recompute": (2, {"cp": 2}, PACKED | {"recompute": "full"}),
+    "tp2_pp2_shared_prompts": (4, {"tp": 2, "pp": 2}, PACKED | {"share_prompts": True}),
 }
 
 
@@ -52,10 +55,10 @@ def theirs(directory: Path, tokens: torch.Tensor) -> dict:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_equals_transformers(layout, models, tmp_path, run_distributed):
-    nproc, parallel = LAYOUTS[layout]
+    nproc, parallel, model = LAYOUTS[layout]
     folder, expected = models
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    run_distributed(JOB, nproc, json.dumps(parallel), tmp_path, *NAMES, timeout=400)
+    run_distributed(JOB, nproc, json.dumps({"parallel": parallel, "model": model}), tmp_path, *NAMES, timeout=400)
     for name in NAMES:
         got, source = torch.load(tmp_path / f"{name}.pt"), load_file(folder / name / "model.safetensors")
         assert got["weights"].keys() == source.keys() and all(torch.equal(got["weights"][key], tensor) for key, tensor in source.items())
