@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from aligner.errors import ConfigError
@@ -196,6 +196,11 @@ class Architecture:
     def window_of(self, layer: int) -> int:
         """Tokens that a token of this layer, counted from 0, attends to; 0: all before it."""
         return 0 if layer in self.full_attention_layers else self.sliding_window
+
+    def with_layers(self, num_layers: int) -> Architecture:
+        """The same with its first layers alone, or with more of them."""
+        full = [layer for layer in self.full_attention_layers if layer < num_layers]
+        return replace(self, num_layers=num_layers, full_attention_layers=full)
 
     def _check_windows(self) -> None:
         layers = self.full_attention_layers = list(self.full_attention_layers)

@@ -10,7 +10,7 @@ from typing import Any
 from aligner.models.config import Activation, Architecture, Family
 from aligner.models.families import rope_scaling
 from aligner.models.families.hf_config import HFConfig
-from aligner.models.families.mapping import ATTENTION_OUT_BIAS, MLP, MLP_BIAS, QKV_BIAS, NameTable, llama_like
+from aligner.models.families.mapping import ATTENTION_OUT_BIAS, BIASED_MLP, MLP, QKV_BIAS, NameTable, llama_like
 
 SILU = {"silu": Activation.silu, "swish": Activation.silu}
 # What else changes the numbers of Llama and of its descendants, and the only values of it that are computed here.
@@ -23,7 +23,7 @@ def NAMES(architecture: Architecture) -> NameTable:  # noqa: N802 - a constant o
     return llama_like(
         attention=QKV_BIAS if architecture.qkv_bias else {},
         out=ATTENTION_OUT_BIAS if architecture.attention_out_bias else {},
-        mlp=MLP | MLP_BIAS if architecture.mlp_bias else MLP,
+        mlp=BIASED_MLP if architecture.mlp_bias else MLP,
     )
 
 

@@ -218,9 +218,10 @@ def experts(block: str, *, gate: str, up: str, down: str) -> dict[str, Rule]:
 
 
 ATTENTION_OUT_BIAS = {"self_attention.linear_proj.bias": rule("self_attn.o_proj.bias")}
-MLP_BIAS = {
-    "mlp.linear_fc1.bias": rule("mlp.gate_proj.bias", "mlp.up_proj.bias", layout=Layout.gate_up),
-    "mlp.linear_fc2.bias": rule("mlp.down_proj.bias"),
+BIASED_MLP = {
+    f"mlp.linear_{name}.{kind}": rule(*(f"mlp.{hf}_proj.{kind}" for hf in hf_names), layout=layout)
+    for name, hf_names, layout in (("fc1", ("gate", "up"), Layout.gate_up), ("fc2", ("down",), Layout.plain))
+    for kind in ("weight", "bias")
 }
 
 
@@ -229,7 +230,7 @@ def llama_like(
 ) -> NameTable:
     """Llama's table, with more rows for its attention and the layer `out` behind it, and perhaps another feed-forward part.
 
-    Biases of query, key and value directly follow their weights: tensors that an engine fuses must arrive together.
+    Biases of query, key and value, and of gate and up, directly follow their weights: tensors that an engine fuses must arrive together.
     """
     layer = INPUT_NORM | QKV | dict(attention) | ATTENTION_OUT | dict(out) | MLP_NORM | dict(mlp)
     return NameTable(before=BEFORE, layer=layer, after=FINAL_NORM | OUTPUT)
