@@ -28,7 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from aligner.models.config import Architecture
 from aligner.models.shared_prompts import KeySpans, SegmentedPackedSeqParams
+from aligner.models.windowed_attention import Form, attend, form_of
 from aligner.parallel.context import chunk_numbers, gather_ranks, gather_sequence
 from aligner.parallel.mcore import MegatronModule, PackedSeqParams, ProcessGroupCollection, TransformerConfig
 
@@ -163,9 +165,11 @@ class CoreAttention(MegatronModule):
         attention_type: str,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        architecture: Architecture | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
+        self.form = form_of(architecture, layer_number - 1) if architecture else Form()
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp_group = (pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])).cp
 
@@ -185,7 +189,9 @@ class CoreAttention(MegatronModule):
             return self._one_block(query, key, value).flatten(2)
         if not isinstance(packed_seq_params, SegmentedPackedSeqParams) or packed_seq_params.spans is None:
             raise TypeError(f"packed rows are described by SegmentedPackedSeqParams here, not by {type(packed_seq_params).__name__}")
-        if takes_all_runs(query):
+        if not self.form.is_plain and self.cp_group.size() == 1:
+            return self.by_segment(query, key, value, packed_seq_params.segments)
+        if self.form.is_plain and takes_all_runs(query):
             if self.cp_group.size() > 1:
                 key, value = (gather_ranks(tensor, self.cp_group) for tensor in (key, value))
             return all_runs(query, key, value, packed_seq_params.spans, self.scale).flatten(1)
@@ -194,6 +200,16 @@ class CoreAttention(MegatronModule):
         sizes = [stop - start for start, stop, _ in packed_seq_params.segments]
         parts = zip(*(tensor.unsqueeze(1).split(sizes) for tensor in (query, key, value)), strict=True)
         return torch.cat([self._one_block(*part) for part in parts]).flatten(1)
+
+    def by_segment(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+        """[T, heads * D] of a packed row, each segment by itself with the keys of what it goes on from."""
+        outs = []
+        for start, stop, prefix in segments:
+            spans = [(start, stop)] if prefix < 0 else [segments[prefix][:2], (start, stop)]
+            keys, values = (torch.cat([x[first:last] for first, last in spans]) for x in (key, value))
+            q, k, v = (x.transpose(0, 1)[None] for x in (query[start:stop], keys, values))
+            outs.append(self._attend(q, k, v)[0].transpose(0, 1))
+        return torch.cat(outs).flatten(1)
 
     def _one_block(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[S, B, heads, D] of sequences of equal length, this rank's part of each."""
@@ -211,6 +227,8 @@ class CoreAttention(MegatronModule):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of a sequence's last queries: q [B, heads, L, D] at the positions of the last L of k, v [B, groups, T, D]."""
+        if self.form.softcap or 0 < self.form.window < k.shape[2]:
+            return attend(q, k, v, self.form, self.scale)
         return _attend_to_past(q, k, v, self.scale)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:

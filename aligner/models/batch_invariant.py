@@ -112,14 +112,7 @@ class InvariantAttention(CoreAttention):
     ) -> Tensor:
         if not isinstance(packed_seq_params, SegmentedPackedSeqParams) or self.cp_group.size() > 1:
             return super().forward(query, key, value, *args, packed_seq_params=packed_seq_params, **options)
-        segments = packed_seq_params.segments
-        outs = []
-        for start, stop, prefix in segments:
-            spans = [(start, stop)] if prefix < 0 else [segments[prefix][:2], (start, stop)]
-            keys, values = (torch.cat([x[first:last] for first, last in spans]) for x in (key, value))
-            q, k, v = (x.transpose(0, 1)[None] for x in (query[start:stop], keys, values))
-            outs.append(self._attend(q, k, v)[0].transpose(0, 1))
-        return torch.cat(outs).flatten(1)
+        return self.by_segment(query, key, value, packed_seq_params.segments)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return exact.with_gradient(partial(exact.causal_attention, scale=self.scale), super()._attend, q, k, v)

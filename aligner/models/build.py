@@ -6,6 +6,7 @@ A rank holds a list of chunks: one, or several if the pipeline is interleaved. A
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.models import rope
 from aligner.models.batch_invariant import INVARIANT
 from aligner.models.config import Architecture, ModelConfig, PositionEmbedding, Recompute
 from aligner.models.initialise import initialise
@@ -39,6 +41,11 @@ def padded_vocab_size(vocab_size: int, *, divisor: int, tp: int) -> int:
     """The vocabulary rounded up to a multiple of `divisor` that the tensor-parallel ranks can share equally."""
     multiple = math.lcm(divisor, tp)
     return math.ceil(vocab_size / multiple) * multiple
+
+
+def rounded_scale(scale: float, dtype: torch.dtype) -> float:
+    """What embeddings of this type are multiplied by: the scale has their precision, as in transformers."""
+    return torch.tensor(scale, dtype=dtype, device="cpu").item()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,22 +104,28 @@ class Transformer(GPTModel):
             block_spec(
                 config,
                 vp_stage=stage.vp_stage,
+                architecture=architecture,
                 share_prompts=model.share_prompts,
                 split_norms=model.lora.is_on,
                 modules=INVARIANT if model.batch_invariant else ORDINARY,
             ),
             vocab_size=padded_vocab_size(architecture.vocab_size, divisor=model.make_vocab_divisible_by, tp=parallel.tp),
-            max_sequence_length=positions if learned else model.seq_length or positions,
+            max_sequence_length=positions + architecture.position_offset if learned else model.seq_length or positions,
             pre_process=stage.pre_process,
             post_process=stage.post_process,
             position_embedding_type="learned_absolute" if learned else "rope",
             rotary_percent=architecture.rotary_fraction,
             rotary_base=architecture.rope_theta,
-            rope_scaling=bool(architecture.rope_llama3_factor),
-            rope_scaling_factor=architecture.rope_llama3_factor or 8.0,
             share_embeddings_and_output_weights=tied,
             vp_stage=stage.vp_stage,
         )
+        if learned:
+            self.max_sequence_length = positions
+        if architecture.rope_local_theta:
+            self.rotary_local = copy.copy(self.rotary_pos_emb)
+            self.rotary_local.inv_freq = rope.frequencies(rope.local(architecture), self.rotary_pos_emb.inv_freq.device)
+        if rope.is_scaled(architecture):  # Megatron-Core knows Llama 3.1's scaling alone, and of that one set of constants
+            self.rotary_pos_emb.inv_freq = rope.frequencies(architecture, self.rotary_pos_emb.inv_freq.device)
         if config.transformer_impl == "transformer_engine":
             finish_transformer_engine(self.decoder)
         if learned and stage.pre_process:
@@ -121,8 +134,16 @@ class Transformer(GPTModel):
         if model.lora.is_on:
             attach(self, model.lora)
 
-    def _preprocess(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **options: Any) -> tuple:
-        embedded, rotary, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **options)
+    def _preprocess(
+        self, *args: Any, position_ids: Tensor | None = None, packed_seq_params: PackedSeqParams | None = None, **options: Any
+    ) -> tuple:
+        if position_ids is not None and self.architecture.position_offset:
+            position_ids = position_ids + self.architecture.position_offset
+        embedded, rotary, *rest = super()._preprocess(*args, position_ids=position_ids, packed_seq_params=packed_seq_params, **options)
+        if self.architecture.embedding_scale != 1 and self.pre_process:
+            embedded = embedded * rounded_scale(self.architecture.embedding_scale, embedded.dtype)
+        if self.architecture.rope_local_theta:
+            rotary = self.with_local_angles(rotary, packed=packed_seq_params is not None)
         if rotary is not None and isinstance(packed_seq_params, SegmentedPackedSeqParams):
             rotary = rotary[packed_seq_params.positions]  # slot by slot: a row goes on behind its prompt, not at 0
             if packed_seq_params.cu_seqlens_q is None:  # [T, 1, D] for [T, heads, D]: Megatron-Core then looks for no sequences
@@ -130,6 +151,12 @@ class Transformer(GPTModel):
         if self._embedding_needs_gradient and self.pre_process and torch.is_grad_enabled():
             embedded = embedded.detach().requires_grad_()
         return (embedded, rotary, *rest)
+
+    def with_local_angles(self, rotary: Tensor, *, packed: bool) -> Tensor:
+        """The angles and, beside them, those of the layers with a window: one tensor, which passes through recomputation and can be indexed
+        by position. Of padded rows each context-parallel rank has its part, of packed ones all."""
+        length = rotary.shape[0] if packed else rotary.shape[0] * self.config.context_parallel_size
+        return torch.cat([rotary, self.rotary_local(length, packed_seq=packed)], dim=-1)
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states

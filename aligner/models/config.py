@@ -1,4 +1,7 @@
-"""What a model is (`Architecture`) and what a user says about it (`ModelConfig`). Light: imports neither Megatron-Core nor transformers."""
+"""What a user says about a model (`ModelConfig`); `Architecture` and what it consists of are reached from here too.
+
+Light: imports neither Megatron-Core nor transformers.
+"""
 
 from __future__ import annotations
 
@@ -7,42 +10,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from aligner.errors import ConfigError
-
-
-class Family(str, Enum):
-    """Model families with a Hugging Face mapping; the member name is HF's `model_type`."""
-
-    llama = "llama"
-    qwen2 = "qwen2"
-    qwen3 = "qwen3"
-    mixtral = "mixtral"
-    qwen3_moe = "qwen3_moe"
-    nemotron = "nemotron"
-    gpt2 = "gpt2"
-
-
-class Activation(str, Enum):
-    """The non-linearity of the feed-forward layers; `gelu_tanh` is HF's `gelu_new` and `gelu_pytorch_tanh`, `squared_relu` its `relu2`."""
-
-    silu = "silu"
-    gelu = "gelu"
-    gelu_tanh = "gelu_tanh"
-    squared_relu = "squared_relu"
-
-
-class Normalization(str, Enum):
-    """The norm of every layer; `layer_norm_1p` is a LayerNorm whose stored weights are around 0 (the layer multiplies by 1 + weight)."""
-
-    rms_norm = "rms_norm"
-    layer_norm = "layer_norm"
-    layer_norm_1p = "layer_norm_1p"
-
-
-class PositionEmbedding(str, Enum):
-    """Rotary, or a learned table of `max_position_embeddings` rows that is added to the token embeddings."""
-
-    rope = "rope"
-    learned = "learned"
+from aligner.models.architecture import ROPE_FACTORS as ROPE_FACTORS
+from aligner.models.architecture import Activation as Activation
+from aligner.models.architecture import Architecture as Architecture
+from aligner.models.architecture import Family as Family
+from aligner.models.architecture import Normalization as Normalization
+from aligner.models.architecture import ParallelResidual as ParallelResidual
+from aligner.models.architecture import PositionEmbedding as PositionEmbedding
 
 
 class Dtype(str, Enum):
@@ -57,108 +31,6 @@ class Dtype(str, Enum):
     def num_bytes(self) -> int:
         """Of one number; `auto` counts as float32."""
         return 2 if self in (Dtype.bfloat16, Dtype.float16) else 4
-
-
-@dataclass(kw_only=True, slots=True)
-class Architecture:
-    """The sizes of a decoder-only transformer. In a config they matter only where `model.path` is empty (training from scratch)."""
-
-    family: Family = Family.llama  # kind of model, as in the model_type of a Hugging Face config.json
-    num_layers: int = 4  # transformer layers
-    hidden_size: int = 128  # width of the residual stream
-    num_attention_heads: int = 4  # query heads of a layer
-    num_key_value_heads: int = 4  # key-value heads of a layer: each serves num_attention_heads / num_key_value_heads query heads
-    head_dim: int = 0  # 0: hidden_size / num_attention_heads
-    ffn_hidden_size: int = 352  # width inside the feed-forward layers
-    vocab_size: int = 0  # 0: the tokenizer's
-    max_position_embeddings: int = 512  # longest context, in tokens
-    rope_theta: float = 10000.0  # base of the rotary embedding's wavelengths
-    rope_llama3_factor: float = 0.0  # 0: plain rotary embedding; else Llama 3.1's scaling factor
-    norm_eps: float = 1e-5  # added to the variance in every norm
-    tied_embeddings: bool = True  # the output layer is the token embedding
-    qkv_bias: bool = False  # biases on the query, key and value layers
-    qk_norm: bool = False  # a norm on the queries and keys of each head
-    initializer_range: float = 0.02  # standard deviation of random weights
-    gated_mlp: bool = True  # activation(gate x) * (up x), as in SwiGLU; false: activation(up x)
-    activation: Activation = Activation.silu  # non-linearity of the feed-forward layers
-    normalization: Normalization = Normalization.rms_norm  # norm of every layer; layer_norm_1p multiplies by 1 + its stored weight
-    linear_bias: bool = False  # biases on every linear layer; `qkv_bias` is of query, key and value alone
-    position_embedding: PositionEmbedding = PositionEmbedding.rope  # rope: rotary; learned: a table that is added to the token embeddings
-    rotary_fraction: float = 1.0  # part of each head's dimensions that is rotated
-    num_experts: int = 0  # 0: dense feed-forward layers; else every layer is a mixture of experts
-    experts_per_token: int = 0  # experts that each token is sent to; 0: none (dense)
-    expert_ffn_hidden_size: int = 0  # width inside each expert; 0: none (dense)
-    normalize_expert_weights: bool = True  # a token's expert weights sum to 1
-
-    def __post_init__(self) -> None:
-        self._check_sizes()
-        self._check_positions()
-        self._check_experts()
-
-    def _check_sizes(self) -> None:
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "ffn_hidden_size",
-            "max_position_embeddings",
-        ):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"architecture.{name}={value}: must be at least 1")
-        for name in ("norm_eps", "initializer_range", "rope_llama3_factor"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"architecture.{name}={getattr(self, name)}: must be finite and not negative")
-        if not 0 < self.rope_theta < math.inf:
-            raise ConfigError(f"architecture.rope_theta={self.rope_theta}: must be finite and above 0")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"architecture.num_key_value_heads={self.num_key_value_heads}: must divide num_attention_heads={self.num_attention_heads}"
-            )
-        if not self.head_dim:
-            if self.hidden_size % self.num_attention_heads:
-                raise ConfigError(
-                    f"architecture.num_attention_heads={self.num_attention_heads}: must divide hidden_size={self.hidden_size}"
-                )
-            self.head_dim = self.hidden_size // self.num_attention_heads
-
-    def _check_positions(self) -> None:
-        if not 0 < self.rotary_fraction <= 1:
-            raise ConfigError(f"architecture.rotary_fraction={self.rotary_fraction}: must be in (0, 1]")
-        if self.position_embedding == PositionEmbedding.learned:
-            for name, neutral in (("rotary_fraction", 1.0), ("rope_llama3_factor", 0.0)):
-                if getattr(self, name) != neutral:
-                    raise ConfigError(
-                        f"architecture.{name}={getattr(self, name)}: position_embedding=learned rotates nothing; allowed: {neutral}"
-                    )
-            return
-        if self.head_dim % 2:
-            raise ConfigError(f"architecture.head_dim={self.head_dim}: rotary embeddings need an even size")
-        rotated = self.head_dim * self.rotary_fraction
-        if rotated % 2:
-            raise ConfigError(
-                f"architecture.rotary_fraction={self.rotary_fraction}: of head_dim={self.head_dim} it rotates {rotated} dimensions; "
-                "must be an even number"
-            )
-
-    def _check_experts(self) -> None:
-        if self.num_experts < 0:
-            raise ConfigError(f"architecture.num_experts={self.num_experts}: must not be negative (0 is a dense model)")
-        if not self.num_experts:
-            for name in ("experts_per_token", "expert_ffn_hidden_size"):
-                if getattr(self, name):
-                    raise ConfigError(f"architecture.{name}={getattr(self, name)}: needs num_experts > 0; allowed without: 0")
-            return
-        if not 1 <= self.experts_per_token <= self.num_experts:
-            raise ConfigError(f"architecture.experts_per_token={self.experts_per_token}: must be from 1 to num_experts={self.num_experts}")
-        if self.expert_ffn_hidden_size < 1:
-            raise ConfigError(f"architecture.expert_ffn_hidden_size={self.expert_ffn_hidden_size}: must be at least 1 with num_experts > 0")
-        if self.experts_per_token == 1 and self.normalize_expert_weights:
-            raise ConfigError(
-                "architecture.normalize_expert_weights=True: with experts_per_token=1 every weight is 1, which gives the router "
-                "no gradient; allowed: False"
-            )
 
 
 class Layers(str, Enum):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from aligner.errors import ConfigError
-from aligner.models.config import Architecture, Layers, ModelConfig
+from aligner.models.config import Activation, Architecture, Layers, ModelConfig, Normalization, ParallelResidual
 from aligner.parallel.topology import ParallelConfig
 
 
@@ -39,6 +40,8 @@ def check_together(architecture: Architecture, model: ModelConfig, parallel: Par
         )
     if parallel.tp_comm_overlap and not model.packing:
         raise ConfigError("parallel.tp_comm_overlap=true: needs model.packing=true (its buffers are of micro-batches of one size)")
+    if model.batch_invariant and (problem := _variant_problem(architecture)):
+        raise ConfigError(f"model.batch_invariant=true: {problem} has no invariant form here; allowed: models without it")
     if model.batch_invariant and architecture.num_experts:
         raise ConfigError(
             f"model.batch_invariant=true: not for mixtures of experts (num_experts={architecture.num_experts}): the sums over a token's "
@@ -48,6 +51,49 @@ def check_together(architecture: Architecture, model: ModelConfig, parallel: Par
         raise ConfigError(
             f"model.share_prompts=true: sequences that are split over parallel.cp={parallel.cp} ranks cannot share prompts; allowed: cp=1"
         )
+
+
+# Fields of an architecture that only torch's layers compute here, not Transformer Engine's, and not the compiled kernels of the rollouts:
+# what is neutral, and what a model has where they say something else.
+UNUSUAL: dict[str, tuple[Any, str]] = {
+    "sliding_window": (0, "attention to a window"),
+    "attention_softcap": (0.0, "capped attention scores"),
+    "attention_scale": (0.0, "attention scores with a scale of their own"),
+    "rotary_interleaved": (False, "rotated pairs of neighbouring dimensions"),
+    "rope_local_theta": (0.0, "two rotary bases"),
+    "position_offset": (0, "a table of positions that begins later"),
+    "parallel_residual": (ParallelResidual.none, "attention and feed-forward layer side by side"),
+    "pre_norms": (True, "no norms in front of its layers"),
+    "post_norms": (False, "norms behind its layers"),
+    "qk_norm_whole": (False, "norms of all heads together"),
+    "embedding_scale": (1.0, "scaled embeddings"),
+    "logits_scale": (1.0, "scaled logits"),
+    "logits_softcap": (0.0, "capped logits"),
+}
+_WITH_BIASES: dict[str, tuple[Any, str]] = dict.fromkeys(("attention_out_bias", "mlp_bias"), (False, "biases on some of its linear layers"))
+
+
+def unusual(architecture: Architecture, fields: Mapping[str, tuple[Any, str]] = UNUSUAL) -> str:
+    """The first of `fields` that is not neutral, in words; empty where all are."""
+    for name, (neutral, what) in fields.items():
+        if (value := getattr(architecture, name)) != neutral:
+            return f"{what} ({name}={getattr(value, 'value', value)})"
+    if architecture.activation is Activation.relu:
+        return "ReLU (activation=relu)"
+    if architecture.normalization in (Normalization.rms_norm_1p, Normalization.layer_norm_no_bias):
+        return f"a norm of its own kind (normalization={architecture.normalization.value})"
+    return ""
+
+
+def _variant_problem(architecture: Architecture) -> str:
+    """What of the model the batch-invariant modules do not compute; empty where they compute all."""
+    return unusual(architecture, UNUSUAL | {"rope_attention_factor": (1.0, "a factor on the rotary embedding")})
+
+
+def torch_layers_reason(architecture: Architecture) -> str:
+    """What of the model only torch's layers compute here; empty where others may."""
+    found = unusual(architecture, UNUSUAL | _WITH_BIASES)
+    return f"the model has {found}, which torch's layers compute" if found else ""
 
 
 def _check(parallel: ParallelConfig, name: str, problem: Callable[[int], str], largest: int) -> None:
@@ -64,6 +110,8 @@ def _tensor_problem(architecture: Architecture, tp: int) -> str:
         if getattr(architecture, name) % tp:
             return f"does not divide the model's {name}={getattr(architecture, name)}"
     groups = architecture.num_key_value_heads
+    if architecture.qk_norm_whole and groups % tp:
+        return f"must divide the model's num_key_value_heads={groups}: each rank has the norms' weights of its heads"
     if groups % tp and tp % groups:
         return f"must divide, or be a multiple of, the model's num_key_value_heads={groups}"
     rows = (architecture.num_attention_heads + 2 * groups) * architecture.head_dim

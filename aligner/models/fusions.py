@@ -15,6 +15,7 @@ import torch
 
 from aligner.errors import ConfigError
 from aligner.models.config import Activation, Architecture, Layers, ModelConfig, PositionEmbedding
+from aligner.models.divisible import torch_layers_reason
 from aligner.parallel import mcore
 
 
@@ -55,7 +56,7 @@ class Fusions:
 
 def fusions(architecture: Architecture, model: ModelConfig, dtype: torch.dtype) -> Fusions:
     """What a model of these settings and this `dtype` gets here. Raises ConfigError where its settings ask for what cannot be used."""
-    uses_te, reason = choose_layers(model, dtype)
+    uses_te, reason = choose_layers(architecture, model, dtype)
     importable = mcore.importable_kernels()
 
     def fusion(by: str, *reasons: str, needs: str = "", version: str = "") -> Fusion:
@@ -95,17 +96,23 @@ def fusions(architecture: Architecture, model: ModelConfig, dtype: torch.dtype) 
     return Fusions(transformer_engine=uses_te, reason=reason, kernels=kernels)
 
 
-def choose_layers(model: ModelConfig, dtype: torch.dtype) -> tuple[bool, str]:
+def choose_layers(architecture: Architecture, model: ModelConfig, dtype: torch.dtype) -> tuple[bool, str]:
     """(whether the layers are Transformer Engine's, why). Raises ConfigError where they must be and cannot."""
     missing = mcore.transformer_engine_problem()
     if model.layers is Layers.transformer_engine and missing:
         raise ConfigError(f"model.layers=transformer_engine: {missing}; allowed: auto, torch")
     if model.fp8 and missing:
         raise ConfigError(f"model.fp8=true: needs Transformer Engine's layers: {missing}")
+    own = torch_layers_reason(architecture)
+    if own and (model.fp8 or model.layers is Layers.transformer_engine):
+        setting = "fp8=true" if model.fp8 else "layers=transformer_engine"
+        raise ConfigError(f"model.{setting}: needs Transformer Engine's layers: {own}; allowed: {'false' if model.fp8 else 'auto, torch'}")
     if model.layers is not Layers.auto:
         return model.layers is Layers.transformer_engine, f"model.layers={model.layers.value}"
     if missing:
         return False, missing
+    if own:
+        return False, own
     if model.batch_invariant:
         return False, "model.batch_invariant=true"
     if dtype == torch.float32 and not model.fp8:

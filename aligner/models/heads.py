@@ -115,6 +115,8 @@ def _projection(module: LanguageModel, temperature: float) -> tuple[Tensor, Proj
         group=module.pg_collection.tp,
         temperature=temperature,
         chunk_size=module.logits_chunk_size,
+        scale=module.architecture.logits_scale,
+        softcap=module.architecture.logits_softcap,
         arithmetic=EXACT if module.batch_invariant else FAST,
     )
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.models.config import Normalization
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Layout, shard
 from aligner.models.scalar_head import HEAD
 
@@ -58,7 +59,8 @@ def _fill(chunk: Any, name: str, parameter: Tensor, seed: int) -> None:
     unique = global_name(chunk, name)
     if parameter.dim() == 1:
         is_norm = "norm" in unique and unique.endswith("weight")
-        parameter.fill_(1.0 if is_norm and not chunk.config.layernorm_zero_centered_gamma else 0.0)
+        around_zero = chunk.architecture.normalization in (Normalization.layer_norm_1p, Normalization.rms_norm_1p)
+        parameter.fill_(1.0 if is_norm and not around_zero else 0.0)
         return
     if unique == OUTPUT_LAYER and chunk.share_embeddings_and_output_weights:
         unique = EMBEDDING  # the last stage's copy of a tied embedding

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,9 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models.attention import CoreAttention
+from aligner.models.config import Architecture, Normalization, ParallelResidual
+from aligner.models.own_layer import InterleavedAttention, OwnLayer, WholeNorm, needs_own_layer
 from aligner.models.router import Router
 from aligner.parallel.mcore import (
     ColumnParallelLinear,
+    IdentityOp,
+    ModuleSpec,
     RowParallelLinear,
     TransformerBlockSubmodules,
     TransformerConfig,
@@ -36,20 +41,36 @@ class ZeroCenteredLayerNorm(torch.nn.LayerNorm):
         return F.layer_norm(input, self.normalized_shape, self.weight + 1.0, self.bias, self.eps)
 
 
+class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm that multiplies by 1 + weight (Gemma's)."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.rms_norm(input.float(), self.normalized_shape, self.weight.float() + 1.0, self.eps).to(input.dtype)
+
+
+class LayerNormWithoutBias(torch.nn.LayerNorm):
+    """LayerNorm that adds nothing (Cohere's)."""
+
+    def __init__(self, hidden_size: int, **options: Any) -> None:
+        super().__init__(hidden_size, bias=False, **options)
+
+
 class Norm:
     """RMSNorm or LayerNorm whose weights say whether their gradients must be summed over the tensor-parallel ranks."""
 
     rms_norm: type[torch.nn.Module] = torch.nn.RMSNorm
     layer_norm: type[torch.nn.Module] = torch.nn.LayerNorm
     layer_norm_1p: type[torch.nn.Module] = ZeroCenteredLayerNorm
+    rms_norm_1p: type[torch.nn.Module] = ZeroCenteredRMSNorm
+    layer_norm_no_bias: type[torch.nn.Module] = LayerNormWithoutBias
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
-        kind = {"RMSNorm": cls.rms_norm, "LayerNorm": cls.layer_norm}[config.normalization]
-        if config.layernorm_zero_centered_gamma:
-            kind = cls.layer_norm_1p
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, kind: Normalization, **_: Any) -> torch.nn.Module:
         # None is torch's default device: the CPU, or the meta device while a plan is made.
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        norm = getattr(cls, kind.value)(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
@@ -68,10 +89,21 @@ class LayerModules:
 ORDINARY = LayerModules()
 
 
+@cache
+def biased(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """The same with a bias, where `TransformerConfig` would give all linear layers one or none."""
+
+    def init(self: torch.nn.Module, *args: Any, bias: bool, **options: Any) -> None:
+        linear.__init__(self, *args, bias=True, **options)
+
+    return type(f"Biased{linear.__name__}", (linear,), {"__init__": init})
+
+
 def block_spec(
     config: TransformerConfig,
     *,
     vp_stage: int | None = None,
+    architecture: Architecture,
     share_prompts: bool = False,
     split_norms: bool = False,
     modules: LayerModules = ORDINARY,
@@ -91,7 +123,7 @@ def block_spec(
         if share_prompts:
             layer.submodules.self_attention.submodules.core_attention = CoreAttention
     else:
-        layer, norm = _local_layer(config, modules), modules.norm
+        layer, norm = _local_layer(config, architecture, modules), _norm(architecture, modules)
     if config.num_moe_experts:
         submodules_of(layer.submodules.mlp).router = Router
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=norm)
@@ -114,21 +146,39 @@ def finish_transformer_engine(decoder: torch.nn.Module) -> None:
                     parameter.partition_dim = 0 if name.endswith("linear_fc1") else 1
 
 
-def _local_layer(config: TransformerConfig, modules: LayerModules) -> Any:
+def _norm(architecture: Architecture, modules: LayerModules) -> ModuleSpec:
+    return ModuleSpec(module=modules.norm, params={"kind": architecture.normalization})
+
+
+def _local_layer(config: TransformerConfig, architecture: Architecture, modules: LayerModules) -> Any:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
     )
-    layer = copy.deepcopy(spec)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = modules.norm
+    layer, norm = copy.deepcopy(spec), _norm(architecture, modules)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm if architecture.pre_norms else IdentityOp
+    if architecture.parallel_residual is ParallelResidual.shared_norm:
+        layer.submodules.pre_mlp_layernorm = IdentityOp
+    if needs_own_layer(architecture):
+        layer.module, layer.params = OwnLayer, {"architecture": architecture, "norm": norm}
+    if architecture.rotary_interleaved:
+        rotated = int(architecture.head_dim * architecture.rotary_fraction)
+        own = layer.submodules.self_attention
+        own.module, own.params = InterleavedAttention, own.params | {"rotated": rotated}
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = modules.core_attention
-    attention.linear_qkv, attention.linear_proj = modules.column_linear, modules.row_linear
+    attention.core_attention = ModuleSpec(module=modules.core_attention, params={"architecture": architecture})
+    attention.linear_qkv = modules.column_linear
+    attention.linear_proj = biased(modules.row_linear) if architecture.attention_out_bias else modules.row_linear
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = modules.norm
+        attention.q_layernorm = attention.k_layernorm = norm
+    if architecture.qk_norm_whole:
+        heads = architecture.num_attention_heads, architecture.num_key_value_heads
+        whole = [ModuleSpec(module=WholeNorm, params={"heads": count}) for count in heads]
+        attention.q_layernorm, attention.k_layernorm = whole
     if not config.num_moe_experts:
         mlp = submodules_of(layer.submodules.mlp)
-        mlp.linear_fc1, mlp.linear_fc2 = modules.column_linear, modules.row_linear
+        linear = modules.column_linear, modules.row_linear
+        mlp.linear_fc1, mlp.linear_fc2 = map(biased, linear) if architecture.mlp_bias else linear
     return layer

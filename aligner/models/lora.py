@@ -49,7 +49,9 @@ _PARTS = {
     Layout.plain: (_WHOLE,),
     Layout.qkv: ("q", "k", "v"),
     Layout.packed_qkv: ("q", "k", "v"),
+    Layout.fused_qkv: (_WHOLE,),
     Layout.gate_up: ("gate", "up"),
+    Layout.packed_gate_up: ("gate", "up"),
 }
 _ALL_PARTS = {"linear_qkv": LoraTarget.qkv, "linear_proj": LoraTarget.proj, "linear_fc1": LoraTarget.fc1, "linear_fc2": LoraTarget.fc2}
 
@@ -67,7 +69,7 @@ class Pairs:
     @property
     def shares_a(self) -> bool:
         """Whether Hugging Face has all parts in one projection, which has one A."""
-        return self.rule.layout is Layout.packed_qkv
+        return self.rule.layout in (Layout.packed_qkv, Layout.packed_gate_up)
 
     @property
     def projections(self) -> dict[str, tuple[str, ...]]:
@@ -198,10 +200,17 @@ def pairs_of(weight: str, architecture: Architecture, targets: Sequence[LoraTarg
         trained = parts if LoraTarget.experts in targets else ()
     else:
         trained = parts if _ALL_PARTS[kind] in targets else tuple(part for part in parts if part in {target.value for target in targets})
+    named = {target.value for target in targets}
+    together = "qkv" if rule.layout.is_qkv else "fc1"
+    separate = {"q", "k", "v"} if rule.layout.is_qkv else {"gate", "up"}
+    if len(rule.hf_names) == 1 and len(parts) > 1 or rule.layout is Layout.fused_qkv:
+        if not is_expert and together not in named and separate & named:
+            several = "q, k and v" if rule.layout.is_qkv else "gate and up"
+            raise ConfigError(
+                f"model.lora.targets: models of family {architecture.family.value} have {several} in one; allowed: {together}"
+            )
     if not trained:
         return None
-    if rule.layout is Layout.packed_qkv and trained != parts:
-        raise ConfigError(f"model.lora.targets: models of family {architecture.family.value} have q, k and v in one; allowed: qkv")
     return Pairs(rule=rule, parts=parts, trained=trained, splits_output=kind in ("linear_qkv", "linear_fc1"), is_expert=is_expert)
 
 
@@ -213,7 +222,7 @@ def _site(chunk: Any, name: str, module: torch.nn.Module, lora: LoraConfig) -> A
     if pairs.is_expert and 1 < chunk.pg_collection.expt_tp.size() != tp:
         raise ConfigError(f"model.lora.targets: adapters of experts need parallel.etp to be 1 or parallel.tp={tp}")
     rows, groups = [module.weight.shape[0] // len(pairs.parts)] * len(pairs.parts), 1
-    if name.endswith("linear_qkv"):
+    if name.endswith("linear_qkv") and len(pairs.parts) > 1:
         groups, rest = divmod(architecture.num_key_value_heads, tp)
         if rest:
             heads = architecture.num_key_value_heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -43,12 +44,14 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         ffn_hidden_size=architecture.ffn_hidden_size,
         gated_linear_unit=architecture.gated_mlp,
         activation_func=(batch_invariant.ACTIVATIONS if model.batch_invariant else _ACTIVATIONS)[architecture.activation],
-        normalization="RMSNorm" if architecture.normalization == Normalization.rms_norm else "LayerNorm",
+        normalization="RMSNorm" if architecture.normalization in _RMS_NORMS else "LayerNorm",
         layernorm_zero_centered_gamma=architecture.normalization == Normalization.layer_norm_1p,
         layernorm_epsilon=architecture.norm_eps,
         add_bias_linear=architecture.linear_bias,
         add_qkv_bias=architecture.qkv_bias,
-        qk_layernorm=architecture.qk_norm,
+        # Megatron-Core sums such norms' gradients over tensor-parallel ranks; one of all heads has each rank's own weights.
+        qk_layernorm=architecture.qk_norm and not architecture.qk_norm_whole,
+        softmax_scale=softmax_scale(architecture),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         init_method_std=architecture.initializer_range,
@@ -72,6 +75,12 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         **_experts(architecture, model, fused),
         **_recomputation(model.recompute),
     )
+
+
+def softmax_scale(architecture: Architecture) -> float | None:
+    """What scores are multiplied by; None is 1 / sqrt(head_dim). A factor on all cosines and sines is its square on scores."""
+    scale, factor = architecture.attention_scale, architecture.rope_attention_factor
+    return (scale or 1 / math.sqrt(architecture.head_dim)) * factor**2 if scale or factor != 1 else None
 
 
 def _layout(parallel: ParallelConfig) -> dict[str, Any]:
@@ -132,11 +141,13 @@ def _squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+_RMS_NORMS = (Normalization.rms_norm, Normalization.rms_norm_1p)
 _ACTIVATIONS = {
     Activation.silu: F.silu,
     Activation.gelu: F.gelu,
     Activation.gelu_tanh: _gelu_tanh,
     Activation.squared_relu: _squared_relu,
+    Activation.relu: F.relu,
 }
 
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from aligner.models import forward as passes
-from aligner.models.build import LanguageModel
+from aligner.models.build import LanguageModel, rounded_scale
 from aligner.models.placement import Placement
 from aligner.models.tracing import SPLIT, Operation, Place, Tap, Trace
 from aligner.models.trainable import TrainableModel
 from aligner.parallel import platform
 from aligner.parallel.collectives import gather_columns
 from aligner.parallel.exact import EXACT
-from aligner.parallel.logprobs import FAST
+from aligner.parallel.logprobs import FAST, shaped
 from aligner.parallel.mcore import IdentityOp
 from aligner.parallel.micro_batches import plan
 from aligner.rows import upload
@@ -75,7 +75,9 @@ class _Look:
         selected = chunk.whole_sequences(hidden, grads_are_partial=False).reshape(len(self._tokens), -1)[rows]
         weight, _ = chunk.vocabulary_weight()
         arithmetic = EXACT if chunk.batch_invariant else FAST
-        logits = gather_columns(arithmetic.project(selected, weight).float(), self._tp)
+        products, architecture = arithmetic.project(selected, weight).float(), chunk.architecture
+        own = shaped(products, scale=architecture.logits_scale, softcap=architecture.logits_softcap)
+        logits = gather_columns(own, self._tp)
         self._trace.add(Place(chunk.architecture.num_layers, Operation.logits), self._tokens[rows], logits)
         return TokenOutputs()
 
@@ -85,11 +87,11 @@ def _hooks(chunk: LanguageModel, tap: Tap) -> Iterator[None]:
     """Show `tap` the outputs of a chunk's modules."""
     layers = chunk.decoder.layers
     hooked: list[tuple[int, _Hooked]] = [(layer.layer_number - 1, one) for layer in layers for one in _of_layer(layer)]
-    if chunk.pre_process:
-        hooked.append((-1, (chunk.embedding, Operation.embedding, False)))
     if chunk.post_process:
         hooked.append((chunk.architecture.num_layers, (chunk.decoder.final_layernorm, Operation.final_norm, False)))
     with ExitStack() as stack:
+        if chunk.pre_process:
+            stack.callback(chunk.embedding.register_forward_hook(_after_embedding(tap, chunk.architecture.embedding_scale)).remove)
         for number, (module, operation, before) in hooked:
             handle = module.register_forward_pre_hook(_before(tap, operation, number)) if before else None
             stack.callback((handle or module.register_forward_hook(_after(tap, operation, number))).remove)
@@ -138,6 +140,10 @@ def _after(tap: Tap, operation: Operation, number: int) -> Callable:
         tap(operation, number, output)
 
     return look
+
+
+def _after_embedding(tap: Tap, scale: float) -> Callable:
+    return lambda module, inputs, output: tap(Operation.embedding, -1, output * rounded_scale(scale, output.dtype))
 
 
 def _after_router(tap: Tap, number: int) -> Callable:

@@ -18,7 +18,7 @@ from aligner.files import as_umask_says
 from aligner.models.build import ScalarModel, Transformer
 from aligner.models.disk_space import explain
 from aligner.models.families import architecture_to_hf, weight_names
-from aligner.models.families.mapping import OUTPUT_LAYER, Layout, NameTable, Rule, shard, to_hf, to_megatron
+from aligner.models.families.mapping import OUTPUT_LAYER, NameTable, Rule, shard, to_hf, to_megatron
 from aligner.models.hf_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, stored_tensors
 from aligner.models.lora import MergedWeights
 from aligner.models.scalar_head import HEAD, HF_HEADS, ScalarHead
@@ -94,7 +94,8 @@ def _check_names(chunk: Transformer, source: HFWeights) -> None:
     if missing := [name for name in needed if name not in source.names()]:
         raise ModelFilesError(f"{source.directory}: no tensor named {missing[0]}, and {len(missing) - 1} more are missing")
     # A tied file may repeat the embedding; a scalar model has no use for an output layer.
-    unknown = sorted(n for n in source.names() - set(needed) if n != _LM_HEAD and not (is_scalar and n.startswith(HEAD)))
+    outputs = {_LM_HEAD, *table.find(OUTPUT_LAYER).hf_names}
+    unknown = sorted(n for n in source.names() - set(needed) if n not in outputs and not (is_scalar and n.startswith(HEAD)))
     if unknown:
         raise ModelFilesError(f"{source.directory}: {len(unknown)} tensors belong to no parameter of the model, e.g. {unknown[:3]}")
 
@@ -140,7 +141,7 @@ def _gather(chunk: Transformer, place: Place, rule: Rule, tensor: Tensor) -> Ten
     own, ranks = tensor.contiguous(), group.size()
     if place.split_dim == 0:
         full = own.new_empty(ranks * own.shape[0], *own.shape[1:])
-        blocks = 2 if rule.layout == Layout.gate_up else 1
+        blocks = rule.layout.blocks
         for target, part in zip(full.chunk(blocks), own.chunk(blocks), strict=True):
             dist.all_gather_into_tensor(target, part, group=group)
         return full

@@ -52,6 +52,8 @@ class Projection:
     group: dist.ProcessGroup | None = None  # tensor-parallel ranks, over which everything is collective; None for one rank
     temperature: float = 1.0  # the sampling temperature, which divides the logits
     chunk_size: int = 1024  # tokens projected at a time
+    scale: float = 1.0  # the model's own factor on logits
+    softcap: float = 0.0  # 0: none; else the model's logits are cap * tanh(logit / cap)
     arithmetic: Arithmetic = FAST
 
     def __post_init__(self) -> None:
@@ -60,11 +62,32 @@ class Projection:
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """float32 [N, V_local]."""
-        return _scaled(self.arithmetic.project(hidden, weight), self.temperature)
+        return self._divided(self.arithmetic.project(hidden, weight))
+
+    def again(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """As `logits`, in a backward pass."""
+        return self._divided(hidden @ weight.t())
+
+    def slope_(self, grad: Tensor, z: Tensor) -> Tensor:
+        """The gradient [N, V_local] of `z` = `logits` -> in its place that of the products, but for the temperature."""
+        if self.softcap:  # d/dx of cap tanh(x / cap) is 1 - tanh^2
+            grad.mul_(1 - (z * (self.temperature / self.softcap)).square())
+        return grad if self.scale == 1.0 else grad.mul_(self.scale)
+
+    def _divided(self, products: Tensor) -> Tensor:
+        z = shaped(products.float(), scale=self.scale, softcap=self.softcap)
+        return z if self.temperature == 1.0 else z / self.temperature
 
     def chunks(self, num_rows: int) -> Iterator[slice]:
         """The rows that are projected together."""
         return (slice(start, start + self.chunk_size) for start in range(0, num_rows, self.chunk_size))
+
+
+def shaped(logits: Tensor, *, scale: float, softcap: float) -> Tensor:
+    """The output layer's products float32 as the model's logits."""
+    if scale != 1.0:
+        logits = logits * scale
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 WHOLE = Projection()
@@ -180,7 +203,7 @@ class _LinearLogprobs(torch.autograd.Function):
         if grad_logprobs is None:  # an objective of the entropy alone
             grad_logprobs = torch.zeros_like(logsumexp)
         for rows in projection.chunks(hidden.shape[0]):
-            z = kept if kept is not None else _scaled(hidden[rows] @ weight.t(), projection.temperature)
+            z = kept if kept is not None else projection.again(hidden[rows], weight)
             scale = grad_logprobs[rows] / projection.temperature
             grad = z - logsumexp[rows, None]  # in place from here on: a new [chunk, V] tensor costs as much as the arithmetic on it
             if grad_entropy is not None:
@@ -191,7 +214,7 @@ class _LinearLogprobs(torch.autograd.Function):
             local, owned = _local_targets(targets[rows], projection.vocab_start, weight.shape[0])
             if z.shape[1]:
                 grad.scatter_add_(1, local[:, None], torch.where(owned, scale, 0.0)[:, None])
-            grad = grad.to(hidden.dtype)
+            grad = projection.slope_(grad, z).to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[rows]
@@ -223,14 +246,14 @@ class _LinearLogprobsOf(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = _weight_gradient(ctx, weight)
         for rows in projection.chunks(hidden.shape[0]):
-            z = _scaled(hidden[rows] @ weight.t(), projection.temperature)
+            z = projection.again(hidden[rows], weight)
             scale = grad_logprobs[rows] / projection.temperature
             grad = (z - logsumexp[rows, None]).exp_().mul_(-scale.sum(dim=1, keepdim=True))
             local, owned = _local_targets(targets[rows], projection.vocab_start, weight.shape[0])
             own = torch.where(owned, scale, 0.0)
             for column in (slice(0, 1), slice(1, None)) if z.shape[1] else ():  # in one call two additions to one place would race on a GPU
                 grad.scatter_add_(1, local[:, column], own[:, column])
-            grad = grad.to(hidden.dtype)
+            grad = projection.slope_(grad, z).to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[rows]
@@ -240,11 +263,6 @@ class _LinearLogprobsOf(torch.autograd.Function):
 def _weight_gradient(ctx, weight: Tensor) -> Tensor | None:
     """Zeros to add to, float32 [V_local, H]; None where the weight, the second argument, is frozen."""
     return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
-
-
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    z = logits.float()
-    return z if temperature == 1.0 else z / temperature
 
 
 def _row_dots(a: Tensor, b: Tensor) -> Tensor:

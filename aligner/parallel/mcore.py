@@ -68,6 +68,7 @@ with warnings.catch_warnings():
         reduce_scatter_to_sequence_parallel_region,
     )
     from megatron.core.transformer import MegatronModule, TransformerConfig
+    from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.moe_utils import (
@@ -76,8 +77,10 @@ with warnings.catch_warnings():
         switch_load_balancing_loss_func,
     )
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
     from megatron.core.utils import local_multi_tensor_l2_norm
 
 if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine in 0.16.1: no router would compute
@@ -210,17 +213,21 @@ __all__ = [
     "IdentityOp",
     "LanguageModule",
     "MegatronModule",
+    "ModuleSpec",
     "MoEAuxLossAutoScaler",
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "PackedSeqParams",
     "ProcessGroupCollection",
     "RowParallelLinear",
+    "SelfAttention",
     "ShardedTensor",
     "ShardedTensorFactory",
     "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "TransformerLayer",
+    "build_module",
     "copy_to_tensor_model_parallel_region",
     "dist_checkpointing",
     "ensure_metadata_has_dp_cp_group",
@@ -234,6 +241,7 @@ __all__ = [
     "get_tokens_per_expert_and_token_count",
     "importable_kernels",
     "initialize_user_buffers",
+    "make_sharded_tensors_for_checkpoint",
     "parallel_state",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",

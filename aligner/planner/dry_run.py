@@ -174,7 +174,7 @@ def _block(component: Component, num_layers: int, rows: int, length: int, device
     """(transformer block, its input, rotary embedding) of a rank of the component with this many layers, in a fake world."""
     p = component.parallel
     parallel = ParallelConfig(tp=p.tp, sequence_parallel=p.sequence_parallel, cp=p.cp)
-    architecture = replace(dense_twin(component.architecture), num_layers=num_layers)
+    architecture = _widest(dense_twin(component.architecture)).with_layers(num_layers)
     small = replace(component, architecture=architecture, parallel=parallel)
     with fake_world(parallel):
         (chunk,) = build_chunks(small)
@@ -182,7 +182,16 @@ def _block(component: Component, num_layers: int, rows: int, length: int, device
             _fuse_norms(chunk.decoder)
         hidden = torch.zeros(length // small.shards_sequences, rows, architecture.hidden_size, dtype=chunk.config.params_dtype)
         rotary = chunk.rotary_pos_emb(length) if architecture.position_embedding == PositionEmbedding.rope else None
+        if rotary is not None and architecture.rope_local_theta:
+            rotary = chunk.with_local_angles(rotary, packed=False)
         yield chunk.decoder, hidden, rotary
+
+
+def _widest(architecture: Architecture) -> Architecture:
+    """Where only some layers have a window, all layers without one: they keep the most."""
+    if not architecture.full_attention_layers:
+        return architecture
+    return replace(architecture, sliding_window=0, full_attention_layers=[], rope_local_theta=0.0)
 
 
 def _forward(block: Any, hidden: Tensor, rotary: Tensor | None) -> Tensor:

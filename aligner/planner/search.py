@@ -108,7 +108,7 @@ class Estimator:
         )
         if key not in self._pieces:
             split = ParallelConfig(tp=p.tp, sequence_parallel=p.sequence_parallel, ep=p.ep, etp=p.etp)
-            one = replace(component, parallel=split, architecture=replace(component.architecture, num_layers=1))
+            one = replace(component, parallel=split, architecture=component.architecture.with_layers(1))
             (chunk,) = dry_run.shard_parameters(one, 0)
             names = ("embedding.", "decoder.layers.")
             embedding, layer = (tuple(q for q in chunk if q.name.startswith(name)) for name in names)

@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from aligner.models.windowed_attention import Form, masked, sees
+from aligner.models.windowed_attention import attend as windowed_attend
+
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
     """The array on the device, without waiting for what the device has to do before. On a CPU it is the same memory."""
@@ -143,6 +146,9 @@ class PagedAttention(Protocol):
 
     page_size: int
 
+    def fresh(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Sequences that are whole in the pass: [B, S, groups, queries per group, D] to keys and values [B, S, groups, D]."""
+
     def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
         """One token of each sequence: [B, groups, queries per group, D] -> the same shape."""
 
@@ -226,7 +232,7 @@ def prefill_attention(
     out = torch.empty_like(queries)
     for part in plan.parts:
         if isinstance(part, Together):
-            out[part.tokens] = causal(queries[part.rows], keys[part.rows], values[part.rows])[part.kept]
+            out[part.tokens] = attention.fresh(queries[part.rows], keys[part.rows], values[part.rows])[part.kept]
         else:
             out[part.first : part.last] = attention.prefill(queries[part.first : part.last], cache, layer, part)
     return out
@@ -264,6 +270,9 @@ class GatheredAttention:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
 
+    def fresh(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return causal(queries, keys, values)
+
     def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
         # The queries of a group attend to the same keys: they are the "sequence", and no key is repeated.
         k, v = (tensor[layer][plan.pages].flatten(1, 2).transpose(1, 2) for tensor in (cache.keys, cache.values))
@@ -272,3 +281,26 @@ class GatheredAttention:
     def prefill(self, queries: Tensor, cache: PagedKV, layer: int, part: Continued) -> Tensor:
         keys, values = (tensor[part.slots][None] for tensor in cache.slots(layer))
         return causal(queries[None], keys, values)[0]
+
+
+class FormedAttention:
+    """`PagedAttention` of layers with a window, capped scores or another scale, on copies of the pages, anywhere."""
+
+    def __init__(self, page_size: int, form: Form, scale: float) -> None:
+        self.page_size = page_size
+        self._form, self._scale = form, scale
+
+    def fresh(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        q = queries.flatten(2, 3).transpose(1, 2)
+        out = windowed_attend(q, keys.transpose(1, 2), values.transpose(1, 2), self._form, self._scale)
+        return out.transpose(1, 2).view(queries.shape)
+
+    def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
+        k, v = (tensor[layer][plan.pages].flatten(1, 2).transpose(1, 2) for tensor in (cache.keys, cache.values))
+        places = torch.arange(k.shape[2], device=k.device)
+        visible = sees(plan.positions[:, None], places, self._form)[:, None, None]
+        return masked(queries, k, v, visible, self._form, self._scale)
+
+    def prefill(self, queries: Tensor, cache: PagedKV, layer: int, part: Continued) -> Tensor:
+        keys, values = (tensor[part.slots][None] for tensor in cache.slots(layer))
+        return self.fresh(queries[None], keys, values)[0]

@@ -21,12 +21,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.models.config import Activation, Architecture, Normalization
+from aligner.models import rope
+from aligner.models.build import rounded_scale
+from aligner.models.config import Activation, Architecture, Normalization, ParallelResidual
+from aligner.models.own_layer import neighbours_apart
 from aligner.models.tracing import Operation, Tap
-from aligner.parallel.logprobs import row_sums
+from aligner.models.windowed_attention import form_of
+from aligner.parallel.logprobs import row_sums, shaped
 from aligner.rollout.attention import (
     DecodeBatch,
     DecodePlan,
+    FormedAttention,
     GatheredAttention,
     PagedAttention,
     PagedKV,
@@ -55,6 +60,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.gelu: F.gelu,
     Activation.gelu_tanh: partial(F.gelu, approximate="tanh"),
     Activation.squared_relu: _squared_relu,
+    Activation.relu: F.relu,
 }
 
 
@@ -107,10 +113,14 @@ class Decoder:
         self.queries = architecture.num_attention_heads // shards.count // self.groups  # per key-value group on this rank
         self.norm = _norm(architecture)
         self.activation = ACTIVATIONS[architecture.activation]
-        self.rotary = None if frequencies is None else self._rotary_tables(frequencies)
+        self.rotary = None if frequencies is None else self._rotary_tables(frequencies, architecture.rope_attention_factor)
+        local = architecture.rope_local_theta
+        self._rotary_local = self._rotary_tables(rope.frequencies(rope.local(architecture)), 1.0) if local else None
+        self._embedding_scale = rounded_scale(architecture.embedding_scale, weights.embedding.dtype)
         flash = flash_attention(weights.embedding, (self.groups, self.queries, self.head_dim)) if kernels == Kernels.auto else None
         self.attention: PagedAttention = flash or GatheredAttention(page_size or PAGE_SIZE)
         self.page_size = self.attention.page_size
+        self._attentions = [self._attention_of(number) for number in range(len(weights.layers))]
         self._native = self._native_decode() if kernels == Kernels.auto else None
         self._graphs = self._decode_graphs() if cuda_graphs and weights.embedding.is_cuda else None
         self.fixed_shapes = weights.embedding.is_cuda  # of decode steps, whatever the routing: nothing is read on the host
@@ -189,13 +199,20 @@ class Decoder:
             self.tap(operation, layer, output)
         return output
 
+    def _attention_of(self, layer: int) -> PagedAttention:
+        """The layer's own where it sees a window, caps its scores or scales them otherwise."""
+        form, scale = form_of(self.architecture, layer), self.architecture.attention_scale
+        if form.is_plain and not scale:
+            return self.attention
+        return FormedAttention(self.page_size, form, scale or self.head_dim**-0.5)
+
     def _decode_graphs(self) -> DecodeGraphs:
         max_pages = -(-self.max_sequence_length // self.page_size)
         return DecodeGraphs(self._step, CudaCapture, max_pages=max_pages, vocab_size=self.architecture.vocab_size)
 
     def _native_decode(self) -> NativeDecode | None:
         """Decode steps on the compiled kernels, where the weights are such as they take and the kernels can be had."""
-        library = native.load() if native.fits(self.weights) else None
+        library = native.load() if native.fits(self.weights, self.architecture) else None
         if library is None:
             return None
         model = native.model_of(self.architecture, groups=self.groups, queries=self.queries, page_size=self.page_size, rotary=self.rotary)
@@ -205,29 +222,52 @@ class Decoder:
     def _forward(self, tokens: Tensor, plan: PrefillPlan | DecodePlan, cache: PagedKV) -> Tensor:
         """Flat tokens [N] through all layers: [N, H]."""
         x = self._note(Operation.embedding, -1, self._embed(tokens, plan.positions))
-        rotary = None if self.rotary is None else tuple(table[plan.positions][:, None, None] for table in self.rotary)
+        everywhere = None if self.rotary is None else tuple(table[plan.positions][:, None, None] for table in self.rotary)
+        local = None if self._rotary_local is None else tuple(table[plan.positions][:, None, None] for table in self._rotary_local)
+        fixed = self.fixed_shapes and isinstance(plan, DecodePlan)
         for number, layer in enumerate(self.weights.layers):
-            x = x + self._attend(layer, number, self._mixed(layer, number, x, rotary), plan, cache)
-            self._note(Operation.attention_residual, number, x)
-            x = x + self._feed_forward(layer, number, x, fixed=self.fixed_shapes and isinstance(plan, DecodePlan))
+            rotary = local if local is not None and self.architecture.window_of(number) else everywhere
+            normed = self._note(Operation.input_norm, number, self._normed(x, layer.input_norm))
+            attended = self._attend(layer, number, self._mixed(layer, number, normed, rotary), plan, cache)
+            if self.architecture.parallel_residual != ParallelResidual.none:
+                self._note(Operation.attention_residual, number, x)  # what the feed-forward layer's norm reads
+                read = normed if layer.mlp_norm is None else self._normed(x, layer.mlp_norm)
+                x = x + attended + self._feed_forward(layer, number, read, fixed=fixed)
+            else:
+                x = self._note(Operation.attention_residual, number, x + self._normed(attended, layer.post_attention_norm))
+                changed = self._feed_forward(layer, number, self._normed(x, layer.mlp_norm), fixed=fixed)
+                x = x + self._normed(changed, layer.post_mlp_norm)
             self._note(Operation.residual, number, x)
         return x
 
-    def _mixed(self, layer: LayerWeights, number: int, x: Tensor, rotary: tuple | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _normed(self, x: Tensor, weights: Affine | None) -> Tensor:
+        """As it is where the model has no norm there."""
+        return x if weights is None else self.norm(x, weights)
+
+    def _mixed(self, layer: LayerWeights, number: int, normed: Tensor, rotary: tuple | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, groups, queries per group, D], keys and values [N, groups, D], rotated."""
-        normed = self._note(Operation.input_norm, number, self.norm(x, layer.input_norm))
         mixed = self._note(Operation.qkv, number, F.linear(normed, layer.qkv.weight, layer.qkv.bias))
-        mixed = mixed.view(x.shape[0], self.groups, self.queries + 2, self.head_dim)
+        mixed = mixed.view(normed.shape[0], self.groups, self.queries + 2, self.head_dim)
         q_and_k = mixed[..., : self.queries + 1, :]
         if layer.q_norm is not None:
-            q = self._note(Operation.q_norm, number, self.norm(q_and_k[..., : self.queries, :], layer.q_norm))
-            k = self._note(Operation.k_norm, number, self.norm(q_and_k[..., self.queries :, :], layer.k_norm))
+            norm = self._whole_norm if self.architecture.qk_norm_whole else self.norm
+            q = self._note(Operation.q_norm, number, norm(q_and_k[..., : self.queries, :], layer.q_norm))
+            k = self._note(Operation.k_norm, number, norm(q_and_k[..., self.queries :, :], layer.k_norm))
             q_and_k = torch.cat([q, k], dim=-2)
         if rotary is not None:
+            if self.architecture.rotary_interleaved:
+                q_and_k = neighbours_apart(q_and_k, rotary[0].shape[-1])
             q_and_k = _rotate(q_and_k, *rotary)
         queries = self._note(Operation.queries, number, q_and_k[..., : self.queries, :])
         keys = self._note(Operation.keys, number, q_and_k[..., self.queries, :])
         return queries, keys, mixed[..., self.queries + 1, :]
+
+    def _whole_norm(self, x: Tensor, weights: Affine) -> Tensor:
+        """RMSNorm over this and the other ranks' heads, [N, groups, heads of each, D]."""
+        flat = x.flatten(1).float()
+        squares = self._sum(flat.square().sum(dim=-1, keepdim=True)) / (flat.shape[-1] * self.shards.count)
+        normed = flat * torch.rsqrt(squares + self.architecture.norm_eps)
+        return (normed.to(x.dtype) * weights.weight).view(x.shape)
 
     def _attend(
         self, layer: LayerWeights, number: int, mixed: tuple[Tensor, Tensor, Tensor], plan: PrefillPlan | DecodePlan, cache: PagedKV
@@ -236,9 +276,9 @@ class Decoder:
         for slot, own in zip(cache.slots(number), (keys, values), strict=True):
             slot.index_copy_(0, plan.slots, own)
         if isinstance(plan, PrefillPlan):
-            out = prefill_attention(mixed, cache, number, plan, self.attention)
+            out = prefill_attention(mixed, cache, number, plan, self._attentions[number])
         else:
-            out = self.attention.decode(queries, cache, number, plan)
+            out = self._attentions[number].decode(queries, cache, number, plan)
         attended = self._note(Operation.attention, number, out.reshape(queries.shape[0], -1))
         return self._note(Operation.projection, number, self._project(attended, layer.attention_out))
 
@@ -251,10 +291,15 @@ class Decoder:
             owned = (local >= 0) & (local < weight.shape[0])
             # `where`, not a product: a rank whose rows are all vocabulary padding may hold anything there, NaN too.
             x = self._sum(torch.where(owned[..., None], F.embedding(torch.where(owned, local, 0), weight), 0.0))
-        return x if self.weights.positions is None else x + F.embedding(positions, self.weights.positions)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        if self.weights.positions is None:
+            return x
+        return x + F.embedding(positions + self.architecture.position_offset, self.weights.positions)
 
     def _feed_forward(self, layer: LayerWeights, number: int, x: Tensor, *, fixed: bool) -> Tensor:
-        x = self._note(Operation.mlp_norm, number, self.norm(x, layer.mlp_norm))
+        """Of what its norm gives."""
+        self._note(Operation.mlp_norm, number, x)
         if layer.router is not None:
             return self._note(Operation.mlp, number, self._experts(layer, number, x, fixed=fixed))
         inner = self._note(Operation.activation, number, self._expand(x, layer.experts[0]))
@@ -282,7 +327,10 @@ class Decoder:
         return out if weights.bias is None else out + weights.bias
 
     def _logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        own = F.linear(hidden, self.weights.output[: self.architecture.vocab_size])
+        architecture = self.architecture
+        own = F.linear(hidden, self.weights.output[: architecture.vocab_size])
+        if architecture.logits_softcap or architecture.logits_scale != 1:
+            own = shaped(own.float(), scale=architecture.logits_scale, softcap=architecture.logits_softcap)
         if out is None:
             return self._gather(own.float())
         return out.copy_(own if self.shards.count == 1 else self._gather(own.float()))
@@ -300,11 +348,12 @@ class Decoder:
             dist.all_reduce(x, group=self.shards.group)
         return x
 
-    def _rotary_tables(self, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sign-folded sin, [T, R] for R rotated dimensions: x * cos + roll(x, R/2) * sin rotates the halves, as Megatron does."""
+    def _rotary_tables(self, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        """cos and sign-folded sin, [T, R] for R rotated dimensions: x * cos + roll(x, R/2) * sin rotates the halves, as Megatron does.
+        Both are multiplied by `factor`."""
         weight = self.weights.embedding
         angles = torch.arange(self.max_sequence_length, device=weight.device, dtype=torch.float32)[:, None] * frequencies.to(weight.device)
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * factor, angles.sin() * factor
         return torch.cat([cos, cos], -1).to(weight.dtype), torch.cat([-sin, sin], -1).to(weight.dtype)
 
 
@@ -319,9 +368,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _norm(architecture: Architecture) -> Callable[[Tensor, Affine], Tensor]:
     """The architecture's norm over the last dimension."""
-    eps = architecture.norm_eps
-    if architecture.normalization == Normalization.rms_norm:
+    eps, kind = architecture.norm_eps, architecture.normalization
+    if kind is Normalization.rms_norm:
         return lambda x, weights: F.rms_norm(x, weights.weight.shape, weights.weight, eps)
-    if architecture.normalization == Normalization.layer_norm:
-        return lambda x, weights: F.layer_norm(x, weights.weight.shape, weights.weight, weights.bias, eps)
-    return lambda x, weights: F.layer_norm(x, weights.weight.shape, weights.weight + 1, weights.bias, eps)
+    if kind is Normalization.rms_norm_1p:
+        return lambda x, weights: F.rms_norm(x.float(), weights.weight.shape, weights.weight.float() + 1, eps).to(x.dtype)
+    if kind is Normalization.layer_norm_1p:
+        return lambda x, weights: F.layer_norm(x, weights.weight.shape, weights.weight + 1, weights.bias, eps)
+    return lambda x, weights: F.layer_norm(x, weights.weight.shape, weights.weight, weights.bias, eps)

@@ -69,16 +69,18 @@ def _full_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
     shapes = {
         "word_embeddings": (a.vocab_size, a.hidden_size),
         "output_layer": (a.vocab_size, a.hidden_size),
-        "position_embeddings": (a.max_position_embeddings, a.hidden_size),
+        "position_embeddings": (a.max_position_embeddings + a.position_offset, a.hidden_size),
         "linear_qkv": (queries + 2 * keys, a.hidden_size),
         "linear_proj": (a.hidden_size, queries),
         "linear_fc1": (inner * (1 + a.gated_mlp), a.hidden_size),
         "linear_fc2": (a.hidden_size, inner),
         "router": (a.num_experts, a.hidden_size),
-        "q_layernorm": (a.head_dim,),
-        "k_layernorm": (a.head_dim,),
+        "q_layernorm": (queries if a.qk_norm_whole else a.head_dim,),
+        "k_layernorm": (keys if a.qk_norm_whole else a.head_dim,),
         "input_layernorm": (a.hidden_size,),
+        "post_attention_layernorm": (a.hidden_size,),
         "pre_mlp_layernorm": (a.hidden_size,),
+        "post_mlp_layernorm": (a.hidden_size,),
         "final_layernorm": (a.hidden_size,),
     }
     module, kind = name.split(".")[-2:]

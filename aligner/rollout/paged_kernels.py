@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aligner.rollout.attention import Continued, DecodeBatch, DecodePlan, GatheredAttention, PagedKV, plan_decode
+from aligner.rollout.attention import Continued, DecodeBatch, DecodePlan, GatheredAttention, PagedKV, causal, plan_decode
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +51,9 @@ class FlashAttention:
         self.name = package.module
         self._table = package.table
         self._function = function
+
+    def fresh(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return causal(queries, keys, values)
 
     def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
         return self._attend(queries[:, None], cache, layer, plan)[:, 0]

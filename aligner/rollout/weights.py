@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from aligner.models.build import LanguageModel
-from aligner.models.config import Architecture, Normalization, PositionEmbedding
+from aligner.models.config import Architecture, ParallelResidual, PositionEmbedding
 from aligner.models.families import weight_names
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Layout
 from aligner.models.initialise import global_name
@@ -43,12 +43,14 @@ class FeedForward:
 class LayerWeights:
     """One layer's parameters on this rank; what the architecture lacks is None or empty. Without a router there is one expert: the MLP."""
 
-    input_norm: Affine
+    input_norm: Affine | None
     qkv: Affine
     q_norm: Affine | None
     k_norm: Affine | None
     attention_out: Affine
-    mlp_norm: Affine
+    post_attention_norm: Affine | None
+    mlp_norm: Affine | None
+    post_mlp_norm: Affine | None
     router: Tensor | None
     experts: tuple[FeedForward, ...]
 
@@ -71,8 +73,9 @@ def tensors(weights: ModelWeights) -> Iterator[Tensor]:
         yield weights.positions
     affines = [weights.final_norm]
     for layer in weights.layers:
-        affines += [layer.input_norm, layer.qkv, layer.attention_out, layer.mlp_norm]
-        affines += [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+        affines += [layer.qkv, layer.attention_out]
+        norms = layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm, layer.post_attention_norm, layer.post_mlp_norm
+        affines += [norm for norm in norms if norm is not None]
         affines += [affine for expert in layer.experts for affine in (expert.up, expert.down)]
         if layer.router is not None:
             yield layer.router
@@ -92,24 +95,32 @@ def by_role(tensors: Mapping[str, Tensor], architecture: Architecture) -> ModelW
         embedding=tensors[EMBEDDING],
         positions=tensors[POSITIONS] if architecture.position_embedding == PositionEmbedding.learned else None,
         layers=tuple(_layer(f"decoder.layers.{number}.", affine, tensors, architecture) for number in range(architecture.num_layers)),
-        final_norm=affine("decoder.final_layernorm", bias=architecture.normalization != Normalization.rms_norm),
+        final_norm=affine("decoder.final_layernorm", bias=architecture.normalization.has_bias),
         output=tensors[EMBEDDING if architecture.tied_embeddings else OUTPUT_LAYER],
     )
 
 
 def _layer(prefix: str, affine: Callable[..., Affine], tensors: Mapping[str, Tensor], architecture: Architecture) -> LayerWeights:
-    norm_bias, bias = architecture.normalization != Normalization.rms_norm, architecture.linear_bias
+    norm_bias, bias = architecture.normalization.has_bias, architecture.linear_bias
+    own_norm = architecture.pre_norms and architecture.parallel_residual != ParallelResidual.shared_norm
+
+    def norm(name: str, present: bool) -> Affine | None:
+        return affine(prefix + name, bias=norm_bias) if present else None
+
+    mlp_bias = bias or architecture.mlp_bias
     experts = [f"mlp.experts.local_experts.{number}." for number in range(architecture.num_experts)]
     return LayerWeights(
-        input_norm=affine(prefix + "input_layernorm", bias=norm_bias),
+        input_norm=norm("input_layernorm", architecture.pre_norms),
         qkv=affine(prefix + "self_attention.linear_qkv", bias=bias or architecture.qkv_bias),
-        q_norm=affine(prefix + "self_attention.q_layernorm", bias=norm_bias) if architecture.qk_norm else None,
-        k_norm=affine(prefix + "self_attention.k_layernorm", bias=norm_bias) if architecture.qk_norm else None,
-        attention_out=affine(prefix + "self_attention.linear_proj", bias=bias),
-        mlp_norm=affine(prefix + "pre_mlp_layernorm", bias=norm_bias),
+        q_norm=norm("self_attention.q_layernorm", architecture.qk_norm),
+        k_norm=norm("self_attention.k_layernorm", architecture.qk_norm),
+        attention_out=affine(prefix + "self_attention.linear_proj", bias=bias or architecture.attention_out_bias),
+        post_attention_norm=norm("post_attention_layernorm", architecture.post_norms),
+        mlp_norm=norm("pre_mlp_layernorm", own_norm),
+        post_mlp_norm=norm("post_mlp_layernorm", architecture.post_norms),
         router=tensors[prefix + "mlp.router.weight"] if experts else None,
         experts=tuple(
-            FeedForward(up=affine(prefix + mlp + "linear_fc1", bias=bias), down=affine(prefix + mlp + "linear_fc2", bias=bias))
+            FeedForward(up=affine(prefix + mlp + "linear_fc1", bias=mlp_bias), down=affine(prefix + mlp + "linear_fc2", bias=mlp_bias))
             for mlp in experts or ["mlp."]
         ),
     )
@@ -162,11 +173,10 @@ def _shardings(place: Place, architecture: Architecture, *, old_tp: int, tp: int
         # The training layout's padding where it fits: then equal splits stay equal and nothing need be gathered.
         rows = size if size % tp == 0 else -(-architecture.vocab_size // tp) * tp
         return even(size, old_tp), padded(architecture.vocab_size, rows, tp)
-    if layout in (Layout.qkv, Layout.packed_qkv):
+    if layout.is_qkv:
         groups = architecture.num_key_value_heads
         return even(size, old_tp), grouped(groups, architecture.num_attention_heads // groups, architecture.head_dim, tp)
-    blocks = 2 if layout == Layout.gate_up else 1
-    return even(size, old_tp, dim=dim, blocks=blocks), even(size, tp, dim=dim, blocks=blocks)
+    return even(size, old_tp, dim=dim, blocks=layout.blocks), even(size, tp, dim=dim, blocks=layout.blocks)
 
 
 def held_here(move: Move, chunk: LanguageModel) -> bool:

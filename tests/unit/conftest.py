@@ -7,46 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-VOCAB = 61  # not a multiple of the vocabulary padding
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_QWEN3_MOE = {"model_type": "qwen3_moe", "tie_word_embeddings": False, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24}
-HF_MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 10000.0},
-    "llama_tied_llama3_rope": {"model_type": "llama", "tie_word_embeddings": True, "rope_parameters": _LLAMA3 | {"rope_theta": 1e6}},
-    "llama_multi_head": {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-3},
-    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": False, "rope_theta": 1000.0},
-    "qwen2_tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 1},
-    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 16},
-    "qwen3_tied": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 16},
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": _QWEN3_MOE | {"num_experts_per_tok": 3, "norm_topk_prob": True},
-    "qwen3_moe_unnormalized": _QWEN3_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": False},
-    "nemotron": {"model_type": "nemotron"},
-    "gpt2": {"model_type": "gpt2", "n_inner": 48, "bos_token_id": 0, "eos_token_id": 0},
-}
-
-
-@torch.no_grad()
-def randomize(module: torch.nn.Module, seed: int) -> None:
-    """Weights that matter everywhere: order-one logits, biases far from zero, norm weights far from one."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in module.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if "norm" in name or ".ln_" in name:
-            parameter.copy_(1 + 0.3 * noise)
-        else:
-            parameter.copy_(noise * (0.5 if "bias" in name else 0.2))
+from hf_models import VOCAB, randomize, write
 
 
 @pytest.fixture(scope="session")
@@ -56,12 +17,8 @@ def hf_directory(tmp_path_factory) -> Callable[[str], Path]:
 
     def make(name: str) -> Path:
         if name not in made:
-            from transformers import AutoConfig, AutoModelForCausalLM
-
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(_SIZES | HF_MODELS[name])))
-            randomize(model, seed=len(name))
             made[name] = tmp_path_factory.mktemp(name)
-            model.save_pretrained(made[name])
+            write(name, made[name])
         return made[name]
 
     return make

@@ -1,12 +1,32 @@
-"""One module per model family: Hugging Face config <-> `Architecture` (`from_hf`, `to_hf`) and the names of its weights (`NAMES`)."""
+"""One module per model family: Hugging Face config <-> `Architecture` (`from_hf`, `to_hf`), the names of its weights (`NAMES`, a table, or
+a function of the architecture where that decides which weights there are), and which of `UNCHANGED`'s keys it computes (`COMPUTED`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
-from aligner.models.families import gpt2, llama, mixtral, nemotron, qwen2, qwen3, qwen3_moe
+from aligner.models.families import (
+    cohere,
+    gemma2,
+    gemma3_text,
+    glm4,
+    gpt2,
+    gpt_neox,
+    llama,
+    mistral,
+    mixtral,
+    nemotron,
+    olmo2,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from aligner.models.families.hf_config import UNCHANGED, HFConfig
 from aligner.models.families.mapping import NameTable
 
@@ -14,10 +34,19 @@ FAMILIES = {
     Family.llama: llama,
     Family.qwen2: qwen2,
     Family.qwen3: qwen3,
+    Family.mistral: mistral,
     Family.mixtral: mixtral,
     Family.qwen3_moe: qwen3_moe,
     Family.nemotron: nemotron,
     Family.gpt2: gpt2,
+    Family.phi3: phi3,
+    Family.gpt_neox: gpt_neox,
+    Family.opt: opt,
+    Family.gemma2: gemma2,
+    Family.gemma3_text: gemma3_text,
+    Family.olmo2: olmo2,
+    Family.glm4: glm4,
+    Family.cohere: cohere,
 }
 
 
@@ -32,8 +61,9 @@ def architecture_from_hf(hf: dict[str, Any], *, where: str = "config.json") -> A
             raise ConfigError(f"model_type={model_type!r} is not supported; allowed: {', '.join(Family.__members__)}")
         config = HFConfig(hf)
         config.check_classes()
-        config.only(UNCHANGED)
-        return FAMILIES[Family[model_type]].from_hf(config)
+        family = FAMILIES[Family[model_type]]
+        config.only({key: values for key, values in UNCHANGED.items() if key not in getattr(family, "COMPUTED", ())})
+        return family.from_hf(config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
@@ -45,4 +75,5 @@ def architecture_to_hf(architecture: Architecture) -> dict[str, Any]:
 
 def weight_names(architecture: Architecture) -> NameTable:
     """The names of an architecture's weights, Megatron's and Hugging Face's."""
-    return FAMILIES[architecture.family].NAMES
+    table: NameTable | Callable[[Architecture], NameTable] = FAMILIES[architecture.family].NAMES
+    return table if isinstance(table, NameTable) else table(architecture)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from aligner.errors import ConfigError
+from aligner.models.families.rope_scaling import ROPE_KINDS, Scaling
 
 T = TypeVar("T")
 
@@ -28,8 +29,6 @@ UNCHANGED: Mapping[str, tuple[Any, ...]] = {
     "query_pre_attn_scalar": (None,),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (None, 1)),
 }
-# Megatron-Core applies Llama 3.1's rotary scaling with these constants; only the factor is a parameter there.
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _CLASSES = ("ForCausalLM", "LMHeadModel", "Model", "ForSequenceClassification", "ForTokenClassification")
 
 
@@ -47,7 +46,7 @@ class HFConfig:
     def check_classes(self) -> None:
         """The classes in `architectures`, where there are any, have to be the family's own language models and classifiers."""
         found = self._values.get("architectures")
-        prefix = str(self.model_type).replace("_", "")
+        prefix = str(self.model_type).removesuffix("_text").replace("_", "")
         allowed = [(prefix + suffix).lower() for suffix in _CLASSES]
         if found is not None and not (isinstance(found, list) and all(str(name).lower() in allowed for name in found)):
             raise self.refusal("architectures", found, f"{prefix.capitalize()}... with {', '.join(_CLASSES)}")
@@ -76,9 +75,29 @@ class HFConfig:
             raise self.refusal(key, value, "a whole number >= 1")
         return value
 
+    def value(self, key: str) -> Any:
+        """As the file has it; None where it is absent."""
+        return self._values.get(key)
+
+    def optional_size(self, key: str, *, absent: int | None) -> int | None:
+        """A whole number >= 1, or None where the file says null."""
+        value = self._values.get(key, absent)
+        return None if value is None else self.size(key, absent=value)
+
     def number(self, key: str, absent: float) -> float:
         """A finite number >= 0."""
-        return self._number(key, self._values.get(key, absent))
+        return self.checked(key, self._values.get(key, absent))
+
+    def optional_number(self, key: str, absent: float) -> float:
+        """A finite number > 0, or 0 where the file says null."""
+        value = self._values.get(key, absent)
+        if value is not None and value is not absent and self.checked(key, value) == 0:
+            raise self.refusal(key, value, "a number > 0 or null")
+        return 0.0 if value is None else float(value)
+
+    def part(self, **replaced: Any) -> HFConfig:
+        """The same file with other values of these keys."""
+        return HFConfig({**{key: self._values[key] for key in self._values}, **replaced})
 
     def flag(self, key: str, absent: bool) -> bool:
         """true or false."""
@@ -94,43 +113,52 @@ class HFConfig:
             raise self.refusal(key, value, " or ".join(json.dumps(option) for option in options))
         return options[value]
 
-    def rope(self, *, theta: float = 10000.0, fraction: float = 1.0) -> tuple[float, float, float]:
-        """The rotary embedding's base, Llama 3.1's scaling factor (0: not scaled), and the rotated fraction of a head's dimensions.
+    def rope(
+        self,
+        *,
+        theta: float = 10000.0,
+        fraction: float = 1.0,
+        names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
+        kinds: Collection[str] | None = None,
+    ) -> dict[str, Any]:
+        """The fields of an `Architecture` that are about the rotary embedding.
+
+        `names`: what the base and the rotated part are called at the top level. `kinds`: of scaling, which the family knows; None: all.
 
         Version 4 of transformers writes `rope_theta` and `rope_scaling`, version 5 `rope_parameters`. If a file has both, `rope_scaling`
         counts and `rope_parameters` is ignored. Values that it lacks are read from the top level, else are `theta` and `fraction`.
         """
+        base_name, part_name = names
         source = "rope_scaling" if self._values.get("rope_scaling") else "rope_parameters"
         rope = self._values.get(source) or {}
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
             raise self.refusal(source, rope, "one object for all layers")
-        base = self._number(f"{source}.rope_theta" if "rope_theta" in rope else "rope_theta", self._beside(rope, "rope_theta", theta))
-        part = self._beside(rope, "partial_rotary_factor", fraction)
+        base = self.checked(
+            f"{source}.rope_theta" if "rope_theta" in rope else base_name, self._beside(rope, "rope_theta", theta, base_name)
+        )
         if base == 0:
             raise self.refusal("rope_theta", base, "a number > 0")
+        part = self.checked(part_name, self._beside(rope, "partial_rotary_factor", fraction, part_name))
+        fields: dict[str, Any] = {"rope_theta": base, "rotary_fraction": part}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
             if rope.get("factor") not in (None, 1):
                 raise self.refusal(f"{source}.factor", rope["factor"], "1 without a rope_type: nothing is scaled")
-            return base, 0.0, self._number("partial_rotary_factor", part)
-        if kind != "llama3":
-            raise self.refusal(f"{source}.rope_type", kind, '"default" or "llama3"')
-        given = {"original_max_position_embeddings": self._values.get("max_position_embeddings")} | rope
+            return fields
+        known = ROPE_KINDS if kinds is None else kinds
+        if kind not in known:
+            raise self.refusal(f"{source}.rope_type", kind, " or ".join(json.dumps(name) for name in ("default", *known)))
+        given = Scaling(self, source, kind, {"original_max_position_embeddings": self._values.get("max_position_embeddings")} | rope)
         if "original_max_position_embeddings" in self._values:
-            given["original_max_position_embeddings"] = self._values["original_max_position_embeddings"]
-        for key, expected in LLAMA3_ROPE.items():
-            if given.get(key) != expected:
-                raise self.refusal(f"{source}.{key}", given.get(key), f'{expected} where rope_type is "llama3"')
-        factor = self._number(f"{source}.factor", rope.get("factor"))
-        if factor < 1:
-            raise self.refusal(f"{source}.factor", factor, 'at least 1 where rope_type is "llama3"')
-        return base, factor, self._number("partial_rotary_factor", part)
+            given.values["original_max_position_embeddings"] = self._values["original_max_position_embeddings"]
+        return fields | ROPE_KINDS[kind](given)
 
-    def _beside(self, rope: Mapping[str, Any], key: str, absent: float) -> Any:
-        """The value in the rotary object, else at the file's top level."""
-        return rope[key] if key in rope else self._values.get(key, absent)
+    def _beside(self, rope: Mapping[str, Any], key: str, absent: float, name: str) -> Any:
+        """The value in the rotary object, else at the file's top level under `name`."""
+        return rope[key] if key in rope else self._values.get(name, absent)
 
-    def _number(self, key: str, value: Any) -> float:
+    def checked(self, key: str, value: Any) -> float:
+        """`value` of `key` as a finite number >= 0."""
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
             raise self.refusal(key, value, "a finite number >= 0")
         return float(value)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -27,8 +28,20 @@ class Layout(str, Enum):
     plain = "plain"
     qkv = "qkv"  # three tensors
     packed_qkv = "packed_qkv"  # one tensor, [q; k; v]
+    fused_qkv = "fused_qkv"  # one tensor, in Megatron's order
     gate_up = "gate_up"
+    packed_gate_up = "packed_gate_up"  # one tensor, [gate; up]
     vocabulary = "vocabulary"
+
+    @property
+    def blocks(self) -> int:
+        """Parts of the Megatron tensor of each of which every tensor-parallel rank has a share."""
+        return 2 if self in (Layout.gate_up, Layout.packed_gate_up) else 1
+
+    @property
+    def is_qkv(self) -> bool:
+        """Whether the Megatron tensor is of query, key and value, by group."""
+        return self in (Layout.qkv, Layout.packed_qkv, Layout.fused_qkv)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +157,7 @@ def _qkv_sizes(architecture: Architecture) -> list[int]:
 
 def shard(layout: Layout, tensor: Tensor, *, dim: int, num_shards: int, index: int) -> Tensor:
     """This tensor-parallel rank's part of a full Megatron tensor."""
-    if layout == Layout.gate_up:
+    if layout.blocks == 2:
         return torch.cat([half.chunk(num_shards)[index] for half in tensor.chunk(2)])
     return tensor.chunk(num_shards, dim=dim)[index]
 
@@ -174,6 +187,25 @@ MLP = {
 }
 
 
+PACKED_QKV = {"self_attention.linear_qkv.weight": rule("self_attn.qkv_proj.weight", layout=Layout.packed_qkv)}
+PACKED_MLP = {
+    "mlp.linear_fc1.weight": rule("mlp.gate_up_proj.weight", layout=Layout.packed_gate_up),
+    "mlp.linear_fc2.weight": rule("mlp.down_proj.weight"),
+}
+
+
+SANDWICH_NORMS = {
+    "post_attention_layernorm.weight": rule("post_attention_layernorm.weight"),
+    "pre_mlp_layernorm.weight": rule("pre_feedforward_layernorm.weight"),
+    "post_mlp_layernorm.weight": rule("post_feedforward_layernorm.weight"),
+}
+
+
+def affine(name: str, hf_name: str, *, layout: Layout = Layout.plain) -> dict[str, Rule]:
+    """A weight and its bias."""
+    return {f"{name}.{kind}": rule(f"{hf_name}.{kind}", layout=layout) for kind in ("weight", "bias")}
+
+
 def experts(block: str, *, gate: str, up: str, down: str) -> dict[str, Rule]:
     """A mixture-of-experts layer whose router and experts are under `block`; the others name an expert's three projections."""
     expert = block + ".experts.{expert}."
@@ -185,10 +217,20 @@ def experts(block: str, *, gate: str, up: str, down: str) -> dict[str, Rule]:
     }
 
 
-def llama_like(*, attention: Mapping[str, Rule], mlp: Mapping[str, Rule] = MLP) -> NameTable:
-    """Llama's table, with more rows for its attention and perhaps another feed-forward part.
+ATTENTION_OUT_BIAS = {"self_attention.linear_proj.bias": rule("self_attn.o_proj.bias")}
+BIASED_MLP = {
+    f"mlp.linear_{name}.{kind}": rule(*(f"mlp.{hf}_proj.{kind}" for hf in hf_names), layout=layout)
+    for name, hf_names, layout in (("fc1", ("gate", "up"), Layout.gate_up), ("fc2", ("down",), Layout.plain))
+    for kind in ("weight", "bias")
+}
 
-    Biases of query, key and value directly follow their weights: tensors that an engine fuses must arrive together.
+
+def llama_like(
+    *, attention: Mapping[str, Rule] = MappingProxyType({}), out: Mapping[str, Rule] = MappingProxyType({}), mlp: Mapping[str, Rule] = MLP
+) -> NameTable:
+    """Llama's table, with more rows for its attention and the layer `out` behind it, and perhaps another feed-forward part.
+
+    Biases of query, key and value, and of gate and up, directly follow their weights: tensors that an engine fuses must arrive together.
     """
-    layer = INPUT_NORM | QKV | dict(attention) | ATTENTION_OUT | MLP_NORM | dict(mlp)
+    layer = INPUT_NORM | QKV | dict(attention) | ATTENTION_OUT | dict(out) | MLP_NORM | dict(mlp)
     return NameTable(before=BEFORE, layer=layer, after=FINAL_NORM | OUTPUT)

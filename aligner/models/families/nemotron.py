@@ -23,11 +23,9 @@ NAMES = NameTable(
 
 def from_hf(hf: HFConfig) -> Architecture:
     """The architecture in a Hugging Face config. Raises ConfigError for biases, scaled rotary embeddings and other activations."""
-    theta, llama3_factor, fraction = hf.rope(fraction=0.5)
-    if llama3_factor:
-        raise hf.refusal("rope_type", "llama3", '"default"')
+    rope = hf.rope(fraction=0.5, kinds=())
     # Nemotron-4's own files say `rope_percent` too, which transformers does not read.
-    hf.only(llama.BIASES | llama.DROPOUT | {"rope_percent": (fraction,)})
+    hf.only(llama.BIASES | llama.DROPOUT | {"rope_percent": (rope["rotary_fraction"],)})
     heads = hf.size("num_attention_heads")
     return Architecture(
         family=Family.nemotron,
@@ -39,14 +37,13 @@ def from_hf(hf: HFConfig) -> Architecture:
         ffn_hidden_size=hf.size("intermediate_size"),
         vocab_size=hf.size("vocab_size"),
         max_position_embeddings=hf.size("max_position_embeddings"),
-        rope_theta=theta,
-        rotary_fraction=fraction,
         norm_eps=hf.number("norm_eps", 1e-5),
         tied_embeddings=hf.flag("tie_word_embeddings", False),
         initializer_range=hf.number("initializer_range", 0.0134),
         gated_mlp=False,
         activation=hf.choice("hidden_act", {"relu2": Activation.squared_relu}, "relu2"),
         normalization=Normalization.layer_norm_1p,
+        **rope,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from aligner.models.config import Architecture, Family
-from aligner.models.families import llama
+from aligner.models.families import llama, windows
 from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.mapping import QKV_BIAS, llama_like
 
@@ -15,16 +15,26 @@ KEY_VALUE_HEADS = 32  # of files that do not say
 
 
 def from_hf(hf: HFConfig) -> Architecture:
-    """The architecture in a Hugging Face config. Raises ConfigError where sliding-window attention is on."""
-    full_attention(hf)
-    return replace(llama.common_from_hf(hf, Family.qwen2, key_value_heads=KEY_VALUE_HEADS), qkv_bias=True)
+    """The architecture in a Hugging Face config."""
+    return replace(llama.common_from_hf(hf, Family.qwen2, key_value_heads=KEY_VALUE_HEADS), qkv_bias=True, **upper_windows(hf))
 
 
-def full_attention(hf: HFConfig) -> None:
-    """Raise ConfigError where some layers see a window only."""
-    hf.only({"use_sliding_window": (False,), "layer_types": (None, ["full_attention"] * hf.size("num_hidden_layers"))})
+def upper_windows(hf: HFConfig) -> dict[str, Any]:
+    """The windows of Qwen2 and Qwen3: where they are on, of the layers from `max_window_layers`."""
+    window = hf.optional_size("sliding_window", absent=4096) if hf.flag("use_sliding_window", False) else None
+    layers = hf.size("num_hidden_layers")
+    first = layers if window is None else int(hf.number("max_window_layers", 28))
+    return windows.from_hf(hf, window, [windows.FULL if number < first else windows.WINDOWED for number in range(layers)])
+
+
+def upper_windows_to_hf(architecture: Architecture) -> dict[str, Any]:
+    """The inverse of `upper_windows`."""
+    if not architecture.sliding_window:
+        return {"use_sliding_window": False}
+    types = windows.layer_types(architecture)
+    return {"use_sliding_window": True, "sliding_window": architecture.sliding_window, "layer_types": types}
 
 
 def to_hf(architecture: Architecture) -> dict[str, Any]:
     """The Hugging Face config of an architecture."""
-    return llama.common_to_hf(architecture) | {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False}
+    return llama.common_to_hf(architecture) | {"architectures": ["Qwen2ForCausalLM"]} | upper_windows_to_hf(architecture)

@@ -14,13 +14,13 @@ NAMES = llama_like(attention=QK_NORM)
 
 
 def from_hf(hf: HFConfig) -> Architecture:
-    """The architecture in a Hugging Face config. Raises ConfigError for attention biases and sliding-window attention."""
+    """The architecture in a Hugging Face config. Raises ConfigError for attention biases."""
     hf.only({"attention_bias": (False,)})
-    qwen2.full_attention(hf)
-    return replace(llama.common_from_hf(hf, Family.qwen3, key_value_heads=qwen2.KEY_VALUE_HEADS, head_dim=128), qk_norm=True)
+    common = llama.common_from_hf(hf, Family.qwen3, key_value_heads=qwen2.KEY_VALUE_HEADS, head_dim=128)
+    return replace(common, qk_norm=True, **qwen2.upper_windows(hf))
 
 
 def to_hf(architecture: Architecture) -> dict[str, Any]:
     """The Hugging Face config of an architecture."""
     hf = llama.common_to_hf(architecture) | {"architectures": ["Qwen3ForCausalLM"]}
-    return hf | {"attention_bias": False, "use_sliding_window": False}
+    return hf | {"attention_bias": False} | qwen2.upper_windows_to_hf(architecture)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from aligner.models.config import Activation, Architecture, Normalization
+from aligner.models.divisible import unusual
 
 if TYPE_CHECKING:
     from aligner.rollout.weights import ModelWeights
@@ -179,8 +180,10 @@ def load() -> Library | None:
         return None
 
 
-def fits(weights: ModelWeights) -> bool:
-    """Whether the kernels can compute with these weights."""
+def fits(weights: ModelWeights, architecture: Architecture) -> bool:
+    """Whether the kernels can compute this model with these weights."""
+    if unusual(architecture):
+        return False
     layer = weights.layers[0]
     used = (weights.embedding, weights.output, layer.qkv.weight, layer.attention_out.weight, layer.experts[0].up.weight)
     return all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in used)

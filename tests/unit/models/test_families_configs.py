@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ import torch
 from aligner.config import from_yaml
 from aligner.errors import ConfigError
 from aligner.files import conf_directory
-from aligner.models.config import Activation, Architecture, ModelConfig, PositionEmbedding, Recompute
-from aligner.models.divisible import check_divisible
+from aligner.models.config import Activation, Architecture, Layers, ModelConfig, PositionEmbedding, Recompute
+from aligner.models.divisible import check_divisible, check_together
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.parallel.topology import ParallelConfig
 
@@ -144,6 +145,13 @@ def test_possible_layouts_of_large_models(model, parallel):
             {"position_embedding": PositionEmbedding.learned, "rope_llama3_factor": 8.0},
             "rope_llama3_factor=8.0: position_embedding=learned",
         ),
+        (
+            {"rope_linear_factor": 2.0, "rope_yarn_factor": 4.0},
+            "rope_yarn_factor=4.0: .* scaled one way; allowed with rope_linear_factor: 0",
+        ),
+        ({"rope_low_freq_factor": 4.0}, "rope_low_freq_factor=4.0: must be above 0 and below rope_high_freq_factor=4.0"),
+        ({"rope_original_length": 0}, "rope_original_length=0: must be finite and above 0"),
+        ({"rope_attention_factor": 1.1, "rotary_fraction": 0.5}, "rope_attention_factor=1.1: .* allowed with rotary_fraction=0.5: 1.0"),
         ({"num_experts": -1}, "architecture.num_experts=-1: must not be negative"),
         ({"num_experts": 4}, "architecture.experts_per_token=0: must be from 1 to num_experts=4"),
         ({"num_experts": 4, "experts_per_token": 5}, "architecture.experts_per_token=5: must be from 1 to num_experts=4"),
@@ -158,6 +166,23 @@ def test_possible_layouts_of_large_models(model, parallel):
 def test_architectures_that_make_no_sense(fields, message):
     with pytest.raises(ConfigError, match=message):
         Architecture(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"attention_out_bias": True}, {"mlp_bias": True}])
+def test_what_transformer_engine_does_not_compute_here(fields, monkeypatch):
+    from aligner.models.fusions import choose_layers
+    from aligner.parallel import mcore
+
+    monkeypatch.setattr(mcore, "transformer_engine_problem", lambda: "")
+    (name,) = fields
+    assert choose_layers(Architecture(**fields), ModelConfig(), torch.bfloat16) == (False, ANY)
+    with pytest.raises(ConfigError, match=rf"model.layers=transformer_engine: .*{name}=.*; allowed: auto, torch"):
+        choose_layers(Architecture(**fields), ModelConfig(layers=Layers.transformer_engine), torch.bfloat16)
+
+
+def test_what_has_no_batch_invariant_form():
+    with pytest.raises(ConfigError, match="batch_invariant=true: a factor on the rotary embedding .*; allowed: models without it"):
+        check_together(Architecture(rope_attention_factor=1.1), ModelConfig(batch_invariant=True), ParallelConfig())
 
 
 def test_odd_heads_are_allowed_where_nothing_is_rotated():

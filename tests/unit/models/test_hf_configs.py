@@ -12,7 +12,7 @@ from importlib import import_module
 import pytest
 
 from aligner.errors import ConfigError
-from aligner.models.config import Architecture, Family
+from aligner.models.config import ROPE_FACTORS, Architecture, Family
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 
 LLAMA = {
@@ -29,14 +29,28 @@ FILES = {
     "llama": LLAMA,
     "qwen2": LLAMA | {"model_type": "qwen2"},
     "qwen3": LLAMA | {"model_type": "qwen3"},
+    "mistral": LLAMA | {"model_type": "mistral"},
     "mixtral": LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": LLAMA | {"model_type": "qwen3_moe"} | EXPERTS,
     "nemotron": LLAMA | {"model_type": "nemotron", "hidden_size": 128},
+    "phi3": LLAMA | {"model_type": "phi3"},
+    "gpt_neox": LLAMA | {"model_type": "gpt_neox", "num_attention_heads": 8},
+    "opt": {"model_type": "opt", "ffn_dim": 48}
+    | {key: value for key, value in LLAMA.items() if key not in ("model_type", "intermediate_size")},
+    "gemma2": LLAMA | {"model_type": "gemma2", "num_attention_heads": 8},
+    "gemma3_text": LLAMA | {"model_type": "gemma3_text", "num_attention_heads": 8},
+    "olmo2": LLAMA | {"model_type": "olmo2"},
+    "glm4": LLAMA | {"model_type": "glm4"},
+    "cohere": LLAMA | {"model_type": "cohere"},
     "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 61},
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+
+
+WINDOW = "sliding_attention"
+_EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 
 
 def theirs(hf: dict) -> dict:
@@ -52,17 +66,42 @@ def theirs(hf: dict) -> dict:
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings,
         "tied_embeddings": config.tie_word_embeddings,
-        "initializer_range": config.initializer_range,
+        "initializer_range": config.init_std if hf["model_type"] == "opt" else config.initializer_range,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "norm_eps": next(getattr(config, key) for key in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon") if hasattr(config, key)),
+        "norm_eps": next((getattr(config, key) for key in _EPSILONS if hasattr(config, key)), 1e-5),
     }
+    if hf["model_type"] == "opt":
+        return read | {"ffn_hidden_size": config.ffn_dim}
     if hf["model_type"] == "gpt2":
         return read | {"ffn_hidden_size": config.n_inner or 4 * config.n_embd}
+    if hf["model_type"].startswith("gemma"):
+        read |= {
+            "attention_softcap": config.attn_logit_softcapping or 0.0,
+            "logits_softcap": config.final_logit_softcapping or 0.0,
+            "attention_scale": 0.0 if config.query_pre_attn_scalar == config.head_dim else config.query_pre_attn_scalar**-0.5,
+        }
+    if hf["model_type"] == "cohere":
+        read |= {"logits_scale": config.logit_scale}
+    if hf["model_type"] == "glm4":
+        read |= {"qkv_bias": config.attention_bias}
+    config.standardize_rope_params()  # as the model does once more, which then sees the keys that are not the family's own
     rope = config.rope_parameters
-    assert rope["rope_type"] in ("default", "llama3")
-    read |= {"rope_theta": rope["rope_theta"], "rope_llama3_factor": rope["factor"] if rope["rope_type"] == "llama3" else 0.0}
+    if "full_attention" in rope:
+        read |= {"rope_local_theta": rope[WINDOW]["rope_theta"] if WINDOW in config.layer_types else 0.0}
+        rope = rope["full_attention"]
+    read |= {"rope_theta": rope["rope_theta"]} | dict.fromkeys(ROPE_FACTORS, 0.0)
+    if rope["rope_type"] != "default":
+        read |= {f"rope_{rope['rope_type']}_factor": rope["factor"]}
+    if rope["rope_type"] in ("llama3", "yarn"):
+        read |= {"rope_original_length": rope["original_max_position_embeddings"]}
+    if rope["rope_type"] == "llama3":
+        read |= {"rope_low_freq_factor": rope["low_freq_factor"], "rope_high_freq_factor": rope["high_freq_factor"]}
     read |= {"rotary_fraction": rope.get("partial_rotary_factor", 1.0), "ffn_hidden_size": config.intermediate_size}
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None) if WINDOW in types else None
+    full = [number for number, kind in enumerate(types) if kind != WINDOW]
+    read |= {"sliding_window": window or 0, "full_attention_layers": full if window else []}
     if hasattr(config, "num_local_experts"):
         read |= {"num_experts": config.num_local_experts, "experts_per_token": config.num_experts_per_tok}
         read |= {"expert_ffn_hidden_size": getattr(config, "moe_intermediate_size", config.intermediate_size)}
@@ -96,6 +135,10 @@ SCALED = {
         "original_max_position_embeddings": 8192,
         "rope_theta": 5e5,
     },
+    "other constants": {"rope_scaling": LLAMA3 | {"high_freq_factor": 8.0, "original_max_position_embeddings": 4096}},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+    "yarn": {"rope_scaling": YARN | {"beta_fast": 16, "truncate": False}},
 }
 USUAL = {
     "as it is": {},
@@ -103,20 +146,65 @@ USUAL = {
     "untied": {"tie_word_embeddings": False},
     "harmless keys": {"_name_or_path": "x", "torch_dtype": "float16", "use_cache": False, "made_up": 3, "architectures": None},
 }
-ROTATED = [family for family in FILES if family != "gpt2"]
+ROTATED = [family for family in FILES if family not in ("gpt2", "opt")]
+LLAMA_LIKE = [family for family in ROTATED if family not in ("gpt_neox", "gemma3_text")]  # what their keys are called
+SCALING = [family for family in LLAMA_LIKE if family not in ("nemotron", "phi3")]
 READ = (
     [(family, name, change) for family in FILES for name, change in USUAL.items()]
-    + [(family, name, change) for family in ROTATED for name, change in ROPES.items()]
-    + [(family, name, change) for family in ROTATED if family != "nemotron" for name, change in SCALED.items()]
-    + [(family, "heads", {"head_dim": 4, "num_key_value_heads": 16}) for family in ROTATED]
+    + [(family, name, change) for family in LLAMA_LIKE for name, change in ROPES.items()]
+    + [(family, name, change) for family in SCALING for name, change in SCALED.items() if (family, name) != ("glm4", "yarn")]
+    + [(family, "heads", {"head_dim": 4, "num_key_value_heads": FILES[family]["num_attention_heads"] // 2}) for family in LLAMA_LIKE]
+    + [
+        ("gemma3_text", name, change)
+        for name, change in {
+            "v4": {"rope_theta": 3e5, "rope_local_base_freq": 77.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            "v5": {"rope_parameters": {"full_attention": LLAMA3 | {"rope_theta": 5e5}, WINDOW: PLAIN}},
+            "one kind": {"rope_parameters": {"full_attention": PLAIN}},
+            "the pattern": {"num_hidden_layers": 5, "sliding_window_pattern": 2},
+            "a cap": {"final_logit_softcapping": 20.0, "query_pre_attn_scalar": 168},
+            "full layers alone": {"layer_types": ["full_attention"] * 2},
+        }.items()
+    ]
+    + [("gemma2", "caps", {"attn_logit_softcapping": None, "final_logit_softcapping": 20.0, "query_pre_attn_scalar": 224})]
+    + [("gemma2", "layers", {"layer_types": ["full_attention", WINDOW], "sliding_window": 9})]
+    + [("cohere", "scale", {"logit_scale": 1.0}), ("glm4", "no biases", {"attention_bias": False, "partial_rotary_factor": 1.0})]
     + [(family, "null heads", {"num_key_value_heads": None}) for family in ("llama", "qwen2", "qwen3", "nemotron")]
-    + [(family, "null head_dim", {"head_dim": None}) for family in ("llama", "mixtral", "nemotron")]
-    + [(family, "epsilon", {"rms_norm_eps": 1e-3, "norm_eps": 1e-3, "layer_norm_epsilon": 1e-3}) for family in FILES]
+    + [(family, "null head_dim", {"head_dim": None}) for family in ("llama", "mistral", "mixtral", "nemotron")]
+    + [
+        (family, "epsilon", {"rms_norm_eps": 1e-3, "norm_eps": 1e-3, "layer_norm_epsilon": 1e-3, "layer_norm_eps": 1e-3})
+        for family in FILES
+        if family != "opt"
+    ]
     + [("nemotron", "fraction", {"partial_rotary_factor": 0.25, "head_dim": 8})]
     + [("nemotron", "fraction of v5", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}, "head_dim": 8})]
     + [("qwen2", "a window that is off", {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 0})]
+    + [
+        (family, f"windows: {change}", {"use_sliding_window": True} | change)
+        for family in ("qwen2", "qwen3")
+        for change in (
+            {"max_window_layers": 1},
+            {"max_window_layers": 0, "sliding_window": 7},
+            {"max_window_layers": 9},
+            {"sliding_window": None},
+            {"layer_types": [WINDOW, "full_attention"]},
+        )
+    ]
+    + [(family, f"window of {size}", {"sliding_window": size}) for family in ("mistral", "mixtral") for size in (None, 9)]
+    + [("qwen3_moe", "a window", {"use_sliding_window": True, "sliding_window": 9})]
     + [("qwen3", "full layers by name", {"layer_types": ["full_attention"] * 2})]
+    + [("llama", "biases", {"attention_bias": True, "mlp_bias": True})]
     + [("llama", "the other name of silu", {"hidden_act": "swish"}), ("qwen3_moe", "normalised", {"norm_topk_prob": True})]
+    + [("phi3", "fraction", {"partial_rotary_factor": 0.5, "head_dim": 4}), ("phi3", "a window", {"sliding_window": 9})]
+    + [
+        ("gpt_neox", name, change)
+        for name, change in {
+            "its own names": {"rotary_pct": 0.5, "rotary_emb_base": 500},
+            "v5": {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+            "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rotary_pct": 1.0},
+            "names of others": {"rope_theta": 7.0, "partial_rotary_factor": 1.0},
+        }.items()
+    ]
+    + [("opt", "its width by name", {"word_embed_proj_dim": 64}), ("opt", "spread", {"init_std": 0.006})]
     + [("gpt2", "inner", {"n_inner": 40}), ("gpt2", "null inner", {"n_inner": None}), ("gpt2", "no dropout", {"resid_pdrop": 0.0})]
 )
 
@@ -138,19 +226,51 @@ def test_the_number_of_experts_has_two_names():
     assert theirs(renamed)["num_experts"] == 4
 
 
-WINDOW = "sliding_attention"
 REFUSED = [
     # Rotary embeddings: the kinds of transformers that are not computed, and what is none.
-    *[(family, {"rope_parameters": PLAIN, "rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"') for family in ROTATED],
-    *[("llama", {"rope_parameters": {"rope_type": kind}}, f'rope_type="{kind}"') for kind in ("linear", "dynamic", "longrope", "invented")],
-    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_scaling.rope_type="yarn" is not supported for model_type llama'),
+    *[
+        (family, {"rope_parameters": PLAIN, "rope_scaling": YARN | {"rope_type": "longrope"}}, 'rope_type="longrope"')
+        for family in LLAMA_LIKE
+    ],
+    ("gemma3_text", {"rope_scaling": YARN | {"rope_type": "longrope"}}, 'rope_type="longrope"'),
+    *[(family, {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"') for family in ("glm4", "phi3")],
+    *[(family, {"rope_scaling": LLAMA3}, 'rope_type="llama3"') for family in ("nemotron", "phi3")],
+    ("phi3", {"rope_scaling": {"type": "su", "long_factor": [1.0]}}, 'rope_scaling.rope_type="su" is not supported for model_type phi3'),
+    ("gpt_neox", {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"'),
+    ("gpt_neox", {"rotary_pct": 1.5}, "rotary_fraction=1.5"),
+    ("gpt_neox", {"attention_bias": False}, "attention_bias=false"),
+    ("gpt_neox", {"head_dim": 16}, "head_dim=16"),
+    ("gpt_neox", {"hidden_dropout": 0.1}, "hidden_dropout=0.1"),
+    ("gpt_neox", {"use_parallel_residual": None}, "use_parallel_residual=null"),
+    ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=false is not supported for model_type opt; allowed: true"),
+    ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim=32 is not supported for model_type opt; allowed: null or 64"),
+    ("opt", {"enable_bias": False}, "enable_bias=false"),
+    ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=false"),
+    ("opt", {"activation_function": "tanh"}, 'activation_function="tanh"'),
+    ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1"),
+    (
+        "gemma2",
+        {"attn_logit_softcapping": 0.0},
+        "attn_logit_softcapping=0.0 is not supported for model_type gemma2; allowed: a number > 0 or null",
+    ),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+    ("gemma2", {"sliding_window": None}, "layer_types="),
+    ("gemma3_text", {"rope_parameters": PLAIN}, "rope_parameters="),
+    ("gemma3_text", {"rope_parameters": {WINDOW: YARN}}, 'rope_parameters.sliding_attention.rope_type="yarn"'),
+    ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
+    ("cohere", {"use_qk_norm": True}, "use_qk_norm=true is not supported for model_type cohere; allowed: false or null"),
+    ("cohere", {"logit_scale": 0.0}, "logits_scale=0.0: must be finite and above 0"),
+    ("llama", {"rope_parameters": {"rope_type": "invented"}}, 'rope_parameters.rope_type="invented" is not supported for model_type llama'),
+    *[("llama", {"rope_parameters": {"rope_type": kind}}, "rope_parameters.factor=null") for kind in ("linear", "dynamic", "yarn")],
+    ("llama", {"rope_scaling": YARN | {"truncate": 1}}, "rope_scaling.truncate=1"),
+    ("llama", {"rope_scaling": YARN | {"beta_fast": -1}}, "rope_scaling.beta_fast=-1"),
+    ("llama", {"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, "rope_scaling.original_max_position_embeddings=0"),
     ("llama", {"rope_scaling": {"rope_type": None}}, "rope_scaling.rope_type=null"),
     ("llama", {"rope_scaling": {"factor": 4.0}}, "rope_scaling.factor=4.0"),
     ("llama", {"rope_scaling": "yarn"}, 'rope_scaling="yarn"'),
     ("llama", {"rope_parameters": {"full_attention": PLAIN}}, "rope_parameters="),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor=null"),
-    ("llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 8.0}}, "rope_scaling.high_freq_factor=8.0"),
-    ("llama", {"rope_scaling": LLAMA3, "original_max_position_embeddings": 64}, "original_max_position_embeddings=64"),
+    ("llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "rope_scaling.low_freq_factor=1.0 is not supported"),
     ("llama", {"rope_scaling": LLAMA3 | {"factor": 0.5}}, "rope_scaling.factor=0.5"),
     ("llama", {"rope_theta": None}, "rope_theta=null"),
     ("llama", {"rope_theta": 0}, "rope_theta=0"),
@@ -158,13 +278,20 @@ REFUSED = [
     ("nemotron", {"rope_scaling": LLAMA3}, 'rope_type="llama3" is not supported for model_type nemotron'),
     ("nemotron", {"rope_percent": 0.25}, "rope_percent=0.25"),
     # Attention and feed-forward layers.
-    *[(family, {"attention_bias": True}, "attention_bias=true") for family in ("llama", "qwen3", "qwen3_moe", "nemotron")],
-    *[(family, {"mlp_bias": True}, "mlp_bias=true") for family in ("llama", "nemotron")],
-    *[(family, {"use_sliding_window": True}, "use_sliding_window=true") for family in ("qwen2", "qwen3", "qwen3_moe")],
-    *[(family, {"layer_types": ["full_attention", WINDOW]}, "layer_types=") for family in ("qwen2", "qwen3")],
-    ("mixtral", {"sliding_window": 4096}, "sliding_window=4096 is not supported for model_type mixtral; allowed: null"),
+    *[
+        (family, {"attention_bias": True}, "attention_bias=true")
+        for family in ("qwen3", "qwen3_moe", "nemotron", "gemma2", "olmo2", "cohere")
+    ],
+    ("nemotron", {"mlp_bias": True}, "mlp_bias=true"),
+    *[(family, {"use_sliding_window": 1}, "use_sliding_window=1") for family in ("qwen2", "qwen3", "qwen3_moe")],
+    *[(family, {"layer_types": ["full_attention", WINDOW]}, "layer_types=") for family in ("qwen2", "qwen3")],  # there is no window
+    *[("qwen2", {"use_sliding_window": True, "layer_types": types}, "layer_types=") for types in ("x", [WINDOW], [WINDOW, "chunked"])],
+    *[(family, {"sliding_window": 0}, "sliding_window=0 is not supported") for family in ("mistral", "mixtral")],
+    ("mistral", {"layer_types": [WINDOW] * 2}, "layer_types="),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
-    *[(family, {"hidden_act": "gelu"}, 'hidden_act="gelu"') for family in ROTATED],
+    *[(family, {"hidden_act": "gelu"}, 'hidden_act="gelu"') for family in LLAMA_LIKE if family != "gemma2"],
+    *[(family, {"hidden_activation": "silu"}, 'hidden_activation="silu"') for family in ("gemma2", "gemma3_text")],
+    ("gpt_neox", {"hidden_act": "tanh"}, 'hidden_act="tanh"'),
     *[(family, {"attention_dropout": 0.1}, "attention_dropout=0.1") for family in ROTATED],
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported for model_type qwen3_moe; allowed: 1"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
@@ -199,7 +326,7 @@ REFUSED = [
     (
         "llama",
         {"model_type": "mamba"},
-        "model_type='mamba' is not supported; allowed: llama, qwen2, qwen3, mixtral, qwen3_moe, nemotron, gpt2",
+        "model_type='mamba' is not supported; allowed: llama, qwen2, qwen3, mistral, mixtral, qwen3_moe, nemotron, gpt2, phi3",
     ),
     ("llama", {"model_type": None}, "model_type=None"),
     ("llama", {"model_type": ["llama"]}, "model_type=['llama']"),
@@ -244,6 +371,9 @@ NO_MATTER = {
     "pad_token_id",  # no gradient into one row of the embedding
     "_attn_implementation",  # how, not what
     "use_cache",
+    "text_config",  # of a Gemma 3 with images
+    "is_decoder",  # in an example
+    "original_max_position_embeddings",  # of LongRoPE, which is refused, and of Llama 3.1's and YaRN's scaling, where it is looked at
     "output_router_logits",  # `model.router_aux_loss_coef` is ours
     "router_aux_loss_coef",
     "sliding_window",  # where `use_sliding_window` is off (Mixtral's is looked at)
@@ -262,8 +392,9 @@ NO_MATTER = {
 
 @pytest.mark.parametrize("family", FILES)
 def test_every_key_that_transformers_looks_at_is_looked_at_here(family):
-    modeling = import_module(f"transformers.models.{family}.modeling_{family}")
-    source = inspect.getsource(modeling)
+    folder = family.removesuffix("_text")
+    modeling = import_module(f"transformers.models.{folder}.modeling_{folder}")
+    source = inspect.getsource(modeling).split("class Gemma3MultiModalProjector")[0]  # images come after
     used = set(re.findall(r"config\.([a-z_0-9]+)", source)) | set(re.findall(r'getattr\((?:self\.)?config, "([a-z_0-9]+)"', source))
     assert len(used) > 10
     recorder = Recorder(FILES[family])

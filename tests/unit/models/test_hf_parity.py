@@ -16,9 +16,14 @@ from aligner.cluster.exit_codes import exit_code_of
 from aligner.errors import CheckpointError, ConfigError, ModelFilesError
 from aligner.models.families import architecture_from_hf
 from aligner.parallel import platform
+from aligner.parallel.logprobs import shaped
 
 MODELS = ["llama", "llama_tied_llama3_rope", "llama_multi_head", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied"]
 MODELS += ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "nemotron", "gpt2"]
+MODELS += ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn", "qwen2_dynamic_rope"]
+MODELS += ["mistral", "mistral_no_window", "qwen2_windows", "qwen3_layer_types", "mixtral_window", "qwen3_moe_window"]
+MODELS += ["phi3", "phi3_window", "gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
+MODELS += ["gemma2", "gemma2_plain", "gemma3_text", "olmo2", "olmo2_tied", "glm4", "glm4_tied", "cohere", "cohere_untied"]
 TOLERANCE = 2e-5  # of logits of order one
 
 
@@ -34,7 +39,8 @@ def our_logits(policy, tokens: torch.Tensor) -> torch.Tensor:
     hidden = chunk.eval()(tokens.to(platform.device()), positions.to(platform.device()), None)
     weight, start = chunk.vocabulary_weight()
     assert start == 0
-    return (hidden @ weight.t()).transpose(0, 1).cpu()
+    scale, softcap = chunk.architecture.logits_scale, chunk.architecture.logits_softcap
+    return shaped((hidden @ weight.t()).transpose(0, 1), scale=scale, softcap=softcap).cpu()
 
 
 @torch.no_grad()

@@ -114,7 +114,7 @@ def test_scaling() -> None:
     assert LoraConfig(rank=16, alpha=32.0, rslora=True).scaling == 8.0
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "mixtral", "phi3", "gpt_neox", "opt", "gemma2", "olmo2", "glm4", "cohere"])
 def test_merged_and_peft_exports_give_the_same_logits(name, make_policy, hf_directory, tmp_path):
     from transformers import AutoModelForCausalLM
 

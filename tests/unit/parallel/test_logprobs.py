@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from aligner.errors import ConfigError
-from aligner.parallel.logprobs import Projection, linear_logprobs
+from aligner.parallel.logprobs import Projection, linear_logprobs, linear_logprobs_of
 
 N, H, V = 11, 5, 13
 
@@ -127,3 +127,26 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits():
         (logprobs.sum() + entropy.sum()).backward()
     assert seen.elements == chunk * vocab  # of tokens * vocab = 16 times as many
     assert hidden.grad is not None and weight.grad is not None
+
+
+@pytest.mark.parametrize("shape", [{"scale": 0.3}, {"softcap": 1.5}, {"scale": 1.7, "softcap": 2.0}])
+@pytest.mark.parametrize("chunk_size", [4, 100])
+def test_scaled_and_capped_logits(chunk_size, shape):
+    """Gradients through cap * tanh(scale * logit / cap) / temperature, of log-probs and entropy, and of several targets."""
+    hidden, weight, targets = inputs(torch.float32)
+    reference_hidden, reference_weight, _ = inputs(torch.float32)
+    generator = torch.Generator().manual_seed(6)
+    factors = [torch.randn(N, generator=generator) for _ in range(3)]
+    others = torch.stack([targets, (targets + 3) % V], dim=1)
+    logits = reference_hidden @ reference_weight.t() * shape.get("scale", 1.0)
+    cap = shape.get("softcap", 0.0)
+    log_p = torch.log_softmax((cap * torch.tanh(logits / cap) if cap else logits) / 0.7, dim=-1)
+    entropy, named = -(log_p.exp() * log_p).sum(-1), log_p.gather(1, others)
+    ((named[:, 0] * factors[0]).sum() + (entropy * factors[1]).sum() + (named[:, 1] * factors[2]).sum()).backward()
+    projection = Projection(temperature=0.7, chunk_size=chunk_size, **shape)
+    ours, our_entropy = linear_logprobs(hidden, weight, targets, projection)
+    our_named = linear_logprobs_of(hidden, weight, others, projection)
+    torch.testing.assert_close(torch.stack([ours, our_named[:, 1], our_entropy]), torch.stack([named[:, 0], named[:, 1], entropy]))
+    ((ours * factors[0]).sum() + (our_entropy * factors[1]).sum() + (our_named[:, 1] * factors[2]).sum()).backward()
+    torch.testing.assert_close(hidden.grad, reference_hidden.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weight.grad, reference_weight.grad, rtol=1e-4, atol=1e-5)

@@ -14,6 +14,10 @@ from aligner.models.optimizer import OptimizerConfig
 from aligner.types import FinishReason, LabeledBatch, Prompt, Rollout, SamplingConfig
 
 VOCAB, EOS = 61, 2
+NEW = ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn", "qwen2_dynamic_rope"]
+NEW += ["mistral", "mistral_no_window", "qwen2_windows", "qwen3_layer_types", "mixtral_window"]
+NEW += ["gemma2", "gemma2_plain", "gemma3_text", "olmo2", "olmo2_tied", "glm4", "glm4_tied", "cohere", "cohere_untied"]
+NEW += ["phi3", "phi3_window", "gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +80,7 @@ def samples(rollouts: dict) -> dict:
         "qwen3_moe_unnormalized",
         "nemotron",
         "gpt2",
+        *NEW,
     ],
 )
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -86,6 +91,18 @@ def test_logprobs_equal_recomputed_ones(name, temperature, hf_directory, load_po
     assert len({len(rollout.response) for rollout in rollouts}) > 2  # rows left the cache at different times
     batch, logprobs = as_batch(rollouts)
     assert (policy.logprobs(batch) - logprobs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", *NEW])
+def test_greedy_tokens_equal_those_of_transformers(name, hf_directory, load_policy):
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(hf_directory(name), dtype=torch.float32)
+    options = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": VOCAB + 5, "pad_token_id": 0}
+    engine = engine_of(load_policy(hf_directory(name)), eos_id=VOCAB + 5)
+    for rollout in generate(engine, sampling=SamplingConfig(temperature=0.0, max_response_length=40)).values():
+        expected = theirs.generate(torch.tensor([rollout.prompt.tokens]), **options)[0].tolist()
+        assert list(rollout.tokens) == expected
 
 
 def test_logprobs_are_before_top_k_and_top_p(make_model):

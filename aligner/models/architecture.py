@@ -1,0 +1,274 @@
+"""What a model is: its family and sizes (`Architecture`). Light: imports neither Megatron-Core nor transformers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from aligner.errors import ConfigError
+
+
+class Family(str, Enum):
+    """Model families with a Hugging Face mapping; the member name is HF's `model_type`."""
+
+    llama = "llama"
+    qwen2 = "qwen2"
+    qwen3 = "qwen3"
+    mistral = "mistral"
+    mixtral = "mixtral"
+    qwen3_moe = "qwen3_moe"
+    nemotron = "nemotron"
+    gpt2 = "gpt2"
+    phi3 = "phi3"
+    gpt_neox = "gpt_neox"
+    opt = "opt"
+    gemma2 = "gemma2"
+    gemma3_text = "gemma3_text"
+    olmo2 = "olmo2"
+    glm4 = "glm4"
+    cohere = "cohere"
+
+
+class Activation(str, Enum):
+    """The non-linearity of the feed-forward layers; `gelu_tanh` is HF's `gelu_new` and `gelu_pytorch_tanh`, `squared_relu` its `relu2`."""
+
+    silu = "silu"
+    gelu = "gelu"
+    gelu_tanh = "gelu_tanh"
+    squared_relu = "squared_relu"
+    relu = "relu"
+
+
+class Normalization(str, Enum):
+    """The norm of every layer; stored weights of `..._1p` are around 0 (the layer multiplies by 1 + weight)."""
+
+    rms_norm = "rms_norm"
+    layer_norm = "layer_norm"
+    layer_norm_1p = "layer_norm_1p"
+    rms_norm_1p = "rms_norm_1p"
+    layer_norm_no_bias = "layer_norm_no_bias"
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether something is added to what is normalised."""
+        return self in (Normalization.layer_norm, Normalization.layer_norm_1p)
+
+
+class PositionEmbedding(str, Enum):
+    """Rotary, or a learned table of `max_position_embeddings` rows that is added to the token embeddings."""
+
+    rope = "rope"
+    learned = "learned"
+
+
+class ParallelResidual(str, Enum):
+    """Whether the feed-forward layer reads what attention reads, and both are added to it; through a norm of its own, or attention's."""
+
+    none = "none"
+    own_norm = "own_norm"
+    shared_norm = "shared_norm"
+
+
+ROPE_FACTORS = ("rope_llama3_factor", "rope_linear_factor", "rope_yarn_factor", "rope_dynamic_factor")
+
+
+@dataclass(kw_only=True, slots=True)
+class Architecture:
+    """The sizes of a decoder-only transformer. In a config they matter only where `model.path` is empty (training from scratch)."""
+
+    family: Family = Family.llama  # kind of model, as in the model_type of a Hugging Face config.json
+    num_layers: int = 4  # transformer layers
+    hidden_size: int = 128  # width of the residual stream
+    num_attention_heads: int = 4  # query heads of a layer
+    num_key_value_heads: int = 4  # key-value heads of a layer: each serves num_attention_heads / num_key_value_heads query heads
+    head_dim: int = 0  # 0: hidden_size / num_attention_heads
+    ffn_hidden_size: int = 352  # width inside the feed-forward layers
+    vocab_size: int = 0  # 0: the tokenizer's
+    max_position_embeddings: int = 512  # longest context, in tokens
+    rope_theta: float = 10000.0  # base of the rotary embedding's wavelengths
+    rope_llama3_factor: float = 0.0  # 0: off; else the factor of Llama 3.1's rotary scaling, by parts of the spectrum
+    rope_linear_factor: float = 0.0  # 0: off; else every rotary frequency is divided by it
+    rope_yarn_factor: float = 0.0  # 0: off; else the factor of YaRN's rotary scaling
+    rope_dynamic_factor: float = 0.0  # 0: off; else the file's factor beyond max_position_embeddings, where no sequence here is
+    rope_original_length: int = 8192  # context length before Llama 3.1's or YaRN's scaling
+    rope_low_freq_factor: float = 1.0  # of Llama 3.1's scaling: turns in the original length up to which all of the factor counts
+    rope_high_freq_factor: float = 4.0  # of Llama 3.1's scaling: turns in the original length from which nothing is scaled
+    rope_beta_fast: float = 32.0  # of YaRN's scaling: turns in the original length from which nothing is scaled
+    rope_beta_slow: float = 1.0  # of YaRN's scaling: turns in the original length up to which all of the factor counts
+    rope_truncate: bool = True  # of YaRN's scaling: its bounds are rounded to whole dimensions
+    rope_attention_factor: float = 1.0  # of YaRN's scaling: cosines and sines are multiplied by it
+    norm_eps: float = 1e-5  # added to the variance in every norm
+    tied_embeddings: bool = True  # the output layer is the token embedding
+    qkv_bias: bool = False  # biases on the query, key and value layers
+    qk_norm: bool = False  # a norm on the queries and keys of each head
+    initializer_range: float = 0.02  # standard deviation of random weights
+    gated_mlp: bool = True  # activation(gate x) * (up x), as in SwiGLU; false: activation(up x)
+    activation: Activation = Activation.silu  # non-linearity of the feed-forward layers
+    normalization: Normalization = Normalization.rms_norm  # norm of every layer; those of 1p multiply by 1 + their stored weight
+    linear_bias: bool = False  # biases on every linear layer; `qkv_bias` is of query, key and value alone
+    attention_out_bias: bool = False  # a bias on the layer behind attention
+    mlp_bias: bool = False  # biases on the feed-forward layers
+    position_embedding: PositionEmbedding = PositionEmbedding.rope  # rope: rotary; learned: a table that is added to the token embeddings
+    sliding_window: int = 0  # tokens that a token attends to, itself included; 0: all before it
+    full_attention_layers: list[int] = field(default_factory=list)  # numbers, from 0, of the layers that sliding_window is not of
+    attention_softcap: float = 0.0  # 0: off; else attention's scores are cap * tanh(score / cap)
+    attention_scale: float = 0.0  # what attention's scores are multiplied by; 0: 1 / sqrt(head_dim)
+    rotary_fraction: float = 1.0  # part of each head's dimensions that is rotated
+    rotary_interleaved: bool = False  # neighbouring dimensions are rotated together; false: those that are half of the rotated ones apart
+    rope_local_theta: float = 0.0  # base of the layers with a window, which nothing scales; 0: as the others
+    position_offset: int = 0  # row of the learned table that is position 0
+    parallel_residual: ParallelResidual = ParallelResidual.none  # attention and feed-forward layer read the same and are added together
+    pre_norms: bool = True  # norms in front of attention and of the feed-forward layer
+    post_norms: bool = False  # norms behind them, before they are added to the residual stream
+    qk_norm_whole: bool = False  # the norm on queries, and that on keys, is of all heads together
+    embedding_scale: float = 1.0  # token embeddings are multiplied by it
+    logits_scale: float = 1.0  # the output layer's logits are multiplied by it
+    logits_softcap: float = 0.0  # 0: off; else logits are cap * tanh(logit / cap)
+    num_experts: int = 0  # 0: dense feed-forward layers; else every layer is a mixture of experts
+    experts_per_token: int = 0  # experts that each token is sent to; 0: none (dense)
+    expert_ffn_hidden_size: int = 0  # width inside each expert; 0: none (dense)
+    normalize_expert_weights: bool = True  # a token's expert weights sum to 1
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_positions()
+        self._check_windows()
+        self._check_layers()
+        self._check_experts()
+
+    def _check_sizes(self) -> None:
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "ffn_hidden_size",
+            "max_position_embeddings",
+        ):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"architecture.{name}={value}: must be at least 1")
+        for name in (
+            "norm_eps",
+            "initializer_range",
+            "attention_softcap",
+            "attention_scale",
+            "logits_softcap",
+            "rope_local_theta",
+            *ROPE_FACTORS,
+        ):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"architecture.{name}={getattr(self, name)}: must be finite and not negative")
+        if not 0 < self.rope_theta < math.inf:
+            raise ConfigError(f"architecture.rope_theta={self.rope_theta}: must be finite and above 0")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"architecture.num_key_value_heads={self.num_key_value_heads}: must divide num_attention_heads={self.num_attention_heads}"
+            )
+        if not self.head_dim:
+            if self.hidden_size % self.num_attention_heads:
+                raise ConfigError(
+                    f"architecture.num_attention_heads={self.num_attention_heads}: must divide hidden_size={self.hidden_size}"
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+
+    def _check_positions(self) -> None:
+        if not 0 < self.rotary_fraction <= 1:
+            raise ConfigError(f"architecture.rotary_fraction={self.rotary_fraction}: must be in (0, 1]")
+        if self.position_embedding == PositionEmbedding.learned:
+            for name, neutral in (("rotary_fraction", 1.0), *dict.fromkeys(ROPE_FACTORS, 0.0).items()):
+                if getattr(self, name) != neutral:
+                    raise ConfigError(
+                        f"architecture.{name}={getattr(self, name)}: position_embedding=learned rotates nothing; allowed: {neutral}"
+                    )
+            return
+        self._check_rope_scaling()
+        if self.head_dim % 2:
+            raise ConfigError(f"architecture.head_dim={self.head_dim}: rotary embeddings need an even size")
+        rotated = self.head_dim * self.rotary_fraction
+        if rotated % 2:
+            raise ConfigError(
+                f"architecture.rotary_fraction={self.rotary_fraction}: of head_dim={self.head_dim} it rotates {rotated} dimensions; "
+                "must be an even number"
+            )
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a token of this layer, counted from 0, attends to; 0: all before it."""
+        return 0 if layer in self.full_attention_layers else self.sliding_window
+
+    def with_layers(self, num_layers: int) -> Architecture:
+        """The same with its first layers alone, or with more of them."""
+        full = [layer for layer in self.full_attention_layers if layer < num_layers]
+        return replace(self, num_layers=num_layers, full_attention_layers=full)
+
+    def _check_windows(self) -> None:
+        layers = self.full_attention_layers = list(self.full_attention_layers)
+        if self.sliding_window < 0:
+            raise ConfigError(f"architecture.sliding_window={self.sliding_window}: must not be negative (0 is none)")
+        if layers and not self.sliding_window:
+            raise ConfigError(f"architecture.full_attention_layers={layers}: needs sliding_window > 0; allowed without: []")
+        if layers != sorted(set(layers)) or any(not 0 <= layer < self.num_layers for layer in layers):
+            raise ConfigError(
+                f"architecture.full_attention_layers={layers}: must be rising numbers from 0 to num_layers-1={self.num_layers - 1}"
+            )
+
+    def _check_layers(self) -> None:
+        for name in ("embedding_scale", "logits_scale"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"architecture.{name}={getattr(self, name)}: must be finite and above 0")
+        learned = self.position_embedding == PositionEmbedding.learned
+        if self.position_offset and (self.position_offset < 0 or not learned):
+            raise ConfigError(f"architecture.position_offset={self.position_offset}: must not be negative, and be 0 for rotary positions")
+        if self.rope_local_theta and (learned or not self.sliding_window):
+            raise ConfigError(f"architecture.rope_local_theta={self.rope_local_theta}: needs rotary positions and sliding_window > 0")
+        if self.rotary_interleaved and learned:
+            raise ConfigError("architecture.rotary_interleaved=True: position_embedding=learned rotates nothing; allowed: False")
+        own = {"parallel_residual": self.parallel_residual != ParallelResidual.none, "post_norms": self.post_norms}
+        for name in (name for name, is_on in own.items() if is_on and self.num_experts):
+            raise ConfigError(f"architecture.{name}={getattr(self, name)}: is computed for dense models; allowed with num_experts=0")
+        if own["parallel_residual"] and (self.post_norms or not self.pre_norms):
+            raise ConfigError(
+                f"architecture.parallel_residual={self.parallel_residual.value}: allowed with pre_norms=True and post_norms=False"
+            )
+        if not self.pre_norms and not self.post_norms:
+            raise ConfigError("architecture.pre_norms=False: needs post_norms=True: else nothing in a layer is normalised")
+        if self.qk_norm_whole and not (self.qk_norm and self.normalization == Normalization.rms_norm):
+            raise ConfigError("architecture.qk_norm_whole=True: needs qk_norm=True and normalization=rms_norm")
+
+    def _check_rope_scaling(self) -> None:
+        scaled = {name: getattr(self, name) for name in ROPE_FACTORS if getattr(self, name)}
+        if len(scaled) > 1:
+            name, value = list(scaled.items())[-1]
+            raise ConfigError(f"architecture.{name}={value}: the rotary embedding is scaled one way; allowed with {next(iter(scaled))}: 0")
+        for name in ("rope_original_length", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"architecture.{name}={getattr(self, name)}: must be finite and above 0")
+        if not 0 < self.rope_low_freq_factor < self.rope_high_freq_factor < math.inf:
+            raise ConfigError(
+                f"architecture.rope_low_freq_factor={self.rope_low_freq_factor}: must be above 0 and below "
+                f"rope_high_freq_factor={self.rope_high_freq_factor}"
+            )
+        if self.rope_attention_factor != 1 and self.rotary_fraction != 1:
+            raise ConfigError(
+                f"architecture.rope_attention_factor={self.rope_attention_factor}: is computed for heads that are rotated whole; "
+                f"allowed with rotary_fraction={self.rotary_fraction}: 1.0"
+            )
+
+    def _check_experts(self) -> None:
+        if self.num_experts < 0:
+            raise ConfigError(f"architecture.num_experts={self.num_experts}: must not be negative (0 is a dense model)")
+        if not self.num_experts:
+            for name in ("experts_per_token", "expert_ffn_hidden_size"):
+                if getattr(self, name):
+                    raise ConfigError(f"architecture.{name}={getattr(self, name)}: needs num_experts > 0; allowed without: 0")
+            return
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(f"architecture.experts_per_token={self.experts_per_token}: must be from 1 to num_experts={self.num_experts}")
+        if self.expert_ffn_hidden_size < 1:
+            raise ConfigError(f"architecture.expert_ffn_hidden_size={self.expert_ffn_hidden_size}: must be at least 1 with num_experts > 0")
+        if self.experts_per_token == 1 and self.normalize_expert_weights:
+            raise ConfigError(
+                "architecture.normalize_expert_weights=True: with experts_per_token=1 every weight is 1, which gives the router "
+                "no gradient; allowed: False"
+            )

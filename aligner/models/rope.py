@@ -1,0 +1,70 @@
+"""Frequencies of the rotary embedding, plain or scaled for longer contexts: one for each pair of rotated dimensions, float32.
+
+Linear (Chen et al. 2023, 2306.15595), by parts as in Llama 3.1, and YaRN (Peng et al. 2023, 2309.00071), whose factor on
+cosines and sines is `Architecture.rope_attention_factor`. Dynamic scaling begins beyond `max_position_embeddings`, where no sequence is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from aligner.models.config import ROPE_FACTORS, Architecture
+
+
+def frequencies(architecture: Architecture, device: torch.device | None = None) -> Tensor:
+    """Angle per position of each pair of rotated dimensions."""
+    size = int(architecture.head_dim * architecture.rotary_fraction)
+    plain = 1.0 / architecture.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)
+    if architecture.rope_linear_factor:
+        return plain / architecture.rope_linear_factor
+    if architecture.rope_llama3_factor:
+        return _by_wavelength(plain, architecture)
+    if architecture.rope_yarn_factor:
+        return _yarn(plain, size, architecture)
+    return plain
+
+
+UNSCALED = dict.fromkeys(ROPE_FACTORS, 0.0) | {"rope_attention_factor": 1.0}
+
+
+def local(architecture: Architecture) -> Architecture:
+    """The same with the base of the layers that have a window, which nothing scales."""
+    return replace(architecture, rope_theta=architecture.rope_local_theta, **UNSCALED)
+
+
+def is_scaled(architecture: Architecture) -> bool:
+    """Whether the frequencies are others than the base gives."""
+    return bool(architecture.rope_linear_factor or architecture.rope_llama3_factor or architecture.rope_yarn_factor)
+
+
+def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
+    """0.1 scale ln(factor) + 1, equation 22 of the paper; 1 where nothing is stretched."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _by_wavelength(plain: Tensor, architecture: Architecture) -> Tensor:
+    """Short wavelengths as they are, long ones divided by the factor, a linear mixture between."""
+    factor, low, high = architecture.rope_llama3_factor, architecture.rope_low_freq_factor, architecture.rope_high_freq_factor
+    turns = architecture.rope_original_length / (2 * math.pi / plain)
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - share) * plain / factor + share * plain
+
+
+def _yarn(plain: Tensor, size: int, architecture: Architecture) -> Tensor:
+    """Dimensions that turn more than `beta_fast` times in the original length as they are, fewer than `beta_slow` divided by the factor."""
+
+    def dimension(turns: float) -> float:
+        length = architecture.rope_original_length
+        return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(architecture.rope_theta))
+
+    first, last = dimension(architecture.rope_beta_fast), dimension(architecture.rope_beta_slow)
+    if architecture.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    places = torch.arange(size // 2, dtype=torch.float32, device=plain.device)
+    stretched = ((places - first) / ((last - first) or 0.001)).clamp(0, 1)
+    return plain / architecture.rope_yarn_factor * stretched + plain * (1 - stretched)

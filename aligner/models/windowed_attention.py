@@ -1,0 +1,67 @@
+"""Attention whose layers see a window of the past only, or whose scores are capped: the trainer's and the engine's.
+
+A token of a layer with window W attends to itself and the W - 1 tokens before it (Beltagy et al. 2020, 2004.05150). Capped scores are
+cap * tanh(score / cap) (Gemma 2, 2408.00118). Queries are taken a block at a time, each with the keys that its window can reach: work
+and memory grow with length times window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aligner.models.config import Architecture
+
+BLOCK = 256  # queries at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """What differs from plain causal attention: the window (0: none) and the cap on scores (0.0: none)."""
+
+    window: int = 0
+    softcap: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing differs."""
+        return not self.window and not self.softcap
+
+
+def form_of(architecture: Architecture, layer: int) -> Form:
+    """The form of a layer, counted from 0."""
+    return Form(window=architecture.window_of(layer), softcap=architecture.attention_softcap)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, form: Form, scale: float) -> Tensor:
+    """A sequence's last queries: [B, heads, L, D] at the positions of the last L of key and value [B, groups, T, D]."""
+    length, total = query.shape[2], key.shape[2]
+    share = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(share, dim=1) if share > 1 else x for x in (key, value))
+    places = torch.arange(total, device=query.device)
+    outs = []
+    for start in range(0, length, BLOCK):
+        stop = min(start + BLOCK, length)
+        first, last = total - length + start, total - length + stop
+        reach = slice(max(0, first - form.window + 1) if form.window else 0, last)
+        visible = sees(places[first:last, None], places[reach], form)
+        outs.append(masked(query[:, :, start:stop], key[:, :, reach], value[:, :, reach], visible, form, scale))
+    return torch.cat(outs, dim=2) if len(outs) > 1 else outs[0]
+
+
+def sees(queries: Tensor, keys: Tensor, form: Form) -> Tensor:
+    """Whether the queries at these positions attend to the keys at those."""
+    past = keys <= queries
+    return past & (keys > queries - form.window) if form.window else past
+
+
+def masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, form: Form, scale: float) -> Tensor:
+    """Attention of all queries to the keys that bool `visible` allows, which broadcasts to [B, heads, L, T]; each head has its keys."""
+    if not form.softcap:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
+    scores = form.softcap * torch.tanh(query @ key.transpose(-1, -2) * (scale / form.softcap))
+    weights = scores.float().masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    return weights.to(value.dtype) @ value

@@ -1,0 +1,72 @@
+"""Families and variants of them in several layouts: transformers' log-probs, gradients and greedy tokens, and the very tensors back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import VOCAB, write
+from safetensors.torch import load_file
+
+JOB = Path(__file__).with_name("family_job.py")
+NAMES = ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn"]
+NAMES += ["mistral", "qwen2_windows", "qwen3_layer_types"]
+NAMES += ["gemma2", "gemma2_plain", "gemma3_text", "olmo2", "olmo2_tied", "glm4", "glm4_tied", "cohere", "cohere_untied"]
+NAMES += ["phi3", "phi3_window", "gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
+PACKED = {"packing": True, "micro_batch_tokens": 96}
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes, parallel, model
+    "tp2": (2, {"tp": 2}, {}),
+    "tp2_sp_recompute": (2, {"tp": 2, "sequence_parallel": True}, {"recompute": "full"}),
+    "pp2_selective": (2, {"pp": 2}, {"recompute": "selective"}),
+    "cp2": (2, {"cp": 2}, {}),
+    "cp2_packed_recompute": (2, {"cp": 2}, PACKED | {"recompute": "full"}),
+    "tp2_pp2_shared_prompts": (4, {"tp": 2, "pp": 2}, PACKED | {"share_prompts": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[Path, dict[str, dict]]:
+    """The models, and what transformers makes of them."""
+    folder = tmp_path_factory.mktemp("families")
+    tokens = torch.randint(3, VOCAB, (4, 24), generator=torch.Generator().manual_seed(5))
+    torch.save(tokens, folder / "tokens.pt")
+    for name in NAMES:
+        write(name, folder / name)
+    return folder, {name: theirs(folder / name, tokens) for name in NAMES}
+
+
+def theirs(directory: Path, tokens: torch.Tensor) -> dict:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    logprobs = model(tokens).logits.log_softmax(dim=-1)[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
+    (-logprobs.mean()).backward()
+    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": VOCAB + 5, "pad_token_id": 0}
+    rows = [model.generate(row[None, : 5 + 6 * number], **options)[0].tolist() for number, row in enumerate(tokens)]
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    if model.config.model_type == "gpt_neox" and "lm_head.weight" in gradients:  # what it is called in files
+        gradients["embed_out.weight"] = gradients.pop("lm_head.weight")
+    return {"logprobs": torch.nn.functional.pad(logprobs.detach(), (1, 0)), "gradients": gradients, "responses": rows}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_equals_transformers(layout, models, tmp_path, run_distributed):
+    nproc, parallel, model = LAYOUTS[layout]
+    folder, expected = models
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    run_distributed(JOB, nproc, json.dumps({"parallel": parallel, "model": model}), tmp_path, *NAMES, timeout=400)
+    for name in NAMES:
+        got, source = torch.load(tmp_path / f"{name}.pt"), load_file(folder / name / "model.safetensors")
+        assert got["weights"].keys() == source.keys() and all(torch.equal(got["weights"][key], tensor) for key, tensor in source.items())
+        torch.testing.assert_close(got["logprobs"], expected[name]["logprobs"], rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        assert got["gradients"].keys() == expected[name]["gradients"].keys()
+        for key, gradient in expected[name]["gradients"].items():
+            error = (got["gradients"][key] - gradient).norm() / gradient.norm()
+            assert error < 1e-4 or gradient.norm() < 1e-6, f"{name}: gradient of {key}: {error}"
+        for number, row in enumerate(expected[name]["responses"]):
+            tokens, logprobs = got["responses"][number]
+            assert list(tokens) == row and len(logprobs) == 12, f"{name}: {number}"

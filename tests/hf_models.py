@@ -1,0 +1,93 @@
+"""Tiny random models of every family, written by transformers: what loading, training, generation and exports are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 61  # not a multiple of the vocabulary padding
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale_all_dim": 2.0, "rope_theta": 1e4}
+_LINEAR = {"rope_type": "linear", "factor": 4.0}
+_HALF = {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5}
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
+_GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 9, "num_key_value_heads": 1, "sliding_window": 7, "intermediate_size": 40}
+_NO_SPECIAL = {"pad_token_id": 0, "eos_token_id": 2}
+_QWEN3_MOE = {"model_type": "qwen3_moe", "tie_word_embeddings": False, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24}
+HF_MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 10000.0},
+    "llama_tied_llama3_rope": {"model_type": "llama", "tie_word_embeddings": True, "rope_parameters": _LLAMA3 | {"rope_theta": 1e6}},
+    "llama_multi_head": {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-3},
+    "llama_biases_llama3_rope": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "head_dim": 12}
+    | {"rope_parameters": _LLAMA3 | {"high_freq_factor": 8.0, "low_freq_factor": 2.0, "original_max_position_embeddings": 64}},
+    "llama_linear_rope": {"model_type": "llama", "attention_bias": True, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+    "llama_yarn": {"model_type": "llama", "mlp_bias": True, "tie_word_embeddings": True, "rope_parameters": _YARN},
+    "qwen3_yarn": {"model_type": "qwen3", "head_dim": 16, "rope_scaling": _YARN | {"truncate": False, "beta_fast": 16, "mscale": 0.7}},
+    "qwen2_dynamic_rope": {"model_type": "qwen2", "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": False, "rope_theta": 1000.0},
+    "qwen2_tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 1},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 16},
+    "qwen3_tied": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 16},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": _QWEN3_MOE | {"num_experts_per_tok": 3, "norm_topk_prob": True},
+    "qwen3_moe_unnormalized": _QWEN3_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": False},
+    "mistral": {"model_type": "mistral", "sliding_window": 8, "num_key_value_heads": 1, "head_dim": 12, "hidden_size": 36},
+    "mistral_no_window": {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": True},
+    "qwen2_windows": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3_layer_types": {"model_type": "qwen3", "head_dim": 16, "use_sliding_window": True, "sliding_window": 17}
+    | {"layer_types": ["sliding_attention", "full_attention"]},
+    "mixtral_window": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    "qwen3_moe_window": _QWEN3_MOE | {"num_experts_per_tok": 2, "use_sliding_window": True, "sliding_window": 6},
+    "phi3": {"model_type": "phi3", "num_key_value_heads": 1, "pad_token_id": 0, "eos_token_id": 2, "partial_rotary_factor": 0.5},
+    "phi3_window": {"model_type": "phi3", "sliding_window": 7, "pad_token_id": 0, "eos_token_id": 2, "tie_word_embeddings": True},
+    "gpt_neox": {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 500, "eos_token_id": 0},
+    "gpt_neox_sequential": {"model_type": "gpt_neox", "use_parallel_residual": False, "tie_word_embeddings": True, "eos_token_id": 0},
+    "opt": {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "opt_untied": {"model_type": "opt", "ffn_dim": 56, "word_embed_proj_dim": 32, "tie_word_embeddings": False},
+    "gemma2": _GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+    "gemma2_plain": {"model_type": "gemma2", "head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}
+    | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 4096},
+    "gemma3_text": _GEMMA
+    | {"model_type": "gemma3_text", "num_hidden_layers": 4, "layer_types": [_WINDOWED, _FULL, _WINDOWED, _FULL]}
+    | {"rope_parameters": {_WINDOWED: {"rope_type": "default", "rope_theta": 100.0}, _FULL: _LINEAR | {"rope_theta": 1e4}}},
+    "olmo2": {"model_type": "olmo2", "tie_word_embeddings": False},
+    "olmo2_tied": {"model_type": "olmo2", "tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 500},
+    "glm4": {"model_type": "glm4", "head_dim": 12, "num_key_value_heads": 2, "rope_parameters": _HALF, **_NO_SPECIAL},
+    "glm4_tied": {"model_type": "glm4", "head_dim": 8, "attention_bias": False, "tie_word_embeddings": True, **_NO_SPECIAL},
+    "cohere": {"model_type": "cohere", "logit_scale": 0.5, "num_key_value_heads": 1, "eos_token_id": 2},
+    "cohere_untied": {"model_type": "cohere", "logit_scale": 1.5, "tie_word_embeddings": False, "eos_token_id": 2},
+    "nemotron": {"model_type": "nemotron"},
+    "gpt2": {"model_type": "gpt2", "n_inner": 48, "bos_token_id": 0, "eos_token_id": 0},
+}
+
+
+@torch.no_grad()
+def randomize(module: torch.nn.Module, seed: int) -> None:
+    """Weights that matter everywhere: order-one logits, biases far from zero, norm weights far from one."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name or ".ln_" in name:
+            parameter.copy_(1 + 0.3 * noise)
+        else:
+            parameter.copy_(noise * (0.5 if "bias" in name else 0.2))
+
+
+def write(name: str, directory: Path) -> None:
+    """The model `name` as a Hugging Face directory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(SIZES | HF_MODELS[name])))
+    randomize(model, seed=len(name))
+    model.save_pretrained(directory)
