@@ -294,7 +294,7 @@ def diagnose(directory: Path, as_json: bool) -> int:
 
 
 @commands.command()
-@click.option("--from-hf", type=_DIRECTORY, metavar="DIR", help="Hugging Face directory to read.")
+@click.option("--from-hf", type=_DIRECTORY, metavar="DIR", help="Hugging Face directory to read, or ORG/NAME[@REV] of the Hub.")
 @click.option("--from-megatron", type=_DIRECTORY, metavar="DIR", help="Checkpoint (or directory of checkpoints) to read.")
 @click.option("--to-megatron", type=_DIRECTORY, metavar="DIR", help="Where to write the checkpoint.")
 @click.option("--to-hf", type=_DIRECTORY, metavar="DIR", help="Where to write the Hugging Face model.")

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import publish
 from aligner.hub.failures import explain
-from aligner.hub.names import HubName, Kind
+from aligner.hub.names import Files, HubName, Kind
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
@@ -43,14 +42,6 @@ _NUM_WORKERS = 8
 _SECONDS_BETWEEN_LINES = 10.0
 _POLL_SECONDS = 0.5
 WAIT_SECONDS = 3600.0
-
-
-class Files(str, Enum):
-    """Which files of a repository are needed."""
-
-    settings = "settings"  # of a model: its config and its tokenizer
-    model = "model"  # these and the weights
-    data = "data"  # of a data set: all of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,10 +143,10 @@ def _offline(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> Foun
     commit = _known_commit(folder, wanted)
     directory = folder / "snapshots" / commit
     begun = commit and _read(_record(folder, commit, wanted.files)) is not None  # and not complete, or it would have been taken
-    if not commit or not directory.is_dir():
-        what = f"the cache {folder.parent} does not have {'that' if wanted.name.revision or wanted.commit else 'it'}"
-    elif begun:
+    if begun:
         what = f"{directory} is not complete"
+    elif not commit or not directory.is_dir():
+        what = f"the cache {folder.parent} does not have {'that' if wanted.name.revision or wanted.commit else 'it'}"
     elif wanted.files is Files.data:
         if any(file.name.endswith(_DATA) for file in directory.rglob("*")):
             say(f"warning: {wanted.text}: offline, so nothing says whether all of its files are in {directory}")
@@ -227,7 +218,8 @@ def _download(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> Fou
     directory, record = folder / "snapshots" / commit, _record(folder, commit, wanted.files)
     first = _small(sizes) if name.kind is Kind.model else [file for file in sizes if file == "README.md"]
     _write(record, complete=False, files=first)
-    _remember(folder, name, commit)
+    if not wanted.commit:
+        _remember(folder, name, commit)
     _get(folder, wanted, commit, {file: sizes[file] for file in first}, say)
     rest = _rest(directory, wanted, sizes)
     _get(folder, wanted, commit, {file: sizes[file] for file in rest}, say)

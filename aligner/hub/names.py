@@ -10,6 +10,8 @@ from pathlib import Path
 _WORD = r"[A-Za-z0-9](?:[\w.-]*\w)?"
 _NAME = re.compile(rf"(?P<repo>{_WORD}/{_WORD})(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 _CACHED = re.compile(r"(?P<kind>model|dataset)s--(?P<org>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})", re.ASCII)
+DATASETS_PREFIX = "datasets:"  # of locations that the `datasets` package reads
+_DATA_FILES = (".jsonl", ".json", ".parquet", ".gz", ".csv", ".txt")  # a file that is missing is no data set of the Hub
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -18,6 +20,14 @@ class Kind(str, Enum):
 
     model = "model"
     dataset = "dataset"
+
+
+class Files(str, Enum):
+    """Which files of a repository are needed."""
+
+    settings = "settings"  # of a model: its config and its tokenizer
+    model = "model"  # these and the weights
+    data = "data"  # of a data set: all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,13 @@ def parse(text: str, kind: Kind = Kind.model) -> HubName | None:
     if found is None or ".." in text or "--" in found["repo"] or Path(text).exists():
         return None
     return HubName(found["repo"], found["revision"] or "", kind)
+
+
+def parse_data(location: str) -> tuple[HubName, str] | None:
+    """The name in the location of a data set, and what follows it: `:SPLIT` or `:CONFIG:SPLIT`. None as for `parse`."""
+    text, colon, rest = location.removeprefix(DATASETS_PREFIX).partition(":")
+    name = None if text.endswith(_DATA_FILES) else parse(text, Kind.dataset)
+    return None if name is None else (name, colon + rest)
 
 
 def name_of(directory: str | Path) -> HubName | None:

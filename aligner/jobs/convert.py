@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from aligner.config import fetch_one
 from aligner.errors import CheckpointError
 from aligner.loop.parts import name_special_tokens
 from aligner.models import checkpoint, create
@@ -23,10 +24,13 @@ from aligner.parallel.topology import ParallelConfig, Topology
 
 
 def hf_to_megatron(source: Path, target: Path, parallel: ParallelConfig) -> Path:
-    """Write `target`/step_000000 (and `latest`) from a Hugging Face directory. Returns the checkpoint's directory. Every rank calls it.
+    """Write `target`/step_000000 (and `latest`) from a Hugging Face directory, or a name of the Hub. Returns the checkpoint's directory.
+
+    Every rank calls it.
 
     Raises CheckpointError if the source is no model, or the target holds a checkpoint already.
     """
+    source = fetch_one("--from-hf", str(source))
     if not (source / CONFIG_FILE).exists():
         raise CheckpointError(f"--from-hf {source}: no config.json there")
     if (target / checkpoint.LATEST).exists():

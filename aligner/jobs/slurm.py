@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from aligner.cluster.slurm.allocation import CHOICES
 from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.script import render
 from aligner.cluster.slurm.spec import ComponentSpec, GpuRequest, JobSpec, to_json
+from aligner.config import fetch_named
 from aligner.errors import AlignerError, LaunchError
 from aligner.files import checkout
 from aligner.jobs.programs import Program, placement_of, programs, share_out
@@ -53,6 +55,8 @@ def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) ->
     if request := _gpu_request(config):
         overrides = [*overrides, f"slurm.gpu_request={request.value}"]
         config = replace(config, slurm=replace(config.slurm, gpu_request=request))
+    if not is_kept and not options.test_only:
+        fetch_named(copy.deepcopy(config))  # here, where there is a network; the job's settings keep the names
     spec = job_spec(name, config, overrides)
     path = str(options.output) if options.output is not None else ""
     chosen = {name: value for name, value in _submitted(os.environ).items() if name in CHOICES and value}

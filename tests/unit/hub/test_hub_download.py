@@ -13,8 +13,8 @@ from huggingface_hub import constants
 
 from aligner.errors import AlignerError, ConfigError
 from aligner.hub import download
-from aligner.hub.download import Files, Wanted, fetch
-from aligner.hub.names import HubName, Kind, name_of, parse
+from aligner.hub.download import Wanted, fetch
+from aligner.hub.names import Files, HubName, Kind, name_of, parse, parse_data
 
 MODEL = {
     "config.json": b'{"model_type": "llama"}',
@@ -49,6 +49,9 @@ def test_names(tmp_path, monkeypatch):
         assert parse(text) is None, text
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert parse("org/name") is None  # a directory that is there is what is meant
+    assert parse_data("org/data") == (HubName("org/data", kind=Kind.dataset), "")
+    assert parse_data("datasets:org/data@v1:main:test") == (HubName("org/data", "v1", Kind.dataset), ":main:test")
+    assert parse_data("data/train.jsonl") is None and parse_data("datasets:squad:train") is None and parse_data("datasets:/a/b") is None
     commit = "0123456789" * 4
     assert name_of(f"/c/models--org--a-b.c/snapshots/{commit}") == HubName("org/a-b.c", commit)
     assert name_of(f"/c/datasets--org--d/snapshots/{commit}") == HubName("org/d", commit, Kind.dataset)
