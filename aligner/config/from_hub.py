@@ -38,7 +38,7 @@ class _Setting:
         return str(getattr(self.section, self.field))
 
     def put(self, value: str) -> None:
-        setattr(self.section, self.field, value)
+        object.__setattr__(self.section, self.field, value)
 
     def name(self) -> tuple[HubName, str] | None:
         """The name, and what follows it."""

@@ -180,7 +180,7 @@ def _with_lengths(config: JobRun, tokenizer: Tokenizer, options: Options) -> Job
     if options.kind and not config.model.path:
         if not (Path(config.model.tokenizer) / "config.json").exists():
             return config
-        data = fitted(replace(config, model=replace(config.model, path=config.model.tokenizer)), tokenizer).data
+        data = fitted(replace(config, model=replace(config.model, path=config.model.tokenizer))).data
         return replace(config, data=data)
     return fitted(config)
 

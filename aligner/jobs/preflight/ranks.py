@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
@@ -16,6 +15,7 @@ from aligner import __version__
 from aligner.algorithms.registry import composed
 from aligner.config import fetch_named, fingerprint
 from aligner.errors import ConfigError, LaunchError
+from aligner.hub.names import name_of
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
 from aligner.loop.config import JobRun
 from aligner.rollout.config import EngineKind
@@ -41,9 +41,9 @@ class Composed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Brought:
-    """What the Hugging Face Hub's names in the settings are on this rank: directories by setting."""
+    """What the settings name on the Hugging Face Hub, with the commits that this rank has, by setting."""
 
-    directories: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
 
 
 def _meet(context: Context) -> Place:
@@ -91,16 +91,15 @@ def _bring(context: Context) -> Brought:
     def say(line: str) -> None:
         print(f"preflight: {line}", file=sys.stderr, flush=True)
 
-    return Brought(directories={key: str(directory) for key, directory in fetch_named(context.config, say=say).items()})
+    return Brought(names={key: str(name_of(directory)) for key, directory in fetch_named(context.config, say=say).items()})
 
 
 def _judge_hub(context: Context, seen: Mapping[int, Brought]) -> Finding:
     """Fatal if a rank has another commit than rank 0."""
-    commits = {rank: {key: Path(place).name for key, place in one.directories.items()} for rank, one in seen.items()}
-    if others := [rank for rank in commits if commits[rank] != commits[0]]:
-        text = f"{who(context.allocation, others)}: {_listed(commits[others[0]])}; rank 0: {_listed(commits[0])}"
+    if others := [rank for rank, one in seen.items() if one.names != seen[0].names]:
+        text = f"{who(context.allocation, others)}: {_listed(seen[others[0]].names)}; rank 0: {_listed(seen[0].names)}"
         return Finding(level=Level.fatal, found=text, advice="name the commit: ORG/NAME@COMMIT")
-    return Finding(level=Level.ok, found=_listed(seen[0].directories) or "no setting names anything there")
+    return Finding(level=Level.ok, found=_listed(seen[0].names) or "no setting names anything there")
 
 
 def _listed(named: Mapping[str, str]) -> str:
