@@ -173,8 +173,13 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             return self._send(401, b'{"error": "Invalid username or password."}')
         if name in self.hub.repositories:
-            return self._send(409, b'{"error": "You already created this repo"}')
-        self.hub.add(name.partition("/")[2], {}, kind=name.partition("/")[0], private=bool(request.get("private")))
+            return self._send(409, json.dumps({"url": f"{self.hub.url}/{name}", "error": "exists"}).encode())
+        self.hub.add(
+            name.partition("/")[2],
+            {},
+            kind=name.partition("/")[0],
+            private="private" in (request.get("visibility"), request.get("private") and "private"),
+        )
         return self._json({"url": f"{self.hub.url}/{name.removeprefix('models/')}"})
 
     def _batch(self, request: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ def test_a_run_by_names_downloads_once_and_resumes_on_its_commits(tmp_path: Path
         model = hub.add("tiny/adder", files)
         data = hub.add("tiny/sums", {"train.jsonl": ROWS.encode(), "README.md": b"# Sums"}, kind="datasets")
         sizes = ["algorithm.batch_size=8", "model.micro_batch_size=4", "model.make_vocab_divisible_by=2", "loop.save_every=1"]
-        names = ["model.path=tiny/adder", "data.train=tiny/sums"]
+        names = ["model.path=tiny/adder", "data.train=tiny/sums", "data.validation=tiny/sums", "loop.validate_every=1"]
         run = ["launch", "local", "sft", "num_processes=2", "run.directory=run", *names, *sizes]
         done = start(hub, *run, "loop.max_steps=1")
         assert done.returncode == 0, done.stdout + done.stderr
@@ -70,6 +70,19 @@ def test_a_run_by_names_downloads_once_and_resumes_on_its_commits(tmp_path: Path
         done = start(hub, *run, "loop.max_steps=2", home="other home")
         assert done.returncode == 0, done.stdout + done.stderr
         assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"]["path"] == f"tiny/adder@{model}"
+
+        done = start(hub, "convert", "--from-hf", "run/export", "--push-to-hub", "tiny/result", HF_TOKEN=hub.token)
+        assert done.returncode == 0 and f"pushed to {hub.url}/tiny/result/commit/" in done.stdout, done.stdout + done.stderr
+        pushed = hub.files("tiny/result")
+        assert set(pushed) == {file.name for file in (tmp_path / "run" / "export").iterdir()} | {"README.md"}
+        assert pushed["model.safetensors"] == (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
+        card = pushed["README.md"].decode()
+        assert "base_model: tiny/adder\n" in card and "recipe `sft` for 2 steps" in card and "## Evaluation" in card
+        options = ["--from-megatron", "run/checkpoints/policy", "--to-hf", "out", "--push-to-hub", "tiny/again"]
+        done = start(hub, "convert", *options, HF_TOKEN=hub.token)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert hub.files("tiny/again")["model.safetensors"] == pushed["model.safetensors"]
+        assert f"revision `{model}`" in hub.files("tiny/again")["README.md"].decode()
 
         count = len(hub.requests)
         done = start(hub, "preflight", "sft", *names, *sizes, "run.directory=run", "cluster.device=cpu", HF_HUB_OFFLINE="1")
