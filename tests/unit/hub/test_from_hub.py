@@ -121,3 +121,17 @@ def test_an_argument_of_a_command(hub, tmp_path):
     assert fetch_one("--from-hf", "org/name").name == commit and fetch_one("--from-hf", str(tmp_path)) == tmp_path
     with pytest.raises(ConfigError, match="^--from-hf=org/absent: "):
         fetch_one("--from-hf", "org/absent")
+
+
+def test_adapters_name_the_commit_of_their_base(hub, tmp_path, monkeypatch):
+    from aligner.models.checkpoint_adapters import base_of, weights_digest
+    from aligner.models.config import Architecture, LoraConfig
+    from aligner.models.peft import peft_config
+
+    commit = hub.add("org/name", MODEL)
+    marker = {"base": f"org/name@{commit}", "base_digest": weights_digest(fetch_one("model.path", "org/name"))}
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "another cache"))
+    assert base_of(marker, tmp_path / "step_000001").is_relative_to(tmp_path / "another cache")  # it is downloaded where it is needed
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "ffn_hidden_size": 8, "vocab_size": 4}
+    config = peft_config(Architecture(**sizes), LoraConfig(rank=2), base=marker["base"])
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/name", commit)
