@@ -54,6 +54,8 @@ setup(
         "datasets",
         "transformers>=4.55",  # 4.57 is what TensorRT-LLM pins
         "tokenizers",
+        "huggingface_hub>=0.34,<3",
+        "filelock",
         "safetensors",
         "rich",
         "click>=8.1,<9",

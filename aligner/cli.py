@@ -294,27 +294,32 @@ def diagnose(directory: Path, as_json: bool) -> int:
 
 
 @commands.command()
-@click.option("--from-hf", type=_DIRECTORY, metavar="DIR", help="Hugging Face directory to read.")
+@click.option("--from-hf", type=_DIRECTORY, metavar="DIR", help="Hugging Face directory to read, or ORG/NAME[@REV] of the Hub.")
 @click.option("--from-megatron", type=_DIRECTORY, metavar="DIR", help="Checkpoint (or directory of checkpoints) to read.")
 @click.option("--to-megatron", type=_DIRECTORY, metavar="DIR", help="Where to write the checkpoint.")
 @click.option("--to-hf", type=_DIRECTORY, metavar="DIR", help="Where to write the Hugging Face model.")
+@click.option("--push-to-hub", "push_to", default="", metavar="ORG/NAME", help="Upload the Hugging Face model, with a card.")
 @click.option("--tp", default=1, metavar="N", help="Split every layer over N ranks (start as many: torchrun, srun, mpiexec).")
 @click.option("--pp", default=1, metavar="N", help="Split the layers over N ranks.")
-def convert(tp: int, pp: int, **paths: Path | None) -> int:
-    """Convert a model between Hugging Face and Megatron-Core checkpoints."""
+def convert(tp: int, pp: int, push_to: str, **paths: Path | None) -> int:
+    """Convert a model between Hugging Face and Megatron-Core checkpoints; upload one to the Hugging Face Hub."""
     from aligner.errors import AlignerError
 
     given = {name for name, path in paths.items() if path is not None}
-    if given not in ({"from_hf", "to_megatron"}, {"from_megatron", "to_hf"}):
-        raise AlignerError("convert: use --from-hf with --to-megatron, or --from-megatron with --to-hf")
+    allowed = [{"from_megatron", "to_hf"}, {"from_hf"} if push_to else {"from_hf", "to_megatron"}]
+    if given not in allowed:
+        others = "; --push-to-hub with --to-hf, or with --from-hf alone" if push_to else ""
+        raise AlignerError(f"convert: use --from-hf with --to-megatron, or --from-megatron with --to-hf{others}")
     from aligner.jobs import convert
     from aligner.parallel.topology import ParallelConfig
 
     parallel = ParallelConfig(tp=tp, pp=pp)
-    if "from_hf" in given:
+    if "to_megatron" in given:
         convert.hf_to_megatron(paths["from_hf"], paths["to_megatron"], parallel)
+    elif "to_hf" in given:
+        convert.megatron_to_hf(paths["from_megatron"], paths["to_hf"], parallel, push_to=push_to)
     else:
-        convert.megatron_to_hf(paths["from_megatron"], paths["to_hf"], parallel)
+        convert.push_export(paths["from_hf"], push_to)
     return 0
 
 

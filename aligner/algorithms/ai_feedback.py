@@ -11,9 +11,10 @@ are those of a Bradley-Terry model: the difference of the two rewards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from aligner.data.collate import supervised_batch
 from aligner.data.critiques import Framing, Question
 from aligner.data.supervised import SupervisedExample
 from aligner.errors import RunHalted
+from aligner.hub.names import Files
 from aligner.types import LabeledBatch
 
 ROWS = 4  # of a question: two answers, in two orders
@@ -39,6 +41,7 @@ class JudgeConfig:
     """Who compares responses."""
 
     path: str = ""  # a frozen model of the same shape, whose weights wait in host memory; empty: model.path itself
+    from_hub: ClassVar[Mapping[str, Files]] = {"path": Files.model}
     framing: JudgeFraming = JudgeFraming.data  # how the judge is asked: as the data are, through its chat template, or as plain text
 
 

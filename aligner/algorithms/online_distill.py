@@ -17,13 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor
 
 from aligner.algorithms.distill import DivergenceConfig, distillation_terms
 from aligner.data.collate import rollout_batch
 from aligner.errors import ConfigError
+from aligner.hub.names import Files
 from aligner.loop.config import JobRun, check_best_metric
 from aligner.loop.learnt import of_mask
 from aligner.loop.loop import Clock, StepResult
@@ -214,7 +215,8 @@ COLUMNS = (
 class TeacherConfig:
     """A frozen model of the student's architecture, whose weights wait in host memory."""
 
-    path: str = ""  # required: a Hugging Face directory, or a checkpoint of this project
+    path: str = ""  # required: a Hugging Face directory, ORG/NAME[@REV] of the Hub, or a checkpoint of this project
+    from_hub: ClassVar[Mapping[str, Files]] = {"path": Files.model}
 
 
 @dataclass(kw_only=True, slots=True)

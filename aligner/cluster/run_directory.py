@@ -46,6 +46,11 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
+    def hub(self) -> Path:
+        """A file for every name of the Hugging Face Hub in the settings: the commit that the run began with, which it keeps."""
+        return self.path / "hub"
+
+    @property
     def services(self) -> Path:
         """`<name>.json` of every server that is ready."""
         return self.path / "services"

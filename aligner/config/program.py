@@ -16,6 +16,7 @@ from aligner import help as program_help
 from aligner.cluster import outcomes
 from aligner.cluster.exit_codes import ExitCode, exit_code_of
 from aligner.config.compose import compose, compose_node, override, search_path, shown_values, to_yaml
+from aligner.config.from_hub import fetch_named
 from aligner.config.sweep import sweep
 from aligner.errors import AlignerError, ConfigError, describe_os_error, is_storage_error
 from aligner.hints import hint
@@ -155,7 +156,9 @@ def _do(main: Callable[[T], int | None], schema: type[T], program: _Program, com
     elif command.asks == "--multirun":
         return sweep(schema, config, command.overrides, folders, columns=program.columns)
     else:
-        return int(main(compose(schema, config, command.overrides, folders)) or 0)
+        settings = compose(schema, config, command.overrides, folders)
+        fetch_named(settings, records=True)
+        return int(main(settings) or 0)
     return 0
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import ClassVar
 
 from aligner.errors import ConfigError
+from aligner.hub.names import Files
 
 
 class BadLines(str, Enum):
@@ -58,12 +61,13 @@ def _require_whole_prompts(overlong: Overlong) -> None:
 class PromptDataConfig:
     """Prompts for online RL.
 
-    `train` and `validation` are each a jsonl, json or parquet file, a directory of them, or `datasets:NAME[:SPLIT]` /
-    `datasets:NAME:CONFIG:SPLIT`.
+    `train` and `validation` are each a jsonl, json or parquet file, a directory of them, a data set of the Hugging Face Hub,
+    `ORG/NAME[@REVISION][:SPLIT]` / `ORG/NAME[@REVISION]:CONFIG:SPLIT`, or the same after `datasets:`, also of a directory.
     """
 
-    train: str = "???"  # required: a jsonl, json or parquet file, a directory of them, or datasets:NAME[:SPLIT]
+    train: str = "???"  # required: a jsonl, json or parquet file, a directory of them, ORG/NAME[@REV][:SPLIT] of the Hub, or datasets:NAME
     validation: str = ""  # prompts to validate on, given as `train` is; empty: none
+    from_hub: ClassVar[Mapping[str, Files]] = {"train": Files.data, "validation": Files.data}
     num_validation_prompts: int = 128  # the first so many usable ones
     max_prompt_length: int = 0  # tokens; 0: what the model's context leaves beside the response (docs/data.md)
     overlong: Overlong = Overlong.drop  # what is longer: drop (and count), truncate (its beginning) or refuse
@@ -86,8 +90,9 @@ class PromptDataConfig:
 class ExampleDataConfig:
     """Common settings of training examples. `train`, `validation` as in `PromptDataConfig`."""
 
-    train: str = "???"  # required: a jsonl, json or parquet file, a directory of them, or datasets:NAME[:SPLIT]
+    train: str = "???"  # required: a jsonl, json or parquet file, a directory of them, ORG/NAME[@REV][:SPLIT] of the Hub, or datasets:NAME
     validation: str = ""  # data to validate on, given as `train` is; empty: none
+    from_hub: ClassVar[Mapping[str, Files]] = {"train": Files.data, "validation": Files.data}
     max_length: int = 0  # tokens of an example; 0: the model's context
     overlong: Overlong = Overlong.drop  # what is longer: drop (and count), truncate (its end) or refuse
     bad_lines: BadLines = BadLines.fail  # records that cannot be used: fail: list them and do not start; skip: drop and count them

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from aligner.errors import DataError
+from aligner.hub.names import DATASETS_PREFIX
 
-DATASETS_PREFIX = "datasets:"
 GZIPPED = ".jsonl.gz"
 SUFFIXES = (".jsonl", GZIPPED, ".json", ".parquet")
 

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from aligner.config import fetch_one
 from aligner.errors import CheckpointError
+from aligner.hub import push
+from aligner.hub.names import HubName
+from aligner.jobs.model_card import Origin, model_card, origin_of
 from aligner.loop.parts import name_special_tokens
 from aligner.models import checkpoint, create
 from aligner.models.build import Transformer, build_language_model, build_scalar_model
@@ -23,10 +27,13 @@ from aligner.parallel.topology import ParallelConfig, Topology
 
 
 def hf_to_megatron(source: Path, target: Path, parallel: ParallelConfig) -> Path:
-    """Write `target`/step_000000 (and `latest`) from a Hugging Face directory. Returns the checkpoint's directory. Every rank calls it.
+    """Write `target`/step_000000 (and `latest`) from a Hugging Face directory, or a name of the Hub. Returns the checkpoint's directory.
+
+    Every rank calls it.
 
     Raises CheckpointError if the source is no model, or the target holds a checkpoint already.
     """
+    source = fetch_one("--from-hf", str(source))
     if not (source / CONFIG_FILE).exists():
         raise CheckpointError(f"--from-hf {source}: no config.json there")
     if (target / checkpoint.LATEST).exists():
@@ -43,17 +50,18 @@ def hf_to_megatron(source: Path, target: Path, parallel: ParallelConfig) -> Path
     return written
 
 
-def megatron_to_hf(source: Path, target: Path, parallel: ParallelConfig) -> None:
+def megatron_to_hf(source: Path, target: Path, parallel: ParallelConfig, *, push_to: str = "") -> None:
     """Write a Hugging Face model (with its tokenizer) from a checkpoint of any layout. A reward model becomes a classifier.
 
-    Every rank calls it; rank 0 writes, holding one file's tensors at a time. Raises CheckpointError if the source is no complete
-    checkpoint, or the target holds a model already.
+    With `push_to`, ORG/NAME, it is then uploaded there with a card. Every rank calls it; rank 0 writes, holding one file's tensors at a
+    time. Raises CheckpointError if the source is no complete checkpoint, or the target holds a model already; as `push_export` does.
     """
     directory = checkpoint.resolve(source)
     if (target / CONFIG_FILE).exists():
         raise CheckpointError(f"--to-hf {target}: holds a model already; name an empty directory")
     head = read_head(directory)
     here = _world(parallel)
+    name = from_rank_0(lambda: push.prepare(push_to)) if push_to else None  # before the work
     config = ModelConfig(path=str(directory), dtype=_dtype(directory))
     architecture = create.read_architecture(config, vocab_size=0)
     check_divisible(architecture, parallel)
@@ -67,6 +75,24 @@ def megatron_to_hf(source: Path, target: Path, parallel: ParallelConfig) -> None
     from_rank_0(lambda: _finish(directory, target))
     _say(f"Hugging Face model written to {target}")
     launch.shutdown()
+    if name is not None and here.rank == 0:  # the others need not wait
+        _push(target, name, origin_of(directory))
+
+
+def push_export(directory: Path, push_to: str) -> None:
+    """Upload a Hugging Face directory, such as the `export` of a run, to the Hub as ORG/NAME, with a card of what the run recorded.
+
+    Raises CheckpointError if there is no model; ConfigError for a name or token that the Hub refuses, AlignerError without a network.
+    """
+    if not (directory / CONFIG_FILE).exists():
+        raise CheckpointError(f"--from-hf {directory}: no config.json there")
+    _push(directory, push.prepare(push_to), origin_of(directory.absolute()))
+
+
+def _push(directory: Path, name: HubName, origin: Origin) -> None:
+    title = name.repo.partition("/")[2]
+    address = push.push(directory, name, card=model_card(title, directory, origin), message=f"Upload {title} with aligner")
+    print(f"pushed to {address} (a new repository is private until its settings say otherwise)", flush=True)
 
 
 def _finish(directory: Path, target: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from aligner.algorithms.registry import composed, recipe_of, recipes
-from aligner.config import fingerprint, from_yaml, schema_of
+from aligner.config import fetch_named, fingerprint, from_yaml, schema_of, with_names
 from aligner.data.collate import rollout_batch
 from aligner.data.prompts import load_prompts
 from aligner.data.tokenizer import Tokenizer
@@ -74,6 +74,7 @@ def gap(name: str, overrides: Sequence[str], options: Options) -> int:
     """Compare engine and trainer of the config `name` with `overrides`, or of a run directory. Returns 0, or 1 if they differ
     by more than rounding. Raises ConfigError for a recipe that does not sample."""
     config = load(name, overrides, random_prompts=options.random_prompts)
+    fetch_named(config)
     world, _ = launch.detect_world(os.environ)
     if world is not None:
         see_own_gpus(config, world.local_rank)
@@ -81,7 +82,7 @@ def gap(name: str, overrides: Sequence[str], options: Options) -> int:
     launch.initialize(
         platform.backend(shared),
         timeout_seconds=config.run.start_timeout_seconds,
-        fingerprint=fingerprint(config),
+        fingerprint=fingerprint(with_names(config)),
         claim_gpu=lambda world: platform.claim_device(world.local_rank, ranks_per_gpu=shared),
     )
     layout = topology.initialize(config.parallel, seed=config.run.seed)

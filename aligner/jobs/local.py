@@ -10,6 +10,7 @@ from aligner.algorithms.registry import composed
 from aligner.cluster.component import Component, check_installed, interpreter
 from aligner.cluster.local import launch
 from aligner.cluster.run_directory import RunDirectory
+from aligner.config import fetch_named
 from aligner.jobs.programs import Program, placement_of, programs, share_out
 from aligner.parallel import platform
 
@@ -23,6 +24,7 @@ def launch_local(name: str, overrides: Sequence[str], *, num_processes: int = 0)
     config = composed(name, overrides)
     found = programs(name, config, overrides, num_processes=num_processes)
     config.check_complete()
+    fetch_named(config, records=True)  # before the components wait for each other
     devices = platform.visible_devices()
     own = share_out(found, placement_of(config), len(devices)) if devices else {}
     components = [

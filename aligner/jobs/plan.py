@@ -9,6 +9,7 @@ from pathlib import Path
 
 from aligner.algorithms.registry import composed
 from aligner.cluster.config import Placement
+from aligner.config import fetch_named
 from aligner.errors import CheckpointError, ConfigError
 from aligner.jobs.programs import placement_of
 from aligner.loop.config import JobRun
@@ -80,8 +81,15 @@ def beside(plans: Sequence[ComponentPlan], cluster: ClusterConfig) -> tuple[Comp
 
 
 def load(name: str, overrides: Sequence[str]) -> JobRun:
-    """The composed config; data need not be named."""
-    return composed(name, ["data.train=not-read", *overrides])
+    """The composed config, with the configs of models that it names on the Hugging Face Hub; data need not be named."""
+    config: JobRun = composed(name, ["data.train=not-read", *overrides])
+    fetch_named(config, weights=False, data=False, may_fail=_is_described)
+    return config
+
+
+def _is_described(section: object) -> bool:
+    """Whether a plan can do without the files of this model: its sizes are in the config."""
+    return isinstance(section, ModelConfig) and section.architecture.vocab_size > 0
 
 
 def components(config: JobRun) -> list[Component]:

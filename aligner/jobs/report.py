@@ -27,7 +27,7 @@ def report(directory: Path, output: Path | None = None) -> int:
         write_report(run.path, output)
     except OSError as error:
         raise AlignerError(f"the report could not be written: {describe_os_error(error, output)}") from error
-    print(summary(run.metrics, _columns()))
+    print(summary(run.metrics, all_columns()))
     for finding in diagnosis.diagnose(read_metrics(run.metrics), RULES).findings:
         print(f"\n{finding.text()}")
     if text := text_of(*before_and_after(run.validation)):
@@ -36,7 +36,7 @@ def report(directory: Path, output: Path | None = None) -> int:
     return 0
 
 
-def _columns() -> list[Column]:
+def all_columns() -> list[Column]:
     """Columns of all recipes, each metric once; a table shows those that the run has."""
     return list({column.metric: column for recipe in recipes().values() for column in recipe.columns}.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shlex
@@ -23,6 +24,7 @@ from aligner.cluster.slurm.client import SlurmClient
 from aligner.cluster.slurm.script import render
 from aligner.cluster.slurm.separate import Together
 from aligner.cluster.slurm.spec import ComponentSpec, GpuRequest, JobSpec, to_json
+from aligner.config import fetch_named
 from aligner.errors import AlignerError, ConfigError, LaunchError
 from aligner.files import checkout
 from aligner.jobs.programs import Program, placement_of, programs, share_out
@@ -57,6 +59,8 @@ def launch_slurm(name: str, overrides: Sequence[str], options: LaunchOptions) ->
     if request := _gpu_request(config):
         overrides = [*overrides, f"slurm.gpu_request={request.value}"]
         config = replace(config, slurm=replace(config.slurm, gpu_request=request))
+    if not is_kept and not options.test_only:
+        fetch_named(copy.deepcopy(config))  # here, where there is a network; the job's settings keep the names
     spec = job_spec(name, config, overrides)
     if spec.is_separate and options.output is not None:
         raise ConfigError(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from aligner.algorithms.registry import composed, recipes
+from aligner.config import fetch_named
 from aligner.data.config import BadLines
 from aligner.data.inspection import BRACKETS, COLOURS, Lengths, View, duplicates, histogram, lengths_of, render, view_of
 from aligner.data.report import LoadReport, NoUsableRecord
@@ -74,6 +75,7 @@ def validate(target: str, overrides: Sequence[str], options: Options) -> int:
     Raises ConfigError for settings that do not fit, DataError for a missing file.
     """
     config = _config(target, overrides, options)
+    fetch_named(config, weights=False)
     tokenizer = _tokenizer(config)
     config = _with_lengths(config, tokenizer, options)
     findings = []
@@ -176,9 +178,9 @@ def _config(target: str, overrides: Sequence[str], options: Options) -> JobRun:
 def _with_lengths(config: JobRun, tokenizer: Tokenizer, options: Options) -> JobRun:
     """The config with the job's lengths; for a file alone, with those of the model beside the tokenizer (without one, any length)."""
     if options.kind and not config.model.path:
-        if not (Path(options.tokenizer) / "config.json").exists():
+        if not (Path(config.model.tokenizer) / "config.json").exists():
             return config
-        data = fitted(replace(config, model=replace(config.model, path=options.tokenizer)), tokenizer).data
+        data = fitted(replace(config, model=replace(config.model, path=config.model.tokenizer))).data
         return replace(config, data=data)
     return fitted(config)
 

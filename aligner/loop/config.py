@@ -76,6 +76,7 @@ class RunConfig:
     damaged_checkpoint: DamagedCheckpoint = DamagedCheckpoint.fall_back  # on the newest intact one, the other set aside; or the run ends
     allow_changes: bool = False  # resume with settings that make it another experiment than the checkpoint's
     start_timeout_seconds: float = 300.0  # until all ranks of a component have met
+    download_timeout_seconds: float = 3600.0  # for another process that downloads what a setting names on the Hugging Face Hub
     collective_timeout_seconds: float = 1800.0  # until a collective that not all ranks enter ends the ranks that wait in it
     stall_timeout_seconds: float = 1200.0  # a component without any progress for so long writes its stacks and ends; 0: never
     num_threads: int = 0  # of each process; 0: OMP_NUM_THREADS, else what torch chooses
@@ -87,7 +88,7 @@ class RunConfig:
             raise ConfigError("run.directory='': name a directory")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"run.seed={self.seed}: must be from 0 to {2**63 - 1}")
-        for name in ("start_timeout_seconds", "collective_timeout_seconds"):
+        for name in ("start_timeout_seconds", "download_timeout_seconds", "collective_timeout_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"run.{name}={getattr(self, name)}: must be above 0")
         if self.ranks_per_gpu < 1:

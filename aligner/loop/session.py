@@ -26,7 +26,8 @@ from aligner.cluster import outcomes
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.lease import watch_lease
 from aligner.cluster.run_directory import POLICY, REWARD_MODEL, RunDirectory
-from aligner.config import fingerprint, to_yaml
+from aligner.config import fingerprint, to_yaml, with_names
+from aligner.config.from_hub import meeting_seconds
 from aligner.data.report import LoadReport
 from aligner.errors import AlignerError, ConfigError, ServerError, describe_os_error
 from aligner.former_names import translated
@@ -185,14 +186,14 @@ def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, compo
         see_own_gpus(config, world.local_rank)
     world = launch.initialize(
         platform.backend(run.ranks_per_gpu),
-        timeout_seconds=run.start_timeout_seconds,
+        timeout_seconds=meeting_seconds(config),
         collective_timeout_seconds=run.collective_timeout_seconds,
         claim_gpu=lambda world: platform.claim_device(world.local_rank, ranks_per_gpu=run.ranks_per_gpu),
-        fingerprint=fingerprint(config),
+        fingerprint=fingerprint(with_names(config)),
     )
     layout = topology.initialize(parallel, seed=run.seed)
     directory = RunDirectory(Path(run.directory))
-    yaml = to_yaml(config)
+    yaml = to_yaml(with_names(config))
     incarnation = from_rank_0(lambda: _open(directory, component, config, yaml if writes_config else ""))
     _record_calls(directory, component, layout.rank)
     progress = Progress()

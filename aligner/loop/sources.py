@@ -13,6 +13,7 @@ from pathlib import Path
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import CheckpointError, ConfigError
 from aligner.files import publish
+from aligner.hub.names import name_of
 from aligner.loop.parts import load_model_files
 from aligner.loop.session import Session
 from aligner.models import create
@@ -25,7 +26,7 @@ def pinned(session: Session, role: str, model: ModelConfig) -> ModelConfig:
     """`model` with the directory that `model.path` resolved to at the run's first start. Collective.
 
     For models whose weights no checkpoint of the run holds: reference policy, reward model, base model of adapters. `role` is
-    the setting's name, "model" or "reward.model".
+    the setting's name, "model" or "reward.model". A model of the Hub's cache is pinned by its commit, wherever the cache lies.
 
     Raises:
         ConfigError: `model.path` differs from the first start: the run would continue with another reference or reward.
@@ -34,7 +35,7 @@ def pinned(session: Session, role: str, model: ModelConfig) -> ModelConfig:
     if not model.path:
         return model
     found = from_rank_0(lambda: _pin(session.directory.path / "sources" / f"{role}.json", role, model))
-    return replace(model, path=found)
+    return model if name_of(model.path) else replace(model, path=found)
 
 
 def pinned_base(session: Session, role: str, model: ModelConfig) -> ModelConfig:
@@ -43,27 +44,31 @@ def pinned_base(session: Session, role: str, model: ModelConfig) -> ModelConfig:
 
 
 def _pin(record: Path, role: str, model: ModelConfig) -> str:
+    asked = str(name_of(model.path) or model.path)
     if not record.exists():
         found = str(create.source_directory(model, key=role).absolute())
         record.parent.mkdir(mode=0o700, exist_ok=True)
-        publish(record, lambda new: new.write_text(json.dumps({"path": model.path, "found": found}) + "\n"))
+        publish(record, lambda new: new.write_text(json.dumps({"path": asked, "found": found}) + "\n"))
         return found
     first = json.loads(record.read_text())
-    if first["path"] != model.path:
+    if first["path"] != asked:
         raise ConfigError(
-            f"{role}.path={model.path}: this run began with {first['path']} and would go on with another frozen model; allowed: that path, "
+            f"{role}.path={asked}: this run began with {first['path']} and would go on with another frozen model; allowed: that path, "
             f"another run.directory, or to remove {record}"
         )
-    if not Path(first["found"]).is_dir():
+    if not name_of(model.path) and not Path(first["found"]).is_dir():
         raise CheckpointError(f"{role}.path={model.path}: this run began with {first['found']}, which no longer exists")
     return first["found"]
 
 
 def model_digest(source: Path | None) -> str:
     """A digest that changes with the weights. For a checkpoint: of its marker (which has the digest of every file). For a Hugging
-    Face model: of its config and its weight files' names, sizes and times (reading them takes minutes). Empty for random weights."""
+    Face model: of its config and its weight files' names, sizes and times (reading them takes minutes); one of the Hub's cache has its
+    commit for that. Empty for random weights."""
     if source is None:
         return ""
+    if (name := name_of(source)) is not None:
+        return hashlib.sha256(str(name).encode()).hexdigest()
     content = hashlib.sha256()
     if (source / MARKER).exists():
         content.update((source / MARKER).read_bytes())

@@ -93,7 +93,7 @@ class Transformer(GPTModel):
         self.batch_invariant = model.batch_invariant
         self.lora = model.lora
         self.gather: WeightGather | None = None  # of updated weights, where it is asynchronous
-        self.base = ""  # directory of the weights that adapters belong to; empty: random ones
+        self.base = ""  # directory, or name on the Hub, of the weights that adapters belong to; empty: random ones
         self.base_digest = ""  # tells them from others
         # Layers that are computed again give no gradient where their input wants none, as the output of a frozen embedding does.
         self._embedding_needs_gradient = model.lora.is_on and model.recompute is Recompute.full

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from aligner.errors import CheckpointError
+from aligner.hub.names import parse
 from aligner.models.build import Transformer
 from aligner.models.checkpoint_files import MARKER
 from aligner.models.config import LoraConfig, LoraTarget
@@ -103,10 +104,17 @@ def saved_lora(marker: Mapping[str, Any]) -> LoraConfig:
 
 
 def base_of(marker: Mapping[str, Any], directory: Path) -> Path:
-    """The directory of the base weights of a checkpoint's adapters. Raises CheckpointError if they are missing or have changed."""
+    """The directory of the base weights of a checkpoint's adapters; those of the Hub are downloaded where its cache lacks them.
+
+    Raises CheckpointError if they are missing or have changed, and as `aligner.hub.download.fetch` does.
+    """
     base = marker["base"]
     if not base:
         raise CheckpointError(f"{directory}: its adapters belong to random weights that are in no file; start such runs from model.path")
+    if (name := parse(base)) is not None:
+        from aligner.hub.download import Wanted, fetch  # huggingface_hub, which other checkpoints do not need
+
+        base = str(fetch(Wanted(key=f"base of {directory}", name=name), print).directory)
     if not Path(base).is_dir():
         raise CheckpointError(f"{directory}: its adapters belong to the model in {base}, which is not there; a link to it there is enough")
     if weights_digest(Path(base)) != marker["base_digest"]:

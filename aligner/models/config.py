@@ -6,10 +6,13 @@ Light: imports neither Megatron-Core nor transformers.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import ClassVar
 
 from aligner.errors import ConfigError
+from aligner.hub.names import Files
 from aligner.models.architecture import ROPE_FACTORS as ROPE_FACTORS
 from aligner.models.architecture import Activation as Activation
 from aligner.models.architecture import Architecture as Architecture
@@ -77,7 +80,8 @@ class LoraConfig:
     rslora: bool = False  # scaling = alpha / sqrt(rank) (2312.03732)
     dropout: float = 0.0  # of what goes into the adapters, in training
     targets: list[LoraTarget] = field(default_factory=_default_targets)  # linear layers that get adapters (docs/lora.md)
-    path: str = ""  # an adapter to start from: in PEFT's format, or a checkpoint's step_... directory; empty: B = 0, the model as it is
+    path: str = ""  # an adapter to start from: PEFT's (or ORG/NAME[@REV] of the Hub), or a checkpoint's step_...; empty: B = 0
+    from_hub: ClassVar[Mapping[str, Files]] = {"path": Files.model}
 
     def __post_init__(self) -> None:
         self.targets = list(self.targets)
@@ -107,8 +111,9 @@ class LoraConfig:
 class ModelConfig:
     """One model of a run. From `micro_batch_size` to `recompute` settings change memory and speed, never the numbers."""
 
-    path: str = ""  # Hugging Face directory or a checkpoint of this project; empty: random weights from `architecture`
-    tokenizer: str = ""  # tokenizer directory; empty: the one beside the weights
+    path: str = ""  # Hugging Face directory, ORG/NAME[@REV] of the Hub, or a checkpoint of this project; empty: random weights
+    tokenizer: str = ""  # tokenizer directory, or ORG/NAME[@REV] of the Hub; empty: the one beside the weights
+    from_hub: ClassVar[Mapping[str, Files]] = {"path": Files.model, "tokenizer": Files.settings}
     architecture: Architecture = field(default_factory=Architecture)
     dtype: Dtype = Dtype.auto  # of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU; float16 scales its losses
     seq_length: int = 0  # longest sequence of the run; 0: the model's max_position_embeddings

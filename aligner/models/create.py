@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from aligner.errors import ConfigError
+from aligner.hub.names import name_of
 from aligner.models import checkpoint
 from aligner.models.build import Transformer, build_language_model, build_scalar_model
 from aligner.models.checkpoint_adapters import weights_digest
@@ -181,7 +182,7 @@ def _start_adapters(chunks: Sequence[Transformer], config: ModelConfig, seed: in
     source = source_directory(config)
     digest = f"random weights of seed {seed}" if source is None else from_rank_0(lambda: weights_digest(source))
     for chunk in chunks:
-        chunk.base, chunk.base_digest = "" if source is None else str(source.absolute()), digest
+        chunk.base, chunk.base_digest = "" if source is None else str(name_of(source) or source.absolute()), digest
     initialise_adapters(chunks, seed)
     if not config.lora.path:
         return

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aligner.errors import CheckpointError, ConfigError
 from aligner.files import as_umask_says
+from aligner.hub.names import parse
 from aligner.models.build import ScalarModel, Transformer
 from aligner.models.config import Architecture, Family, LoraConfig
 from aligner.models.families import weight_names
@@ -113,11 +114,13 @@ def peft_config(architecture: Architecture, lora: LoraConfig, *, base: str, head
     task = "CAUSAL_LM"
     if head is not None:
         task = "TOKEN_CLS" if head.has_bias else "SEQ_CLS"
+    name = parse(base)
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha  # PEFT's is an int
     return {
         "peft_type": "LORA",
         "task_type": task,
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base if name is None else name.repo,
+        "revision": None if name is None else name.revision,
         "inference_mode": True,
         "r": lora.rank,
         "lora_alpha": alpha,

@@ -66,8 +66,11 @@ def summary(metrics_path: Path, columns: Sequence[Column]) -> str:
     reward   0.102  0.931  0.940 @ 39  ▁▂▂▃▅▆▇▇██
     """
     records = read_metrics(metrics_path)
-    if not records:
-        return f"no steps in {metrics_path}"
+    return table(records, columns) if records else f"no steps in {metrics_path}"
+
+
+def table(records: Sequence[StepMetrics], columns: Sequence[Column]) -> str:
+    """As `summary`, of these steps; there is at least one."""
     rows = [_HEADER] + [row for column in columns if (row := _row(column, records)) is not None]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
     lines = [_heading(records)]

@@ -30,7 +30,7 @@ from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, w
 from aligner.jobs.preflight.layers import LAYERS
 from aligner.jobs.preflight.network import NETWORK
 from aligner.jobs.preflight.ports import PORTS
-from aligner.jobs.preflight.ranks import CONFIG, RANKS, VERSIONS
+from aligner.jobs.preflight.ranks import CONFIG, HUB, RANKS, VERSIONS
 from aligner.jobs.preflight.samples import DATA, REWARD
 from aligner.jobs.preflight.sizing import DEVICES, PLAN, SPACE
 from aligner.jobs.preflight.tokenizers import TOKENIZER
@@ -215,8 +215,26 @@ def position(thread: threading.Thread) -> str:
     return ", called ".join(places)
 
 
-ITEMS = (RANKS, CONFIG, VERSIONS, DEVICES, CLOCK, NETWORK, FILESYSTEM, PORTS, TOKENIZER, DATA, REWARD, WEIGHTS, LAYERS, PLAN, SPACE, ENGINE)
-ALWAYS = ("ranks", "config")  # the others stand on them
+ITEMS = (
+    RANKS,
+    CONFIG,
+    HUB,
+    VERSIONS,
+    DEVICES,
+    CLOCK,
+    NETWORK,
+    FILESYSTEM,
+    PORTS,
+    TOKENIZER,
+    DATA,
+    REWARD,
+    WEIGHTS,
+    LAYERS,
+    PLAN,
+    SPACE,
+    ENGINE,
+)
+ALWAYS = ("ranks", "config", "hub")  # the others stand on them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,6 +59,6 @@ LAYERS = Item(
     observe=_observe,
     judge=judge,
     timeout_seconds=300.0,
-    needs=("config", "devices"),
+    needs=("config", "hub", "devices"),
     advice="see model.layers",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform as interpreter
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,8 +13,9 @@ import torch
 
 from aligner import __version__
 from aligner.algorithms.registry import composed
-from aligner.config import fingerprint
+from aligner.config import fetch_named, fingerprint
 from aligner.errors import ConfigError, LaunchError
+from aligner.hub.names import name_of
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
 from aligner.loop.config import JobRun
 from aligner.rollout.config import EngineKind
@@ -35,6 +37,13 @@ class Composed:
     """The config as one rank composed it."""
 
     fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Brought:
+    """What the settings name on the Hugging Face Hub, with the commits that this rank has, by setting."""
+
+    names: dict[str, str] = field(default_factory=dict)
 
 
 def _meet(context: Context) -> Place:
@@ -76,6 +85,25 @@ def _compose(context: Context) -> Composed:
     job.check_complete()
     context.job = job
     return Composed(fingerprint=fingerprint(job))
+
+
+def _bring(context: Context) -> Brought:
+    def say(line: str) -> None:
+        print(f"preflight: {line}", file=sys.stderr, flush=True)
+
+    return Brought(names={key: str(name_of(directory)) for key, directory in fetch_named(context.config, say=say).items()})
+
+
+def _judge_hub(context: Context, seen: Mapping[int, Brought]) -> Finding:
+    """Fatal if a rank has another commit than rank 0."""
+    if others := [rank for rank, one in seen.items() if one.names != seen[0].names]:
+        text = f"{who(context.allocation, others)}: {_listed(seen[others[0]].names)}; rank 0: {_listed(seen[0].names)}"
+        return Finding(level=Level.fatal, found=text, advice="name the commit: ORG/NAME@COMMIT")
+    return Finding(level=Level.ok, found=_listed(seen[0].names) or "no setting names anything there")
+
+
+def _listed(named: Mapping[str, str]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in named.items())
 
 
 def _judge_config(context: Context, seen: Mapping[int, Composed]) -> Finding:
@@ -211,6 +239,16 @@ def judge(context: Context, seen: Mapping[int, Versions]) -> Finding:
     return Finding(level=Level.ok, found=shown)
 
 
+HUB = Item(
+    name="hub",
+    where=Where.every_rank,  # each has a config of its own; one of a node downloads
+    kind=Brought,
+    observe=_bring,
+    judge=_judge_hub,
+    timeout_seconds=4000.0,
+    needs=("config",),
+    advice="download it where there is a network (hf download), to a cache that all nodes see: HF_HOME",
+)
 VERSIONS = Item(
     name="versions", where=Where.every_rank, kind=Versions, observe=_observe, judge=judge, timeout_seconds=60.0, needs=("ranks",)
 )

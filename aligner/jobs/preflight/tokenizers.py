@@ -97,5 +97,5 @@ def judge(context: Context, seen: Mapping[int, Tokens]) -> Finding:
 
 
 TOKENIZER = Item(
-    name="tokenizer", where=Where.every_node, kind=Tokens, observe=_observe, judge=judge, timeout_seconds=180.0, needs=("config",)
+    name="tokenizer", where=Where.every_node, kind=Tokens, observe=_observe, judge=judge, timeout_seconds=180.0, needs=("config", "hub")
 )

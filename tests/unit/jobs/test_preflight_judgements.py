@@ -201,7 +201,7 @@ def test_items_need_only_what_comes_before_them():
 
 
 def test_the_choice_of_items():
-    assert [item.name for item in Options(only=("data",)).items()] == ["ranks", "config", "data"]
+    assert [item.name for item in Options(only=("data",)).items()] == ["ranks", "config", "hub", "data"]
     assert "engine" not in [item.name for item in Options().items()]
     assert "engine" in [item.name for item in Options(with_engine=True).items()]
     with pytest.raises(ValueError, match="--only dta: there is no such item; allowed: ranks, config"):

@@ -47,6 +47,25 @@ def test_the_first_start_decides(topology, tmp_path):
         pinned(session(run), "model", ModelConfig(path=str(source)))
 
 
+def test_a_model_of_the_hub_is_pinned_by_its_commit(topology, tmp_path):
+    from aligner.loop.sources import model_digest, pinned
+
+    def cached(cache: str, commit: str) -> ModelConfig:
+        directory = tmp_path / cache / "models--org--name" / "snapshots" / commit
+        directory.mkdir(parents=True)
+        (directory / "config.json").write_text("{}")
+        return ModelConfig(path=str(directory))
+
+    (run := tmp_path / "run").mkdir()
+    first, elsewhere, other = cached("cache", "a" * 40), cached("another cache", "a" * 40), cached("cache", "b" * 40)
+    assert pinned(session(run), "model", first) == first
+    shutil.rmtree(tmp_path / "cache" / "models--org--name" / "snapshots" / ("a" * 40))
+    assert pinned(session(run), "model", elsewhere) == elsewhere
+    with pytest.raises(ConfigError, match=r"model.path=org/name@b+: this run began with org/name@a+ and would go on"):
+        pinned(session(run), "model", other)
+    assert model_digest(Path(elsewhere.path)) == model_digest(Path(first.path)) != model_digest(Path(other.path))
+
+
 def test_random_weights_have_no_source(topology, tmp_path):
     from aligner.loop.sources import pinned
 
