@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.run_directory import RunDirectory
 from aligner.config import override
+from aligner.data.mixture import is_mixture
 from aligner.errors import AlignerError, ConfigError
 from aligner.reporting.jsonl import read_metrics
 
@@ -73,7 +74,7 @@ def train(
 
     Args:
         model: a Hugging Face directory or a checkpoint (`model.path`).
-        data: a path, or rows as docs/data.md has them (`data.train`).
+        data: a path, a list of sources, or rows as docs/data.md has them (`data.train`).
         validation: the same for `data.validation`.
         reward: a function of (prompts, responses, answers) that returns scores, or `file.py:name` (docs/rewards.md).
         max_steps: `loop.max_steps`.
@@ -125,7 +126,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
 
 def _is_written(key: str, value: Any) -> bool:
     """Whether the value becomes a file of the run directory: functions, and rows of data."""
-    is_rows = key in ("data.train", "data.validation") and not isinstance(value, (str, Path))
+    is_rows = key in ("data.train", "data.validation") and not isinstance(value, (str, Path)) and not is_mixture(value)
     return is_rows or (callable(value) and not isinstance(value, type))
 
 

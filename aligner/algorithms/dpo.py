@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from aligner.data.collate import EpochSampler, preference_batch
+from aligner.data.collate import preference_batch
 from aligner.data.config import PreferenceDataConfig
+from aligner.data.order import order_of
 from aligner.data.preferences import PreferencePair, load_preferences, require_margins
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
@@ -174,7 +175,7 @@ class DPO(Stateless):
         self.reference = reference
         self.train = train
         self.pad_id = pad_id
-        self.order = EpochSampler(len(train), config.batch_size, seed)
+        self.order = order_of(train, config.batch_size, seed)
         self.loss: Loss[PreferenceBatch] = partial(dpo_loss, **config.settings())
         size = config.validation_batch_size
         held_out = list(validation)
@@ -188,7 +189,7 @@ class DPO(Stateless):
         with clock.phase("train"):
             metrics = values(self.policy.train_step(batch, self.loss))
         metrics["data/tokens_per_second"] = int(batch.lengths.sum()) / (clock.seconds["time/ref_logprobs"] + clock.seconds["time/train"])
-        return StepResult(metrics=metrics | {"data/epoch": self.order.epoch(step)})
+        return StepResult(metrics=metrics | self.order.metrics(step))
 
     def validate(self) -> Mapping[str, float]:
         """Loss and metrics on the validation pairs, as `validation/*`."""
@@ -240,7 +241,7 @@ def build(job: TrainerJob[TrainDPO]) -> Built | None:
     settings = job.config.algorithm
     train, validation = job.load(load_preferences)
     policy = job.policy()
-    job.describe([row for pair in train for row in pair.rows], policy.model, unit=2)
+    job.describe(train, policy.model)
     reference = job.reference(policy) if settings.keeps_reference else None
     if settings.reference is ReferenceLogprobs.precomputed:
         stored = job.with_reference(policy, {"train": train, "validation": validation})

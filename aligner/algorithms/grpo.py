@@ -159,7 +159,7 @@ class GRPO:
         self.rollout_source.trained(self.policy.version)
         self.moments = rewarded.moments
         metrics = response_metrics(groups.sampled, clock.seconds["time/generate"]) | policy_metrics | dict(rewarded.metrics)
-        metrics |= groups.metrics() | self._hold_kl(policy_batch, old_logprobs, policy_metrics)
+        metrics |= task.shares(groups.sampled.rollouts) | groups.metrics() | self._hold_kl(policy_batch, old_logprobs, policy_metrics)
         weighs = policy_batch.loss_mask & (policy_batch.advantages != 0)
         cut = batch.truncated if config.mask_truncated else torch.zeros_like(batch.truncated)
         learnt = of_rows(weighs, batch.loss_mask, no_reward=~groups.chosen.valid, truncated=cut, no_signal=torch.ones_like(cut))

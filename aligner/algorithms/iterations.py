@@ -23,7 +23,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from aligner.algorithms.dpo import PairLossConfig
 from aligner.algorithms.online_dpo import MovingReference
-from aligner.data.collate import EpochSampler, preference_batch
+from aligner.data.collate import preference_batch
+from aligner.data.order import order_of
 from aligner.data.preferences import PreferencePair
 from aligner.errors import CheckpointError, ConfigError
 from aligner.files import publish
@@ -189,7 +190,7 @@ class PairIterations(Stateless, ABC, Generic[Config]):
         self.iteration = 0  # that is under way: all that it needs has been made
         self.name = ""  # of its files
         self.reference_step = 0  # after which the reference was the policy
-        self._sampler = EpochSampler(len(prompts), self.num_prompts, task.seed)
+        self._sampler = order_of(prompts, self.num_prompts, task.seed)
 
     @abstractmethod
     def prepare(self, iteration: Iteration, answers: Sequence[Answer], clock: Clock) -> tuple[dict[str, float], Sequence[SampleRow]]:
@@ -269,7 +270,7 @@ class PairIterations(Stateless, ABC, Generic[Config]):
         found, rows = self.prepare(iteration, answers, clock)
         self.iteration, self.name = number, iteration.name
         self.reference_step = finished
-        return answer_metrics(answers) | found, rows or samples
+        return answer_metrics(answers) | self._sampler.shares(number) | found, rows or samples
 
     def _answers(self, iteration: Iteration) -> tuple[list[Answer], list[SampleRow]]:
         """The responses to the prompts of the iteration, those to one prompt side by side; and some as text, where any were sampled now."""

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from aligner.data.collate import EpochSampler
 from aligner.data.config import UnpairedDataConfig
+from aligner.data.order import order_of
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.unpaired import MismatchedSteps, UnpairedExample, load_unpaired, mismatched, unpaired_batch
@@ -137,7 +137,7 @@ class KTO(Stateless):
         self.train = train
         self.max_length = max_length
         self.pad_id = pad_id
-        self.order = EpochSampler(len(train), config.batch_size, seed)
+        self.order = order_of(train, config.batch_size, seed)
         self.loss = partial(
             kto_loss,
             beta=config.beta,
@@ -159,7 +159,7 @@ class KTO(Stateless):
             metrics = values(self.policy.train_step(judged.matched, partial(self.loss, kl=kl)))
         seconds = sum(clock.seconds[f"time/{phase}"] for phase in ("ref_logprobs", "logprobs", "train"))
         metrics["data/tokens_per_second"] = int(judged.matched.lengths.sum()) / seconds
-        return StepResult(metrics=metrics | of_mask(judged.matched.loss_mask) | {"data/epoch": self.order.epoch(step)})
+        return StepResult(metrics=metrics | of_mask(judged.matched.loss_mask) | self.order.metrics(step))
 
     def validate(self) -> Mapping[str, float]:
         """Loss and metrics on the validation responses, as `validation/*`; z covers all of them."""
@@ -290,7 +290,7 @@ def _mismatched_sets(config: TrainKTO, train: Sequence[UnpairedExample], validat
     if not config.algorithm.loss.needs_kl:
         return {}
     size, seed, length, steps = config.algorithm.batch_size, config.run.seed, config.data.max_length, config.loop.max_steps
-    of_steps = MismatchedSteps(train, EpochSampler(len(train), size, seed), length, steps)
+    of_steps = MismatchedSteps(train, order_of(train, size, seed), length, steps)
     made_by = f"{steps} steps of {size}, seed {seed}, {length} tokens"
     return {"mismatched": (of_steps, made_by), "mismatched_validation": mismatched(validation, length) if len(validation) > 1 else []}
 

@@ -149,7 +149,7 @@ class OnlineDistillation:
                 metrics |= self._train(examples, self.sampled_loss, step)
         self.policy.sleep()  # sampling comes next
         self.rollout_source.trained(self.policy.version)
-        metrics |= of_mask(batch.loss_mask) | found
+        metrics |= of_mask(batch.loss_mask) | found | task.shares(collected.rollouts)
         return StepResult(metrics=metrics, samples=sample_rows(collected, task.decode))
 
     def _train(self, examples: Examples, loss: Loss[Examples], step: int) -> dict[str, float]:

@@ -146,6 +146,7 @@ class OnlineDPO:
         batch = rollout_batch(collected.rollouts, task.pad_id)
         pairs = self.pair(batch, collected, seed=sample_seeds(task.seed, step, 1)[0])
         metrics = response_metrics(collected, clock.seconds["time/generate"]) | self.pair_metrics(pairs)
+        metrics |= task.shares(collected.rollouts)
         paired = torch.zeros(len(collected.rollouts), dtype=torch.bool)
         paired[pairs.rows] = True
         metrics |= of_rows(batch.loss_mask & paired[:, None], batch.loss_mask, no_reward=~collected.valid, not_paired=~paired)

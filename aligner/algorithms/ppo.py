@@ -124,7 +124,7 @@ class PPO:
         if self.config.kl_target and not self._is_warming_up(step) and math.isfinite(mean_kl):
             self.kl_coef = adapt_kl_coef(self.kl_coef, mean_kl, self.config.kl_target, self.config.kl_horizon, len(collected.rollouts))
         metrics = response_metrics(collected, clock.seconds["time/generate"]) | values(policy_metrics) | critic_metrics
-        metrics |= {"policy/kl": mean_kl, "policy/kl_coef": used_kl_coef} | dict(rewarded.metrics)
+        metrics |= {"policy/kl": mean_kl, "policy/kl_coef": used_kl_coef} | dict(rewarded.metrics) | task.shares(collected.rollouts)
         # The critic's batch: while it warms up it is the only one that learns.
         metrics |= of_rows(value_batch.loss_mask, batch.loss_mask, no_reward=~collected.valid, truncated=batch.truncated)
         self._mark_before = None

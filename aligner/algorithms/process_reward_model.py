@@ -107,7 +107,7 @@ class TrainProcessRewardModel(TrainerRun):
 def build(job: TrainerJob[TrainProcessRewardModel]) -> Built:
     train, validation = job.load(load_steps)
     model = job.reward_model(ScalarHead(outputs=("step",), pooling=Pooling.tokens))
-    job.describe([example.row for example in train], model.model)
+    job.describe(train, model.model)
     algorithm = ProcessRewardModelTraining(job.config.algorithm, model, train=train, validation=validation, **job.common)
     return Built(algorithm=algorithm, model=model.model, checkpoint=REWARD_MODEL)
 

@@ -134,7 +134,7 @@ def build(job: TrainerJob[TrainRegressionRewardModel]) -> Built:
     attributes, settings = job.config.data.attributes, job.config.algorithm
     train, validation = job.load(load_regression)
     model = job.reward_model(ScalarHead(outputs=tuple(attributes), pooling=settings.pooling))
-    job.describe([example.row for example in train], model.model)
+    job.describe(train, model.model)
     algorithm = RegressionTraining(settings, model, attributes=attributes, train=train, validation=validation, **job.common)
     return Built(algorithm=algorithm, model=model.model, checkpoint=REWARD_MODEL)
 

@@ -89,7 +89,7 @@ class RejectionSampling:
         batch = rollout_batch(collected.rollouts, task.pad_id)
         kept = self.select(batch, collected)
         metrics = response_metrics(collected, clock.seconds["time/generate"]) | self.kept_metrics(kept, batch, collected)
-        metrics |= self.account(kept, batch, collected)
+        metrics |= self.account(kept, batch, collected) | task.shares(collected.rollouts)
         if len(kept):
             with clock.phase("train"):
                 parts = updates_of(

@@ -116,7 +116,7 @@ class TrainRewardModel(TrainerRun):
 def build(job: TrainerJob[TrainRewardModel]) -> Built:
     train, validation = job.load(load_preferences)
     model = job.reward_model(ScalarHead(pooling=job.config.algorithm.pooling))
-    job.describe([row for pair in train for row in (pair.chosen, pair.rejected)], model.model, unit=2)
+    job.describe(train, model.model)
     algorithm = RewardModelTraining(job.config.algorithm, model, train=train, validation=validation, **job.common)
     return Built(algorithm=algorithm, model=model.model, checkpoint=REWARD_MODEL)
 

@@ -24,6 +24,7 @@ from aligner.algorithms.online_dpo import MovingReference
 from aligner.data.collate import EpochSampler, supervised_batch
 from aligner.data.config import DemonstrationDataConfig
 from aligner.data.preferences import PreferencePair
+from aligner.data.reading import Mixed
 from aligner.data.report import LoadReport
 from aligner.data.supervised import Demonstration, load_demonstrations
 from aligner.data.tokenizer import Tokenizer
@@ -82,7 +83,7 @@ class SPIN(PairIterations[SPINConfig]):
         validation: Sequence[Demonstration],
         settings: str = "",
     ) -> None:
-        super().__init__(config, policy, task, reference, answers, prompts=[one.prompt for one in train], settings=settings)
+        super().__init__(config, policy, task, reference, answers, prompts=_prompts_of(train), settings=settings)
         self.train = train
         self.validation = validation
         self._order = EpochSampler(self.num_prompts, config.batch_size, task.seed)
@@ -182,10 +183,18 @@ def build(job: OnlineJob[TrainSPIN]) -> Built:
 
 def _prompts(
     job: OnlineJob[TrainSPIN], sets: dict[str, Sequence[Demonstration]], tokenizer: Tokenizer
-) -> tuple[list[Prompt], list[Prompt]]:
+) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
     """Fills `sets`; gives the task its prompts. No response is sampled in a validation."""
     sets["train"], sets["validation"] = job.load(load_demonstrations, tokenizer)
-    return [one.prompt for one in sets["train"]], []
+    return _prompts_of(sets["train"]), []
+
+
+def _prompts_of(train: Sequence[Demonstration]) -> Sequence[Prompt]:
+    return train.map(_prompt) if isinstance(train, Mixed) else [_prompt(one) for one in train]
+
+
+def _prompt(one: Demonstration) -> Prompt:
+    return one.prompt
 
 
 RECIPE = Recipe(name="spin", config=TrainSPIN, build=build, columns=COLUMNS, presets_of=("dpo",))

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from aligner.data.collate import EpochSampler, supervised_batch
+from aligner.data.collate import supervised_batch
 from aligner.data.config import ProposalDataConfig
+from aligner.data.order import order_of
 from aligner.data.proposals import OF_PROPOSAL, ProposedGroup, load_proposals
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer
@@ -115,7 +116,7 @@ class SteerLM2(Stateless):
         self.train = train
         self.validation = validation
         self.pad_id = pad_id
-        self.order = EpochSampler(len(train), config.batch_size, seed)
+        self.order = order_of(train, config.batch_size, seed)
 
     def step(self, step: int, clock: Clock) -> StepResult:
         groups = [self.train[i] for i in self.order.indices(step - 1)]
@@ -127,7 +128,7 @@ class SteerLM2(Stateless):
         metrics["steerlm/effective_responses"] = found.effective.mean().item()
         metrics["data/tokens_per_second"] = int(found.batch.lengths.sum()) / (clock.seconds["time/logprobs"] + clock.seconds["time/train"])
         weighs = found.batch.loss_mask & (found.batch.labels != 0)
-        return StepResult(metrics=metrics | of_mask(weighs) | {"data/epoch": self.order.epoch(step)})
+        return StepResult(metrics=metrics | of_mask(weighs) | self.order.metrics(step))
 
     def weigh(self, groups: Sequence[ProposedGroup]) -> Weighed:
         """The rows of these groups with their coefficients under the current policy."""

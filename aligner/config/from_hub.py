@@ -29,16 +29,19 @@ class _Setting:
     """One that may name something of the Hub."""
 
     key: str
-    section: Any
+    section: Any  # a config, or a source of several in `data.train`
     field: str
     files: Files
 
     @property
     def value(self) -> str:
-        return str(getattr(self.section, self.field))
+        return str(self.section[self.field] if isinstance(self.section, dict) else getattr(self.section, self.field))
 
     def put(self, value: str) -> None:
-        object.__setattr__(self.section, self.field, value)
+        if isinstance(self.section, dict):
+            self.section[self.field] = value
+        else:
+            object.__setattr__(self.section, self.field, value)
 
     def name(self) -> tuple[HubName, str] | None:
         """The name, and what follows it."""
@@ -115,7 +118,9 @@ def _settings(node: Any, path: str = "") -> Iterator[_Setting]:
     declared: Mapping[str, Files] = getattr(type(node), "from_hub", {})
     for field in fields(node):
         key = f"{path}.{field.name}" if path else field.name
-        if field.name in declared:
+        if field.name in declared and isinstance(several := getattr(node, field.name), list):
+            yield from (_Setting(f"{key}[{place}].path", source, "path", declared[field.name]) for place, source in enumerate(several))
+        elif field.name in declared:
             yield _Setting(key, node, field.name, declared[field.name])
         else:
             yield from _settings(getattr(node, field.name), key)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from aligner.data.preferences import PreferencePair
@@ -33,35 +34,49 @@ class EpochSampler:
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
-        self._cached: tuple[int, list[int]] = (-1, [])  # the last epoch's permutation, only to save time
+        self._cached = (-1, np.empty(0, dtype=np.uint32))  # the last epoch's permutation, only to save time
 
     def indices(self, step: int) -> list[int]:
         """The `batch_size` examples of `step` (from 0)."""
         if step < 0:
             raise ValueError(f"step is {step}, allowed: at least 0")
         start = step * self.batch_size
-        return [self._permutation(p // self.size)[p % self.size] for p in range(start, start + self.batch_size)]
+        return [int(self._permutation(p // self.size)[p % self.size]) for p in range(start, start + self.batch_size)]
 
     def epoch(self, step: int) -> float:
         """How many epochs are over when `step` begins."""
         return step * self.batch_size / self.size
 
+    def metrics(self, step: int) -> dict[str, float]:
+        """The metrics of `step` (from 1)."""
+        return {"data/epoch": self.epoch(step), **self.shares(step)}
+
+    def shares(self, step: int) -> dict[str, float]:
+        """Of several sources, each one's share of `step` (from 1), and the epochs that are over of each."""
+        return {}
+
+    def check(self, num_steps: int) -> None:
+        """Raise ConfigError if there are not examples enough for so many steps; epochs never end."""
+
     def steps_per_epoch(self) -> int:
         """Steps after which every example was seen at least once."""
         return -(-self.size // self.batch_size)
 
-    def _permutation(self, epoch: int) -> list[int]:
+    def _permutation(self, epoch: int) -> NDArray[np.uint32]:
         if not self.shuffle:
             epoch = 0
         if self._cached[0] != epoch:
             self._cached = (epoch, self._make(epoch))
         return self._cached[1]
 
-    def _make(self, epoch: int) -> list[int]:
-        if not self.shuffle:
-            return list(range(self.size))
-        draws = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64)).random_raw(self.size)
-        return np.argsort(draws, kind="stable").tolist()
+    def _make(self, epoch: int) -> NDArray[np.uint32]:
+        return permutation(self.size, self.seed, epoch) if self.shuffle else np.arange(self.size, dtype=np.uint32)
+
+
+def permutation(size: int, seed: int, epoch: int, stream: int = 0) -> NDArray[np.uint32]:
+    """A permutation of `range(size)`, 4 bytes a number; others for other streams of a run."""
+    draws = np.random.Philox(key=np.array([seed, epoch + (stream << 48)], dtype=np.uint64)).random_raw(size)
+    return np.argsort(draws, kind="stable").astype(np.uint32)
 
 
 def token_batch(sequences: Sequence[Sequence[int]], pad_id: int, pad_multiple: int = 1) -> TokenBatch:

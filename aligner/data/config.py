@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from aligner.data.mixture import as_sources, check_mixture
 from aligner.errors import ConfigError
 from aligner.hub.names import Files
 
@@ -40,6 +41,15 @@ def _require_at_least(minimum: int, **sizes: int) -> None:
             raise ConfigError(f"data.{name} is {value}, allowed: at least {minimum}")
 
 
+def _check_sources(data: PromptDataConfig | ExampleDataConfig) -> None:
+    data.train = as_sources(data.train, "data.train")
+    data.validation = as_sources(data.validation, "data.validation")
+    check_mixture(data)
+    _require_at_least(0, num_workers=data.num_workers)
+    if data.num_workers and not data.cache:
+        raise ConfigError(f"data.num_workers={data.num_workers}: needs data.cache, where the processes write what they tokenize")
+
+
 def _require_length(minimum: int, **lengths: int) -> None:
     for name, value in lengths.items():
         if value and value < minimum:
@@ -65,8 +75,10 @@ class PromptDataConfig:
     `ORG/NAME[@REVISION][:SPLIT]` / `ORG/NAME[@REVISION]:CONFIG:SPLIT`, or the same after `datasets:`, also of a directory.
     """
 
-    train: str = "???"  # required: a jsonl, json or parquet file, a directory of them, ORG/NAME[@REV][:SPLIT] of the Hub, or datasets:NAME
-    validation: str = ""  # prompts to validate on, given as `train` is; empty: none
+    train: Any = (
+        "???"  # required: a jsonl, json or parquet file, a directory, ORG/NAME[@REV][:SPLIT], datasets:NAME, or [{path: ..., weight: ...}]
+    )
+    validation: Any = ""  # prompts to validate on, given as `train` is; empty: none
     from_hub: ClassVar[Mapping[str, Files]] = {"train": Files.data, "validation": Files.data}
     num_validation_prompts: int = 128  # the first so many usable ones
     max_prompt_length: int = 0  # tokens; 0: what the model's context leaves beside the response (docs/data.md)
@@ -76,8 +88,12 @@ class PromptDataConfig:
     apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
     add_bos: bool = True  # for plain text, where the tokenizer has one; a chat template brings its own
     bad_lines: BadLines = BadLines.fail  # records that cannot be used: fail: list them and do not start; skip: drop and count them
+    mixture_temperature: float = 1.0  # T: sources without weights get shares like size^(1/T); 1: as one data set, larger: more equal shares
+    cache: str = ""  # directory of tokenized data, which later runs find and map into memory; empty: tokenized into memory by every process
+    num_workers: int = 0  # processes that tokenize, with data.cache; 0: as many as CPUs, at most 16
 
     def __post_init__(self) -> None:
+        _check_sources(self)
         _require_length(1, max_prompt_length=self.max_prompt_length)
         _require_at_least(1, num_validation_prompts=self.num_validation_prompts)
         _require_member(BadLines, bad_lines=self.bad_lines)
@@ -90,14 +106,20 @@ class PromptDataConfig:
 class ExampleDataConfig:
     """Common settings of training examples. `train`, `validation` as in `PromptDataConfig`."""
 
-    train: str = "???"  # required: a jsonl, json or parquet file, a directory of them, ORG/NAME[@REV][:SPLIT] of the Hub, or datasets:NAME
-    validation: str = ""  # data to validate on, given as `train` is; empty: none
+    train: Any = (
+        "???"  # required: a jsonl, json or parquet file, a directory, ORG/NAME[@REV][:SPLIT], datasets:NAME, or [{path: ..., weight: ...}]
+    )
+    validation: Any = ""  # data to validate on, given as `train` is; empty: none
     from_hub: ClassVar[Mapping[str, Files]] = {"train": Files.data, "validation": Files.data}
     max_length: int = 0  # tokens of an example; 0: the model's context
     overlong: Overlong = Overlong.drop  # what is longer: drop (and count), truncate (its end) or refuse
     bad_lines: BadLines = BadLines.fail  # records that cannot be used: fail: list them and do not start; skip: drop and count them
+    mixture_temperature: float = 1.0  # T: sources without weights get shares like size^(1/T); 1: as one data set, larger: more equal shares
+    cache: str = ""  # directory of tokenized data, which later runs find and map into memory; empty: tokenized into memory by every process
+    num_workers: int = 0  # processes that tokenize, with data.cache; 0: as many as CPUs, at most 16
 
     def __post_init__(self) -> None:
+        _check_sources(self)
         _require_length(2, max_length=self.max_length)
         _require_member(BadLines, bad_lines=self.bad_lines)
         _require_member(Overlong, overlong=self.overlong)
@@ -143,6 +165,11 @@ class UnpairedDataConfig(PreferenceDataConfig):
 class DistillationDataConfig(ExampleDataConfig):
     """A teacher's log-probs of examples. `train`, `validation` are directories that `teacher_logprobs` wrote, or files of NeMo-Aligner's
     `{tokens, labels, loss_mask, topk_logits, topk_token_ids}`."""
+
+    def __post_init__(self) -> None:
+        ExampleDataConfig.__post_init__(self)
+        if self.cache:
+            raise ConfigError(f"data.cache={self.cache}: a teacher's log-probs are read from their files as they are; allowed: ''")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from aligner.data.collate import supervised_batch
 from aligner.data.config import DistillationDataConfig, Overlong
+from aligner.data.reading import reads_sources
 from aligner.data.records import raw_object, shown
 from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.sources import RawRecord, read_records
@@ -223,6 +224,7 @@ class Selected(Sequence[DistilledExample]):
         return self._examples[self._chosen[index]].first(self._max_length)
 
 
+@reads_sources
 def load_distillation(
     location: str, config: DistillationDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[Sequence[DistilledExample], LoadReport]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 
 from torch import Tensor
 
 from aligner.data.config import PreferenceDataConfig
 from aligner.data.encoding import PromptStyle, encode_response
+from aligner.data.reading import reads_sources
 from aligner.data.records import is_text_line, parse_preference, parse_text_pair
 from aligner.data.report import LoadReport, Tally
 from aligner.data.sources import RawRecord, read_records
@@ -55,6 +56,7 @@ class _Lines:
         return (self.first,) if self.second is None else (self.first, self.second)
 
 
+@reads_sources
 def load_preferences(
     location: str, config: PreferenceDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[PreferencePair], LoadReport]:
@@ -95,11 +97,14 @@ def require_margins(pairs: Sequence[PreferencePair], what: str) -> None:
 def _pair_lines(records: Iterable[RawRecord]) -> Iterator[_Lines]:
     """One entry per record, or per two lines in files that alternate `{text}` lines (decided by a file's first readable record)."""
     for _, group in groupby(records, key=lambda raw: raw.file):
-        lines = list(group)
-        readable = next((raw for raw in lines if not raw.error), lines[0])
-        if not is_text_line(readable):
+        head: list[RawRecord] = []
+        while (raw := next(group, None)) is not None:
+            head.append(raw)
+            if not raw.error:
+                break
+        lines = chain(head, group)
+        if not is_text_line(head[0] if head[-1].error else head[-1]):
             yield from (_Lines(first=raw) for raw in lines)
             continue
-        for start in range(0, len(lines), 2):
-            second = lines[start + 1] if start + 1 < len(lines) else None
-            yield _Lines(first=lines[start], second=second, alternating=True)
+        for first in lines:
+            yield _Lines(first=first, second=next(lines, None), alternating=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from aligner.data.config import Overlong, PromptDataConfig
 from aligner.data.encoding import PromptStyle, encode_prompt
+from aligner.data.mixture import Location, Source, sources
+from aligner.data.reading import reads_sources
 from aligner.data.records import Conversation, parse_prompt
 from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.sources import RawRecord, read_records
@@ -15,6 +17,7 @@ from aligner.errors import DataError
 from aligner.types import Prompt
 
 
+@reads_sources
 def load_prompts(
     location: str, config: PromptDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[Prompt], LoadReport]:
@@ -70,8 +73,10 @@ class Questions:
         return Questions(texts=self.texts | other.texts, are_chats=self.are_chats or other.are_chats)
 
 
-def read_questions(location: str, config: PromptDataConfig, prompts: Iterable[Prompt]) -> Questions:
+def read_questions(location: Location, config: PromptDataConfig, prompts: Iterable[Prompt]) -> Questions:
     """The questions of these prompts, which `load_prompts` made from the records at `location`."""
+    if not isinstance(location, str):
+        return _questions_of_sources(sources(config, location), config, list(prompts))
     wanted = {prompt.id for prompt in prompts}
     texts, are_chats = {}, config.apply_chat_template
     for raw in read_records(location, max(wanted, default=0) + 1):
@@ -80,6 +85,19 @@ def read_questions(location: str, config: PromptDataConfig, prompts: Iterable[Pr
             texts[raw.source] = question_text(asked)
             are_chats |= not isinstance(asked, str)
     return Questions(texts=texts, are_chats=are_chats)
+
+
+def _questions_of_sources(named: Sequence[Source], config: PromptDataConfig, prompts: Sequence[Prompt]) -> Questions:
+    """Their ids are those of the whole data set; a record is found by its file and line."""
+    found, wanted = Questions(are_chats=config.apply_chat_template), {prompt.source for prompt in prompts}
+    for source in named:
+        own = source.config(config)
+        for raw in read_records(source.path, source.max_records or None):
+            if raw.source in wanted:
+                asked = parse_prompt(raw, own.prompt_field, own.answer_field).prompt
+                chats = own.apply_chat_template or not isinstance(asked, str)
+                found |= Questions(texts={raw.source: question_text(asked)}, are_chats=chats)
+    return found
 
 
 def question_text(asked: str | Conversation) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from aligner.data.config import ProposalDataConfig, SampledDataConfig
 from aligner.data.encoding import Encoded, PromptStyle, encode_labelled, encode_plain, encode_response
 from aligner.data.labelled import MISSING, LabelledRecord, Turn, parse_labels, parse_turn
+from aligner.data.reading import reads_sources
 from aligner.data.records import Message, field_text, raw_object, shown
 from aligner.data.regression import attribute_text
 from aligner.data.report import LoadReport, Tally
@@ -71,6 +72,7 @@ class Responses:
         return [LabelledRecord(system=self.system, turns=(*self.prompt, turn)) for turn in self.turns]
 
 
+@reads_sources
 def load_proposals(
     location: str, config: ProposalDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[ProposedGroup], LoadReport]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 
@@ -12,6 +11,7 @@ from aligner.data.collate import supervised_batch
 from aligner.data.config import RegressionDataConfig
 from aligner.data.encoding import Encoded, PromptStyle, encode_conversation, encode_plain, encode_response
 from aligner.data.labelled import LABEL_START, TURN_START, LabelledRecord, is_labelled, parse_labelled, parse_labels
+from aligner.data.reading import reads_sources
 from aligner.data.records import ConversationRecord, field_text, parse_supervised, raw_object, refuse_two, supervised_readings
 from aligner.data.report import LoadReport, Tally
 from aligner.data.sources import RawRecord, read_records
@@ -29,6 +29,7 @@ class LabelledExample:
     labels: tuple[float, ...]
 
 
+@reads_sources
 def load_regression(
     location: str, config: RegressionDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[LabelledExample], LoadReport]:
@@ -50,8 +51,7 @@ def load_regression(
         tally.truncated += cut > 0
         return examples
 
-    records = tally.convert(read_records(location, first), convert)
-    return list(chain.from_iterable(records)), tally.finish()
+    return tally.convert(read_records(location, first), convert), tally.finish()
 
 
 def labelled_batch(examples: Sequence[LabelledExample], pad_id: int) -> LabeledBatch:

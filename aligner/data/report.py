@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from aligner.data.config import BadLines, Overlong
 from aligner.data.sources import Fields, RawRecord
@@ -38,9 +39,13 @@ class LoadReport:
     too_long: tuple[LongRecord, ...]
     problems: tuple[str, ...]
     unused: dict[str, int]  # name of a field that nothing was asked of -> in how many of the records used
+    parts: tuple[LoadReport, ...] = ()  # of each of several sources
+    shares: str = ""  # of these, as `Mixture.summary` says them
 
     def summary(self) -> str:
-        """One line for the log, and a second one if records have fields that are not used."""
+        """One line for the log, and a second one if records have fields that are not used; for several sources those of each."""
+        if self.parts:
+            return "\n".join([*(part.summary() for part in self.parts), self.shares])
         parts = [f"{self.location}: {self.num_kept} of {self.num_records} records used", *self.long_texts()]
         for count, what in ((self.num_truncated, "truncated"), (self.num_bad, "bad and skipped")):
             if count:
@@ -61,6 +66,24 @@ class LoadReport:
     def unused_text(self) -> str:
         """The fields that are not used, each with the number of records that have it."""
         return "fields that are not used: " + ", ".join(f"{name} ({count} records)" for name, count in self.unused.items())
+
+
+def combined(reports: Sequence[LoadReport], shares: str) -> LoadReport:
+    """One report of several sources."""
+    unused: dict[str, int] = {}
+    for name, count in (entry for report in reports for entry in report.unused.items()):
+        unused[name] = unused.get(name, 0) + count
+    counts = ("num_records", "num_kept", "num_too_long", "num_truncated", "num_bad")
+    return replace(
+        reports[0],
+        location=", ".join(report.location for report in reports),
+        too_long=tuple(one for report in reports for one in report.too_long),
+        problems=tuple(one for report in reports for one in report.problems),
+        unused=unused,
+        parts=tuple(reports),
+        shares=shares,
+        **{name: sum(getattr(report, name) for report in reports) for name in counts},
+    )
 
 
 def _range(lengths: Sequence[int]) -> str:
@@ -92,6 +115,16 @@ def too_long(length: int, limit: int, overlong: Overlong, setting: str = "data.m
     raise TooLong(length, limit, setting)
 
 
+class Storing(Protocol):
+    """Keeps the examples in files instead of in memory (`aligner.data.cache`)."""
+
+    def convert(self, tally: Tally, items: Iterable[Any], conversion: Any, records: Any) -> Sequence[Any]:
+        """As `Tally.convert`."""
+
+
+STORING: ContextVar[Storing | None] = ContextVar("STORING", default=None)  # while a data set is read into the cache
+
+
 class Tally:
     """Counts the outcomes of the records of one data set. `truncated` is counted up by the conversion.
 
@@ -113,23 +146,56 @@ class Tally:
     def convert(
         self,
         items: Iterable[In],
-        conversion: Callable[[In], Out],
+        conversion: Callable[[In], Out | list[Out]],
         records: Callable[[In], Sequence[RawRecord]] = lambda item: (item,),  # type: ignore[assignment, return-value]
     ) -> list[Out]:
-        """Convert every item; a DataError makes it a bad record, `TooLong` a dropped one. `records`: what an item was made of."""
-        converted = []
+        """Convert every item; a DataError makes it a bad record, `TooLong` a dropped one. `records`: what an item was made of.
+
+        A conversion may give a list, of any number of examples. The list that is returned is a sequence in files while these are made.
+        """
+        if (storing := STORING.get()) is not None:
+            return storing.convert(self, items, conversion, records)  # type: ignore[return-value]
+        return self.convert_here(items, conversion, records)
+
+    def convert_here(
+        self, items: Iterable[In], conversion: Callable[[In], Out | list[Out]], records: Callable[[In], Sequence[RawRecord]]
+    ) -> list[Out]:
+        """As `convert`, into memory."""
+        converted: list[Out] = []
         for item in items:
             self._records += 1
             try:
-                converted.append(conversion(item))
+                found = conversion(item)
+                converted += found if isinstance(found, list) else [found]
+                self._kept += 1
                 for raw in records(item):
                     self._note_unused(raw)
             except TooLong as found:
                 self._too_long.append(LongRecord(source=records(item)[0].source, length=found.length, limit=found.limit))
             except DataError as error:
                 self._problems.append(f"{records(item)[0].source}: {error}")
-        self._kept += len(converted)
         return converted
+
+    def listed(self) -> dict[str, int]:
+        """The length of every list."""
+        return {name: len(value) for name, value in vars(self).items() if isinstance(value, list)}
+
+    def absorb(self, others: Sequence[Tally], marks: Sequence[Sequence[dict[str, int]]]) -> None:
+        """Add the counts of tallies that took turns at blocks of the records; `marks[i]`: what the i-th had `listed` after each block."""
+        for other in others:
+            for name, value in vars(other).items():
+                own = getattr(self, name)
+                if isinstance(value, dict):
+                    setattr(
+                        self, name, {**own, **{key: own.get(key, 0) + one if isinstance(one, int) else one for key, one in value.items()}}
+                    )
+                elif type(value) is int and name != "_latest":
+                    setattr(self, name, own + value)
+        for turn in range(max(map(len, marks))):
+            for other, its_marks in zip(others, marks, strict=True):
+                before = its_marks[turn - 1] if turn else {}
+                for name, stop in its_marks[turn].items() if turn < len(its_marks) else ():
+                    getattr(self, name).extend(getattr(other, name)[before.get(name, 0) : stop])
 
     def _note_unused(self, raw: RawRecord) -> None:
         """Count the record's fields that its conversion did not ask for; once, also if it is several items."""

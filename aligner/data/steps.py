@@ -11,6 +11,7 @@ from aligner.data.collate import supervised_batch
 from aligner.data.config import Overlong, StepDataConfig
 from aligner.data.encoding import PromptStyle, encode_prompt
 from aligner.data.labelled import MISSING, parse_step_labels
+from aligner.data.reading import reads_sources
 from aligner.data.records import Conversation, parse_prompt, raw_object, shown, text_of, the_one
 from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.sources import RawRecord, read_records
@@ -37,6 +38,7 @@ class _Record:
     labels: tuple[float, ...]
 
 
+@reads_sources
 def load_steps(
     location: str, config: StepDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[SteppedExample], LoadReport]:

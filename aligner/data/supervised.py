@@ -22,6 +22,7 @@ from aligner.data.encoding import (
     truncated,
 )
 from aligner.data.labelled import is_labelled, parse_labelled
+from aligner.data.reading import reads_sources
 from aligner.data.records import ConversationRecord, parse_supervised
 from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.sources import RawRecord, read_records
@@ -44,6 +45,7 @@ class SupervisedExample:
     ref_logprobs: Tensor | None = field(default=None, compare=False, repr=False)
 
 
+@reads_sources
 def load_supervised(
     location: str, config: SFTDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[SupervisedExample], LoadReport]:
@@ -109,6 +111,7 @@ def answered(prompt: Prompt, response: Sequence[int]) -> SupervisedExample:
     return SupervisedExample(tokens=(*head, *response), loss_mask=(False,) * len(head) + (True,) * len(response), source=prompt.source)
 
 
+@reads_sources
 def load_demonstrations(
     location: str, config: DemonstrationDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[Demonstration], LoadReport]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from aligner.data.collate import EpochSampler, supervised_batch
 from aligner.data.config import UnpairedDataConfig
 from aligner.data.encoding import PromptStyle, encode_response
+from aligner.data.reading import reads_sources
 from aligner.data.records import Conversation, has, parse_judged, parse_preference, raw_object, refuse_two
 from aligner.data.report import LoadReport, Tally
 from aligner.data.sources import RawRecord, read_records
@@ -47,6 +48,7 @@ class UnpairedExample:
         return self.row.tokens[self.row.loss_mask.index(True) :]
 
 
+@reads_sources
 def load_unpaired(
     location: str, config: UnpairedDataConfig, tokenizer: Tokenizer, *, first: int | None = None
 ) -> tuple[list[UnpairedExample], LoadReport]:

@@ -103,10 +103,11 @@ def _base(settings: Mapping[str, Any]) -> HubName | str:
 def _data(settings: Mapping[str, Any]) -> dict[str, HubName | str]:
     found: dict[str, HubName | str] = {}
     for key, use in (("train", "training"), ("validation", "validation")):
-        location = str(settings.get("data", {}).get(key) or "")
-        if location and location != "???":
+        given = settings.get("data", {}).get(key) or ""
+        locations = [str(one["path"]) for one in given] if isinstance(given, list) else [str(given)]
+        for number, location in enumerate(one for one in locations if one and one != "???"):
             named = parse_data(location)
-            found[use] = named[0] if named else Path(location).name
+            found[f"{use} ({number + 1})" if len(locations) > 1 else use] = named[0] if named else Path(location).name
     return found
 
 

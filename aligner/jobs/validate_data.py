@@ -14,6 +14,7 @@ from aligner.algorithms.registry import composed, recipes
 from aligner.config import fetch_named
 from aligner.data.config import BadLines
 from aligner.data.inspection import BRACKETS, COLOURS, Lengths, View, duplicates, histogram, lengths_of, render, view_of
+from aligner.data.mixture import read_alone
 from aligner.data.report import LoadReport, NoUsableRecord
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.errors import ConfigError
@@ -79,8 +80,8 @@ def validate(target: str, overrides: Sequence[str], options: Options) -> int:
     tokenizer = _tokenizer(config)
     config = _with_lengths(config, tokenizer, options)
     findings = []
-    for location in dict.fromkeys(filter(None, (config.data.train, config.data.validation))):
-        finding, views = inspect(config, location, tokenizer)
+    for location, data in read_alone(config.data):
+        finding, views = inspect(replace(config, data=data), location, tokenizer)
         findings.append(finding)
         show(finding, sys.stdout, lists_all=options.lists_all)
         _show_samples(views[: options.num_samples], tokenizer, sys.stdout)

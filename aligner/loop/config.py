@@ -204,6 +204,14 @@ class TrainerRun(JobRun):
 class WritingRun(JobRun):
     """A run that writes a data set instead of training. `build(job: WriterJob)` does the work and returns the exit code."""
 
+    def __post_init__(self) -> None:
+        JobRun.__post_init__(self)
+        for name in ("train", "validation"):
+            if not isinstance(location := getattr(self.data, name), str):
+                raise ConfigError(f"data.{name} lists {len(location)} sources; allowed: one path, in a run that writes a data set")
+        if self.data.cache:
+            raise ConfigError(f"data.cache={self.data.cache}: a run that writes a data set reads it once; allowed: ''")
+
     def start(self, recipe: Recipe) -> int:
         from aligner.loop.writer_job import write  # Megatron-Core comes with it
 

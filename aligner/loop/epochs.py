@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
-from aligner.data.collate import EpochSampler
+from aligner.data.order import order_of
 from aligner.errors import ConfigError
 from aligner.loop.learnt import of_mask
 from aligner.loop.loop import Clock, StepResult
@@ -98,7 +98,7 @@ class EpochTraining(Stateless, ABC, Generic[Config, Example, Collated, Model]):
         self.train = train
         self.validation = validation
         self.pad_id = pad_id
-        self.order = EpochSampler(len(train), config.batch_size, seed)
+        self.order = order_of(train, config.batch_size, seed)
         self.check()
 
     def check(self) -> None:
@@ -124,7 +124,7 @@ class EpochTraining(Stateless, ABC, Generic[Config, Example, Collated, Model]):
             metrics = values(self.model.train_step(batch, self.loss))
         metrics["data/tokens_per_second"] = int(batch.lengths.sum()) / clock.seconds["time/train"]
         found = of_mask(batch.loss_mask, unit=2 if isinstance(batch, PreferenceBatch) else 1)
-        return StepResult(metrics=metrics | found | {"data/epoch": self.order.epoch(step)})
+        return StepResult(metrics=metrics | found | self.order.metrics(step))
 
     def examples_of(self, step: int) -> list[Example]:
         """Examples of `step` (from 1)."""

@@ -98,7 +98,7 @@ def with_lengths(config: J) -> J:
 
 
 def load_sets(
-    session: Session, load: Callable[[str, Any, Tokenizer], tuple[Sequence[Example], LoadReport]], data: Any, tokenizer: Tokenizer
+    session: Session, load: Callable[..., tuple[Sequence[Example], LoadReport]], data: Any, tokenizer: Tokenizer
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """(training examples, validation examples: none if no file is named), read before any model is built.
 
@@ -106,7 +106,7 @@ def load_sets(
     """
     sets: list[Sequence[Example]] = []
     for location in filter(None, (data.train, data.validation)):
-        examples, report = load(location, data, tokenizer)
+        examples, report = load(location, data, tokenizer, heartbeat=session.progress.heartbeat)
         if sets:
             session.say(report.summary())
         else:

@@ -51,7 +51,7 @@ _HARMLESS = (
     *("cluster.*", "slurm.*", "container.*"),
     *("parallel.*", "*.parallel.*", "num_processes", "*.num_processes", "*.environment", "*.server.*", "critic.accept_gap"),
     *("*timeout_seconds", "*num_threads", "environment.num_workers", "validation.*"),
-    *("data.validation", "data.num_validation_prompts", "algorithm.validation_batch_size"),
+    *("data.validation", "data.num_validation_prompts", "data.cache", "data.num_workers", "algorithm.validation_batch_size"),
     *("*optimizer.offload", "*optimizer.distributed"),
     *(
         f"*model.{name}"

@@ -28,6 +28,7 @@ from torch.utils.data import ConcatDataset
 from aligner.cluster.run_directory import RunDirectory
 from aligner.data.collate import supervised_batch
 from aligner.data.distillation import data_digest
+from aligner.data.mixture import Mixture
 from aligner.data.parts import Parts
 from aligner.data.supervised import SupervisedExample
 from aligner.data.tokenizer import Tokenizer
@@ -95,6 +96,7 @@ class WithReference(Sequence[Example]):
     """
 
     def __init__(self, examples: Sequence[Example], parts: Parts, first: int) -> None:
+        self.mixture: Mixture | None = getattr(examples, "mixture", None)
         self._examples = examples
         self._parts = parts
         self._first = first

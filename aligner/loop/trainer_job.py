@@ -8,8 +8,9 @@ from typing import Any, Generic, TypeVar
 
 from aligner.cluster.exit_codes import ExitCode
 from aligner.data.collate import EpochSampler
+from aligner.data.order import order_of
 from aligner.data.report import LoadReport
-from aligner.data.supervised import SupervisedExample
+from aligner.data.stored import row_counts
 from aligner.data.tokenizer import Tokenizer
 from aligner.loop.config import TrainerRun
 from aligner.loop.parts import load_model_files, load_sets, tokenizer_directory, train_to_end, with_lengths
@@ -51,7 +52,9 @@ class TrainerJob(Generic[C]):
         self, load: Callable[[str, Any, Tokenizer], tuple[Sequence[Example], LoadReport]]
     ) -> tuple[Sequence[Example], Sequence[Example]]:
         """(training examples, validation examples); prints what was left out. Raises DataError listing all bad lines."""
-        return load_sets(self.session, load, self.config.data, self.tokenizer)
+        train, validation = load_sets(self.session, load, self.config.data, self.tokenizer)
+        order_of(train, self.config.algorithm.batch_size, self.config.run.seed).check(self.config.loop.max_steps)
+        return train, validation
 
     def policy(self) -> MegatronPolicy:
         """The language model that is trained."""
@@ -70,9 +73,9 @@ class TrainerJob(Generic[C]):
         """The examples of each set (`stored_reference`) with log-probs of `policy`; None if the run is to stop before all are computed."""
         return with_reference(self.session, self.config, policy, self.tokenizer, sets)
 
-    def describe(self, rows: Sequence[SupervisedExample], model: TrainableModel, *, unit: int = 1) -> None:
-        """Print a line on the training rows and their batches; `unit` neighbouring rows are one example."""
-        self.session.say(batches_of(rows, self.config, model, unit=unit))
+    def describe(self, examples: Sequence[Any], model: TrainableModel) -> None:
+        """Print a line on the training rows and their batches."""
+        self.session.say(batches_of(examples, self.config, model))
 
     def _training(self) -> Training:
         config = self.config
@@ -115,7 +118,7 @@ def batch_statistics(
     tokens = slots = passes = 0
     steps = min(NUM_STEPS, order.steps_per_epoch())
     for step in range(steps):
-        rows = [lengths[unit * example + offset] for example in order.indices(step) for offset in range(unit)]
+        rows = [int(lengths[unit * example + offset]) for example in order.indices(step) for offset in range(unit)]
         layout = plan(rows, micro_batches, num_replicas=num_replicas, unit=unit, multiple=splits.row_multiple)
         shapes = [input_shape([rows[number] for number in part], splits) for replica in layout for part in replica]
         tokens += sum(rows)
@@ -124,15 +127,15 @@ def batch_statistics(
     return BatchStatistics(tokens=tokens / steps, slots=slots / steps, passes=passes / steps)
 
 
-def batches_of(rows: Sequence[SupervisedExample], config: TrainerRun, model: TrainableModel, *, unit: int = 1) -> str:
-    """One line on the training rows and their batches; `unit` neighbouring rows are one example."""
-    lengths = [len(row.tokens) for row in rows]
-    learnt = sum(sum(row.loss_mask) for row in rows)
-    order = EpochSampler(len(rows) // unit, config.algorithm.batch_size, config.run.seed)
+def batches_of(examples: Sequence[Any], config: TrainerRun, model: TrainableModel) -> str:
+    """One line on the training rows and their batches."""
+    counts = row_counts(examples)
+    unit, lengths = counts.shape[1], counts[..., 0].reshape(-1)
+    order = order_of(examples, config.algorithm.batch_size, config.run.seed)
     found = batch_statistics(lengths, order, model.micro_batches, model.splits, num_replicas=model.topology.dp_size, unit=unit)
     line = (
-        f"{len(rows):,} rows of {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in all, {learnt:,} learnt; a batch of "
-        f"{order.batch_size * unit} rows: {found.tokens:,.0f} tokens in {found.passes:.1f} passes, {found.padding:.1%} padding"
+        f"{len(lengths):,} rows of {lengths.min()} to {lengths.max()} tokens, {lengths.sum():,} in all, {counts[..., 1].sum():,} learnt; "
+        f"a batch of {order.batch_size * unit} rows: {found.tokens:,.0f} tokens in {found.passes:.1f} passes, {found.padding:.1%} padding"
     )
     if found.padding <= MUCH_PADDING or model.splits.packed:
         return line

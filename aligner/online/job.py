@@ -15,8 +15,9 @@ from torch import Tensor
 
 from aligner.cluster.config import Placement
 from aligner.cluster.run_directory import POLICY, REFERENCE
-from aligner.data.collate import EpochSampler
+from aligner.data.order import order_of
 from aligner.data.prompts import load_prompts
+from aligner.data.stored import row_counts
 from aligner.data.tokenizer import Tokenizer
 from aligner.environments.exchange import environment_follow_up
 from aligner.environments.reward import EnvironmentReward
@@ -102,7 +103,7 @@ def remove_unused(references: Path, policies: Path) -> None:
 
 
 C = TypeVar("C", bound=OnlineRun)
-Load = Callable[[Tokenizer], tuple[list[Prompt], list[Prompt]]]
+Load = Callable[[Tokenizer], tuple[Sequence[Prompt], Sequence[Prompt]]]
 
 
 @dataclass(kw_only=True)
@@ -130,7 +131,7 @@ class OnlineJob(Generic[C]):
         """(training examples, validation examples); says what was left out. Raises DataError listing all bad lines."""
         return load_sets(self.session, load, self.config.data, tokenizer)
 
-    def load_prompts(self, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt]]:
+    def load_prompts(self, tokenizer: Tokenizer) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
         """The prompts of data.train and data.validation."""
         return load_prompt_sets(self.session, self.config, tokenizer)
 
@@ -228,7 +229,9 @@ def build_task(
     if platform.backend() == "nccl":
         check_ahead(config.rollout, tp=config.rollout.tp or config.parallel.tp)
     prompts, validation = (load or partial(load_prompt_sets, session, config))(tokenizer)
-    longest = max((len(prompt.tokens) for prompt in (*prompts, *validation)), default=0)
+    order = order_of(prompts, num_prompts, config.run.seed)
+    order.check(config.loop.max_steps)
+    longest = max((int(row_counts(one)[..., 0].max()) for one in (prompts, validation) if len(one)), default=0)
     check_cache(config.rollout, longest_prompt=longest, context=create.context_length(config.model, architecture))
     follow_up = None
     if config.environment.path:
@@ -249,7 +252,7 @@ def build_task(
         reward=reward,
         topology=session.topology,
         train=prompts,
-        order=EpochSampler(len(prompts), num_prompts, config.run.seed),
+        order=order,
         validation=validation,
         validation_sampling=replace(sampling, temperature=0.0),
         validation_scorer=function_reward(config.validation.scorer, tokenizer.decode, "validation.scorer.path")
@@ -270,10 +273,10 @@ def build_task(
     return task, policy, tokenizer_directory(model)
 
 
-def load_prompt_sets(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt]]:
+def load_prompt_sets(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
     """The prompts of data.train and data.validation; says what was left out. Raises DataError listing all bad lines."""
     train, validation = load_sets(session, load_prompts, config.data, tokenizer)
-    return list(train), list(validation[: config.data.num_validation_prompts])
+    return train, validation[: config.data.num_validation_prompts]
 
 
 def compares_logprobs(config: OnlineRun, capabilities: Capabilities, say: Callable[[str], None]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from aligner.data.collate import EpochSampler
+from aligner.data.reading import Mixed
 from aligner.models.guard import GuardConfig
 from aligner.online import validation
 from aligner.online.collect import Scorers
@@ -17,7 +18,7 @@ from aligner.online.validation import ValidationConfig
 from aligner.parallel.topology import Topology
 from aligner.protocols import Critic, RewardModel, RolloutEngine
 from aligner.servers.turns import SharedDevice
-from aligner.types import MaskedBatch, Prompt, SampleRow
+from aligner.types import MaskedBatch, Prompt, Rollout, SampleRow
 
 
 class Reference(Protocol):
@@ -54,6 +55,10 @@ class OnlineTask:
     def prompts(self, step: int) -> list[Prompt]:
         """The prompts of a step (counted from 1)."""
         return [self.train[index] for index in self.order.indices(step - 1)]
+
+    def shares(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """The share of each source of the training prompts in these rollouts; empty where there is one source."""
+        return self.train.shares([rollout.prompt for rollout in rollouts]) if isinstance(self.train, Mixed) else {}
 
     def scorers(self, critic: Critic | None = None) -> Scorers:
         """Who judges this run's rollouts: its reward, and `critic` if values are wanted."""

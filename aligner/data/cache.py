@@ -1,0 +1,324 @@
+"""Tokenized data that later runs find again (`data.cache`): made by several processes, once per machine, read from memory-mapped files.
+
+    <cache>/<key>/manifest.json    sizes and digests of the other files, and the report; beside it the files of `aligner.data.stored`
+    <cache>/<key>.lock             held by the process that makes it; the others wait
+    <cache>/digests/               digests of data files, by path, size and times
+
+The key is a digest of what the examples are made of: the data files' bytes, the tokenizer's files, the settings and the code that reads. A
+directory has its name only once all of it is on disk, so two machines that make it at once do no harm: the first counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import time
+import traceback
+import typing
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+from importlib.metadata import version
+from itertools import islice
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from aligner.data.report import STORING, LoadReport, LongRecord, Tally
+from aligner.data.stored import BLOCKS, COUNTS, NotStorable, ShardWriter, StoredExamples, schema_of, write_index
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import AlignerError, ConfigError, DataError, describe_os_error
+from aligner.files import publish
+from aligner.hub.names import DATASETS_PREFIX
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+BLOCK_SIZE = 1024  # records that one process converts at a time
+MAX_WORKERS = 16
+WAIT_SECONDS = 6 * 3600.0  # for another process that makes the same
+_APART = (
+    "train",
+    "validation",
+    "mixture_temperature",
+    "cache",
+    "num_workers",
+    "num_validation_prompts",
+)  # settings that no example depends on
+_TOKENIZER_FILES = ("*token*.json", "*.model", "*.jinja", "vocab.*", "merges.txt")
+_CHUNK = 2**24
+Heartbeat = Callable[[], None]
+
+
+def load_cached(
+    load: Any, location: str, config: Any, tokenizer: Tokenizer, *, first: int | None, heartbeat: Heartbeat
+) -> tuple[Sequence[Any], LoadReport]:
+    """What `load` returns, its examples from the files of the cache, which are made if they are not there. `heartbeat` is called meanwhile.
+
+    Raises what `load` raises; ConfigError for what cannot be kept, or a directory that cannot be written.
+    """
+    kind, cache = _kind(load), Path(config.cache)
+    try:
+        (cache / "digests").mkdir(parents=True, exist_ok=True)
+        directory = cache / _key(load, location, config, tokenizer, first, heartbeat)
+        if (found := _open(directory, kind)) is None:
+            with _alone(cache / f"{directory.name}.lock", heartbeat):
+                if (found := _open(directory, kind)) is None:
+                    making = _Storing(cache / f".{directory.name}.{uuid.uuid4().hex[:8]}", kind, _num_workers(config), heartbeat)
+                    _make(making, directory, lambda: load(location, config, tokenizer, first=first)[1])
+                    found = _open(directory, kind)
+    except OSError as error:
+        raise ConfigError(f"data.cache={config.cache}: {describe_os_error(error, cache)}") from error
+    if found is None:
+        raise DataError(f"data.cache={config.cache}: {directory} was damaged while it was written")
+    return found
+
+
+def _kind(load: Any) -> type:
+    """The dataclass of the examples that `load` returns. Raises ConfigError if they cannot be kept."""
+    kind: type = typing.get_args(typing.get_args(typing.get_type_hints(load)["return"])[0])[0]
+    try:
+        schema_of(kind)
+    except NotStorable as error:
+        raise ConfigError(f"data.cache: examples of type {kind.__name__} are not kept ({error}); allowed: ''") from error
+    return kind
+
+
+def _num_workers(config: Any) -> int:
+    return config.num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+
+
+def _open(directory: Path, kind: type) -> tuple[StoredExamples[Any], LoadReport] | None:
+    """The examples and the report of a complete directory; None if it is missing, half-written or damaged."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        if any((directory / name).stat().st_size != size for name, size in manifest["files"].items()):
+            return None
+        if any(_digest(directory / name) != manifest["digests"][name] for name in (BLOCKS, COUNTS)):
+            return None
+        report = manifest["report"]
+        report["too_long"] = tuple(LongRecord(**one) for one in report["too_long"])
+        return StoredExamples(directory, kind), LoadReport(**report | {"problems": tuple(report["problems"]), "parts": ()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _make(storing: _Storing, directory: Path, load: Callable[[], LoadReport]) -> None:
+    """Make the directory, or leave one that another machine was faster with."""
+    _clean_up(directory)
+    new = storing.directory
+    new.mkdir()
+    token = STORING.set(storing)
+    try:
+        report = load()
+        files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
+        manifest = {
+            "format": FORMAT,
+            "files": files,
+            "digests": {name: _digest(new / name) for name in (BLOCKS, COUNTS)},
+            "report": asdict(report),
+        }
+        publish(new / MANIFEST, lambda path: path.write_text(json.dumps(manifest) + "\n"))
+        if _open(directory, storing.kind) is None:
+            shutil.rmtree(directory, ignore_errors=True)  # damaged
+            os.rename(new, directory)
+    finally:
+        STORING.reset(token)
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _clean_up(directory: Path) -> None:
+    """Remove what processes that died have left of it. Another machine may be writing its own, where locks are not shared."""
+    for left in directory.parent.glob(f".{directory.name}.*"):
+        if time.time() - max(path.stat().st_mtime for path in (left, *left.iterdir())) > WAIT_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _key(load: Any, location: str, config: Any, tokenizer: Tokenizer, first: int | None, heartbeat: Heartbeat) -> str:
+    settings = {one.name: getattr(config, one.name) for one in fields(config) if one.name not in _APART}
+    named = [value for value in settings.values() if isinstance(value, str) and value and Path(value).is_file()]
+    code = sorted(Path(__file__).parent.glob("*.py"))
+    made_of = {
+        "format": FORMAT,
+        "reader": f"{load.__module__}.{load.__qualname__}",
+        "code": [[path.name, _digest(path)] for path in code],
+        "packages": [version("tokenizers"), version("transformers")],
+        "location": location,
+        "first": first,
+        "files": [[str(path), _known_digest(path, Path(config.cache), heartbeat)] for path in _files(location)],
+        "tokenizer": [tokenizer.digest, *([path.name, _digest(path)] for path in _tokenizer_files(Path(tokenizer.path)))],
+        "settings": {name: value.name if isinstance(value, Enum) else value for name, value in settings.items()},
+        "named": [_digest(Path(value)) for value in named],
+    }
+    return hashlib.sha256(json.dumps(made_of, sort_keys=True, default=repr).encode()).hexdigest()[:32]
+
+
+def _tokenizer_files(directory: Path) -> list[Path]:
+    return sorted({path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)})
+
+
+def _files(location: str) -> list[Path]:
+    """The files that a data set is read from. Raises ConfigError for one without files of its own."""
+    path = Path(location)
+    if location.startswith(DATASETS_PREFIX):
+        path = Path(location[len(DATASETS_PREFIX) :].partition(":")[0])
+        if not path.exists():
+            raise ConfigError(
+                f"data.cache: {location!r} names no files here whose bytes could be compared; allowed: a path, or data.cache=''"
+            )
+    return sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+
+
+def _digest(path: Path, heartbeat: Heartbeat = lambda: None) -> str:
+    content = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            content.update(chunk)
+            heartbeat()
+    return content.hexdigest()
+
+
+def _known_digest(path: Path, cache: Path, heartbeat: Heartbeat) -> str:
+    """The digest of a data file; a file is read again only if its size or times have changed. Raises DataError if there is none."""
+    if not path.is_file():
+        raise DataError(f"data file {str(path)!r} does not exist (looked for {path.absolute()})")
+    place = cache / "digests" / hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
+    with _alone(place.with_suffix(".lock"), heartbeat):
+        status = path.stat()
+        stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        try:
+            known = json.loads(place.read_text())
+            if known["stamp"] == stamp:
+                return str(known["sha256"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        found = _digest(path, heartbeat)
+        if time.time() - max(status.st_mtime, status.st_ctime) > 2:  # a later change may not show in the times of a file that is this new
+            publish(place, lambda new: new.write_text(json.dumps({"stamp": stamp, "sha256": found})))
+        return found
+
+
+@contextmanager
+def _alone(path: Path, heartbeat: Heartbeat) -> Iterator[None]:
+    """Meanwhile no other process of this machine is in such a block; on a file system without locks there is no waiting."""
+    lock, begun = filelock.FileLock(path), time.monotonic()
+    while True:
+        try:
+            lock.acquire(timeout=1.0, poll_interval=0.05)
+            break
+        except filelock.Timeout:
+            heartbeat()
+            if time.monotonic() - begun >= WAIT_SECONDS:
+                waited = f"waited {WAIT_SECONDS / 3600:.0f} hours for another process, which tokenizes the data and holds {path}"
+                raise DataError(f"data.cache: {waited}") from None
+        except NotImplementedError:
+            yield
+            return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a worker reports: its part of the index, its tally, and how much that had listed after each block."""
+
+    blocks: list[tuple[int, int, int, int, int]]
+    counts: list[Any]
+    tally: Tally
+    marks: list[dict[str, int]]
+
+
+class _Storing:
+    """Converts in several processes and writes what comes out; `aligner.data.report.Storing`. Blocks of records go round the workers."""
+
+    def __init__(self, directory: Path, kind: type, num_workers: int, heartbeat: Heartbeat) -> None:
+        self.directory = directory
+        self.kind = kind
+        self._num_workers = num_workers
+        self._heartbeat = heartbeat
+
+    def convert(self, tally: Tally, items: Iterable[Any], conversion: Any, records: Any) -> StoredExamples[Any]:
+        """`Tally.convert`, its examples in files. Raises what reading the items raises, and DataError if a process is killed."""
+
+        def work(number: int) -> _Outcome:
+            return self._work(number, tally, items, conversion, records)
+
+        if self._num_workers == 1:
+            outcomes = [work(0)]
+        else:
+            outcomes = _in_processes(work, self._num_workers, self._heartbeat)
+            tally.absorb([one.tally for one in outcomes], [one.marks for one in outcomes])
+        places = [divmod(block, self._num_workers) for block in range(sum(len(one.blocks) for one in outcomes))]
+        blocks, counts = ([getattr(outcomes[worker], name)[nth] for nth, worker in places] for name in ("blocks", "counts"))
+        write_index(self.directory, blocks, counts)
+        return StoredExamples(self.directory, self.kind)
+
+    def _work(self, number: int, tally: Tally, items: Iterable[Any], conversion: Any, records: Any) -> _Outcome:
+        """Every `num_workers`-th block, from block `number` on. In a process of its own the tally is a copy."""
+        writer = ShardWriter(self.directory, number, self.kind)
+        marks: list[dict[str, int]] = []
+        parent, iterator, block = os.getppid(), iter(items), 0
+        while taken := list(islice(iterator, BLOCK_SIZE)):
+            if block % self._num_workers == number:
+                writer.write(tally.convert_here(taken, conversion, records))
+                marks.append(tally.listed())
+            if self._num_workers == 1:
+                self._heartbeat()
+            elif os.getppid() != parent:
+                raise DataError("the process that this one tokenizes for has ended")
+            block += 1
+        writer.close()
+        return _Outcome(writer.blocks, writer.counts, tally, marks)
+
+
+def _in_processes(work: Callable[[int], _Outcome], num: int, heartbeat: Heartbeat) -> list[_Outcome]:
+    """`work(number)` in `num` copies of this process. Raises the first error of one, and DataError if one is killed."""
+    context, found = multiprocessing.get_context("fork"), dict[int, _Outcome]()
+    ends: dict[Connection, int] = {}
+    processes = []
+    try:
+        for number in range(num):
+            end, childs = context.Pipe(duplex=False)
+            ends[end] = number
+            processes.append(context.Process(target=_child, args=(work, number, childs), daemon=True))
+            processes[-1].start()
+            childs.close()
+        while ends:
+            for end in wait(list(ends), timeout=1.0):
+                number = ends.pop(end)  # type: ignore[call-overload]
+                found[number] = _received(end, processes[number])
+            heartbeat()
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+    return [found[number] for number in range(num)]
+
+
+def _child(work: Callable[[int], _Outcome], number: int, end: Connection) -> None:
+    try:
+        end.send(work(number))
+    except AlignerError as error:
+        end.send((type(error), str(error)))
+    except Exception:
+        end.send((RuntimeError, traceback.format_exc()))
+
+
+def _received(end: Connection, process: Any) -> _Outcome:
+    try:
+        outcome = end.recv()
+    except EOFError:
+        process.join()
+        raise DataError(f"data.cache: a process that tokenized ended with exit code {process.exitcode}: killed, for memory?") from None
+    if isinstance(outcome, _Outcome):
+        return outcome
+    kind, text = outcome
+    raise kind(text)
