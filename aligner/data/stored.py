@@ -113,7 +113,7 @@ def _counts(example: Any) -> list[tuple[int, int]]:
 
 
 def row_counts(examples: Sequence[Any]) -> Array:
-    """int32 [examples, rows, 2]: tokens and learnt tokens of each row, from the files where there are any; all examples have as many rows."""
+    """int32 [examples, rows, 2]: tokens and learnt tokens of each row; all examples have as many. From the files, where there are any."""
     if (stored := getattr(examples, "row_counts", None)) is not None:
         return stored()  # type: ignore[no-any-return]
     return np.array([_counts(example) for example in examples], dtype=np.int32)
@@ -138,7 +138,7 @@ class ShardWriter:
     def write_batch(self, batch: pa.RecordBatch, counts: Sequence[Sequence[tuple[int, int]]]) -> None:
         """A block that is a record batch already."""
         try:
-            self.counts.append(np.array(counts, dtype=np.int32).reshape(len(counts), -1, 2))
+            self.counts.append(np.array(counts, dtype=np.int32) if counts else np.empty((0, 1, 2), dtype=np.int32))
         except ValueError as error:
             raise DataError("records have different numbers of responses, expected the same number in all") from error
         content = batch.serialize()
