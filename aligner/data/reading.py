@@ -7,28 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import wraps
 from itertools import accumulate
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from aligner.data.cache import load_cached
 from aligner.data.mixture import Location, Mixture, Source, sources
 from aligner.data.report import LoadReport, combined
-from aligner.data.stored import row_counts
+from aligner.data.stored import row_counts, rows_of
 from aligner.data.tokenizer import Tokenizer
+from aligner.errors import DataError
 from aligner.types import Prompt
 
 Example = TypeVar("Example")
 Other = TypeVar("Other")
-P = ParamSpec("P")
-
-
-class Load(Protocol):
-    """Reads the usable examples of one path; `first`: only of so many records."""
-
-    def __call__(
-        self, location: str, config: Any, tokenizer: Tokenizer, *, first: int | None = None
-    ) -> tuple[Sequence[Any], LoadReport]: ...
 
 
 class Mixed(Sequence[Example]):
@@ -69,10 +61,10 @@ class Mixed(Sequence[Example]):
         return np.concatenate([row_counts(part) for part in self.parts])
 
 
-def reads_sources(load: Load) -> Any:
+def reads_sources(load: Callable[..., tuple[Sequence[Example], LoadReport]]) -> Callable[..., tuple[Sequence[Example], LoadReport]]:
     """A `load_*` of one path as one of lists of sources too, with the cache that the settings name.
 
-    What it returns for a list is a `Mixed`. Raises ConfigError for a list that cannot be used.
+    What it returns for a list is a `Mixed`. Raises ConfigError for a list that cannot be used, DataError for sources that do not match.
     """
 
     @wraps(load)
@@ -83,26 +75,36 @@ def reads_sources(load: Load) -> Any:
         *,
         first: int | None = None,
         heartbeat: Callable[[], None] = lambda: None,
-    ) -> tuple[Sequence[Any], LoadReport]:
-        def read_one(path: str, config: Any, most: int | None) -> tuple[Sequence[Any], LoadReport]:
-            least = most if first is None or most is None else min(first, most)
+    ) -> tuple[Sequence[Example], LoadReport]:
+        def read_one(path: str, config: Any, most: int | None) -> tuple[Sequence[Example], LoadReport]:
             if config.cache and first is None:
                 return load_cached(load, path, config, tokenizer, first=most, heartbeat=heartbeat)
-            return load(path, config, tokenizer, first=first if most is None else least)
+            return load(path, config, tokenizer, first=min((one for one in (first, most) if one is not None), default=None))
 
         if isinstance(location, str):
             return read_one(location, config, None)
-        return _mixed(sources(config, location), config, read_one)
+        named = sources(config, location)
+        return _mixed(named, config, [read_one(one.path, one.config(config), one.max_records or None) for one in named])
 
     return read
 
 
-def _mixed(named: Sequence[Source], config: Any, read: Callable[[str, Any, int | None], tuple[Sequence[Any], LoadReport]]) -> Any:
-    found = [read(source.path, source.config(config), source.max_records or None) for source in named]
+def _mixed(
+    named: Sequence[Source], config: Any, found: Sequence[tuple[Sequence[Example], LoadReport]]
+) -> tuple[Mixed[Example], LoadReport]:
     parts, reports = [part for part, _ in found], [report for _, report in found]
+    widths = {source.path: _width(part[0]) for source, part in zip(named, parts, strict=True)}
+    if len(set(widths.values())) > 1:
+        told = ", ".join(f"{path}: {width}" for path, width in widths.items())
+        raise DataError(f"the sources have different numbers of responses, or of a teacher's tokens ({told}), expected the same in all")
     mixture = Mixture(tuple(named), tuple(map(len, parts)), config.mixture_temperature)
-    report = combined(reports, mixture.summary())
-    return Mixed(mixture, parts, [one.num_records for one in reports]), report
+    return Mixed(mixture, parts, [one.num_records for one in reports]), combined(reports, mixture.summary())
+
+
+def _width(example: Any) -> int:
+    """What all examples of a batch must have as many of."""
+    named = getattr(example, "teacher_tokens", None)
+    return len(rows_of(example)) if named is None else int(named.shape[1])
 
 
 def _renumbered(example: Any, first_id: int) -> Any:

@@ -138,7 +138,7 @@ class ShardWriter:
     def write_batch(self, batch: pa.RecordBatch, counts: Sequence[Sequence[tuple[int, int]]]) -> None:
         """A block that is a record batch already."""
         try:
-            self.counts.append(np.array(counts, dtype=np.int32) if counts else np.empty((0, 1, 2), dtype=np.int32))
+            self.counts.append(np.array(counts, dtype=np.int32) if len(counts) else np.empty((0, 1, 2), dtype=np.int32))
         except ValueError as error:
             raise DataError("records have different numbers of responses, expected the same number in all") from error
         content = batch.serialize()

@@ -57,6 +57,16 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "a missing tensor": (GRPO, ["model.path={}/small", "model.seq_length=32"], ["{}/small: no tensor named model.layers.0."]),
     "scaled in one of two places": (GRPO, ["model.path={}/yarn"], ['{}/yarn/config.json: rope_scaling.rope_type="yarn" is not supported']),
     "a run directory below a file": (GRPO, ["run.directory={}/bad.jsonl/run"], ["{}/bad.jsonl exists and is not a directory"]),
+    "a weight of nothing": (
+        SFT,
+        ["data.train=[{{path: {}/prompts.jsonl, weight: 0}}]", "data.max_length=16"],
+        ["data.train[0].weight is 0, allowed: a number above 0"],
+    ),
+    "more steps than the sources last": (
+        GRPO,
+        ["data.train=[{{path: {}/prompts.jsonl, max_epochs: 0.5}}]", "loop.max_steps=3"],
+        ["data.train: every source reaches its max_epochs after 32 examples, which are 2 steps of 16"],
+    ),
     "sft data of another kind": (SFT, ["data.train={}/prompts.jsonl", "data.max_length=16"], ["prompts.jsonl:1"]),
 }
 

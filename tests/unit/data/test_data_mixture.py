@@ -16,6 +16,7 @@ from aligner.data.config import (
     SFTDataConfig,
     UnpairedDataConfig,
 )
+from aligner.data.distillation import load_distillation
 from aligner.data.mixture import Mixture, Source, is_mixture, read_alone
 from aligner.data.order import MAX_CYCLE, MixtureSampler, order_of
 from aligner.data.preferences import load_preferences
@@ -23,7 +24,7 @@ from aligner.data.prompts import load_prompts, read_questions
 from aligner.data.report import NoUsableRecord
 from aligner.data.supervised import load_demonstrations, load_supervised
 from aligner.data.unpaired import load_unpaired
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, DataError
 
 
 def mixture(*sizes: int, weights=(), epochs=(), temperature=1.0) -> Mixture:
@@ -169,6 +170,18 @@ def test_every_kind_of_examples_is_mixed(load, schema, record, count, jsonl, cha
     assert len(examples) == 3 * count
     order = order_of(examples, 8, 0)
     assert {name: value for name, value in order.shares(1).items() if "share" in name} == {"data/share/x": 0.75, "data/share/y": 0.25}
+
+
+def test_teachers_that_named_different_numbers_of_tokens_do_not_go_together(jsonl, chars):
+    def taught(count: int) -> dict[str, object]:
+        named = [[5, 6, 7][:count]] * 2
+        return {"tokens": [1, 5], "labels": [5, 6], "loss_mask": [1, 1], "topk_logits": [[-2.0] * count] * 2, "topk_token_ids": named}
+
+    two, three = jsonl(taught(2), name="two.jsonl"), jsonl(taught(3), name="three.jsonl")
+    examples, _ = load_distillation([two, jsonl(taught(2), name="more.jsonl")], DistillationDataConfig(), chars)
+    assert len(examples) == 2
+    with pytest.raises(DataError, match=r"different numbers of .*two.jsonl: 2, .*three.jsonl: 3\), expected the same in all"):
+        load_distillation([two, three], DistillationDataConfig(), chars)
 
 
 @pytest.mark.parametrize(
