@@ -75,9 +75,7 @@ class PromptDataConfig:
     `ORG/NAME[@REVISION][:SPLIT]` / `ORG/NAME[@REVISION]:CONFIG:SPLIT`, or the same after `datasets:`, also of a directory.
     """
 
-    train: Any = (
-        "???"  # required: a jsonl, json or parquet file, a directory, ORG/NAME[@REV][:SPLIT], datasets:NAME, or [{path: ..., weight: ...}]
-    )
+    train: Any = "???"  # required: a jsonl, json or parquet file, a directory, ORG/NAME[@REV][:SPLIT], datasets:NAME, or a list of sources
     validation: Any = ""  # prompts to validate on, given as `train` is; empty: none
     from_hub: ClassVar[Mapping[str, Files]] = {"train": Files.data, "validation": Files.data}
     num_validation_prompts: int = 128  # the first so many usable ones
@@ -106,9 +104,7 @@ class PromptDataConfig:
 class ExampleDataConfig:
     """Common settings of training examples. `train`, `validation` as in `PromptDataConfig`."""
 
-    train: Any = (
-        "???"  # required: a jsonl, json or parquet file, a directory, ORG/NAME[@REV][:SPLIT], datasets:NAME, or [{path: ..., weight: ...}]
-    )
+    train: Any = "???"  # required: a jsonl, json or parquet file, a directory, ORG/NAME[@REV][:SPLIT], datasets:NAME, or a list of sources
     validation: Any = ""  # data to validate on, given as `train` is; empty: none
     from_hub: ClassVar[Mapping[str, Files]] = {"train": Files.data, "validation": Files.data}
     max_length: int = 0  # tokens of an example; 0: the model's context

@@ -186,11 +186,9 @@ class Tally:
             for name, value in vars(other).items():
                 own = getattr(self, name)
                 if isinstance(value, dict):
-                    setattr(
-                        self, name, {**own, **{key: own.get(key, 0) + one if isinstance(one, int) else one for key, one in value.items()}}
-                    )
+                    vars(self)[name] = own | {key: own.get(key, 0) + one if isinstance(one, int) else one for key, one in value.items()}
                 elif type(value) is int and name != "_latest":
-                    setattr(self, name, own + value)
+                    vars(self)[name] = own + value
         for turn in range(max(map(len, marks))):
             for other, its_marks in zip(others, marks, strict=True):
                 before = its_marks[turn - 1] if turn else {}

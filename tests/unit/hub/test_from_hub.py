@@ -50,6 +50,15 @@ def test_every_path_of_a_model_and_all_data_may_be_names():
         assert key in {setting.key for setting in _settings(recipes()[name].config())}
 
 
+def test_sources_of_a_mixture_may_be_names(hub, tmp_path):
+    data = hub.add("org/data", DATA, kind="datasets")
+    config = sft(tmp_path / "run", "data.train=[{path: org/data@main, weight: 2}, {path: d.jsonl, weight: 1}]")
+    found = fetch_named(config, records=True)
+    assert list(found) == ["data.train[0].path"] and config.data.train[1] == {"path": "d.jsonl", "weight": 1}
+    assert [raw.value["prompt"] for raw in read_records(config.data.train[0]["path"])] == ["1", "3"]
+    assert with_names(config).data.train[0] == {"path": f"org/data@{data}", "weight": 2}
+
+
 def test_names_become_directories_and_are_recorded_with_their_commits(hub, tmp_path, capsys):
     model, data = hub.add("org/name", MODEL), hub.add("org/data", DATA, kind="datasets")
     given = ("model.path=org/name", "data.train=org/data@main", "data.validation=datasets:org/data:test")
