@@ -75,7 +75,7 @@ class Mixture:
 
 def sources(data: Any, location: Location, key: str = "data.train") -> list[Source]:
     """The sources that a list names. Raises ConfigError for one that cannot be used, naming the entry, its value and what is allowed."""
-    found = [_source(data, entry, f"{key}[{number}]") for number, entry in enumerate(location)]
+    found = [_source(data, dict(entry), f"{key}[{number}]") for number, entry in enumerate(as_sources(location, key))]
     for number, source in enumerate(found):
         if source.name in (earlier.name for earlier in found[:number]):
             raise ConfigError(f"{key}[{number}].name is {source.name!r}, the name of a source before it; allowed: a name for each source")

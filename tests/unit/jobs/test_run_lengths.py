@@ -20,6 +20,7 @@ from aligner.jobs.preflight.samples import fitted, load_sample
 from aligner.loop.config import JobRun
 from aligner.loop.lengths import RESPONSE, fill
 from aligner.online.job import load_prompt_sets
+from aligner.parallel.progress import Progress
 
 ROOT = Path(__file__).parents[3]
 
@@ -128,7 +129,8 @@ def test_what_was_read_is_said_of_both_sets(task: Path) -> None:
     config = config_of(
         "grpo", "data.num_validation_prompts=2", f"data.train={task / 'prompts.jsonl'}", f"data.validation={task / 'prompts.jsonl'}"
     )
-    session = SimpleNamespace(say=said.append, trains_on=lambda report: said.append(report.summary()))
+    tell = {"say": said.append, "trains_on": lambda report: said.append(report.summary())}
+    session = SimpleNamespace(progress=Progress(), **tell)
     train, validation = load_prompt_sets(session, config, load_tokenizer(task / "tokenizer"))
     assert len(train) == 8 and validation == train[:2]
     assert said == [f"{task / 'prompts.jsonl'}: 8 of 8 records used"] * 2
