@@ -1,4 +1,4 @@
-"""The `aligner` command: `train`, `serve`, `launch`, `plan`, `preflight`, `gap`, `data`, `report`, `diagnose`, `convert`, `demo`.
+"""The `aligner` command: `train`, `serve`, `launch`, `plan`, `preflight`, `gap`, `data`, `report`, `diagnose`, `convert`, `migrate`, `demo`.
 
 click reads the command line and completes it in a shell; what a command needs beyond that is imported when the command runs, so that
 `aligner --help` and completion answer at once.
@@ -321,6 +321,23 @@ def convert(tp: int, pp: int, push_to: str, **paths: Path | None) -> int:
     else:
         convert.push_export(paths["from_hf"], push_to)
     return 0
+
+
+@commands.command(
+    epilog="FILE|COMMAND: YAML, a shell script, or a launch line in quotes; an actor's file and its critic's; -: standard input."
+)
+@click.argument("inputs", nargs=-1, required=True, metavar="FILE|COMMAND...")
+@click.option("--from", "framework", default="", metavar="NAME", help="Its framework, such as trl, if it is not recognised.")
+@click.option("--trains", default="", metavar="NAME", help="What it trains, such as dpo, if its keys do not say.")
+@click.option("--ranks", type=click.IntRange(min=0), default=0, metavar="N", help="GPUs that train, where batch sizes are per device.")
+@click.option("--examples", type=click.IntRange(min=0), default=0, metavar="N", help="Of the training data, to turn epochs into steps.")
+@click.option("--output", type=_FILE, metavar="FILE", help="Write the config (.yaml) or the command (.sh) to FILE.")
+@_json
+def migrate(inputs: tuple[str, ...], **options: Any) -> int:
+    """What a config or command of NeMo-Aligner, TRL, OpenRLHF, verl, DeepSpeed-Chat or LLaMA-Factory is here, key by key."""
+    from aligner.jobs.migrate.command import Options, migrate
+
+    return migrate(inputs, Options(**options))
 
 
 @commands.group(no_args_is_help=False)

@@ -1,0 +1,147 @@
+"""Transforms of one framework, or of the two that share transformers' TrainingArguments."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from aligner.jobs.migrate.context import Context, Meaning
+from aligner.jobs.migrate.tables import Entry, as_text
+from aligner.jobs.migrate.transforms import epochs, model, warmup_share
+
+
+def _sampled(context: Context) -> float:
+    """TRL's generation_batch_size: responses that are sampled at a time."""
+    if context.number("generation_batch_size"):
+        return context.number("generation_batch_size")
+    times = context.number("steps_per_generation") or context.number("gradient_accumulation_steps") or 1
+    return times * context.product(["per_device_train_batch_size", "ranks"])
+
+
+def _updates(context: Context) -> float:
+    """Of a round of TRL's GRPO."""
+    an_update = context.product(["per_device_train_batch_size", "gradient_accumulation_steps", "ranks"])
+    return max(1.0, _sampled(context) / an_update) * (context.number("num_iterations") or 1)
+
+
+def trl_groups(entry: Entry, value: Any, context: Context) -> Meaning:
+    prompts = max(1, int(_sampled(context) // value))
+    return Meaning(settings={"algorithm.group_size": int(value), "algorithm.prompts_per_step": prompts})
+
+
+def trl_steps(entry: Entry, value: Any, context: Context) -> Meaning:
+    if not isinstance(value, int | float) or value <= 0:
+        return Meaning(note="the epochs count")
+    return Meaning(settings={"loop.max_steps": math.ceil(value / _updates(context))})
+
+
+def trl_epochs(entry: Entry, value: Any, context: Context) -> Meaning:
+    """An epoch has every prompt once."""
+    prompts = max(1, int(_sampled(context) // (context.number("num_generations") or 1)))
+    context.values["prompts of a round"] = prompts
+    return epochs(Entry(key=entry.key, factors=["prompts of a round"]), value, context)
+
+
+def trl_epsilon(entry: Entry, value: Any, context: Context) -> Meaning:
+    ours = (
+        ["algorithm.clip_eps_low"] if context.value("epsilon_high") is not None else ["algorithm.clip_eps_low", "algorithm.clip_eps_high"]
+    )
+    return Meaning(settings=dict.fromkeys(ours, value))
+
+
+_REWARDS = {
+    "accuracy_reward": "aligner.rewards.maths:maths",
+    "trl.rewards.accuracy_reward": "aligner.rewards.maths:maths",
+    "think_format_reward": "aligner.rewards.format:sections",
+    "trl.rewards.think_format_reward": "aligner.rewards.format:sections",
+}
+
+
+def trl_rewards(entry: Entry, value: Any, context: Context) -> Meaning:
+    """Functions that come with TRL, or an importable one."""
+    names = value if isinstance(value, list) else [value]
+    known = [_REWARDS[name] for name in names if name in _REWARDS]
+    unknown = [str(name) for name in names if name not in _REWARDS]
+    if unknown or len(known) != 1:
+        context.ask("reward.function.path: a function takes (prompts, responses, answers) here: docs/rewards.md")
+        what = (
+            ", ".join(unknown)
+            if unknown
+            else f"{len(known)} functions are reward.functions.NAME.path, each with a weight: {', '.join(known)}"
+        )
+        return Meaning(differs=True, note=f"{what}: takes (prompts, completions, **columns) there, (prompts, responses, answers) here")
+    settings = {"reward.function.path": known[0], "reward.function.arguments": {"timeout_seconds": 2.0}} if "maths" in known[0] else {}
+    if not settings:
+        settings = {"reward.function.path": known[0], "reward.function.arguments": {"tags": ["think"]}}
+    return Meaning(settings=settings, differs=True, note="the function here that is most like it; docs/rewards.md has what counts")
+
+
+def reward_model(entry: Entry, value: Any, context: Context) -> Meaning:
+    """A reward model behind a server."""
+    found = model(Entry(key=entry.key, ours=["reward.model.path"]), value, context)
+    found.settings["reward.serve"] = True
+    found.note = found.note or entry.note
+    return found
+
+
+def reward_and_critic(entry: Entry, value: Any, context: Context) -> Meaning:
+    """The reward model, from which the critic starts."""
+    found = model(Entry(key=entry.key, ours=["reward.model.path", "critic.model.path"]), value, context)
+    found.settings["reward.serve"] = True
+    found.note = f"{found.note}; {entry.note}" if found.note and entry.note else found.note or entry.note
+    return found
+
+
+def episodes(entry: Entry, value: Any, context: Context) -> Meaning:
+    return Meaning(settings=dict.fromkeys(entry.ours, math.ceil(value / context.product(entry.factors))), note="rollouts there, steps here")
+
+
+def scheduler_arguments(entry: Entry, value: Any, context: Context) -> Meaning:
+    """transformers' lr_scheduler_kwargs: a floor of the learning rate is the only one that there is here."""
+    if not isinstance(value, dict) or not value:
+        return Meaning(note="nothing to carry over")
+    lr = context.number("learning_rate")
+    settings = {}
+    if "min_lr_rate" in value:
+        settings["optimizer.min_lr"] = lr * value["min_lr_rate"]
+    if "min_lr" in value:
+        settings["optimizer.min_lr"] = value["min_lr"]
+    others = [name for name in value if name not in ("min_lr", "min_lr_rate")]
+    return Meaning(settings=settings, differs=bool(others), absent=not settings, note=f"not here: {', '.join(others)}" if others else "")
+
+
+def warmup(entry: Entry, value: Any, context: Context) -> Meaning:
+    """transformers' warmup_steps: below 1 a share."""
+    if isinstance(value, float) and 0 < value < 1:
+        return warmup_share(entry, value, context)
+    return Meaning(settings=dict.fromkeys(entry.ours, int(value)))
+
+
+def eval_strategy(entry: Entry, value: Any, context: Context) -> Meaning:
+    if as_text(value) in ("no", "false"):
+        return Meaning(settings=dict.fromkeys(entry.ours, 0))
+    if as_text(value) == "steps":
+        return Meaning(part=True, note="loop.validate_every, from eval_steps; needs data.validation")
+    return Meaning(differs=True, note="at the end of each epoch there; loop.validate_every counts steps: set it")
+
+
+def report_to(entry: Entry, value: Any, context: Context) -> Meaning:
+    names = [as_text(one) for one in (value if isinstance(value, list) else [value])]
+    settings: dict[str, Any] = {}
+    if "wandb" in names or "all" in names:
+        settings["logging.wandb_project"] = "huggingface"
+    if "none" in names or "null" in names:
+        settings["logging.tensorboard"] = False
+    others = [name for name in names if name not in ("wandb", "all", "none", "null", "tensorboard", "mlflow")]
+    note = "the project is W&B's default there" if settings.get("logging.wandb_project") else ""
+    if "mlflow" in names:
+        note = "logging.mlflow_tracking_uri"
+    return Meaning(
+        settings=settings, differs=bool(others) or "mlflow" in names, note=f"no such logger here: {', '.join(others)}" if others else note
+    )
+
+
+SPECIAL = [
+    trl_groups, trl_steps, trl_epochs, trl_epsilon, trl_rewards, reward_model, reward_and_critic, episodes, scheduler_arguments, warmup,
+    eval_strategy, report_to,
+]  # fmt: skip
