@@ -41,7 +41,7 @@ class Context:
         """Of other keys; `ranks` is the number of ranks, 1 (and a question) if nobody said it."""
         result: float = 1
         for key in keys:
-            result *= self.known_ranks() if key == "ranks" else self.number(key) or 1
+            result *= self.known_ranks() if key == "ranks" else 1 if self.values.get(key) is None else self.number(key)
         return result
 
     def known_ranks(self) -> int:

@@ -6,15 +6,16 @@ import ast
 import operator
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from aligner.errors import ConfigError
 
-_ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|declare\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|declare\s+)?([A-Za-z_]\w*\+?)=(.*)", re.DOTALL)
 _HERE_DOCUMENT = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?")
 _IS_EMPTY = re.compile(r'if\s+\[+\s+(?:-z\s+"?\$\{?(\w+)\}?"?|"?\$\{?(\w+)\}?"?\s+==?\s+"")\s+\]+')
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|([A-Za-z_]\w*|[@*#?0-9]))")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|([A-Za-z_]\w*|[@*#?0-9]))")
+_ARRAY = re.compile(r"\s*(?:export\s+|local\s+|declare\s+-a\s+)?(\w+\+?)=\((.*)", re.DOTALL)
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -47,7 +48,8 @@ def commands(text: str) -> Iterator[list[str]]:
 def _one(line: str, variables: dict[str, str]) -> Iterator[list[str]]:
     found = _ASSIGNMENT.fullmatch(line)
     if found and (value := _single_word(found[2])) is not None:
-        variables[found[1]] = filled(value, variables)
+        name = found[1].rstrip("+")
+        variables[name] = (f"{variables.get(name, '')} " if name != found[1] else "") + filled(value, variables)
         return
     if line.startswith("export "):
         return
@@ -67,6 +69,7 @@ def filled(text: str, variables: Mapping[str, str]) -> str:
             return filled(found[2], variables)
         return "" if re.fullmatch(r"[@*#?0-9]+", name) else found[0]
 
+    text = re.sub(r'"(\$\{\w+\[[@*]\]\})"', r"\1", text)
     text = _ARITHMETIC.sub(lambda found: _calculated(filled(found[1], variables), found[0], variables), text)
     return _VARIABLE.sub(value, text)
 
@@ -99,7 +102,17 @@ def _logical_lines(text: str) -> Iterator[str]:
                 if other.strip() == found[1]:
                     break
                 body.append(other.rstrip().removesuffix("\\"))
-            yield " ".join(part for part in body if not part.lstrip().startswith("#"))
+            if (name := re.search(r"\bread\b.*?(\w+)\s*<<", line)) is not None:
+                yield f"{name[1]}={shlex.quote(_without_comments(body))}"
+            continue
+        if (array := _ARRAY.match(line)) is not None:
+            body = [array[2]]
+            while not re.search(r"\)\s*(#.*)?$", body[-1]):
+                if (following := next(lines, None)) is None:
+                    break
+                body.append(following.rstrip().removesuffix("\\"))
+            body[-1] = re.sub(r"\)\s*(#.*)?$", "", body[-1])
+            yield f"{array[1]}={shlex.quote(_without_comments(body))}"
             continue
         while line.rstrip().endswith("\\") or not _is_closed(line):
             following = next(lines, None)
@@ -112,6 +125,10 @@ def _logical_lines(text: str) -> Iterator[str]:
         for part in re.split(r"(?<!&)&&(?!&)", line.rstrip().removesuffix("\\")) if _is_closed(line) else [line]:
             if part.strip():
                 yield part.strip()
+
+
+def _without_comments(lines: Sequence[str]) -> str:
+    return " ".join(re.sub(r"(^|\s)#.*", "", line) for line in lines)
 
 
 def _is_closed(line: str) -> bool:

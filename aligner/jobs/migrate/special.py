@@ -141,7 +141,58 @@ def report_to(entry: Entry, value: Any, context: Context) -> Meaning:
     )
 
 
+def wandb_key(entry: Entry, value: Any, context: Context) -> Meaning:
+    """OpenRLHF's --use_wandb KEY: secrets are no settings here."""
+    if context.value("wandb_project") is not None:
+        return Meaning(part=True, note="part of logging.wandb_project; the key is W&B's own environment variable WANDB_API_KEY")
+    settings = {"logging.wandb_project": f"openrlhf_train_{context.recipe}"}
+    return Meaning(settings=settings, note="the key is W&B's own environment variable WANDB_API_KEY")
+
+
+def warmup_share_online(entry: Entry, value: Any, context: Context) -> Meaning:
+    """OpenRLHF: a share of all updates. entry.factors: prompts of a step, responses of an update, responses of a prompt, episodes, epochs."""
+    if not value:
+        return Meaning(settings=dict.fromkeys(entry.ours, 0))
+    if not context.examples:
+        context.ask(f"{', '.join(entry.ours)}: in optimizer steps here, {value:g} of all of them there; say --examples N, or set it")
+        return Meaning(differs=True, note=f"a share there ({value:g}), optimizer steps here")
+    _, an_update, samples, episodes_, passes = (context.number(key) or 1 for key in entry.factors)
+    total = context.examples * samples // an_update * episodes_ * passes
+    return Meaning(settings=dict.fromkeys(entry.ours, math.ceil(total * value)), note=f"{value:g} of {total:g} optimizer steps")
+
+
+def remote_reward(entry: Entry, value: Any, context: Context) -> Meaning:
+    """An address, or a file with a function."""
+    text = str(value[0] if isinstance(value, list) else value)
+    if text.endswith(".py"):
+        context.ask(f"reward.function.path={text}:NAME: the function takes (prompts, responses, answers) here: docs/rewards.md")
+        return Meaning(differs=True, note="reward_func(queries, prompts, labels) there, f(prompts, responses, answers) here: reward.function.path")
+    settings: dict[str, Any] = {"reward.functions": {"remote": {"url": text}}}
+    if context.recipe == "ppo":
+        settings["reward.serve"] = False
+    return Meaning(settings=settings, differs=True, note="the endpoint is asked in another form: docs/rewards.md")
+
+
+def openrlhf_correction(entry: Entry, value: Any, context: Context) -> Meaning:
+    if value is not True:
+        return Meaning(note="nothing to carry over")
+    kind = as_text(context.value("is_correction_type") or "tis")
+    bounds = context.value("vllm_is_truncated_threshold")
+    low, high = bounds if isinstance(bounds, list) else (0.5, bounds if isinstance(bounds, int | float) else 5.0)
+    ours: dict[str, Any] = {"algorithm.correction.high": float(high)}
+    if kind == "seq-mask-tis":
+        return Meaning(absent=True, note="there is no such correction here: tis, icepop and mis, of tokens or whole responses (docs/agreement.md)")
+    if kind == "icepop":
+        ours["algorithm.correction.low"] = float(low)
+    return Meaning(settings={"algorithm.correction.kind": kind} | ours)
+
+
+def rank_part(entry: Entry, value: Any, context: Context) -> Meaning:
+    """Nodes, or GPUs of a node, of the component that trains."""
+    return Meaning(settings={"num_processes": context.ranks}, note="nodes times GPUs of a node")
+
+
 SPECIAL = [
     trl_groups, trl_steps, trl_epochs, trl_epsilon, trl_rewards, reward_model, reward_and_critic, episodes, scheduler_arguments, warmup,
-    eval_strategy, report_to,
+    eval_strategy, report_to, wandb_key, warmup_share_online, remote_reward, openrlhf_correction, rank_part,
 ]  # fmt: skip

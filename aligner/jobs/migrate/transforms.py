@@ -57,7 +57,7 @@ def _plain(entry: Entry, value: Any, context: Context) -> Meaning:
 
 
 def _whole(value: float) -> float:
-    return int(value) if float(value).is_integer() else value
+    return int(value) if float(value).is_integer() else float(f"{value:.12g}")
 
 
 def spread(entry: Entry, value: Any, context: Context) -> Meaning:
@@ -150,6 +150,15 @@ def warmup_share(entry: Entry, value: Any, context: Context) -> Meaning:
     return Meaning(settings=dict.fromkeys(entry.ours, math.ceil(total * value)), note=f"{value:g} of {total:g} optimizer steps")
 
 
+def packed(entry: Entry, value: Any, context: Context) -> Meaning:
+    """Rows one after the other, as many tokens as the keys of entry.factors make."""
+    if value is not True:
+        return Meaning(note="nothing to carry over")
+    tokens = int(context.product(entry.factors)) or 4096
+    note = entry.note or "memory and speed, never numbers"
+    return Meaning(settings={"model.packing": True, "model.micro_batch_tokens": max(tokens, 1024)}, note=note)
+
+
 _LORA = {
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "proj", "gate_proj": "gate", "up_proj": "up", "down_proj": "fc2",
     "query_key_value": "qkv", "qkv_proj": "qkv", "gate_up_proj": "fc1", "attention_qkv": "qkv", "attention_dense": "proj",
@@ -172,4 +181,4 @@ def lora_targets(entry: Entry, value: Any, context: Context) -> Meaning:
     return Meaning(settings=dict.fromkeys(entry.ours, found) if found else {}, differs=bool(unknown), note=note)
 
 
-GENERAL = [spread, model, data, epochs, steps, every, warmup_share, lora_targets]
+GENERAL = [spread, model, data, epochs, steps, every, warmup_share, packed, lora_targets]
