@@ -16,7 +16,7 @@ import yaml
 from aligner.config import override
 from aligner.errors import ConfigError
 from aligner.files import publish
-from aligner.jobs.migrate.engine import Kind, Migration, Row
+from aligner.jobs.migrate.engine import Kind, Migration, Row, is_open, replaced
 from aligner.jobs.migrate.engine import migrate as migrated
 from aligner.jobs.migrate.reading import joined, read
 
@@ -34,7 +34,7 @@ class Options:
 
 
 def migrate(inputs: Sequence[str], options: Options) -> int:
-    """Print what the inputs are here. Raises ConfigError for what cannot be read, or has no recipe here."""
+    """Print what the inputs are here. 1 where the recipe refuses what follows. Raises ConfigError for what cannot be read, or has no recipe."""
     texts = [sys.stdin.read() if text == "-" else text for text in inputs]
     source = joined([read(text, framework=options.framework, trains=options.trains) for text in texts])
     found = migrated(source, ranks=options.ranks, examples=options.examples)
@@ -46,7 +46,7 @@ def migrate(inputs: Sequence[str], options: Options) -> int:
     if options.json_path is not None:
         text = json.dumps(_as_json(found), indent=2, default=str) + "\n"
         publish(options.json_path, lambda path: path.write_text(text))
-    return 0
+    return int(found.is_refused)
 
 
 def report(found: Migration) -> str:
@@ -81,12 +81,14 @@ def written(found: Migration, path: Path) -> str:
         place = tree
         for section in sections:
             place = place.setdefault(section, {})
-        place[leaf] = value
+        place[leaf] = replaced(value, "${{oc.env:{}}}")
     use = f"# aligner launch local {path.stem} --config-dir {path.parent}\n"
     return about + questions + use + yaml.safe_dump(tree, sort_keys=False, default_flow_style=None)
 
 
 def _shell(key: str, value: Any) -> str:
+    if is_open(value):
+        return f'"{override(key, value)}"'
     if isinstance(value, str) and re.fullmatch(r"[\w./:-]+", value):
         return f"{key}={value}"
     if isinstance(value, list) and all(re.fullmatch(r"\w+", str(one)) for one in value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,6 +20,7 @@ from aligner.jobs.migrate.tables import Entry, as_text
 from aligner.schema import is_known, schema_keys
 
 PLACEHOLDER = "TRAIN.jsonl"
+REFERENCE = re.compile(r"\$(?:\{([\w.:]+)\}|([A-Za-z_]\w*))")  # a variable of a shell, or another key, that nothing fills in
 FUNCTIONS = {one.__name__: one for one in [*transforms.GENERAL, *SPECIAL]}
 
 
@@ -55,24 +57,42 @@ class Migration:
     rows: list[Row]  # of every key that was given, in its order
     defaults: list[Row]  # of keys that were not, where the framework's default is not ours
     open_questions: list[str]  # what nobody but the user knows
+    is_refused: bool = False  # the settings contradict each other here
 
     def overrides(self) -> list[str]:
-        return [override(key, value) for key, value in self.settings.items()]
+        return [override(key, replaced(value, "${{oc.env:{}}}")) for key, value in self.settings.items()]
+
+
+def replaced(value: Any, form: str) -> Any:
+    """References in it as `form` has their names."""
+    if isinstance(value, list):
+        return [replaced(one, form) for one in value]
+    return REFERENCE.sub(lambda found: form.format(found[1] or found[2]), value) if isinstance(value, str) else value
+
+
+def is_open(value: Any) -> bool:
+    """Whether a reference in it was not filled in."""
+    if isinstance(value, dict | list):
+        return any(map(is_open, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and REFERENCE.search(value) is not None
 
 
 def migrate(source: Source, *, ranks: int = 0, examples: int = 0) -> Migration:
     """Every key of `source` in a row, and the settings of ours that follow.
 
-    Raises ConfigError if there is no recipe for what it trains, or if the settings that follow are refused by it.
+    Raises ConfigError if there is no recipe for what it trains.
     """
     recipe = source.table.recipe_for(source.trains, source.given)
     if not recipe:
+        if source.trains in source.table.parts:
+            raise ConfigError(f"{source.table.name} {source.trains}: a part of a run; give the file or the command of its actor with it")
         known = ", ".join(source.table.recipes)
         raise ConfigError(f"{source.table.name} {source.trains}: there is no recipe for it here; there are some for {known}")
     entries = source.table.entries_for(recipe)
     base = composed(recipe, [f"data.train={PLACEHOLDER}"])
     context = _context(source, entries, recipe, ranks=ranks, examples=examples)
-    maker = _Rows(context=context, base=base, recipe=recipe, mirrors=source.table.mirrors)
+    types = {key.key: key.type for key in schema_keys(recipe_of(recipe).config)}
+    maker = _Rows(context=context, base=base, recipe=recipe, mirrors=source.table.mirrors, types=types)
     rows = maker.launcher(source, ranks)
     by_name = {name: entry for entry in entries for name in (entry.key, *entry.also)}
     seen: set[str] = set()
@@ -92,11 +112,11 @@ def _context(source: Source, entries: Sequence[Entry], recipe: str, *, ranks: in
     values = {entry.key: entry.default_for(recipe) for entry in entries}
     names = {name: entry.key for entry in entries for name in (entry.key, *entry.also)}
     for key, value in source.given.items():
-        if value is not None and value != "???":
+        if value is not None and value != "???" and not is_open(value):
             values[names.get(key, key)] = value
     given = {names.get(key, key) for key, value in source.given.items() if value is not None}
     context = Context(values=values, given=given, recipe=recipe, examples=examples, ranks=ranks or source.ranks)
-    if not context.ranks and source.table.ranks and any(key in given for key in source.table.ranks):
+    if not context.ranks and source.table.ranks and all(context.number(key) for key in source.table.ranks):
         context.ranks = int(context.product(source.table.ranks))
     return context
 
@@ -109,6 +129,7 @@ class _Rows:
     base: Any
     recipe: str
     mirrors: Mapping[str, str]
+    types: Mapping[str, str]  # of our settings
 
     def launcher(self, source: Source, ranks: int) -> list[Row]:
         rows = []
@@ -122,6 +143,12 @@ class _Rows:
         return rows
 
     def unknown(self, key: str, value: Any, source: Source) -> Row:
+        for part, prefix in source.table.parts.items():
+            if key.startswith(prefix) and source.table.knows(key.removeprefix(prefix)):
+                return Row(key=key, value=value, kind=Kind.none, note=f"of the {part} there; the run has one, as its actor says")
+        if key.startswith("--config"):
+            self.context.ask(f"{key}={value}: there is no such file here, so its keys are missing; start where it lies, or give the file itself")
+            return Row(key=key, value=value, kind=Kind.another, note="names a file of more keys")
         said = hint(key, list(schema_keys(recipe_of(self.recipe).config)))
         near = said if said.startswith(("did you mean", "there is no such setting")) else "no name is like it here"
         return Row(key=key, value=value, kind=Kind.unknown, note=f"not a key of {source.table.name} that is known here ({near})")
@@ -131,11 +158,19 @@ class _Rows:
         if value == "???" or (value is None and default is None):
             note = "not filled in" if value == "???" else "not set"
             return Row(key=key, value=value, kind=Kind.same, note=note)
+        if is_open(value) and not self._is_text(entry):
+            self.context.ask(f"{key}={value} is not filled in" + ("" if default is None else f": taken as {_shown(default)}"))
+            return Row(key=key, value=value, kind=Kind.another, note="not filled in: " + (", ".join(entry.ours) or "see above"))
         meaning = self._meaning(entry, default if value is None else value)
         kind = Kind.another if meaning.differs else Kind.none if meaning.absent else Kind.mapped
         if kind is Kind.mapped and not meaning.part and all(self.is_ours(setting, one) for setting, one in meaning.settings.items()):
             kind = Kind.same
         return Row(key=key, value=value, kind=kind, settings=meaning.settings, note=meaning.note)
+
+    def _is_text(self, entry: Entry) -> bool:
+        """Whether a variable may stay in it: a path or a name."""
+        text = bool(entry.ours) and all(self.types.get(setting) == "str" for setting in entry.ours)
+        return text or bool(entry.into) or entry.meaning == "none" or entry.transform in transforms.OF_TEXT
 
     def default(self, entry: Entry, own: set[str]) -> Row | None:
         """None where it says nothing that is not ours too, or that was not given."""
@@ -200,9 +235,10 @@ def _checked(source: Source, recipe: str, rows: list[Row], defaults: list[Row], 
     if wrong:
         raise ConfigError(f"{source.table.name} {source.trains}: the recipe {recipe} has no {', '.join(wrong)}")
     try:
-        composed(recipe, found.overrides())
+        composed(recipe, [override(key, replaced(value, "{}")) for key, value in chosen.items()])
     except ConfigError as error:
-        raise ConfigError(f"{source.table.name} {source.trains}: what follows is refused by the recipe {recipe}: {error}") from error
+        found.open_questions.insert(0, f"the recipe {recipe} refuses it as it is: {error}")
+        found.is_refused = True
     return found
 
 

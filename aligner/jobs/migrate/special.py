@@ -7,7 +7,7 @@ from typing import Any
 
 from aligner.jobs.migrate.context import Context, Meaning
 from aligner.jobs.migrate.tables import Entry, as_text
-from aligner.jobs.migrate.transforms import epochs, model, warmup_share
+from aligner.jobs.migrate.transforms import data, epochs, model, warmup_share
 
 
 def _sampled(context: Context) -> float:
@@ -192,7 +192,48 @@ def rank_part(entry: Entry, value: Any, context: Context) -> Meaning:
     return Meaning(settings={"num_processes": context.ranks}, note="nodes times GPUs of a node")
 
 
+def data_prefix(entry: Entry, value: Any, context: Context) -> Meaning:
+    """NeMo's {train: [...], validation: [...], test: [...]}, or a single file."""
+    if not isinstance(value, dict):
+        return data(Entry(key=entry.key, ours=["data.train"]), value, context) if value else Meaning(note="not set")
+    found = Meaning(note=entry.note)
+    for split in ("train", "validation"):
+        if value.get(split):
+            one = data(Entry(key=entry.key, ours=[f"data.{split}"]), value[split], context)
+            found.settings |= one.settings
+            found.differs, found.note = found.differs or one.differs, one.note or found.note
+    return found
+
+
+def nemo_prompts(entry: Entry, value: Any, context: Context) -> Meaning:
+    """Responses of a step to prompts of one."""
+    return Meaning(settings={"algorithm.prompts_per_step": max(1, int(value // _nemo_group(context)))})
+
+
+def nemo_epochs(entry: Entry, value: Any, context: Context) -> Meaning:
+    context.values["prompts of a step"] = max(1, int(context.product(entry.factors) // _nemo_group(context)))
+    return epochs(Entry(key=entry.key, factors=["prompts of a step"]), value, context)
+
+
+def _nemo_group(context: Context) -> float:
+    names = ("trainer.reinforce.num_rollouts_per_prompt", "model.rs.num_rollouts_per_prompt")
+    return next((context.number(name) for name in names if context.number(name)), 1)
+
+
+def constant_steps(entry: Entry, value: Any, context: Context) -> Meaning:
+    """NeMo's last steps, at min_lr; they count optimizer steps."""
+    rounds = context.number("trainer.sft.max_steps")
+    if not value or rounds <= 0:
+        return Meaning(differs=bool(value), note="the last steps are at min_lr there: optimizer.decay_steps ends the decay before the run's end" if value else "")
+    updates = next((context.number(name) for name in ("model.ppo.num_rollout_samples", "model.reinforce.num_rollout_samples", "model.rs.num_rollout_samples") if context.number(name)), 0)
+    total = rounds * max(1, updates // (context.number("model.global_batch_size") or 1)) if updates else rounds
+    if total > value:
+        return Meaning(settings={"optimizer.decay_steps": int(total - value)}, note="the decay ends so long before the run's end")
+    return Meaning(differs=True, note=f"the run has {total:g} optimizer steps, so all are near min_lr there: set optimizer.lr to it with optimizer.decay=constant")
+
+
 SPECIAL = [
     trl_groups, trl_steps, trl_epochs, trl_epsilon, trl_rewards, reward_model, reward_and_critic, episodes, scheduler_arguments, warmup,
-    eval_strategy, report_to, wandb_key, warmup_share_online, remote_reward, openrlhf_correction, rank_part,
+    eval_strategy, report_to, wandb_key, warmup_share_online, remote_reward, openrlhf_correction, rank_part, data_prefix,
+    nemo_prompts, nemo_epochs, constant_steps,
 ]  # fmt: skip

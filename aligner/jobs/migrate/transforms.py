@@ -14,6 +14,7 @@ from aligner.jobs.migrate.tables import Entry, as_text
 RANK_OPTIONS = (
     "nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_nodes", "ntasks", "ntasks_per_node", "gpus_per_node", "n", "np", "N",
 )  # fmt: skip
+OF_TEXT = ("model", "data", "data_prefix", "reward_model", "reward_and_critic")  # transforms that leave a shell's variable as it is
 Transform = Callable[[Entry, Any, Context], Meaning]
 
 
@@ -73,17 +74,8 @@ def _numbers(value: Any) -> list[float]:
 
 
 def model(entry: Entry, value: Any, context: Context) -> Meaning:
-    """A directory, or a model of the Hub."""
-    path = str(value)
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not path.startswith((".", "/")) and not Path(path).exists():
-        note = f"a model of the Hub there, a directory here: `hf download {path} --local-dir {path}` first"
-        return Meaning(settings=dict.fromkeys(entry.ours, path), differs=True, note=note)
-    if path.endswith(".nemo"):
-        note = (
-            "a .nemo file there; here a Hugging Face directory or a checkpoint of this project: export it to Hugging Face with NeMo first"
-        )
-        return Meaning(settings=dict.fromkeys(entry.ours, path), differs=True, note=note)
-    return Meaning(settings=dict.fromkeys(entry.ours, path))
+    """A directory, an archive, or a model of the Hub."""
+    return Meaning(settings=dict.fromkeys(entry.ours, str(value)))
 
 
 def data(entry: Entry, value: Any, context: Context) -> Meaning:
