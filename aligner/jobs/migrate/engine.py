@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from fnmatch import fnmatchcase
 from typing import Any
 
 from aligner.algorithms.registry import composed, recipe_of
@@ -97,7 +98,7 @@ def migrate(source: Source, *, ranks: int = 0, examples: int = 0) -> Migration:
     by_name = {name: entry for entry in entries for name in (entry.key, *entry.also)}
     seen: set[str] = set()
     for key, value in source.given.items():
-        entry = by_name.get(key)
+        entry = by_name.get(key) or next((one for name, one in by_name.items() if "*" in name and fnmatchcase(key, name)), None)
         rows.append(maker.unknown(key, value, source) if entry is None else maker.given(key, value, entry))
         seen |= {entry.key} if entry is not None and value is not None else set()
     own = {setting for row in rows for setting in row.settings}
@@ -160,7 +161,8 @@ class _Rows:
             return Row(key=key, value=value, kind=Kind.same, note=note)
         if is_open(value) and not self._is_text(entry):
             self.context.ask(f"{key}={value} is not filled in" + ("" if default is None else f": taken as {_shown(default)}"))
-            return Row(key=key, value=value, kind=Kind.another, note="not filled in: " + (", ".join(entry.ours) or "see above"))
+            settings = {} if default is None else self._meaning(entry, default).settings
+            return Row(key=key, value=value, kind=Kind.another, settings=settings, note="not filled in")
         meaning = self._meaning(entry, default if value is None else value)
         kind = Kind.another if meaning.differs else Kind.none if meaning.absent else Kind.mapped
         if kind is Kind.mapped and not meaning.part and all(self.is_ours(setting, one) for setting, one in meaning.settings.items()):

@@ -80,7 +80,7 @@ def value_of(text: str) -> Any:
 def _list_of(text: str) -> Any:
     inner = f"[{text[1:-1]}]" if text[0] == "(" else text
     try:
-        found = yaml.safe_load(inner)
+        found = yaml.safe_load(re.sub(r"(?<!['\"\w/])(\$\{[^{}]*\}[\w./-]*)", r'"\1"', inner))
     except yaml.YAMLError:
         return text
     return [value_of(one) if isinstance(one, str) else one for one in found] if isinstance(found, list) else found
@@ -192,7 +192,7 @@ def _hydra(words: Sequence[str], folder: Path) -> Iterator[tuple[str, Any]]:
             place[name] = text if equals else following
             overrides[name] = place[name]
         elif equals:
-            overrides[name.lstrip("+~")] = value_of(text)
+            overrides[name.lstrip("+~")] = value_of(re.sub(r'^\\?"(.*?)\\?"$', r"\1", text))
         elif number == 0 or not words[number - 1].startswith("--"):
             overrides[word] = None
     file = folder / place.get("--config-path", "") / f"{place.get('--config-name', '').removesuffix('.yaml')}.yaml"

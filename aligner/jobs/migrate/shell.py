@@ -14,7 +14,8 @@ _ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|declare\s+)?([A-Za-z_]\w*\+?)=(
 _HERE_DOCUMENT = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?")
 _IS_EMPTY = re.compile(r'if\s+\[+\s+(?:-z\s+"?\$\{?(\w+)\}?"?|"?\$\{?(\w+)\}?"?\s+==?\s+"")\s+\]+')
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|([A-Za-z_]\w*|[@*#?0-9]))")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\}|([A-Za-z_]\w*|[@*#?0-9]))")
+_OPEN, _CLOSE = "\x01", "\x02"  # around a variable that is not known, while others are filled in
 _ARRAY = re.compile(r"\s*(?:export\s+|local\s+|declare\s+-a\s+)?(\w+\+?)=\((.*)", re.DOTALL)
 _OPERATORS = {
     ast.Add: operator.add,
@@ -28,7 +29,7 @@ _OPERATORS = {
 def commands(text: str) -> Iterator[list[str]]:
     """The words of each command of a script, in order, with its variables filled in; `export` and assignments are no commands.
 
-    A variable that the script does not set stays as it is written (`$HOME/x`), arguments of the script (`$1`, `"$@"`) are empty. Of branches
+    A variable that the script does not set stays (`${HOME}/x`, `${1}`); `"$@"` is empty. Of branches
     only `if [ -z "$NAME" ]` (also `"$NAME" == ""`) is followed; other assignments in branches count as if the branch were taken.
     """
     variables: dict[str, str] = {}
@@ -46,32 +47,44 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def _one(line: str, variables: dict[str, str]) -> Iterator[list[str]]:
-    found = _ASSIGNMENT.fullmatch(line)
+    found = _ASSIGNMENT.fullmatch(_with_sums(line, variables))
     if found and (value := _single_word(found[2])) is not None:
         name = found[1].rstrip("+")
         variables[name] = (f"{variables.get(name, '')} " if name != found[1] else "") + filled(value, variables)
         return
     if line.startswith("export "):
         return
+    if re.match(r'\w+="?\$\(|"?\$\(', line):
+        return  # what a program prints, which nobody knows here
     words = _split(filled(line, variables))
     if words:
         yield words
 
 
 def filled(text: str, variables: Mapping[str, str]) -> str:
-    """`$NAME`, `${NAME:-else}` and `$((arithmetic))` in a text; what is not known stays."""
+    """`$NAME`, `${NAME:-else}` and `$((arithmetic))` in a text; what is not known stays, as `${NAME}`."""
 
     def value(found: re.Match[str]) -> str:
         name = found[1] or found[3]
         if name in variables and (variables[name] or found[2] is None):
-            return variables[name]
+            return filled(variables[name], {}) if variables[name] != found[0] else _hidden(name)
         if found[2] is not None:
-            return filled(found[2], variables)
-        return "" if re.fullmatch(r"[@*#?0-9]+", name) else found[0]
+            return found[2].strip("\"'")
+        return "" if name in ("@", "*", "#", "?") else _hidden(name)
 
-    text = re.sub(r'"(\$\{\w+\[[@*]\]\})"', r"\1", text)
-    text = _ARITHMETIC.sub(lambda found: _calculated(filled(found[1], variables), found[0], variables), text)
-    return _VARIABLE.sub(value, text)
+    text = re.sub(r"\$\{(?:\w+:?\+[^{}]*|[@*]:[^{}]*)\}", "", re.sub(r'"(\$\{\w+\[[@*]\]\})"', r"\1", text))
+    text = _with_sums(text, variables)
+    while (done := _VARIABLE.sub(value, text)) != text:  # from the inside out
+        text = done
+    return text.replace(_OPEN, "${").replace(_CLOSE, "}")
+
+
+def _hidden(name: str) -> str:
+    return f"{_OPEN}{name}{_CLOSE}"
+
+
+def _with_sums(text: str, variables: Mapping[str, str]) -> str:
+    return _ARITHMETIC.sub(lambda found: _calculated(_VARIABLE.sub(lambda name: variables.get(name[1] or name[3], name[0]), found[1]), found[0], variables), text)
 
 
 def _calculated(expression: str, written: str, variables: Mapping[str, str]) -> str:
@@ -122,7 +135,7 @@ def _logical_lines(text: str) -> Iterator[str]:
             line = joined if following.lstrip().startswith("#") else joined + following
             if following.lstrip().startswith("#"):
                 line += "\\"
-        for part in re.split(r"(?<!&)&&(?!&)", line.rstrip().removesuffix("\\")) if _is_closed(line) else [line]:
+        for part in re.split(r"(?<!&)&&(?!&)", line.rstrip().removesuffix("\\")) if _is_closed(line) and "$(" not in line else [line]:
             if part.strip():
                 yield part.strip()
 
@@ -144,6 +157,7 @@ def _split(line: str) -> list[str]:
         words = shlex.split(line, comments=True)
     except ValueError as error:
         raise ConfigError(f"the command {line[:80]!r}: {error}") from error
+    words = [word for word in words if word.strip()]
     for number, word in enumerate(words):
         if re.fullmatch(r"&?>{1,2}.*|2>.*|\||&|;|[12]?>&[12]|tee", word):
             return words[:number]  # where its output goes is no setting

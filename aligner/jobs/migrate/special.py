@@ -232,8 +232,44 @@ def constant_steps(entry: Entry, value: Any, context: Context) -> Meaning:
     return Meaning(differs=True, note=f"the run has {total:g} optimizer steps, so all are near min_lr there: set optimizer.lr to it with optimizer.decay=constant")
 
 
+def verl_loggers(entry: Entry, value: Any, context: Context) -> Meaning:
+    names = {str(one) for one in (value if isinstance(value, list) else [value])}
+    others = sorted(names - {"console", "wandb", "tensorboard"})
+    settings = {"logging.tensorboard": True} if "tensorboard" in names else {}
+    return Meaning(settings=settings, differs=bool(others), note=f"no such logger here: {', '.join(others)}" if others else "")
+
+
+def verl_wandb(entry: Entry, value: Any, context: Context) -> Meaning:
+    loggers = context.value("trainer.logger") or []
+    has = "wandb" in (loggers if isinstance(loggers, list) else [loggers])
+    return Meaning(settings=dict.fromkeys(entry.ours, value) if has else {}, note="" if has else "of W&B, which is not among the loggers")
+
+
+def verl_no_kl(entry: Entry, value: Any, context: Context) -> Meaning:
+    """Without a KL in the loss or the reward the coefficient is 0."""
+    uses = [context.value(name) is True for name in ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")]
+    return Meaning(settings={} if any(uses) else {"algorithm.kl_coef": 0.0}, note="" if any(uses) else "no KL is used there unless it is switched on")
+
+
+def verl_reward(entry: Entry, value: Any, context: Context) -> Meaning:
+    name = f"{value}:{context.value('custom_reward_function.name')}"
+    context.ask(f"reward.function.path={name}: the function takes (prompts, responses, answers) here: docs/rewards.md")
+    return Meaning(differs=True, note="compute_score(data_source, solution_str, ground_truth) there, f(prompts, responses, answers) here: reward.function.path")
+
+
+def below_one(entry: Entry, value: Any, context: Context) -> Meaning:
+    """A ratio is above 0, so that a bound of 1 - 1 and less is none."""
+    if value >= 1:
+        return Meaning(settings=dict.fromkeys(entry.ours, 0.999), differs=True, note="no bound from below there; the nearest here")
+    return Meaning(settings=dict.fromkeys(entry.ours, value))
+
+
+def at_least_none(entry: Entry, value: Any, context: Context) -> Meaning:
+    return Meaning(settings=dict.fromkeys(entry.ours, max(0, int(value))))
+
+
 SPECIAL = [
     trl_groups, trl_steps, trl_epochs, trl_epsilon, trl_rewards, reward_model, reward_and_critic, episodes, scheduler_arguments, warmup,
     eval_strategy, report_to, wandb_key, warmup_share_online, remote_reward, openrlhf_correction, rank_part, data_prefix,
-    nemo_prompts, nemo_epochs, constant_steps,
+    nemo_prompts, nemo_epochs, constant_steps, verl_loggers, verl_wandb, verl_no_kl, verl_reward, at_least_none, below_one,
 ]  # fmt: skip
