@@ -148,7 +148,9 @@ class _Rows:
             if key.startswith(prefix) and source.table.knows(key.removeprefix(prefix)):
                 return Row(key=key, value=value, kind=Kind.none, note=f"of the {part} there; the run has one, as its actor says")
         if key.startswith("--config"):
-            self.context.ask(f"{key}={value}: there is no such file here, so its keys are missing; start where it lies, or give the file itself")
+            self.context.ask(
+                f"{key}={value}: there is no such file here, so its keys are missing; start where it lies, or give the file itself"
+            )
             return Row(key=key, value=value, kind=Kind.another, note="names a file of more keys")
         said = hint(key, list(schema_keys(recipe_of(self.recipe).config)))
         near = said if said.startswith(("did you mean", "there is no such setting")) else "no name is like it here"

@@ -100,7 +100,7 @@ def _of_file(written: dict[str, Any], where: str, framework: str, trains: str) -
 
 
 def _of_script(text: str, folder: Path, where: str, framework: str, trains: str) -> Source:
-    found = [source for words in commands(text) for source in [_of_words(words, folder, framework, trains)] if source is not None]
+    found = [source for words in commands(text) for source in [_of_words(words, folder, where, framework, trains)] if source is not None]
     if not found:
         raise ConfigError(f"{where}: no command of {', '.join(table.name for table in _candidates(framework))} in it")
     first, *others = found
@@ -135,18 +135,23 @@ def _joined(one: Source, other: Source) -> Source:
     return Source(table=main.table, trains=main.trains, given=given, launcher=main.launcher | part.launcher, ranks=main.ranks)
 
 
-def _of_words(words: Sequence[str], folder: Path, framework: str, trains: str) -> Source | None:
+def _of_words(words: Sequence[str], folder: Path, where: str, framework: str, trains: str) -> Source | None:
     """A command that trains; None for another one."""
+    unsure: Table | None = None
     for table in _candidates(framework):
         if (found := table.program_in(words)) is not None:
             place, program = found
             launcher, ranks = _launcher(words[:place])
             given = dict(_hydra(words[place + 1 :], folder) if table.style == "hydra" else _flags(words[place + 1 :], folder, table))
             if program == "?" and not trains:
-                program = table.trained_by_keys(given)
+                program = table.trained_by_keys(given) or next((one for part, one in table.by_path.items() if part in where), "")
                 if not program:
+                    unsure = table
                     continue
             return Source(table=table, trains=trains or program, given=given, launcher=launcher, ranks=ranks)
+    if unsure is not None:
+        known = "|".join(unsure.recipes)
+        raise ConfigError(f"{where}: the keys of this command do not say what it trains; say --trains {known} (of {unsure.name})")
     return None
 
 

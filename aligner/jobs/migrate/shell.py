@@ -84,7 +84,10 @@ def _hidden(name: str) -> str:
 
 
 def _with_sums(text: str, variables: Mapping[str, str]) -> str:
-    return _ARITHMETIC.sub(lambda found: _calculated(_VARIABLE.sub(lambda name: variables.get(name[1] or name[3], name[0]), found[1]), found[0], variables), text)
+    return _ARITHMETIC.sub(
+        lambda found: _calculated(_VARIABLE.sub(lambda name: variables.get(name[1] or name[3], name[0]), found[1]), found[0], variables),
+        text,
+    )
 
 
 def _calculated(expression: str, written: str, variables: Mapping[str, str]) -> str:

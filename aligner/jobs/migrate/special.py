@@ -166,7 +166,9 @@ def remote_reward(entry: Entry, value: Any, context: Context) -> Meaning:
     text = str(value[0] if isinstance(value, list) else value)
     if text.endswith(".py"):
         context.ask(f"reward.function.path={text}:NAME: the function takes (prompts, responses, answers) here: docs/rewards.md")
-        return Meaning(differs=True, note="reward_func(queries, prompts, labels) there, f(prompts, responses, answers) here: reward.function.path")
+        return Meaning(
+            differs=True, note="reward_func(queries, prompts, labels) there, f(prompts, responses, answers) here: reward.function.path"
+        )
     settings: dict[str, Any] = {"reward.functions": {"remote": {"url": text}}}
     if context.recipe == "ppo":
         settings["reward.serve"] = False
@@ -181,10 +183,22 @@ def openrlhf_correction(entry: Entry, value: Any, context: Context) -> Meaning:
     low, high = bounds if isinstance(bounds, list) else (0.5, bounds if isinstance(bounds, int | float) else 5.0)
     ours: dict[str, Any] = {"algorithm.correction.high": float(high)}
     if kind == "seq-mask-tis":
-        return Meaning(absent=True, note="there is no such correction here: tis, icepop and mis, of tokens or whole responses (docs/agreement.md)")
+        return Meaning(
+            absent=True, note="there is no such correction here: tis, icepop and mis, of tokens or whole responses (docs/agreement.md)"
+        )
     if kind == "icepop":
         ours["algorithm.correction.low"] = float(low)
     return Meaning(settings={"algorithm.correction.kind": kind} | ours)
+
+
+def openrlhf_placement(entry: Entry, value: Any, context: Context) -> Meaning:
+    """All on the same GPUs, which matters here where there are servers."""
+    served = context.recipe == "ppo" or context.value("reward_pretrain") is not None
+    if value is not True or not served:
+        return Meaning(note="without servers everything is in the actor's processes" if value is True else "")
+    if context.value("async_train") is True:
+        return Meaning(differs=True, note="asynchronous rollouts want GPUs of their own: placement=separate")
+    return Meaning(settings={"placement": "colocated"})
 
 
 def rank_part(entry: Entry, value: Any, context: Context) -> Meaning:
@@ -224,12 +238,25 @@ def constant_steps(entry: Entry, value: Any, context: Context) -> Meaning:
     """NeMo's last steps, at min_lr; they count optimizer steps."""
     rounds = context.number("trainer.sft.max_steps")
     if not value or rounds <= 0:
-        return Meaning(differs=bool(value), note="the last steps are at min_lr there: optimizer.decay_steps ends the decay before the run's end" if value else "")
-    updates = next((context.number(name) for name in ("model.ppo.num_rollout_samples", "model.reinforce.num_rollout_samples", "model.rs.num_rollout_samples") if context.number(name)), 0)
+        return Meaning(
+            differs=bool(value),
+            note="the last steps are at min_lr there: optimizer.decay_steps ends the decay before the run's end" if value else "",
+        )
+    updates = next(
+        (
+            context.number(name)
+            for name in ("model.ppo.num_rollout_samples", "model.reinforce.num_rollout_samples", "model.rs.num_rollout_samples")
+            if context.number(name)
+        ),
+        0,
+    )
     total = rounds * max(1, updates // (context.number("model.global_batch_size") or 1)) if updates else rounds
     if total > value:
         return Meaning(settings={"optimizer.decay_steps": int(total - value)}, note="the decay ends so long before the run's end")
-    return Meaning(differs=True, note=f"the run has {total:g} optimizer steps, so all are near min_lr there: set optimizer.lr to it with optimizer.decay=constant")
+    return Meaning(
+        differs=True,
+        note=f"the run has {total:g} optimizer steps, so all are near min_lr there: set optimizer.lr to it with optimizer.decay=constant",
+    )
 
 
 def verl_loggers(entry: Entry, value: Any, context: Context) -> Meaning:
@@ -248,13 +275,18 @@ def verl_wandb(entry: Entry, value: Any, context: Context) -> Meaning:
 def verl_no_kl(entry: Entry, value: Any, context: Context) -> Meaning:
     """Without a KL in the loss or the reward the coefficient is 0."""
     uses = [context.value(name) is True for name in ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")]
-    return Meaning(settings={} if any(uses) else {"algorithm.kl_coef": 0.0}, note="" if any(uses) else "no KL is used there unless it is switched on")
+    return Meaning(
+        settings={} if any(uses) else {"algorithm.kl_coef": 0.0}, note="" if any(uses) else "no KL is used there unless it is switched on"
+    )
 
 
 def verl_reward(entry: Entry, value: Any, context: Context) -> Meaning:
     name = f"{value}:{context.value('custom_reward_function.name')}"
     context.ask(f"reward.function.path={name}: the function takes (prompts, responses, answers) here: docs/rewards.md")
-    return Meaning(differs=True, note="compute_score(data_source, solution_str, ground_truth) there, f(prompts, responses, answers) here: reward.function.path")
+    return Meaning(
+        differs=True,
+        note="compute_score(data_source, solution_str, ground_truth) there, f(prompts, responses, answers) here: reward.function.path",
+    )
 
 
 def below_one(entry: Entry, value: Any, context: Context) -> Meaning:
@@ -270,6 +302,6 @@ def at_least_none(entry: Entry, value: Any, context: Context) -> Meaning:
 
 SPECIAL = [
     trl_groups, trl_steps, trl_epochs, trl_epsilon, trl_rewards, reward_model, reward_and_critic, episodes, scheduler_arguments, warmup,
-    eval_strategy, report_to, wandb_key, warmup_share_online, remote_reward, openrlhf_correction, rank_part, data_prefix,
+    eval_strategy, report_to, wandb_key, warmup_share_online, remote_reward, openrlhf_correction, openrlhf_placement, rank_part, data_prefix,
     nemo_prompts, nemo_epochs, constant_steps, verl_loggers, verl_wandb, verl_no_kl, verl_reward, at_least_none, below_one,
 ]  # fmt: skip

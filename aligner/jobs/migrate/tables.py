@@ -62,6 +62,7 @@ class Table:
     recipes: Mapping[str, Any]  # what it trains: our recipe, or {key: value of that key: our recipe}
     files: Mapping[str, str] = field(default_factory=dict)  # a key of a YAML file: what that trains
     by_keys: Mapping[str, str] = field(default_factory=dict)  # the same, of a command whose program does not say
+    by_path: Mapping[str, str] = field(default_factory=dict)  # the same by a part of the script's path, where its keys do not say
     parts: Mapping[str, str] = field(default_factory=dict)  # a program that is a part of another's run: what its keys begin with there
     config_flags: Sequence[str] = ()  # options that name a YAML file of further keys
     mirrors: Mapping[str, str] = field(
@@ -84,7 +85,8 @@ class Table:
         return next((self._named(trains, written) for key, trains in self.files.items() if _has(written, key)), "")
 
     def trained_by_keys(self, given: Mapping[str, Any]) -> str:
-        return next((trains for key, trains in self.by_keys.items() if all(one in given for one in key.split("+"))), "")
+        """The same of a command's keys."""
+        return next((self._named(trains, given) for key, trains in self.by_keys.items() if all(one in given for one in key.split("+"))), "")
 
     def recipe_for(self, trains: str, given: Mapping[str, Any]) -> str:
         """Our recipe; empty if there is none."""
@@ -94,9 +96,10 @@ class Table:
         if isinstance(chosen, str):
             return chosen
         ((key, by_value),) = chosen.items()
-        entry = next((one for one in self.keys if one.key == key), None)
-        names = [key, *(entry.also if entry else ())]
-        value = next((given[name] for name in names if given.get(name) is not None), entry.default if entry else None)
+        entries = [one for one in self.keys if one.key == key]
+        names = [key, *(name for one in entries for name in one.also)]
+        default = next((one.default for one in entries if one.default is not None), None)
+        value = next((given[name] for name in names if given.get(name) is not None), default)
         return str(by_value.get(as_text(value), by_value.get("*", "")))
 
     def knows(self, key: str) -> bool:
