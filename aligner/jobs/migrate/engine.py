@@ -161,6 +161,9 @@ class _Rows:
         if value == "???" or (value is None and default is None):
             note = "not filled in" if value == "???" else "not set"
             return Row(key=key, value=value, kind=Kind.same, note=note)
+        if value is True and entry.transform in transforms.OF_TEXT:
+            self.context.ask(f"{key} has no value")
+            return Row(key=key, value="", kind=Kind.another, note="no value is given")
         if is_open(value) and not self._is_text(entry):
             self.context.ask(f"{key}={value} is not filled in" + ("" if default is None else f": taken as {_shown(default)}"))
             settings = {} if default is None else self._meaning(entry, default).settings

@@ -29,7 +29,7 @@ _OPERATORS = {
 def commands(text: str) -> Iterator[list[str]]:
     """The words of each command of a script, in order, with its variables filled in; `export` and assignments are no commands.
 
-    A variable that the script does not set stays (`${HOME}/x`, `${1}`); `"$@"` is empty. Of branches
+    A variable that the script does not set stays (`${HOME}/x`), as does an argument without a default (`${1}`); `"$@"` is empty. Of branches
     only `if [ -z "$NAME" ]` (also `"$NAME" == ""`) is followed; other assignments in branches count as if the branch were taken.
     """
     variables: dict[str, str] = {}
@@ -179,5 +179,6 @@ def _single_word(text: str) -> str | None:
 
 
 def _not_taken(line: str, variables: Mapping[str, str]) -> bool:
+    """An argument that the script was not given is empty."""
     found = _IS_EMPTY.match(line)
-    return bool(found) and bool(variables.get(found[1] or found[2], ""))
+    return bool(found) and bool(re.sub(r"\$\{\d+\}", "", variables.get(found[1] or found[2], "")))

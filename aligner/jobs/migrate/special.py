@@ -300,8 +300,24 @@ def at_least_none(entry: Entry, value: Any, context: Context) -> Meaning:
     return Meaning(settings=dict.fromkeys(entry.ours, max(0, int(value))))
 
 
+def dschat_rollouts(entry: Entry, value: Any, context: Context) -> Meaning:
+    return Meaning(settings={"algorithm.rollouts_per_step": int(_dschat_step(context))})
+
+
+def dschat_epochs(entry: Entry, value: Any, context: Context) -> Meaning:
+    context.values["rollouts of a step"] = _dschat_step(context)
+    return epochs(Entry(key=entry.key, factors=["rollouts of a step"]), value, context)
+
+
+def _dschat_step(context: Context) -> float:
+    """What is sampled at a time; where gradients of several such rounds are added up to an update, all of these: the policy is the same."""
+    sampled = context.product(["per_device_generation_batch_size", "generation_batches", "ranks"])
+    return max(sampled, context.product(["per_device_training_batch_size", "gradient_accumulation_steps", "ranks"]))
+
+
 SPECIAL = [
     trl_groups, trl_steps, trl_epochs, trl_epsilon, trl_rewards, reward_model, reward_and_critic, episodes, scheduler_arguments, warmup,
     eval_strategy, report_to, wandb_key, warmup_share_online, remote_reward, openrlhf_correction, openrlhf_placement, rank_part, data_prefix,
     nemo_prompts, nemo_epochs, constant_steps, verl_loggers, verl_wandb, verl_no_kl, verl_reward, at_least_none, below_one,
+    dschat_rollouts, dschat_epochs,
 ]  # fmt: skip
