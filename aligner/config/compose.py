@@ -178,7 +178,7 @@ def override(key: str, value: Any) -> str:
 
 def _grammar(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{quoted(str(name))}:{_grammar(one)}" for name, one in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{_grammar(one)}" for name, one in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return f"[{','.join(_grammar(one) for one in value)}]"
     if value is None or isinstance(value, (bool, int, float)):
