@@ -147,6 +147,9 @@ class _Rows:
         for part, prefix in source.table.parts.items():
             if key.startswith(prefix) and source.table.knows(key.removeprefix(prefix)):
                 return Row(key=key, value=value, kind=Kind.none, note=f"of the {part} there; the run has one, as its actor says")
+        elsewhere = [recipe for entry in source.table.keys if key in (entry.key, *entry.also) for recipe in entry.recipes]
+        if elsewhere:
+            return Row(key=key, value=value, kind=Kind.same, note=f"without effect there either: of {', '.join(dict.fromkeys(elsewhere))}")
         if key.startswith("--config"):
             self.context.ask(
                 f"{key}={value}: there is no such file here, so its keys are missing; start where it lies, or give the file itself"

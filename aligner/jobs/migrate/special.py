@@ -76,6 +76,23 @@ def trl_rewards(entry: Entry, value: Any, context: Context) -> Meaning:
     return Meaning(settings=settings, differs=True, note="the function here that is most like it; docs/rewards.md has what counts")
 
 
+def trl_correction(entry: Entry, value: Any, context: Context) -> Meaning:
+    if value is not True:
+        return Meaning(settings={"algorithm.correction.kind": "none"})
+    level, _, what = str(context.value("vllm_importance_sampling_mode")).partition("_")
+    settings = {"algorithm.correction.kind": "tis" if what == "truncate" else "icepop", "algorithm.correction.level": level}
+    settings |= {"algorithm.correction.high": context.number("vllm_importance_sampling_clip_max")}
+    if what != "truncate":
+        settings["algorithm.correction.low"] = context.number("vllm_importance_sampling_clip_min")
+    return Meaning(settings=settings, note="weights are cut off (truncate) or those outside of the bounds are 0 (mask)")
+
+
+def trl_mixture(entry: Entry, value: Any, context: Context) -> Meaning:
+    """TRL's `datasets`: [{path, name, split}, ...]."""
+    parts = [one.get("path") if isinstance(one, dict) else one for one in (value if isinstance(value, list) else [value])]
+    return data(entry, [part for part in parts if part], context)
+
+
 def reward_model(entry: Entry, value: Any, context: Context) -> Meaning:
     """A reward model behind a server."""
     found = model(Entry(key=entry.key, ours=["reward.model.path"]), value, context)
@@ -296,8 +313,21 @@ def below_one(entry: Entry, value: Any, context: Context) -> Meaning:
     return Meaning(settings=dict.fromkeys(entry.ours, value))
 
 
-def at_least_none(entry: Entry, value: Any, context: Context) -> Meaning:
-    return Meaning(settings=dict.fromkeys(entry.ours, max(0, int(value))))
+def verl_warmup(entry: Entry, value: Any, context: Context) -> Meaning:
+    """Its schedulers take a step after a whole training step."""
+    return Meaning(settings=dict.fromkeys(entry.ours, max(0, int(value * _verl_updates(context)))), note="training steps there, updates here")
+
+
+def verl_warmup_share(entry: Entry, value: Any, context: Context) -> Meaning:
+    found = warmup_share(entry, value, context)
+    found.settings = {name: int(steps * _verl_updates(context)) for name, steps in found.settings.items()}
+    return found
+
+
+def _verl_updates(context: Context) -> float:
+    """Of a training step."""
+    prompts, an_update = context.number("data.train_batch_size"), context.number("actor_rollout_ref.actor.ppo_mini_batch_size") or 1
+    return max(1, prompts // an_update) * (context.number("actor_rollout_ref.actor.ppo_epochs") or 1)
 
 
 def dschat_rollouts(entry: Entry, value: Any, context: Context) -> Meaning:
@@ -316,8 +346,8 @@ def _dschat_step(context: Context) -> float:
 
 
 SPECIAL = [
-    trl_groups, trl_steps, trl_epochs, trl_epsilon, trl_rewards, reward_model, reward_and_critic, episodes, scheduler_arguments, warmup,
+    trl_correction, trl_mixture, trl_groups, trl_steps, trl_epochs, trl_epsilon, trl_rewards, reward_model, reward_and_critic, episodes, scheduler_arguments, warmup,
     eval_strategy, report_to, wandb_key, warmup_share_online, remote_reward, openrlhf_correction, openrlhf_placement, rank_part, data_prefix,
-    nemo_prompts, nemo_epochs, constant_steps, verl_loggers, verl_wandb, verl_no_kl, verl_reward, at_least_none, below_one,
+    nemo_prompts, nemo_epochs, constant_steps, verl_loggers, verl_wandb, verl_no_kl, verl_reward, verl_warmup, verl_warmup_share, below_one,
     dschat_rollouts, dschat_epochs,
 ]  # fmt: skip
