@@ -1,0 +1,117 @@
+"""Checkpoints as Megatron-LM and NeMo write them, by Megatron-Core's own GPTModel: what reading them is compared with."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+import math
+import tarfile
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from hf_models import randomize
+
+COMMON = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "max_position_embeddings": 64}
+LLAMA = {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False, "rotary_base": 500}
+GROUPS = {"group_query_attention": True, "num_query_groups": 2}
+UNTIED = {"untie_embeddings_and_output_weights": True}
+# Arguments of Megatron-LM that say what kind of model it is; the name is the family that computes the same.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA | GROUPS | UNTIED | {"kv_channels": 12, "norm_epsilon": 1e-3},
+    "llama_tied": LLAMA | {"vocab_size": 61},
+    "llama_biases": LLAMA | GROUPS | {"add_bias_linear": True},
+    "llama_scaled": LLAMA | GROUPS | {"use_rope_scaling": True, "rope_scaling_factor": 4.0},
+    "qwen2": LLAMA | GROUPS | UNTIED | {"add_qkv_bias": True},
+    "qwen3": LLAMA | GROUPS | UNTIED | {"qk_layernorm": True, "kv_channels": 16},
+    "mixtral": LLAMA | GROUPS | UNTIED | {"num_experts": 4, "moe_router_topk": 2},
+    "qwen3_moe": LLAMA | GROUPS | UNTIED | {"qk_layernorm": True, "num_experts": 4, "moe_router_topk": 3, "moe_ffn_hidden_size": 24},
+    "gpt2": {"normalization": "LayerNorm", "position_embedding_type": "learned_absolute"},
+}
+ROWS = 64  # of the embedding: the vocabulary of 61, padded
+
+
+class AttnBackend(Enum):
+    """An object of a class of Megatron-LM among its arguments."""
+
+    auto = 5
+
+
+AttnBackend.__module__ = "megatron.core.transformer.enums"
+
+
+def arguments(name: str, **others: Any) -> argparse.Namespace:
+    """The arguments as Megatron-LM keeps them, with some that do not matter and some whose values are no plain data."""
+    own = COMMON | {"norm_epsilon": 1e-5, "padded_vocab_size": ROWS, "vocab_size": None, "bias_gelu_fusion": True, "kv_channels": None}
+    unimportant = {"lr": 1e-4, "params_dtype": torch.float32, "encoder_num_layers": 2, "window_size": None}
+    return argparse.Namespace(**(own | unimportant | ARGUMENTS[name] | others))
+
+
+def build(args: argparse.Namespace, *, tp: int = 1, pp: int = 1, first: bool = True, last: bool = True) -> Any:
+    """A random GPTModel, as Megatron-LM's model provider makes it of its arguments."""
+    from aligner.models.megatron_config import _gelu_tanh
+    from aligner.parallel.mcore import GPTModel, TransformerConfig, get_gpt_layer_local_spec
+
+    given = vars(args).get
+    config = TransformerConfig(
+        **{name: given(name) for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels")},
+        num_query_groups=args.num_query_groups if given("group_query_attention") else None,
+        normalization=args.normalization,
+        layernorm_epsilon=args.norm_epsilon,
+        gated_linear_unit=bool(given("swiglu")),
+        activation_func=torch.nn.functional.silu if given("swiglu") else _gelu_tanh,
+        add_bias_linear=given("add_bias_linear", True),
+        add_qkv_bias=bool(given("add_qkv_bias")),
+        qk_layernorm=bool(given("qk_layernorm")),
+        num_moe_experts=given("num_experts"),
+        moe_ffn_hidden_size=given("moe_ffn_hidden_size"),
+        moe_router_topk=given("moe_router_topk", 2),
+        moe_token_dispatcher_type="alltoall",
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        pipeline_dtype=torch.float32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(given("num_experts"), qk_layernorm=config.qk_layernorm, normalization=args.normalization),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=not given("untie_embeddings_and_output_weights"),
+        position_embedding_type=args.position_embedding_type,
+        rotary_base=given("rotary_base", 10000),
+        rope_scaling=bool(given("use_rope_scaling")),
+        rope_scaling_factor=given("rope_scaling_factor", 8.0),
+    )
+    randomize(model, seed=3)
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """What Megatron-Core computes, float32 [B, S, rows of the vocabulary]."""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1]).triu(1).bool()
+    return model.eval()(tokens, positions, mask).float()
+
+
+def save(directory: Path, model: Any, args: argparse.Namespace | None, *, prefix: str = "", metadata: dict[str, Any] | None = None) -> Path:
+    """Write `directory` as Megatron-LM (with `args`) or NeMo (without) does."""
+    from aligner.parallel.mcore import dist_checkpointing, ensure_metadata_has_dp_cp_group
+
+    directory.mkdir(parents=True, exist_ok=True)
+    state = model.sharded_state_dict(prefix=prefix, metadata=ensure_metadata_has_dp_cp_group(metadata))
+    common = {} if args is None else {"args": args, "checkpoint_version": 3.0, "iteration": 7}
+    dist_checkpointing.save(common | {"model": state}, str(directory))
+    return directory
