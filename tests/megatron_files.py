@@ -115,3 +115,53 @@ def save(directory: Path, model: Any, args: argparse.Namespace | None, *, prefix
     common = {} if args is None else {"args": args, "checkpoint_version": 3.0, "iteration": 7}
     dist_checkpointing.save(common | {"model": state}, str(directory))
     return directory
+
+
+def nemo_config(name: str, **others: Any) -> dict[str, Any]:
+    """NeMo's words for the model of `arguments(name)`."""
+    args = vars(arguments(name))
+    gated, qkv = args.get("swiglu"), args.get("add_qkv_bias")
+    own = {key: args[key] for key in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels")}
+    own |= {"mcore_gpt": True, "encoder_seq_length": 64, "max_position_embeddings": "${.encoder_seq_length}", "hidden_dropout": 0.0}
+    own |= {"num_query_groups": args.get("num_query_groups"), "normalization": "rmsnorm" if gated else "layernorm1p"}
+    own |= {"activation": "fast-swiglu" if gated else "squared-relu", "bias": False, "qkv_bias": bool(qkv)}
+    own |= {"position_embedding_type": "rope", "rotary_base": args.get("rotary_base", 10000), "layernorm_epsilon": args["norm_epsilon"]}
+    own |= {"share_embeddings_and_output_weights": not args.get("untie_embeddings_and_output_weights")}
+    return own | {"tokenizer": {"library": "huggingface", "type": "meta-llama/Llama-2-7b-hf", "model": None}} | others
+
+
+def to_zarr(source: Path, target: Path) -> Path:
+    """The tensors of a `torch_dist` directory as Megatron-Core's former backend wrote them: in chunks, of which the last are filled up."""
+    from aligner.models.foreign.files import Files
+    from aligner.models.foreign.torch_dist import TorchDist
+
+    tensors = TorchDist(Files(source), "")
+    for name, shape in tensors.shapes().items():
+        folder = target / name
+        folder.mkdir(parents=True)
+        tensor = tensors.read(name, ())
+        chunks = [1, *(max(1, size * 2 // 3) for size in shape[1:])] if len(shape) > 2 else [max(1, size * 2 // 3) for size in shape]
+        kind = {torch.float32: "<f4", torch.bfloat16: "bfloat16", torch.float16: "<f2"}[tensor.dtype]
+        described = {"chunks": chunks, "compressor": None, "dtype": kind, "fill_value": None, "filters": None, "order": "C"}
+        (folder / ".zarray").write_text(json.dumps(described | {"shape": list(shape), "zarr_format": 2}))
+        for place in itertools.product(*(range(math.ceil(size / chunk)) for size, chunk in zip(shape, chunks, strict=True))):
+            part = tensor[tuple(slice(at * chunk, (at + 1) * chunk) for at, chunk in zip(place, chunks, strict=True))]
+            whole = torch.full(chunks, 7.0, dtype=tensor.dtype)
+            whole[tuple(slice(size) for size in part.shape)] = part
+            (folder / ".".join(map(str, place))).write_bytes(bytes(whole.view(torch.uint8).flatten().tolist()))
+    (target / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    (target / "common.pt").write_bytes((source / "common.pt").read_bytes())
+    return target
+
+
+def pack(archive: Path, weights: Path, config: dict[str, Any], files: dict[str, bytes] | None = None, *, mode: str = "w:") -> Path:
+    """A `.nemo` of a checkpoint directory and a config, with names that begin with `./`, as NeMo's have."""
+    import yaml
+
+    with tarfile.open(archive, mode) as tar:
+        tar.add(weights, "./model_weights")
+        for name, data in ({"model_config.yaml": yaml.safe_dump(config).encode()} | (files or {})).items():
+            member = tarfile.TarInfo(f"./{name}")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return archive

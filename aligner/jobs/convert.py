@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from aligner.config import fetch_one
 from aligner.data.tokenizer import check_vocabulary, load_tokenizer
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, ConfigError
 from aligner.hub import push
 from aligner.hub.names import HubName
 from aligner.jobs.model_card import Origin, model_card, origin_of
@@ -40,6 +40,7 @@ class _Source:
     architecture: Architecture
     head: ScalarHead | None
     tokenizer: Path | None  # directory with its files
+    note: str = ""  # what the user should hear of it
 
 
 def hf_to_megatron(source: Path, target: Path, parallel: ParallelConfig) -> Path:
@@ -73,7 +74,7 @@ def _to_megatron(source: _Source, target: Path, parallel: ParallelConfig) -> Pat
     made = make(config, source.architecture, parallel, here, create.training(config, None))
     request = checkpoint.SaveRequest(step=0, state={}, tokenizer=source.tokenizer)
     written = checkpoint.save(target, made.model, request)
-    _say(f"Megatron-Core checkpoint written to {written}")
+    _say(f"Megatron-Core checkpoint written to {written}", source.note)
     launch.shutdown()
     return written
 
@@ -116,7 +117,7 @@ def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: 
     checkpoint.load_source(chunks, source.path)
     save_hf(chunks, target, writer=here.rank == 0)
     from_rank_0(lambda: _finish(source.tokenizer, target))
-    _say(f"Hugging Face model written to {target}")
+    _say(f"Hugging Face model written to {target}", source.note)
     launch.shutdown()
     if name is not None and here.rank == 0:  # the others need not wait
         _push(target, name, origin_of(source.path))
@@ -128,18 +129,30 @@ def _foreign(path: Path, tokenizer: Path | None) -> Iterator[_Source]:
     with TemporaryDirectory() as unpacked:
         with open_weights(path) as weights:
             found = weights.description
-            if tokenizer is None and weights.copy_tokenizer(Path(unpacked)):
-                tokenizer = Path(unpacked)
-        architecture = found.architecture
-        if tokenizer is not None:
-            loaded = load_tokenizer(tokenizer)
-            check_vocabulary(loaded, architecture.vocab_size)
-            if found.is_padded:
-                architecture = replace(architecture, vocab_size=loaded.max_token_id + 1)
-        elif wanted := found.tokenizer.get("type") or found.tokenizer.get("model"):
-            print(f"tokenizer {wanted}: not in {path}; copy its files to the model, or give --tokenizer", flush=True)
-        dtype = Dtype(str(found.dtype).removeprefix("torch."))
-        yield _Source(path=path, dtype=dtype, architecture=architecture, head=found.head, tokenizer=tokenizer)
+            own = Path(unpacked) if tokenizer is None and weights.copy_tokenizer(Path(unpacked)) else None
+        read = _Source(
+            path=path,
+            dtype=Dtype(str(found.dtype).removeprefix("torch.")),
+            architecture=found.architecture,
+            head=found.head,
+            tokenizer=None,
+        )
+        try:
+            loaded = None if tokenizer is None and own is None else load_tokenizer(tokenizer or own)
+            if own is not None:
+                loaded.save(own)  # with tokenizer.json, which loads beside any model's config
+        except ConfigError as error:
+            if tokenizer is not None:
+                raise
+            loaded, read = None, replace(read, note=f"the archive's own tokenizer cannot be read here ({error}); ")
+        if loaded is None:
+            named = found.tokenizer.get("type") or found.tokenizer.get("model") or "of its training"
+            yield replace(read, note=f"{read.note}no tokenizer written: give --tokenizer DIR with the one {named}")
+            return
+        check_vocabulary(loaded, found.architecture.vocab_size)
+        if found.is_padded:
+            read = replace(read, architecture=replace(found.architecture, vocab_size=loaded.max_token_id + 1))
+        yield replace(read, tokenizer=tokenizer or own)
 
 
 def push_export(directory: Path, push_to: str) -> None:
@@ -185,6 +198,6 @@ def _dtype(directory: Path) -> Dtype:
     return Dtype(stored) if stored in (Dtype.bfloat16.value, Dtype.float16.value) else Dtype.float32
 
 
-def _say(text: str) -> None:
+def _say(*lines: str) -> None:
     if dist.get_rank() == 0:
-        print(text)
+        print(*filter(None, lines), sep="\n")

@@ -43,6 +43,7 @@ _KNOWN_NAMES = (
     *(("builtins", name) for name in ("bytearray", "complex", "frozenset", "getattr", "object", "range", "set", "slice")),
     *(("copyreg", "_reconstructor"), ("_codecs", "encode")),
 )
+_FORMER_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # Python 2's names, which torch.save writes
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -97,6 +98,7 @@ class _InertUnpickler(pickle.Unpickler):
     """Imports nothing: every name becomes a stand-in, and one that no checkpoint of Megatron-LM has is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
+        module = _FORMER_MODULES.get(module, module)
         if (module, name) == ("argparse", "Namespace"):
             return argparse.Namespace
         if (module, name) == ("collections", "OrderedDict"):

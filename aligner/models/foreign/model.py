@@ -220,15 +220,14 @@ class ForeignWeights:
 def _refuse_others(files: Files, names: set[str]) -> None:
     """Raise CheckpointError naming the form of a checkpoint of these projects that is not read."""
     if {"context/io.json", "context/model.yaml"} & names:
-        raise CheckpointError(f"{files.root}: a checkpoint of NeMo 2; allowed: the Hugging Face model that `nemo llm export` writes")
+        raise CheckpointError(f"{files.root}: is of NeMo 2; allowed: the Hugging Face model that `nemo llm export` writes")
     folder = f"{_NEMO_WEIGHTS}/" if NEMO_CONFIG in names else ""
     if folder + METADATA in names:
         return
-    old = [name for name in sorted(names) if re.search(r"(mp_rank_\d+|tp_rank_\d+)|model_weights\.ckpt$", name)]
-    if old:
+    if old := [name for name in sorted(names) if re.search(r"(mp_rank_\d+|tp_rank_\d+)|model_weights\.ckpt$", name)]:
         raise CheckpointError(
-            f"{files.where(old[0])}: is of the form with a pickle per rank; allowed: distributed checkpoints ({', '.join(_FORMATS)}), which "
-            "NeMo writes since mcore_gpt=True and Megatron-LM with --ckpt-format torch_dist (--ckpt-convert-format converts)"
+            f"{files.where(old[0])}: is of the form with a pickle per rank; allowed: distributed checkpoints ({', '.join(_FORMATS)}), "
+            "which NeMo writes since mcore_gpt=True and Megatron-LM with --ckpt-format torch_dist (--ckpt-convert-format converts)"
         )
     raise CheckpointError(f"{files.where(folder + METADATA)} is missing: not a distributed checkpoint of Megatron-Core")
 

@@ -1,4 +1,4 @@
-"""From Megatron-LM's arguments or NeMo's `model_config.yaml` to an `Architecture`: of the family whose Hugging Face models compute the same."""
+"""From Megatron-LM's arguments or NeMo's `model_config.yaml` to an `Architecture`, of a family whose Hugging Face models compute it."""
 
 from __future__ import annotations
 
