@@ -106,14 +106,25 @@ def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return model.eval()(tokens, positions, mask).float()
 
 
-def save(directory: Path, model: Any, args: argparse.Namespace | None, *, prefix: str = "", metadata: dict[str, Any] | None = None) -> Path:
-    """Write `directory` as Megatron-LM (with `args`) or NeMo (without) does."""
+def save(
+    directory: Path,
+    model: Any,
+    args: argparse.Namespace | None,
+    *,
+    prefix: str = "",
+    metadata: dict[str, Any] | None = None,
+    common_file: bool = True,
+) -> Path:
+    """Write `directory` as Megatron-LM (with `args`) or NeMo (without) does; without a `common_file` as of Megatron-Core 0.19."""
     from aligner.parallel.mcore import dist_checkpointing, ensure_metadata_has_dp_cp_group
 
     directory.mkdir(parents=True, exist_ok=True)
-    state = model.sharded_state_dict(prefix=prefix, metadata=ensure_metadata_has_dp_cp_group(metadata))
+    state: dict[str, Any] = {"model": model.sharded_state_dict(prefix=prefix, metadata=ensure_metadata_has_dp_cp_group(metadata))}
     common = {} if args is None else {"args": args, "checkpoint_version": 3.0, "iteration": 7}
-    dist_checkpointing.save(common | {"model": state}, str(directory))
+    if not common_file:
+        state["common_state"] = dist_checkpointing.mapping.ShardedObject("common_state", common, (1,), (0,))
+        common = {}
+    dist_checkpointing.save(common | state, str(directory))
     return directory
 
 

@@ -97,7 +97,7 @@ def test_rope_scaling_is_llama_3s(megatron_lm):
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-@pytest.mark.parametrize("form", ["apart", "latest", "nemo", "gzip", "unpacked", "zarr"])
+@pytest.mark.parametrize("form", ["apart", "no_common_file", "latest", "nemo", "gzip", "unpacked", "zarr"])
 def test_every_form_has_the_same_bits(name: str, form: str, megatron_lm, tmp_path: Path):
     """Layers and halves of gated layers with names of their own, as they are without stacking; NeMo's archive; the former backend."""
     path, model = megatron_lm(name)
@@ -106,6 +106,9 @@ def test_every_form_has_the_same_bits(name: str, form: str, megatron_lm, tmp_pat
         apart = {"singleton_local_shards": True}
         other = megatron_files.save(tmp_path / "apart", model, megatron_files.arguments(name), metadata=apart)
         assert any(key.endswith("weight_w") for key in _shapes(other))
+    elif form == "no_common_file":  # as of Megatron-Core 0.19
+        other = megatron_files.save(tmp_path / "whole", model, megatron_files.arguments(name), common_file=False)
+        (other / "common.pt").unlink(missing_ok=True)  # it is empty
     elif form == "latest":
         other = path.parent
         (other / "latest_checkpointed_iteration.txt").write_text("7")
