@@ -53,6 +53,7 @@ def hf_to_megatron(source: Path, target: Path, parallel: ParallelConfig) -> Path
     source = fetch_one("--from-hf", str(source))
     if not (source / CONFIG_FILE).exists():
         raise CheckpointError(f"--from-hf {source}: no config.json there")
+    _check_empty("--to-megatron", target, checkpoint.LATEST, "checkpoint")
     dtype = _dtype(source)
     architecture = create.read_architecture(ModelConfig(path=str(source), dtype=dtype), vocab_size=0)
     read = _Source(path=source, dtype=dtype, architecture=architecture, head=read_head(source), tokenizer=source)
@@ -61,13 +62,12 @@ def hf_to_megatron(source: Path, target: Path, parallel: ParallelConfig) -> Path
 
 def foreign_to_megatron(source: Path, target: Path, parallel: ParallelConfig, *, tokenizer: Path | None = None) -> Path:
     """`hf_to_megatron` from what Megatron-LM or NeMo wrote; `tokenizer` as for `foreign_to_hf`."""
+    _check_empty("--to-megatron", target, checkpoint.LATEST, "checkpoint")
     with _foreign(source, tokenizer) as read:
         return _to_megatron(read, target, parallel)
 
 
 def _to_megatron(source: _Source, target: Path, parallel: ParallelConfig) -> Path:
-    if (target / checkpoint.LATEST).exists():
-        raise CheckpointError(f"--to-megatron {target}: holds a checkpoint already; name an empty directory")
     here = _world(parallel)
     config = ModelConfig(path=str(source.path), dtype=source.dtype)
     make = create.create_policy if source.head is None else create.create_reward_model
@@ -86,6 +86,7 @@ def megatron_to_hf(source: Path, target: Path, parallel: ParallelConfig, *, push
     time. Raises CheckpointError if the source is no complete checkpoint, or the target holds a model already; as `push_export` does.
     """
     directory = checkpoint.resolve(source)
+    _check_empty("--to-hf", target, CONFIG_FILE, "model")
     dtype = _dtype(directory)
     architecture = create.read_architecture(ModelConfig(path=str(directory), dtype=dtype), vocab_size=0)
     read = _Source(path=directory, dtype=dtype, architecture=architecture, head=read_head(directory), tokenizer=directory)
@@ -98,13 +99,12 @@ def foreign_to_hf(source: Path, target: Path, parallel: ParallelConfig, *, push_
     `tokenizer`: a directory with one, else the archive's own is taken where it can be. It says where a padded vocabulary ends, if
     the source does not.
     """
+    _check_empty("--to-hf", target, CONFIG_FILE, "model")
     with _foreign(source, tokenizer) as read:
         _to_hf(read, target, parallel, push_to=push_to)
 
 
 def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: str) -> None:
-    if (target / CONFIG_FILE).exists():
-        raise CheckpointError(f"--to-hf {target}: holds a model already; name an empty directory")
     here = _world(parallel)
     name = from_rank_0(lambda: push.prepare(push_to)) if push_to else None  # before the work
     config = ModelConfig(path=str(source.path), dtype=source.dtype)
@@ -121,6 +121,12 @@ def _to_hf(source: _Source, target: Path, parallel: ParallelConfig, *, push_to: 
     launch.shutdown()
     if name is not None and here.rank == 0:  # the others need not wait
         _push(target, name, origin_of(source.path))
+
+
+def _check_empty(option: str, target: Path, name: str, what: str) -> None:
+    """Raise CheckpointError where the target holds one already."""
+    if (target / name).exists():
+        raise CheckpointError(f"{option} {target}: holds a {what} already; name an empty directory")
 
 
 @contextmanager

@@ -57,6 +57,9 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "metadata.json is missing" in refusal(capsys, "--from-megatron", archive, "--to-hf", tmp_path / "out")
     archive.write_bytes(b"no tar" * 200)
     assert "model.nemo: is no NeMo archive, or damaged" in refusal(capsys, "--from-megatron", archive, "--to-hf", tmp_path / "out")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert "holds a model already" in refusal(capsys, "--from-megatron", archive, "--to-hf", tmp_path / "model")
     wrong = refusal(capsys, "--from-hf", tmp_path, "--to-megatron", tmp_path / "out", "--tokenizer", tmp_path)
     assert "--tokenizer" in wrong and "others bring their own" in wrong
     assert "no such directory" in refusal(capsys, "--from-megatron", tmp_path / "none.nemo", "--to-hf", tmp_path / "out")
