@@ -18,7 +18,7 @@ import yaml
 from aligner.cluster.exit_codes import ExitCode
 from aligner.data.report import LoadReport
 from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from aligner.errors import AlignerError, RunHalted, describe_os_error
+from aligner.errors import AlignerError, ConfigError, RunHalted, describe_os_error
 from aligner.files import publish
 from aligner.loop import lengths, loop
 from aligner.loop.checkpointing import RunCheckpointer
@@ -31,6 +31,7 @@ from aligner.models import create
 from aligner.models.build import Transformer
 from aligner.models.checkpoint import copy_tokenizer
 from aligner.models.config import Architecture, ModelConfig
+from aligner.models.foreign.model import is_foreign
 from aligner.models.guard import GuardConfig
 from aligner.models.peft import save_peft
 from aligner.models.trainable import TrainableModel
@@ -126,6 +127,8 @@ def load_model_files(config: ModelConfig) -> tuple[Tokenizer, Architecture]:
 def tokenizer_directory(config: ModelConfig) -> Path:
     """Where the tokenizer's files are: `model.tokenizer`, else beside the weights."""
     source = create.source_directory(config)
+    if source is not None and not config.tokenizer and is_foreign(source):
+        raise ConfigError(f"model.tokenizer='': {source} has no tokenizer that is read in place; name a directory with one")
     return Path(config.tokenizer_path) if config.tokenizer or source is None else source
 
 

@@ -111,7 +111,7 @@ class LoraConfig:
 class ModelConfig:
     """One model of a run. From `micro_batch_size` to `recompute` settings change memory and speed, never the numbers."""
 
-    path: str = ""  # Hugging Face directory, ORG/NAME[@REV] of the Hub, or a checkpoint of this project; empty: random weights
+    path: str = ""  # Hugging Face directory, ORG/NAME[@REV] of the Hub, or a checkpoint, Megatron-LM's or NeMo's too; empty: random weights
     tokenizer: str = ""  # tokenizer directory, or ORG/NAME[@REV] of the Hub; empty: the one beside the weights
     from_hub: ClassVar[Mapping[str, Files]] = {"path": Files.model, "tokenizer": Files.settings}
     architecture: Architecture = field(default_factory=Architecture)
