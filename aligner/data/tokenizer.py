@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aligner.data.records import Message
+from aligner.data.messages import Message, Tools
 from aligner.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -32,6 +33,15 @@ class Tokenizer:
         self.pad_id: int = backend.eos_token_id if backend.pad_token_id is None else backend.pad_token_id
         self.vocab_size: int = len(backend)
         self._backend = backend
+        self._tools: Tools = ()
+
+    def offering(self, tools: Tools) -> Tokenizer:
+        """The same tokenizer, whose chat template tells the model of these tools."""
+        if not tools:
+            return self
+        offers = copy(self)
+        offers._tools = tools
+        return offers
 
     @property
     def max_token_id(self) -> int:
@@ -101,9 +111,9 @@ class Tokenizer:
             )
         from jinja2 import TemplateError
 
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        more: dict[str, Any] = {"tools": list(self._tools)} if self._tools else {}
         try:
-            return self._backend.apply_chat_template(turns, **options)
+            return self._backend.apply_chat_template([message.as_json() for message in messages], **more, **options)
         except TemplateError as error:
             raise DataError(f"the chat template of {self.path} refuses the messages: {error}") from error
 
