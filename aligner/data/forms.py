@@ -101,6 +101,17 @@ def _fields_of_others(name: RecordForm) -> set[str]:
     return every - set(re.findall(r"\w+", FORMS[name].shape))
 
 
+def columns_of(raw: RawRecord) -> dict[str, Any]:
+    """The fields of a record as they are in its file, whatever its form; none of them counts as read."""
+    return _plain(raw.value.origin if isinstance(raw.value, Recast) else raw.value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list) and value and isinstance(value[0], (dict, list)) else value
+
+
 def forms_for(purpose: Purpose) -> str:
     """The forms that serve a purpose, with their fields, for messages."""
     return "; ".join(f"{name.value} {form.shape}" for name, form in FORMS.items() if purpose in form.needs)

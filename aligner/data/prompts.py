@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from aligner.data.config import Overlong, PromptDataConfig
 from aligner.data.encoding import PromptStyle, encode_prompt
-from aligner.data.forms import Purpose, recognised
+from aligner.data.forms import Purpose, columns_of, recognised
 from aligner.data.messages import Conversation
 from aligner.data.records import parse_prompt
 from aligner.data.report import LoadReport, Tally, too_long
@@ -26,7 +26,7 @@ def load_prompts(
     `Prompt.id` is the record's index at `location`, whatever else was dropped, so it is stable across epochs and resumes.
     Raises: DataError listing all bad lines; DataError if no prompt is left.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config.bad_lines, unused="that only reward functions may use")
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> Prompt:
@@ -38,7 +38,10 @@ def load_prompts(
         tally.truncated += tokens is not whole
         is_text = isinstance(record.prompt, str) and tokens is whole
         text = str(record.prompt) if is_text else tokenizer.decode(tokens, skip_special=False)
-        return Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, answer=record.answer)
+        turns = () if isinstance(record.prompt, str) else tuple(turn.as_json() for turn in record.prompt)
+        return Prompt(
+            id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, answer=record.answer, columns=columns_of(raw), messages=turns
+        )
 
     prompts = tally.convert(_recognised(location, config, first), convert)
     return prompts, tally.finish()

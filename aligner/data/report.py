@@ -38,6 +38,7 @@ class LoadReport:
     too_long: tuple[LongRecord, ...]
     problems: tuple[str, ...]
     unused: dict[str, int]  # name of a field that nothing was asked of -> in how many of the records used
+    said_of_unused: str = "that are not used"
 
     def summary(self) -> str:
         """One line for the log, and a second one if records have fields that are not used."""
@@ -60,7 +61,7 @@ class LoadReport:
 
     def unused_text(self) -> str:
         """The fields that are not used, each with the number of records that have it."""
-        return "fields that are not used: " + ", ".join(f"{name} ({count} records)" for name, count in self.unused.items())
+        return f"fields {self.said_of_unused}: " + ", ".join(f"{name} ({count} records)" for name, count in self.unused.items())
 
 
 def _range(lengths: Sequence[int]) -> str:
@@ -95,14 +96,16 @@ def too_long(length: int, limit: int, overlong: Overlong, setting: str = "data.m
 class Tally:
     """Counts the outcomes of the records of one data set. `truncated` is counted up by the conversion.
 
-    `whole`: records are passed on as they are, so that no field of them goes unused.
+    `whole`: records are passed on as they are, so that no field of them goes unused. `unused`: what is said of the fields that nothing
+    asked for.
     """
 
-    def __init__(self, location: str, policy: BadLines, *, whole: bool = False) -> None:
+    def __init__(self, location: str, policy: BadLines, *, whole: bool = False, unused: str = "that are not used") -> None:
         self.truncated = 0
         self._location = location
         self._policy = policy
         self._whole = whole
+        self._said_of_unused = unused
         self._records = 0
         self._kept = 0
         self._too_long: list[LongRecord] = []
@@ -156,6 +159,7 @@ class Tally:
             too_long=tuple(self._too_long),
             problems=tuple(self._problems),
             unused=dict(sorted(self._unused.items(), key=lambda entry: (-entry[1], entry[0]))),
+            said_of_unused=self._said_of_unused,
         )
         if not self._kept:
             raise NoUsableRecord(report)
