@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
+from aligner.data.templates import check_template
 from aligner.errors import ConfigError
 from aligner.hub.names import Files
 
@@ -55,6 +56,14 @@ class RecordForm(str, Enum):
     steps = "steps"
 
 
+class Thinking(str, Enum):
+    """What becomes of an assistant's thinking: the field `reasoning_content`, and `<think>...</think>` in its text."""
+
+    template = "template"  # what the chat template makes of it; many leave out that of earlier turns
+    keep = "keep"  # every turn's; a record whose thinking the template leaves out is bad
+    drop = "drop"  # none
+
+
 def _require_at_least(minimum: int, **sizes: int) -> None:
     for name, value in sizes.items():
         if value < minimum:
@@ -71,6 +80,11 @@ def _require_member(enum: type[Enum], **choices: Enum) -> None:
     for name, value in choices.items():
         if not isinstance(value, enum):
             raise ConfigError(f"data.{name} is {value!r}, allowed: {', '.join(member.name for member in enum)} (of {enum.__name__})")
+
+
+def _require_chat(template: str, thinking: Thinking) -> None:
+    check_template(template)
+    _require_member(Thinking, thinking=thinking)
 
 
 def _require_form(form: RecordForm, **fields: str) -> None:
@@ -101,6 +115,8 @@ class PromptDataConfig:
     overlong: Overlong = Overlong.drop  # what is longer: drop (and count), truncate (its beginning) or refuse
     prompt_field: str = ""  # name of the field with the prompt; empty: `prompt`, `messages`, `text` or `instruction`, whichever is there
     form: RecordForm = RecordForm.auto  # in which form records are (docs/data.md); auto: recognised by their fields
+    chat_template: str = ""  # chatml, llama3, ... (docs/data.md) or a file that ends in .jinja; empty: the tokenizer's own
+    thinking: Thinking = Thinking.template  # of assistant turns: as the template has it, keep or drop
     answer_field: str = "answer"  # name of the field with the reference answer, which reward functions get
     apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
     add_bos: bool = True  # for plain text, where the tokenizer has one; a chat template brings its own
@@ -111,6 +127,7 @@ class PromptDataConfig:
         _require_at_least(1, num_validation_prompts=self.num_validation_prompts)
         _require_member(BadLines, bad_lines=self.bad_lines)
         _require_member(Overlong, overlong=self.overlong)
+        _require_chat(self.chat_template, self.thinking)
         _require_form(self.form, prompt_field=self.prompt_field)
         if not self.answer_field:
             raise ConfigError("data.answer_field is '', allowed: the name of a field (it may be absent from the records)")
@@ -126,8 +143,11 @@ class ExampleDataConfig:
     max_length: int = 0  # tokens of an example; 0: the model's context
     overlong: Overlong = Overlong.drop  # what is longer: drop (and count), truncate (its end) or refuse
     bad_lines: BadLines = BadLines.fail  # records that cannot be used: fail: list them and do not start; skip: drop and count them
+    chat_template: str = ""  # chatml, llama3, ... (docs/data.md) or a file that ends in .jinja; empty: the tokenizer's own
+    thinking: Thinking = Thinking.template  # of assistant turns: as the template has it, keep or drop
 
     def __post_init__(self) -> None:
+        _require_chat(self.chat_template, self.thinking)
         _require_length(2, max_length=self.max_length)
         _require_member(BadLines, bad_lines=self.bad_lines)
         _require_member(Overlong, overlong=self.overlong)

@@ -125,13 +125,27 @@ def _encode_turns(tokenizer: Tokenizer, messages: Conversation, learnt: Sequence
     """Mask the turns whose positions are `learnt`, the last of which ends the tokens."""
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
     _check_begin(tokenizer, tokens)
-    spans = [_turn_span(tokenizer, messages, position, tokens) for position in learnt]
-    end = spans[-1][1]
+    spans = _written(tokenizer, messages, learnt) or [_turn_span(tokenizer, messages, position, tokens) for position in learnt]
+    start, end = spans[-1]
     tokens = tokens[:end]
-    if tokens[-1] != tokenizer.eos_id:
+    if tokenizer.eos_id not in tokens[start:]:
         tokens.append(tokenizer.eos_id)
         spans[-1] = (spans[-1][0], end + 1)
     return _masked(tokens, spans)
+
+
+def _written(tokenizer: Tokenizer, messages: Conversation, learnt: Sequence[int]) -> list[tuple[int, int]]:
+    """The spans of these turns, where the template says what an assistant wrote; none where it does not."""
+    found = tokenizer.written_spans(messages)
+    if found is None:
+        return []
+    turns = [position for position, message in enumerate(messages) if message.role == "assistant"]
+    if len(found) != len(turns):
+        raise DataError(
+            f"the chat template of {tokenizer.path} marks {len(found)} parts as written by an assistant, "
+            f"expected {len(turns)}: one for each turn"
+        )
+    return [found[turns.index(position)] for position in learnt]
 
 
 def _turn_span(tokenizer: Tokenizer, messages: Conversation, position: int, tokens: list[int]) -> tuple[int, int]:

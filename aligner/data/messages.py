@@ -6,8 +6,9 @@ A field that holds null counts as absent (columns of Arrow hold one for every fi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aligner.errors import DataError
@@ -15,6 +16,7 @@ from aligner.errors import DataError
 ROLES = ("system", "user", "assistant", "tool")
 _SAME_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
 MAX_SHOWN = 80  # characters of an offending value that are repeated in the message
 
 Tools = tuple[Mapping[str, Any], ...]
@@ -45,6 +47,22 @@ class Message:
     def is_plain(self) -> bool:
         """Whether it is an assistant's text and nothing else."""
         return self.role == "assistant" and not self.thinking and not self.tool_calls
+
+    def without_thinking(self) -> Message:
+        """The same turn without what an assistant thought. Raises DataError if nothing else is in it."""
+        content = _THOUGHT.sub("", self.content) if self.role == "assistant" else self.content
+        if self.content and not content.strip() and not self.tool_calls:
+            raise DataError(f"an assistant's message is {shown(self.content)}, expected something besides thinking (data.thinking=drop)")
+        return replace(self, content=content, thinking="")
+
+    def with_thinking_in_text(self) -> Message:
+        """The same turn with its thinking between marks in its text, for templates that have no other place for it."""
+        return replace(self, content=f"<think>\n{self.thinking}\n</think>\n\n{self.content}", thinking="") if self.thinking else self
+
+    def thoughts(self) -> list[str]:
+        """What an assistant thought, wherever it is."""
+        found = [self.thinking, *_THOUGHT.findall(self.content)] if self.role == "assistant" else []
+        return [thought.strip() for thought in found if thought.strip()]
 
 
 Conversation = tuple[Message, ...]

@@ -188,4 +188,5 @@ def _with_lengths(config: JobRun, tokenizer: Tokenizer, options: Options) -> Job
 def _tokenizer(config: JobRun) -> Tokenizer:
     """The tokenizer of the data's model, also beside a checkpoint."""
     path = Path(config.model.tokenizer_path)
-    return load_tokenizer(resolve(path) if not config.model.tokenizer and (path / LATEST).exists() else path)
+    tokenizer = load_tokenizer(resolve(path) if not config.model.tokenizer and (path / LATEST).exists() else path)
+    return tokenizer.chatting(config.data.chat_template, config.data.thinking)
