@@ -239,14 +239,7 @@ def response_metrics(collected: ScoredRollouts, seconds: float) -> dict[str, flo
         **_age_metrics(collected.ages),
         **episode_metrics(collected.rollouts),
         **health_metrics(collected),
-        **_part_metrics(collected),
-    }
-
-
-def _part_metrics(collected: ScoredRollouts) -> dict[str, float]:
-    """The mean of every part of the reward; a part may say nothing of a sample, which is NaN then."""
-    parts = {name: part[collected.valid].double() for name, part in collected.parts.items()}
-    return {f"reward/{name}": part.nanmean().item() for name, part in parts.items() if not len(part) or not part.isnan().all()}
+    } | {f"reward/{name}": part[collected.valid].double().nanmean().item() for name, part in collected.parts.items()}
 
 
 def _age_metrics(ages: Tensor | None) -> dict[str, float]:

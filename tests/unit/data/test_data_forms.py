@@ -245,6 +245,13 @@ def test_attributes_of_helpsteer_are_labels_and_pairs_are_two_judged_responses(j
     assert [(chars.decode(one.response), one.desirable) for one in examples] == [("b", True), ("a", False)]
 
 
+@pytest.mark.parametrize(("form", "record"), [(form, record) for form, record, *_ in PAIRS if form != "nemo_pair"])
+def test_a_pair_of_any_form_is_two_judged_responses(form, record, jsonl, chars):
+    path = jsonl(record)
+    examples, report = load_unpaired(path, UnpairedDataConfig(train=path), chars)
+    assert [one.desirable for one in examples] == [True, False] and report.forms == {form: 1}
+
+
 def test_what_a_form_does_not_use_is_listed(jsonl, chars):
     path = jsonl({"conversations": [HUMAN | {"weight": 1}, GPT], "id": 3}, {"conversations": [HUMAN, GPT], "lang": "en"})
     assert load_supervised(path, SFTDataConfig(train=path), chars)[1].unused == {"conversations[].weight": 1, "id": 1, "lang": 1}
