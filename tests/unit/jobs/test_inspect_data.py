@@ -7,6 +7,8 @@ import json
 import pytest
 
 from aligner import cli
+from aligner.data.published import HELPSTEER_ATTRIBUTES
+from aligner.jobs.inspect_data import kinds_of
 
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 
@@ -28,7 +30,8 @@ def test_form_fields_and_samples(inspected):
     code, out, _ = inspected(*[record] * 5)
     assert code == 0 and "d.jsonl: read as sft (also good for prompts: --kind)\n  form alpaca {instruction, input?, output" in out
     assert "    system, instruction, input, output: the conversation\n  fields that are not used: id (5 records)\n" in out
-    sample = "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nTranslate\n\ndog<|im_end|>\n<|im_start|>assistant\n[[Hund ü<|im_end|>]]\n"
+    asked = "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nTranslate\n\ndog<|im_end|>\n<|im_start|>assistant\n"
+    sample = f"{asked}[[Hund ü<|im_end|>]]\n"
     assert out.count(sample) == 3
 
 
@@ -40,15 +43,13 @@ def test_form_fields_and_samples(inspected):
         ({"prompt": "q", "completions": ["a", "b"], "labels": [True, False]}, "steps"),
         ({"text": "q"}, "sft"),
         ({"prompt": "q", "answer": "a"}, "prompts"),
-        (
-            {"prompt": "q", "response": "a", "helpfulness": 1, "correctness": 2, "coherence": 3, "complexity": 4, "verbosity": 0},
-            "regression",
-        ),
+        ({"prompt": "q", "response": "a"} | dict.fromkeys(HELPSTEER_ATTRIBUTES, 1), "regression"),
     ],
 )
-def test_what_a_form_is_good_for(inspected, record, kind):
-    code, out, err = inspected(record)
-    assert (code, err) == (0, "") and out.startswith(f"d.jsonl: read as {kind}")
+def test_what_a_form_is_good_for(tmp_path, record, kind):
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(record))
+    assert kinds_of(str(path))[0] == kind
 
 
 def test_a_kind_may_be_named_and_bad_records_are_shown(inspected):
