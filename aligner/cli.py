@@ -273,6 +273,21 @@ def validate(target: str, overrides: tuple[str, ...], samples: int, **options: A
     return validate(target, overrides, Options(num_samples=max(0, samples), **options))
 
 
+@data.command("inspect", epilog=f"FILE|ID: a data file, a directory of them, or ORG/NAME[@REV][:SPLIT] of the Hub. {_SETTINGS}")
+@click.argument("target", metavar="FILE|ID", type=click.Path())
+@_overrides
+@_config_dir
+@click.option("--kind", default="", metavar="KIND", help="As which it is read: sft, preference, ... (default: what its form is good for).")
+@click.option("--tokenizer", default="", type=click.Path(), metavar="DIR", help="The model's; without one samples are shown as ChatML.")
+@click.option("--samples", default=3, show_default=True, metavar="N", help="How many are shown.")
+def inspect_data(target: str, overrides: tuple[str, ...], samples: int, **options: Any) -> int:
+    """In which form the records are, how each field is used, and samples as the model will see them; exit code 1 with bad lines."""
+    from aligner.jobs.inspect_data import inspect_data
+    from aligner.jobs.validate_data import Options
+
+    return inspect_data(target, overrides, Options(num_samples=max(0, samples), **options))
+
+
 @commands.command(epilog=_RUN_DIRECTORY)
 @_run_directory
 @click.option("--output", type=_FILE, metavar="FILE", help="The HTML file (default: RUN_DIRECTORY/report.html).")
