@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.metrics import Mean, Metric
+from aligner.models.config import Architecture
+from aligner.models.expert_groups import GroupLimit
 from aligner.parallel import platform
 from aligner.parallel.mcore import (
     MoEAuxLossAutoScaler,
@@ -41,9 +43,15 @@ if TYPE_CHECKING:
 class Router(TopKRouter):
     """Top-k router of one layer. `balance` adds up what it saw in training passes: load-balancing loss per token, summed over tokens."""
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args, architecture: Architecture, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.balance = Mean(total=0.0, count=0)
+        if self.expert_bias is not None:  # a parameter without gradient: files, checkpoints and refits have it
+            bias = self.expert_bias
+            del self.expert_bias
+            self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
+        if architecture.router_groups:
+            self.router_replay = GroupLimit(architecture)
 
     def _apply_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False) -> Tensor:
         coefficient = self.get_aux_loss_coeff("aux_loss")

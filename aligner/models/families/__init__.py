@@ -11,6 +11,8 @@ from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
 from aligner.models.families import (
     cohere,
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3_text,
     glm4,
@@ -47,6 +49,8 @@ FAMILIES = {
     Family.olmo2: olmo2,
     Family.glm4: glm4,
     Family.cohere: cohere,
+    Family.deepseek_v2: deepseek_v2,
+    Family.deepseek_v3: deepseek_v3,
 }
 
 
