@@ -81,6 +81,12 @@ class Router(TopKRouter):
         real = squares if padding_mask is None else squares.masked_fill(padding_mask, 0.0)
         return MoEAuxLossAutoScaler.apply(logits, real.sum() * coefficient)
 
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count each expert's tokens [N, experts] for the step's change of the biases; Megatron-Core's mask of padding [N] does not fit."""
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            real = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+            self.local_tokens_per_expert += real.sum(dim=0)
+
 
 def weigh_auxiliary_losses(config: TransformerConfig, *, aux: float, z: float, count: int, tokens: int) -> None:
     """Set the coefficients for one optimizer step over a batch with `tokens` real tokens whose loss will be divided by `count`."""
