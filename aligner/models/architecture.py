@@ -30,6 +30,9 @@ class Family(str, Enum):
     cohere = "cohere"
     deepseek_v2 = "deepseek_v2"
     deepseek_v3 = "deepseek_v3"
+    glm4_moe = "glm4_moe"
+    olmo3 = "olmo3"
+    qwen2_moe = "qwen2_moe"
 
 
 class Activation(str, Enum):

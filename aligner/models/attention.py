@@ -172,6 +172,8 @@ class CoreAttention(MegatronModule):
         super().__init__(config=config)
         self.form = form_of(architecture, layer_number - 1) if architecture else Form()
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        if architecture and architecture.rope_local_theta and self.form.window:  # whose angles are of the other base, without a factor
+            self.scale /= architecture.rope_attention_factor**2
         self.cp_group = (pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])).cp
 
     def forward(

@@ -231,11 +231,16 @@ BIASED_MLP = {
 
 
 def llama_like(
-    *, attention: Mapping[str, Rule] = MappingProxyType({}), out: Mapping[str, Rule] = MappingProxyType({}), mlp: Mapping[str, Rule] = MLP
+    *,
+    attention: Mapping[str, Rule] = MappingProxyType({}),
+    out: Mapping[str, Rule] = MappingProxyType({}),
+    mlp: Mapping[str, Rule] = MLP,
+    dense: Mapping[str, Rule] = MappingProxyType({}),
 ) -> NameTable:
-    """Llama's table, with more rows for its attention and the layer `out` behind it, and perhaps another feed-forward part.
+    """Llama's table, with more rows for its attention and the layer `out` behind it, and perhaps another feed-forward part, and that of
+    a mixture's layers without experts.
 
     Biases of query, key and value, and of gate and up, directly follow their weights: tensors that an engine fuses must arrive together.
     """
     layer = INPUT_NORM | QKV | dict(attention) | ATTENTION_OUT | dict(out) | MLP_NORM | dict(mlp)
-    return NameTable(before=BEFORE, layer=layer, after=FINAL_NORM | OUTPUT)
+    return NameTable(before=BEFORE, layer=layer, dense=dense, after=FINAL_NORM | OUTPUT)
