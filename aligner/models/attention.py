@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from aligner.models import rope
 from aligner.models.config import Architecture
 from aligner.models.latent_attention import as_wide, cut_heads
 from aligner.models.shared_prompts import KeySpans, SegmentedPackedSeqParams
@@ -172,8 +173,8 @@ class CoreAttention(MegatronModule):
         super().__init__(config=config)
         self.form = form_of(architecture, layer_number - 1) if architecture else Form()
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        if architecture and architecture.rope_local_theta and self.form.window:  # whose angles are of the other base, without a factor
-            self.scale /= architecture.rope_attention_factor**2
+        if architecture and not architecture.latent_size:  # the config's scale has the factor of layers without a base of their own
+            self.scale *= (rope.factor(architecture, layer_number - 1) / architecture.rope_attention_factor) ** 2
         self.cp_group = (pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])).cp
 
     def forward(

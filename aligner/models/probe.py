@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from aligner.models import forward as passes
+from aligner.models import rope
 from aligner.models.build import LanguageModel, rounded_scale
 from aligner.models.latent_attention import LatentAttention
 from aligner.models.placement import Placement
@@ -95,7 +96,8 @@ def _hooks(chunk: LanguageModel, tap: Tap) -> Iterator[None]:
             stack.callback(chunk.embedding.register_forward_hook(_after_embedding(tap, chunk.architecture.embedding_scale)).remove)
         for number, (module, operation, before) in hooked:
             handle = module.register_forward_pre_hook(_before(tap, operation, number)) if before else None
-            stack.callback((handle or module.register_forward_hook(_after(tap, operation, number))).remove)
+            factor = rope.factor(chunk.architecture, number)
+            stack.callback((handle or module.register_forward_hook(_after(tap, operation, number, factor))).remove)
         for layer in (layer for layer in layers if chunk.architecture.has_experts(layer.layer_number - 1)):
             stack.callback(layer.mlp.router.register_forward_hook(_after_router(tap, layer.layer_number - 1)).remove)
         yield
@@ -130,11 +132,11 @@ def _before(tap: Tap, operation: Operation, number: int) -> Callable:
     return lambda module, inputs: tap(operation, number, inputs[0])
 
 
-def _after(tap: Tap, operation: Operation, number: int) -> Callable:
+def _after(tap: Tap, operation: Operation, number: int, factor: float) -> Callable:
     def look(module: torch.nn.Module, inputs: tuple, output: Any) -> None:
-        if operation is Operation.attention:
-            tap(Operation.queries, number, inputs[0])
-            tap(Operation.keys, number, inputs[1])
+        if operation is Operation.attention:  # the factor on cosines and sines is in its scale
+            tap(Operation.queries, number, inputs[0] * factor)
+            tap(Operation.keys, number, inputs[1] * factor)
         if isinstance(output, tuple):  # with a bias that is added later, or a context that there is not
             output = output[0] if output[1] is None else output[0] + output[1]
         tap(operation, number, output)

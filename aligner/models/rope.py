@@ -46,6 +46,12 @@ def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def factor(architecture: Architecture, layer: int) -> float:
+    """What the cosines and sines of a layer, counted from 0, are multiplied by."""
+    local = architecture.rope_local_theta and architecture.window_of(layer)
+    return 1.0 if local else architecture.rope_attention_factor
+
+
 def score_scale(architecture: Architecture) -> float:
     """What scores are multiplied by, without the factor on cosines and sines."""
     stretched = yarn_attention_factor(architecture.rope_yarn_factor, architecture.rope_score_scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,9 +15,11 @@ from hf_models import VOCAB, write
 from safetensors.torch import load_file
 
 JOB = Path(__file__).with_name("family_job.py")
+LONG = bool(os.environ.get("ALIGNER_LONG_TESTS"))  # every mixture in every layout
 NAMES = ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn"]
 NAMES += ["mistral", "qwen2_windows", "qwen3_layer_types"]
 NAMES += ["gemma2", "gemma2_plain", "gemma3_text", "olmo2", "olmo2_tied", "glm4", "glm4_tied", "cohere", "cohere_untied"]
+NAMES += ["olmo3"]
 NAMES += ["phi3", "phi3_window", "gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
 PACKED = {"packing": True, "micro_batch_tokens": 96}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes, parallel, model
@@ -29,14 +32,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes,
 }
 
 
-MIXTURES = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_plain"]
+MIXTURES = ["deepseek_v2_groups", "deepseek_v3", "qwen2_moe"]
+if LONG:
+    MIXTURES += ["deepseek_v2", "deepseek_v3_plain", "glm4_moe", "glm4_moe_plain", "qwen2_moe_normalized", "qwen3_moe_dense_layers"]
 SPLIT_EXPERTS = {"tp": 2, "etp": 2, "sequence_parallel": True}
 MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2_etp2_packed": (2, SPLIT_EXPERTS, PACKED),
     "ep2_pp2_recompute": (4, {"ep": 2, "pp": 2}, {"recompute": "full"}),
-    "cp2_selective": (2, {"cp": 2}, {"recompute": "selective"}),
-    "pp2_shared_prompts": (2, {"pp": 2}, PACKED | {"share_prompts": True}),
 }
+if LONG:
+    MIXTURE_LAYOUTS["cp2_selective"] = (2, {"cp": 2}, {"recompute": "selective"})
+    MIXTURE_LAYOUTS["pp2_shared_prompts"] = (2, {"pp": 2}, PACKED | {"share_prompts": True})
 
 
 @pytest.fixture(scope="module")

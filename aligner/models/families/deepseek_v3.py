@@ -34,26 +34,27 @@ def NAMES(architecture: Architecture) -> NameTable:  # noqa: N802 - a constant o
 def from_hf(hf: HFConfig) -> Architecture:
     """The architecture in a Hugging Face config. Raises ConfigError for attention biases and other ways of routing."""
     hf.only(_ROUTING)
-    groups = hf.size("n_group", absent=8)
+    groups = hf.size("n_group")
     routing = mixture.from_hf(hf, groups=groups, best=2, dense=3, scale=2.5, sigmoid=True)
     return common_from_hf(hf, Family.deepseek_v3, interleaved=hf.flag("rope_interleave", True), routing=routing)
 
 
 def common_from_hf(hf: HFConfig, family: Family, *, interleaved: bool, routing: dict[str, Any]) -> Architecture:
     """What DeepSeek-V2 and V3 share."""
-    hf.only(_FIXED)
-    rotated, values = hf.size("qk_rope_head_dim", absent=64), hf.size("v_head_dim", absent=128)
-    head_dim = hf.size("qk_nope_head_dim", absent=128) + rotated
+    heads = hf.size("num_attention_heads")
+    hf.only(_FIXED | {"num_key_value_heads": (heads, None)})
+    rotated, values = hf.size("qk_rope_head_dim"), hf.size("v_head_dim")
+    head_dim = hf.size("qk_nope_head_dim") + rotated
     if values > head_dim:
         raise hf.refusal("v_head_dim", values, f"at most qk_nope_head_dim + qk_rope_head_dim={head_dim}")
-    whole = hf.part(head_dim=head_dim, num_key_value_heads=hf.size("num_attention_heads"))
+    whole = hf.part(head_dim=head_dim, num_key_value_heads=heads)
     scaling = hf.value("rope_scaling") or hf.value("rope_parameters") or {}
     return replace(
         llama.common_from_hf(whole, family, rope=hf.rope(kinds=("yarn",)) | {"rotary_fraction": 1.0}),
         rotary_fraction=rotated / head_dim,
         rotary_interleaved=interleaved,
         rope_score_scale=hf.checked("mscale_all_dim", scaling.get("mscale_all_dim") or 0),
-        latent_size=hf.size("kv_lora_rank", absent=512),
+        latent_size=hf.size("kv_lora_rank"),
         query_latent_size=hf.optional_size("q_lora_rank", absent=1536) or 0,
         value_head_dim=values,
         **routing,

@@ -39,7 +39,6 @@ def names(a: Architecture, attention: Mapping[str, Rule]) -> NameTable:
 def from_hf(hf: HFConfig, *, groups: int, best: int, dense: int, scale: float, sigmoid: bool) -> dict[str, Any]:
     """The fields of an `Architecture`. `groups`: 0 where the file's count no longer; `best`: experts whose scores make a group's; `dense`
     and `scale`: first layers without experts and the factor on weights of a file that does not say."""
-    own = hf.value("n_shared_experts")
     inner, layers = hf.size("moe_intermediate_size"), hf.size("num_hidden_layers")
     first = hf.number("first_k_dense_replace", dense)
     return {
@@ -48,7 +47,7 @@ def from_hf(hf: HFConfig, *, groups: int, best: int, dense: int, scale: float, s
         "expert_ffn_hidden_size": inner,
         "normalize_expert_weights": sigmoid,
         "dense_layers": list(range(min(int(first), layers))),
-        "shared_ffn_hidden_size": inner * hf.size("n_shared_experts") if own else 0,
+        "shared_ffn_hidden_size": inner * hf.size("n_shared_experts"),
         "router_sigmoid": sigmoid,
         "router_bias": sigmoid,
         "router_groups": groups if groups > 1 else 0,
@@ -74,16 +73,16 @@ def to_hf(a: Architecture) -> dict[str, Any]:
     }
 
 
-def of_qwen(hf: HFConfig, *, experts: int | None, per_token: int | None, inner: int | None) -> dict[str, Any]:
-    """The fields of Qwen's mixtures; the arguments are those of a file that does not say (None: every file does)."""
+def of_qwen(hf: HFConfig) -> dict[str, Any]:
+    """The fields of Qwen's mixtures."""
     layers = range(hf.size("num_hidden_layers"))
     step, listed = hf.size("decoder_sparse_step", absent=1), hf.value("mlp_only_layers") or []
     if not isinstance(listed, list) or any(isinstance(one, bool) or not isinstance(one, int) for one in listed):
         raise hf.refusal("mlp_only_layers", listed, "a list of layers' numbers, from 0")
     return {
-        "num_experts": hf.size("num_experts", "num_local_experts", absent=experts),  # transformers 5 writes the latter
-        "experts_per_token": hf.size("num_experts_per_tok", absent=per_token),
-        "expert_ffn_hidden_size": hf.size("moe_intermediate_size", absent=inner),
+        "num_experts": hf.size("num_experts", "num_local_experts"),  # transformers 5 writes the latter
+        "experts_per_token": hf.size("num_experts_per_tok"),
+        "expert_ffn_hidden_size": hf.size("moe_intermediate_size"),
         "normalize_expert_weights": hf.flag("norm_topk_prob", False),
         "dense_layers": [layer for layer in layers if layer in listed or (layer + 1) % step],
     }

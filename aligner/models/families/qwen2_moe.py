@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from aligner.models.config import Architecture, Family
-from aligner.models.families import llama, mapping, mixture
+from aligner.models.families import llama, mapping, mixture, windows
 from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.mapping import NameTable, llama_like, rule
 
@@ -23,13 +23,13 @@ def NAMES(architecture: Architecture) -> NameTable:  # noqa: N802 - a constant o
 
 def from_hf(hf: HFConfig) -> Architecture:
     """The architecture in a Hugging Face config. Raises ConfigError for windows."""
-    hf.only(_FIXED)
+    hf.only(_FIXED | {"layer_types": (None, [windows.FULL] * hf.size("num_hidden_layers"))})
     return replace(
         llama.common_from_hf(hf, Family.qwen2_moe, key_value_heads=16),
         qkv_bias=hf.flag("qkv_bias", True),
         shared_ffn_hidden_size=hf.size("shared_expert_intermediate_size", absent=5632),
         shared_expert_gate=True,
-        **mixture.of_qwen(hf, experts=60, per_token=4, inner=1408),
+        **mixture.of_qwen(hf),
     )
 
 

@@ -21,7 +21,7 @@ def from_hf(hf: HFConfig) -> Architecture:
         llama.common_from_hf(hf, Family.qwen3_moe, key_value_heads=4),
         qk_norm=True,
         **(windows.everywhere(hf, absent=4096) if hf.flag("use_sliding_window", False) else {}),
-        **mixture.of_qwen(hf, experts=None, per_token=None, inner=None),
+        **mixture.of_qwen(hf),
     )
 
 
