@@ -82,14 +82,33 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": None}
     | {"rope_interleave": False, "tie_word_embeddings": True, "n_shared_experts": 2, "v_head_dim": 14},
     "glm4_moe": _MOE
-    | {"model_type": "glm4_moe", "head_dim": 12, "num_key_value_heads": 1, "attention_bias": True, "use_qk_norm": True, "num_experts_per_tok": 3}
+    | {
+        "model_type": "glm4_moe",
+        "head_dim": 12,
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_experts_per_tok": 3,
+    }
     | {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.0, "rope_parameters": _HALF},
     "glm4_moe_plain": _MOE
     | {"model_type": "glm4_moe", "tie_word_embeddings": True, "num_experts_per_tok": 2, "first_k_dense_replace": 0, "n_shared_experts": 2},
     "olmo3": {"model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 7, "num_key_value_heads": 4, **_NO_SPECIAL}
     | {"rope_parameters": {_WINDOWED: {"rope_type": "default", "rope_theta": 100.0}, _FULL: _MLA_YARN}},
-    "olmo3_tied": {"model_type": "olmo3", "tie_word_embeddings": True, "layer_types": [_FULL, _WINDOWED], "sliding_window": 9, **_NO_SPECIAL},
-    "qwen2_moe": {"model_type": "qwen2_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "tie_word_embeddings": True}
+    "olmo3_tied": {
+        "model_type": "olmo3",
+        "tie_word_embeddings": True,
+        "layer_types": [_FULL, _WINDOWED],
+        "sliding_window": 9,
+        **_NO_SPECIAL,
+    },
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "tie_word_embeddings": True,
+    }
     | {"shared_expert_intermediate_size": 28, "mlp_only_layers": [0], "num_key_value_heads": 1},
     "qwen2_moe_normalized": {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     | {"shared_expert_intermediate_size": 36, "qkv_bias": False, "norm_topk_prob": True},

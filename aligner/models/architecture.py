@@ -240,7 +240,9 @@ class Architecture:
     @property
     def token_ffn_size(self) -> int:
         """Width of all that one token passes in a feed-forward layer, or in a mixture with its shared part."""
-        return self.experts_per_token * self.expert_ffn_hidden_size + self.shared_ffn_hidden_size if self.num_experts else self.ffn_hidden_size
+        return (
+            self.experts_per_token * self.expert_ffn_hidden_size + self.shared_ffn_hidden_size if self.num_experts else self.ffn_hidden_size
+        )
 
     def window_of(self, layer: int) -> int:
         """Tokens that a token of this layer, counted from 0, attends to; 0: all before it."""
@@ -318,7 +320,9 @@ class Architecture:
         self._check_numbers("dense_layers")
         if self.shared_ffn_hidden_size < 0 or self.shared_expert_gate > bool(self.shared_ffn_hidden_size):
             gate, size = self.shared_expert_gate, self.shared_ffn_hidden_size
-            raise ConfigError(f"architecture.shared_ffn_hidden_size={size}: must not be negative (0 is none), and be above 0 with shared_expert_gate={gate}")
+            raise ConfigError(
+                f"architecture.shared_ffn_hidden_size={size}: must not be negative (0 is none), nor 0 with shared_expert_gate={gate}"
+            )
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(f"architecture.experts_per_token={self.experts_per_token}: must be from 1 to num_experts={self.num_experts}")
         if self.expert_ffn_hidden_size < 1:
@@ -339,13 +343,17 @@ class Architecture:
                 f"those of one are not; allowed with experts_per_token={self.experts_per_token}: {self.experts_per_token > 1}"
             )
         if self.router_scale != 1 and self.normalize_expert_weights and not self.router_sigmoid:
-            raise ConfigError(f"architecture.router_scale={self.router_scale}: allowed with router_sigmoid=True or normalize_expert_weights=False: else 1.0")
+            raise ConfigError(
+                f"architecture.router_scale={self.router_scale}: allowed with router_sigmoid=True or normalize_expert_weights=False"
+            )
         if not 0 < self.router_scale < math.inf:
             raise ConfigError(f"architecture.router_scale={self.router_scale}: must be finite and above 0")
         if groups and (groups < 0 or self.num_experts % groups):
             raise ConfigError(f"architecture.router_groups={groups}: must divide num_experts={self.num_experts} (0 is none)")
         if not (1 <= kept <= groups if groups else kept == 0):
-            raise ConfigError(f"architecture.router_groups_per_token={kept}: must be from 1 to router_groups={groups}, and 0 without groups")
+            raise ConfigError(
+                f"architecture.router_groups_per_token={kept}: must be from 1 to router_groups={groups}, and 0 without groups"
+            )
         size = self.num_experts // groups if groups else 1
         if not 1 <= best <= size:
             raise ConfigError(f"architecture.router_group_best={best}: must be from 1 to the {size} experts of a group")

@@ -42,7 +42,9 @@ from aligner.parallel.mcore import (
 )
 from aligner.rows import upload
 
-_LINEAR = re.compile(r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(experts\.local_experts\.\d+\.)?(?:shared_experts\.)?(linear_(?:qkv|proj|fc1|fc2|q_proj|q_up_proj|kv_up_proj))\.weight")
+_LINEAR = re.compile(
+    r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(experts\.local_experts\.\d+\.)?(?:shared_experts\.)?(linear_(?:qkv|proj|fc1|fc2|q_proj|q_up_proj|kv_up_proj))\.weight"
+)
 MERGED_ROWS = 1024  # of a weight that get their adapter at a time
 _WHOLE = "out"  # the one part of a layer that is one projection
 _PARTS = {

@@ -46,6 +46,15 @@ def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first dimensions of each head, as many as the tables have; of the sines those of the first half are negative."""
+    rotated = cos.shape[-1]
+    if rotated == x.shape[-1]:
+        return torch.addcmul(x * cos, x.roll(rotated // 2, -1), sin)
+    first, rest = x[..., :rotated], x[..., rotated:]
+    return torch.cat([torch.addcmul(first * cos, first.roll(rotated // 2, -1), sin), rest], dim=-1)
+
+
 def factor(architecture: Architecture, layer: int) -> float:
     """What the cosines and sines of a layer, counted from 0, are multiplied by."""
     local = architecture.rope_local_theta and architecture.window_of(layer)

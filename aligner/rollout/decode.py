@@ -235,8 +235,8 @@ class Decoder:
         for number, layer in enumerate(self.weights.layers):
             rotary = local if local is not None and self.architecture.window_of(number) else everywhere
             normed = self._note(Operation.input_norm, number, self._normed(x, layer.input_norm))
-            mixed = self._mixed if layer.latent is None else self._mixed_latent
-            attended = self._attend(layer, number, mixed(layer, number, normed, rotary), plan, cache)
+            mixed = self._mixed(layer, number, normed, rotary) if self.latent is None else self.latent.mixed(normed, layer.latent, rotary)
+            attended = self._attend(layer, number, mixed, plan, cache)
             if self.architecture.parallel_residual != ParallelResidual.none:
                 self._note(Operation.attention_residual, number, x)  # what the feed-forward layer's norm reads
                 read = normed if layer.mlp_norm is None else self._normed(x, layer.mlp_norm)
@@ -265,19 +265,10 @@ class Decoder:
         if rotary is not None:
             if self.architecture.rotary_interleaved:
                 q_and_k = neighbours_apart(q_and_k, rotary[0].shape[-1])
-            q_and_k = _rotate(q_and_k, *rotary)
+            q_and_k = rope.rotate(q_and_k, *rotary)
         queries = self._note(Operation.queries, number, q_and_k[..., : self.queries, :])
         keys = self._note(Operation.keys, number, q_and_k[..., self.queries, :])
         return queries, keys, mixed[..., self.queries + 1, :]
-
-    def _mixed_latent(self, layer: LayerWeights, number: int, normed: Tensor, rotary: tuple) -> tuple[Tensor, Tensor, Tensor]:
-        """`_mixed` for heads that read the tokens' latents."""
-
-        def rotate(x: Tensor) -> Tensor:
-            cos, sin = (table[:, 0] for table in rotary)
-            return _rotate(neighbours_apart(x, x.shape[-1]) if self.architecture.rotary_interleaved else x, cos, sin)
-
-        return self.latent.mixed(normed, layer.latent, rotate)
 
     def _whole_norm(self, x: Tensor, weights: Affine) -> Tensor:
         """RMSNorm over this and the other ranks' heads, [N, groups, heads of each, D]."""
@@ -379,15 +370,6 @@ class Decoder:
         angles = torch.arange(self.max_sequence_length, device=weight.device, dtype=torch.float32)[:, None] * frequencies.to(weight.device)
         cos, sin = angles.cos() * factor, angles.sin() * factor
         return torch.cat([cos, cos], -1).to(weight.dtype), torch.cat([-sin, sin], -1).to(weight.dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first dimensions of each head, as many as the tables have."""
-    rotated = cos.shape[-1]
-    if rotated == x.shape[-1]:
-        return torch.addcmul(x * cos, x.roll(rotated // 2, -1), sin)
-    first, rest = x[..., :rotated], x[..., rotated:]
-    return torch.cat([torch.addcmul(first * cos, first.roll(rotated // 2, -1), sin), rest], dim=-1)
 
 
 def _norm(architecture: Architecture) -> Callable[[Tensor, Affine], Tensor]:

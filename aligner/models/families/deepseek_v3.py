@@ -41,13 +41,12 @@ def from_hf(hf: HFConfig) -> Architecture:
 
 def common_from_hf(hf: HFConfig, family: Family, *, interleaved: bool, routing: dict[str, Any]) -> Architecture:
     """What DeepSeek-V2 and V3 share."""
-    heads = hf.size("num_attention_heads")
-    hf.only(_FIXED | {"num_key_value_heads": (heads, None)})
+    hf.only(_FIXED)
     rotated, values = hf.size("qk_rope_head_dim"), hf.size("v_head_dim")
     head_dim = hf.size("qk_nope_head_dim") + rotated
     if values > head_dim:
         raise hf.refusal("v_head_dim", values, f"at most qk_nope_head_dim + qk_rope_head_dim={head_dim}")
-    whole = hf.part(head_dim=head_dim, num_key_value_heads=heads)
+    whole = hf.part(head_dim=head_dim, num_key_value_heads=hf.size("num_attention_heads"))
     scaling = hf.value("rope_scaling") or hf.value("rope_parameters") or {}
     return replace(
         llama.common_from_hf(whole, family, rope=hf.rope(kinds=("yarn",)) | {"rotary_fraction": 1.0}),

@@ -77,7 +77,9 @@ class NameTable:
     before: Mapping[str, Rule]
     layer: Mapping[str, Rule]
     after: Mapping[str, Rule]
-    dense: Mapping[str, Rule] = field(default_factory=dict)  # the feed-forward part of a mixture's layers without experts, instead of `layer`'s
+    dense: Mapping[str, Rule] = field(
+        default_factory=dict
+    )  # the feed-forward part of a mixture's layers without experts, instead of `layer`'s
     layer_prefix: str = "model.layers.{layer}."
     base_prefix: str = "model."  # what a file of the headless model leaves out of the names
     ignored: str = r".*rotary_emb\.inv_freq"

@@ -1,5 +1,5 @@
-"""What DeepSeek's mixtures of experts and their descendants share: groups of experts, sigmoid scores with a bias, an expert that every token
-passes, first layers without experts (2405.04434, 2.2; 2412.19437, 2.1.2).
+"""What mixtures like DeepSeek's share: groups of experts, sigmoid scores with a bias, an expert that every token passes, first layers
+without experts (2405.04434, 2.2; 2412.19437, 2.1.2).
 """
 
 from __future__ import annotations

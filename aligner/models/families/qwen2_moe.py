@@ -1,4 +1,4 @@
-"""Qwen2 mixture of experts (2407.10671): Qwen2's attention, many small experts, and beside them one that every token passes, with a gate."""
+"""Qwen2 mixture of experts (2407.10671): Qwen2's attention, many small experts, and one with a gate that every token passes."""
 
 from __future__ import annotations
 

@@ -27,9 +27,13 @@ def from_hf(hf: HFConfig) -> Architecture:
 
 def to_hf(architecture: Architecture) -> dict[str, Any]:
     """The Hugging Face config of an architecture."""
-    return llama.common_to_hf(architecture) | mixture.of_qwen_to_hf(architecture) | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "attention_bias": False,
-        "use_sliding_window": bool(architecture.sliding_window),
-        "sliding_window": architecture.sliding_window or None,
-    }
+    return (
+        llama.common_to_hf(architecture)
+        | mixture.of_qwen_to_hf(architecture)
+        | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "attention_bias": False,
+            "use_sliding_window": bool(architecture.sliding_window),
+            "sliding_window": architecture.sliding_window or None,
+        }
+    )

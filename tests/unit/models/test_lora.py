@@ -119,7 +119,25 @@ READ_BY_PEFT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), [LoraTarget.qkv, Lo
 READ_BY_PEFT["qwen2_moe"] = [*READ_BY_PEFT["deepseek_v3"], LoraTarget.fc1, LoraTarget.fc2]
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2", "mixtral", "phi3", "gpt_neox", "opt", "gemma2", "olmo2", "glm4", "cohere", "olmo3", "deepseek_v2", "deepseek_v3", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2",
+        "gpt2",
+        "mixtral",
+        "phi3",
+        "gpt_neox",
+        "opt",
+        "gemma2",
+        "olmo2",
+        "glm4",
+        "cohere",
+        "olmo3",
+        "deepseek_v2",
+        "deepseek_v3",
+        "qwen2_moe",
+    ],
+)
 def test_merged_and_peft_exports_give_the_same_logits(name, make_policy, hf_directory, tmp_path):
     from transformers import AutoModelForCausalLM
 

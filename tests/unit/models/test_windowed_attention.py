@@ -41,7 +41,24 @@ def test_attention_score_by_score(form, length, monkeypatch):
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
-@pytest.mark.parametrize("name", ["mistral", "qwen3_layer_types", "gemma2", "gemma3_text", "opt", "gpt_neox", "olmo2", "glm4", "cohere", "olmo3", "deepseek_v2", "deepseek_v3", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mistral",
+        "qwen3_layer_types",
+        "gemma2",
+        "gemma3_text",
+        "opt",
+        "gpt_neox",
+        "olmo2",
+        "glm4",
+        "cohere",
+        "olmo3",
+        "deepseek_v2",
+        "deepseek_v3",
+        "qwen2_moe",
+    ],
+)
 def test_packed_rows_give_the_same_logprobs(name, share_prompts, topology, hf_directory, load_policy):
     generator = torch.Generator().manual_seed(4)
     tokens = torch.randint(3, 61, (4, 30), generator=generator)

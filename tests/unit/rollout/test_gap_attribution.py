@@ -14,7 +14,21 @@ from aligner.types import Prompt, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("topology")
 FAMILIES = ("llama", "qwen2_tied", "qwen3", "mixtral", "nemotron", "gpt2")
-OTHERS = ("mistral", "phi3", "gpt_neox", "opt", "gemma2", "gemma3_text", "olmo2", "glm4", "cohere", "olmo3", "deepseek_v3", "qwen2_moe", "llama_yarn")
+OTHERS = (
+    "mistral",
+    "phi3",
+    "gpt_neox",
+    "opt",
+    "gemma2",
+    "gemma3_text",
+    "olmo2",
+    "glm4",
+    "cohere",
+    "olmo3",
+    "deepseek_v3",
+    "qwen2_moe",
+    "llama_yarn",
+)
 LENGTHS = (3, 22, 9)
 
 
