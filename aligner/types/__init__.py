@@ -20,6 +20,8 @@ from aligner.types.batches import (
     TokenBatch,
     TokenOutputs,
     ValueBatch,
+    no_expert,
+    route_dtype,
 )
 from aligner.types.rollouts import (
     FinishReason,
@@ -51,4 +53,6 @@ __all__ = [
     "TokenBatch",
     "TokenOutputs",
     "ValueBatch",
+    "no_expert",
+    "route_dtype",
 ]
