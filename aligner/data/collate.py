@@ -86,7 +86,6 @@ def rollout_batch(rollouts: Sequence[Rollout], pad_id: int, pad_multiple: int = 
         rollout_logprobs=_pad(logprobs, 0.0, width, torch.float32),
         prompt_ids=torch.tensor([r.prompt.id for r in rollouts], dtype=torch.int64),
         truncated=torch.tensor([r.finish_reason is FinishReason.length for r in rollouts], dtype=torch.bool),
-        routes=_routes([r.routes for r in rollouts], width),
     )
 
 

@@ -20,8 +20,6 @@ from aligner.types.batches import (
     TokenBatch,
     TokenOutputs,
     ValueBatch,
-    no_expert,
-    route_dtype,
 )
 from aligner.types.rollouts import (
     FinishReason,
@@ -53,6 +51,4 @@ __all__ = [
     "TokenBatch",
     "TokenOutputs",
     "ValueBatch",
-    "no_expert",
-    "route_dtype",
 ]

@@ -19,22 +19,6 @@ def check_tensors(owner: object, tensors: dict[str, tuple[Tensor | None, torch.d
             raise ValueError(f"{type(owner).__name__}.{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {shape}")
 
 
-def route_dtype(num_experts: int) -> torch.dtype:
-    """Of routes: the experts that were chosen for each token in each layer. `no_expert` is a number that none of them has."""
-    return torch.uint8 if num_experts < 256 else torch.int16
-
-
-def no_expert(dtype: torch.dtype) -> int:
-    """In place of an expert where a token has no route: nothing was computed after it, or the layer has no experts."""
-    return torch.iinfo(dtype).max
-
-
-def _routes(routes: Tensor | None, tokens: Tensor) -> tuple[Tensor | None, torch.dtype, tuple[int, ...]]:
-    """What `check_tensors` wants of routes [B, S, layers, k]."""
-    dtype = torch.int16 if routes is not None and routes.dtype == torch.int16 else torch.uint8
-    return routes, dtype, (*tokens.shape, *(routes.shape[2:] if routes is not None else ()))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBatch:
     """What every forward pass needs: tokens int64 [B, S] (right-padded) and lengths int64 [B]."""
@@ -49,10 +33,7 @@ class TokenBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutBatch:
-    """Rollouts as tensors: loss_mask bool [B, S], rollout_logprobs float32 [B, S], prompt_ids int64 [B], truncated bool [B].
-
-    Here and below, optional: routes uint8 or int16 [B, S, layers, k], the experts that the sampler chose (`route_dtype`, `no_expert`).
-    """
+    """Rollouts as tensors: loss_mask bool [B, S], rollout_logprobs float32 [B, S], prompt_ids int64 [B], truncated bool [B]."""
 
     tokens: Tensor
     lengths: Tensor
@@ -60,7 +41,6 @@ class RolloutBatch:
     rollout_logprobs: Tensor
     prompt_ids: Tensor
     truncated: Tensor
-    routes: Tensor | None = None
 
     def __post_init__(self) -> None:
         b, s = self.tokens.shape
@@ -73,7 +53,6 @@ class RolloutBatch:
                 "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
                 "prompt_ids": (self.prompt_ids, torch.int64, (b,)),
                 "truncated": (self.truncated, torch.bool, (b,)),
-                "routes": _routes(self.routes, self.tokens),
             },
         )
 
@@ -92,7 +71,6 @@ class PolicyBatch:
     advantages: Tensor
     ref_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None
-    routes: Tensor | None = None
 
     def __post_init__(self) -> None:
         b, s = self.tokens.shape
@@ -106,7 +84,6 @@ class PolicyBatch:
                 "advantages": (self.advantages, torch.float32, (b, s)),
                 "ref_logprobs": (self.ref_logprobs, torch.float32, (b, s)),
                 "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
-                "routes": _routes(self.routes, self.tokens),
             },
         )
 
@@ -148,7 +125,6 @@ class PreferenceBatch:
     margins: Tensor
     ref_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None
-    routes: Tensor | None = None
 
     def __post_init__(self) -> None:
         b, s = self.tokens.shape
@@ -163,7 +139,6 @@ class PreferenceBatch:
                 "margins": (self.margins, torch.float32, (b // 2,)),
                 "ref_logprobs": (self.ref_logprobs, torch.float32, (b, s)),
                 "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
-                "routes": _routes(self.routes, self.tokens),
             },
         )
 
@@ -179,7 +154,6 @@ class LabeledBatch:
     labels: Tensor | None = None
     ref_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None
-    routes: Tensor | None = None
 
     def __post_init__(self) -> None:
         b, s = self.tokens.shape
@@ -193,7 +167,6 @@ class LabeledBatch:
                 "labels": (self.labels, torch.float32, (b, k)),
                 "ref_logprobs": (self.ref_logprobs, torch.float32, (b, s)),
                 "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
-                "routes": _routes(self.routes, self.tokens),
             },
         )
 
@@ -235,7 +208,6 @@ class DistillationBatch:
     teacher_tokens: Tensor
     teacher_logprobs: Tensor
     rollout_logprobs: Tensor | None = None
-    routes: Tensor | None = None
 
     def __post_init__(self) -> None:
         b, s = self.tokens.shape
@@ -249,7 +221,6 @@ class DistillationBatch:
                 "teacher_tokens": (self.teacher_tokens, torch.int64, (b, s, k)),
                 "teacher_logprobs": (self.teacher_logprobs, torch.float32, (b, s, k)),
                 "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
-                "routes": _routes(self.routes, self.tokens),
             },
         )
 
