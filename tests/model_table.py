@@ -77,7 +77,7 @@ def table(found: dict[tuple[str, str], list[bool]]) -> str:
         for heading in COLUMNS:
             tried = [found[heading, name] for name in models if found.get((heading, name))]
             passed = sum(all(one) for one in tried)
-            cells.append(f"{passed} of {len(tried)}" if tried else "other tests")
+            cells.append(f"{passed} of {len(tried)}" if tried else "-")
         lines.append(f"| {family.value} | {len(models)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
