@@ -100,6 +100,12 @@ def _fields_of_others(name: RecordForm) -> set[str]:
     return every - set(re.findall(r"\w+", FORMS[name].shape))
 
 
+_OTHER_NAMES = {
+    Purpose.prompts: "; data.prompt_field and data.answer_field name other fields",
+    Purpose.supervised: "; data.prompt_field and data.response_field name other fields",
+}
+
+
 def columns_of(raw: RawRecord) -> dict[str, Any]:
     """The fields of a record as they are in its file, whatever its form; none of them counts as read."""
     return _plain(raw.value.origin if isinstance(raw.value, Recast) else raw.value)
@@ -145,7 +151,7 @@ def _form_of(record: Record, purpose: Purpose, named: RecordForm) -> RecordForm:
     if found:
         return found[0] if len(found) == 1 else RecordForm.auto
     if not any(has(record, fields[0]) for form in FORMS.values() for fields in form.needs.get(purpose, ())):
-        raise DataError(f"has the fields {there}, expected those of a form: {forms_for(purpose)}")
+        raise DataError(f"has the fields {there}, expected those of a form: {forms_for(purpose)}{_OTHER_NAMES.get(purpose, '')}")
     return RecordForm.auto
 
 

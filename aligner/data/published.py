@@ -86,13 +86,14 @@ def alpaca(record: Record, purpose: Purpose) -> Made:
         f"\n\n{about}" if isinstance(about, str) and about.strip() else ""
     )
     turns = [*before, {"role": "user", "content": asked}]
+    is_conversation = "system" in record or "history" in record  # empty ones too: all records of a file then have one format
     if purpose is Purpose.supervised:
-        if not before:
+        if not is_conversation:
             return {}
         return {"messages": ([*turns, {"role": "assistant", "content": _peek(record, "output")}], (*sources, "output"))}
-    if purpose is Purpose.prompts and not before:
+    if purpose is Purpose.prompts and not is_conversation:
         return {}
-    made: Made = {"prompt": (turns if before else asked, sources)}
+    made: Made = {"prompt": (turns if is_conversation else asked, sources)}
     if purpose is Purpose.judged and has(record, "kto_tag"):
         made |= {"response": (_peek(record, "output"), ("output",)), "label": (_peek(record, "kto_tag"), ("kto_tag",))}
     return made

@@ -65,6 +65,7 @@ SUPERVISED = [
         chat("s Be brief", "u q", "a a", "u Translate\n\ndog", "a Hund"),
         None,
     ),
+    ("alpaca", ALPACA | {"system": "", "history": []}, chat("u Translate\n\ndog", "a Hund"), None),
     ("sharegpt", {"conversations": [HUMAN, GPT], "system": "s", "id": 1}, chat("s s", "u q", "a a"), None),
     ("sharegpt", {"conversations": [USER, ASSISTANT]}, chat("u q", "a a"), None),
     ("helpsteer", {"prompt": HELPSTEER_PROMPT, "response": "b"} | RATED, chat("u q", "a a", "u r"), "b"),
