@@ -273,6 +273,21 @@ def validate(target: str, overrides: tuple[str, ...], samples: int, **options: A
     return validate(target, overrides, Options(num_samples=max(0, samples), **options))
 
 
+@data.command("inspect", epilog=f"FILE|ID: a data file, a directory of them, or ORG/NAME[@REV][:SPLIT] of the Hub. {_SETTINGS}")
+@click.argument("target", metavar="FILE|ID", type=click.Path())
+@_overrides
+@_config_dir
+@click.option("--kind", default="", metavar="KIND", help="As which it is read: sft, preference, ... (default: what its form is good for).")
+@click.option("--tokenizer", default="", type=click.Path(), metavar="DIR", help="The model's; without one samples are shown as ChatML.")
+@click.option("--samples", default=3, show_default=True, metavar="N", help="How many are shown.")
+def inspect_data(target: str, overrides: tuple[str, ...], samples: int, **options: Any) -> int:
+    """In which form the records are, how each field is used, and samples as the model will see them; exit code 1 with bad lines."""
+    from aligner.jobs.inspect_data import inspect_data
+    from aligner.jobs.validate_data import Options
+
+    return inspect_data(target, overrides, Options(num_samples=max(0, samples), **options))
+
+
 @commands.command(epilog=_RUN_DIRECTORY)
 @_run_directory
 @click.option("--output", type=_FILE, metavar="FILE", help="The HTML file (default: RUN_DIRECTORY/report.html).")
@@ -293,20 +308,37 @@ def diagnose(directory: Path, as_json: bool) -> int:
     return diagnose(directory, as_json=as_json)
 
 
+def _is_foreign(path: Path | None) -> bool:
+    """Whether Megatron-LM or NeMo has written what is there."""
+    if path is None:
+        return False
+    from aligner.models.foreign.model import is_foreign  # torch comes with it
+
+    return is_foreign(path)
+
+
 @commands.command()
 @click.option("--from-hf", type=_DIRECTORY, metavar="DIR", help="Hugging Face directory to read, or ORG/NAME[@REV] of the Hub.")
-@click.option("--from-megatron", type=_DIRECTORY, metavar="DIR", help="Checkpoint (or directory of checkpoints) to read.")
+@click.option(
+    "--from-megatron", type=_FILE, metavar="PATH", help="Checkpoint (or directory of them) to read, also Megatron-LM's and NeMo's."
+)
 @click.option("--to-megatron", type=_DIRECTORY, metavar="DIR", help="Where to write the checkpoint.")
 @click.option("--to-hf", type=_DIRECTORY, metavar="DIR", help="Where to write the Hugging Face model.")
 @click.option("--push-to-hub", "push_to", default="", metavar="ORG/NAME", help="Upload the Hugging Face model, with a card.")
+@click.option("--tokenizer", type=_DIRECTORY, metavar="DIR", help="Tokenizer for a model of Megatron-LM or NeMo that brings none.")
 @click.option("--tp", default=1, metavar="N", help="Split every layer over N ranks (start as many: torchrun, srun, mpiexec).")
 @click.option("--pp", default=1, metavar="N", help="Split the layers over N ranks.")
-def convert(tp: int, pp: int, push_to: str, **paths: Path | None) -> int:
+def convert(tp: int, pp: int, push_to: str, tokenizer: Path | None, **paths: Path | None) -> int:
     """Convert a model between Hugging Face and Megatron-Core checkpoints; upload one to the Hugging Face Hub."""
     from aligner.errors import AlignerError
 
     given = {name for name, path in paths.items() if path is not None}
     allowed = [{"from_megatron", "to_hf"}, {"from_hf"} if push_to else {"from_hf", "to_megatron"}]
+    foreign = _is_foreign(paths["from_megatron"])
+    if tokenizer is not None and not foreign:
+        raise AlignerError(f"convert: --tokenizer {tokenizer}: goes with --from-megatron of Megatron-LM or NeMo; others bring their own")
+    if foreign and not push_to:
+        allowed.append({"from_megatron", "to_megatron"})
     if given not in allowed:
         others = "; --push-to-hub with --to-hf, or with --from-hf alone" if push_to else ""
         raise AlignerError(f"convert: use --from-hf with --to-megatron, or --from-megatron with --to-hf{others}")
@@ -314,7 +346,11 @@ def convert(tp: int, pp: int, push_to: str, **paths: Path | None) -> int:
     from aligner.parallel.topology import ParallelConfig
 
     parallel = ParallelConfig(tp=tp, pp=pp)
-    if "to_megatron" in given:
+    if foreign and "to_megatron" in given:
+        convert.foreign_to_megatron(paths["from_megatron"], paths["to_megatron"], parallel, tokenizer=tokenizer)
+    elif foreign:
+        convert.foreign_to_hf(paths["from_megatron"], paths["to_hf"], parallel, push_to=push_to, tokenizer=tokenizer)
+    elif "to_megatron" in given:
         convert.hf_to_megatron(paths["from_hf"], paths["to_megatron"], parallel)
     elif "to_hf" in given:
         convert.megatron_to_hf(paths["from_megatron"], paths["to_hf"], parallel, push_to=push_to)

@@ -192,14 +192,18 @@ def quoted(text: str) -> str:
 
 
 def _split(overrides: Sequence[str], keys: list[SchemaKey]) -> tuple[list[Override], list[str]]:
-    """(the overrides of dicts of sections, or of what is below them; the others, as they were written).
+    """(the overrides of dicts, or of what is below them; the others, as they were written).
 
-    Hydra assigns a key that a dict does not have yet, which OmegaConf refuses where its values are dataclasses; merging works.
+    Hydra assigns a key that a dict does not have yet, which OmegaConf refuses; merging works. Hydra itself adds to a dict of plain values with `+`.
     """
     dicts = [key.key.removesuffix(".*") for key in keys if key.key.endswith(".*")]
+    plain = [re.compile(re.escape(key.key).replace(r"\*", r"[^.]+") + r"(\..+)?") for key in keys if key.type.startswith("dict[")]
     named, others = [], []
     for override, text in zip(OverridesParser.create().parse_overrides(list(overrides)), overrides, strict=True):
-        if any(override.key_or_group == key or override.key_or_group.startswith(f"{key}.") for key in dicts):
+        assigns = not (override.is_add() or override.is_delete() or override.is_sweep_override())
+        if any(override.key_or_group == key or override.key_or_group.startswith(f"{key}.") for key in dicts) or (
+            assigns and any(key.fullmatch(override.key_or_group) for key in plain)
+        ):
             named.append(override)
         else:
             others.append(text)

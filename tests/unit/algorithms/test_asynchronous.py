@@ -320,8 +320,15 @@ def test_grpo_and_ppo_learn_from_them(make_ahead, fakes):
     from aligner.algorithms.grpo import GRPO, GRPOConfig
     from aligner.algorithms.ppo import PPO, PPOConfig
 
+    class Policy(fakes.FakePolicy):
+        """Learns when the next round has been sampled with the weights before."""
+
+        def train_step(self, batch, loss):
+            ahead.rest(self.version + 2)
+            return super().train_step(batch, loss)
+
     ahead = make_ahead()
-    policy = fakes.FakePolicy(ahead.log)
+    policy = Policy(ahead.log)
     grpo = GRPO(GRPOConfig(prompts_per_step=1, group_size=2, mini_batch_size=2), policy, ahead.task, ahead.rounds)
     for step in (1, 2, 3):
         metrics = grpo.step(step, Clock()).metrics
@@ -329,7 +336,7 @@ def test_grpo_and_ppo_learn_from_them(make_ahead, fakes):
     assert policy.trained[-1].old_logprobs is None  # the weight is then that of the policy of now: see `policy_loss`
     critic = fakes.FakeCritic(ahead.log)
     ahead = make_ahead(critic=critic)
-    policy = fakes.FakePolicy(ahead.log)
+    policy = Policy(ahead.log)
     ppo = PPO(PPOConfig(rollouts_per_step=2, mini_batch_size=2), policy, ahead.task, critic, ahead.rounds)
     for step in (1, 2):
         metrics = ppo.step(step, Clock()).metrics
