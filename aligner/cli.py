@@ -1,4 +1,4 @@
-"""The `aligner` command: `train`, `serve`, `launch`, `plan`, `preflight`, `gap`, `data`, `report`, `diagnose`, `convert`, `migrate`, `demo`.
+"""The `aligner` command: train, serve, launch, plan, preflight, gap, data, report, diagnose, convert, migrate, demo.
 
 click reads the command line and completes it in a shell; what a command needs beyond that is imported when the command runs, so that
 `aligner --help` and completion answer at once.

@@ -194,7 +194,8 @@ def quoted(text: str) -> str:
 def _split(overrides: Sequence[str], keys: list[SchemaKey]) -> tuple[list[Override], list[str]]:
     """(the overrides of dicts, or of what is below them; the others, as they were written).
 
-    Hydra assigns a key that a dict does not have yet, which OmegaConf refuses; merging works. Hydra itself adds to a dict of plain values with `+`.
+    Hydra assigns a key that a dict does not have yet, which OmegaConf refuses; merging works. To a dict of plain values
+    Hydra itself adds with `+`.
     """
     dicts = [key.key.removesuffix(".*") for key in keys if key.key.endswith(".*")]
     plain = [re.compile(re.escape(key.key).replace(r"\*", r"[^.]+") + r"(\..+)?") for key in keys if key.type.startswith("dict[")]

@@ -61,7 +61,8 @@ def test_on_the_command_line(parts):
 
 
 @pytest.mark.parametrize(
-    "given", ["reward.function.arguments={target: hello}", "reward.function.arguments.target=hello", "+reward.function.arguments.target=hello"]
+    "given",
+    ["reward.function.arguments={target: hello}", "reward.function.arguments.target=hello", "+reward.function.arguments.target=hello"],
 )
 def test_arguments_of_one_function(given):
     """As docs/rewards.md has them, and with Hydra's `+`."""

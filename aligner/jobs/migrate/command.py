@@ -34,7 +34,10 @@ class Options:
 
 
 def migrate(inputs: Sequence[str], options: Options) -> int:
-    """Print what the inputs are here. 1 where the recipe refuses what follows. Raises ConfigError for what cannot be read, or has no recipe."""
+    """Print what the inputs are here; 1 where the recipe refuses what follows.
+
+    Raises ConfigError for what cannot be read, or has no recipe.
+    """
     texts = [sys.stdin.read() if text == "-" else text for text in inputs]
     source = joined([read(text, framework=options.framework, trains=options.trains) for text in texts])
     found = migrated(source, ranks=options.ranks, examples=options.examples)

@@ -19,7 +19,8 @@ _SCRIPTS = {".sh", ".bash", ".sub", ".sbatch", ".slurm", ".txt"}
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _RANKS = {  # options of launchers whose product, each kind at most once, is the number of ranks
     "nproc_per_node": "per_node", "num_gpus": "per_node", "gpus-per-node": "per_node", "ntasks-per-node": "per_node",
-    "nnodes": "nodes", "num_nodes": "nodes", "num_processes": "all", "ntasks": "all", "n": "all", "np": "all", "N": "nodes", "nodes": "nodes",
+    "nnodes": "nodes", "num_nodes": "nodes", "N": "nodes", "nodes": "nodes",
+    "num_processes": "all", "ntasks": "all", "n": "all", "np": "all",
 }  # fmt: skip
 _VALUELESS = {
     "standalone",

@@ -29,7 +29,7 @@ _OPERATORS = {
 def commands(text: str) -> Iterator[list[str]]:
     """The words of each command of a script, in order, with its variables filled in; `export` and assignments are no commands.
 
-    A variable that the script does not set stays (`${HOME}/x`), as does an argument without a default (`${1}`); `"$@"` is empty. Of branches
+    A variable that the script does not set stays (`${HOME}/x`), as does an argument (`${1}`); `"$@"` is empty. Of branches
     only `if [ -z "$NAME" ]` (also `"$NAME" == ""`) is followed; other assignments in branches count as if the branch were taken.
     """
     variables: dict[str, str] = {}

@@ -167,7 +167,10 @@ def wandb_key(entry: Entry, value: Any, context: Context) -> Meaning:
 
 
 def warmup_share_online(entry: Entry, value: Any, context: Context) -> Meaning:
-    """OpenRLHF: a share of all updates. entry.factors: prompts of a step, responses of an update, responses of a prompt, episodes, epochs."""
+    """OpenRLHF: a share of all updates.
+
+    entry.factors: prompts of a step, responses of an update, responses of a prompt, episodes, epochs.
+    """
     if not value:
         return Meaning(settings=dict.fromkeys(entry.ours, 0))
     if not context.examples:
@@ -315,7 +318,8 @@ def below_one(entry: Entry, value: Any, context: Context) -> Meaning:
 
 def verl_warmup(entry: Entry, value: Any, context: Context) -> Meaning:
     """Its schedulers take a step after a whole training step."""
-    return Meaning(settings=dict.fromkeys(entry.ours, max(0, int(value * _verl_updates(context)))), note="training steps there, updates here")
+    updates = max(0, int(value * _verl_updates(context)))
+    return Meaning(settings=dict.fromkeys(entry.ours, updates), note="training steps there, updates here")
 
 
 def verl_warmup_share(entry: Entry, value: Any, context: Context) -> Meaning:
@@ -346,8 +350,10 @@ def _dschat_step(context: Context) -> float:
 
 
 SPECIAL = [
-    trl_correction, trl_mixture, trl_groups, trl_steps, trl_epochs, trl_epsilon, trl_rewards, reward_model, reward_and_critic, episodes, scheduler_arguments, warmup,
-    eval_strategy, report_to, wandb_key, warmup_share_online, remote_reward, openrlhf_correction, openrlhf_placement, rank_part, data_prefix,
+    trl_correction, trl_mixture, trl_groups, trl_steps, trl_epochs, trl_epsilon, trl_rewards, reward_model, reward_and_critic, episodes,
+    scheduler_arguments, warmup,
+    eval_strategy, report_to, wandb_key, warmup_share_online, remote_reward, openrlhf_correction, openrlhf_placement, rank_part,
+    data_prefix,
     nemo_prompts, nemo_epochs, constant_steps, verl_loggers, verl_wandb, verl_no_kl, verl_reward, verl_warmup, verl_warmup_share, below_one,
     dschat_rollouts, dschat_epochs,
 ]  # fmt: skip

@@ -2,9 +2,11 @@
 
 A table's head says how the framework is recognised, an entry of `keys` what one of its keys is here:
 
-- `key` (with `*`: any key like it that has no entry of its own), other names of it (`also`), and the recipes of ours that it is for (`recipes`; default: all).
+- `key` (with `*`: any key like it that has no entry of its own), other names of it (`also`), and the recipes of ours that it is for
+  (`recipes`; default: all).
 - `ours`: one setting or several. The value goes there as it is, or as `values` translates it, times `factors` (other keys, or `ranks`),
-  plus `plus`; `products` has further settings, each with the keys that the value is multiplied by. `settings` gives for each value the settings that it means. `transform` names a function of transforms.py.
+  plus `plus`; `products` has further settings, each with the keys that the value is multiplied by.
+  `settings` gives for each value the settings that it means. `transform` names a function of transforms.py.
 - `into`: settings that other keys set and that this one is a part of.
 - `default`: the framework's own value where the key is not given; or one for each recipe. Without it nothing follows from its absence.
 - `meaning`: `another` (what differs is in `note`) or `none` (no counterpart). `idle`: values for which there is nothing to carry over.
