@@ -1,7 +1,6 @@
-"""The `aligner` command: `train`, `serve`, `launch`, `plan`, `preflight`, `gap`, `data`, `report`, `diagnose`, `convert`, `demo`.
+"""The `aligner` command: train, serve, launch, plan, preflight, gap, data, report, diagnose, convert, migrate, demo.
 
-click reads the command line and completes it in a shell; what a command needs beyond that is imported when the command runs, so that
-`aligner --help` and completion answer at once.
+What a command needs beyond click is imported when the command runs, so that `aligner --help` and completion in a shell answer at once.
 """
 
 from __future__ import annotations
@@ -42,13 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(ExitCode.refused)
     outcomes.record(os.environ, code)  # a command may be a step of a Slurm job
     return int(code)
-
-
-def _refused(error: Exception) -> int:
-    from aligner.cluster.exit_codes import ExitCode
-
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    return int(ExitCode.refused)
 
 
 def _parse(argv: Sequence[str] | None) -> Callable[[], int]:
@@ -152,12 +144,14 @@ def commands() -> None:
 def train(config: str, settings: tuple[str, ...]) -> None:
     """Train, or write data, with a recipe on this rank (start one for each: srun, torchrun, mpiexec, aligner launch)."""
     from aligner.algorithms import registry
+    from aligner.cluster.exit_codes import ExitCode
     from aligner.errors import ConfigError
 
     try:
         recipe = registry.recipe_of(config, registry.parse(settings).overrides)
     except ConfigError as error:
-        raise SystemExit(_refused(error)) from None
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(ExitCode.refused) from None
     registry.program(recipe.name)([f"config={config}", *settings], program=f"aligner train {config}")
 
 
@@ -308,20 +302,9 @@ def diagnose(directory: Path, as_json: bool) -> int:
     return diagnose(directory, as_json=as_json)
 
 
-def _is_foreign(path: Path | None) -> bool:
-    """Whether Megatron-LM or NeMo has written what is there."""
-    if path is None:
-        return False
-    from aligner.models.foreign.model import is_foreign  # torch comes with it
-
-    return is_foreign(path)
-
-
 @commands.command()
 @click.option("--from-hf", type=_DIRECTORY, metavar="DIR", help="Hugging Face directory to read, or ORG/NAME[@REV] of the Hub.")
-@click.option(
-    "--from-megatron", type=_FILE, metavar="PATH", help="Checkpoint (or directory of them) to read, also Megatron-LM's and NeMo's."
-)
+@click.option("--from-megatron", type=_FILE, metavar="PATH", help="Checkpoint to read, or the newest below; also Megatron-LM's and NeMo's.")
 @click.option("--to-megatron", type=_DIRECTORY, metavar="DIR", help="Where to write the checkpoint.")
 @click.option("--to-hf", type=_DIRECTORY, metavar="DIR", help="Where to write the Hugging Face model.")
 @click.option("--push-to-hub", "push_to", default="", metavar="ORG/NAME", help="Upload the Hugging Face model, with a card.")
@@ -334,11 +317,14 @@ def convert(tp: int, pp: int, push_to: str, tokenizer: Path | None, **paths: Pat
 
     given = {name for name, path in paths.items() if path is not None}
     allowed = [{"from_megatron", "to_hf"}, {"from_hf"} if push_to else {"from_hf", "to_megatron"}]
-    foreign = _is_foreign(paths["from_megatron"])
+    foreign = False
+    if (path := paths["from_megatron"]) is not None:
+        from aligner.models.foreign.model import is_foreign  # torch comes with it
+
+        foreign = is_foreign(path)
     if tokenizer is not None and not foreign:
         raise AlignerError(f"convert: --tokenizer {tokenizer}: goes with --from-megatron of Megatron-LM or NeMo; others bring their own")
-    if foreign and not push_to:
-        allowed.append({"from_megatron", "to_megatron"})
+    allowed += [{"from_megatron", "to_megatron"}] if foreign and not push_to else []
     if given not in allowed:
         others = "; --push-to-hub with --to-hf, or with --from-hf alone" if push_to else ""
         raise AlignerError(f"convert: use --from-hf with --to-megatron, or --from-megatron with --to-hf{others}")
@@ -357,6 +343,21 @@ def convert(tp: int, pp: int, push_to: str, tokenizer: Path | None, **paths: Pat
     else:
         convert.push_export(paths["from_hf"], push_to)
     return 0
+
+
+@commands.command(epilog="FILE|COMMAND: YAML, a shell script, or a launch line in quotes (actor and critic: both); -: standard input.")
+@click.argument("inputs", nargs=-1, required=True, metavar="FILE|COMMAND...")
+@click.option("--from", "framework", default="", metavar="NAME", help="Its framework, such as trl, if it is not recognised.")
+@click.option("--trains", default="", metavar="NAME", help="What it trains, such as dpo, if its keys do not say.")
+@click.option("--ranks", type=click.IntRange(min=0), default=0, metavar="N", help="GPUs that train, where batch sizes are per device.")
+@click.option("--examples", type=click.IntRange(min=0), default=0, metavar="N", help="Of the training data, to turn epochs into steps.")
+@click.option("--output", type=_FILE, metavar="FILE", help="Write the config (.yaml) or the command (.sh) to FILE.")
+@_json
+def migrate(inputs: tuple[str, ...], **options: Any) -> int:
+    """What a config or command of NeMo-Aligner, TRL, OpenRLHF, verl, DeepSpeed-Chat or LLaMA-Factory is here, key by key."""
+    from aligner.jobs.migrate import command
+
+    return command.migrate(inputs, command.Options(**options))
 
 
 @commands.group(no_args_is_help=False)
