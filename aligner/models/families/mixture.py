@@ -63,7 +63,7 @@ def to_hf(a: Architecture) -> dict[str, Any]:
         "n_routed_experts": a.num_experts,
         "num_experts_per_tok": a.experts_per_token,
         "moe_intermediate_size": a.expert_ffn_hidden_size,
-        "n_shared_experts": a.shared_ffn_hidden_size // a.expert_ffn_hidden_size,
+        "n_shared_experts": a.shared_ffn_hidden_size // max(1, a.expert_ffn_hidden_size),
         "first_k_dense_replace": len(a.dense_layers),
         "n_group": a.router_groups or 1,
         "topk_group": a.router_groups_per_token or 1,

@@ -283,8 +283,9 @@ def test_a_round_that_does_not_come_ends_the_wait(make_ahead):
 
 def test_closing_gives_up_the_round_under_way(make_ahead):
     ahead = make_ahead()
+    allowed = threading.Semaphore(LENGTH)  # those of the first round
+    ahead.steps.may_step = lambda: allowed.acquire(blocking=False)
     ahead.take(1)
-    ahead.steps.may_step = lambda: False
     ahead.trained()
     ahead.engine.shutdown()  # as a job does at its end
     steps = ahead.steps.steps
