@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,7 +91,7 @@ def migrate(source: Source, *, ranks: int = 0, examples: int = 0) -> Migration:
         known = ", ".join(source.table.recipes)
         raise ConfigError(f"{source.table.name} {source.trains}: there is no recipe for it here; there are some for {known}")
     entries = source.table.entries_for(recipe)
-    base = composed(recipe, [f"data.train={PLACEHOLDER}"])
+    base = _base(recipe)
     context = _context(source, entries, recipe, ranks=ranks, examples=examples)
     types = {key.key: key.type for key in schema_keys(recipe_of(recipe).config)}
     maker = _Rows(context=context, base=base, recipe=recipe, mirrors=source.table.mirrors, types=types)
@@ -107,6 +108,12 @@ def migrate(source: Source, *, ranks: int = 0, examples: int = 0) -> Migration:
         if entry.key not in seen and (entry.default_for(recipe) is not None) and (row := maker.default(entry, own)) is not None:
             defaults.append(row)
     return _checked(source, recipe, rows, defaults, maker)
+
+
+@functools.cache  # half of the time of a migration
+def _base(recipe: str) -> Any:
+    """The recipe's own values."""
+    return composed(recipe, [f"data.train={PLACEHOLDER}"])
 
 
 def _context(source: Source, entries: Sequence[Entry], recipe: str, *, ranks: int, examples: int) -> Context:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ class Source:
 def read(text: str, *, framework: str = "", trains: str = "") -> Source:
     """A file (YAML or a script) or a command. Raises ConfigError where it is none, or of none of the frameworks."""
     path = Path(text) if "\n" not in text and len(text) < 4096 else None
-    if path is not None and path.is_file():
+    if path is not None and os.path.isfile(path):  # Path.is_file raises where a name is as long as a command may be
         written = path.read_text()
         if path.suffix in (".yaml", ".yml", ".json"):
             return _of_file(_mapping(written, str(path)), str(path), framework, trains)
