@@ -21,7 +21,19 @@ from aligner.hub.names import parse_data
 Location = str | Sequence[Mapping[str, Any]]
 OWN = ("path", "name", "weight", "max_records", "max_epochs")
 # Settings of `data` that a source may have a value of its own for: how its records are read.
-SETTINGS = ("prompt_field", "response_field", "answer_field", "learn", "apply_chat_template", "add_bos", "overlong", "bad_lines")
+SETTINGS = (
+    "prompt_field",
+    "response_field",
+    "answer_field",
+    "form",
+    "learn",
+    "apply_chat_template",
+    "chat_template",
+    "thinking",
+    "add_bos",
+    "overlong",
+    "bad_lines",
+)
 _NAME = re.compile(r"[\w.-]+")
 C = TypeVar("C")
 

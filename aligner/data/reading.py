@@ -76,15 +76,19 @@ def reads_sources(load: Callable[..., tuple[Sequence[Example], LoadReport]]) -> 
         first: int | None = None,
         heartbeat: Callable[[], None] = lambda: None,
     ) -> tuple[Sequence[Example], LoadReport]:
-        def read_one(path: str, config: Any, most: int | None) -> tuple[Sequence[Example], LoadReport]:
+        def read_one(path: str, config: Any, tokenizer: Tokenizer, most: int | None) -> tuple[Sequence[Example], LoadReport]:
             if config.cache and first is None:
                 return load_cached(load, path, config, tokenizer, first=most, heartbeat=heartbeat)
             return load(path, config, tokenizer, first=min((one for one in (first, most) if one is not None), default=None))
 
         if isinstance(location, str):
-            return read_one(location, config, None)
-        named = sources(config, location)
-        return _mixed(named, config, [read_one(one.path, one.config(config), one.max_records or None) for one in named])
+            return read_one(location, config, tokenizer, None)
+        named, found = sources(config, location), []
+        for one in named:
+            own = one.config(config)
+            chats = tokenizer.chatting(own.chat_template, own.thinking) if one.settings else tokenizer
+            found.append(read_one(one.path, own, chats, one.max_records or None))
+        return _mixed(named, config, found)
 
     return read
 
