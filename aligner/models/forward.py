@@ -123,19 +123,21 @@ def _run(chunks: list[Any], parts: list[MicroBatch], loss_of: Callable[[MicroBat
             give(routers([_unwrapped(model)]), None if part.routes is None else upload(_own_slots(part.routes, model), platform.device()))
         return model(placed.tokens, placed.positions, None, packed_seq_params=placed.packed, **options), loss_of(part)
 
-    for router in routers([_unwrapped(chunk) for chunk in chunks]):
-        router.routes.forget()
     rows, length = parts[0].placement.whole_shape
-    return get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=[iter(parts) for _ in chunks],
-        model=chunks,
-        num_microbatches=len(parts),
-        seq_length=length,
-        micro_batch_size=rows,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+    try:
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(parts) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(parts),
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+    finally:
+        for router in routers([_unwrapped(chunk) for chunk in chunks]):
+            router.routes.forget()
 
 
 def _padding(placed: Placement, model: Any) -> Tensor:

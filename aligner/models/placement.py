@@ -112,7 +112,7 @@ def place(batch: Batch, splits: Splits, *, shape: tuple[int, int] | None = None)
 
 
 def in_slots(routes: Tensor, placement: Placement) -> Tensor:
-    """Routes [B, S, layers, k] of a micro-batch's tokens as they lie in the model's input: [L, rows, layers, k], `no_expert` in empty slots."""
+    """Routes [B, S, layers, k] of a micro-batch's tokens where these lie: [L, rows, layers, k], `no_expert` in empty slots."""
     token_of = placement.token_of.t()
     found = routes.flatten(0, 1)[token_of.clamp(min=0)]
     found[token_of < 0] = no_expert(routes.dtype)

@@ -6,8 +6,8 @@ Learning by Aligning Training and Inference Routers", 2510.11370). The choice al
 sampler's experts and normalised over these, so gradients reach the router through them. Tokens that the sampler computed nothing after (the
 last of each row) and padding go where the router sends them.
 
-Megatron-Core's hook for it is used (`router_replay.get_replay_topk`, where it asks for a choice of experts), not its `RouterReplay`: that
-is told from outside whether a pass recomputes, once for all routers of the process, and while a pipeline is under way some do and some do not.
+Megatron-Core's hook for it is used (`router_replay.get_replay_topk`, which it asks for a choice of experts), not its `RouterReplay`: that
+is told from outside whether a pass recomputes, once for all routers of the process, and in a pipeline some do while others do not.
 """
 
 from __future__ import annotations
