@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from aligner.data.collate import rollout_batch
+from aligner.errors import ConfigError
 from aligner.losses.sft import sft_loss
 from aligner.parallel import platform
 from aligner.types import LabeledBatch, Prompt, RolloutBatch, SamplingConfig, no_expert
@@ -153,6 +154,30 @@ def test_recomputed_layers_replay_their_own_micro_batch(make_model):
     assert router.routes.counts.tolist() == [2, 0, 2]
     router.routes.forget()
     assert router.routing(logits)[1].int().tolist() == [[1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_experts", "message"),
+    [
+        ({}, 0, "rollout.routing_replay=replay: the model is no mixture of experts; allowed: none"),
+        (
+            {"engine": "vllm"},
+            4,
+            "rollout.routing_replay=replay: rollout.engine=vllm does not tell which experts it chose; allowed: none, or",
+        ),
+        ({"engine": "tensorrt_llm"}, 4, "rollout.routing_replay=replay: rollout.engine=tensorrt_llm does not tell"),
+    ],
+)
+def test_what_cannot_replay_is_refused(settings, num_experts, message):
+    from aligner.models.config import Architecture
+    from aligner.rollout.config import RolloutConfig, RoutingReplay, check_engine, check_untrained
+
+    architecture = Architecture(num_experts=num_experts, experts_per_token=min(num_experts, 2), expert_ffn_hidden_size=8 * num_experts)
+    config = RolloutConfig(routing_replay=RoutingReplay.replay, **settings)
+    with pytest.raises(ConfigError, match=message):
+        check_engine(config, architecture, tp=1, world_size=1)
+    with pytest.raises(ConfigError, match="rollout.routing_replay=replay: nothing is trained here; allowed: none"):
+        check_untrained(config, "nothing is trained here")
 
 
 def test_prompts_with_other_routes_are_not_shared(hf_directory, load_policy):
