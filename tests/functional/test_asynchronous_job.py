@@ -34,8 +34,8 @@ def test_ends_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_experts_of_older_weights_are_replayed(tmp_path: Path) -> None:
-    """Two ranks that split the experts and sample together, from weights that change on the way: what they chose is what trains, when the
-    trainer would choose otherwise by then; a run that goes on replays too."""
+    """Two ranks that split the experts and sample together, from weights that change on the way: what they chose is what trains, though the
+    trainer would choose otherwise by then."""
     write_task(tmp_path)
     experts = {"family": "mixtral", "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 64}
     settings = [
@@ -43,11 +43,10 @@ def test_experts_of_older_weights_are_replayed(tmp_path: Path) -> None:
         *SAYS_77,
         *(f"model.architecture.{name}={value}" for name, value in experts.items()),
         *("num_processes=2", "parallel.ep=2", "rollout.tp=2", "rollout.asynchronous.max_staleness=1", "rollout.routing_replay=replay"),
-        *("rollout.kv_cache_tokens=192", "optimizer.lr=3e-2", "run.export_hf=false"),
+        *("algorithm.correction.kind=tis", "run.export_hf=false", "loop.max_steps=2"),
     ]
     run = tmp_path / "run"
-    run_job(launcher("grpo"), run, [*settings, "loop.max_steps=2"])
-    run_job(launcher("grpo"), run, [*settings, "loop.max_steps=3", "run.allow_changes=true"])
-    assert series(run, "rollout/staleness_max") == [0, 1, 0]
-    assert series(run, "rollout/route_mismatch") == [0, 0, 0]
-    assert series(run, "rollout/route_replaced")[1] > 0.001
+    run_job(launcher("grpo"), run, settings)
+    assert series(run, "rollout/staleness_max") == [0, 1]
+    assert series(run, "rollout/route_mismatch") == [0, 0]
+    assert min(series(run, "rollout/route_replaced")) > 0  # two updates make a step
