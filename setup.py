@@ -39,6 +39,7 @@ setup(
     packages=find_packages(include=["aligner", "aligner.*"]),
     package_data={
         "aligner": ["py.typed", "synonyms.yaml"],
+        "aligner.jobs.migrate": ["tables/*.yaml"],
         "aligner.reporting": ["templates/*.html"],
         "aligner.rollout": ["contracts/*.json"],
         "aligner.rollout.native": ["*.c", "*.h"],  # compiled where they run

@@ -1,7 +1,6 @@
-"""The `aligner` command: `train`, `serve`, `launch`, `plan`, `preflight`, `gap`, `data`, `report`, `diagnose`, `convert`, `demo`.
+"""The `aligner` command: train, serve, launch, plan, preflight, gap, data, report, diagnose, convert, migrate, demo.
 
-click reads the command line and completes it in a shell; what a command needs beyond that is imported when the command runs, so that
-`aligner --help` and completion answer at once.
+What a command needs beyond click is imported when the command runs, so that `aligner --help` and completion in a shell answer at once.
 """
 
 from __future__ import annotations
@@ -42,13 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(ExitCode.refused)
     outcomes.record(os.environ, code)  # a command may be a step of a Slurm job
     return int(code)
-
-
-def _refused(error: Exception) -> int:
-    from aligner.cluster.exit_codes import ExitCode
-
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    return int(ExitCode.refused)
 
 
 def _parse(argv: Sequence[str] | None) -> Callable[[], int]:
@@ -152,12 +144,14 @@ def commands() -> None:
 def train(config: str, settings: tuple[str, ...]) -> None:
     """Train, or write data, with a recipe on this rank (start one for each: srun, torchrun, mpiexec, aligner launch)."""
     from aligner.algorithms import registry
+    from aligner.cluster.exit_codes import ExitCode
     from aligner.errors import ConfigError
 
     try:
         recipe = registry.recipe_of(config, registry.parse(settings).overrides)
     except ConfigError as error:
-        raise SystemExit(_refused(error)) from None
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(ExitCode.refused) from None
     registry.program(recipe.name)([f"config={config}", *settings], program=f"aligner train {config}")
 
 
@@ -273,6 +267,21 @@ def validate(target: str, overrides: tuple[str, ...], samples: int, **options: A
     return validate(target, overrides, Options(num_samples=max(0, samples), **options))
 
 
+@data.command("inspect", epilog=f"FILE|ID: a data file, a directory of them, or ORG/NAME[@REV][:SPLIT] of the Hub. {_SETTINGS}")
+@click.argument("target", metavar="FILE|ID", type=click.Path())
+@_overrides
+@_config_dir
+@click.option("--kind", default="", metavar="KIND", help="As which it is read: sft, preference, ... (default: what its form is good for).")
+@click.option("--tokenizer", default="", type=click.Path(), metavar="DIR", help="The model's; without one samples are shown as ChatML.")
+@click.option("--samples", default=3, show_default=True, metavar="N", help="How many are shown.")
+def inspect_data(target: str, overrides: tuple[str, ...], samples: int, **options: Any) -> int:
+    """In which form the records are, how each field is used, and samples as the model will see them; exit code 1 with bad lines."""
+    from aligner.jobs.inspect_data import inspect_data
+    from aligner.jobs.validate_data import Options
+
+    return inspect_data(target, overrides, Options(num_samples=max(0, samples), **options))
+
+
 @commands.command(epilog=_RUN_DIRECTORY)
 @_run_directory
 @click.option("--output", type=_FILE, metavar="FILE", help="The HTML file (default: RUN_DIRECTORY/report.html).")
@@ -295,18 +304,27 @@ def diagnose(directory: Path, as_json: bool) -> int:
 
 @commands.command()
 @click.option("--from-hf", type=_DIRECTORY, metavar="DIR", help="Hugging Face directory to read, or ORG/NAME[@REV] of the Hub.")
-@click.option("--from-megatron", type=_DIRECTORY, metavar="DIR", help="Checkpoint (or directory of checkpoints) to read.")
+@click.option("--from-megatron", type=_FILE, metavar="PATH", help="Checkpoint to read, or the newest below; also Megatron-LM's and NeMo's.")
 @click.option("--to-megatron", type=_DIRECTORY, metavar="DIR", help="Where to write the checkpoint.")
 @click.option("--to-hf", type=_DIRECTORY, metavar="DIR", help="Where to write the Hugging Face model.")
 @click.option("--push-to-hub", "push_to", default="", metavar="ORG/NAME", help="Upload the Hugging Face model, with a card.")
+@click.option("--tokenizer", type=_DIRECTORY, metavar="DIR", help="Tokenizer for a model of Megatron-LM or NeMo that brings none.")
 @click.option("--tp", default=1, metavar="N", help="Split every layer over N ranks (start as many: torchrun, srun, mpiexec).")
 @click.option("--pp", default=1, metavar="N", help="Split the layers over N ranks.")
-def convert(tp: int, pp: int, push_to: str, **paths: Path | None) -> int:
+def convert(tp: int, pp: int, push_to: str, tokenizer: Path | None, **paths: Path | None) -> int:
     """Convert a model between Hugging Face and Megatron-Core checkpoints; upload one to the Hugging Face Hub."""
     from aligner.errors import AlignerError
 
     given = {name for name, path in paths.items() if path is not None}
     allowed = [{"from_megatron", "to_hf"}, {"from_hf"} if push_to else {"from_hf", "to_megatron"}]
+    foreign = False
+    if (path := paths["from_megatron"]) is not None:
+        from aligner.models.foreign.model import is_foreign  # torch comes with it
+
+        foreign = is_foreign(path)
+    if tokenizer is not None and not foreign:
+        raise AlignerError(f"convert: --tokenizer {tokenizer}: goes with --from-megatron of Megatron-LM or NeMo; others bring their own")
+    allowed += [{"from_megatron", "to_megatron"}] if foreign and not push_to else []
     if given not in allowed:
         others = "; --push-to-hub with --to-hf, or with --from-hf alone" if push_to else ""
         raise AlignerError(f"convert: use --from-hf with --to-megatron, or --from-megatron with --to-hf{others}")
@@ -314,13 +332,32 @@ def convert(tp: int, pp: int, push_to: str, **paths: Path | None) -> int:
     from aligner.parallel.topology import ParallelConfig
 
     parallel = ParallelConfig(tp=tp, pp=pp)
-    if "to_megatron" in given:
+    if foreign and "to_megatron" in given:
+        convert.foreign_to_megatron(paths["from_megatron"], paths["to_megatron"], parallel, tokenizer=tokenizer)
+    elif foreign:
+        convert.foreign_to_hf(paths["from_megatron"], paths["to_hf"], parallel, push_to=push_to, tokenizer=tokenizer)
+    elif "to_megatron" in given:
         convert.hf_to_megatron(paths["from_hf"], paths["to_megatron"], parallel)
     elif "to_hf" in given:
         convert.megatron_to_hf(paths["from_megatron"], paths["to_hf"], parallel, push_to=push_to)
     else:
         convert.push_export(paths["from_hf"], push_to)
     return 0
+
+
+@commands.command(epilog="FILE|COMMAND: YAML, a shell script, or a launch line in quotes (actor and critic: both); -: standard input.")
+@click.argument("inputs", nargs=-1, required=True, metavar="FILE|COMMAND...")
+@click.option("--from", "framework", default="", metavar="NAME", help="Its framework, such as trl, if it is not recognised.")
+@click.option("--trains", default="", metavar="NAME", help="What it trains, such as dpo, if its keys do not say.")
+@click.option("--ranks", type=click.IntRange(min=0), default=0, metavar="N", help="GPUs that train, where batch sizes are per device.")
+@click.option("--examples", type=click.IntRange(min=0), default=0, metavar="N", help="Of the training data, to turn epochs into steps.")
+@click.option("--output", type=_FILE, metavar="FILE", help="Write the config (.yaml) or the command (.sh) to FILE.")
+@_json
+def migrate(inputs: tuple[str, ...], **options: Any) -> int:
+    """What a config or command of NeMo-Aligner, TRL, OpenRLHF, verl, DeepSpeed-Chat or LLaMA-Factory is here, key by key."""
+    from aligner.jobs.migrate import command
+
+    return command.migrate(inputs, command.Options(**options))
 
 
 @commands.group(no_args_is_help=False)

@@ -25,6 +25,10 @@ _WINDOWED, _FULL = "sliding_attention", "full_attention"
 _GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 9, "num_key_value_heads": 1, "sliding_window": 7, "intermediate_size": 40}
 _NO_SPECIAL = {"pad_token_id": 0, "eos_token_id": 2}
 _QWEN3_MOE = {"model_type": "qwen3_moe", "tie_word_embeddings": False, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24}
+_MOE = {"n_routed_experts": 8, "moe_intermediate_size": 20, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_DEEPSEEK = _MOE | {"num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6}
+_DEEPSEEK |= {"v_head_dim": 10}
+_MLA_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 HF_MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 10000.0},
     "llama_tied_llama3_rope": {"model_type": "llama", "tie_word_embeddings": True, "rope_parameters": _LLAMA3 | {"rope_theta": 1e6}},
@@ -67,6 +71,48 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     "glm4_tied": {"model_type": "glm4", "head_dim": 8, "attention_bias": False, "tie_word_embeddings": True, **_NO_SPECIAL},
     "cohere": {"model_type": "cohere", "logit_scale": 0.5, "num_key_value_heads": 1, "eos_token_id": 2},
     "cohere_untied": {"model_type": "cohere", "logit_scale": 1.5, "tie_word_embeddings": False, "eos_token_id": 2},
+    "deepseek_v2": _DEEPSEEK | {"model_type": "deepseek_v2", "q_lora_rank": None, "routed_scaling_factor": 1.5, "num_experts_per_tok": 3},
+    "deepseek_v2_groups": _DEEPSEEK
+    | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+    | {"first_k_dense_replace": 0, "rope_parameters": _MLA_YARN | {"mscale": 0.7}},
+    "deepseek_v3": _DEEPSEEK
+    | {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5}
+    | {"rope_parameters": _MLA_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    "deepseek_v3_plain": _DEEPSEEK
+    | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": None}
+    | {"rope_interleave": False, "tie_word_embeddings": True, "n_shared_experts": 2, "v_head_dim": 14},
+    "glm4_moe": _MOE
+    | {
+        "model_type": "glm4_moe",
+        "head_dim": 12,
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_experts_per_tok": 3,
+    }
+    | {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.0, "rope_parameters": _HALF},
+    "glm4_moe_plain": _MOE
+    | {"model_type": "glm4_moe", "tie_word_embeddings": True, "num_experts_per_tok": 2, "first_k_dense_replace": 0, "n_shared_experts": 2},
+    "olmo3": {"model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 7, "num_key_value_heads": 4, **_NO_SPECIAL}
+    | {"rope_parameters": {_WINDOWED: {"rope_type": "default", "rope_theta": 100.0}, _FULL: _MLA_YARN}},
+    "olmo3_tied": {
+        "model_type": "olmo3",
+        "tie_word_embeddings": True,
+        "layer_types": [_FULL, _WINDOWED],
+        "sliding_window": 9,
+        **_NO_SPECIAL,
+    },
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "tie_word_embeddings": True,
+    }
+    | {"shared_expert_intermediate_size": 28, "mlp_only_layers": [0], "num_key_value_heads": 1},
+    "qwen2_moe_normalized": {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    | {"shared_expert_intermediate_size": 36, "qkv_bias": False, "norm_topk_prob": True},
+    "qwen3_moe_dense_layers": _QWEN3_MOE | {"num_experts_per_tok": 2, "decoder_sparse_step": 2, "mlp_only_layers": None},
     "nemotron": {"model_type": "nemotron"},
     "gpt2": {"model_type": "gpt2", "n_inner": 48, "bos_token_id": 0, "eos_token_id": 0},
 }
@@ -76,7 +122,8 @@ HF_MODELS: dict[str, dict[str, Any]] = {
 def randomize(module: torch.nn.Module, seed: int) -> None:
     """Weights that matter everywhere: order-one logits, biases far from zero, norm weights far from one."""
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in module.named_parameters():
+    router_biases = [named for named in module.named_buffers() if "e_score_correction_bias" in named[0]]
+    for name, parameter in (*module.named_parameters(), *router_biases):
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name or ".ln_" in name:
             parameter.copy_(1 + 0.3 * noise)

@@ -178,7 +178,7 @@ def override(key: str, value: Any) -> str:
 
 def _grammar(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{quoted(str(name))}:{_grammar(one)}" for name, one in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{_grammar(one)}" for name, one in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return f"[{','.join(_grammar(one) for one in value)}]"
     if value is None or isinstance(value, (bool, int, float)):
@@ -192,14 +192,19 @@ def quoted(text: str) -> str:
 
 
 def _split(overrides: Sequence[str], keys: list[SchemaKey]) -> tuple[list[Override], list[str]]:
-    """(the overrides of dicts of sections, or of what is below them; the others, as they were written).
+    """(the overrides of dicts, or of what is below them; the others, as they were written).
 
-    Hydra assigns a key that a dict does not have yet, which OmegaConf refuses where its values are dataclasses; merging works.
+    Hydra assigns a key that a dict does not have yet, which OmegaConf refuses; merging works. To a dict of plain values
+    Hydra itself adds with `+`.
     """
     dicts = [key.key.removesuffix(".*") for key in keys if key.key.endswith(".*")]
+    plain = [re.compile(re.escape(key.key).replace(r"\*", r"[^.]+") + r"(\..+)?") for key in keys if key.type.startswith("dict[")]
     named, others = [], []
     for override, text in zip(OverridesParser.create().parse_overrides(list(overrides)), overrides, strict=True):
-        if any(override.key_or_group == key or override.key_or_group.startswith(f"{key}.") for key in dicts):
+        assigns = not (override.is_add() or override.is_delete() or override.is_sweep_override())
+        if any(override.key_or_group == key or override.key_or_group.startswith(f"{key}.") for key in dicts) or (
+            assigns and any(key.fullmatch(override.key_or_group) for key in plain)
+        ):
             named.append(override)
         else:
             others.append(text)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
+from aligner.data.templates import check_template
 from aligner.errors import ConfigError
 from aligner.hub.names import Files
 
@@ -34,6 +35,35 @@ class Learn(str, Enum):
     everything = "everything"  # prompts too, all but the first token
 
 
+class RecordForm(str, Enum):
+    """In which of the published forms records are (docs/data.md); `aligner.data.forms` has the fields of each."""
+
+    auto = "auto"  # recognised by its fields
+    prompt_response = "prompt_response"
+    prompt_completion = "prompt_completion"  # TRL's
+    messages = "messages"  # OpenAI's
+    text = "text"
+    input_output = "input_output"  # NeMo-Aligner's
+    alpaca = "alpaca"
+    sharegpt = "sharegpt"
+    steerlm = "steerlm"  # NeMo-Aligner's chats
+    pair = "pair"  # {prompt?, chosen, rejected}: TRL's, HH's, UltraFeedback's binarized
+    nemo_pair = "nemo_pair"  # NeMo-Aligner's
+    ultrafeedback = "ultrafeedback"
+    helpsteer = "helpsteer"
+    helpsteer2_preference = "helpsteer2_preference"
+    helpsteer3 = "helpsteer3"
+    steps = "steps"
+
+
+class Thinking(str, Enum):
+    """What becomes of an assistant's thinking: the field `reasoning_content`, and `<think>...</think>` in its text."""
+
+    template = "template"  # what the chat template makes of it; many leave out that of earlier turns
+    keep = "keep"  # every turn's; a record whose thinking the template leaves out is bad
+    drop = "drop"  # none
+
+
 def _require_at_least(minimum: int, **sizes: int) -> None:
     for name, value in sizes.items():
         if value < minimum:
@@ -50,6 +80,18 @@ def _require_member(enum: type[Enum], **choices: Enum) -> None:
     for name, value in choices.items():
         if not isinstance(value, enum):
             raise ConfigError(f"data.{name} is {value!r}, allowed: {', '.join(member.name for member in enum)} (of {enum.__name__})")
+
+
+def _require_chat(template: str, thinking: Thinking) -> None:
+    check_template(template)
+    _require_member(Thinking, thinking=thinking)
+
+
+def _require_form(form: RecordForm, **fields: str) -> None:
+    _require_member(RecordForm, form=form)
+    for name, field_name in fields.items():
+        if field_name and form is not RecordForm.auto:
+            raise ConfigError(f"data.form={form.value} and data.{name}={field_name}: allowed: one of the two")
 
 
 def _require_whole_prompts(overlong: Overlong) -> None:
@@ -72,6 +114,9 @@ class PromptDataConfig:
     max_prompt_length: int = 0  # tokens; 0: what the model's context leaves beside the response (docs/data.md)
     overlong: Overlong = Overlong.drop  # what is longer: drop (and count), truncate (its beginning) or refuse
     prompt_field: str = ""  # name of the field with the prompt; empty: `prompt`, `messages`, `text` or `instruction`, whichever is there
+    form: RecordForm = RecordForm.auto  # in which form records are (docs/data.md); auto: recognised by their fields
+    chat_template: str = ""  # chatml, llama3, ... (docs/data.md) or a file that ends in .jinja; empty: the tokenizer's own
+    thinking: Thinking = Thinking.template  # of assistant turns: as the template has it, keep or drop
     answer_field: str = "answer"  # name of the field with the reference answer, which reward functions get
     apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
     add_bos: bool = True  # for plain text, where the tokenizer has one; a chat template brings its own
@@ -82,6 +127,8 @@ class PromptDataConfig:
         _require_at_least(1, num_validation_prompts=self.num_validation_prompts)
         _require_member(BadLines, bad_lines=self.bad_lines)
         _require_member(Overlong, overlong=self.overlong)
+        _require_chat(self.chat_template, self.thinking)
+        _require_form(self.form, prompt_field=self.prompt_field)
         if not self.answer_field:
             raise ConfigError("data.answer_field is '', allowed: the name of a field (it may be absent from the records)")
 
@@ -96,8 +143,11 @@ class ExampleDataConfig:
     max_length: int = 0  # tokens of an example; 0: the model's context
     overlong: Overlong = Overlong.drop  # what is longer: drop (and count), truncate (its end) or refuse
     bad_lines: BadLines = BadLines.fail  # records that cannot be used: fail: list them and do not start; skip: drop and count them
+    chat_template: str = ""  # chatml, llama3, ... (docs/data.md) or a file that ends in .jinja; empty: the tokenizer's own
+    thinking: Thinking = Thinking.template  # of assistant turns: as the template has it, keep or drop
 
     def __post_init__(self) -> None:
+        _require_chat(self.chat_template, self.thinking)
         _require_length(2, max_length=self.max_length)
         _require_member(BadLines, bad_lines=self.bad_lines)
         _require_member(Overlong, overlong=self.overlong)
@@ -109,6 +159,7 @@ class SFTDataConfig(ExampleDataConfig):
 
     prompt_field: str = ""  # with response_field: their names; empty: messages, prompt/response, input/output or instruction/input/output
     response_field: str = ""  # name of the field with the response; with prompt_field
+    form: RecordForm = RecordForm.auto  # in which form records are (docs/data.md); auto: recognised by their fields
     learn: Learn = Learn.responses  # which text is learnt: every response, the last response alone, or everything but the first token
     apply_chat_template: bool = False  # wrap plain-text prompt and response as a user and an assistant message
     add_bos: bool = True  # for plain text, where the tokenizer has one; a chat template brings its own
@@ -116,6 +167,7 @@ class SFTDataConfig(ExampleDataConfig):
     def __post_init__(self) -> None:
         ExampleDataConfig.__post_init__(self)
         _require_member(Learn, learn=self.learn)
+        _require_form(self.form, prompt_field=self.prompt_field)
         if bool(self.prompt_field) != bool(self.response_field):
             raise ConfigError(
                 f"data.prompt_field is {self.prompt_field!r} and data.response_field is {self.response_field!r}, "
@@ -127,8 +179,13 @@ class SFTDataConfig(ExampleDataConfig):
 class PreferenceDataConfig(ExampleDataConfig):
     """Chosen and rejected responses; `max_length` holds for each of the two."""
 
+    form: RecordForm = RecordForm.auto  # in which form records are (docs/data.md); auto: recognised by their fields
     apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
     add_bos: bool = True  # for plain text, where the tokenizer has one; a chat template brings its own
+
+    def __post_init__(self) -> None:
+        ExampleDataConfig.__post_init__(self)
+        _require_form(self.form)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from aligner.data.records import shown, text_of
+from aligner.data.messages import shown, text_of
 from aligner.data.report import MAX_LISTED
 from aligner.errors import ConfigError, DataError
 

@@ -19,17 +19,9 @@ from typing import Any
 from aligner.data.config import ConstitutionDataConfig
 from aligner.data.constitution import Comparison, Constitution, Example
 from aligner.data.encoding import PromptStyle, encode_prompt
-from aligner.data.records import (
-    ASSISTANT_MARK,
-    Conversation,
-    Message,
-    field_text,
-    parse_preference,
-    parse_prompt,
-    raw_object,
-    shown,
-    the_one,
-)
+from aligner.data.forms import Purpose, recast
+from aligner.data.messages import Conversation, Message, shown
+from aligner.data.records import ASSISTANT_MARK, field_text, has, parse_preference, parse_prompt, raw_object, text_response, the_one
 from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.tokenizer import Tokenizer
@@ -93,8 +85,14 @@ def load_cases(
             too_long(len(case.prompt.tokens), config.max_prompt_length, config.overlong, "data.max_prompt_length")
         return case
 
-    cases = tally.convert(read_records(location, first), convert)
+    cases = tally.convert((_recognised(raw, config, given=given) for raw in read_records(location, first)), convert)
     return cases, tally.finish()
+
+
+def _recognised(raw: RawRecord, config: ConstitutionDataConfig, *, given: bool) -> RawRecord:
+    if config.prompt_field or (given and isinstance(raw.value, dict) and has(raw.value, "responses")):
+        return raw
+    return recast(raw, Purpose.preference if given else Purpose.prompts, config.form)
 
 
 def case_of(
@@ -117,7 +115,10 @@ def _pair(raw: RawRecord) -> tuple[str | Conversation, tuple[str, str]]:
     record: dict[str, Any] = raw_object(raw)
     if the_one(record, ("responses", "chosen", "chosen_response"), "{prompt, responses}, or the records of preferences") != "responses":
         found = parse_preference(raw)
-        return found.prompt, (found.chosen.strip(), found.rejected.strip())
+        return found.prompt, (
+            text_response(found.chosen).strip(),
+            text_response(found.rejected).strip(),
+        )
     responses = record["responses"]
     if not isinstance(responses, list) or len(responses) != 2:
         raise DataError(f"field 'responses' is {shown(responses)}, expected a list of two texts")

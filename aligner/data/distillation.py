@@ -25,7 +25,8 @@ from torch import Tensor
 
 from aligner.data.collate import supervised_batch
 from aligner.data.config import DistillationDataConfig, Overlong
-from aligner.data.records import raw_object, shown
+from aligner.data.messages import shown
+from aligner.data.records import raw_object
 from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.supervised import SupervisedExample

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aligner.data.labelled import LabelledRecord
-from aligner.data.records import Conversation, Message
+from aligner.data.messages import Conversation, Message, turns_of
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 
@@ -44,13 +44,17 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Conversation, style: Promp
     return _begin(tokenizer, tokenizer.encode(str(prompt)), style)
 
 
-def encode_response(tokenizer: Tokenizer, prompt: str | Conversation, response: str, style: PromptStyle) -> Encoded:
-    """Prompt and response, only the response (with its end token) in the mask."""
-    messages = as_conversation(prompt, style)
+def encode_response(tokenizer: Tokenizer, prompt: str | Conversation, response: str | Conversation, style: PromptStyle) -> Encoded:
+    """Prompt and response, only the response (with its end token) in the mask; of several turns those of the assistant.
+
+    Turns that answer a text make a conversation of it.
+    """
+    messages = as_conversation(prompt, style) if isinstance(response, str) else turns_of(prompt, "user")
     if messages is not None:
-        turn = Message(role="assistant", content=response)
-        return _encode_turns(tokenizer, (*messages, turn), [len(messages)])
-    head, tail = encode_prompt(tokenizer, prompt, style), tokenizer.continuation(str(prompt), response)
+        turns = turns_of(response, "assistant")
+        learnt = [len(messages) + position for position, turn in enumerate(turns) if turn.role == "assistant"]
+        return _encode_turns(tokenizer, (*messages, *turns), learnt)
+    head, tail = encode_prompt(tokenizer, prompt, style), tokenizer.continuation(str(prompt), str(response))
     if head == [tokenizer.bos_id] == tail[:1]:  # an empty prompt before a text with a begin token of its own
         tail = tail[1:]
     if tail[-1:] != [tokenizer.eos_id]:
@@ -64,9 +68,11 @@ def encode_conversation(tokenizer: Tokenizer, messages: Conversation, *, last_on
     return _encode_turns(tokenizer, messages, learnt[-1:] if last_only else learnt)
 
 
-def encode_plain(tokenizer: Tokenizer, text: str, style: PromptStyle) -> Encoded:
-    """A text as it is, without an end token; all of it in the mask."""
+def encode_plain(tokenizer: Tokenizer, text: str, style: PromptStyle, *, ends: bool = False) -> Encoded:
+    """A text as it is, without an end token unless it `ends`; all of it in the mask."""
     tokens = _begin(tokenizer, tokenizer.encode(text), style)
+    if ends and tokens[-1:] != [tokenizer.eos_id]:
+        tokens.append(tokenizer.eos_id)
     return _masked(tokens, [(0, len(tokens))])
 
 
@@ -119,13 +125,27 @@ def _encode_turns(tokenizer: Tokenizer, messages: Conversation, learnt: Sequence
     """Mask the turns whose positions are `learnt`, the last of which ends the tokens."""
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
     _check_begin(tokenizer, tokens)
-    spans = [_turn_span(tokenizer, messages, position, tokens) for position in learnt]
-    end = spans[-1][1]
+    spans = _written(tokenizer, messages, learnt) or [_turn_span(tokenizer, messages, position, tokens) for position in learnt]
+    start, end = spans[-1]
     tokens = tokens[:end]
-    if tokens[-1] != tokenizer.eos_id:
+    if tokenizer.eos_id not in tokens[start:]:
         tokens.append(tokenizer.eos_id)
         spans[-1] = (spans[-1][0], end + 1)
     return _masked(tokens, spans)
+
+
+def _written(tokenizer: Tokenizer, messages: Conversation, learnt: Sequence[int]) -> list[tuple[int, int]]:
+    """The spans of these turns, where the template says what an assistant wrote; none where it does not."""
+    found = tokenizer.written_spans(messages)
+    if found is None:
+        return []
+    turns = [position for position, message in enumerate(messages) if message.role == "assistant"]
+    if len(found) != len(turns):
+        raise DataError(
+            f"the chat template of {tokenizer.path} marks {len(found)} parts as written by an assistant, "
+            f"expected {len(turns)}: one for each turn"
+        )
+    return [found[turns.index(position)] for position in learnt]
 
 
 def _turn_span(tokenizer: Tokenizer, messages: Conversation, position: int, tokens: list[int]) -> tuple[int, int]:

@@ -8,11 +8,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from aligner.data.config import RecordForm
 from aligner.data.distillation import DistilledExample
+from aligner.data.forms import FORMS
 from aligner.data.labelled import MISSING
 from aligner.data.preferences import PreferencePair
 from aligner.data.proposals import ProposedGroup, SampledGroup
 from aligner.data.regression import LabelledExample
+from aligner.data.report import LoadReport
 from aligner.data.requests import Request, Unlabelled
 from aligner.data.steps import SteppedExample
 from aligner.data.supervised import Demonstration, SupervisedExample
@@ -35,6 +38,31 @@ Example = (
     | SampledGroup
     | ProposedGroup
 )
+# What becomes of a field of ours, in words.
+_PURPOSES = {
+    "prompt": "the prompt",
+    "messages": "the conversation",
+    "text": "the text",
+    "instruction": "the prompt",
+    "input": "the prompt",
+    "conversations": "the conversation",
+    "response": "the response",
+    "completion": "the response",
+    "output": "the response",
+    "chosen": "the better response",
+    "chosen_response": "the better response",
+    "rejected": "the worse response",
+    "rejected_response": "the worse response",
+    "chosen_reward": "how good the better response is",
+    "rejected_reward": "how good the worse response is",
+    "label": "the label",
+    "preference": "the label",
+    "answer": "the answer, for reward functions",
+    "tools": "the tools that the model may call",
+    "mask": "whose turns are not learnt",
+    "type": "whether labels are shown",
+    "system": "the system message",
+}
 BRACKETS = ("[[", "]]")
 COLOURS = ("\x1b[30;42m", "\x1b[0m")
 
@@ -113,6 +141,15 @@ def _view_of_group(example: SampledGroup | ProposedGroup) -> View:
         notes = [f"{note}: log P(a|x,y) + log P(y|x) {target:g}, log Q(y|a,x) {proposal}" for note, target, proposal in known]
     rows = tuple(_row(row, note) for row, note in zip(example.rows, notes, strict=True))
     return View(source=example.rows[0].source, rows=rows)
+
+
+def describe_fields(report: LoadReport) -> list[str]:
+    """Lines that say in which form records are, and how their fields are used."""
+    lines = [f"form {name} {FORMS[RecordForm(name)].shape}: {count} records" for name, count in report.forms.items()]
+    purposes: dict[str, list[str]] = {}
+    for name, ours in report.uses.items():
+        purposes.setdefault(_PURPOSES.get(ours, ours), []).append(name)
+    return [*lines, *(f"  {', '.join(names)}: {purpose}" for purpose, names in purposes.items())]
 
 
 def lengths_of(views: Sequence[View]) -> Lengths:

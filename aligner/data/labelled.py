@@ -18,7 +18,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from aligner.data.records import field_text, raw_object, refuse_two, shown, supervised_readings, text_of
+from aligner.data.messages import shown, text_of
+from aligner.data.records import field_text, raw_object, refuse_two, supervised_readings
 from aligner.data.sources import RawRecord
 from aligner.errors import DataError
 

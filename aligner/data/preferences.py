@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aligner.data.config import PreferenceDataConfig
 from aligner.data.encoding import PromptStyle, encode_response
+from aligner.data.forms import Purpose, recognised
 from aligner.data.records import is_text_line, parse_preference, parse_text_pair
 from aligner.data.report import LoadReport, Tally
 from aligner.data.sources import RawRecord, read_records
@@ -70,7 +71,7 @@ def load_preferences(
         record = parse_text_pair(lines.first, lines.second) if lines.alternating else parse_preference(lines.first)
         rows, cut = [], 0
         for response in (record.chosen, record.rejected):
-            encoded = encode_response(tokenizer, record.prompt, response, style)
+            encoded = encode_response(tokenizer.offering(record.tools), record.prompt, response, style)
             fitted = fit_length(encoded, config.max_length, config.overlong)
             cut += fitted is not encoded
             rows.append(SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=lines.first.source))
@@ -79,7 +80,11 @@ def load_preferences(
         tally.truncated += cut > 0
         return PreferencePair(chosen=rows[0], rejected=rows[1], margin=record.margin)
 
-    pairs = tally.convert(_pair_lines(read_records(location, first)), convert, records=lambda lines: lines.records)
+    pairs = tally.convert(
+        _pair_lines(recognised(read_records(location, first), Purpose.preference, config.form)),
+        convert,
+        records=lambda lines: lines.records,
+    )
     return pairs, tally.finish()
 
 

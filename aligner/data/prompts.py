@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from aligner.data.config import Overlong, PromptDataConfig
 from aligner.data.encoding import PromptStyle, encode_prompt
-from aligner.data.records import Conversation, parse_prompt
+from aligner.data.forms import Purpose, columns_of, recognised
+from aligner.data.messages import Conversation
+from aligner.data.records import parse_prompt
 from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.tokenizer import Tokenizer
@@ -24,22 +26,29 @@ def load_prompts(
     `Prompt.id` is the record's index at `location`, whatever else was dropped, so it is stable across epochs and resumes.
     Raises: DataError listing all bad lines; DataError if no prompt is left.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config.bad_lines, unused="that only reward functions may use")
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> Prompt:
         record = parse_prompt(raw, config.prompt_field, config.answer_field)
-        tokens = encode_prompt(tokenizer, record.prompt, style)
+        tokens = encode_prompt(tokenizer.offering(record.tools), record.prompt, style)
         if not tokens:
             raise DataError(f"prompt {record.prompt!r} has no token, expected at least one")
         whole, tokens = tokens, fit_prompt(tokens, config, tokenizer.bos_id)
         tally.truncated += tokens is not whole
         is_text = isinstance(record.prompt, str) and tokens is whole
         text = str(record.prompt) if is_text else tokenizer.decode(tokens, skip_special=False)
-        return Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, answer=record.answer)
+        turns = () if isinstance(record.prompt, str) else tuple(turn.as_json() for turn in record.prompt)
+        return Prompt(
+            id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, answer=record.answer, columns=columns_of(raw), messages=turns
+        )
 
-    prompts = tally.convert(read_records(location, first), convert)
+    prompts = tally.convert(_recognised(location, config, first), convert)
     return prompts, tally.finish()
+
+
+def _recognised(location: str, config: PromptDataConfig, first: int | None) -> Iterator[RawRecord]:
+    return recognised(read_records(location, first), Purpose.prompts, config.form, as_named=bool(config.prompt_field))
 
 
 def fit_prompt(tokens: list[int], config: PromptDataConfig, bos_id: int | None) -> list[int]:
@@ -74,7 +83,7 @@ def read_questions(location: str, config: PromptDataConfig, prompts: Iterable[Pr
     """The questions of these prompts, which `load_prompts` made from the records at `location`."""
     wanted = {prompt.id for prompt in prompts}
     texts, are_chats = {}, config.apply_chat_template
-    for raw in read_records(location, max(wanted, default=0) + 1):
+    for raw in _recognised(location, config, max(wanted, default=0) + 1):
         if raw.index in wanted:
             asked = parse_prompt(raw, config.prompt_field, config.answer_field).prompt
             texts[raw.source] = question_text(asked)

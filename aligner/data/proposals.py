@@ -19,7 +19,8 @@ from typing import Any
 from aligner.data.config import ProposalDataConfig, SampledDataConfig
 from aligner.data.encoding import Encoded, PromptStyle, encode_labelled, encode_plain, encode_response
 from aligner.data.labelled import MISSING, LabelledRecord, Turn, parse_labels, parse_turn
-from aligner.data.records import Message, field_text, raw_object, shown
+from aligner.data.messages import Message, shown
+from aligner.data.records import field_text, raw_object
 from aligner.data.regression import attribute_text
 from aligner.data.report import LoadReport, Tally
 from aligner.data.requests import USER

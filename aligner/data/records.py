@@ -11,26 +11,14 @@ import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from aligner.data.messages import Conversation, Tools, parse_messages, parse_tools, shown, text_of
 from aligner.data.sources import RawRecord
 from aligner.errors import DataError
 
-ROLES = ("system", "user", "assistant", "tool")
 ASSISTANT_MARK = "\n\nAssistant:"  # opens the assistant's turn in the HH dialogues
-MAX_SHOWN = 80  # characters of an offending value that are repeated in the message
 _ASKED = ("prompt", "instruction", "input")  # texts that ask; Alpaca's instruction is about its input
 _NAME_ONE = " (data.prompt_field names the one that is meant)"
 _NAME_BOTH = " (data.prompt_field and data.response_field name what is meant)"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Message:
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-
-
-Conversation = tuple[Message, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,14 +27,16 @@ class PromptRecord:
 
     prompt: str | Conversation
     answer: str | None
+    tools: Tools = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseRecord:
-    """A prompt with the response to learn."""
+    """A prompt with the response to learn: a text, or the turns that follow, of which the assistant's are learnt."""
 
     prompt: str | Conversation
-    response: str
+    response: str | Conversation
+    tools: Tools = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +44,14 @@ class ConversationRecord:
     """A conversation that ends with the assistant, whose assistant turns are all trained on."""
 
     messages: Conversation
+    tools: Tools = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextRecord:
+    """A text that is all learnt, with an end."""
+
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +59,10 @@ class PreferenceRecord:
     """Two responses to one prompt; `margin` is chosen_reward - rejected_reward if given, else 0."""
 
     prompt: str | Conversation
-    chosen: str
-    rejected: str
+    chosen: str | Conversation
+    rejected: str | Conversation
     margin: float
+    tools: Tools = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +70,9 @@ class JudgedRecord:
     """A response to a prompt, and whether it was judged good."""
 
     prompt: str | Conversation
-    response: str
+    response: str | Conversation
     desirable: bool
+    tools: Tools = ()
 
 
 def parse_prompt(raw: RawRecord, prompt_field: str = "", answer_field: str = "answer") -> PromptRecord:
@@ -85,21 +85,27 @@ def parse_prompt(raw: RawRecord, prompt_field: str = "", answer_field: str = "an
     prompt = _text_or_messages(record, name) if prompt_field else _question(record, name)
     if not isinstance(prompt, str) and prompt[-1].role == "assistant":
         raise DataError(f"field {name!r}: the last message has role 'assistant', expected 'user', 'system' or 'tool'")
-    return PromptRecord(prompt=prompt, answer=_answer(record, answer_field) if answer_field else None)
+    answer = _answer(record, answer_field) if answer_field else None
+    return PromptRecord(prompt=prompt, answer=answer, tools=_tools(record, prompt))
 
 
-def parse_supervised(raw: RawRecord, prompt_field: str = "", response_field: str = "") -> ResponseRecord | ConversationRecord:
-    """`{messages}`, `{prompt, response}`, `{input, output}` or Alpaca's `{instruction, input?, output}`; or the two fields named."""
+def parse_supervised(raw: RawRecord, prompt_field: str = "", response_field: str = "") -> ResponseRecord | ConversationRecord | TextRecord:
+    """`{messages}`, `{prompt, response}`, `{input, output}`, `{instruction, input?, output}` or `{text}`; or the two fields named."""
     record = raw_object(raw)
     if prompt_field:
-        return ResponseRecord(prompt=_text_or_messages(record, prompt_field), response=_response(record, response_field))
+        prompt = _text_or_messages(record, prompt_field)
+        return ResponseRecord(prompt=prompt, response=_response(record, response_field), tools=_tools(record, prompt))
     name = _reading(record)
+    if name == "text":
+        return TextRecord(text=_response(record, name))
     if name == "messages":
-        messages = _messages(record, name)
+        messages = parse_messages(record[name], name)
         if messages[-1].role != "assistant":
             raise DataError(f"field 'messages': the last message has role {messages[-1].role!r}, expected 'assistant'")
-        return ConversationRecord(messages=messages)
-    return ResponseRecord(prompt=_question(record, name), response=_response(record, "response" if name == "prompt" else "output"))
+        return ConversationRecord(messages=messages, tools=_tools(record, messages))
+    prompt = _question(record, name)
+    response = _reply(record, "response" if name == "prompt" else "output")
+    return ResponseRecord(prompt=prompt, response=response, tools=_tools(record, prompt))
 
 
 def supervised_readings(record: dict[str, object]) -> list[str]:
@@ -109,12 +115,17 @@ def supervised_readings(record: dict[str, object]) -> list[str]:
     return ["messages", *pairs] if has(record, "messages") else pairs
 
 
+def _tools(record: dict[str, object], prompt: str | Conversation) -> Tools:
+    """The tools that a conversation's model may call; a text has no place for them."""
+    return parse_tools(record["tools"]) if has(record, "tools") and not isinstance(prompt, str) else ()
+
+
 def _reading(record: dict[str, object]) -> str:
     """The name of the field that is the prompt, or the conversation. Raises DataError if another one could be meant."""
-    formats = "{messages}, {prompt, response} or {input, output}, or {instruction, input?, output}"
-    found = supervised_readings(record) or [_first_present(record, ("messages", *_ASKED), formats)]
+    formats = "{messages}, {prompt, response} or {input, output}, {instruction, input?, output}, or {text}"
+    found = supervised_readings(record) or [_first_present(record, ("messages", *_ASKED, "text"), formats)]
     refuse_two(found, _NAME_BOTH)
-    if found[0] != "messages":
+    if found[0] not in ("messages", "text"):
         _only_one_asks(record, found[0], _NAME_BOTH)
     return found[0]
 
@@ -145,12 +156,12 @@ def parse_preference(raw: RawRecord) -> PreferenceRecord:
         record, ("chosen", "chosen_response"), "{prompt, chosen, rejected}, {chosen, rejected} or alternating {text} lines"
     )
     rejected_name = chosen_name.replace("chosen", "rejected")
-    chosen, rejected = _response(record, chosen_name), _response(record, rejected_name)
+    chosen, rejected = _reply(record, chosen_name), _reply(record, rejected_name)
     if "prompt" in record:
         prompt = _prompt(record)
     else:
-        prompt, chosen, rejected = split_dialogue(chosen, rejected)
-    return _preference(prompt, chosen, rejected, _margin(record))
+        prompt, chosen, rejected = split_dialogue(_response(record, chosen_name), _response(record, rejected_name))
+    return _preference(prompt, chosen, rejected, _margin(record), _tools(record, prompt))
 
 
 def parse_judged(raw: RawRecord) -> JudgedRecord:
@@ -159,8 +170,10 @@ def parse_judged(raw: RawRecord) -> JudgedRecord:
     formats = "{prompt, response, preference} or {prompt, completion, label}"
     desirable = _judgement(record, the_one(record, ("preference", "label"), formats))
     field = the_one(record, ("response", "completion"), formats)
-    response = field_text(record, field, empty=not desirable)  # to say nothing may be bad, but is nothing to learn
-    return JudgedRecord(prompt=_prompt(record), response=response, desirable=desirable)
+    # To say nothing may be bad, but is nothing to learn.
+    response = _reply(record, field) if isinstance(record[field], list) else field_text(record, field, empty=not desirable)
+    prompt = _prompt(record)
+    return JudgedRecord(prompt=prompt, response=response, desirable=desirable, tools=_tools(record, prompt))
 
 
 def parse_text_pair(good: RawRecord, bad: RawRecord | None) -> PreferenceRecord:
@@ -179,8 +192,14 @@ def is_text_line(raw: RawRecord) -> bool:
 
 
 def split_dialogue(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """(prompt, chosen, rejected) of two dialogues: the prompt is their common prefix up to and with its last "\\n\\nAssistant:"."""
+    """(prompt, chosen, rejected) of two dialogues: the prompt is their common prefix up to and with its last "\\n\\nAssistant:".
+
+    Of other texts it is their whole common beginning, up to the space before the first difference, as TRL has it.
+    """
     common = os.path.commonprefix([chosen, rejected])
+    if common.strip() and ASSISTANT_MARK not in chosen + rejected:
+        common = common.removesuffix(" ")
+        return common, chosen[len(common) :], rejected[len(common) :]
     cut = common.rfind(ASSISTANT_MARK)
     if cut < 0:
         raise DataError(
@@ -191,19 +210,15 @@ def split_dialogue(chosen: str, rejected: str) -> tuple[str, str, str]:
     return common[:cut], chosen[cut:], rejected[cut:]
 
 
-def _preference(prompt: str | Conversation, chosen: str, rejected: str, margin: float) -> PreferenceRecord:
+def _preference(
+    prompt: str | Conversation, chosen: str | Conversation, rejected: str | Conversation, margin: float, tools: Tools = ()
+) -> PreferenceRecord:
     for name, text in (("chosen", chosen), ("rejected", rejected)):
-        if not text.strip():  # of a dialogue: what its last turn says
+        if isinstance(text, str) and not text.strip():  # of a dialogue: what its last turn says
             raise DataError(f"the {name} response is {shown(text)}, expected text")
     if chosen == rejected:
         raise DataError(f"chosen and rejected are both {shown(chosen)}, expected two different responses")
-    return PreferenceRecord(prompt=prompt, chosen=chosen, rejected=rejected, margin=margin)
-
-
-def shown(value: object) -> str:
-    """A value as it is repeated in a message, cut if it is long."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
+    return PreferenceRecord(prompt=prompt, chosen=chosen, rejected=rejected, margin=margin, tools=tools)
 
 
 def raw_object(raw: RawRecord, which: str = "") -> dict[str, object]:
@@ -246,17 +261,6 @@ def _value(record: dict[str, object], name: str) -> object:
     return record[name]
 
 
-def text_of(value: object, what: str, *, empty: bool = False) -> str:
-    """A string that can be tokenized; JSON can smuggle in half a surrogate pair, which is not text."""
-    if not isinstance(value, str) or not (value or empty):
-        raise DataError(f"{what} is {shown(value)}, expected a {'' if empty else 'non-empty '}string")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{what} is {shown(value)}, expected text without lone surrogates") from error
-    return value
-
-
 def field_text(record: dict[str, object], name: str, *, empty: bool = False) -> str:
     """The text in a field. Raises DataError if it is missing or no text."""
     return text_of(_value(record, name), f"field {name!r}", empty=empty)
@@ -264,8 +268,25 @@ def field_text(record: dict[str, object], name: str, *, empty: bool = False) -> 
 
 def _text_or_messages(record: dict[str, object], name: str) -> str | Conversation:
     if isinstance(_value(record, name), list):
-        return _messages(record, name)
+        return parse_messages(record[name], name)
     return field_text(record, name)
+
+
+def _reply(record: dict[str, object], name: str) -> str | Conversation:
+    """A response: a text, or turns up to an assistant's; a single turn of nothing but text is that text."""
+    if not isinstance(_value(record, name), list):
+        return _response(record, name)
+    turns = parse_messages(record[name], name)
+    if turns[-1].role != "assistant":
+        raise DataError(f"field {name!r}: the last message has role {turns[-1].role!r}, expected 'assistant'")
+    return turns[0].content if len(turns) == 1 and turns[0].is_plain else turns
+
+
+def text_response(response: str | Conversation) -> str:
+    """The response, where only a text will do. Raises DataError for turns."""
+    if not isinstance(response, str):
+        raise DataError(f"the response has {len(response)} turns, or thinking, or calls of tools, expected a text")
+    return response
 
 
 def _response(record: dict[str, object], name: str) -> str:
@@ -273,28 +294,6 @@ def _response(record: dict[str, object], name: str) -> str:
     if not text.strip():
         raise DataError(f"field {name!r} is {shown(text)}, expected a response: there is only white space")
     return text
-
-
-def _messages(record: dict[str, object], name: str) -> Conversation:
-    turns = record[name]
-    if not isinstance(turns, list) or not turns:
-        raise DataError(f"field {name!r} is {shown(turns)}, expected a non-empty list of {{role, content}}")
-    found = tuple(_message(turn, f"field '{name}[{position}]'") for position, turn in enumerate(turns))
-    for position, (before, message) in enumerate(zip(found[:-1], found[1:], strict=True), start=1):
-        if before.role == message.role == "assistant":
-            raise DataError(f"field '{name}[{position}]': role is 'assistant' as that of the one before, expected another speaker between")
-    return found
-
-
-def _message(turn: object, what: str) -> Message:
-    if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
-        raise DataError(f"{what} is {shown(turn)}, expected {{role, content}}")
-    if turn["role"] not in ROLES:
-        raise DataError(f"{what}: role is {shown(turn['role'])}, allowed: {', '.join(ROLES)}")
-    content = text_of(turn["content"], f"{what}: content", empty=turn["role"] == "system")
-    if turn["role"] == "assistant" and not content.strip():
-        raise DataError(f"{what}: content is {shown(content)}, expected a response: there is only white space")
-    return Message(role=turn["role"], content=content)
 
 
 def _answer(record: dict[str, object], name: str) -> str | None:

@@ -11,8 +11,17 @@ import torch
 from aligner.data.collate import supervised_batch
 from aligner.data.config import RegressionDataConfig
 from aligner.data.encoding import Encoded, PromptStyle, encode_conversation, encode_plain, encode_response
+from aligner.data.forms import Purpose, recognised
 from aligner.data.labelled import LABEL_START, TURN_START, LabelledRecord, is_labelled, parse_labelled, parse_labels
-from aligner.data.records import ConversationRecord, field_text, parse_supervised, raw_object, refuse_two, supervised_readings
+from aligner.data.records import (
+    ConversationRecord,
+    ResponseRecord,
+    field_text,
+    parse_supervised,
+    raw_object,
+    refuse_two,
+    supervised_readings,
+)
 from aligner.data.report import LoadReport, Tally
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.supervised import SupervisedExample, fit_length
@@ -50,7 +59,7 @@ def load_regression(
         tally.truncated += cut > 0
         return examples
 
-    records = tally.convert(read_records(location, first), convert)
+    records = tally.convert(recognised(read_records(location, first), Purpose.regression, config.form), convert)
     return list(chain.from_iterable(records)), tally.finish()
 
 
@@ -80,9 +89,9 @@ def _judged(
         return
     parsed = parse_supervised(raw)
     if isinstance(parsed, ConversationRecord):
-        yield encode_conversation(tokenizer, parsed.messages), labels
-    else:
-        yield encode_response(tokenizer, parsed.prompt, parsed.response, style), labels
+        yield encode_conversation(tokenizer.offering(parsed.tools), parsed.messages), labels
+    elif isinstance(parsed, ResponseRecord):
+        yield encode_response(tokenizer.offering(parsed.tools), parsed.prompt, parsed.response, style), labels
 
 
 def _judged_turns(

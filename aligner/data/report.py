@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
 from aligner.data.config import BadLines, Overlong
+from aligner.data.forms import Recast
 from aligner.data.sources import Fields, RawRecord
 from aligner.errors import DataError
 
@@ -38,6 +39,9 @@ class LoadReport:
     too_long: tuple[LongRecord, ...]
     problems: tuple[str, ...]
     unused: dict[str, int]  # name of a field that nothing was asked of -> in how many of the records used
+    said_of_unused: str = "that are not used"
+    forms: dict[str, int] = field(default_factory=dict)  # in which form how many of the records used are
+    uses: dict[str, str] = field(default_factory=dict)  # field of a record -> field of ours that is made of it
 
     def summary(self) -> str:
         """One line for the log, and a second one if records have fields that are not used."""
@@ -60,7 +64,7 @@ class LoadReport:
 
     def unused_text(self) -> str:
         """The fields that are not used, each with the number of records that have it."""
-        return "fields that are not used: " + ", ".join(f"{name} ({count} records)" for name, count in self.unused.items())
+        return f"fields {self.said_of_unused}: " + ", ".join(f"{name} ({count} records)" for name, count in self.unused.items())
 
 
 def _range(lengths: Sequence[int]) -> str:
@@ -95,19 +99,23 @@ def too_long(length: int, limit: int, overlong: Overlong, setting: str = "data.m
 class Tally:
     """Counts the outcomes of the records of one data set. `truncated` is counted up by the conversion.
 
-    `whole`: records are passed on as they are, so that no field of them goes unused.
+    `whole`: records are passed on as they are, so that no field of them goes unused. `unused`: what is said of the fields that nothing
+    asked for.
     """
 
-    def __init__(self, location: str, policy: BadLines, *, whole: bool = False) -> None:
+    def __init__(self, location: str, policy: BadLines, *, whole: bool = False, unused: str = "that are not used") -> None:
         self.truncated = 0
         self._location = location
         self._policy = policy
         self._whole = whole
+        self._said_of_unused = unused
         self._records = 0
         self._kept = 0
         self._too_long: list[LongRecord] = []
         self._problems: list[str] = []
         self._unused: dict[str, int] = {}
+        self._forms: dict[str, int] = {}
+        self._uses: dict[str, str] = {}
         self._latest = -1  # index of the last record whose fields were looked at
 
     def convert(
@@ -123,7 +131,7 @@ class Tally:
             try:
                 converted.append(conversion(item))
                 for raw in records(item):
-                    self._note_unused(raw)
+                    self._note_fields(raw)
             except TooLong as found:
                 self._too_long.append(LongRecord(source=records(item)[0].source, length=found.length, limit=found.limit))
             except DataError as error:
@@ -131,10 +139,13 @@ class Tally:
         self._kept += len(converted)
         return converted
 
-    def _note_unused(self, raw: RawRecord) -> None:
-        """Count the record's fields that its conversion did not ask for; once, also if it is several items."""
+    def _note_fields(self, raw: RawRecord) -> None:
+        """Note the record's form and fields, and count those that its conversion did not ask for; once, also if it is several items."""
         if isinstance(raw.value, Fields) and raw.index != self._latest and not self._whole:
             self._latest = raw.index
+            if isinstance(raw.value, Recast):
+                self._forms[raw.value.form.value] = self._forms.get(raw.value.form.value, 0) + 1
+                self._uses |= {source: ours for ours, sources in raw.value.uses().items() for source in sources if source not in self._uses}
             for name in dict.fromkeys(raw.value.unused()):
                 self._unused[name] = self._unused.get(name, 0) + 1
 
@@ -156,6 +167,9 @@ class Tally:
             too_long=tuple(self._too_long),
             problems=tuple(self._problems),
             unused=dict(sorted(self._unused.items(), key=lambda entry: (-entry[1], entry[0]))),
+            said_of_unused=self._said_of_unused,
+            forms=self._forms,
+            uses=self._uses,
         )
         if not self._kept:
             raise NoUsableRecord(report)

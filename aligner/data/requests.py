@@ -8,9 +8,11 @@ from typing import Any
 
 from aligner.data.config import AnnotateDataConfig, RequestDataConfig
 from aligner.data.encoding import PromptStyle, encode_plain
+from aligner.data.forms import Purpose, recast, recognised
 from aligner.data.labelled import LABEL_START, TURN_START, VALUE_TO_TEXT, LabelledRecord, Turn, is_labelled, parse_labelled
+from aligner.data.messages import Message, turns_of
 from aligner.data.prompts import load_prompts
-from aligner.data.records import ConversationRecord, Message, parse_prompt, parse_supervised
+from aligner.data.records import ConversationRecord, TextRecord, parse_prompt, parse_supervised
 from aligner.data.regression import attribute_text
 from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.sources import RawRecord, read_records
@@ -79,7 +81,8 @@ def load_requests(
         text = tokenizer.decode(tokens, skip_special=False)
         return Request(prompt=Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text), record=record, label=label)
 
-    requests = tally.convert(read_records(location, first), convert)
+    records = recognised(read_records(location, first), Purpose.prompts, config.form, as_named=bool(config.prompt_field))
+    requests = tally.convert(records, convert)
     return requests, tally.finish()
 
 
@@ -136,7 +139,9 @@ def load_unlabelled(
         tally.truncated += cut > 0
         return Unlabelled(record=record, turns=numbers, rows=tuple(rows), source=raw.source)
 
-    records = tally.convert(read_records(location, first), convert)
+    records = tally.convert(
+        recognised(read_records(location, first), Purpose.supervised, config.form, as_named=bool(config.prompt_field)), convert
+    )
     return records, tally.finish()
 
 
@@ -147,7 +152,7 @@ def as_json(record: LabelledRecord) -> dict[str, Any]:
 
 
 def _has_conversations(location: str) -> bool:
-    return any(is_labelled(raw) for raw in read_records(location, 1))
+    return any(is_labelled(recast(raw, Purpose.prompts)) for raw in read_records(location, 1))
 
 
 def _asked(raw: RawRecord, config: RequestDataConfig) -> tuple[LabelledRecord, str]:
@@ -156,8 +161,7 @@ def _asked(raw: RawRecord, config: RequestDataConfig) -> tuple[LabelledRecord, s
         record = parse_labelled(raw)
         return replace(record, turns=record.turns[:-1]), config.attributes or record.turns[-1].label
     prompt = parse_prompt(raw, config.prompt_field, "").prompt
-    messages = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
-    return from_messages(messages, config.system), config.attributes
+    return from_messages(turns_of(prompt, "user"), config.system), config.attributes
 
 
 def _conversation(raw: RawRecord, prompt_field: str, response_field: str) -> LabelledRecord:
@@ -166,8 +170,9 @@ def _conversation(raw: RawRecord, prompt_field: str, response_field: str) -> Lab
     record = parse_supervised(raw, prompt_field, response_field)
     if isinstance(record, ConversationRecord):
         return from_messages(record.messages)
-    asked = (Message(role="user", content=record.prompt),) if isinstance(record.prompt, str) else record.prompt
-    return from_messages((*asked, Message(role="assistant", content=record.response)))
+    if isinstance(record, TextRecord):
+        raise DataError("is a text, of which no part is a response, expected a prompt with a response")
+    return from_messages((*turns_of(record.prompt, "user"), *turns_of(record.response, "assistant")))
 
 
 def from_messages(messages: Sequence[Message], system: str = "") -> LabelledRecord:
@@ -176,6 +181,8 @@ def from_messages(messages: Sequence[Message], system: str = "") -> LabelledReco
         system, messages = messages[0].content, messages[1:]
     if bad := [message.role for message in messages if message.role not in ("user", "assistant")]:
         raise DataError(f"a message has role {bad[0]!r}, expected user and assistant behind at most one system message")
+    if any(message.role == "assistant" and not message.is_plain for message in messages):
+        raise DataError("an assistant's message has thinking or calls of tools, expected text: this format has no place for them")
     turns = tuple(
         Turn(speaker=USER if message.role == "user" else ASSISTANT, text=message.content, label="", learnt=message.role != "user")
         for message in messages

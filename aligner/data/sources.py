@@ -1,20 +1,17 @@
-"""Raw records with their origin, from jsonl (also gzipped), json and parquet files, directories of them, and `datasets` names."""
+"""Raw records with their origin, from jsonl, json, csv, parquet and Arrow files, directories of them, and `datasets` names."""
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from aligner.data.files import PACKED, SUFFIXES, TEXTUAL, lines_of, read_arrow, read_csv, suffix_of
 from aligner.errors import DataError
 from aligner.hub.names import DATASETS_PREFIX
-
-GZIPPED = ".jsonl.gz"
-SUFFIXES = (".jsonl", GZIPPED, ".json", ".parquet")
 
 
 class Fields(dict[str, Any]):
@@ -53,6 +50,7 @@ class Fields(dict[str, Any]):
                         yield from one.unused(f"{prefix}{name}[].")
 
 
+_ENDINGS = f"{', '.join(suffix for suffix in SUFFIXES if suffix.count('.') == 1)}, and {', '.join(TEXTUAL)} with {', '.join(PACKED)}"
 _JSON = json.JSONDecoder(object_pairs_hook=Fields)
 
 
@@ -102,7 +100,7 @@ def _open(location: str) -> Iterator[tuple[str, Iterator[_Item]]]:
     path = Path(location)
     files = sorted(p for p in path.iterdir() if p.name.endswith(SUFFIXES)) if path.is_dir() else [path]
     if not files:
-        raise DataError(f"data directory {path.absolute()} holds no file ending in {', '.join(SUFFIXES)}")
+        raise DataError(f"data directory {path.absolute()} holds no file ending in {_ENDINGS}")
     for file in files:
         if not file.is_file():
             raise DataError(f"data file {str(file)!r} does not exist (looked for {file.absolute()})")
@@ -110,18 +108,22 @@ def _open(location: str) -> Iterator[tuple[str, Iterator[_Item]]]:
 
 
 def _reader(file: Path) -> Iterator[_Item]:
-    if file.name.endswith((".jsonl", GZIPPED)):
-        return _read_jsonl(file)
-    if file.suffix == ".json":
-        return _read_json(file)
-    if file.suffix == ".parquet":
-        return _read_parquet(file)
-    raise DataError(f"data file {str(file)!r} ends in {file.suffix!r}, allowed: {', '.join(SUFFIXES)}")
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+    readers |= {".csv": partial(_numbered, read_csv), ".arrow": partial(_numbered, read_arrow)}
+    reader = readers.get(suffix_of(file.name))
+    if reader is None:
+        raise DataError(f"data file {str(file)!r} ends in {file.suffix!r}, allowed: {_ENDINGS}")
+    return reader(file)
+
+
+def _numbered(rows: Callable[[Path], Iterator[dict[str, Any]]], file: Path) -> Iterator[_Item]:
+    for number, value in enumerate(rows(file), start=1):
+        yield _Item(line=number, value=_fields(value))
 
 
 def _read_jsonl(file: Path) -> Iterator[_Item]:
     """Lines end at a line feed only (JSON strings may hold other separators); blank lines hold no record."""
-    for line, raw in enumerate(_lines(file), start=1):
+    for line, raw in enumerate(lines_of(file), start=1):
         if not raw.strip():
             continue
         try:
@@ -130,21 +132,9 @@ def _read_jsonl(file: Path) -> Iterator[_Item]:
             yield _Item(line=line, error=f"is not a JSON value in UTF-8 ({error}), expected one JSON object per line")
 
 
-def _lines(file: Path) -> Iterator[bytes]:
-    if not file.name.endswith(GZIPPED):
-        with file.open("rb") as stream:
-            yield from stream
-        return
-    try:
-        with gzip.open(file) as stream:
-            yield from stream
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file}: is not a readable gzip file: {error}") from error
-
-
 def _read_json(file: Path) -> Iterator[_Item]:
     try:
-        values = _JSON.decode(file.read_text(encoding="utf-8-sig"))
+        values = _JSON.decode(b"".join(lines_of(file)).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: is not JSON in UTF-8 ({error}); for one object per line name the file .jsonl") from error
     if not isinstance(values, list):

@@ -10,8 +10,10 @@ import torch
 from aligner.data.collate import supervised_batch
 from aligner.data.config import Overlong, StepDataConfig
 from aligner.data.encoding import PromptStyle, encode_prompt
+from aligner.data.forms import Purpose, recognised
 from aligner.data.labelled import MISSING, parse_step_labels
-from aligner.data.records import Conversation, parse_prompt, raw_object, shown, text_of, the_one
+from aligner.data.messages import Conversation, shown, text_of
+from aligner.data.records import parse_prompt, raw_object, the_one
 from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.supervised import SupervisedExample
@@ -54,7 +56,7 @@ def load_steps(
         tally.truncated += fitted is not whole
         return fitted
 
-    return tally.convert(read_records(location, first), convert), tally.finish()
+    return tally.convert(recognised(read_records(location, first), Purpose.steps, config.form), convert), tally.finish()
 
 
 def step_batch(examples: Sequence[SteppedExample], pad_id: int) -> StepBatch:

@@ -5,7 +5,7 @@ A `Demonstration` is an example as a prompt with the response that is given: wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -16,13 +16,15 @@ from aligner.data.encoding import (
     PromptStyle,
     encode_conversation,
     encode_labelled,
+    encode_plain,
     encode_response,
     everything,
     last_span,
     truncated,
 )
+from aligner.data.forms import Purpose, recognised
 from aligner.data.labelled import is_labelled, parse_labelled
-from aligner.data.records import ConversationRecord, parse_supervised
+from aligner.data.records import ConversationRecord, TextRecord, parse_supervised
 from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.tokenizer import Tokenizer
@@ -61,8 +63,12 @@ def load_supervised(
         tally.truncated += fitted is not encoded
         return SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source)
 
-    examples = tally.convert(read_records(location, first), convert)
+    examples = tally.convert(_recognised(location, config, first), convert)
     return examples, tally.finish()
+
+
+def _recognised(location: str, config: SFTDataConfig, first: int | None) -> Iterator[RawRecord]:
+    return recognised(read_records(location, first), Purpose.supervised, config.form, as_named=bool(config.prompt_field))
 
 
 def encode_record(raw: RawRecord, config: SFTDataConfig, tokenizer: Tokenizer, style: PromptStyle) -> Encoded:
@@ -77,6 +83,11 @@ def _encode_responses(raw: RawRecord, config: SFTDataConfig, tokenizer: Tokenize
         encoded = encode_labelled(tokenizer, parse_labelled(raw), style)
         return last_span(encoded) if last_only else encoded
     record = parse_supervised(raw, config.prompt_field, config.response_field)
+    if isinstance(record, TextRecord):
+        if last_only:
+            raise DataError("is a text, of which no part is a response, expected a prompt with a response (data.learn=last_response)")
+        return encode_plain(tokenizer, record.text, style, ends=True)
+    tokenizer = tokenizer.offering(record.tools)
     if isinstance(record, ConversationRecord):
         return encode_conversation(tokenizer, record.messages, last_only=last_only)
     return encode_response(tokenizer, record.prompt, record.response, style)
@@ -131,7 +142,7 @@ def load_demonstrations(
         prompt = Prompt(id=raw.index, tokens=fitted.tokens[:start], source=raw.source, text=text)
         return Demonstration(prompt=prompt, response=fitted.tokens[start:])
 
-    found = tally.convert(read_records(location, first), convert)
+    found = tally.convert(_recognised(location, config, first), convert)
     return found, tally.finish()
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aligner.data.records import Message
+from aligner.data.config import Thinking
+from aligner.data.messages import Message, Tools
+from aligner.data.templates import TEMPLATES, template_text
 from aligner.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -32,6 +37,27 @@ class Tokenizer:
         self.pad_id: int = backend.eos_token_id if backend.pad_token_id is None else backend.pad_token_id
         self.vocab_size: int = len(backend)
         self._backend = backend
+        self._tools: Tools = ()
+        self._own_template = ""  # in place of the backend's
+        self._thinking = Thinking.template
+
+    def chatting(self, template: str, thinking: Thinking) -> Tokenizer:
+        """The same tokenizer with the chat template of that name or file (`aligner.data.templates`; empty: its own).
+
+        Raises ConfigError if there is no such file.
+        """
+        chats = copy(self)
+        chats._own_template = template_text(template) if template else ""
+        chats._thinking = thinking
+        return chats
+
+    def offering(self, tools: Tools) -> Tokenizer:
+        """The same tokenizer, whose chat template tells the model of these tools."""
+        if not tools:
+            return self
+        offers = copy(self)
+        offers._tools = tools
+        return offers
 
     @property
     def max_token_id(self) -> int:
@@ -45,7 +71,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._backend.chat_template)
+        return bool(self._template())
 
     def encode(self, text: str, *, add_special: bool = False, plain: bool = False) -> list[int]:
         """Token ids of `text`; with `add_special`, with the tokenizer's own additions (usually a begin token).
@@ -93,19 +119,62 @@ class Tokenizer:
         """The text of a conversation in the model's own format. Raises as `apply_chat_template` does."""
         return self._apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
 
+    def written_spans(self, messages: Sequence[Message]) -> list[tuple[int, int]] | None:
+        """[start, stop) of what each assistant turn wrote among the tokens of a conversation, its end mark included.
+
+        None if the template does not say, by `{% generation %}`. Raises as `apply_chat_template` does.
+        """
+        if not (self._backend.is_fast and _GENERATION.search(self._template())):
+            return None
+        found = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        mask = [False, *map(bool, found["assistant_masks"]), False]
+        edges = [position for position in range(len(mask) - 1) if mask[position] != mask[position + 1]]
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
+    def _template(self) -> str:
+        return self._own_template or str(self._backend.chat_template or "")
+
     def _apply(self, messages: Sequence[Message], **options: bool) -> Any:
         if not self.has_chat_template:
             raise ConfigError(
                 f"tokenizer {self.path} has no chat template: looked for chat_template in its tokenizer_config.json "
-                "and for chat_template.jinja; allowed: plain text records with apply_chat_template=false, or a tokenizer with a template"
+                f"and for chat_template.jinja; allowed: data.chat_template={'|'.join(TEMPLATES)}, "
+                "plain text records with apply_chat_template=false, or a tokenizer with a template"
             )
         from jinja2 import TemplateError
 
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        messages = self._thinking_as_set(messages)
+        if lost := next((word for word in self._wanted(messages) if word not in self._template()), ""):
+            raise DataError(f"the chat template of {self.path} has no place for {lost}, expected one that has (data.chat_template)")
+        more: dict[str, Any] = {"tools": list(self._tools)} if self._tools else {}
+        if self._own_template:
+            more["chat_template"] = self._own_template
+        turns = [message.as_json() for message in messages]
         try:
-            return self._backend.apply_chat_template(turns, **options)
+            if self._thinking is Thinking.keep:
+                self._check_thoughts(messages, self._backend.apply_chat_template(turns, tokenize=False, **more))
+            return self._backend.apply_chat_template(turns, **more, **options)
         except TemplateError as error:
             raise DataError(f"the chat template of {self.path} refuses the messages: {error}") from error
+
+    def _wanted(self, messages: Sequence[Message]) -> list[str]:
+        """What a template has to know of, or it would leave it out."""
+        return [*(["tools"] if self._tools else []), *(["tool_calls"] if any(message.tool_calls for message in messages) else [])]
+
+    def _thinking_as_set(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if self._thinking is Thinking.drop:
+            return [message.without_thinking() for message in messages]
+        if self._thinking is Thinking.keep and "reasoning_content" not in self._template():
+            return [message.with_thinking_in_text() for message in messages]
+        return messages
+
+    def _check_thoughts(self, messages: Sequence[Message], text: str) -> None:
+        for position, message in enumerate(messages):
+            if any(thought not in text for thought in message.thoughts()):
+                raise DataError(
+                    f"message {position}: the chat template of {self.path} leaves out its thinking (data.thinking=keep), "
+                    "allowed: data.thinking=template or drop, or another data.chat_template"
+                )
 
     def save(self, directory: str | Path) -> None:
         """Write it in the form that `load_tokenizer` and `transformers` load."""

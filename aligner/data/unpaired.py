@@ -11,7 +11,8 @@ from torch import Tensor
 from aligner.data.collate import EpochSampler, supervised_batch
 from aligner.data.config import UnpairedDataConfig
 from aligner.data.encoding import PromptStyle, encode_response
-from aligner.data.records import Conversation, has, parse_judged, parse_preference, raw_object, refuse_two
+from aligner.data.forms import Purpose, recognised
+from aligner.data.records import JudgedRecord, has, parse_judged, parse_preference, raw_object, refuse_two
 from aligner.data.report import LoadReport, Tally
 from aligner.data.sources import RawRecord, read_records
 from aligner.data.supervised import SupervisedExample, fit_length
@@ -59,14 +60,16 @@ def load_unpaired(
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(item: tuple[RawRecord, str]) -> UnpairedExample:
-        prompt, response, desirable = _judged(*item)
-        encoded = encode_response(tokenizer, prompt, response, style)
+        record = _judged(*item)
+        encoded = encode_response(tokenizer.offering(record.tools), record.prompt, record.response, style)
         fitted = fit_length(encoded, config.max_length, config.overlong)
         tally.truncated += fitted is not encoded
         row = SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=item[0].source)
-        return UnpairedExample(row=row, desirable=desirable)
+        return UnpairedExample(row=row, desirable=record.desirable)
 
-    examples = tally.convert(_responses(read_records(location, first)), convert, records=lambda item: item[:1])
+    examples = tally.convert(
+        _responses(recognised(read_records(location, first), Purpose.judged, config.form)), convert, records=lambda item: item[:1]
+    )
     return examples, tally.finish()
 
 
@@ -128,17 +131,17 @@ def _with_response_of(example: UnpairedExample, other: UnpairedExample, max_leng
 def _responses(records: Iterable[RawRecord]) -> Iterator[tuple[RawRecord, str]]:
     """Each record once, with an empty string; one of a pair twice, as `chosen` and `rejected`."""
     for raw in records:
-        is_pair = isinstance(raw.value, dict) and ("chosen" in raw.value or "chosen_response" in raw.value)
+        is_pair = isinstance(raw.value, dict) and ("chosen" in raw.value or "chosen_response" in raw.value)  # as it was recast
         yield from ((raw, which) for which in (("chosen", "rejected") if is_pair else ("",)))
 
 
-def _judged(raw: RawRecord, which: str) -> tuple[str | Conversation, str, bool]:
-    """(prompt, response, whether it is desirable)."""
+def _judged(raw: RawRecord, which: str) -> JudgedRecord:
+    """A record's response; of a pair the one that is asked for."""
     if not which:
-        record = parse_judged(raw)
-        return record.prompt, record.response, record.desirable
+        return parse_judged(raw)
     record = raw_object(raw)
     is_judged = has(record, "response") or has(record, "completion")
     refuse_two(["chosen", *(name for name in ("preference", "label") if is_judged and has(record, name))])
     pair = parse_preference(raw)
-    return pair.prompt, pair.chosen if which == "chosen" else pair.rejected, which == "chosen"
+    response = pair.chosen if which == "chosen" else pair.rejected
+    return JudgedRecord(prompt=pair.prompt, response=response, desirable=which == "chosen", tools=pair.tools)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from aligner.data.records import Message
+from aligner.data.messages import Message
 from aligner.data.tokenizer import Tokenizer
 from aligner.environments.config import EnvironmentConfig, ObservationForm, OnEnvironmentError
 from aligner.environments.environment import Environment, Observation, Turn

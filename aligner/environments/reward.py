@@ -35,7 +35,9 @@ class EnvironmentReward:
             try:
                 given = others.result()
                 parts = {"environment": own} | dict(given.parts)
-                scores.set_result(Scores(rewards=own + given.rewards, valid=valid & given.valid, parts=parts))
+                silent = torch.zeros_like(valid) if given.silent is None else given.silent
+                rewards = own + given.rewards.masked_fill(silent, 0.0)
+                scores.set_result(Scores(rewards=rewards, valid=valid & (given.valid | silent), parts=parts))
             except BaseException as error:  # raised where the sum is awaited
                 scores.set_exception(error)
 

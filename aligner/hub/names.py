@@ -11,7 +11,8 @@ _WORD = r"[A-Za-z0-9](?:[\w.-]*\w)?"
 _NAME = re.compile(rf"(?P<repo>{_WORD}/{_WORD})(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 _CACHED = re.compile(r"(?P<kind>model|dataset)s--(?P<org>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})", re.ASCII)
 DATASETS_PREFIX = "datasets:"  # of locations that the `datasets` package reads
-_DATA_FILES = (".jsonl", ".json", ".parquet", ".gz", ".csv", ".txt")  # a file that is missing is no data set of the Hub
+# A file that is missing is no data set of the Hub.
+_DATA_FILES = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".txt", ".gz", ".bz2", ".xz", ".zst")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 

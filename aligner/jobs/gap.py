@@ -120,7 +120,7 @@ def _trained(model: ModelConfig, newest: Path) -> ModelConfig:
 
 def compare(config: OnlineRun, layout: topology.Topology, options: Options) -> GapReport:
     """Build engine and trainer, sample, compare. Collective; the report is the same on every rank."""
-    tokenizer, architecture = load_model_files(config.model)
+    tokenizer, architecture = load_model_files(config.model, config.data)
     config = fill(config, {"model": create.context_length(config.model, architecture)})
     training = create.training(config.model, None, temperature=_temperature(config, options), replay_routes=config.rollout.replays_routes)
     policy = create.create_policy(config.model, architecture, config.parallel, layout, training)

@@ -204,7 +204,7 @@ def _architecture(key: str, model: ModelConfig) -> Architecture:
     try:
         found = create.read_architecture(model, vocab_size=0)
     except (CheckpointError, ConfigError):
-        if not described or Path(model.path).is_dir():  # else the model may be elsewhere: on the cluster
+        if not described or Path(model.path).exists():  # else the model may be elsewhere: on the cluster
             raise
         found = create.read_architecture(replace(model, path=""), vocab_size=0)
     if found.vocab_size < 1:

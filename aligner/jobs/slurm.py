@@ -161,19 +161,18 @@ def _python(program: Program) -> str:
 def _gpu_request(config: JobRun) -> GpuRequest | None:
     """What `slurm.gpu_request=auto` comes to where this cluster does not take --gpus-per-node; None where it does, or does not say."""
     slurm = config.slurm
-    if slurm.gpu_request is not GpuRequest.auto or config.cluster.device is not Device.gpu or shutil.which("sinfo") is None:
+    if slurm.gpu_request is not GpuRequest.auto or config.cluster.device is not Device.gpu or shutil.which("scontrol") is None:
         return None
     client = SlurmClient(slurm.command_timeout_seconds)
-    partition = [f"--partition={slurm.partition}"] if slurm.partition else []
     try:
-        if "gpu" not in client.run("sinfo", "--noheader", "--format=%G", *partition):
-            return GpuRequest.none
-        # Before version 24.05 there are other ways to select nodes, which count GPUs as any generic resource.
-        select = re.search(r"SelectType\s*=\s*(\S+)", client.run("scontrol", "show", "config"))
+        settings = dict(re.findall(r"^(\w+)\s*= (.*)$", client.run("scontrol", "show", "config"), re.MULTILINE))
     except LaunchError as error:
         print(f"warning: slurm.gpu_request=auto: {error}; GPUs are asked for with --gpus-per-node", file=sys.stderr, flush=True)
         return None
-    return GpuRequest.gres if select and select[1] in ("select/linear", "select/cons_res") else None
+    if "gpu" not in settings.get("GresTypes", "gpu").split(","):  # not of sinfo, which shows no GPUs of nodes that are powered down
+        return GpuRequest.none
+    # Before version 24.05 there are other ways to select nodes, which count GPUs as any generic resource.
+    return GpuRequest.gres if settings.get("SelectType") in ("select/linear", "select/cons_res") else None
 
 
 def _submit(spec: JobSpec, text: str, *, test_only: bool) -> int:

@@ -74,7 +74,7 @@ def validate(target: str, overrides: Sequence[str], options: Options) -> int:
 
     Raises ConfigError for settings that do not fit, DataError for a missing file.
     """
-    config = _config(target, overrides, options)
+    config = config_of(target, overrides, options)
     fetch_named(config, weights=False)
     tokenizer = _tokenizer(config)
     config = _with_lengths(config, tokenizer, options)
@@ -83,17 +83,17 @@ def validate(target: str, overrides: Sequence[str], options: Options) -> int:
         finding, views = inspect(config, location, tokenizer)
         findings.append(finding)
         show(finding, sys.stdout, lists_all=options.lists_all)
-        _show_samples(views[: options.num_samples], tokenizer, sys.stdout)
+        show_samples(views[: options.num_samples], tokenizer, sys.stdout)
     if options.json_path is not None:
         options.json_path.write_text(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
     return BAD if any(finding.report.num_bad for finding in findings) else 0
 
 
-def inspect(config: JobRun, location: str, tokenizer: Tokenizer) -> tuple[Finding, list[View]]:
-    """Every record of `location`, read as the job would; reports bad ones regardless of data.bad_lines."""
+def inspect(config: JobRun, location: str, tokenizer: Tokenizer, first: int | None = None) -> tuple[Finding, list[View]]:
+    """Every record of `location` (or the first so many), read as the job would; reports bad ones regardless of data.bad_lines."""
     lenient = replace(config, data=replace(config.data, bad_lines=BadLines.skip))
     try:
-        examples, report = load_sample(lenient, location, tokenizer, first=None)
+        examples, report = load_sample(lenient, location, tokenizer, first=first)
     except NoUsableRecord as error:
         return Finding(report=error.report, histogram=histogram([one.length for one in error.report.too_long])), []
     views = [view_of(example) for example in examples]
@@ -152,7 +152,8 @@ def _show_lengths(finding: Finding, out: TextIO) -> None:
         print(f"  {f'{least}-{most}':>15} tokens {count:>9} rows {'#' * -(-BAR * count // tallest)}".rstrip(), file=out)
 
 
-def _show_samples(views: Sequence[View], tokenizer: Tokenizer, out: TextIO) -> None:
+def show_samples(views: Sequence[View], tokenizer: Tokenizer, out: TextIO) -> None:
+    """The rows of some examples, as the model will see them."""
     marks = COLOURS if out.isatty() else BRACKETS
     for view in views:
         for row in view.rows:
@@ -161,7 +162,8 @@ def _show_samples(views: Sequence[View], tokenizer: Tokenizer, out: TextIO) -> N
             print(render(row, tokenizer, marks), file=out)
 
 
-def _config(target: str, overrides: Sequence[str], options: Options) -> JobRun:
+def config_of(target: str, overrides: Sequence[str], options: Options) -> JobRun:
+    """The config that is named, or that of a recipe which reads `options.kind`. Raises ConfigError."""
     if not options.kind:
         if options.tokenizer:
             raise ConfigError("--tokenizer: is for --kind; with a config give model.tokenizer=DIR")
@@ -188,4 +190,5 @@ def _with_lengths(config: JobRun, tokenizer: Tokenizer, options: Options) -> Job
 def _tokenizer(config: JobRun) -> Tokenizer:
     """The tokenizer of the data's model, also beside a checkpoint."""
     path = Path(config.model.tokenizer_path)
-    return load_tokenizer(resolve(path) if not config.model.tokenizer and (path / LATEST).exists() else path)
+    tokenizer = load_tokenizer(resolve(path) if not config.model.tokenizer and (path / LATEST).exists() else path)
+    return tokenizer.chatting(config.data.chat_template, config.data.thinking)

@@ -17,8 +17,9 @@ import yaml
 
 from aligner.cluster.exit_codes import ExitCode
 from aligner.data.report import LoadReport
+from aligner.data.templates import template_text
 from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from aligner.errors import AlignerError, RunHalted, describe_os_error
+from aligner.errors import AlignerError, ConfigError, RunHalted, describe_os_error
 from aligner.files import publish
 from aligner.loop import lengths, loop
 from aligner.loop.checkpointing import RunCheckpointer
@@ -31,6 +32,7 @@ from aligner.models import create
 from aligner.models.build import Transformer
 from aligner.models.checkpoint import copy_tokenizer
 from aligner.models.config import Architecture, ModelConfig
+from aligner.models.foreign.model import is_foreign
 from aligner.models.guard import GuardConfig
 from aligner.models.peft import save_peft
 from aligner.models.trainable import TrainableModel
@@ -94,7 +96,7 @@ def with_lengths(config: J) -> J:
     for key, model in config.readers().items():
         with in_section(key.rpartition(".")[0]):
             contexts[key] = create.context_length(model, create.read_architecture(model, vocab_size=0))
-    return lengths.fill(config, contexts, reserved=config.reserved_length(lambda: load_model_files(config.model)[0]))
+    return lengths.fill(config, contexts, reserved=config.reserved_length(lambda: load_model_files(config.model, config.data)[0]))
 
 
 def load_sets(
@@ -115,9 +117,11 @@ def load_sets(
     return sets[0], sets[1] if data.validation else []
 
 
-def load_model_files(config: ModelConfig) -> tuple[Tokenizer, Architecture]:
-    """The tokenizer and the architecture of a model, checked against each other."""
+def load_model_files(config: ModelConfig, data: Any = None) -> tuple[Tokenizer, Architecture]:
+    """The tokenizer and the architecture of a model, checked against each other; with the chat template that `data` names."""
     tokenizer = load_tokenizer(str(tokenizer_directory(config)))
+    if data is not None:
+        tokenizer = tokenizer.chatting(data.chat_template, data.thinking)
     architecture = create.read_architecture(config, vocab_size=tokenizer.vocab_size)
     check_vocabulary(tokenizer, architecture.vocab_size)
     return tokenizer, architecture
@@ -126,6 +130,8 @@ def load_model_files(config: ModelConfig) -> tuple[Tokenizer, Architecture]:
 def tokenizer_directory(config: ModelConfig) -> Path:
     """Where the tokenizer's files are: `model.tokenizer`, else beside the weights."""
     source = create.source_directory(config)
+    if source is not None and not config.tokenizer and is_foreign(source):
+        raise ConfigError(f"model.tokenizer='': {source} has no tokenizer that is read in place; name a directory with one")
     return Path(config.tokenizer_path) if config.tokenizer or source is None else source
 
 
@@ -264,6 +270,8 @@ def export_at_end(
     if session.is_first:
         copy_tokenizer(tokenizer, session.directory.export)
         name_special_tokens(session.directory.export)
+        if config.data.chat_template:
+            (session.directory.export / "chat_template.jinja").write_text(template_text(config.data.chat_template), encoding="utf-8")
     session.say(f"Hugging Face model written to {session.directory.export}")
     if chunks[0].lora.is_on:
         save_peft(chunks, session.directory.adapter, writer=session.is_first)

@@ -28,6 +28,11 @@ class Family(str, Enum):
     olmo2 = "olmo2"
     glm4 = "glm4"
     cohere = "cohere"
+    deepseek_v2 = "deepseek_v2"
+    deepseek_v3 = "deepseek_v3"
+    glm4_moe = "glm4_moe"
+    olmo3 = "olmo3"
+    qwen2_moe = "qwen2_moe"
 
 
 class Activation(str, Enum):
@@ -70,6 +75,20 @@ class ParallelResidual(str, Enum):
     shared_norm = "shared_norm"
 
 
+# Of mixtures of experts, and what they are in dense models.
+OF_EXPERTS = {
+    "experts_per_token": 0,
+    "expert_ffn_hidden_size": 0,
+    "dense_layers": [],
+    "shared_ffn_hidden_size": 0,
+    "shared_expert_gate": False,
+    "router_sigmoid": False,
+    "router_bias": False,
+    "router_groups": 0,
+    "router_groups_per_token": 0,
+    "router_group_best": 1,
+    "router_scale": 1.0,
+}
 ROPE_FACTORS = ("rope_llama3_factor", "rope_linear_factor", "rope_yarn_factor", "rope_dynamic_factor")
 
 
@@ -98,6 +117,7 @@ class Architecture:
     rope_beta_slow: float = 1.0  # of YaRN's scaling: turns in the original length up to which all of the factor counts
     rope_truncate: bool = True  # of YaRN's scaling: its bounds are rounded to whole dimensions
     rope_attention_factor: float = 1.0  # of YaRN's scaling: cosines and sines are multiplied by it
+    rope_score_scale: float = 0.0  # of YaRN's scaling: scores are multiplied by (0.1 rope_score_scale ln(factor) + 1) squared
     norm_eps: float = 1e-5  # added to the variance in every norm
     tied_embeddings: bool = True  # the output layer is the token embedding
     qkv_bias: bool = False  # biases on the query, key and value layers
@@ -125,10 +145,22 @@ class Architecture:
     embedding_scale: float = 1.0  # token embeddings are multiplied by it
     logits_scale: float = 1.0  # the output layer's logits are multiplied by it
     logits_softcap: float = 0.0  # 0: off; else logits are cap * tanh(logit / cap)
-    num_experts: int = 0  # 0: dense feed-forward layers; else every layer is a mixture of experts
+    num_experts: int = 0  # 0: dense feed-forward layers; else every layer but dense_layers is a mixture of experts
     experts_per_token: int = 0  # experts that each token is sent to; 0: none (dense)
     expert_ffn_hidden_size: int = 0  # width inside each expert; 0: none (dense)
     normalize_expert_weights: bool = True  # a token's expert weights sum to 1
+    dense_layers: list[int] = field(default_factory=list)  # numbers, from 0, of a mixture's layers without experts
+    shared_ffn_hidden_size: int = 0  # width of the feed-forward layer that every token passes beside its experts; 0: none
+    shared_expert_gate: bool = False  # its output is multiplied by a sigmoid of each token's own
+    router_sigmoid: bool = False  # experts' scores are sigmoids of the router's logits; false: their softmax
+    router_bias: bool = False  # experts are chosen by score plus a bias of each, which no gradient trains
+    router_groups: int = 0  # groups of neighbouring experts, of the best of which a token's are chosen; 0: of all experts
+    router_groups_per_token: int = 0  # groups that a token's experts are chosen from
+    router_group_best: int = 1  # a group's score is the sum of so many of its experts' best scores
+    router_scale: float = 1.0  # a token's expert weights are multiplied by it
+    latent_size: int = 0  # 0: off; else what each token's keys and values are made of (multi-head latent attention)
+    query_latent_size: int = 0  # what its queries are made of; 0: of the residual stream
+    value_head_dim: int = 0  # with latent_size: of each head's values; head_dim is of its queries and keys
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -136,6 +168,8 @@ class Architecture:
         self._check_windows()
         self._check_layers()
         self._check_experts()
+        self._check_router()
+        self._check_latent()
 
     def _check_sizes(self) -> None:
         for name in (
@@ -156,6 +190,7 @@ class Architecture:
             "attention_scale",
             "logits_softcap",
             "rope_local_theta",
+            "rope_score_scale",
             *ROPE_FACTORS,
         ):
             if not 0 <= getattr(self, name) < math.inf:
@@ -187,11 +222,27 @@ class Architecture:
         if self.head_dim % 2:
             raise ConfigError(f"architecture.head_dim={self.head_dim}: rotary embeddings need an even size")
         rotated = self.head_dim * self.rotary_fraction
-        if rotated % 2:
+        if abs(rotated - self.rotated) > 1e-6 or self.rotated % 2:
             raise ConfigError(
                 f"architecture.rotary_fraction={self.rotary_fraction}: of head_dim={self.head_dim} it rotates {rotated} dimensions; "
                 "must be an even number"
             )
+
+    @property
+    def rotated(self) -> int:
+        """Dimensions of each head that are rotated."""
+        return round(self.head_dim * self.rotary_fraction)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, is a mixture of experts."""
+        return bool(self.num_experts) and layer not in self.dense_layers
+
+    @property
+    def token_ffn_size(self) -> int:
+        """Width of all that one token passes in a feed-forward layer, or in a mixture with its shared part."""
+        return (
+            self.experts_per_token * self.expert_ffn_hidden_size + self.shared_ffn_hidden_size if self.num_experts else self.ffn_hidden_size
+        )
 
     def window_of(self, layer: int) -> int:
         """Tokens that a token of this layer, counted from 0, attends to; 0: all before it."""
@@ -199,8 +250,8 @@ class Architecture:
 
     def with_layers(self, num_layers: int) -> Architecture:
         """The same with its first layers alone, or with more of them."""
-        full = [layer for layer in self.full_attention_layers if layer < num_layers]
-        return replace(self, num_layers=num_layers, full_attention_layers=full)
+        full, dense = ([layer for layer in layers if layer < num_layers] for layers in (self.full_attention_layers, self.dense_layers))
+        return replace(self, num_layers=num_layers, full_attention_layers=full, dense_layers=dense)
 
     def _check_windows(self) -> None:
         layers = self.full_attention_layers = list(self.full_attention_layers)
@@ -208,10 +259,12 @@ class Architecture:
             raise ConfigError(f"architecture.sliding_window={self.sliding_window}: must not be negative (0 is none)")
         if layers and not self.sliding_window:
             raise ConfigError(f"architecture.full_attention_layers={layers}: needs sliding_window > 0; allowed without: []")
+        self._check_numbers("full_attention_layers")
+
+    def _check_numbers(self, name: str) -> None:
+        layers = getattr(self, name)
         if layers != sorted(set(layers)) or any(not 0 <= layer < self.num_layers for layer in layers):
-            raise ConfigError(
-                f"architecture.full_attention_layers={layers}: must be rising numbers from 0 to num_layers-1={self.num_layers - 1}"
-            )
+            raise ConfigError(f"architecture.{name}={layers}: must be rising numbers from 0 to num_layers-1={self.num_layers - 1}")
 
     def _check_layers(self) -> None:
         for name in ("embedding_scale", "logits_scale"):
@@ -249,7 +302,7 @@ class Architecture:
                 f"architecture.rope_low_freq_factor={self.rope_low_freq_factor}: must be above 0 and below "
                 f"rope_high_freq_factor={self.rope_high_freq_factor}"
             )
-        if self.rope_attention_factor != 1 and self.rotary_fraction != 1:
+        if self.rope_attention_factor != 1 and self.rotary_fraction != 1 and not self.latent_size:
             raise ConfigError(
                 f"architecture.rope_attention_factor={self.rope_attention_factor}: is computed for heads that are rotated whole; "
                 f"allowed with rotary_fraction={self.rotary_fraction}: 1.0"
@@ -258,11 +311,18 @@ class Architecture:
     def _check_experts(self) -> None:
         if self.num_experts < 0:
             raise ConfigError(f"architecture.num_experts={self.num_experts}: must not be negative (0 is a dense model)")
+        self.dense_layers = list(self.dense_layers)
         if not self.num_experts:
-            for name in ("experts_per_token", "expert_ffn_hidden_size"):
-                if getattr(self, name):
-                    raise ConfigError(f"architecture.{name}={getattr(self, name)}: needs num_experts > 0; allowed without: 0")
+            for name, neutral in OF_EXPERTS.items():
+                if (value := getattr(self, name)) != neutral:
+                    raise ConfigError(f"architecture.{name}={value}: needs num_experts > 0; allowed without: {neutral}")
             return
+        self._check_numbers("dense_layers")
+        if self.shared_ffn_hidden_size < 0 or self.shared_expert_gate > bool(self.shared_ffn_hidden_size):
+            gate, size = self.shared_expert_gate, self.shared_ffn_hidden_size
+            raise ConfigError(
+                f"architecture.shared_ffn_hidden_size={size}: must not be negative (0 is none), nor 0 with shared_expert_gate={gate}"
+            )
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(f"architecture.experts_per_token={self.experts_per_token}: must be from 1 to num_experts={self.num_experts}")
         if self.expert_ffn_hidden_size < 1:
@@ -272,3 +332,55 @@ class Architecture:
                 "architecture.normalize_expert_weights=True: with experts_per_token=1 every weight is 1, which gives the router "
                 "no gradient; allowed: False"
             )
+
+    def _check_router(self) -> None:
+        groups, kept, best = self.router_groups, self.router_groups_per_token, self.router_group_best
+        if self.router_bias and not self.router_sigmoid:
+            raise ConfigError("architecture.router_bias=True: is computed for sigmoid scores; allowed with router_sigmoid=True")
+        if self.router_sigmoid and self.normalize_expert_weights != (self.experts_per_token > 1):
+            raise ConfigError(
+                f"architecture.normalize_expert_weights={self.normalize_expert_weights}: sigmoid scores of several experts are normalised, "
+                f"those of one are not; allowed with experts_per_token={self.experts_per_token}: {self.experts_per_token > 1}"
+            )
+        if self.router_scale != 1 and self.normalize_expert_weights and not self.router_sigmoid:
+            raise ConfigError(
+                f"architecture.router_scale={self.router_scale}: allowed with router_sigmoid=True or normalize_expert_weights=False"
+            )
+        if not 0 < self.router_scale < math.inf:
+            raise ConfigError(f"architecture.router_scale={self.router_scale}: must be finite and above 0")
+        if groups and (groups < 0 or self.num_experts % groups):
+            raise ConfigError(f"architecture.router_groups={groups}: must divide num_experts={self.num_experts} (0 is none)")
+        if not (1 <= kept <= groups if groups else kept == 0):
+            raise ConfigError(
+                f"architecture.router_groups_per_token={kept}: must be from 1 to router_groups={groups}, and 0 without groups"
+            )
+        size = self.num_experts // groups if groups else 1
+        if not 1 <= best <= size:
+            raise ConfigError(f"architecture.router_group_best={best}: must be from 1 to the {size} experts of a group")
+        if groups and kept * size < self.experts_per_token:
+            raise ConfigError(
+                f"architecture.router_groups_per_token={kept}: {kept} groups of {size} experts have fewer than "
+                f"experts_per_token={self.experts_per_token}"
+            )
+
+    def _check_latent(self) -> None:
+        if not self.latent_size:
+            for name in ("query_latent_size", "value_head_dim"):
+                if getattr(self, name):
+                    raise ConfigError(f"architecture.{name}={getattr(self, name)}: needs latent_size > 0; allowed without: 0")
+            return
+        for name, least in (("latent_size", 1), ("query_latent_size", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"architecture.{name}={getattr(self, name)}: must not be negative (0 is none)")
+        if not 1 <= self.value_head_dim <= self.head_dim:
+            raise ConfigError(f"architecture.value_head_dim={self.value_head_dim}: must be from 1 to head_dim={self.head_dim}")
+        fixed = {
+            "num_key_value_heads": self.num_attention_heads,
+            "position_embedding": PositionEmbedding.rope,
+            "normalization": Normalization.rms_norm,
+            **dict.fromkeys(("qkv_bias", "qk_norm", "linear_bias"), False),
+        }
+        for name, value in fixed.items():
+            if getattr(self, name) != value:
+                shown, needed = (getattr(one, "value", one) for one in (getattr(self, name), value))
+                raise ConfigError(f"architecture.{name}={shown}: allowed with latent_size={self.latent_size}: {needed}")

@@ -28,7 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from aligner.models import rope
 from aligner.models.config import Architecture
+from aligner.models.latent_attention import as_wide, cut_heads
 from aligner.models.shared_prompts import KeySpans, SegmentedPackedSeqParams
 from aligner.models.windowed_attention import Form, attend, form_of
 from aligner.parallel.context import chunk_numbers, gather_ranks, gather_sequence
@@ -171,6 +173,8 @@ class CoreAttention(MegatronModule):
         super().__init__(config=config)
         self.form = form_of(architecture, layer_number - 1) if architecture else Form()
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        if architecture and not architecture.latent_size:  # the config's scale has the factor of layers without a base of their own
+            self.scale *= (rope.factor(architecture, layer_number - 1) / architecture.rope_attention_factor) ** 2
         self.cp_group = (pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])).cp
 
     def forward(
@@ -184,7 +188,13 @@ class CoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]; packed: [T, heads, D] -> [T, heads * D]."""
+        """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]; packed: [T, heads, D] -> [T, heads * D].
+
+        Values may be narrower than keys: then the output's heads are as wide as they.
+        """
+        if (size := value.shape[-1]) < (wide := key.shape[-1]):
+            attended = self.forward(query, key, as_wide(value, key), attention_mask, packed_seq_params=packed_seq_params)
+            return cut_heads(attended, wide, size)
         if packed_seq_params is None:
             return self._one_block(query, key, value).flatten(2)
         if not isinstance(packed_seq_params, SegmentedPackedSeqParams) or packed_seq_params.spans is None:

@@ -17,10 +17,11 @@ from aligner.models.build import ScalarModel, Transformer
 from aligner.models.checkpoint_files import MARKER, read_marker, resolve
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.families.mapping import ADAPTER
+from aligner.models.foreign.model import is_foreign, open_weights
 from aligner.models.hf_files import CONFIG_FILE, read_json
 from aligner.models.lora import make_adapters
 from aligner.models.scalar_head import HEAD, read_head
-from aligner.models.weights import load_hf
+from aligner.models.weights import fill, load_hf
 from aligner.parallel.collectives import from_rank_0, raise_everywhere
 from aligner.parallel.mcore import NEEDS_COMMON_FILE, dist_checkpointing, version
 
@@ -36,9 +37,13 @@ def sharded_state(chunks: Sequence[Transformer]) -> dict[str, Any]:
 
 
 def load_source(chunks: Sequence[Transformer], source: Path, *, verify: bool = True, with_head: bool = True) -> None:
-    """Fill the chunks of a model from a Hugging Face directory or, as `load_weights`, a checkpoint. Every rank calls it."""
+    """Fill the chunks of a model from a Hugging Face directory, from what Megatron-LM or NeMo wrote or, as `load_weights`, from a
+    checkpoint. Every rank calls it."""
     if (source / MARKER).exists():
         load_weights(chunks, source, verify=verify, with_head=with_head)
+    elif is_foreign(source):
+        with open_weights(source) as weights:
+            fill(chunks, weights, with_head=with_head)
     else:
         load_hf(chunks, source, with_head=with_head)
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from aligner.errors import ConfigError
 from aligner.hub.names import Files
+from aligner.models.architecture import OF_EXPERTS as OF_EXPERTS
 from aligner.models.architecture import ROPE_FACTORS as ROPE_FACTORS
 from aligner.models.architecture import Activation as Activation
 from aligner.models.architecture import Architecture as Architecture
@@ -111,7 +112,7 @@ class LoraConfig:
 class ModelConfig:
     """One model of a run. From `micro_batch_size` to `recompute` settings change memory and speed, never the numbers."""
 
-    path: str = ""  # Hugging Face directory, ORG/NAME[@REV] of the Hub, or a checkpoint of this project; empty: random weights
+    path: str = ""  # Hugging Face directory, ORG/NAME[@REV] of the Hub, or a checkpoint, Megatron-LM's or NeMo's too; empty: random weights
     tokenizer: str = ""  # tokenizer directory, or ORG/NAME[@REV] of the Hub; empty: the one beside the weights
     from_hub: ClassVar[Mapping[str, Files]] = {"path": Files.model, "tokenizer": Files.settings}
     architecture: Architecture = field(default_factory=Architecture)
@@ -129,6 +130,7 @@ class ModelConfig:
     make_vocab_divisible_by: int = 128  # the vocabulary is padded to a multiple of this and of parallel.tp
     router_aux_loss_coef: float = 0.0  # of the experts' load-balancing loss, averaged over tokens
     router_z_loss_coef: float = 0.0  # of the squared log-sum-exp of the router's logits, averaged over tokens
+    router_bias_update_rate: float = 0.0  # added to the router biases of experts with too few tokens, taken from the others', each step
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
@@ -138,7 +140,7 @@ class ModelConfig:
                 raise ConfigError(f"model.{name}={value}: must be at least 1")
         if self.seq_length < 0:
             raise ConfigError(f"model.seq_length={self.seq_length}: must not be negative (0 is the model's own)")
-        for name in ("micro_batch_tokens", "router_aux_loss_coef", "router_z_loss_coef"):
+        for name in ("micro_batch_tokens", "router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"model.{name}={getattr(self, name)}: must not be negative (0 is off)")
         if self.fp8 and (self.layers is Layers.torch or self.batch_invariant):

@@ -13,6 +13,7 @@ from aligner.models.build import Transformer, build_language_model, build_scalar
 from aligner.models.checkpoint_adapters import weights_digest
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.families import architecture_from_hf, architecture_to_hf
+from aligner.models.foreign.model import METADATA, NEMO_CONFIG, describe, is_foreign
 from aligner.models.fusions import fusions, say_once
 from aligner.models.guard import Guard, GuardConfig
 from aligner.models.hf_files import CONFIG_FILE, read_json
@@ -40,19 +41,31 @@ def source_directory(config: ModelConfig, *, key: str = "model") -> Path | None:
     path = Path(config.path)
     if path.is_file() and path.name in (checkpoint.LATEST, checkpoint.BEST):
         return checkpoint.resolve(path)
+    if is_foreign(path):
+        if config.lora.is_on:
+            raise ConfigError(
+                f"{key}.lora.rank={config.lora.rank}: adapters belong to Hugging Face models and checkpoints of this project; "
+                f"allowed: 0, or {key}.path=DIR of `aligner convert --from-megatron {path} --to-hf DIR`"
+            )
+        return path
     if not path.is_dir():
         raise ConfigError(f"{key}.path={config.path}: no such directory")
     if (path / checkpoint.LATEST).exists() or (path / checkpoint.MARKER).exists():
         return checkpoint.resolve(path)
     if not (path / CONFIG_FILE).exists():
-        raise ConfigError(f"{key}.path={config.path}: neither a Hugging Face model ({CONFIG_FILE}) nor a checkpoint ({checkpoint.MARKER})")
+        raise ConfigError(
+            f"{key}.path={config.path}: neither a Hugging Face model ({CONFIG_FILE}) nor a checkpoint ({checkpoint.MARKER}; of Megatron-LM "
+            f"{METADATA}; of NeMo {NEMO_CONFIG})"
+        )
     return path
 
 
 def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
     """The architecture of `config`: its path's, else the one written in the config with the tokenizer's vocabulary size."""
     source = source_directory(config)
-    if source is not None:
+    if source is not None and is_foreign(source):
+        architecture = describe(source).architecture
+    elif source is not None:
         architecture = architecture_from_hf(read_json(source / CONFIG_FILE), where=str(source / CONFIG_FILE))
     else:
         architecture = replace(config.architecture, vocab_size=config.architecture.vocab_size or vocab_size)
@@ -151,7 +164,9 @@ def _check(config: ModelConfig, architecture: Architecture, parallel: ParallelCo
 def head_of(config: ModelConfig) -> ScalarHead | None:
     """The head that the model at `config.path` has; None for a language model, and where there is no path."""
     source = source_directory(config)
-    return None if source is None else read_head(source)
+    if source is None:
+        return None
+    return describe(source).head if is_foreign(source) else read_head(source)
 
 
 def create_reward_model(

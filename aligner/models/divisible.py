@@ -69,6 +69,11 @@ UNUSUAL: dict[str, tuple[Any, str]] = {
     "embedding_scale": (1.0, "scaled embeddings"),
     "logits_scale": (1.0, "scaled logits"),
     "logits_softcap": (0.0, "capped logits"),
+    "latent_size": (0, "latent attention"),
+    "dense_layers": ([], "layers without experts"),
+    "shared_ffn_hidden_size": (0, "shared experts"),
+    "router_sigmoid": (False, "sigmoid routing"),
+    "router_groups": (0, "groups of experts"),
 }
 _WITH_BIASES: dict[str, tuple[Any, str]] = dict.fromkeys(("attention_out_bias", "mlp_bias"), (False, "biases on some of its linear layers"))
 
@@ -105,7 +110,9 @@ def _check(parallel: ParallelConfig, name: str, problem: Callable[[int], str], l
 
 def _tensor_problem(architecture: Architecture, tp: int) -> str:
     """Why `tp` ranks cannot split one of the model's sizes; empty if they can split all."""
-    sizes = ["num_attention_heads", "hidden_size"] + ([] if architecture.num_experts else ["ffn_hidden_size"])
+    sizes = ["num_attention_heads", "hidden_size"]
+    sizes += ["ffn_hidden_size"] if architecture.dense_layers or not architecture.num_experts else []
+    sizes += ["shared_ffn_hidden_size"] if architecture.shared_ffn_hidden_size else []
     for name in sizes:
         if getattr(architecture, name) % tp:
             return f"does not divide the model's {name}={getattr(architecture, name)}"

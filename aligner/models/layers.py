@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aligner.models.attention import CoreAttention
 from aligner.models.config import Architecture, Normalization, ParallelResidual
+from aligner.models.latent_attention import LatentAttention
 from aligner.models.own_layer import InterleavedAttention, OwnLayer, WholeNorm, needs_own_layer
 from aligner.models.router import Router
 from aligner.parallel.mcore import (
@@ -25,6 +26,7 @@ from aligner.parallel.mcore import (
     TransformerConfig,
     get_gpt_layer_local_spec,
     get_num_layers_to_build,
+    get_transformer_layer_offset,
     submodules_of,
     transformer_engine_specs,
 )
@@ -122,11 +124,21 @@ def block_spec(
         )
         if share_prompts:
             layer.submodules.self_attention.submodules.core_attention = CoreAttention
+        kinds = {bool(config.num_moe_experts): layer}
     else:
-        layer, norm = _local_layer(config, architecture, modules), _norm(architecture, modules)
-    if config.num_moe_experts:
-        submodules_of(layer.submodules.mlp).router = Router
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=norm)
+        norm = _norm(architecture, modules)
+        kinds = {mixture: _local_layer(config, architecture, modules, mixture=mixture) for mixture in _kinds(architecture)}
+    if True in kinds:
+        router = ModuleSpec(module=Router, params={"architecture": architecture})
+        submodules_of(kinds[True].submodules.mlp).router = router
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    return TransformerBlockSubmodules(layer_specs=[kinds[architecture.has_experts(number)] for number in numbers], layer_norm=norm)
+
+
+def _kinds(architecture: Architecture) -> set[bool]:
+    """Whether its layers are mixtures of experts."""
+    return {architecture.has_experts(number) for number in range(architecture.num_layers)}
 
 
 def finish_transformer_engine(decoder: torch.nn.Module) -> None:
@@ -150,9 +162,9 @@ def _norm(architecture: Architecture, modules: LayerModules) -> ModuleSpec:
     return ModuleSpec(module=modules.norm, params={"kind": architecture.normalization})
 
 
-def _local_layer(config: TransformerConfig, architecture: Architecture, modules: LayerModules) -> Any:
+def _local_layer(config: TransformerConfig, architecture: Architecture, modules: LayerModules, *, mixture: bool) -> Any:
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=config.num_moe_experts if mixture else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
@@ -163,8 +175,8 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
         layer.submodules.pre_mlp_layernorm = IdentityOp
     if needs_own_layer(architecture):
         layer.module, layer.params = OwnLayer, {"architecture": architecture, "norm": norm}
-    if architecture.rotary_interleaved:
-        rotated = int(architecture.head_dim * architecture.rotary_fraction)
+    if architecture.rotary_interleaved and not architecture.latent_size:
+        rotated = architecture.rotated
         own = layer.submodules.self_attention
         own.module, own.params = InterleavedAttention, own.params | {"rotated": rotated}
     attention = layer.submodules.self_attention.submodules
@@ -177,7 +189,11 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
         heads = architecture.num_attention_heads, architecture.num_key_value_heads
         whole = [ModuleSpec(module=WholeNorm, params={"heads": count}) for count in heads]
         attention.q_layernorm, attention.k_layernorm = whole
-    if not config.num_moe_experts:
+    if architecture.latent_size:
+        own = layer.submodules.self_attention
+        own.module, attention.linear_qkv = LatentAttention, IdentityOp
+        own.params = own.params | {"architecture": architecture, "norm": norm, "linear": modules.column_linear}
+    if not mixture:
         mlp = submodules_of(layer.submodules.mlp)
         linear = modules.column_linear, modules.row_linear
         mlp.linear_fc1, mlp.linear_fc2 = map(biased, linear) if architecture.mlp_bias else linear

@@ -42,7 +42,9 @@ from aligner.parallel.mcore import (
 )
 from aligner.rows import upload
 
-_LINEAR = re.compile(r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(experts\.local_experts\.\d+\.)?(linear_(?:qkv|proj|fc1|fc2))\.weight")
+_LINEAR = re.compile(
+    r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(experts\.local_experts\.\d+\.)?(?:shared_experts\.)?(linear_(?:qkv|proj|fc1|fc2|q_proj|q_up_proj|kv_up_proj))\.weight"
+)
 MERGED_ROWS = 1024  # of a weight that get their adapter at a time
 _WHOLE = "out"  # the one part of a layer that is one projection
 _PARTS = {
@@ -54,6 +56,7 @@ _PARTS = {
     Layout.packed_gate_up: ("gate", "up"),
 }
 _ALL_PARTS = {"linear_qkv": LoraTarget.qkv, "linear_proj": LoraTarget.proj, "linear_fc1": LoraTarget.fc1, "linear_fc2": LoraTarget.fc2}
+_ALL_PARTS |= dict.fromkeys(("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"), LoraTarget.qkv)  # of latent attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,6 +203,10 @@ def pairs_of(weight: str, architecture: Architecture, targets: Sequence[LoraTarg
         trained = parts if LoraTarget.experts in targets else ()
     else:
         trained = parts if _ALL_PARTS[kind] in targets else tuple(part for part in parts if part in {target.value for target in targets})
+        if kind in ("linear_q_proj", "linear_q_up_proj") and LoraTarget.q in targets:
+            trained = parts
+        if kind == "linear_kv_up_proj" and not trained and {LoraTarget.k, LoraTarget.v} & set(targets):
+            raise ConfigError(f"model.lora.targets: models of family {architecture.family.value} have k and v in one; allowed: qkv, q")
     named = {target.value for target in targets}
     together = "qkv" if rule.layout.is_qkv else "fc1"
     separate = {"q", "k", "v"} if rule.layout.is_qkv else {"gate", "up"}
@@ -211,7 +218,7 @@ def pairs_of(weight: str, architecture: Architecture, targets: Sequence[LoraTarg
             )
     if not trained:
         return None
-    return Pairs(rule=rule, parts=parts, trained=trained, splits_output=kind in ("linear_qkv", "linear_fc1"), is_expert=is_expert)
+    return Pairs(rule=rule, parts=parts, trained=trained, splits_output=kind not in ("linear_proj", "linear_fc2"), is_expert=is_expert)
 
 
 def _site(chunk: Any, name: str, module: torch.nn.Module, lora: LoraConfig) -> AdapterSite | None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.models import batch_invariant
+from aligner.models import batch_invariant, rope
 from aligner.models.config import Activation, Architecture, Dtype, ModelConfig, Normalization, Recompute
 from aligner.models.divisible import check_divisible, check_together
 from aligner.models.fusions import Fusions, Kernel, fusions
@@ -79,6 +79,8 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
 
 def softmax_scale(architecture: Architecture) -> float | None:
     """What scores are multiplied by; None is 1 / sqrt(head_dim). A factor on all cosines and sines is its square on scores."""
+    if architecture.latent_size:  # Megatron-Core is told the values' size; of each head a part is rotated
+        return rope.score_scale(architecture)
     scale, factor = architecture.attention_scale, architecture.rope_attention_factor
     return (scale or 1 / math.sqrt(architecture.head_dim)) * factor**2 if scale or factor != 1 else None
 
@@ -115,7 +117,14 @@ def _experts(architecture: Architecture, model: ModelConfig, fused: Fusions) -> 
         "moe_ffn_hidden_size": architecture.expert_ffn_hidden_size,
         # A softmax over the chosen experts' logits is the softmax over all experts, divided by the chosen ones' sum.
         "moe_router_pre_softmax": not architecture.normalize_expert_weights,
+        "moe_layer_freq": [int(architecture.has_experts(layer)) for layer in range(architecture.num_layers)],
         "moe_router_dtype": "fp32",
+        "moe_router_score_function": "sigmoid" if architecture.router_sigmoid else "softmax",
+        "moe_router_enable_expert_bias": architecture.router_bias,
+        "moe_router_bias_update_rate": model.router_bias_update_rate,
+        "moe_router_topk_scaling_factor": architecture.router_scale if architecture.router_scale != 1 else None,
+        "moe_shared_expert_intermediate_size": architecture.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": architecture.shared_expert_gate,
         "moe_router_load_balancing_type": "aux_loss" if model.router_aux_loss_coef else "none",
         "moe_aux_loss_coeff": model.router_aux_loss_coef,
         "moe_z_loss_coeff": model.router_z_loss_coef or None,

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from aligner.models import forward as passes
+from aligner.models import rope
 from aligner.models.build import LanguageModel, rounded_scale
+from aligner.models.latent_attention import LatentAttention
 from aligner.models.placement import Placement
 from aligner.models.tracing import SPLIT, Operation, Place, Tap, Trace
 from aligner.models.trainable import TrainableModel
@@ -94,11 +96,9 @@ def _hooks(chunk: LanguageModel, tap: Tap) -> Iterator[None]:
             stack.callback(chunk.embedding.register_forward_hook(_after_embedding(tap, chunk.architecture.embedding_scale)).remove)
         for number, (module, operation, before) in hooked:
             handle = module.register_forward_pre_hook(_before(tap, operation, number)) if before else None
-            stack.callback((handle or module.register_forward_hook(_after(tap, operation, number))).remove)
-        if not chunk.architecture.num_experts:
-            yield
-            return
-        for layer in layers:
+            factor = rope.factor(chunk.architecture, number)
+            stack.callback((handle or module.register_forward_hook(_after(tap, operation, number, factor))).remove)
+        for layer in (layer for layer in layers if chunk.architecture.has_experts(layer.layer_number - 1)):
             stack.callback(layer.mlp.router.register_forward_hook(_after_router(tap, layer.layer_number - 1)).remove)
         yield
 
@@ -116,13 +116,15 @@ def _of_layer(layer: Any) -> list[_Hooked]:
         (layer, Operation.residual, False),
     ]
     found += [(norm, op, False) for norm, op in _query_norms(attention) if norm is not None]
-    if not layer.config.num_moe_experts:
+    if not hasattr(layer.mlp, "router"):
         found.append((layer.mlp.linear_fc2, Operation.activation, True))
     # What stands in for a norm that is fused with the linear layer behind it gives back what it is given.
     return [one for one in found if one[2] or not isinstance(one[0], IdentityOp)]
 
 
 def _query_norms(attention: Any) -> list[tuple[torch.nn.Module | None, Operation]]:
+    if isinstance(attention, LatentAttention):  # its norms are of what all heads share
+        return []
     return [(attention.q_layernorm, Operation.q_norm), (attention.k_layernorm, Operation.k_norm)]
 
 
@@ -130,11 +132,11 @@ def _before(tap: Tap, operation: Operation, number: int) -> Callable:
     return lambda module, inputs: tap(operation, number, inputs[0])
 
 
-def _after(tap: Tap, operation: Operation, number: int) -> Callable:
+def _after(tap: Tap, operation: Operation, number: int, factor: float) -> Callable:
     def look(module: torch.nn.Module, inputs: tuple, output: Any) -> None:
-        if operation is Operation.attention:
-            tap(Operation.queries, number, inputs[0])
-            tap(Operation.keys, number, inputs[1])
+        if operation is Operation.attention:  # the factor on cosines and sines is in its scale
+            tap(Operation.queries, number, inputs[0] * factor)
+            tap(Operation.keys, number, inputs[1] * factor)
         if isinstance(output, tuple):  # with a bias that is added later, or a context that there is not
             output = output[0] if output[1] is None else output[0] + output[1]
         tap(operation, number, output)

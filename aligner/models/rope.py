@@ -17,7 +17,7 @@ from aligner.models.config import ROPE_FACTORS, Architecture
 
 def frequencies(architecture: Architecture, device: torch.device | None = None) -> Tensor:
     """Angle per position of each pair of rotated dimensions."""
-    size = int(architecture.head_dim * architecture.rotary_fraction)
+    size = architecture.rotated
     plain = 1.0 / architecture.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)
     if architecture.rope_linear_factor:
         return plain / architecture.rope_linear_factor
@@ -44,6 +44,27 @@ def is_scaled(architecture: Architecture) -> bool:
 def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
     """0.1 scale ln(factor) + 1, equation 22 of the paper; 1 where nothing is stretched."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first dimensions of each head, as many as the tables have; of the sines those of the first half are negative."""
+    rotated = cos.shape[-1]
+    if rotated == x.shape[-1]:
+        return torch.addcmul(x * cos, x.roll(rotated // 2, -1), sin)
+    first, rest = x[..., :rotated], x[..., rotated:]
+    return torch.cat([torch.addcmul(first * cos, first.roll(rotated // 2, -1), sin), rest], dim=-1)
+
+
+def factor(architecture: Architecture, layer: int) -> float:
+    """What the cosines and sines of a layer, counted from 0, are multiplied by."""
+    local = architecture.rope_local_theta and architecture.window_of(layer)
+    return 1.0 if local else architecture.rope_attention_factor
+
+
+def score_scale(architecture: Architecture) -> float:
+    """What scores are multiplied by, without the factor on cosines and sines."""
+    stretched = yarn_attention_factor(architecture.rope_yarn_factor, architecture.rope_score_scale)
+    return (architecture.attention_scale or architecture.head_dim**-0.5) * stretched**2
 
 
 def _by_wavelength(plain: Tensor, architecture: Architecture) -> Tensor:

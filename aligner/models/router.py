@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.metrics import Mean, Metric
+from aligner.models.config import Architecture
+from aligner.models.expert_groups import GroupLimit
 from aligner.models.route_replay import LayerRoutes, routed
 from aligner.parallel import platform
 from aligner.parallel.mcore import (
@@ -42,10 +44,16 @@ if TYPE_CHECKING:
 class Router(TopKRouter):
     """Top-k router of one layer. `balance` adds up what it saw in training passes: load-balancing loss per token, summed over tokens."""
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args, architecture: Architecture, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.balance = Mean(total=0.0, count=0)
         self.routes = LayerRoutes()
+        if self.expert_bias is not None:  # a parameter without gradient: files, checkpoints and refits have it
+            bias = self.expert_bias
+            del self.expert_bias
+            self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
+        if architecture.router_groups:
+            self.router_replay = GroupLimit(architecture)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return routed(self, lambda: super(Router, self).routing(logits, padding_mask=padding_mask))
@@ -77,6 +85,12 @@ class Router(TopKRouter):
         squares = torch.logsumexp(logits.float(), dim=-1).square()
         real = squares if padding_mask is None else squares.masked_fill(padding_mask, 0.0)
         return MoEAuxLossAutoScaler.apply(logits, real.sum() * coefficient)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count each expert's tokens [N, experts] for the step's change of the biases; Megatron-Core's mask of padding [N] does not fit."""
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            real = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+            self.local_tokens_per_expert += real.sum(dim=0)
 
 
 def weigh_auxiliary_losses(config: TransformerConfig, *, aux: float, z: float, count: int, tokens: int) -> None:

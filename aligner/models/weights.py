@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,10 @@ from torch import Tensor
 from aligner.errors import CheckpointError, ModelFilesError
 from aligner.files import as_umask_says
 from aligner.models.build import ScalarModel, Transformer
+from aligner.models.config import Architecture
 from aligner.models.disk_space import explain
 from aligner.models.families import architecture_to_hf, weight_names
-from aligner.models.families.mapping import OUTPUT_LAYER, NameTable, Rule, shard, to_hf, to_megatron
+from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, NameTable, Rule, shard, to_hf, to_megatron
 from aligner.models.hf_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, stored_tensors
 from aligner.models.lora import MergedWeights
 from aligner.models.scalar_head import HEAD, HF_HEADS, ScalarHead
@@ -28,6 +30,19 @@ MAX_FILE_BYTES = 5 * 2**30
 SLICE_BYTES = 16 * 2**20  # of a tensor whose columns are split, gathered at a time
 _LM_HEAD = "lm_head.weight"
 _DTYPES = ("F64", "F32", "F16", "BF16")  # those of quantized weights mean something else than their numbers
+
+
+class WeightSource(Protocol):
+    """The weights of one model, in files, by Megatron's names. Every method raises AlignerError naming a tensor that does not fit."""
+
+    def check(self, architecture: Architecture, *, is_scalar: bool) -> None:
+        """Raise where the tensors are not those of the whole model."""
+
+    def full(self, name: str, rule: Rule, shape: tuple[int, ...], architecture: Architecture) -> Tensor:
+        """A whole parameter in Megatron's layout, of this shape; rows of the vocabulary's padding are 0."""
+
+    def head(self, name: str, shape: torch.Size) -> Tensor | None:
+        """A parameter of a head; None where there is none."""
 
 
 class HFWeights:
@@ -60,6 +75,29 @@ class HFWeights:
             raise ModelFilesError(f"{self.directory}: {name} is {tuple(tensor.shape)}, the model's config makes it {tuple(shape)}")
         return tensor
 
+    def check(self, architecture: Architecture, *, is_scalar: bool) -> None:
+        """Raise ModelFilesError where the directory's tensors are not those of the whole model."""
+        table = weight_names(architecture)
+        names = (name for name in table.names(architecture) if not (is_scalar and name == OUTPUT_LAYER))
+        needed = [hf_name for name in names for hf_name in table.find(name).hf_names]
+        if missing := [name for name in needed if name not in self._stored]:
+            raise ModelFilesError(f"{self.directory}: no tensor named {missing[0]}, and {len(missing) - 1} more are missing")
+        # A tied file may repeat the embedding; a scalar model has no use for an output layer.
+        outputs = {_LM_HEAD, *table.find(OUTPUT_LAYER).hf_names}
+        unknown = sorted(n for n in self.names() - set(needed) if n not in outputs and not (is_scalar and n.startswith(HEAD)))
+        if unknown:
+            raise ModelFilesError(f"{self.directory}: {len(unknown)} tensors belong to no parameter of the model, e.g. {unknown[:3]}")
+
+    def full(self, name: str, rule: Rule, shape: tuple[int, ...], architecture: Architecture) -> Tensor:
+        """The whole parameter, from tensors that must have the very shapes an export would give them."""
+        expected = to_hf(rule, torch.empty(shape, device="meta"), architecture)
+        tensors = [self.get_shaped(hf_name, like.shape) for hf_name, like in zip(rule.hf_names, expected, strict=True)]
+        return to_megatron(rule, tensors, architecture, shape[0])
+
+    def head(self, name: str, shape: torch.Size) -> Tensor | None:
+        """A parameter of the head; None where there is none."""
+        return self.get_shaped(name, shape) if name in self._stored else None
+
 
 def _canonical(name: str, prefix: str) -> str:
     """A tensor's name in the whole language model, whose files may leave out `prefix`; a classifying head's is Megatron's."""
@@ -75,40 +113,27 @@ def load_hf(chunks: Sequence[Transformer], directory: Path, *, with_head: bool =
     No communication. Raises ModelFilesError for a tensor that is missing (anywhere in the model, on every rank alike), has the wrong shape,
     or is in the files but belongs to no parameter.
     """
-    source = HFWeights(directory, weight_names(chunks[0].architecture))
-    _check_names(chunks[0], source)
+    fill(chunks, HFWeights(directory, weight_names(chunks[0].architecture)), with_head=with_head)
+
+
+def fill(chunks: Sequence[Transformer], source: WeightSource, *, with_head: bool = True) -> None:
+    """Fill this rank's shards from `source`, as `load_hf`."""
+    source.check(chunks[0].architecture, is_scalar=isinstance(chunks[0], ScalarModel))
     with torch.no_grad():
         for part in named_shards(chunks):
             if part.rule is not None:
                 part.parameter.copy_(_import(chunks[0], part, part.rule, source))
-            elif with_head and part.place.name in source.names():
-                part.parameter.copy_(source.get_shaped(part.place.name, part.parameter.shape))
+            elif with_head and (tensor := source.head(part.place.name, part.parameter.shape)) is not None:
+                part.parameter.copy_(tensor)
 
 
-def _check_names(chunk: Transformer, source: HFWeights) -> None:
-    """Raise ModelFilesError where the directory's tensors are not those of the whole model."""
-    is_scalar = isinstance(chunk, ScalarModel)
-    table, architecture = weight_names(chunk.architecture), chunk.architecture
-    names = (name for name in table.names(architecture) if not (is_scalar and name == OUTPUT_LAYER))
-    needed = [hf_name for name in names for hf_name in table.find(name).hf_names]
-    if missing := [name for name in needed if name not in source.names()]:
-        raise ModelFilesError(f"{source.directory}: no tensor named {missing[0]}, and {len(missing) - 1} more are missing")
-    # A tied file may repeat the embedding; a scalar model has no use for an output layer.
-    outputs = {_LM_HEAD, *table.find(OUTPUT_LAYER).hf_names}
-    unknown = sorted(n for n in source.names() - set(needed) if n not in outputs and not (is_scalar and n.startswith(HEAD)))
-    if unknown:
-        raise ModelFilesError(f"{source.directory}: {len(unknown)} tensors belong to no parameter of the model, e.g. {unknown[:3]}")
-
-
-def _import(chunk: Transformer, part: ParameterShard, rule: Rule, source: HFWeights) -> Tensor:
-    """This rank's part of a parameter, from tensors that must have the very shapes an export would give them."""
+def _import(chunk: Transformer, part: ParameterShard, rule: Rule, source: WeightSource) -> Tensor:
+    """This rank's part of a parameter."""
     group = tensor_group(chunk, part.place)
     dim, shape = part.place.split_dim, list(part.place.shape)
     if dim is not None:
         shape[dim] *= group.size()
-    expected = to_hf(rule, torch.empty(shape, device="meta"), chunk.architecture)
-    tensors = [source.get_shaped(name, like.shape) for name, like in zip(rule.hf_names, expected, strict=True)]
-    full = to_megatron(rule, tensors, chunk.architecture, chunk.vocab_size)
+    full = source.full(EMBEDDING if part.place.is_copy else part.place.name, rule, tuple(shape), chunk.architecture)
     return full if dim is None else shard(rule.layout, full, dim=dim, num_shards=group.size(), index=group.rank())
 
 

@@ -39,8 +39,7 @@ def form_of(architecture: Architecture, layer: int) -> Form:
 def attend(query: Tensor, key: Tensor, value: Tensor, form: Form, scale: float) -> Tensor:
     """A sequence's last queries: [B, heads, L, D] at the positions of the last L of key and value [B, groups, T, D]."""
     length, total = query.shape[2], key.shape[2]
-    share = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(share, dim=1) if share > 1 else x for x in (key, value))
+    key, value = (_for_each_head(x, query.shape[1]) for x in (key, value))
     places = torch.arange(total, device=query.device)
     outs = []
     for start in range(0, length, BLOCK):
@@ -50,6 +49,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, form: Form, scale: float) 
         visible = sees(places[first:last, None], places[reach], form)
         outs.append(masked(query[:, :, start:stop], key[:, :, reach], value[:, :, reach], visible, form, scale))
     return torch.cat(outs, dim=2) if len(outs) > 1 else outs[0]
+
+
+def _for_each_head(x: Tensor, heads: int) -> Tensor:
+    """[B, heads, T, D] of [B, groups, T, D]; a view where there is one group."""
+    groups = x.shape[1]
+    return x.expand(-1, heads, -1, -1) if groups == 1 else x.repeat_interleave(heads // groups, dim=1) if groups < heads else x
 
 
 def sees(queries: Tensor, keys: Tensor, form: Form) -> Tensor:

@@ -240,7 +240,7 @@ def response_metrics(collected: ScoredRollouts, seconds: float) -> dict[str, flo
         **_age_metrics(collected.ages),
         **episode_metrics(collected.rollouts),
         **health_metrics(collected),
-    } | {f"reward/{name}": part[collected.valid].double().mean().item() for name, part in collected.parts.items()}
+    } | {f"reward/{name}": part[collected.valid].double().nanmean().item() for name, part in collected.parts.items()}
 
 
 def _age_metrics(ages: Tensor | None) -> dict[str, float]:

@@ -119,7 +119,7 @@ class OnlineJob(Generic[C]):
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The policy's."""
-        return load_model_files(self.config.model)[0]
+        return load_model_files(self.config.model, self.config.data)[0]
 
     @property
     def context(self) -> int:
@@ -223,7 +223,7 @@ def build_task(
         session.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/sampling.md)")
     config.check_complete()
     model = (pinned if with_reference else pinned_base)(session, "model", config.model)
-    tokenizer, architecture = load_model_files(model)
+    tokenizer, architecture = load_model_files(model, config.data)
     config.check(architecture, session.topology.world_size)
     if platform.backend() == "nccl":
         check_ahead(config.rollout, tp=config.rollout.tp or config.parallel.tp)

@@ -79,7 +79,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
     from megatron.core.utils import local_multi_tensor_l2_norm
 
@@ -239,6 +239,7 @@ __all__ = [
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_tokens_per_expert_and_token_count",
+    "get_transformer_layer_offset",
     "importable_kernels",
     "initialize_user_buffers",
     "make_sharded_tensors_for_checkpoint",

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aligner.errors import AlignerError
-from aligner.models.config import Architecture, Layers, PositionEmbedding, Recompute
+from aligner.models.config import OF_EXPERTS, Architecture, Layers, PositionEmbedding, Recompute
 from aligner.models.families.mapping import ADAPTER
 from aligner.parallel.topology import ParallelConfig, initialize
 from aligner.planner.buffers import Parameter
@@ -217,15 +217,8 @@ def dense_twin(architecture: Architecture) -> Architecture:
     """The dense architecture whose feed-forward layer does the work that each token's experts do."""
     if not architecture.num_experts:
         return architecture
-    size = architecture.experts_per_token * architecture.expert_ffn_hidden_size
-    return replace(
-        architecture,
-        num_experts=0,
-        experts_per_token=0,
-        expert_ffn_hidden_size=0,
-        normalize_expert_weights=True,
-        ffn_hidden_size=size,
-    )
+    neutral = OF_EXPERTS | {"num_experts": 0, "normalize_expert_weights": True}
+    return replace(architecture, **neutral, ffn_hidden_size=architecture.token_ffn_size)
 
 
 def expert_extra_bytes(component: Component, tokens: int) -> int:

@@ -191,6 +191,8 @@ def _inference(component: Component, sizes: Sizes, stage: int) -> dict[str, int]
 def kv_bytes_per_token(component: Component, engine: Engine) -> int:
     """Keys and values of one token on one rank of the engine (all layers, this rank's heads)."""
     architecture = component.architecture
+    if architecture.latent_size:  # the same for all heads
+        return 2 * architecture.num_layers * (architecture.latent_size + architecture.rotated) * component.dtype_bytes
     groups = math.ceil(architecture.num_key_value_heads / engine.tp)
     return 2 * architecture.num_layers * groups * architecture.head_dim * component.dtype_bytes
 
@@ -263,10 +265,7 @@ def _fuller_moment(parts: dict[str, int]) -> dict[str, int]:
 
 def feed_forward_size(component: Component) -> int:
     """Width of the feed-forward layer that one token passes."""
-    architecture = component.architecture
-    if architecture.num_experts:
-        return architecture.experts_per_token * architecture.expert_ffn_hidden_size
-    return architecture.ffn_hidden_size
+    return component.architecture.token_ffn_size
 
 
 def host_memory(component: Component, sizes: Sizes, cluster: ClusterConfig) -> dict[str, int]:

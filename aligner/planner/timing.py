@@ -92,10 +92,14 @@ def step_seconds(times: Mapping[str, Mapping[Phase, float]], *, take_turns: bool
 def layer_flops(component: Component, length: int) -> tuple[float, float]:
     """(matrix products, attention's quadratic part) of one token through one layer, forward; half of a causal square of `length`."""
     a = component.architecture
-    attention = 2 * a.hidden_size * a.head_dim * (2 * a.num_attention_heads + 2 * a.num_key_value_heads)
+    attention, values = 2 * a.hidden_size * a.head_dim * (2 * a.num_attention_heads + 2 * a.num_key_value_heads), a.head_dim
+    if a.latent_size:
+        values, read, plain = a.value_head_dim, a.query_latent_size or a.hidden_size, a.head_dim - a.rotated
+        of_heads = read * a.head_dim + a.latent_size * (plain + values) + values * a.hidden_size
+        attention = 2 * (a.num_attention_heads * of_heads + a.hidden_size * (a.query_latent_size + a.latent_size + a.rotated))
     feed_forward = 2 * a.hidden_size * feed_forward_size(component) * (3 if a.gated_mlp else 2)
     router = 2 * a.hidden_size * a.num_experts
-    return float(attention + feed_forward + router), 2.0 * a.num_attention_heads * a.head_dim * length
+    return float(attention + feed_forward + router), 1.0 * a.num_attention_heads * (a.head_dim + values) * length
 
 
 def model_flops(component: Component, tokens: int, length: int) -> float:

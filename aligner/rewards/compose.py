@@ -63,14 +63,18 @@ class WeightedReward:
 
     def _sum(self, pending: Mapping[str, Future[Scores]], rows: int, version: int) -> Scores:
         total, valid = torch.zeros(rows), torch.ones(rows, dtype=torch.bool)
+        heard = torch.zeros(rows, dtype=torch.bool)  # by a part that counts
         values: dict[str, torch.Tensor] = {}
         for name, part in self._parts.items():
             scores = self._result(name, pending[name], rows, version)
             values[name] = torch.where(scores.valid, scores.rewards, math.nan)
-            valid &= scores.valid
+            silent = torch.zeros_like(heard) if scores.silent is None else scores.silent
+            valid &= scores.valid | silent
             if part.weight:
-                total = total + part.weight * values[name]
-        return Scores(rewards=torch.where(valid, total, math.nan), valid=valid, parts=values)
+                total = total + part.weight * values[name].masked_fill(silent, 0.0)
+                heard |= ~silent
+        silent = valid & ~heard
+        return Scores(rewards=torch.where(valid & heard, total, math.nan), valid=valid & heard, parts=values, silent=silent)
 
     def _result(self, name: str, pending: Future[Scores], rows: int, version: int) -> Scores:
         """What a part gave. Raises RewardError."""
@@ -91,7 +95,7 @@ class WeightedReward:
             return scores
         missing = int((scores.valid & ~finite).sum())
         self._complaints[name].say(f"{missing} of {rows} rewards are not finite", version)
-        return Scores(rewards=scores.rewards, valid=scores.valid & finite)
+        return Scores(rewards=scores.rewards, valid=scores.valid & finite, silent=scores.silent)
 
 
 def composed_reward(

@@ -24,8 +24,9 @@ import numpy as np
 import torch
 
 from aligner.errors import AlignerError, ConfigError
+from aligner.rewards.columns import called, is_trl
 from aligner.rewards.config import OnError, RewardFunctionConfig
-from aligner.rewards.forms import OnSamples, RewardFunction, Sample
+from aligner.rewards.forms import RewardFunction, Sample
 from aligner.rewards.load import build_reward_function
 from aligner.types import Rollout, Scores
 from aligner.user_code import calling
@@ -61,14 +62,6 @@ class Samples:
     def at(self, i: int) -> Samples:
         """Sample i alone."""
         return Samples(samples=self.samples[i : i + 1], version=self.version)
-
-    def texts(self) -> tuple[list[str], list[str], list[str | None]]:
-        """Prompts, responses and answers."""
-        return (
-            [sample.prompt for sample in self.samples],
-            [sample.response for sample in self.samples],
-            [sample.answer for sample in self.samples],
-        )
 
     def describe(self, i: int) -> str:
         """Where sample i came from and how its response begins."""
@@ -117,6 +110,7 @@ class FunctionReward:
         self._name = name or repr(function)
         self.about: str = getattr(function, "about", "")
         self._on_error = on_error
+        self._may_be_silent = is_trl(function)
         self._hanging: list[threading.Thread] = []
         self._complaints = Complaints(f"reward function {self._name}")
         self._executor = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="reward")
@@ -139,17 +133,18 @@ class FunctionReward:
         samples = Samples.of(rollouts, self._decode)
         deadline = time.monotonic() + self._timeout_seconds
         if self._on_error is OnError.stop:
-            return Scores.of(torch.tensor(self._rewards(samples, deadline), dtype=torch.float32))
+            return _scores(self._rewards(samples, deadline))
         found, complaint = self._possible_rewards(samples, deadline)
-        rewards = torch.tensor(found, dtype=torch.float32)
-        valid = rewards.isfinite()
-        if not valid.all():
-            first = int((~valid).nonzero()[0])
+        scores = _scores(found)
+        failed = scores.valid & ~scores.rewards.isfinite()
+        if failed.any():
+            first = int(failed.nonzero()[0])
             reason = complaint or f"it returned {found[first]} for {samples.describe(first)}"
-            self._complaints.say(f"{int((~valid).sum())} of {len(samples)} samples have no reward: {reason}", samples.version)
-        return Scores(rewards=torch.where(valid, rewards, math.nan), valid=valid)
+            self._complaints.say(f"{int(failed.sum())} of {len(samples)} samples have no reward: {reason}", samples.version)
+        valid = scores.valid & ~failed
+        return Scores(rewards=torch.where(valid, scores.rewards, math.nan), valid=valid, silent=scores.silent)
 
-    def _rewards(self, samples: Samples, deadline: float) -> list[float]:
+    def _rewards(self, samples: Samples, deadline: float) -> list[float | None]:
         """One per sample. Raises RewardError."""
         try:
             return self._checked(self._call(samples, deadline), samples)
@@ -159,7 +154,7 @@ class FunctionReward:
             culprit = self._culprit(samples, deadline)
             raise RewardError(f"reward function {self._name} raised {type(error).__name__}: {error}; {culprit}") from error
 
-    def _possible_rewards(self, samples: Samples, deadline: float) -> tuple[list[float], str]:
+    def _possible_rewards(self, samples: Samples, deadline: float) -> tuple[list[float | None], str]:
         """One per sample, NaN if there is none, and what went wrong first. Raises RewardError if too many calls hang already."""
         try:
             return self._checked(self._call(samples, deadline), samples), ""
@@ -167,7 +162,8 @@ class FunctionReward:
             return [math.nan] * len(samples), self._tolerable(error)
         except Exception:  # not swallowed: it comes again below, from the samples that cause it
             pass
-        rewards, complaint = [math.nan] * len(samples), ""
+        rewards: list[float | None] = [math.nan] * len(samples)
+        complaint = ""
         for i in range(len(samples)):
             try:
                 rewards[i] = self._checked(self._call(samples.at(i), deadline), samples.at(i))[0]
@@ -192,7 +188,7 @@ class FunctionReward:
         def run() -> None:
             try:
                 with calling(f"reward function {self._name}"):
-                    result = function(list(samples.samples)) if isinstance(function, OnSamples) else function(*samples.texts())
+                    result = called(function, samples.samples, samples.version)
                     result = asyncio.run(_await(result)) if inspect.isawaitable(result) else result
                 outcome.put((result, None))
             except BaseException as error:  # handed to the waiting thread, which raises it
@@ -226,8 +222,10 @@ class FunctionReward:
                 return f"it fails for {samples.describe(i)}"
         return f"it fails for no sample alone, only for the {len(samples)} together, from {samples.describe(0)}"
 
-    def _checked(self, result: object, samples: Samples) -> list[float]:
+    def _checked(self, result: object, samples: Samples) -> list[float | None]:
         """The result, a list, a NumPy array or a tensor, as B numbers; RewardError naming the first sample whose entry is none.
+
+        None is an entry as well for a function of TRL's signature.
 
         NaN and infinity are numbers here, whatever gave them: what they lead to is the same for every kind of reward (`guard.reward`).
         """
@@ -243,12 +241,12 @@ class FunctionReward:
             )
         rewards = [_only(x.tolist()) if _is_array(x) else x for x in result]
         for i, x in enumerate(rewards):
-            if not isinstance(x, numbers.Real):
+            if not isinstance(x, numbers.Real) and not (x is None and self._may_be_silent):
                 raise RewardError(
                     f"reward function {self._name} returned {result[i]!r} ({type(result[i]).__name__}), expected a number, "
                     f"for {samples.describe(i)}"
                 )
-        return [_float32(x) for x in rewards]
+        return [None if x is None else _float32(x) for x in rewards]
 
 
 class Complaints:
@@ -271,6 +269,13 @@ def function_reward(config: RewardFunctionConfig, decode: Callable[[Sequence[int
         raise ConfigError("reward.function.path='': name a reward function, or use a reward model")
     function = build_reward_function(config, what)
     return FunctionReward(function, decode, config.timeout_seconds, name=config.path, on_error=config.on_error)
+
+
+def _scores(rewards: Sequence[float | None]) -> Scores:
+    """Of what a function said; where it said None it is silent, and the row has no reward by it."""
+    silent = torch.tensor([reward is None for reward in rewards])
+    values = torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float32)
+    return Scores(rewards=values, valid=~silent, silent=silent)
 
 
 def _is_array(x: object) -> TypeGuard[np.generic | np.ndarray | torch.Tensor]:

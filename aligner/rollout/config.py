@@ -219,8 +219,9 @@ def check_splits(architecture: Architecture, *, tp: int, world_size: int) -> Non
     if world_size % tp:
         allowed = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise ConfigError(f"rollout.tp={tp}: does not divide the {world_size} ranks of this component; allowed: {allowed}")
-    feed_forward = "expert_ffn_hidden_size" if architecture.num_experts else "ffn_hidden_size"
-    for name in ("num_attention_heads", feed_forward):
+    sizes = ["num_attention_heads", "expert_ffn_hidden_size" if architecture.num_experts else "ffn_hidden_size"]
+    sizes += ["ffn_hidden_size"] if architecture.dense_layers else []
+    for name in (*sizes, "shared_ffn_hidden_size"):
         if getattr(architecture, name) % tp:
             raise ConfigError(f"rollout.tp={tp}: does not divide the model's {name}={getattr(architecture, name)}")
     groups = architecture.num_key_value_heads

@@ -44,6 +44,7 @@ from aligner.rollout.attention import (
 from aligner.rollout.config import PAGE_SIZE, Kernels
 from aligner.rollout.experts import Stack, mix, mix_all, mix_grouped, multiplies_groups, route, stack_of
 from aligner.rollout.graphs import CudaCapture, DecodeGraphs
+from aligner.rollout.latent import LatentHeads
 from aligner.rollout.native import library as native
 from aligner.rollout.native.step import NativeDecode, Outside
 from aligner.rollout.paged_kernels import flash_attention
@@ -116,6 +117,10 @@ class Decoder:
         self.groups = max(architecture.num_key_value_heads // shards.count, 1)
         self.queries = architecture.num_attention_heads // shards.count // self.groups  # per key-value group on this rank
         self.norm = _norm(architecture)
+        self.latent = None
+        if architecture.latent_size:  # all heads read what one group of keys and values holds
+            self.latent = LatentHeads(architecture=architecture, heads=self.groups * self.queries, norm=self.norm)
+            self.groups, self.queries, self.head_dim = 1, self.groups * self.queries, architecture.latent_size + architecture.rotated
         self.activation = ACTIVATIONS[architecture.activation]
         self.rotary = None if frequencies is None else self._rotary_tables(frequencies, architecture.rope_attention_factor)
         local = architecture.rope_local_theta
@@ -187,7 +192,7 @@ class Decoder:
         if addresses != self._addresses:
             self._addresses = addresses
             if self.architecture.num_experts and multiplies_groups(self.weights.embedding):
-                self._stacks = tuple(stack_of(layer.experts) for layer in self.weights.layers)
+                self._stacks = tuple(stack_of(layer.experts) if layer.router is not None else None for layer in self.weights.layers)
 
     def release(self) -> None:
         """Give back the device memory that decode steps keep, and forget the cache that they knew. May be called between generations."""
@@ -212,6 +217,8 @@ class Decoder:
     def _attention_of(self, layer: int) -> PagedAttention:
         """The layer's own where it sees a window, caps its scores or scales them otherwise."""
         form, scale = form_of(self.architecture, layer), self.architecture.attention_scale
+        if self.latent is not None:
+            scale = rope.score_scale(self.architecture)
         if form.is_plain and not scale:
             return self.attention
         return FormedAttention(self.page_size, form, scale or self.head_dim**-0.5)
@@ -239,7 +246,8 @@ class Decoder:
         for number, layer in enumerate(self.weights.layers):
             rotary = local if local is not None and self.architecture.window_of(number) else everywhere
             normed = self._note(Operation.input_norm, number, self._normed(x, layer.input_norm))
-            attended = self._attend(layer, number, self._mixed(layer, number, normed, rotary), plan, cache)
+            mixed = self._mixed(layer, number, normed, rotary) if self.latent is None else self.latent.mixed(normed, layer.latent, rotary)
+            attended = self._attend(layer, number, mixed, plan, cache)
             if self.architecture.parallel_residual != ParallelResidual.none:
                 self._note(Operation.attention_residual, number, x)  # what the feed-forward layer's norm reads
                 read = normed if layer.mlp_norm is None else self._normed(x, layer.mlp_norm)
@@ -268,7 +276,7 @@ class Decoder:
         if rotary is not None:
             if self.architecture.rotary_interleaved:
                 q_and_k = neighbours_apart(q_and_k, rotary[0].shape[-1])
-            q_and_k = _rotate(q_and_k, *rotary)
+            q_and_k = rope.rotate(q_and_k, *rotary)
         queries = self._note(Operation.queries, number, q_and_k[..., : self.queries, :])
         keys = self._note(Operation.keys, number, q_and_k[..., self.queries, :])
         return queries, keys, mixed[..., self.queries + 1, :]
@@ -290,7 +298,8 @@ class Decoder:
             out = prefill_attention(mixed, cache, number, plan, self._attentions[number])
         else:
             out = self._attentions[number].decode(queries, cache, number, plan)
-        attended = self._note(Operation.attention, number, out.reshape(queries.shape[0], -1))
+        own = out.reshape(queries.shape[0], -1) if layer.latent is None else self.latent.values(out, layer.latent)
+        attended = self._note(Operation.attention, number, own)
         return self._note(Operation.projection, number, self._project(attended, layer.attention_out))
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -312,14 +321,15 @@ class Decoder:
         """Of what its norm gives."""
         self._note(Operation.mlp_norm, number, x)
         if layer.router is not None:
-            return self._note(Operation.mlp, number, self._experts(layer, number, x, fixed=fixed))
+            mixture = self._experts(layer, number, x, fixed=fixed)
+            return self._note(Operation.mlp, number, mixture if layer.shared is None else mixture + self._shared(layer, x))
         inner = self._note(Operation.activation, number, self._expand(x, layer.experts[0]))
         return self._note(Operation.mlp, number, self._project(inner, layer.experts[0].down))
 
     def _experts(self, layer: LayerWeights, number: int, x: Tensor, *, fixed: bool = False) -> Tensor:
         """The mixture's output. `fixed`: by operations whose shapes do not depend on the routing."""
         tokens, architecture = x.flatten(0, -2), self.architecture
-        routing = route(tokens, layer.router, architecture.experts_per_token, normalize=architecture.normalize_expert_weights)
+        routing = route(tokens, layer.router, layer.router_bias, architecture)
         if self.tap is not None:
             weights, chosen = routing
             self.tap(Operation.router, number, weights.new_zeros(len(weights), architecture.num_experts).scatter_(1, chosen, weights))
@@ -331,6 +341,11 @@ class Decoder:
         # Each rank has its share of every expert; their outputs are summed, so one rank adds the biases.
         add_up = mix_all if fixed else mix
         return self._sum(add_up(tokens, layer.experts, routing, self._expand, biased=self.shards.index == 0)).view_as(x)
+
+    def _shared(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        """What every token passes beside its experts."""
+        out = self._project(self._expand(x, layer.shared), layer.shared.down)
+        return out if layer.shared_gate is None else out * F.linear(x, layer.shared_gate).sigmoid()
 
     def _expand(self, x: Tensor, weights: FeedForward) -> Tensor:
         return expand(x, weights, self.activation, gated=self.architecture.gated_mlp)
@@ -369,15 +384,6 @@ class Decoder:
         angles = torch.arange(self.max_sequence_length, device=weight.device, dtype=torch.float32)[:, None] * frequencies.to(weight.device)
         cos, sin = angles.cos() * factor, angles.sin() * factor
         return torch.cat([cos, cos], -1).to(weight.dtype), torch.cat([-sin, sin], -1).to(weight.dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first dimensions of each head, as many as the tables have."""
-    rotated = cos.shape[-1]
-    if rotated == x.shape[-1]:
-        return torch.addcmul(x * cos, x.roll(rotated // 2, -1), sin)
-    first, rest = x[..., :rotated], x[..., rotated:]
-    return torch.cat([torch.addcmul(first * cos, first.roll(rotated // 2, -1), sin), rest], dim=-1)
 
 
 def _norm(architecture: Architecture) -> Callable[[Tensor, Affine], Tensor]:

@@ -15,19 +15,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aligner.models.config import Architecture
+from aligner.models.expert_groups import limited
 from aligner.rollout.weights import FeedForward
 
 Inner = Callable[[Tensor, FeedForward], Tensor]  # an expert's inner activations [..., F / tp] of tokens [..., H]
 
 
-def route(x: Tensor, router: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """(weights [N, k], experts int64 [N, k]) of tokens [N, H], in float32: softmax probabilities of the k likeliest experts, which sum to 1
-    if `normalize`."""
-    logits = F.linear(x.float(), router.float())
+def route(x: Tensor, router: Tensor, bias: Tensor | None, architecture: Architecture) -> tuple[Tensor, Tensor]:
+    """(weights [N, k], experts int64 [N, k]) of tokens [N, H], in float32: the best experts and their scores, which sum to 1 where the
+    architecture says so; `bias` counts for the choice alone."""
+    logits, normalize, top_k = F.linear(x.float(), router.float()), architecture.normalize_expert_weights, architecture.experts_per_token
+    if normalize and not architecture.router_sigmoid:
+        scores, experts = limited(logits, architecture).topk(top_k, dim=-1)
+        return scores.softmax(dim=-1) * architecture.router_scale, experts
+    scores = logits.sigmoid() if architecture.router_sigmoid else logits.softmax(dim=-1)
+    experts = limited(scores if bias is None else scores + bias, architecture).topk(top_k, dim=-1).indices
+    weights = scores.gather(-1, experts)
     if normalize:
-        scores, experts = logits.topk(top_k, dim=-1)
-        return scores.softmax(dim=-1), experts
-    return logits.softmax(dim=-1).topk(top_k, dim=-1)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights * architecture.router_scale, experts
 
 
 def mix(x: Tensor, experts: tuple[FeedForward, ...], routing: tuple[Tensor, Tensor], inner: Inner, *, biased: bool) -> Tensor:

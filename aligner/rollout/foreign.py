@@ -36,6 +36,7 @@ _GROUPS = (
     re.compile(r"(.*\.experts)\.\d+\..*"),
     re.compile(r"(.*)\.(?:q|k|v)_proj\.(?:weight|bias)"),
     re.compile(r"(.*)\.(?:gate|up)_proj\.(?:weight|bias)"),
+    re.compile(r"(.*)\.(?:q_a_proj|kv_a_proj_with_mqa)\.weight"),
 )
 
 

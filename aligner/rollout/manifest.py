@@ -48,7 +48,7 @@ class Manifest:
 def global_manifest(architecture: Architecture, dtype: torch.dtype) -> Manifest:
     """Full tensors under Megatron's names with global layer and expert numbers; the vocabulary without padding."""
     names = weight_names(architecture).names(architecture)
-    return Manifest(tensors={name: TensorSpec(shape=_full_shape(name, architecture), dtype=dtype) for name in names})
+    return Manifest(tensors={name: TensorSpec(shape=_full_shape(name, architecture), dtype=_dtype(name, dtype)) for name in names})
 
 
 def hf_manifest(architecture: Architecture, dtype: torch.dtype) -> Manifest:
@@ -57,25 +57,39 @@ def hf_manifest(architecture: Architecture, dtype: torch.dtype) -> Manifest:
     for name in table.names(architecture):
         rule = table.find(name)
         parts = to_hf(rule, torch.empty(_full_shape(name, architecture), device="meta"), architecture)
-        tensors |= {hf: TensorSpec(shape=tuple(part.shape), dtype=dtype) for hf, part in zip(rule.hf_names, parts, strict=True)}
+        own = _dtype(name, dtype)
+        tensors |= {hf: TensorSpec(shape=tuple(part.shape), dtype=own) for hf, part in zip(rule.hf_names, parts, strict=True)}
     return Manifest(tensors=tensors)
+
+
+def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The biases by which experts are chosen keep small steps."""
+    return torch.float32 if name.endswith(".expert_bias") else dtype
 
 
 def _full_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
     """Shape of a full Megatron tensor, the vocabulary without padding."""
     a = architecture
-    inner = a.expert_ffn_hidden_size if ".local_experts." in name else a.ffn_hidden_size
+    inner = a.ffn_hidden_size
+    if ".local_experts." in name or ".shared_experts." in name:
+        inner = a.expert_ffn_hidden_size if ".local_experts." in name else a.shared_ffn_hidden_size
     queries, keys = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
     shapes = {
         "word_embeddings": (a.vocab_size, a.hidden_size),
         "output_layer": (a.vocab_size, a.hidden_size),
         "position_embeddings": (a.max_position_embeddings + a.position_offset, a.hidden_size),
         "linear_qkv": (queries + 2 * keys, a.hidden_size),
-        "linear_proj": (a.hidden_size, queries),
+        "linear_proj": (a.hidden_size, a.num_attention_heads * a.value_head_dim if a.latent_size else queries),
+        "linear_q_proj": (queries, a.hidden_size),
+        "linear_q_down_proj": (a.query_latent_size, a.hidden_size),
+        "linear_q_up_proj": (queries, a.query_latent_size),
+        "linear_kv_down_proj": (a.latent_size + a.rotated, a.hidden_size),
+        "linear_kv_up_proj": (a.num_attention_heads * (a.head_dim - a.rotated + a.value_head_dim), a.latent_size),
+        "kv_layernorm": (a.latent_size,),
         "linear_fc1": (inner * (1 + a.gated_mlp), a.hidden_size),
         "linear_fc2": (a.hidden_size, inner),
         "router": (a.num_experts, a.hidden_size),
-        "q_layernorm": (queries if a.qk_norm_whole else a.head_dim,),
+        "q_layernorm": (a.query_latent_size or (queries if a.qk_norm_whole else a.head_dim),),
         "k_layernorm": (keys if a.qk_norm_whole else a.head_dim,),
         "input_layernorm": (a.hidden_size,),
         "post_attention_layernorm": (a.hidden_size,),
@@ -84,7 +98,9 @@ def _full_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
         "final_layernorm": (a.hidden_size,),
     }
     module, kind = name.split(".")[-2:]
-    return shapes[module][:1] if kind == "bias" else shapes[module]
+    if kind == "gate_weight":
+        return (1, a.hidden_size)
+    return shapes[module][:1] if kind.endswith("bias") else shapes[module]
 
 
 def mismatch(name: str, tensor: Tensor, spec: TensorSpec) -> str:

@@ -40,11 +40,24 @@ class FeedForward:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LatentWeights:
+    """Of latent attention; `q_down` is None where queries have no latent. The projections onto latents are whole on every rank."""
+
+    q_down: Tensor | None
+    q_norm: Affine | None
+    q_up: Tensor
+    kv_down: Tensor
+    kv_norm: Affine
+    kv_up: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
     """One layer's parameters on this rank; what the architecture lacks is None or empty. Without a router there is one expert: the MLP."""
 
     input_norm: Affine | None
-    qkv: Affine
+    qkv: Affine | None  # None with a latent
+    latent: LatentWeights | None
     q_norm: Affine | None
     k_norm: Affine | None
     attention_out: Affine
@@ -52,7 +65,10 @@ class LayerWeights:
     mlp_norm: Affine | None
     post_mlp_norm: Affine | None
     router: Tensor | None
+    router_bias: Tensor | None
     experts: tuple[FeedForward, ...]
+    shared: FeedForward | None  # what every token passes beside its experts
+    shared_gate: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,12 +89,15 @@ def tensors(weights: ModelWeights) -> Iterator[Tensor]:
         yield weights.positions
     affines = [weights.final_norm]
     for layer in weights.layers:
-        affines += [layer.qkv, layer.attention_out]
+        affines += [layer.attention_out]
         norms = layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm, layer.post_attention_norm, layer.post_mlp_norm
-        affines += [norm for norm in norms if norm is not None]
-        affines += [affine for expert in layer.experts for affine in (expert.up, expert.down)]
-        if layer.router is not None:
-            yield layer.router
+        affines += [affine for affine in (layer.qkv, *norms) if affine is not None]
+        affines += [affine for expert in (*layer.experts, layer.shared) if expert for affine in (expert.up, expert.down)]
+        matrices = [layer.router, layer.router_bias, layer.shared_gate]
+        if (latent := layer.latent) is not None:
+            matrices += [latent.q_down, latent.q_up, latent.kv_down, latent.kv_up]
+            affines += [norm for norm in (latent.q_norm, latent.kv_norm) if norm is not None]
+        yield from (matrix for matrix in matrices if matrix is not None)
     for affine in affines:
         yield affine.weight
         if affine.bias is not None:
@@ -94,13 +113,14 @@ def by_role(tensors: Mapping[str, Tensor], architecture: Architecture) -> ModelW
     return ModelWeights(
         embedding=tensors[EMBEDDING],
         positions=tensors[POSITIONS] if architecture.position_embedding == PositionEmbedding.learned else None,
-        layers=tuple(_layer(f"decoder.layers.{number}.", affine, tensors, architecture) for number in range(architecture.num_layers)),
+        layers=tuple(_layer(number, affine, tensors, architecture) for number in range(architecture.num_layers)),
         final_norm=affine("decoder.final_layernorm", bias=architecture.normalization.has_bias),
         output=tensors[EMBEDDING if architecture.tied_embeddings else OUTPUT_LAYER],
     )
 
 
-def _layer(prefix: str, affine: Callable[..., Affine], tensors: Mapping[str, Tensor], architecture: Architecture) -> LayerWeights:
+def _layer(number: int, affine: Callable[..., Affine], tensors: Mapping[str, Tensor], architecture: Architecture) -> LayerWeights:
+    prefix, mixture = f"decoder.layers.{number}.", architecture.has_experts(number)
     norm_bias, bias = architecture.normalization.has_bias, architecture.linear_bias
     own_norm = architecture.pre_norms and architecture.parallel_residual != ParallelResidual.shared_norm
 
@@ -108,21 +128,38 @@ def _layer(prefix: str, affine: Callable[..., Affine], tensors: Mapping[str, Ten
         return affine(prefix + name, bias=norm_bias) if present else None
 
     mlp_bias = bias or architecture.mlp_bias
-    experts = [f"mlp.experts.local_experts.{number}." for number in range(architecture.num_experts)]
+    experts = [f"mlp.experts.local_experts.{number}." for number in range(architecture.num_experts)] if mixture else ["mlp."]
+
+    def feed_forward(mlp: str) -> FeedForward:
+        return FeedForward(up=affine(prefix + mlp + "linear_fc1", bias=mlp_bias), down=affine(prefix + mlp + "linear_fc2", bias=mlp_bias))
+
     return LayerWeights(
         input_norm=norm("input_layernorm", architecture.pre_norms),
-        qkv=affine(prefix + "self_attention.linear_qkv", bias=bias or architecture.qkv_bias),
+        qkv=None if architecture.latent_size else affine(prefix + "self_attention.linear_qkv", bias=bias or architecture.qkv_bias),
+        latent=_latent(prefix + "self_attention.", affine, tensors, architecture) if architecture.latent_size else None,
         q_norm=norm("self_attention.q_layernorm", architecture.qk_norm),
         k_norm=norm("self_attention.k_layernorm", architecture.qk_norm),
         attention_out=affine(prefix + "self_attention.linear_proj", bias=bias or architecture.attention_out_bias),
         post_attention_norm=norm("post_attention_layernorm", architecture.post_norms),
         mlp_norm=norm("pre_mlp_layernorm", own_norm),
         post_mlp_norm=norm("post_mlp_layernorm", architecture.post_norms),
-        router=tensors[prefix + "mlp.router.weight"] if experts else None,
-        experts=tuple(
-            FeedForward(up=affine(prefix + mlp + "linear_fc1", bias=mlp_bias), down=affine(prefix + mlp + "linear_fc2", bias=mlp_bias))
-            for mlp in experts or ["mlp."]
-        ),
+        router=tensors[prefix + "mlp.router.weight"] if mixture else None,
+        router_bias=tensors[prefix + "mlp.router.expert_bias"] if mixture and architecture.router_bias else None,
+        experts=tuple(feed_forward(mlp) for mlp in experts),
+        shared=feed_forward("mlp.shared_experts.") if mixture and architecture.shared_ffn_hidden_size else None,
+        shared_gate=tensors[prefix + "mlp.shared_experts.gate_weight"] if mixture and architecture.shared_expert_gate else None,
+    )
+
+
+def _latent(prefix: str, affine: Callable[..., Affine], tensors: Mapping[str, Tensor], architecture: Architecture) -> LatentWeights:
+    own = architecture.query_latent_size > 0
+    return LatentWeights(
+        q_down=tensors[prefix + "linear_q_down_proj.weight"] if own else None,
+        q_norm=affine(prefix + "q_layernorm", bias=False) if own else None,
+        q_up=tensors[prefix + ("linear_q_up_proj" if own else "linear_q_proj") + ".weight"],
+        kv_down=tensors[prefix + "linear_kv_down_proj.weight"],
+        kv_norm=affine(prefix + "kv_layernorm", bias=False),
+        kv_up=tensors[prefix + "linear_kv_up_proj.weight"],
     )
 
 

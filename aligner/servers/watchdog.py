@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from processes import processes_with_variable, start_ticks  # noqa: E402  (beside this script: importing the package would cost a second interpreter start)
 
 PREFIX = "aligner-triton-"  # of workspaces
-OWNER = "owner"  # in each: the server's pid, in a file that it holds locked as long as it lives
+OWNER = "owner"  # in each: the server's pid and when it started, in a file that it holds locked as long as it lives
 TRACKER_SECONDS = 3.0  # multiprocessing's resource trackers unlink shared memory and exit by themselves
 KILL_SECONDS = 10.0
 
@@ -34,7 +34,7 @@ def own(workspace: Path) -> int:
     """Mark a workspace as this process's; the descriptor that holds the lock."""
     descriptor = os.open(workspace / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    os.write(descriptor, str(os.getpid()).encode())
+    os.write(descriptor, f"{os.getpid()} {start_ticks(os.getpid())}".encode())
     return descriptor
 
 
@@ -51,8 +51,8 @@ def sweep(temporary: Path) -> list[Path]:
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if (pid := os.read(descriptor, 32)).isdigit():
-                remove(workspace, int(pid))
+            if len(owner := os.read(descriptor, 64).split()) == 2 and all(part.isdigit() for part in owner):
+                remove(workspace, *map(int, owner))
                 swept.append(workspace)
         except BlockingIOError:  # its server lives
             continue
@@ -61,11 +61,11 @@ def sweep(temporary: Path) -> list[Path]:
     return swept
 
 
-def remove(workspace: Path, pid: int) -> None:
-    """Remove the workspace and the shared memory of the server `pid`, which has ended."""
+def remove(workspace: Path, pid: int, started: int) -> None:
+    """Remove the workspace and the shared memory of the server `pid`, which started at that tick and has ended or is about to."""
     shutil.rmtree(workspace, ignore_errors=True)
     later = start_ticks(pid)  # the number may be another process's by now, and later memory its own
-    began = time.time() if later is None else _boot_time() + later / os.sysconf("SC_CLK_TCK")
+    began = time.time() if later in (None, started) else _boot_time() + later / os.sysconf("SC_CLK_TCK")
     for segment in Path("/dev/shm").glob(f"pytrtion{pid}-*"):  # PyTriton's own spelling
         with contextlib.suppress(FileNotFoundError, PermissionError):  # gone by now, or a server's of another user with the same number
             if segment.stat().st_mtime < began:
@@ -104,11 +104,12 @@ def kill_marked(assignment: str) -> None:
 def main() -> None:
     """argv: the server's pid, NAME=value that marks its processes, its workspace."""
     parent, assignment, workspace = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    started = start_ticks(parent) or 0
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # those are for the server; its end is what counts here
     wait_for_end_of(parent)
     kill_marked(assignment)
-    remove(workspace, parent)
+    remove(workspace, parent, started)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def route_dtype(num_experts: int) -> torch.dtype:
 
 
 def no_expert(dtype: torch.dtype) -> int:
-    """In place of an expert where a token has no route: nothing was computed after it, or the layer has no experts."""
+    """In place of an expert where a token has no route: nothing was computed after it. (What layers without experts have means nothing.)"""
     return torch.iinfo(dtype).max
 
 

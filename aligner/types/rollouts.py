@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,13 +32,18 @@ class LogprobKind(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One prompt: `id` is its position in the data set (stable across epochs and resumes), `source` is `file:line`."""
+    """One prompt: `id` is its position in the data set (stable across epochs and resumes), `source` is `file:line`.
+
+    For reward functions: `columns` are the fields of its record, `messages` its turns as chat templates read them, if it is a conversation.
+    """
 
     id: int
     tokens: tuple[int, ...]
     source: str
     text: str = ""
     answer: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    messages: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,18 +156,22 @@ class Scores:
     """What judges say of B rollouts: rewards float32 [B], `valid` bool [B], and by name the parts [B] that the rewards were made of.
 
     A row that is not valid has no reward (it failed, by option, instead of ending the run): nothing is learnt from it, and it is counted.
-    A reward that is not finite in a valid row is the guard's business (`guard.reward`).
+    A reward that is not finite in a valid row is the guard's business (`guard.reward`). Of the rows that are not valid those in `silent`
+    (bool [B]) are ones of which the judge has nothing to say: a sum goes on without it.
     """
 
     rewards: Tensor
     valid: Tensor
     parts: Mapping[str, Tensor] = field(default_factory=dict)
+    silent: Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.rewards.shape)
         if len(shape) != 1:
             raise ValueError(f"Scores.rewards has shape {shape}, expected [B]")
         check_tensors(self, {"rewards": (self.rewards, torch.float32, shape), "valid": (self.valid, torch.bool, shape)})
+        if self.silent is not None:
+            check_tensors(self, {"silent": (self.silent, torch.bool, shape)})
         check_tensors(self, {f"parts[{name}]": (part, torch.float32, shape) for name, part in self.parts.items()})
 
     @classmethod

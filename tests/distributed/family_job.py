@@ -71,9 +71,10 @@ def run(name: str, folder: Path, settings: dict, parallel, topology) -> dict:
     check_checkpoint(folder / "checkpoints" / name, policy)
     policy.train_step(batch, sft_loss)
     parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
-    for p in parameters:
+    for p in (p for p in parameters if p.requires_grad):
         p.data = p.main_grad.data
-    return result | {"gradients": exported(policy.chunks)}
+    gradients = exported(policy.chunks)
+    return result | {"gradients": {name: one for name, one in gradients.items() if not name.endswith("e_score_correction_bias")}}
 
 
 def main() -> None:

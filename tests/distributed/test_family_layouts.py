@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ from hf_models import VOCAB, write
 from safetensors.torch import load_file
 
 JOB = Path(__file__).with_name("family_job.py")
+LONG = bool(os.environ.get("ALIGNER_LONG_TESTS"))  # every mixture in every layout
 NAMES = ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn"]
 NAMES += ["mistral", "qwen2_windows", "qwen3_layer_types"]
 NAMES += ["gemma2", "gemma2_plain", "gemma3_text", "olmo2", "olmo2_tied", "glm4", "glm4_tied", "cohere", "cohere_untied"]
+NAMES += ["olmo3"]
 NAMES += ["phi3", "phi3_window", "gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
 PACKED = {"packing": True, "micro_batch_tokens": 96}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes, parallel, model
@@ -28,15 +32,28 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes,
 }
 
 
+MIXTURES = ["deepseek_v2_groups", "deepseek_v3", "qwen2_moe"]
+if LONG:
+    MIXTURES += ["deepseek_v2", "deepseek_v3_plain", "glm4_moe", "glm4_moe_plain", "qwen2_moe_normalized", "qwen3_moe_dense_layers"]
+SPLIT_EXPERTS = {"tp": 2, "etp": 2, "sequence_parallel": True}
+MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "tp2_etp2_packed": (2, SPLIT_EXPERTS, PACKED),
+    "ep2_pp2_recompute": (4, {"ep": 2, "pp": 2}, {"recompute": "full"}),
+}
+if LONG:
+    MIXTURE_LAYOUTS["cp2_selective"] = (2, {"cp": 2}, {"recompute": "selective"})
+    MIXTURE_LAYOUTS["pp2_shared_prompts"] = (2, {"pp": 2}, PACKED | {"share_prompts": True})
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> tuple[Path, dict[str, dict]]:
     """The models, and what transformers makes of them."""
     folder = tmp_path_factory.mktemp("families")
     tokens = torch.randint(3, VOCAB, (4, 24), generator=torch.Generator().manual_seed(5))
     torch.save(tokens, folder / "tokens.pt")
-    for name in NAMES:
+    for name in NAMES + MIXTURES:
         write(name, folder / name)
-    return folder, {name: theirs(folder / name, tokens) for name in NAMES}
+    return folder, {name: theirs(folder / name, tokens) for name in NAMES + MIXTURES}
 
 
 def theirs(directory: Path, tokens: torch.Tensor) -> dict:
@@ -47,23 +64,44 @@ def theirs(directory: Path, tokens: torch.Tensor) -> dict:
     (-logprobs.mean()).backward()
     options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": VOCAB + 5, "pad_token_id": 0}
     rows = [model.generate(row[None, : 5 + 6 * number], **options)[0].tolist() for number, row in enumerate(tokens)]
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = dict(by_expert((name, parameter.grad) for name, parameter in model.named_parameters()))
     if model.config.model_type == "gpt_neox" and "lm_head.weight" in gradients:  # what it is called in files
         gradients["embed_out.weight"] = gradients.pop("lm_head.weight")
     return {"logprobs": torch.nn.functional.pad(logprobs.detach(), (1, 0)), "gradients": gradients, "responses": rows}
 
 
+def by_expert(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As files name what transformers has in one tensor for all experts."""
+    for name, tensor in named:
+        block, _, stack = name.rpartition(".experts.")
+        if not block:
+            yield name, tensor
+            continue
+        for expert, one in enumerate(tensor):
+            parts = {"gate": one.chunk(2)[0], "up": one.chunk(2)[1]} if stack == "gate_up_proj" else {"down": one}
+            yield from ((f"{block}.experts.{expert}.{part}_proj.weight", each) for part, each in parts.items())
+
+
+@pytest.mark.parametrize("layout", MIXTURE_LAYOUTS)
+def test_a_layout_of_mixtures_equals_transformers(layout, models, tmp_path, run_distributed):
+    check(MIXTURES, MIXTURE_LAYOUTS[layout], models, tmp_path, run_distributed)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_equals_transformers(layout, models, tmp_path, run_distributed):
-    nproc, parallel, model = LAYOUTS[layout]
+    check(NAMES, LAYOUTS[layout], models, tmp_path, run_distributed)
+
+
+def check(names, layout, models, tmp_path, run_distributed):
+    nproc, parallel, model = layout
     folder, expected = models
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    run_distributed(JOB, nproc, json.dumps({"parallel": parallel, "model": model}), tmp_path, *NAMES, timeout=400)
-    for name in NAMES:
+    run_distributed(JOB, nproc, json.dumps({"parallel": parallel, "model": model}), tmp_path, *names, timeout=400)
+    for name in names:
         got, source = torch.load(tmp_path / f"{name}.pt"), load_file(folder / name / "model.safetensors")
         assert got["weights"].keys() == source.keys() and all(torch.equal(got["weights"][key], tensor) for key, tensor in source.items())
         torch.testing.assert_close(got["logprobs"], expected[name]["logprobs"], rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
-        assert got["gradients"].keys() == expected[name]["gradients"].keys()
+        assert got["gradients"].keys() == expected[name]["gradients"].keys(), name
         for key, gradient in expected[name]["gradients"].items():
             error = (got["gradients"][key] - gradient).norm() / gradient.norm()
             assert error < 1e-4 or gradient.norm() < 1e-6, f"{name}: gradient of {key}: {error}"

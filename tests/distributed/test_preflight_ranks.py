@@ -50,7 +50,8 @@ def test_all_is_well(run_distributed, folder):
 def test_a_rank_that_differs_and_hangs(run_distributed, folder):
     first, second = run_distributed(JOB, 2, "differ", folder)
     found = items(folder, "differ")
-    assert levels(found) == {"ranks": "ok", "config": "ok", "versions": "fatal", "clock": "fatal", "network": "not run", "data": "ok"}
+    expected = {"ranks": "ok", "config": "ok", "versions": "fatal", "clock": "fatal", "network": "not run", "hub": "ok", "data": "ok"}
+    assert levels(found) == expected
     assert found["versions"]["found"].startswith("rank 1 on n1: torch is 0.1 and not ")
     assert "rank 1 on n1: did not finish within" in found["clock"]["found"] and "(hangs)" in found["clock"]["found"]
     assert found["network"]["found"] == "needs versions"
@@ -60,7 +61,7 @@ def test_a_rank_that_differs_and_hangs(run_distributed, folder):
 def test_a_rank_that_never_comes(run_distributed, folder):
     first, _ = run_distributed(JOB, 2, "absent", folder)
     found = items(folder, "absent")
-    assert levels(found) == {"ranks": "fatal", "config": "not run", "versions": "not run"}
+    assert levels(found) == {"ranks": "fatal", "config": "not run", "versions": "not run", "hub": "not run"}
     assert found["ranks"]["found"] == "rank 0 waited for a sign of life: rank 1 of 2 did not come"
     assert "ended with 2" in first
 

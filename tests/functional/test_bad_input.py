@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "a Git LFS pointer": (GRPO, ["model.path={}/pointer", "model.seq_length=32"], ["{}/pointer/model.safetensors is a Git LFS pointer"]),
     "a missing tensor": (GRPO, ["model.path={}/small", "model.seq_length=32"], ["{}/small: no tensor named model.layers.0."]),
-    "scaled in one of two places": (GRPO, ["model.path={}/yarn"], ['{}/yarn/config.json: rope_scaling.rope_type="yarn" is not supported']),
+    "an unknown scaling of positions": (GRPO, ["model.path={}/ntk"], ['{}/ntk/config.json: rope_scaling.rope_type="ntk" is not supported']),
     "a run directory below a file": (GRPO, ["run.directory={}/bad.jsonl/run"], ["{}/bad.jsonl exists and is not a directory"]),
     "sft data of another kind": (SFT, ["data.train={}/prompts.jsonl", "data.max_length=16"], ["prompts.jsonl:1"]),
 }
@@ -73,8 +73,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plain = Architecture(num_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, ffn_hidden_size=64, vocab_size=18)
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     small = save({name: torch.zeros(17, 32) for name in weight_names(plain).find(EMBEDDING).hf_names})
-    yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
-    for name, weights, change in (("pointer", pointer, {}), ("small", small, {}), ("yarn", small, yarn)):
+    ntk = {"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}
+    for name, weights, change in (("pointer", pointer, {}), ("small", small, {}), ("ntk", small, ntk)):
         shutil.copytree(folder / "tokenizer", folder / name)
         (folder / name / "config.json").write_text(json.dumps(architecture_to_hf(plain) | change))
         (folder / name / "model.safetensors").write_bytes(weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from slurm_runs import ENVIRONMENT, SlurmRun, run_settings
 from training_jobs import ROOT, steps_of, write_task
 
 pytestmark = [pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(1800)]
+LONG = pytest.mark.skipif(not os.environ.get("ALIGNER_LONG_TESTS"), reason="a minute and a half: ALIGNER_LONG_TESTS=1 runs it")
 PATIENCE_SECONDS = 240.0
 NUM_STEPS = 8
 GRACE_SECONDS = 120
@@ -55,7 +57,7 @@ def shown(cluster: SlurmCluster, job: Job, field: str) -> set[str]:
     return {word.partition("=")[2] for word in words if word.startswith(f"{field}=")}
 
 
-@pytest.mark.parametrize("accounted", [True, False], indirect=True, ids=["warned", "terminated"])
+@pytest.mark.parametrize("accounted", [pytest.param(True, id="warned"), pytest.param(False, id="terminated", marks=LONG)], indirect=True)
 def test_a_better_job_takes_the_nodes(accounted: SlurmCluster, task: Path) -> None:
     """The run saves within the grace time, and goes on when the nodes are free again: no step is lost, none is done twice."""
     run = SlurmRun(accounted, task, f"preempted{accounted.settings.preemption_warns}", run_settings(task, NUM_STEPS))

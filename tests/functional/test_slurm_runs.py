@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import sys
@@ -24,7 +25,7 @@ from training_jobs import ROOT, launcher, run_job, series, steps_of, without_tim
 
 pytestmark = [pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(1800)]
 NUM_STEPS = 90
-NUM_KILLS = 30
+NUM_KILLS = 30 if os.environ.get("ALIGNER_LONG_TESTS") else 10
 # From one end of a component to the next step: three starts on a busy machine of two cores.
 PATIENCE_SECONDS = 240.0
 
@@ -128,7 +129,7 @@ def test_signals_time_limits_and_lost_nodes(slurm: SlurmCluster, task: Path, und
 
 
 def test_kill_9_at_random(slurm: SlurmCluster, task: Path, undisturbed: Path) -> None:
-    """Thirty kills of any process of any component. Half of them hit a run that has gone on since, the others one under repair."""
+    """Kills of any process of any component. Half of them hit a run that has gone on since, the others one under repair."""
     draw = random.Random(5)
     run = SlurmRun(slurm, task, "killed", run_settings(task, NUM_STEPS))
     run.set_pace(0.3)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -94,7 +97,7 @@ def test_a_cluster_that_does_not_count_gpus(other_cluster: SlurmCluster) -> None
 
 @pytest.mark.parametrize("other_cluster", [{"gpu_type": "h100"}], indirect=True)
 def test_a_cluster_with_types_of_gpus(other_cluster: SlurmCluster) -> None:
-    for settings in ((), ("slurm.gpu_type=h100",), ("slurm.gpu_type=h100", "slurm.gpu_request=gres")):
+    for settings in ((), ("slurm.gpu_type=h100",), ("slurm.gpu_type=h100", "slurm.gpu_request=gres"), ("slurm.exclusive=false",)):
         code, said = tried(other_cluster, *settings)
         assert code == 0 and "to start at" in said
 
@@ -218,3 +221,77 @@ def test_a_cancelled_run_takes_no_nodes_again(slurm: SlurmCluster, task: Path) -
     assert said == f"job {job.number} is not submitted again: somebody cancelled it: submit it again to go on\n"
     assert job.successors() == []
     assert json.loads((run.directory / "attempts.jsonl").read_text().splitlines()[-1])["event"] == "not_continued"
+
+
+LONG = pytest.mark.skipif(not os.environ.get("ALIGNER_LONG_TESTS"), reason="a minute each: ALIGNER_LONG_TESTS=1 runs it")
+OLD_PYTHON = '#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.6.8" && exit 0\nexit 1\n'
+SITES = {
+    "as it is": ({}, (), {}),
+    "exports nothing": ({}, ("--export=NONE",), {}),
+    "counts no GPUs": ({"num_gpus": 0}, (), {}),
+    "has types of GPUs": ({"gpu_type": "h100"}, (), {}),
+    "holds jobs to their memory": ({"cgroups": True}, ("--mem=4000",), {}),
+    "charges accounts": ({"accounting": True}, ("--account=lab",), {}),
+    "gives whole nodes": ({}, ("--exclusive",), {}),
+    "has an old Python first": ({}, (), {"PATH": "old"}),
+}
+
+
+@LONG
+@pytest.mark.parametrize("site", SITES)
+def test_the_smoke_job_at_every_kind_of_site(_slurm_cluster: SlurmCluster, tmp_path: Path, site: str) -> None:
+    """`sbatch slurm/smoke_cpu.sub` from the checkout, preflight included."""
+    settings, options, variables = SITES[site]
+    if "PATH" in variables:
+        for name in ("python3", "python"):
+            (tmp_path / name).write_text(OLD_PYTHON)
+            (tmp_path / name).chmod(0o755)
+        variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ALIGNER_PYTHON": ""}
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as directory:
+        with SlurmCluster(Path(directory), num_phantoms=0, **settings) as cluster:
+            if "accounting" in settings:
+                for words in (("account", "lab"), ("user", "root", "account=lab")):
+                    cluster.run("sacctmgr", "--immediate", "add", *words)
+            finishes(cluster, tmp_path, *options, variables=variables)
+
+
+def finishes(cluster: SlurmCluster, folder: Path, *options: str, variables: dict[str, str]) -> None:
+    """The run of the smoke job comes to its end, as its own settings say."""
+    job = cluster.submit(
+        ROOT / "slurm" / "smoke_cpu.sub",
+        f"run.directory={folder}/run",
+        options=(f"--output={folder}/%x-%j.out", *options),
+        environment={**ENVIRONMENT, **variables},
+        directory=folder,
+        cwd=ROOT,
+        logs=folder / "run" / "logs",
+    )
+    job.wait("COMPLETED", timeout_seconds=2 * PATIENCE_SECONDS)
+    assert len(steps_of(folder / "run")) == 30 and "preflight on 3 nodes" in job.output and job.orphans() == []
+
+
+def written(kind: str) -> list[str]:
+    """Settings as docs/sites.md has them, as a shell reads them."""
+    text = (ROOT / "docs" / "sites.md").read_text()
+    return [shlex.split(found)[0] for found in re.findall(rf'`("?{kind}[^`]*)`', text) if "=" in found]
+
+
+@LONG
+def test_the_settings_of_the_documentation_word_for_word(slurm: SlurmCluster, task: Path) -> None:
+    """Every one is taken by `aligner launch slurm --test-only`, and those that this cluster has are those of a run."""
+    found = written("slurm")
+    assert len(found) >= 9
+    site = {"--partition=cpu": "--partition=batch", "/shared/site.sh": "/dev/null", "module load": ": module load", "480G": "4000M"}
+    given = []
+    for setting in found:
+        for there, here in site.items():
+            setting = setting.replace(there, here)
+        if not setting.startswith("slurm.gpu_type"):  # the nodes here have one kind; see above
+            code, said = tried(slurm, setting)
+            assert code == 0 and "to start at" in said, (setting, said)
+        if not setting.startswith(("slurm.gpu", "slurm.mpi")):
+            given.append(setting)
+    run = SlurmRun(slurm, task, "documented", run_settings(task, NUM_STEPS))
+    job = launched(slurm, run, *given, "slurm.memory=4000M")
+    job.wait("COMPLETED", timeout_seconds=3 * PATIENCE_SECONDS)
+    assert steps_of(run.directory) == list(range(1, NUM_STEPS + 1))

@@ -18,6 +18,8 @@ FROM_THE_BASE = {
     "numpy",
     "pyarrow",
     "datasets",
+    "filelock",
+    "huggingface-hub",
     "transformers",
     "tokenizers",
     "safetensors",

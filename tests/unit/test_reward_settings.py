@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from aligner.algorithms.grpo import TrainGRPO
-from aligner.config import compose, from_yaml, to_yaml
+from aligner.config import compose, from_yaml, override, to_yaml
 from aligner.errors import ConfigError
 from aligner.hints import hint
 from aligner.models.config import ModelConfig
@@ -58,6 +58,17 @@ def test_on_the_command_line(parts):
     assert list(parts("reward.functions={p:{served:true},q:{path:a.b}}")) == ["p", "q"]
     real = compose(TrainGRPO, "grpo", ["data.train=x", "model.path=y", "reward.functions.far.url=http://c"])
     assert real.reward.functions == {"far": NamedRewardConfig(url="http://c")}
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["reward.function.arguments={target: hello}", "reward.function.arguments.target=hello", "+reward.function.arguments.target=hello"],
+)
+def test_arguments_of_one_function(given):
+    """As docs/rewards.md has them, and with Hydra's `+`."""
+    real = compose(TrainGRPO, "grpo", ["data.train=x", "model.path=y", "reward.function.path=a:b", given])
+    assert real.reward.function.arguments == {"target": "hello"}
+    assert override("reward.function.arguments", {"target": "it's"}) == r"reward.function.arguments={target:'it\'s'}"
 
 
 def test_in_yaml_and_changed_or_removed_afterwards(parts):

@@ -74,7 +74,7 @@ class SlurmConfig:
     cpus_per_rank: int = 0  # --cpus-per-task; 0: Slurm's default
     exclusive: bool = True  # whole nodes
     separate: bool = False  # a job for every component's nodes, where there are no heterogeneous jobs (aligner launch slurm --separate)
-    gpu_request: GpuRequest = GpuRequest.auto  # --gpus-per-node, --gres, or none where Slurm does not count GPUs; auto: what sinfo says
+    gpu_request: GpuRequest = GpuRequest.auto  # --gpus-per-node, --gres, or none where Slurm does not count GPUs; auto: what scontrol says
     gpu_type: str = ""  # such as h100, where nodes have several; empty: any
     options: list[str] = field(default_factory=list)  # more sbatch options for every component, such as --mem=0
     memory: str = ""  # of each node (sbatch --mem): 0 all of it, or such as 480G; empty: the site's default

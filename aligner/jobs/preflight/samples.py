@@ -57,7 +57,7 @@ def fitted(config: JobRun) -> JobRun:
 
 def load_sample(config: JobRun, location: str, tokenizer: Tokenizer, first: int | None = NUM_RECORDS) -> tuple[Sequence[Any], LoadReport]:
     """The usable ones of the first records (None: of all), and the report. Raises DataError listing the bad lines."""
-    return config.read(location, tokenizer, first=first)
+    return config.read(location, tokenizer.chatting(config.data.chat_template, config.data.thinking), first=first)
 
 
 def _observe_data(context: Context) -> Sample:
@@ -159,10 +159,13 @@ def _score(reward: Any, prompts: Sequence[Any], responses: Sequence[list[int]], 
         response = tuple(tokens) or (tokenizer.eos_id,)
         logprobs, reason = (0.0,) * len(response), FinishReason.stop
         rollouts.append(Rollout(prompt=prompt, response=response, logprobs=logprobs, finish_reason=reason, policy_version=0, seed=0))
-    scores = reward.score(rollouts).result().rewards.tolist()  # NaN where a failure only marks the sample: here it is one
-    if bad := [(prompt, score) for prompt, score in zip(prompts, scores, strict=True) if not math.isfinite(score)]:
+    found = reward.score(rollouts).result()
+    silent = [False] * len(prompts) if found.silent is None else found.silent.tolist()
+    scored = zip(prompts, found.rewards.tolist(), silent, strict=True)
+    heard = [(prompt, score) for prompt, score, is_silent in scored if not is_silent]
+    if bad := [(prompt, score) for prompt, score in heard if not math.isfinite(score)]:  # NaN also where a failure only marks the sample
         raise DataError(f"the reward function returned {bad[0][1]} for an answer to {bad[0][0].source}; expected a finite number")
-    return scores
+    return [score for _, score in heard]
 
 
 def judge_reward(context: Context, seen: Mapping[int, Scores]) -> Finding:
@@ -177,6 +180,10 @@ def judge_reward(context: Context, seen: Mapping[int, Scores]) -> Finding:
         return Finding(level=Level.ok, found=text)
     if not first.function:
         return Finding(level=Level.ok, found=f"a reward model scores{accuracy}")
+    if not first.answers or not first.empty:
+        return Finding(
+            level=Level.warning, found=f"{first.function} says nothing of the first samples: it returned None for each{accuracy}"
+        )
     empty = sum(first.empty) / len(first.empty)
     if not first.num_with_answer:
         return Finding(level=Level.ok, found=f"{first.function}: {empty:.3g} for an empty response (the prompts have no answers){accuracy}")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from aligner.data.records import Message
+from aligner.data.messages import Message
 from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
@@ -44,7 +44,8 @@ def _observe(context: Context) -> Tokens:
     described, digests, notes = {}, {}, []
     for model in context.config.models():
         try:
-            tokenizer = tokenizer_of(model)
+            data = context.config.data
+            tokenizer = tokenizer_of(model).chatting(data.chat_template, data.thinking)
             described[model.component], found = look(tokenizer, context.config)
         except ConfigError as error:
             raise ConfigError(f"{model.component} ({model.key}): {error}") from error

@@ -40,6 +40,7 @@ def _observe(context: Context) -> Readable:
 def check_model(model: UsedModel) -> tuple[str, list[str]]:
     """(a few words, warnings) on the files of `model.path`. Raises CheckpointError naming file and fault."""
     from aligner.models.create import read_architecture, source_directory  # Megatron-Core comes with it
+    from aligner.models.foreign.model import is_foreign, open_weights
 
     source = source_directory(model.config, key=model.key)
     if source is None:
@@ -53,6 +54,12 @@ def check_model(model: UsedModel) -> tuple[str, list[str]]:
         if not model.is_scalar and kind != "language":
             raise CheckpointError(f"{model.key}.path={model.config.path}: a {kind} model's checkpoint; a language model is needed")
         return words, []
+    if is_foreign(source):
+        with open_weights(source) as weights:
+            weights.check(weights.description.architecture, is_scalar=model.is_scalar)
+        if model.needs_head and weights.description.head is None:
+            raise CheckpointError(f"{model.key}.path={model.config.path}: has no rm_head: its scores would be those of a random head")
+        return f"{source}: a model of Megatron-LM or NeMo, read in place", []
     tensors, num_bytes = stored_tensors(source)
     check_names(source, read_architecture(model.config, vocab_size=0), set(tensors), is_scalar=model.is_scalar)
     if model.needs_head and not any(name.startswith(HF_HEADS) for name in tensors):

@@ -11,9 +11,12 @@ from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
 from aligner.models.families import (
     cohere,
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3_text,
     glm4,
+    glm4_moe,
     gpt2,
     gpt_neox,
     llama,
@@ -21,9 +24,11 @@ from aligner.models.families import (
     mixtral,
     nemotron,
     olmo2,
+    olmo3,
     opt,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
 )
@@ -47,6 +52,11 @@ FAMILIES = {
     Family.olmo2: olmo2,
     Family.glm4: glm4,
     Family.cohere: cohere,
+    Family.deepseek_v2: deepseek_v2,
+    Family.deepseek_v3: deepseek_v3,
+    Family.glm4_moe: glm4_moe,
+    Family.olmo3: olmo3,
+    Family.qwen2_moe: qwen2_moe,
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import ChainMap
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
@@ -97,7 +98,7 @@ class HFConfig:
 
     def part(self, **replaced: Any) -> HFConfig:
         """The same file with other values of these keys."""
-        return HFConfig({**{key: self._values[key] for key in self._values}, **replaced})
+        return HFConfig(ChainMap(replaced, self._values))
 
     def flag(self, key: str, absent: bool) -> bool:
         """true or false."""

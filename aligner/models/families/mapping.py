@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
@@ -77,6 +77,9 @@ class NameTable:
     before: Mapping[str, Rule]
     layer: Mapping[str, Rule]
     after: Mapping[str, Rule]
+    dense: Mapping[str, Rule] = field(
+        default_factory=dict
+    )  # the feed-forward part of a mixture's layers without experts, instead of `layer`'s
     layer_prefix: str = "model.layers.{layer}."
     base_prefix: str = "model."  # what a file of the headless model leaves out of the names
     ignored: str = r".*rotary_emb\.inv_freq"
@@ -93,7 +96,8 @@ class NameTable:
 
     def _find_in_layer(self, layer: int, name: str) -> Rule | None:
         expert = _EXPERT_NAME.fullmatch(name)
-        found = self.layer.get(name if expert is None else _EXPERT_TEMPLATE + expert[2])
+        key = name if expert is None else _EXPERT_TEMPLATE + expert[2]
+        found = self.layer.get(key) or self.dense.get(key)
         if found is None:
             return None
         prefix = self.layer_prefix.format(layer=layer)
@@ -106,8 +110,11 @@ class NameTable:
         """The global Megatron names of all parameters of a language model, in Hugging Face's order; a tied output layer is left out."""
         yield from self.before
         for layer in range(architecture.num_layers):
-            experts = [name for name in self.layer if name.startswith(_EXPERT_TEMPLATE)]
-            yield from (f"decoder.layers.{layer}.{name}" for name in self.layer if name not in experts)
+            names = list(self.layer)
+            if architecture.num_experts and not architecture.has_experts(layer):
+                names = [name for name in names if not name.startswith("mlp.")] + list(self.dense)
+            experts = [name for name in names if name.startswith(_EXPERT_TEMPLATE)]
+            yield from (f"decoder.layers.{layer}.{name}" for name in names if name not in experts)
             for expert in range(architecture.num_experts):
                 yield from (f"decoder.layers.{layer}.{name.format(expert=expert)}" for name in experts)
         yield from (name for name in self.after if name != OUTPUT_LAYER or not architecture.tied_embeddings)
@@ -226,11 +233,16 @@ BIASED_MLP = {
 
 
 def llama_like(
-    *, attention: Mapping[str, Rule] = MappingProxyType({}), out: Mapping[str, Rule] = MappingProxyType({}), mlp: Mapping[str, Rule] = MLP
+    *,
+    attention: Mapping[str, Rule] = MappingProxyType({}),
+    out: Mapping[str, Rule] = MappingProxyType({}),
+    mlp: Mapping[str, Rule] = MLP,
+    dense: Mapping[str, Rule] = MappingProxyType({}),
 ) -> NameTable:
-    """Llama's table, with more rows for its attention and the layer `out` behind it, and perhaps another feed-forward part.
+    """Llama's table, with more rows for its attention and the layer `out` behind it, and perhaps another feed-forward part, and that of
+    a mixture's layers without experts.
 
     Biases of query, key and value, and of gate and up, directly follow their weights: tensors that an engine fuses must arrive together.
     """
     layer = INPUT_NORM | QKV | dict(attention) | ATTENTION_OUT | dict(out) | MLP_NORM | dict(mlp)
-    return NameTable(before=BEFORE, layer=layer, after=FINAL_NORM | OUTPUT)
+    return NameTable(before=BEFORE, layer=layer, dense=dense, after=FINAL_NORM | OUTPUT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +21,13 @@ NAMES = NameTable(
 
 def from_hf(hf: HFConfig) -> Architecture:
     """The architecture in a Hugging Face config. Raises ConfigError for attention biases."""
+    return common_from_hf(hf, Family.olmo2)
+
+
+def common_from_hf(hf: HFConfig, family: Family, *, rope: Mapping[str, Any] | None = None) -> Architecture:
+    """What OLMo 2 and 3 share."""
     hf.only({"attention_bias": (False,)})
-    common = llama.common_from_hf(hf, Family.olmo2, norm_eps=1e-5)
+    common = llama.common_from_hf(hf, family, norm_eps=1e-5, rope=rope)
     return replace(common, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_whole=True)
 
 

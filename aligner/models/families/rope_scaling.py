@@ -106,7 +106,10 @@ def to_hf(a: Architecture) -> dict[str, Any]:
         rope |= {"low_freq_factor": a.rope_low_freq_factor, "high_freq_factor": a.rope_high_freq_factor}
     if a.rope_yarn_factor:
         rope |= {"beta_fast": a.rope_beta_fast, "beta_slow": a.rope_beta_slow, "truncate": a.rope_truncate}
-        if a.rope_attention_factor != yarn_attention_factor(a.rope_yarn_factor):  # else left out: some readers multiply it in once more
+        if a.rope_score_scale:
+            rope["mscale_all_dim"] = a.rope_score_scale
+            rope |= {"mscale": a.rope_score_scale} if a.rope_attention_factor == 1 else {"attention_factor": a.rope_attention_factor}
+        elif a.rope_attention_factor != yarn_attention_factor(a.rope_yarn_factor):  # else left out: some readers multiply it in once more
             rope["attention_factor"] = a.rope_attention_factor
     if a.rope_llama3_factor or a.rope_yarn_factor:
         rope["original_max_position_embeddings"] = a.rope_original_length

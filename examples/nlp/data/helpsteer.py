@@ -12,21 +12,12 @@ such as <extra_id_1>Assistant in it.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 
 from aligner.data.conversion import Record, converter, each_record, label_text, run, steerlm
-
-ATTRIBUTES = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
-_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
-
-
-def messages(prompt: str) -> list[dict[str, str]]:
-    """The turns of a prompt; the first is the user's."""
-    first, *others = _TURN.split(prompt)
-    turns = zip(others[0::2], others[1::2], strict=True)
-    return [{"role": "user", "content": first}, *({"role": speaker.lower(), "content": text} for speaker, text in turns)]
+from aligner.data.published import HELPSTEER_ATTRIBUTES as ATTRIBUTES
+from aligner.data.published import helpsteer_turns as messages
 
 
 def regression(record: Record) -> Iterator[Record]:

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import combinations
 
 from aligner.data.conversion import Record, converter, each_record, run
+from aligner.data.published import ultrafeedback_score as score
 from aligner.errors import DataError
 
 
@@ -27,15 +28,6 @@ def pairs(record: Record, *, every: bool) -> Iterator[Record]:
         yield from _of_conversations(record)
     else:
         raise DataError(f"has the fields {sorted(record)}, expected {{instruction, completions}} or {{chosen: [...], rejected: [...]}}")
-
-
-def score(completion: Record) -> float | None:
-    """Its overall score, else the mean of its ratings; None where there is none."""
-    if completion.get("overall_score") is not None:
-        return float(completion["overall_score"])
-    ratings = [aspect["Rating"] for aspect in (completion.get("annotations") or {}).values()]
-    numbers = [float(rating) for rating in ratings if str(rating).strip().isdigit()]  # some are "N/A"
-    return sum(numbers) / len(numbers) if numbers else None
 
 
 def _of_completions(record: Record, *, every: bool) -> Iterator[Record]:

@@ -283,8 +283,9 @@ def test_a_round_that_does_not_come_ends_the_wait(make_ahead):
 
 def test_closing_gives_up_the_round_under_way(make_ahead):
     ahead = make_ahead()
+    allowed = threading.Semaphore(LENGTH)  # those of the first round
+    ahead.steps.may_step = lambda: allowed.acquire(blocking=False)
     ahead.take(1)
-    ahead.steps.may_step = lambda: False
     ahead.trained()
     ahead.engine.shutdown()  # as a job does at its end
     steps = ahead.steps.steps
@@ -320,8 +321,15 @@ def test_grpo_and_ppo_learn_from_them(make_ahead, fakes):
     from aligner.algorithms.grpo import GRPO, GRPOConfig
     from aligner.algorithms.ppo import PPO, PPOConfig
 
+    class Policy(fakes.FakePolicy):
+        """Learns when the next round has been sampled with the weights before."""
+
+        def train_step(self, batch, loss):
+            ahead.rest(self.version + 2)
+            return super().train_step(batch, loss)
+
     ahead = make_ahead()
-    policy = fakes.FakePolicy(ahead.log)
+    policy = Policy(ahead.log)
     grpo = GRPO(GRPOConfig(prompts_per_step=1, group_size=2, mini_batch_size=2), policy, ahead.task, ahead.rounds)
     for step in (1, 2, 3):
         metrics = grpo.step(step, Clock()).metrics
@@ -329,7 +337,7 @@ def test_grpo_and_ppo_learn_from_them(make_ahead, fakes):
     assert policy.trained[-1].old_logprobs is None  # the weight is then that of the policy of now: see `policy_loss`
     critic = fakes.FakeCritic(ahead.log)
     ahead = make_ahead(critic=critic)
-    policy = fakes.FakePolicy(ahead.log)
+    policy = Policy(ahead.log)
     ppo = PPO(PPOConfig(rollouts_per_step=2, mini_batch_size=2), policy, ahead.task, critic, ahead.rounds)
     for step in (1, 2):
         metrics = ppo.step(step, Clock()).metrics

@@ -56,7 +56,7 @@ NAN = float("nan")
 TOO_LONG = "allowed: at most data.max_length=1024"
 LONG = "a" * 2000
 BOT = {"role": "bot", "content": "b"}
-SPEAKERS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+SPEAKERS = [{"from": "Human", "value": "a"}, {"from": "Bot", "value": "b"}]
 BAD = [
     ("sft", {"prompt": "a", "response": ""}, "expected a non-empty string"),
     ("sft", {"prompt": "a", "response": " \n"}, "there is only white space"),
@@ -64,7 +64,7 @@ BAD = [
     ("sft", {"messages": [USER, {"role": "bot", "content": "b"}]}, "role is 'bot', allowed: system, user, assistant, tool"),
     ("sft", {"messages": [USER, *2 * [{"role": "assistant", "content": "b"}]]}, "role is 'assistant' as that of the one before"),
     ("sft", {"messages": [USER]}, "the last message has role 'user', expected 'assistant'"),
-    ("sft", {"conversations": SPEAKERS}, "mask' is 'User', which is none of the speakers ['gpt', 'human']"),
+    ("sft", {"conversations": SPEAKERS}, "mask' is 'User', which is none of the speakers ['Bot', 'Human']"),
     ("sft", {"prompt": "a" * 2000, "response": "b"}, TOO_LONG),
     ("pairs", {"prompt": LONG, "chosen": "b", "rejected": "c"}, TOO_LONG),
     ("pairs", {"messages": [USER], "prompt": [BOT], "chosen": "b", "rejected": "c"}, "role is 'bot', allowed: system, user"),

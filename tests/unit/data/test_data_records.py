@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from aligner.data.messages import Message
 from aligner.data.records import (
     ConversationRecord,
-    Message,
     ResponseRecord,
     parse_preference,
     parse_prompt,

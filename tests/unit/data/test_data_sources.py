@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 
 import pytest
 
@@ -66,11 +67,49 @@ def test_datasets_from_a_local_folder_of_files(tmp_path, monkeypatch):
     assert [r.value for r in read_records(f"datasets:{folder}:train")] == [{"text": "p"}]
 
 
+@pytest.mark.parametrize("packed", ["", ".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+def test_packed_files(tmp_path, suffix, packed):
+    """A line break in a cell, a byte order mark and a text longer than csv's own limit are data like other data."""
+    import pyarrow as pa
+
+    rows = [{"prompt": "a,\nb" + "x" * 200_000, "label": True, "chosen": [{"role": "user", "content": "é"}]}, {"prompt": "7", "label": 2}]
+    cells = [[row["prompt"], str(row["label"]), json.dumps(row["chosen"]) if "chosen" in row else ""] for row in rows]
+    lines = ["prompt,label,chosen\n", *(",".join('"' + cell.replace('"', '""') + '"' for cell in row) + "\r\n" for row in cells)]
+    text = {".jsonl": "".join(json.dumps(row) + "\n" for row in rows), ".json": json.dumps(rows), ".csv": "\ufeff" + "".join(lines)}[suffix]
+    path = tmp_path / f"d{suffix}{packed}"
+    if packed == ".xz":
+        path.write_bytes(lzma.compress(text.encode()))
+    else:
+        with pa.output_stream(str(path), compression={".zst": "zstd", ".gz": "gzip", ".bz2": "bz2", "": None}[packed]) as stream:
+            stream.write(text.encode())
+    for place in (path, tmp_path):
+        found = [record.value for record in read_records(str(place))]
+        assert found[0] == rows[0] and {name: found[1][name] for name in rows[1]} == rows[1]
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_arrow_files_and_streams(tmp_path, as_file):
+    import pyarrow as pa
+
+    table = pa.Table.from_pylist([{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}])
+    with (pa.ipc.new_file if as_file else pa.ipc.new_stream)(str(tmp_path / "d.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=1)
+    records = list(read_records(str(tmp_path)))
+    assert [(r.value["prompt"], r.source) for r in records] == [("a", f"{tmp_path}/d.arrow:1"), ("b", f"{tmp_path}/d.arrow:2")]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("missing.jsonl", None, "does not exist"),
-        ("a.csv", "x", "ends in '.csv', allowed: .jsonl, .jsonl.gz, .json, .parquet"),
+        ("a.tsv", "x", "ends in '.tsv', allowed: .jsonl, .json, .csv, .parquet, .arrow, and .jsonl, .json, .csv with .gz, .bz2, .xz, .zst"),
+        ("a.csv", "x,y\n1\n", "a.csv:1: has 1 cells, expected 2 as the header"),
+        ("a.csv", "x,x\n", "expected names of columns, each once"),
+        ("a.csv", 'x\n"a', "is not CSV in UTF-8"),
+        ("a.arrow", "not arrow", "not a readable Arrow file"),
+        ("a.jsonl.zst", "not zstd", "not a readable zstd file"),
+        ("a.json.xz", "not xz", "not a readable xz file"),
         ("a.json", '{"x": 1}', "holds one object, expected a list"),
         ("a.json", '{"x": 1}\n{"x": 2}', "for one object per line name the file .jsonl"),
         ("a.parquet", "not parquet", "not a readable parquet file"),

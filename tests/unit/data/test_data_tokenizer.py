@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from aligner.data.records import Message
+from aligner.data.messages import Message
 from aligner.data.tokenizer import check_vocabulary, load_tokenizer
 from aligner.errors import ConfigError, DataError
 

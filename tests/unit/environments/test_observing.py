@@ -72,7 +72,7 @@ def test_an_observation_is_a_message_of_the_chat(chat: Tokenizer, plain: Tokeniz
     assert rendered(chat, around, "42", last="<eos>") == "\n<u>42<eos><a>"
     assert rendered(chat, around, "42", last="!") == "<eos>\n<u>42<eos><a>"  # a turn that a stop string ended gets its end token
     # Prompt, turn, observation and next turn are together what the template writes of the whole conversation.
-    from aligner.data.records import Message
+    from aligner.data.messages import Message
 
     turns = [Message(role="user", content="how many?"), Message(role="assistant", content="6*7=?"), Message(role="user", content="42")]
     whole = chat.apply_chat_template(turns, add_generation_prompt=True)

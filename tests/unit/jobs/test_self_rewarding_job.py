@@ -11,8 +11,8 @@ from aligner.algorithms.iterations import Answer, SampleFiles
 from aligner.algorithms.judge import Judgement, ask_about, scoring_settings
 from aligner.algorithms.self_rewarding import TrainSelfRewarding
 from aligner.config import compose
+from aligner.data.messages import Message
 from aligner.data.prompts import load_prompts, question_text, read_questions
-from aligner.data.records import Message
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.errors import ConfigError
 from aligner.jobs import plan

@@ -61,6 +61,49 @@ def test_parameter_count_is_the_published_one(name, topology):
     assert one + (architecture.num_layers - 1) * (two - one) == PUBLISHED[name]
 
 
+# Sizes in published files, and the number of parameters that the hubs give, without layers that predict further tokens.
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 4096}
+FILES: dict[str, tuple[int, dict]] = {
+    "DeepSeek-V2-Lite": (
+        15_706_484_224,
+        LATENT
+        | {"model_type": "deepseek_v2", "num_hidden_layers": 27, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 10944}
+        | {"vocab_size": 102400, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}
+        | {"first_k_dense_replace": 1, "q_lora_rank": None},
+    ),
+    "DeepSeek-V3": (
+        671_026_419_200,
+        LATENT
+        | {
+            "model_type": "deepseek_v3",
+            "num_hidden_layers": 61,
+            "hidden_size": 7168,
+            "num_attention_heads": 128,
+            "intermediate_size": 18432,
+        }
+        | {"vocab_size": 129280, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8}
+        | {"first_k_dense_replace": 3, "q_lora_rank": 1536, "n_group": 8, "topk_group": 4},
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        14_315_784_192,
+        {"model_type": "qwen2_moe", "num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 5632}
+        | {"vocab_size": 151936, "moe_intermediate_size": 1408, "num_experts": 60, "num_experts_per_tok": 4}
+        | {"shared_expert_intermediate_size": 5632, "max_position_embeddings": 8192},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_mixtures_have_the_published_number_of_parameters(name, topology):
+    """Two kinds of layers: what a second layer of each adds, every further one adds."""
+    published, file = FILES[name]
+    architecture = architecture_from_hf(file)
+    mixture, two = (count(dataclasses.replace(architecture, num_layers=n, dense_layers=[])) for n in (1, 2))
+    both = count(dataclasses.replace(architecture, num_layers=2, dense_layers=[1]))
+    dense = len(architecture.dense_layers)
+    assert mixture + (architecture.num_layers - dense - 1) * (two - mixture) + dense * (both - mixture) == published
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_shipped_size_is_one_of_its_family(name):
     architecture = shipped(name).architecture

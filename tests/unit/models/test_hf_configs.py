@@ -25,6 +25,9 @@ LLAMA = {
     "max_position_embeddings": 8192,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MIXTURE = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2}
+LATENT = LLAMA | MIXTURE | {"kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 10}
+GROUPED = {"n_group": 2, "topk_group": 1}
 FILES = {
     "llama": LLAMA,
     "qwen2": LLAMA | {"model_type": "qwen2"},
@@ -42,6 +45,11 @@ FILES = {
     "olmo2": LLAMA | {"model_type": "olmo2"},
     "glm4": LLAMA | {"model_type": "glm4"},
     "cohere": LLAMA | {"model_type": "cohere"},
+    "deepseek_v2": LATENT | {"model_type": "deepseek_v2"},
+    "deepseek_v3": LATENT | GROUPED | {"model_type": "deepseek_v3"},
+    "glm4_moe": LLAMA | MIXTURE | {"model_type": "glm4_moe", "num_attention_heads": 8},
+    "olmo3": LLAMA | {"model_type": "olmo3"},
+    "qwen2_moe": LLAMA | {"model_type": "qwen2_moe", "num_attention_heads": 16} | EXPERTS,
     "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 61},
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -83,7 +91,19 @@ def theirs(hf: dict) -> dict:
         }
     if hf["model_type"] == "cohere":
         read |= {"logits_scale": config.logit_scale}
-    if hf["model_type"] == "glm4":
+    if hasattr(config, "kv_lora_rank"):
+        read |= {"head_dim": config.qk_head_dim, "value_head_dim": config.v_head_dim, "num_key_value_heads": heads}
+        read |= {"latent_size": config.kv_lora_rank, "query_latent_size": config.q_lora_rank or 0}
+        read |= {"rotary_interleaved": getattr(config, "rope_interleave", True), "tied_embeddings": config.tie_word_embeddings}
+    if hasattr(config, "first_k_dense_replace"):
+        limited = 0 if hf["model_type"] == "deepseek_v2" and config.topk_method == "greedy" else config.n_group
+        read |= {"dense_layers": list(range(min(config.first_k_dense_replace, config.num_hidden_layers)))}
+        read |= {"shared_ffn_hidden_size": config.n_shared_experts * config.moe_intermediate_size}
+        read |= {"router_scale": config.routed_scaling_factor, "router_groups": limited if (limited or 0) > 1 else 0}
+    if hf["model_type"].startswith("qwen") and hasattr(config, "mlp_only_layers"):
+        listed, step = config.mlp_only_layers or [], config.decoder_sparse_step
+        read |= {"dense_layers": [n for n in range(config.num_hidden_layers) if n in listed or (n + 1) % step]}
+    if hf["model_type"] in ("glm4", "glm4_moe"):
         read |= {"qkv_bias": config.attention_bias}
     config.standardize_rope_params()  # as the model does once more, which then sees the keys that are not the family's own
     rope = config.rope_parameters
@@ -97,13 +117,17 @@ def theirs(hf: dict) -> dict:
         read |= {"rope_original_length": rope["original_max_position_embeddings"]}
     if rope["rope_type"] == "llama3":
         read |= {"rope_low_freq_factor": rope["low_freq_factor"], "rope_high_freq_factor": rope["high_freq_factor"]}
-    read |= {"rotary_fraction": rope.get("partial_rotary_factor", 1.0), "ffn_hidden_size": config.intermediate_size}
+    fraction = config.qk_rope_head_dim / config.qk_head_dim if hasattr(config, "qk_head_dim") else rope.get("partial_rotary_factor", 1.0)
+    read |= {"rotary_fraction": fraction, "ffn_hidden_size": config.intermediate_size}
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None) if WINDOW in types else None
     full = [number for number, kind in enumerate(types) if kind != WINDOW]
     read |= {"sliding_window": window or 0, "full_attention_layers": full if window else []}
-    if hasattr(config, "num_local_experts"):
-        read |= {"num_experts": config.num_local_experts, "experts_per_token": config.num_experts_per_tok}
+    if hasattr(config, "num_local_experts") or hasattr(config, "num_experts"):
+        read |= {
+            "num_experts": getattr(config, "num_local_experts", None) or config.num_experts,
+            "experts_per_token": config.num_experts_per_tok,
+        }
         read |= {"expert_ffn_hidden_size": getattr(config, "moe_intermediate_size", config.intermediate_size)}
     if hasattr(config, "norm_topk_prob"):
         read |= {"normalize_expert_weights": config.norm_topk_prob}
@@ -147,12 +171,19 @@ USUAL = {
     "harmless keys": {"_name_or_path": "x", "torch_dtype": "float16", "use_cache": False, "made_up": 3, "architectures": None},
 }
 ROTATED = [family for family in FILES if family not in ("gpt2", "opt")]
-LLAMA_LIKE = [family for family in ROTATED if family not in ("gpt_neox", "gemma3_text")]  # what their keys are called
+LLAMA_LIKE = [
+    family for family in ROTATED if family not in ("gpt_neox", "gemma3_text", "olmo3", "deepseek_v2", "deepseek_v3")
+]  # what their keys are called
 SCALING = [family for family in LLAMA_LIKE if family not in ("nemotron", "phi3")]
 READ = (
     [(family, name, change) for family in FILES for name, change in USUAL.items()]
     + [(family, name, change) for family in LLAMA_LIKE for name, change in ROPES.items()]
-    + [(family, name, change) for family in SCALING for name, change in SCALED.items() if (family, name) != ("glm4", "yarn")]
+    + [
+        (family, name, change)
+        for family in SCALING
+        for name, change in SCALED.items()
+        if (family, name) not in (("glm4", "yarn"), ("glm4_moe", "yarn"))
+    ]
     + [(family, "heads", {"head_dim": 4, "num_key_value_heads": FILES[family]["num_attention_heads"] // 2}) for family in LLAMA_LIKE]
     + [
         ("gemma3_text", name, change)
@@ -204,6 +235,23 @@ READ = (
             "names of others": {"rope_theta": 7.0, "partial_rotary_factor": 1.0},
         }.items()
     ]
+    + [
+        (family, name, change)
+        for family in ("deepseek_v2", "deepseek_v3")
+        for name, change in {
+            "yarn": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}, "rope_theta": 5e5},
+            "no latent of queries": {"q_lora_rank": None},
+            "no shared experts' layers": {"first_k_dense_replace": 1},
+            "a scale": {"routed_scaling_factor": 3.0},
+        }.items()
+    ]
+    + [("deepseek_v2", "groups", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2})]
+    + [("deepseek_v3", "groups", {"n_group": 4, "topk_group": 2, "rope_interleave": False})]
+    + [("glm4_moe", "groups", {"n_group": 2, "topk_group": 1, "attention_bias": True, "partial_rotary_factor": 1.0})]
+    + [("olmo3", "v4", {"rope_theta": 5e5, "rope_scaling": YARN}), ("olmo3", "full layers", {"layer_types": ["full_attention"] * 2})]
+    + [("olmo3", "v5", {"rope_parameters": {"full_attention": YARN | {"rope_theta": 3e4}, WINDOW: PLAIN}, "sliding_window": 9})]
+    + [(family, "dense layers", {"mlp_only_layers": [1]}) for family in ("qwen2_moe", "qwen3_moe")]
+    + [(family, "every other layer", {"decoder_sparse_step": 2}) for family in ("qwen2_moe", "qwen3_moe")]
     + [("opt", "its width by name", {"word_embed_proj_dim": 64}), ("opt", "spread", {"init_std": 0.006})]
     + [("gpt2", "inner", {"n_inner": 40}), ("gpt2", "null inner", {"n_inner": None}), ("gpt2", "no dropout", {"resid_pdrop": 0.0})]
 )
@@ -293,8 +341,20 @@ REFUSED = [
     *[(family, {"hidden_activation": "silu"}, 'hidden_activation="silu"') for family in ("gemma2", "gemma3_text")],
     ("gpt_neox", {"hidden_act": "tanh"}, 'hidden_act="tanh"'),
     *[(family, {"attention_dropout": 0.1}, "attention_dropout=0.1") for family in ROTATED],
-    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported for model_type qwen3_moe; allowed: 1"),
-    ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
+    ("qwen3_moe", {"mlp_only_layers": ["0"]}, 'mlp_only_layers=["0"] is not supported for model_type qwen3_moe; allowed: a list of'),
+    ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window=true"),
+    ("qwen2_moe", {"layer_types": [WINDOW, "full_attention"]}, "layer_types="),
+    *[(family, {"v_head_dim": 17}, "v_head_dim=17 is not supported") for family in ("deepseek_v2", "deepseek_v3")],
+    *[(family, {"rope_scaling": {"type": "linear", "factor": 2}}, 'rope_type="linear"') for family in ("deepseek_v2", "deepseek_v3")],
+    *[(family, {"attention_bias": True}, "attention_bias=true") for family in ("deepseek_v2", "deepseek_v3", "olmo3")],
+    *[(family, {"norm_topk_prob": False}, "norm_topk_prob=false") for family in ("deepseek_v3", "glm4_moe")],
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=true"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, 'topk_method="noaux_tc"'),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}, "router_groups=3: must divide num_experts=8"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, 'scoring_func="softmax" is not supported for model_type deepseek_v3; allowed: "sigmoid"'),
+    ("deepseek_v3", {"n_group": 8}, "router_group_best=2: must be from 1 to the 1 experts of a group"),
+    ("deepseek_v3", {"topk_group": 3}, "router_groups_per_token=3: must be from 1 to router_groups=2"),
+    ("glm4_moe", {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"'),
     ("qwen3_moe", {"num_experts_per_tok": 5}, "experts_per_token=5: must be from 1 to num_experts=4"),
     ("qwen3_moe", {"num_local_experts": 8}, "num_experts=4 and num_local_experts=8"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true"),
@@ -344,7 +404,7 @@ def test_what_is_not_computed_is_refused_by_name_and_value(family, change, messa
 def test_a_size_that_is_missing_is_named(family):
     for key in FILES[family].keys() - {"model_type"}:
         rest = {name: value for name, value in FILES[family].items() if name != key}
-        if family == "mixtral" and key in ("num_local_experts", "num_experts_per_tok"):
+        if family == "mixtral" and key in ("num_local_experts", "num_experts_per_tok") or key == "q_lora_rank":
             continue
         with pytest.raises(ConfigError, match=f"there is no {key}, which every file of model_type {family} has"):
             architecture_from_hf(rest)
@@ -397,9 +457,13 @@ def test_every_key_that_transformers_looks_at_is_looked_at_here(family):
     source = inspect.getsource(modeling).split("class Gemma3MultiModalProjector")[0]  # images come after
     used = set(re.findall(r"config\.([a-z_0-9]+)", source)) | set(re.findall(r'getattr\((?:self\.)?config, "([a-z_0-9]+)"', source))
     assert len(used) > 10
-    recorder = Recorder(FILES[family])
+    mixture, latent = "n_routed_experts" in FILES[family], "kv_lora_rank" in FILES[family]
+    recorder = Recorder(FILES[family] | (GROUPED | {"topk_method": "noaux_tc"} if mixture else {}))
+    if family == "deepseek_v2":
+        recorder["topk_method"] = "group_limited_greedy"
     architecture_from_hf(recorder)
-    assert used - recorder.asked - NO_MATTER == set()
+    of_heads = {"head_dim", "num_key_value_heads"} if latent else set()  # other keys say it, or there are as many as heads
+    assert used - recorder.asked - NO_MATTER - of_heads == set()
 
 
 @pytest.mark.parametrize("family", FILES)
@@ -407,7 +471,10 @@ def test_transformers_own_defaults_are_read(family):
     """A file that transformers writes of a config nobody changed, and of one that was read, is the same architecture to both."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    for config in (CONFIG_MAPPING[family](), CONFIG_MAPPING[family].from_dict(copy.deepcopy(FILES[family]))):
+    read = [CONFIG_MAPPING[family].from_dict(copy.deepcopy(FILES[family]))]
+    if family not in ("deepseek_v2", "glm4_moe"):  # which no model can be made of
+        read.append(CONFIG_MAPPING[family]())
+    for config in read:
         written = json.loads(config.to_json_string(use_diff=False))
         expected, ours = theirs(written), asdict(architecture_from_hf(written))
         assert {name: ours[name] for name in expected} == expected
@@ -416,6 +483,8 @@ def test_transformers_own_defaults_are_read(family):
 def test_what_we_write_is_read_as_it_was():
     changes = {"llama": {"rope_scaling": LLAMA3, "rope_theta": 5e5}, "qwen2": {"tie_word_embeddings": True}, "qwen3": {"head_dim": 16}}
     changes |= {"nemotron": {"partial_rotary_factor": 0.5, "norm_eps": 1e-4, "head_dim": 4}, "gpt2": {"activation_function": "gelu"}}
+    changes |= {"deepseek_v3": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}, "qwen2_moe": {"mlp_only_layers": [1]}}
+    changes |= {"deepseek_v2": {"rope_scaling": YARN | {"mscale": 0.7}, "q_lora_rank": None}, "olmo3": {"rope_scaling": YARN}}
     changes |= {"qwen3_moe": {"norm_topk_prob": True}, "mixtral": {"num_key_value_heads": 2}}
     for family, change in changes.items():
         architecture = architecture_from_hf(FILES[family] | change)

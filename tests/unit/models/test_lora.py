@@ -114,14 +114,38 @@ def test_scaling() -> None:
     assert LoraConfig(rank=16, alpha=32.0, rslora=True).scaling == 8.0
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2", "mixtral", "phi3", "gpt_neox", "opt", "gemma2", "olmo2", "glm4", "cohere"])
+# PEFT 0.21 takes layers called as the experts' projections for the experts, which transformers 5 has in one tensor.
+READ_BY_PEFT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), [LoraTarget.qkv, LoraTarget.proj])
+READ_BY_PEFT["qwen2_moe"] = [*READ_BY_PEFT["deepseek_v3"], LoraTarget.fc1, LoraTarget.fc2]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2",
+        "gpt2",
+        "mixtral",
+        "phi3",
+        "gpt_neox",
+        "opt",
+        "gemma2",
+        "olmo2",
+        "glm4",
+        "cohere",
+        "olmo3",
+        "deepseek_v2",
+        "deepseek_v3",
+        "qwen2_moe",
+    ],
+)
 def test_merged_and_peft_exports_give_the_same_logits(name, make_policy, hf_directory, tmp_path):
     from transformers import AutoModelForCausalLM
 
     from aligner.models.peft import load_peft, save_peft
     from aligner.models.weights import save_hf
 
-    policy, batch = make_policy(name, optimizer=adam()), make_batch()
+    lora = {"targets": READ_BY_PEFT[name]} if name in READ_BY_PEFT else {}
+    policy, batch = make_policy(name, optimizer=adam(), **lora), make_batch()
     before = policy.logprobs(batch)
     train(policy, 2)
     ours = policy.logprobs(batch)
@@ -130,7 +154,7 @@ def test_merged_and_peft_exports_give_the_same_logits(name, make_policy, hf_dire
     torch.testing.assert_close(hf_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), batch), ours, rtol=0, atol=1e-4)
     save_peft(policy.chunks, tmp_path / "adapter", writer=True)
     assert len({path.stat().st_mode for path in (tmp_path / "adapter").iterdir()}) == 1
-    again = make_policy(name)
+    again = make_policy(name, **lora)
     load_peft(again.chunks, tmp_path / "adapter")
     assert equal(weights(again, adapters=True), weights(policy, adapters=True))
     peft = pytest.importorskip("peft")

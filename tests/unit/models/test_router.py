@@ -91,6 +91,33 @@ def test_auxiliary_losses_have_their_weight(make_model, loss, aux, z):
         torch.testing.assert_close(added, gradient, rtol=1e-3, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.01])
+def test_biases_move_towards_an_even_load(make_model, rate):
+    """By the rate, up where an expert has fewer real tokens than the mean and down where it has more; they have no gradient."""
+    from aligner.models.config import Family
+    from aligner.models.optimizer import OptimizerConfig
+
+    sizes = EXPERTS | {"family": Family.glm4_moe, "router_sigmoid": True, "router_bias": True, "tied_embeddings": False}
+    optimizer = OptimizerConfig(lr=1e-9, min_lr=0.0, distributed=False)
+    policy = make_model(
+        "policy", architecture=sizes, config={"router_bias_update_rate": rate}, training={"micro_batch_size": 4}, optimizer=optimizer
+    )
+    routers, counts = [layer.mlp.router for layer in policy.module.decoder.layers], {}
+    hooks = [router.register_forward_hook(lambda router, _, out: counts.setdefault(router, []).append(out[1])) for router in routers]
+    before = [router.expert_bias.detach().cpu().clone() for router in routers]
+    policy.train_step(batch(), sft_loss)
+    for hook in hooks:
+        hook.remove()
+    rows = batch().tokens.shape[1]
+    real = (torch.arange(rows)[:, None] < torch.tensor(LENGTHS)).flatten()
+    for router, old in zip(routers, before, strict=True):
+        (chosen,) = counts[router]
+        tokens = chosen.cpu()[real].sum(dim=0).float()
+        assert tokens.sum() == 2 * sum(LENGTHS)
+        torch.testing.assert_close(router.expert_bias.detach().cpu() - old, rate * torch.sign(tokens.mean() - tokens))
+        assert not router.expert_bias.requires_grad
+
+
 def test_balance_is_reported_over_tokens(make_model):
     """With all router weights zero every expert has probability 1/4: E / (k T^2) sum_e (T / 4) n_e = 1 exactly."""
     policy = model(make_model, 0.1, 0.0)

@@ -41,7 +41,24 @@ def test_attention_score_by_score(form, length, monkeypatch):
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
-@pytest.mark.parametrize("name", ["mistral", "qwen3_layer_types", "gemma2", "gemma3_text", "opt", "gpt_neox", "olmo2", "glm4", "cohere"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mistral",
+        "qwen3_layer_types",
+        "gemma2",
+        "gemma3_text",
+        "opt",
+        "gpt_neox",
+        "olmo2",
+        "glm4",
+        "cohere",
+        "olmo3",
+        "deepseek_v2",
+        "deepseek_v3",
+        "qwen2_moe",
+    ],
+)
 def test_packed_rows_give_the_same_logprobs(name, share_prompts, topology, hf_directory, load_policy):
     generator = torch.Generator().manual_seed(4)
     tokens = torch.randint(3, 61, (4, 30), generator=generator)
@@ -72,6 +89,9 @@ def test_the_engine_prefills_in_chunks(name, topology, hf_directory, load_policy
     assert found[0].tokens == found[1].tokens and found[0].logprobs == pytest.approx(found[1].logprobs, abs=1e-5)
 
 
+MIXTURE = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 8}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -80,8 +100,17 @@ def test_the_engine_prefills_in_chunks(name, topology, hf_directory, load_policy
         ({"sliding_window": 4, "full_attention_layers": [1, 0]}, r"full_attention_layers=\[1, 0\]: must be rising numbers from 0 to .*=3"),
         ({"sliding_window": 4, "full_attention_layers": [4]}, r"full_attention_layers=\[4\]: must be rising numbers"),
         ({"attention_softcap": -2.0}, "attention_softcap=-2.0: must be finite and not negative"),
+        ({"dense_layers": [0]}, r"dense_layers=\[0\]: needs num_experts > 0; allowed without: \[\]"),
+        (MIXTURE | {"dense_layers": [4]}, r"dense_layers=\[4\]: must be rising numbers from 0 to num_layers-1=3"),
+        (MIXTURE | {"router_bias": True}, "router_bias=True: .* allowed with router_sigmoid=True"),
+        (MIXTURE | {"router_scale": 2.0}, "router_scale=2.0: allowed with router_sigmoid=True or normalize_expert_weights=False"),
+        (MIXTURE | {"shared_expert_gate": True}, "shared_ffn_hidden_size=0: .* nor 0 with shared_expert_gate=True"),
+        (MIXTURE | {"router_groups": 4, "router_groups_per_token": 1}, "router_groups_per_token=1: 1 groups of 1 experts have fewer than"),
+        ({"value_head_dim": 8}, "value_head_dim=8: needs latent_size > 0"),
+        ({"latent_size": 8, "value_head_dim": 33}, "value_head_dim=33: must be from 1 to head_dim=32"),
+        ({"latent_size": 8, "value_head_dim": 8, "qk_norm": True}, "qk_norm=True: allowed with latent_size=8: False"),
     ],
 )  # fmt: skip
-def test_windows_that_make_no_sense(fields, message):
+def test_architectures_that_make_no_sense(fields, message):
     with pytest.raises(ConfigError, match=message):
         Architecture(**fields)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from aligner.models.architecture import Architecture
 from aligner.rollout.experts import FeedForward, mix, mix_all, mix_grouped, multiplies_groups, route, stack_of
 from aligner.rollout.manifest import TensorSpec
 from aligner.rollout.refit import allocated
@@ -47,7 +48,8 @@ def routed(rows: int, *, normalize: bool) -> tuple[torch.Tensor, tuple[torch.Ten
     x = torch.randn(rows, HIDDEN).to(platform.device())
     router[2] = -20 * x.mean(0).sign()
     x = x + x.mean(0).sign()
-    routing = route(x, router, TOP_K, normalize=normalize)
+    sizes = {"num_experts": EXPERTS, "experts_per_token": TOP_K, "expert_ffn_hidden_size": INNER}
+    routing = route(x, router, None, Architecture(**sizes, normalize_expert_weights=normalize))
     assert not (routing[1] == 2).any()
     return x, routing
 

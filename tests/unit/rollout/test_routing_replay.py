@@ -64,14 +64,16 @@ def shares(policy, batch: RolloutBatch) -> dict[str, float]:
 
 def disturb(policy) -> None:
     """As another kernel's rounding would, but more: part of the tokens go elsewhere."""
+    from aligner.models.router import routers
+
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
-        for layer in policy.module.decoder.layers:
-            weight = layer.mlp.router.weight
+        for router in routers(policy.chunks):
+            weight = router.weight
             weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=generator).to(weight.device)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe_unnormalized", "deepseek_v2_groups", "deepseek_v3"])
 def test_what_sampled_is_what_trains(family, hf_directory, load_policy, logprob_gap):
     """Chunked prefill, shared prompts, evicted responses and kernels of another arithmetic record the same routes, which are the trainer's
     own where the weights are the same."""
@@ -86,12 +88,13 @@ def test_what_sampled_is_what_trains(family, hf_directory, load_policy, logprob_
     assert shares(make(load_policy, hf_directory(family), replays=False), batch) == {MISMATCH: 0.0}
 
 
-def test_another_router_goes_where_the_sampler_went(hf_directory, load_policy):
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_another_router_goes_where_the_sampler_went(family, hf_directory, load_policy):
     """Differences are counted without replay, and gone with it; then even log-probs are nearer to the sampler's."""
-    rollouts = sample(make(load_policy, hf_directory("qwen3_moe"), replays=True))
+    rollouts = sample(make(load_policy, hf_directory(family), replays=True))
     batch, gaps = rollout_batch(rollouts, 0), []
     for replays in (False, True):
-        policy = make(load_policy, hf_directory("qwen3_moe"), replays=replays)
+        policy = make(load_policy, hf_directory(family), replays=replays)
         disturb(policy)
         found = shares(policy, batch)
         gaps.append(float((policy.logprobs(batch) - batch.rollout_logprobs)[batch.loss_mask].abs().mean()))

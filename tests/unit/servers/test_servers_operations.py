@@ -317,7 +317,7 @@ def test_shared_memory_of_a_number_that_is_in_use_again(tmp_path: Path) -> None:
     workspace = tmp_path / f"{watchdog.PREFIX}left"
     old, new = (Path(f"/dev/shm/pytrtion{os.getpid()}-{number}") for number in range(2))
     workspace.mkdir()
-    (workspace / watchdog.OWNER).write_text(str(os.getpid()))  # of a server that had this number and is gone: nobody holds the lock
+    (workspace / watchdog.OWNER).write_text(f"{os.getpid()} 1")  # of a server that had this number and is gone: nobody holds the lock
     for segment in (old, new):
         segment.touch()
     began = Path(f"/proc/{os.getpid()}").stat().st_ctime
@@ -330,10 +330,24 @@ def test_shared_memory_of_a_number_that_is_in_use_again(tmp_path: Path) -> None:
         new.unlink()
 
 
+def test_shared_memory_of_a_server_that_is_about_to_end(tmp_path: Path) -> None:
+    """A server that lost a part of itself lives while its watchdog removes what Triton has not."""
+    workspace, segment = tmp_path / f"{watchdog.PREFIX}lost", Path(f"/dev/shm/pytrtion{os.getpid()}-2")
+    workspace.mkdir()
+    segment.touch()
+    command = [sys.executable, watchdog.__file__, str(os.getpid()), "NAME=of nobody", str(workspace)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    try:
+        process.communicate(timeout=30)
+        assert process.returncode == 0 and not workspace.exists() and not segment.exists()
+    finally:
+        segment.unlink(missing_ok=True)
+
+
 def test_what_another_user_has_put_there_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = tmp_path / f"{watchdog.PREFIX}theirs"
     theirs.mkdir()
-    (theirs / watchdog.OWNER).write_text("1")
+    (theirs / watchdog.OWNER).write_text("1 1")
     (tmp_path / f"{watchdog.PREFIX}link").symlink_to(theirs)
     monkeypatch.setattr(watchdog.os, "getuid", lambda: theirs.stat().st_uid + 1)
     assert watchdog.sweep(tmp_path) == [] and (theirs / watchdog.OWNER).exists()

@@ -1,0 +1,184 @@
+"""Turns of a conversation as OpenAI writes them: `{role, content}`, thinking, calls of tools, and the tools that a model may call.
+
+A field that holds null counts as absent (columns of Arrow hold one for every field that some other turn has).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from aligner.errors import DataError
+
+ROLES = ("system", "user", "assistant", "tool")
+_SAME_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
+MAX_SHOWN = 80  # characters of an offending value that are repeated in the message
+
+Tools = tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One turn of a conversation. `thinking` and `tool_calls` are an assistant's; `name` and `tool_call_id` a tool's."""
+
+    role: str
+    content: str
+    thinking: str = ""
+    tool_calls: Tools = ()
+    name: str = ""
+    tool_call_id: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """As chat templates read it, without what is empty."""
+        more = {
+            "reasoning_content": self.thinking,
+            "tool_calls": list(self.tool_calls),
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+        }
+        return {"role": self.role, "content": self.content} | {name: value for name, value in more.items() if value}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is an assistant's text and nothing else."""
+        return self.role == "assistant" and not self.thinking and not self.tool_calls
+
+    def without_thinking(self) -> Message:
+        """The same turn without what an assistant thought. Raises DataError if nothing else is in it."""
+        content = _THOUGHT.sub("", self.content) if self.role == "assistant" else self.content
+        if self.content and not content.strip() and not self.tool_calls:
+            raise DataError(f"an assistant's message is {shown(self.content)}, expected something besides thinking (data.thinking=drop)")
+        return replace(self, content=content, thinking="")
+
+    def with_thinking_in_text(self) -> Message:
+        """The same turn with its thinking between marks in its text, for templates that have no other place for it."""
+        return replace(self, content=f"<think>\n{self.thinking}\n</think>\n\n{self.content}", thinking="") if self.thinking else self
+
+    def thoughts(self) -> list[str]:
+        """What an assistant thought, wherever it is."""
+        found = [self.thinking, *_THOUGHT.findall(self.content)] if self.role == "assistant" else []
+        return [thought.strip() for thought in found if thought.strip()]
+
+
+Conversation = tuple[Message, ...]
+
+
+def shown(value: object) -> str:
+    """A value as it is repeated in a message, cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
+
+
+def text_of(value: object, what: str, *, empty: bool = False) -> str:
+    """A string that can be tokenized; JSON can smuggle in half a surrogate pair, which is not text."""
+    if not isinstance(value, str) or not (value or empty):
+        raise DataError(f"{what} is {shown(value)}, expected a {'' if empty else 'non-empty '}string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{what} is {shown(value)}, expected text without lone surrogates") from error
+    return value
+
+
+def parse_messages(turns: object, name: str) -> Conversation:
+    """The conversation in a field `name`. Raises DataError for an unknown role, an empty turn, or two assistant turns in a row."""
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"field {name!r} is {shown(turns)}, expected a non-empty list of {{role, content}}")
+    found = tuple(_message(turn, f"field '{name}[{position}]'") for position, turn in enumerate(turns))
+    for position, (before, message) in enumerate(zip(found[:-1], found[1:], strict=True), start=1):
+        if before.role == message.role == "assistant":
+            raise DataError(f"field '{name}[{position}]': role is 'assistant' as that of the one before, expected another speaker between")
+    return found
+
+
+def parse_tools(value: object) -> Tools:
+    """The tools in a field `tools`: a list of JSON schemas, bare or as `{type: function, function}`, or the same list as JSON text."""
+    found = _decoded(value, "field 'tools'", "a list of {type: function, function: {name, description, parameters}}")
+    if not isinstance(found, list):
+        raise DataError(f"field 'tools' is {shown(value)}, expected a list of {{type: function, function: {{name, ...}}}}")
+    tools = []
+    for position, tool in enumerate(found):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(f"field 'tools[{position}]' is {shown(tool)}, expected {{type: function, function: {{name, ...}}}}")
+        tools.append({"type": "function", "function": _without_nulls(function)})
+    return tuple(tools)
+
+
+def _message(turn: object, what: str) -> Message:
+    if not isinstance(turn, dict) or "role" not in turn or not ("content" in turn or dict.get(turn, "tool_calls")):
+        raise DataError(f"{what} is {shown(turn)}, expected {{role, content}}")
+    role = _SAME_ROLES.get(turn["role"], turn["role"]) if isinstance(turn["role"], str) else turn["role"]
+    if role not in ROLES:
+        raise DataError(f"{what}: role is {shown(turn['role'])}, allowed: {', '.join(ROLES)}")
+    if role == "assistant":
+        return _assistant(turn, what)
+    content = text_of(_content(turn), f"{what}: content", empty=role in ("system", "tool"))
+    if role != "tool":
+        return Message(role=role, content=content)
+    return Message(role=role, content=content, name=turn.get("name") or "", tool_call_id=turn.get("tool_call_id") or "")
+
+
+def _assistant(turn: dict[str, Any], what: str) -> Message:
+    calls = _calls(turn, what) if dict.get(turn, "tool_calls") else ()
+    content = _content(turn)
+    content = text_of("" if content is None and calls else content, f"{what}: content", empty=bool(calls))
+    if not content.strip() and not calls:
+        raise DataError(f"{what}: content is {shown(content)}, expected a response: there is only white space")
+    thinking = next((turn[name] for name in _THOUGHTS if isinstance(dict.get(turn, name), str)), "")
+    return Message(role="assistant", content=content, thinking=text_of(thinking, f"{what}: thinking", empty=True), tool_calls=calls)
+
+
+def _content(turn: dict[str, Any]) -> object:
+    """A text; OpenAI also writes it in parts, `[{type: text, text}]`."""
+    content = turn.get("content")
+    if isinstance(content, list) and content and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        parts = [part["text"] if "text" in part else None for part in content]
+        return "".join(parts) if all(isinstance(part, str) for part in parts) else content
+    return content
+
+
+def _calls(turn: dict[str, Any], what: str) -> Tools:
+    """Calls of tools; their arguments are objects, which templates write as JSON of their own."""
+    calls = turn["tool_calls"]
+    if not isinstance(calls, list):
+        raise DataError(f"{what}: tool_calls is {shown(calls)}, expected a list of {{function: {{name, arguments}}}}")
+    return tuple(_call(call, f"{what}: tool_calls[{position}]") for position, call in enumerate(calls))
+
+
+def _call(call: object, what: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"{what} is {shown(call)}, expected {{function: {{name, arguments}}}}")
+    arguments = _decoded(function.get("arguments") or {}, f"{what}: arguments", "a JSON object")
+    if not isinstance(arguments, dict):
+        raise DataError(f"{what}: arguments is {shown(arguments)}, expected a JSON object")
+    made = {"type": "function", "function": {"name": function["name"], "arguments": _without_nulls(arguments)}}
+    call.get("type")  # there is one type
+    return made | ({"id": call["id"]} if dict.get(call, "id") else {})
+
+
+def _decoded(value: object, what: str, expected: str) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise DataError(f"{what} is {shown(value)}, expected {expected}, or that as JSON text") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Columns of Arrow give an object every field that any object there has; every field of it counts as read."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(value[name]) for name in value if dict.get(value, name) is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def turns_of(said: str | Conversation, role: str) -> Conversation:
+    """A text as one turn of that role; a conversation as it is."""
+    return (Message(role=role, content=said),) if isinstance(said, str) else said

@@ -1,0 +1,136 @@
+"""`aligner migrate`: reads, prints the command and the table, writes the config."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from aligner.config import override
+from aligner.errors import ConfigError
+from aligner.files import publish
+from aligner.jobs.migrate.engine import Kind, Migration, Row, is_open, replaced
+from aligner.jobs.migrate.engine import migrate as migrated
+from aligner.jobs.migrate.reading import joined, read
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Of the command line."""
+
+    framework: str = ""
+    trains: str = ""
+    ranks: int = 0
+    examples: int = 0
+    output: Path | None = None
+    json_path: Path | None = None
+
+
+def migrate(inputs: Sequence[str], options: Options) -> int:
+    """Print what the inputs are here; 1 where the recipe refuses what follows.
+
+    Raises ConfigError for what cannot be read, or has no recipe.
+    """
+    texts = [sys.stdin.read() if text == "-" else text for text in inputs]
+    source = joined([read(text, framework=options.framework, trains=options.trains) for text in texts])
+    found = migrated(source, ranks=options.ranks, examples=options.examples)
+    print(report(found))
+    if options.output is not None:
+        text = written(found, options.output)
+        publish(options.output, lambda path: path.write_text(text))
+        print(f"\nwritten: {options.output}")
+    if options.json_path is not None:
+        text = json.dumps(_as_json(found), indent=2, default=str) + "\n"
+        publish(options.json_path, lambda path: path.write_text(text))
+    return int(found.is_refused)
+
+
+def report(found: Migration) -> str:
+    """The command and the table."""
+    lines = [f"# {found.framework} {found.trains}: the recipe {found.recipe}; defaults there as in {found.source}", command_line(found)]
+    if found.open_questions:
+        lines += ["", "Still yours to say or to check:", *(f"  - {question}" for question in found.open_questions)]
+    for kind in Kind:
+        rows = [row for row in found.rows if row.kind is kind]
+        if rows:
+            lines += ["", f"{_title(kind)} ({len(rows)})", *_table(rows)]
+    if found.defaults:
+        lines += ["", f"Not given, and {found.framework}'s default is not ours ({len(found.defaults)})", *_table(found.defaults)]
+    return "\n".join(lines)
+
+
+def command_line(found: Migration) -> str:
+    return " \\\n    ".join([f"aligner launch local {found.recipe}", *(_shell(key, value) for key, value in found.settings.items())])
+
+
+def written(found: Migration, path: Path) -> str:
+    """The text of the file: a config that builds on the recipe, or a script."""
+    about = f"# From {found.framework} {found.trains} by `aligner migrate`; its defaults as in {found.source}.\n"
+    questions = "".join(f"# To be said or checked: {question}\n" for question in found.open_questions)
+    if path.suffix == ".sh":
+        return f"#!/bin/bash\n{about}{questions}{command_line(found)}\n"
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"--output {path}: give a name that ends with .yaml (a config) or .sh (the command)")
+    tree: dict[str, Any] = {"defaults": [found.recipe, "_self_"]}
+    for key, value in found.settings.items():
+        *sections, leaf = key.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[leaf] = replaced(value, "${{oc.env:{}}}")
+    use = f"# aligner launch local {path.stem} --config-dir {path.parent}\n"
+    return about + questions + use + yaml.safe_dump(tree, sort_keys=False, default_flow_style=None)
+
+
+def _shell(key: str, value: Any) -> str:
+    if is_open(value):
+        return f'"{override(key, value)}"'
+    if isinstance(value, str) and re.fullmatch(r"[\w./:-]+", value):
+        return f"{key}={value}"
+    if isinstance(value, list) and all(re.fullmatch(r"\w+", str(one)) for one in value):
+        return f"{key}=[{','.join(map(str, value))}]"
+    return shlex.quote(override(key, value)) if not isinstance(value, int | float) else override(key, value)
+
+
+def _title(kind: Kind) -> str:
+    return {Kind.none: "Has no counterpart", Kind.unknown: "Unknown, so without a counterpart"}.get(kind, kind.value.capitalize())
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    cells = [
+        (f"{row.key} = {_shown(row.value)}", ", ".join(f"{key}={_shown(value)}" for key, value in row.settings.items())) for row in rows
+    ]
+    width = min(60, max(len(given) for given, _ in cells))
+    lines = []
+    for row, (given, ours) in zip(rows, cells, strict=True):
+        said = " | ".join(part for part in (ours, row.note) if part)
+        lines.append(f"  {given:<{width}}  {said}".rstrip())
+    return lines
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str) if not isinstance(value, str) else value
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _as_json(found: Migration) -> dict[str, Any]:
+    def row(one: Row) -> dict[str, Any]:
+        return {"key": one.key, "value": one.value, "kind": one.kind.value, "settings": one.settings, "note": one.note}
+
+    return {
+        "framework": found.framework,
+        "trains": found.trains,
+        "recipe": found.recipe,
+        "settings": found.settings,
+        "overrides": found.overrides(),
+        "rows": [row(one) for one in found.rows],
+        "defaults": [row(one) for one in found.defaults],
+        "open_questions": found.open_questions,
+    }

@@ -1,0 +1,79 @@
+"""DeepSeek-V3 (2412.19437): latent attention, and a mixture of many small experts whose load a bias evens out, without auxiliary loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from aligner.models.config import Architecture, Family
+from aligner.models.families import llama, mapping, mixture
+from aligner.models.families.hf_config import HFConfig
+from aligner.models.families.mapping import NameTable, rule
+
+_QUERIES = {"self_attention.linear_q_proj.weight": rule("self_attn.q_proj.weight")}
+_LATENT = {"self_attention.linear_kv_down_proj.weight": rule("self_attn.kv_a_proj_with_mqa.weight")}
+_LATENT_OF_QUERIES = {"self_attention.linear_q_down_proj.weight": rule("self_attn.q_a_proj.weight")} | _LATENT
+_EXPANDED_QUERIES = {
+    "self_attention.q_layernorm.weight": rule("self_attn.q_a_layernorm.weight"),
+    "self_attention.linear_q_up_proj.weight": rule("self_attn.q_b_proj.weight"),
+}
+_EXPANDED = {
+    "self_attention.kv_layernorm.weight": rule("self_attn.kv_a_layernorm.weight"),
+    "self_attention.linear_kv_up_proj.weight": rule("self_attn.kv_b_proj.weight"),
+}
+_FIXED = {"attention_bias": (False,), "moe_layer_freq": (1,)}
+_ROUTING = {"norm_topk_prob": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+
+
+def NAMES(architecture: Architecture) -> NameTable:  # noqa: N802 - a constant of most families
+    """The names of its weights; queries may have a latent of their own."""
+    queries = _LATENT_OF_QUERIES | _EXPANDED_QUERIES if architecture.query_latent_size else _QUERIES | _LATENT
+    return mixture.names(architecture, queries | _EXPANDED | mapping.ATTENTION_OUT)
+
+
+def from_hf(hf: HFConfig) -> Architecture:
+    """The architecture in a Hugging Face config. Raises ConfigError for attention biases and other ways of routing."""
+    hf.only(_ROUTING)
+    groups = hf.size("n_group")
+    routing = mixture.from_hf(hf, groups=groups, best=2, dense=3, scale=2.5, sigmoid=True)
+    return common_from_hf(hf, Family.deepseek_v3, interleaved=hf.flag("rope_interleave", True), routing=routing)
+
+
+def common_from_hf(hf: HFConfig, family: Family, *, interleaved: bool, routing: dict[str, Any]) -> Architecture:
+    """What DeepSeek-V2 and V3 share."""
+    hf.only(_FIXED)
+    rotated, values = hf.size("qk_rope_head_dim"), hf.size("v_head_dim")
+    head_dim = hf.size("qk_nope_head_dim") + rotated
+    if values > head_dim:
+        raise hf.refusal("v_head_dim", values, f"at most qk_nope_head_dim + qk_rope_head_dim={head_dim}")
+    whole = hf.part(head_dim=head_dim, num_key_value_heads=hf.size("num_attention_heads"))
+    scaling = hf.value("rope_scaling") or hf.value("rope_parameters") or {}
+    return replace(
+        llama.common_from_hf(whole, family, rope=hf.rope(kinds=("yarn",)) | {"rotary_fraction": 1.0}),
+        rotary_fraction=rotated / head_dim,
+        rotary_interleaved=interleaved,
+        rope_score_scale=hf.checked("mscale_all_dim", scaling.get("mscale_all_dim") or 0),
+        latent_size=hf.size("kv_lora_rank"),
+        query_latent_size=hf.optional_size("q_lora_rank", absent=1536) or 0,
+        value_head_dim=values,
+        **routing,
+    )
+
+
+def to_hf(architecture: Architecture) -> dict[str, Any]:
+    """The Hugging Face config of an architecture."""
+    own = {"architectures": ["DeepseekV3ForCausalLM"], "rope_interleave": architecture.rotary_interleaved}
+    return common_to_hf(architecture) | own | {name: value for name, (value,) in _ROUTING.items()}
+
+
+def common_to_hf(a: Architecture) -> dict[str, Any]:
+    """The inverse of `common_from_hf`."""
+    hf = llama.common_to_hf(replace(a, rotary_fraction=1.0)) | mixture.to_hf(a) | {name: value for name, (value,) in _FIXED.items()}
+    return hf | {
+        "head_dim": a.rotated,
+        "qk_rope_head_dim": a.rotated,
+        "qk_nope_head_dim": a.head_dim - a.rotated,
+        "v_head_dim": a.value_head_dim,
+        "kv_lora_rank": a.latent_size,
+        "q_lora_rank": a.query_latent_size or None,
+    }
