@@ -5,6 +5,7 @@ Separate processes do the checking (aligner.rewards.maths_worker), because a thr
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -146,7 +147,8 @@ class _Checker:
         """End it at once."""
         self._process.kill()
         self._process.wait()
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # closing flushes a question that it no longer reads
+            self._process.stdin.close()
         self._process.stdout.close()
 
     def _line(self, deadline: float, seconds: float) -> bytes:

@@ -53,6 +53,11 @@ def test_a_checking_process_that_dies_or_never_comes_up(monkeypatch, capsys):
     check = maths(num_workers=1)
     assert check([""] * 3, ["1", "2", "3"], ["1", "2", "3"]) == [1.0, 0.0, 1.0]
     assert "a new checking process takes its place" in capsys.readouterr().out
+    # This one no longer reads once its trial is answered: the next question stays in our buffer.
+    deaf = "import os, time\nos.read(0, 999)\nos.close(0)\nprint('{{\"right\": true}}', flush=True)\ntime.sleep(60)"
+    monkeypatch.setattr(module, "START", deaf)
+    assert maths(num_workers=1)([""], ["1"], ["1"]) == [0.0]
+    assert "the checking process is gone" in capsys.readouterr().out
     monkeypatch.setattr(module, "START", "import sys; sys.exit(7)")
     with pytest.raises(module.CheckFailed, match="ended without an answer|is gone"):
         maths(num_workers=1)([""], ["1"], ["1"])
