@@ -56,7 +56,7 @@ def take_rows(batch: BatchT, rows: Tensor) -> BatchT:
 
 
 _PER_TOKEN = {"tokens", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "old_values", "returns"}
-_PER_TOKEN |= {"teacher_tokens", "teacher_logprobs", "step_labels"}
+_PER_TOKEN |= {"teacher_tokens", "teacher_logprobs", "step_labels", "routes"}
 
 
 def trim_columns(batch: BatchT, width: int) -> BatchT:

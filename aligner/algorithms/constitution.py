@@ -46,7 +46,7 @@ from aligner.planner.workload import Phase, Work
 from aligner.protocols import RolloutEngine
 from aligner.reporting.formats import Column
 from aligner.rewards.local import NoReward
-from aligner.rollout.config import RolloutConfig, check_engine
+from aligner.rollout.config import RolloutConfig, check_engine, check_untrained
 from aligner.types import FinishReason, Prompt, SamplingConfig
 
 if TYPE_CHECKING:
@@ -258,8 +258,7 @@ class ConstitutionalAI(WritingRun):
 
     def __post_init__(self) -> None:
         WritingRun.__post_init__(self)
-        if self.rollout.asynchronous.max_staleness:
-            raise ConfigError("rollout.asynchronous.max_staleness: nothing is trained here; allowed: 0")
+        check_untrained(self.rollout, "nothing is trained here")
         if self.judge.path and self.algorithm.pairs in (Pairs.none, Pairs.given):
             raise ConfigError(
                 f"judge.path={self.judge.path}: with algorithm.pairs={self.algorithm.pairs.value} no second model is needed; allowed: ''"

@@ -22,7 +22,7 @@ from aligner.online.collect import Scorers, collect, sample_seeds
 from aligner.planner.workload import Phase, Work
 from aligner.protocols import RolloutEngine
 from aligner.rewards.local import NoReward
-from aligner.rollout.config import RolloutConfig, check_engine
+from aligner.rollout.config import RolloutConfig, check_engine, check_untrained
 from aligner.types import FinishReason
 
 if TYPE_CHECKING:
@@ -59,8 +59,7 @@ class Generate(WritingRun):
 
     def __post_init__(self) -> None:
         WritingRun.__post_init__(self)
-        if self.rollout.asynchronous.max_staleness:
-            raise ConfigError("rollout.asynchronous.max_staleness: nothing is trained here; allowed: 0")
+        check_untrained(self.rollout, "nothing is trained here")
 
     def traits(self) -> Traits:
         response = self.rollout.sampling.max_response_length

@@ -204,6 +204,7 @@ class GRPO:
             advantages=advantages * mask,
             ref_logprobs=ref_logprobs,
             rollout_logprobs=batch.rollout_logprobs if self.task.compares_logprobs else None,
+            routes=batch.routes,
         )
 
     def loss(self) -> Loss[PolicyBatch]:

@@ -166,6 +166,7 @@ class OnlineDistillation:
             "lengths": batch.lengths,
             "loss_mask": batch.loss_mask,
             "rollout_logprobs": sampled,
+            "routes": batch.routes,
         }
         if self.config.signal is Signal.topk:
             named, logprobs = self.teacher.topk(batch, self.config.top_k, below=self.below)

@@ -185,6 +185,7 @@ class OnlineDPO:
             loss_mask=batch.loss_mask[rows],
             margins=pairs.gaps,
             rollout_logprobs=batch.rollout_logprobs[rows] if self.task.compares_logprobs else None,
+            routes=None if batch.routes is None else batch.routes[rows],
         )
 
     def pair_metrics(self, pairs: Pairs) -> dict[str, float]:

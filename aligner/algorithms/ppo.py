@@ -152,6 +152,7 @@ class PPO:
             old_logprobs=old_logprobs,
             advantages=whiten(advantages, mask),
             rollout_logprobs=batch.rollout_logprobs if self.task.compares_logprobs else None,
+            routes=batch.routes,
         )
         return policy_batch, ValueBatch(**common, old_values=old_values, returns=returns)
 

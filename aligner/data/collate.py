@@ -16,7 +16,7 @@ from torch import Tensor
 from aligner.data.preferences import PreferencePair
 from aligner.data.supervised import SupervisedExample
 from aligner.errors import ConfigError
-from aligner.types import FinishReason, LabeledBatch, PreferenceBatch, Rollout, RolloutBatch, TokenBatch
+from aligner.types import FinishReason, LabeledBatch, PreferenceBatch, Rollout, RolloutBatch, TokenBatch, no_expert
 
 
 class EpochSampler:
@@ -101,6 +101,7 @@ def rollout_batch(rollouts: Sequence[Rollout], pad_id: int, pad_multiple: int = 
         rollout_logprobs=_pad(logprobs, 0.0, width, torch.float32),
         prompt_ids=torch.tensor([r.prompt.id for r in rollouts], dtype=torch.int64),
         truncated=torch.tensor([r.finish_reason is FinishReason.length for r in rollouts], dtype=torch.bool),
+        routes=_routes([r.routes for r in rollouts], width),
     )
 
 
@@ -148,6 +149,18 @@ def _width(lengths: Sequence[int], pad_multiple: int) -> int:
 
 def _lengths(sequences: Sequence[Sequence[object]]) -> Tensor:
     return torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
+
+
+def _routes(rows: Sequence[Tensor | None], width: int) -> Tensor | None:
+    """[B, width, layers, k] of the rows' own, `no_expert` where a row has none; None where some have none at all."""
+    given = [row for row in rows if row is not None]
+    if not given or len(given) < len(rows):
+        return None
+    first = given[0]
+    routes = torch.full((len(rows), width, *first.shape[1:]), no_expert(first.dtype), dtype=first.dtype)
+    for row, own in zip(routes, given, strict=True):
+        row[: len(own)] = own
+    return routes
 
 
 def _pad(rows: Sequence[Sequence[float]], fill: float, width: int, dtype: torch.dtype) -> Tensor:

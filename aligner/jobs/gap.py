@@ -122,9 +122,8 @@ def compare(config: OnlineRun, layout: topology.Topology, options: Options) -> G
     """Build engine and trainer, sample, compare. Collective; the report is the same on every rank."""
     tokenizer, architecture = load_model_files(config.model, config.data)
     config = fill(config, {"model": create.context_length(config.model, architecture)})
-    policy = create.create_policy(
-        config.model, architecture, config.parallel, layout, create.training(config.model, None, temperature=_temperature(config, options))
-    )
+    training = create.training(config.model, None, temperature=_temperature(config, options), replay_routes=config.rollout.replays_routes)
+    policy = create.create_policy(config.model, architecture, config.parallel, layout, training)
     engine = create_engine(policy, config.rollout, eos_id=tokenizer.eos_id, decode=partial(tokenizer.decode, skip_special=False))
     prompts = _prompts(config, options, tokenizer, architecture)
     rollouts = _sample(engine, config, prompts, options)

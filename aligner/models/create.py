@@ -97,6 +97,7 @@ def training(
     total_steps: int = 1,
     temperature: float = 1.0,
     guard: Guard | None = None,
+    replay_routes: bool = False,
 ) -> Training:
     """How the model of `config` is trained, or used frozen where `optimizer` is None. Without a `guard`: the default settings' one."""
     return Training(
@@ -110,6 +111,7 @@ def training(
         router_aux_loss_coef=config.router_aux_loss_coef,
         router_z_loss_coef=config.router_z_loss_coef,
         guard=guard or Guard(GuardConfig()),
+        replay_routes=replay_routes,
     )
 
 

@@ -13,22 +13,28 @@ import torch
 from torch import Tensor
 
 from aligner.metrics import Metric, merge
-from aligner.models.placement import Placement, Splits, input_lengths, input_shape, place
+from aligner.models.placement import Placement, Splits, in_slots, input_lengths, input_shape, place
+from aligner.models.route_replay import give
+from aligner.models.router import routers
 from aligner.parallel import platform
 from aligner.parallel.mcore import DistributedDataParallel, get_forward_backward_func
 from aligner.protocols import Loss
-from aligner.rows import take_rows, to_device, trim_columns
-from aligner.types import Batch, TokenBatch, TokenOutputs
+from aligner.rows import take_rows, to_device, trim_columns, upload
+from aligner.types import UNROUTED, Batch, TokenBatch, TokenOutputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Rows of one forward pass, on the device and on the host. A `filler` micro-batch keeps ranks in step and counts nothing."""
+    """Rows of one forward pass, on the device and on the host. A `filler` micro-batch keeps ranks in step and counts nothing.
+
+    `routes` [L, rows, layers, k], on the host, are those of the tokens in the placement's slots.
+    """
 
     batch: Batch
     host: Batch
     placement: Placement
     filler: bool = False
+    routes: Tensor | None = None
 
 
 Outputs = Callable[[Tensor, MicroBatch], TokenOutputs]
@@ -47,13 +53,16 @@ def cut(batch: Batch, rows: Sequence[Sequence[int]], splits: Splits, *, count: i
     if fixed_shape and everything:
         shapes = [input_shape(input_lengths(part, splits), splits) for part in everything]
         shape = (max(shape[0] for shape in shapes), max(shape[1] for shape in shapes))
+    return [_micro_batch(part, splits, shape, filler=number >= len(parts)) for number, part in enumerate(everything)]
+
+
+def _micro_batch(part: Batch, splits: Splits, shape: tuple[int, int] | None, *, filler: bool) -> MicroBatch:
+    placement, routes = place(part, splits, shape=shape), None if isinstance(part, UNROUTED) else part.routes
+    if routes is not None:
+        part = replace(part, routes=None)  # no loss reads them
+        routes = None if filler else in_slots(routes, placement)
     device = platform.device()
-    return [
-        MicroBatch(
-            batch=to_device(part, device), host=part, placement=place(part, splits, shape=shape).to(device), filler=number >= len(parts)
-        )
-        for number, part in enumerate(everything)
-    ]
+    return MicroBatch(batch=to_device(part, device), host=part, placement=placement.to(device), filler=filler, routes=routes)
 
 
 def _filler(batch: Batch, unit: int) -> Batch:
@@ -108,20 +117,27 @@ def _run(chunks: list[Any], parts: list[MicroBatch], loss_of: Callable[[MicroBat
     def step(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
         part = next(iterator)
         placed = part.placement
-        options = {"padding_mask": _padding(placed, model)} if model.config.num_moe_experts else {}
+        options = {}
+        if model.config.num_moe_experts:
+            options["padding_mask"] = _padding(placed, model)
+            give(routers([_unwrapped(model)]), None if part.routes is None else upload(_own_slots(part.routes, model), platform.device()))
         return model(placed.tokens, placed.positions, None, packed_seq_params=placed.packed, **options), loss_of(part)
 
     rows, length = parts[0].placement.whole_shape
-    return get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=[iter(parts) for _ in chunks],
-        model=chunks,
-        num_microbatches=len(parts),
-        seq_length=length,
-        micro_batch_size=rows,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+    try:
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(parts) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(parts),
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+    finally:
+        for router in routers([_unwrapped(chunk) for chunk in chunks]):
+            router.routes.forget()
 
 
 def _padding(placed: Placement, model: Any) -> Tensor:
@@ -131,6 +147,12 @@ def _padding(placed: Placement, model: Any) -> Tensor:
         return placed.padding
     tp = module.pg_collection.tp
     return placed.padding.chunk(tp.size(), dim=1)[tp.rank()].contiguous()
+
+
+def _own_slots(routes: Tensor, model: Any) -> Tensor:
+    """Of [L, ...] those that sequence parallelism leaves to this rank's routers."""
+    tp = _unwrapped(model).pg_collection.tp
+    return routes.chunk(tp.size())[tp.rank()] if model.config.sequence_parallel else routes
 
 
 def _unwrapped(model: Any) -> Any:

@@ -15,7 +15,7 @@ from aligner.models.shared_prompts import Segment, SegmentedPackedSeqParams, key
 from aligner.parallel.context import local_slots
 from aligner.parallel.mcore import PackedSeqParams
 from aligner.rows import upload
-from aligner.types import Batch
+from aligner.types import Batch, no_expert
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +109,14 @@ def place(batch: Batch, splits: Splits, *, shape: tuple[int, int] | None = None)
     return Placement(
         tokens=tokens, positions=positions, token_of=token_of, next_token_of=next_token_of, packed=packed, whole_shape=(rows, length)
     )
+
+
+def in_slots(routes: Tensor, placement: Placement) -> Tensor:
+    """Routes [B, S, layers, k] of a micro-batch's tokens where these lie: [L, rows, layers, k], `no_expert` in empty slots."""
+    token_of = placement.token_of.t()
+    found = routes.flatten(0, 1)[token_of.clamp(min=0)]
+    found[token_of < 0] = no_expert(routes.dtype)
+    return found
 
 
 def input_lengths(batch: Batch, splits: Splits) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from aligner.models.trainable import Field, TrainableModel
 from aligner.models.weights import export_hf
 from aligner.parallel import platform
 from aligner.protocols import Loss
-from aligner.types import Batch, DistillationBatch, MaskedBatch, TokenOutputs
+from aligner.types import UNROUTED, Batch, DistillationBatch, MaskedBatch, TokenOutputs
 
 
 class MegatronPolicy:
@@ -94,7 +95,7 @@ class ReferencePolicy:
 
     One set of activations and one module serve both; the frozen copy costs host memory only, and device memory during the pass. Of a policy
     with adapters only they are kept, since nothing else changes: new ones have B = 0, so that the reference is the adapters switched off.
-    `whole`: everything is kept, for weights that training leaves alone and `restore` does not.
+    `whole`: everything is kept, for weights that training leaves alone and `restore` does not. Its routers choose their own experts.
     """
 
     def __init__(self, policy: MegatronPolicy, *, whole: bool = False) -> None:
@@ -107,17 +108,17 @@ class ReferencePolicy:
     def logprobs(self, batch: MaskedBatch) -> Tensor:
         """As `MegatronPolicy.logprobs`, under the frozen weights."""
         with self._in_place():
-            return self._policy.logprobs(batch)
+            return self._policy.logprobs(_own_routes(batch))
 
     def logprobs_of(self, batches: Sequence[MaskedBatch]) -> list[Tensor]:
         """As `logprobs` of each batch; the frozen weights are brought once."""
         with self._in_place():
-            return [self._policy.logprobs(batch) for batch in batches]
+            return [self._policy.logprobs(_own_routes(batch)) for batch in batches]
 
     def topk(self, batch: MaskedBatch, k: int, *, below: int) -> tuple[Tensor, Tensor]:
         """As `MegatronPolicy.topk`, under the frozen weights."""
         with self._in_place():
-            return self._policy.topk(batch, k, below=below)
+            return self._policy.topk(_own_routes(batch), k, below=below)
 
     def renew(self) -> None:
         """Freeze the policy's weights of now instead."""
@@ -154,3 +155,8 @@ class ReferencePolicy:
 
     def _keeps_all(self, chunk: LanguageModel) -> bool:
         return self._whole or not chunk.lora.is_on
+
+
+def _own_routes(batch: MaskedBatch) -> MaskedBatch:
+    """The batch without its sampler's."""
+    return batch if isinstance(batch, UNROUTED) else replace(batch, routes=None)

@@ -25,6 +25,7 @@ from torch import Tensor
 from aligner.metrics import Mean, Metric
 from aligner.models.config import Architecture
 from aligner.models.expert_groups import GroupLimit
+from aligner.models.route_replay import LayerRoutes, routed
 from aligner.parallel import platform
 from aligner.parallel.mcore import (
     MoEAuxLossAutoScaler,
@@ -46,12 +47,16 @@ class Router(TopKRouter):
     def __init__(self, *args, architecture: Architecture, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.balance = Mean(total=0.0, count=0)
+        self.routes = LayerRoutes()
         if self.expert_bias is not None:  # a parameter without gradient: files, checkpoints and refits have it
             bias = self.expert_bias
             del self.expert_bias
             self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
         if architecture.router_groups:
             self.router_replay = GroupLimit(architecture)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return routed(self, lambda: super(Router, self).routing(logits, padding_mask=padding_mask))
 
     def _apply_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False) -> Tensor:
         coefficient = self.get_aux_loss_coeff("aux_loss")
@@ -97,12 +102,12 @@ def weigh_auxiliary_losses(config: TransformerConfig, *, aux: float, z: float, c
         config.moe_z_loss_coeff = z * scale
 
 
-def routers(chunks: list) -> list[Router]:
-    """Every router of a model's chunks."""
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+def routers(chunks: Sequence[Transformer]) -> list[Router]:
+    """Every router of a model's chunks, in the order of the layers."""
+    return [layer.mlp.router for chunk in chunks for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
 
 
-def take_balance(chunks: list) -> Mean:
+def take_balance(chunks: Sequence[Transformer]) -> Mean:
     """Load-balancing loss over this rank's tokens and layers since the last call (1 is perfect balance)."""
     found = routers(chunks)
     total = Mean(total=sum(float(r.balance.total) for r in found), count=round(sum(float(r.balance.count) for r in found)))

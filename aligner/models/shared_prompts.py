@@ -17,7 +17,7 @@ from aligner.parallel.context import chunk_numbers
 from aligner.parallel.mcore import PackedSeqParams
 from aligner.parallel.micro_batches import Family
 from aligner.rows import upload
-from aligner.types import Batch, MaskedBatch, TokenBatch
+from aligner.types import UNROUTED, Batch, MaskedBatch, TokenBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,10 +102,15 @@ def families(batch: MaskedBatch, *, unit: int, capacity: int) -> list[Family]:
 
 
 def _prompt_keys(batch: MaskedBatch) -> list[object]:
-    """A row's (prompt length, prompt); the row's own number where it has no prompt of two tokens or more before what a loss looks at."""
+    """A row's (prompt length, prompt); the row's own number where it has no prompt of two tokens or more before what a loss looks at.
+
+    Prompts whose shared tokens went to other experts are not the same.
+    """
     first = batch.loss_mask.int().argmax(dim=1).tolist()  # 0 too where nothing is looked at
     tokens = batch.tokens.cpu().numpy()
-    return [(stop, tokens[row, :stop].tobytes()) if stop > 1 else row for row, stop in enumerate(first)]
+    routes = None if isinstance(batch, UNROUTED) or batch.routes is None else batch.routes.cpu().numpy()
+    kept = [b"" if routes is None else routes[row, : max(stop - 1, 0)].tobytes() for row, stop in enumerate(first)]
+    return [(stop, tokens[row, :stop].tobytes() + kept[row]) if stop > 1 else row for row, stop in enumerate(first)]
 
 
 def _shared_with_row_before(batch: MaskedBatch) -> list[int]:

@@ -26,7 +26,8 @@ from aligner.models.offload import HostMemory, gradients, optimizer_tensors
 from aligner.models.optimizer import OptimizerConfig, build_optimizer, build_scheduler
 from aligner.models.overlap import WeightGather
 from aligner.models.placement import Splits, input_shape
-from aligner.models.router import AuxiliaryLosses
+from aligner.models.route_replay import take_metrics
+from aligner.models.router import AuxiliaryLosses, routers
 from aligner.models.shared_prompts import families
 from aligner.parallel import mcore, platform
 from aligner.parallel.collectives import all_ranks, broadcast_object, gather_assigned_rows, gather_objects, reduce_metrics
@@ -34,7 +35,7 @@ from aligner.parallel.micro_batches import MicroBatching, Plan, plan, plan_famil
 from aligner.parallel.topology import Topology
 from aligner.protocols import Loss
 from aligner.rows import num_rows, pad_columns
-from aligner.types import Batch, LossOutput, PreferenceBatch, TokenBatch, TokenOutputs
+from aligner.types import UNROUTED, Batch, LossOutput, PreferenceBatch, TokenBatch, TokenOutputs
 
 FP8_TOKENS = 16  # 8-bit matrix products want sizes that are multiples of this
 
@@ -52,6 +53,7 @@ class Training:
     temperature: float = 1.0  # of the policy's log-probs
     router_aux_loss_coef: float = 0.0
     router_z_loss_coef: float = 0.0
+    replay_routes: bool = False  # those that a batch has; else they are only compared with the router's own
     guard: Guard = field(default_factory=lambda: Guard(GuardConfig()))  # against updates that are not finite
     overlap: bool = field(default_factory=torch.cuda.is_available)  # replicas exchange gradients and weights while they compute
 
@@ -93,6 +95,8 @@ class TrainableModel:
             shape, dtype = (length, self.config.hidden_size), self.config.params_dtype
             mcore.initialize_user_buffers(shape, tp=topology.tp_size, dtype=dtype, fp8=bool(self.config.fp8))
         self.auxiliary = AuxiliaryLosses(self.chunks, aux=training.router_aux_loss_coef, z=training.router_z_loss_coef)
+        for router in routers(self.chunks):
+            router.routes.replays = training.replay_routes
         self.host = HostMemory()
         self.loss_scale = LossScale()
         self._everything = HostMemory(kept=self._kept, scratch=lambda: gradients(self.runners) if self.optimizer is not None else ())
@@ -186,15 +190,15 @@ class TrainableModel:
         if problem:
             set_generator_state(generators)
             if is_of_gradient and self.loss_scale.back_off():
-                return self._reduce(metrics) | self.auxiliary.metrics() | self._optimizer_metrics(None, overflowed=True)
+                return self._metrics(batch, metrics) | self._optimizer_metrics(None, overflowed=True)
             self.guard.refuse(problem)
-            return without_values(self._reduce(metrics) | self.auxiliary.metrics()) | self._optimizer_metrics(None)
+            return without_values(self._metrics(batch, metrics)) | self._optimizer_metrics(None)
         self.guard.accept()
         self.scheduler.step(1)  # before the update: the first update of a warm-up must not have a learning rate of 0
         _, grad_norm, _ = self.optimizer.step()
         self.version += 1
         spoilt = finite.non_finite_parameters(self.runners, self.guard.max_weight)
-        found = self._reduce(metrics) | self.auxiliary.metrics()
+        found = self._metrics(batch, metrics)
         for chunk in self.chunks:  # now that the host waits for no number any more
             if chunk.gather is not None:
                 chunk.gather.start()
@@ -257,6 +261,11 @@ class TrainableModel:
     def enter_device(self) -> None:
         """Come back; what `sleep` has moved stays where it is until it is needed."""
         self._everything.move_in()
+
+    def _metrics(self, batch: Batch, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        """Those of the loss, reduced, and the routers'."""
+        has_routes = not isinstance(batch, UNROUTED) and batch.routes is not None
+        return self._reduce(metrics) | self.auxiliary.metrics() | (take_metrics(routers(self.chunks)) if has_routes else {})
 
     def _reduce(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         """Reduce over replicas, then broadcast from the last pipeline stage (the only one with metrics)."""

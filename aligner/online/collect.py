@@ -191,6 +191,7 @@ def start(
         # Consumed to its end, also where a scorer refuses: the replica's other ranks are in it too.
         for finished in engine.generate(prompts, seeds, sampling):
             scorers.heartbeat()
+            finished = finished if sampling is None else [replace(one, routes=None) for one in finished]  # these are not trained on
             if engine.replica.is_leader and error is None:
                 try:
                     pending.append((finished, *(_submit(finished, scorers) if scorers.shared is None else (None, None))))

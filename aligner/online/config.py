@@ -22,7 +22,7 @@ from aligner.models.guard import GuardConfig
 from aligner.models.optimizer import OptimizerConfig
 from aligner.online.validation import ValidationConfig
 from aligner.planner.workload import Phase, Work
-from aligner.rollout.config import EngineKind, RolloutConfig, check_engine
+from aligner.rollout.config import EngineKind, RolloutConfig, check_engine, check_untrained
 from aligner.servers.components import ActorConfig, RewardConfig, in_section
 from aligner.servers.config import ClientConfig
 from aligner.types import Prompt
@@ -189,7 +189,6 @@ class OnlineRun(JobRun):
 
 def check_iterated(config: OnlineRun) -> None:
     """Raise ConfigError for what training in iterations, on pairs of single responses, cannot be combined with."""
-    if config.rollout.asynchronous.max_staleness:
-        raise ConfigError("rollout.asynchronous.max_staleness: an iteration is sampled before it is trained on; allowed: 0")
+    check_untrained(config.rollout, "an iteration is sampled before it is trained on, as text")
     if config.environment.path:
         raise ConfigError(f"environment.path={config.environment.path}: single responses are compared; allowed: none")

@@ -240,7 +240,8 @@ def build_task(
     updates = config.loop.max_steps * config.algorithm.updates_per_step
     shared = _shared_device(session, config)
     guard = Guard(config.guard)
-    training = create.training(model, config.optimizer, total_steps=updates, temperature=sampling.temperature, guard=guard)
+    how = {"total_steps": updates, "temperature": sampling.temperature, "replay_routes": config.rollout.replays_routes}
+    training = create.training(model, config.optimizer, guard=guard, **how)
     policy = create.create_policy(model, architecture, config.parallel, session.topology, training)
     if shared is not None:
         shared.holds(policy.model)

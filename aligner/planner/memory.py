@@ -12,6 +12,7 @@ from aligner.planner.dry_run import BlockBytes, expert_extra_bytes
 from aligner.planner.schedule import MicroBatches, in_flight, micro_batches, stage_layers
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase
 from aligner.rollout.config import PAGE_SIZE, EngineKind, Kernels
+from aligner.types import route_dtype
 
 _OVERLAP_BUFFERS = 8  # of a whole micro-batch's hidden states, for what Transformer Engine exchanges around a layer's four matrix products
 _KERNEL_PAGE = 256  # tokens of a page of the engine's cache, where attention kernels are used: of 16-bit numbers on a GPU
@@ -222,8 +223,11 @@ def _generation(component: Component, engine: Engine) -> dict[str, int]:
 
 
 def cache_bytes(component: Component, engine: Engine) -> int:
-    """The paged cache on one rank of the engine."""
-    return cache_tokens(component, engine) * kv_bytes_per_token(component, engine)
+    """The paged cache on one rank of the engine, with the experts that its tokens went to if they are recorded."""
+    architecture, routes = component.architecture, 0
+    if engine.settings.records_routes:
+        routes = architecture.num_layers * architecture.experts_per_token * route_dtype(architecture.num_experts).itemsize
+    return cache_tokens(component, engine) * (kv_bytes_per_token(component, engine) + routes)
 
 
 def logit_bytes(component: Component, engine: Engine) -> int:

@@ -30,7 +30,8 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedKV:
-    """Keys and values of every layer, [layers, pages, page_size, groups, D] each.
+    """Keys and values of every layer, [layers, pages, page_size, groups, D] each; if they are recorded, the experts that the tokens went to
+    in each layer, `routes` [layers, pages, page_size, k] (`aligner.types.route_dtype`).
 
     The last page belongs to no sequence: rows that only fill up a batch of a fixed size write there. Slots that hold no token yet hold
     finite numbers: attention weighs them with 0.
@@ -38,6 +39,12 @@ class PagedKV:
 
     keys: Tensor
     values: Tensor
+    routes: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that a page holds, [layers, pages, ...] each."""
+        return [self.keys, self.values] if self.routes is None else [self.keys, self.values, self.routes]
 
     @property
     def page_size(self) -> int:
@@ -58,14 +65,20 @@ class PagedKV:
 
     def clear(self) -> None:
         """As a new cache is: what was there before, of whatever weights, must not come up anywhere."""
-        self.keys.zero_()
-        self.values.zero_()
+        for tensor in self.tensors:
+            tensor.zero_()
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole pages, of all layers."""
         source, target = (upload(np.array(pages, np.int64), self.keys.device) for pages in (sources, targets))
-        for tensor in (self.keys, self.values):
+        for tensor in self.tensors:
             tensor[:, target] = tensor[:, source]
+
+    def routes_of(self, pages: Sequence[int], length: int) -> Tensor:
+        """Those of a sequence's first `length` tokens, [length, layers, k], on the host."""
+        assert self.routes is not None  # they are recorded
+        table = upload(np.array(pages, np.int64), self.routes.device)
+        return self.routes[:, table].flatten(1, 2)[:, :length].transpose(0, 1).contiguous().cpu()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +103,11 @@ class DecodeBatch:
     tokens: Tensor
     positions: Tensor
     pages: Tensor
+
+    def slots(self, page_size: int) -> Tensor:
+        """Where the tokens go, int64 [B]."""
+        page = self.pages.gather(1, (self.positions // page_size)[:, None])[:, 0].long()
+        return page * page_size + self.positions % page_size
 
     def to(self, device: torch.device) -> DecodeBatch:
         """The same on the device."""
@@ -205,13 +223,12 @@ def _together(rows: list[tuple[int, int]], device: torch.device) -> Together:
 def plan_decode(batch: DecodeBatch, page_size: int) -> DecodePlan:
     """Slots and masks of a decode step, the same for every layer."""
     pages, positions = batch.pages, batch.positions
-    page = pages.gather(1, (positions // page_size)[:, None])[:, 0].long()
     places = torch.arange(pages.shape[1] * page_size, device=pages.device)
     lengths = (positions + 1).int()
     begins = torch.arange(len(lengths) + 1, dtype=torch.int32, device=pages.device)
     return DecodePlan(
         positions=positions,
-        slots=page * page_size + positions % page_size,
+        slots=batch.slots(page_size),
         pages=pages,
         lengths=lengths,
         bounds=(begins, F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))),

@@ -54,6 +54,14 @@ class Kernels(str, Enum):
     torch = "torch"  # plain torch
 
 
+class RoutingReplay(str, Enum):
+    """Whether the experts that sampled a token are those that train it: see docs/agreement.md."""
+
+    none = "none"  # the trainer chooses
+    measure = "measure"  # the trainer chooses; rollout/route_mismatch says how often otherwise than the sampler
+    replay = "replay"  # the sampler's choice
+
+
 class ShareWork(str, Enum):
     """Whether replicas take prompts from one queue as they have room, so that all end at about the same time.
 
@@ -103,6 +111,9 @@ class RolloutConfig:
     verify_refit: VerifyRefit = VerifyRefit.none  # checksum costs another pass over the weights on both sides
     kernels: Kernels = Kernels.auto  # of the built-in engine; auto falls back on torch where its kernels cannot be had
     cuda_graphs: bool = True  # of the built-in engine on GPU: replay a decode step instead of launching its kernels one by one
+    routing_replay: RoutingReplay = (
+        RoutingReplay.none
+    )  # measure: compare trainer's and engine's choice of experts; replay: train with the engine's
     offload: bool = False  # of the engine's own weights and the policy's, only those that the phase needs are on the device
     asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
     tensorrt_llm: TensorRTLLMConfig = field(default_factory=TensorRTLLMConfig)
@@ -120,6 +131,16 @@ class RolloutConfig:
             raise ConfigError("rollout.sampling.temperature=0: training rollouts need a positive temperature")
         if self.asynchronous.max_staleness:
             self._check_asynchronous()
+
+    @property
+    def records_routes(self) -> bool:
+        """Whether rollouts come with the experts that the engine chose."""
+        return self.routing_replay is not RoutingReplay.none
+
+    @property
+    def replays_routes(self) -> bool:
+        """Whether the trainer takes them too."""
+        return self.routing_replay is RoutingReplay.replay
 
     def _check_asynchronous(self) -> None:
         setting = f"rollout.asynchronous.max_staleness={self.asynchronous.max_staleness}"
@@ -144,7 +165,17 @@ def check_cache(config: RolloutConfig, *, longest_prompt: int, context: int) -> 
 def check_engine(config: RolloutConfig, architecture: Architecture, *, tp: int, world_size: int) -> None:
     """Raise ConfigError if the engine of `config` cannot sample with replicas of `tp` ranks each. Does not check installed packages."""
     check_splits(architecture, tp=tp, world_size=world_size)
+    if config.records_routes and not architecture.num_experts:
+        raise ConfigError(f"rollout.routing_replay={config.routing_replay.value}: the model is no mixture of experts; allowed: none")
     check_settings(config, tp=tp)
+
+
+def check_untrained(config: RolloutConfig, why: str) -> None:
+    """Raise ConfigError for settings that only training on the samples makes use of; `why` says what is done with them instead."""
+    if config.asynchronous.max_staleness:
+        raise ConfigError(f"rollout.asynchronous.max_staleness={config.asynchronous.max_staleness}: {why}; allowed: 0")
+    if config.records_routes:
+        raise ConfigError(f"rollout.routing_replay={config.routing_replay.value}: {why}; allowed: none")
 
 
 def check_settings(config: RolloutConfig, *, tp: int) -> None:
@@ -155,6 +186,11 @@ def check_settings(config: RolloutConfig, *, tp: int) -> None:
         config.tensorrt_llm.check_sampling(config.sampling)
     elif config.engine == EngineKind.vllm:
         config.vllm.check(config.sampling)
+    if config.records_routes:
+        raise ConfigError(
+            f"rollout.routing_replay={config.routing_replay.value}: rollout.engine={config.engine} does not tell which experts it chose; "
+            "allowed: none, or rollout.engine=megatron"
+        )
     if config.verify_refit is VerifyRefit.checksum and tp > 1:
         raise ConfigError(
             f"rollout.verify_refit=checksum: rollout.engine={config.engine} reads no weights back from rollout.tp={tp} ranks; "

@@ -50,6 +50,7 @@ from aligner.rollout.native.step import NativeDecode, Outside
 from aligner.rollout.paged_kernels import flash_attention
 from aligner.rollout.sampling import FusedDraw
 from aligner.rollout.weights import Affine, FeedForward, LayerWeights, ModelWeights, tensors
+from aligner.types import route_dtype
 
 
 def _squared_relu(x: Tensor) -> Tensor:
@@ -104,11 +105,14 @@ class Decoder:
         page_size: int = 0,
         kernels: Kernels = Kernels.auto,
         cuda_graphs: bool = True,
+        records_routes: bool = False,
     ) -> None:
         self.weights = weights
         self.architecture = architecture
         self.shards = shards
         self.max_sequence_length = max_sequence_length
+        self.records_routes = records_routes
+        self._recorded: tuple[Tensor, Tensor] | None = None  # the cache's routes, and the slots of this pass's tokens
         self.head_dim = architecture.head_dim
         self.groups = max(architecture.num_key_value_heads // shards.count, 1)
         self.queries = architecture.num_attention_heads // shards.count // self.groups  # per key-value group on this rank
@@ -136,14 +140,19 @@ class Decoder:
     def page_bytes(self) -> int:
         """Device memory of one page of the cache: keys and values of all layers, this rank's share."""
         weight = self.weights.embedding
-        return 2 * len(self.weights.layers) * self.page_size * self.groups * self.head_dim * weight.element_size()
+        routes = route_dtype(self.architecture.num_experts).itemsize * self.architecture.experts_per_token * self.records_routes
+        return len(self.weights.layers) * self.page_size * (2 * self.groups * self.head_dim * weight.element_size() + routes)
 
     def new_cache(self, num_pages: int) -> PagedKV:
         """An empty cache of `num_pages` pages, and the scratch page."""
         weight = self.weights.embedding
         shape = (len(self.weights.layers), num_pages + 1, self.page_size, self.groups, self.head_dim)
         keys, values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
-        return PagedKV(keys=keys, values=values)
+        if not self.records_routes:
+            return PagedKV(keys=keys, values=values)
+        dtype = route_dtype(self.architecture.num_experts)
+        routes = torch.zeros(*shape[:3], self.architecture.experts_per_token, dtype=dtype, device=weight.device)
+        return PagedKV(keys=keys, values=values, routes=routes)
 
     @property
     def keeps_addresses(self) -> bool:
@@ -167,6 +176,7 @@ class Decoder:
     def decode(self, batch: DecodeBatch, cache: PagedKV) -> Tensor:
         """Put one more token of each sequence into the cache; logits float32 [B, V] after it, good until the next call."""
         if self._native is not None:
+            self._recorded = None if cache.routes is None else (cache.routes, batch.slots(cache.page_size))
             logits = self._gather(self._native(batch, cache, self.architecture.vocab_size, self.tap))
             return self._note(Operation.logits, len(self.weights.layers), logits)
         if self._graphs is not None and self.tap is None:  # a graph's replay shows nothing: for a tap its kernels are launched singly
@@ -232,6 +242,7 @@ class Decoder:
         everywhere = None if self.rotary is None else tuple(table[plan.positions][:, None, None] for table in self.rotary)
         local = None if self._rotary_local is None else tuple(table[plan.positions][:, None, None] for table in self._rotary_local)
         fixed = self.fixed_shapes and isinstance(plan, DecodePlan)
+        self._recorded = None if cache.routes is None else (cache.routes, plan.slots)
         for number, layer in enumerate(self.weights.layers):
             rotary = local if local is not None and self.architecture.window_of(number) else everywhere
             normed = self._note(Operation.input_norm, number, self._normed(x, layer.input_norm))
@@ -322,6 +333,9 @@ class Decoder:
         if self.tap is not None:
             weights, chosen = routing
             self.tap(Operation.router, number, weights.new_zeros(len(weights), architecture.num_experts).scatter_(1, chosen, weights))
+        if self._recorded is not None:
+            routes, slots = self._recorded
+            routes[number].flatten(0, 1).index_copy_(0, slots, routing[1].to(routes.dtype))
         if (stack := self._stacks[number]) is not None:
             return self._sum(mix_grouped(tokens, stack, routing, self.activation, gated=architecture.gated_mlp)).view_as(x)
         # Each rank has its share of every expert; their outputs are summed, so one rank adds the biases.

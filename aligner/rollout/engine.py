@@ -76,7 +76,7 @@ class GenResult:
     engine gives both.
 
     If the weights changed meanwhile, `versions` has (number of the first token, version) of each stretch that was sampled from the same
-    ones, and `weight_version` is that of the last; else it is empty.
+    ones, and `weight_version` is that of the last; else it is empty. `routes`: see `aligner.types.Rollout`.
     """
 
     index: int
@@ -87,6 +87,7 @@ class GenResult:
     weight_version: int
     raw_logprobs: tuple[float, ...] | None = None
     versions: tuple[tuple[int, int], ...] = ()
+    routes: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "raw_logprobs"):

@@ -15,7 +15,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from aligner.errors import EngineError
 from aligner.parallel.collectives import broadcast_object
@@ -99,7 +101,14 @@ class _Episode:
             reward=self.reward,
             counts=self.counts,
             failed=failed,
+            routes=self._routes(),
         )
+
+    def _routes(self) -> Tensor | None:
+        """Of each token those of the turn that it was first part of: what a later turn has of it may have been computed again."""
+        turns = [turn.routes for turn in self.turns if turn.routes is not None]
+        known = [0, *(len(routes) for routes in turns)]
+        return torch.cat([routes[start:] for routes, start in zip(turns, known, strict=False)]) if turns else None
 
     def _extend(self, tokens: Sequence[int], logprobs: Sequence[float], *, is_written: bool) -> None:
         self.tokens += tokens

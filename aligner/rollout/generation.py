@@ -255,7 +255,7 @@ class _Loop:
         if old is None or old.num_pages < wanted:
             self.cache = self.decoder.new_cache(wanted)
             if old is not None:
-                for before, after in ((old.keys, self.cache.keys), (old.values, self.cache.values)):
+                for before, after in zip(old.tensors, self.cache.tensors, strict=True):
                     after[:, : pool.num_pages] = before[:, : pool.num_pages]
         pool.extend(wanted)
 
@@ -339,6 +339,7 @@ class _Loop:
         response = self.scheduler.youngest
         if length := self.running.num_drawn(response):
             self.transcript.interrupt(response, length)
+            self._keep_routes(response, length)
         self.scheduler.preempt(response)
         self.running.drop_unseated()
 
@@ -347,12 +348,22 @@ class _Loop:
         while len(self.under_way) > ahead:
             ended = self.transcript.record(self.under_way.popleft())
             for response in ended:
+                self._keep_routes(response.response, len(response.tokens))
                 if self.work.is_open:
                     self.scheduler.keep(response.response, response.tokens)
                 self.scheduler.leave(response.response)
             if ended:
                 self.finished += ended
                 self.running.drop_unseated()
+
+    def _keep_routes(self, response: Response, num_sampled: int) -> None:
+        """Before its pages go. What has been computed again since keeps the experts that it was sampled with."""
+        if self.cache is None or self.cache.routes is None:
+            return
+        routes = self.cache.routes_of(response.pages, len(response.request.tokens) + num_sampled - 1)
+        if response.routes is not None:
+            routes[: len(response.routes)] = response.routes
+        response.routes = routes
 
 
 def _result(ended: Ended) -> GenResult:
@@ -366,4 +377,5 @@ def _result(ended: Ended) -> GenResult:
         finish_reason=FinishReason.stop if ended.stopped else FinishReason.length,
         weight_version=versions[-1][1],
         versions=versions if len(versions) > 1 else (),
+        routes=ended.response.routes,
     )

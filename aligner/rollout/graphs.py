@@ -61,7 +61,7 @@ class DecodeGraphs:
 
     def __call__(self, batch: DecodeBatch, cache: PagedKV, weights: tuple[int, ...]) -> Tensor:
         """Logits [B, V], overwritten by the next call. `weights`: the addresses of all weights."""
-        addresses = (*weights, cache.keys.data_ptr(), cache.values.data_ptr(), cache.num_pages)
+        addresses = (*weights, *(tensor.data_ptr() for tensor in cache.tensors), cache.num_pages)
         if addresses != self._addresses:
             self.release()
             self._addresses = addresses

@@ -245,4 +245,5 @@ def _rollout(result: GenResult, prompt: Prompt, seed: int) -> Rollout:
         oldest_version=result.versions[0][1] if result.versions else None,
         seed=seed,
         logprob_kind=result.kind,
+        routes=result.routes,
     )

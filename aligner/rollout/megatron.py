@@ -63,6 +63,7 @@ class MegatronEngine:
             frequencies=chunk.rotary_pos_emb.inv_freq if rotates else None,
             kernels=config.kernels,
             cuda_graphs=config.cuda_graphs,
+            records_routes=config.records_routes,
         )
         self.generation = Generation(
             self.decoder,

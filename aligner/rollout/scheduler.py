@@ -126,6 +126,7 @@ class Response:
     pages: list[int] = field(default_factory=list)
     seat: int = NO_SEAT
     versions: list[tuple[int, int]] = field(default_factory=list)  # (number of the first token, version) of what the same weights sampled
+    routes: Tensor | None = None  # [tokens, layers, k] of the first tokens, if they are recorded: before its seat was lost, or at its end
 
     def sampled_by(self, version: int, start: int) -> None:
         """From token `start` of the response on, `version` samples it."""

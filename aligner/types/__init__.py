@@ -8,6 +8,7 @@ log pi(tokens[b, t] | tokens[b, :t]); `values[b, t]` is the value of the state i
 from __future__ import annotations
 
 from aligner.types.batches import (
+    UNROUTED,
     Batch,
     DistillationBatch,
     LabeledBatch,
@@ -20,6 +21,8 @@ from aligner.types.batches import (
     TokenBatch,
     TokenOutputs,
     ValueBatch,
+    no_expert,
+    route_dtype,
 )
 from aligner.types.rollouts import (
     FinishReason,
@@ -32,6 +35,7 @@ from aligner.types.rollouts import (
 )
 
 __all__ = [
+    "UNROUTED",
     "Batch",
     "DistillationBatch",
     "FinishReason",
@@ -51,4 +55,6 @@ __all__ = [
     "TokenBatch",
     "TokenOutputs",
     "ValueBatch",
+    "no_expert",
+    "route_dtype",
 ]

@@ -19,6 +19,22 @@ def check_tensors(owner: object, tensors: dict[str, tuple[Tensor | None, torch.d
             raise ValueError(f"{type(owner).__name__}.{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {shape}")
 
 
+def route_dtype(num_experts: int) -> torch.dtype:
+    """Of routes: the experts that were chosen for each token in each layer. `no_expert` is a number that none of them has."""
+    return torch.uint8 if num_experts < 256 else torch.int16
+
+
+def no_expert(dtype: torch.dtype) -> int:
+    """In place of an expert where a token has no route: nothing was computed after it. (What layers without experts have means nothing.)"""
+    return torch.iinfo(dtype).max
+
+
+def _routes(routes: Tensor | None, tokens: Tensor) -> tuple[Tensor | None, torch.dtype, tuple[int, ...]]:
+    """What `check_tensors` wants of routes [B, S, layers, k]."""
+    dtype = torch.int16 if routes is not None and routes.dtype == torch.int16 else torch.uint8
+    return routes, dtype, (*tokens.shape, *(routes.shape[2:] if routes is not None else ()))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBatch:
     """What every forward pass needs: tokens int64 [B, S] (right-padded) and lengths int64 [B]."""
@@ -33,7 +49,10 @@ class TokenBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutBatch:
-    """Rollouts as tensors: loss_mask bool [B, S], rollout_logprobs float32 [B, S], prompt_ids int64 [B], truncated bool [B]."""
+    """Rollouts as tensors: loss_mask bool [B, S], rollout_logprobs float32 [B, S], prompt_ids int64 [B], truncated bool [B].
+
+    Here and below, optional: routes uint8 or int16 [B, S, layers, k], the experts that the sampler chose (`route_dtype`, `no_expert`).
+    """
 
     tokens: Tensor
     lengths: Tensor
@@ -41,6 +60,7 @@ class RolloutBatch:
     rollout_logprobs: Tensor
     prompt_ids: Tensor
     truncated: Tensor
+    routes: Tensor | None = None
 
     def __post_init__(self) -> None:
         b, s = self.tokens.shape
@@ -53,6 +73,7 @@ class RolloutBatch:
                 "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
                 "prompt_ids": (self.prompt_ids, torch.int64, (b,)),
                 "truncated": (self.truncated, torch.bool, (b,)),
+                "routes": _routes(self.routes, self.tokens),
             },
         )
 
@@ -71,6 +92,7 @@ class PolicyBatch:
     advantages: Tensor
     ref_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None
+    routes: Tensor | None = None
 
     def __post_init__(self) -> None:
         b, s = self.tokens.shape
@@ -84,6 +106,7 @@ class PolicyBatch:
                 "advantages": (self.advantages, torch.float32, (b, s)),
                 "ref_logprobs": (self.ref_logprobs, torch.float32, (b, s)),
                 "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
+                "routes": _routes(self.routes, self.tokens),
             },
         )
 
@@ -125,6 +148,7 @@ class PreferenceBatch:
     margins: Tensor
     ref_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None
+    routes: Tensor | None = None
 
     def __post_init__(self) -> None:
         b, s = self.tokens.shape
@@ -139,6 +163,7 @@ class PreferenceBatch:
                 "margins": (self.margins, torch.float32, (b // 2,)),
                 "ref_logprobs": (self.ref_logprobs, torch.float32, (b, s)),
                 "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
+                "routes": _routes(self.routes, self.tokens),
             },
         )
 
@@ -154,6 +179,7 @@ class LabeledBatch:
     labels: Tensor | None = None
     ref_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None
+    routes: Tensor | None = None
 
     def __post_init__(self) -> None:
         b, s = self.tokens.shape
@@ -167,6 +193,7 @@ class LabeledBatch:
                 "labels": (self.labels, torch.float32, (b, k)),
                 "ref_logprobs": (self.ref_logprobs, torch.float32, (b, s)),
                 "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
+                "routes": _routes(self.routes, self.tokens),
             },
         )
 
@@ -208,6 +235,7 @@ class DistillationBatch:
     teacher_tokens: Tensor
     teacher_logprobs: Tensor
     rollout_logprobs: Tensor | None = None
+    routes: Tensor | None = None
 
     def __post_init__(self) -> None:
         b, s = self.tokens.shape
@@ -221,12 +249,14 @@ class DistillationBatch:
                 "teacher_tokens": (self.teacher_tokens, torch.int64, (b, s, k)),
                 "teacher_logprobs": (self.teacher_logprobs, torch.float32, (b, s, k)),
                 "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
+                "routes": _routes(self.routes, self.tokens),
             },
         )
 
 
 MaskedBatch = RolloutBatch | PolicyBatch | ValueBatch | PreferenceBatch | LabeledBatch | StepBatch | DistillationBatch
 Batch = TokenBatch | MaskedBatch
+UNROUTED = (TokenBatch, ValueBatch, StepBatch)  # these have no routes: what they train did not sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

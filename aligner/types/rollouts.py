@@ -54,6 +54,9 @@ class Rollout:
     In a conversation with an environment the response is everything after the prompt, and `written` says which of its tokens the policy
     wrote; those of the environment have log-prob 0 and are never learnt from. `reward` is the environment's, where it gives one, and
     `counts` what it counted; where it `failed` (and by option did not end the run) there is no reward.
+
+    `routes`, where the engine records them: the experts that it chose for each token but the last, after which nothing was computed;
+    uint8 or int16 [T - 1, layers, k] (`route_dtype`).
     """
 
     prompt: Prompt
@@ -69,8 +72,11 @@ class Rollout:
     reward: float | None = None
     counts: Mapping[str, float] = field(default_factory=dict)
     failed: bool = False
+    routes: Tensor | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.routes is not None and len(self.routes) != len(self.tokens) - 1:
+            raise ValueError(f"Rollout.routes has {len(self.routes)} entries for {len(self.tokens)} tokens; the last has none")
         if len(self.response) != len(self.logprobs):
             raise ValueError(f"Rollout.logprobs has {len(self.logprobs)} entries for {len(self.response)} response tokens")
         if self.written is not None and len(self.written) != len(self.response):

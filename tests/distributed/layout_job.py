@@ -47,6 +47,11 @@ def make_batch(kind: str):
     tokens = torch.where(positions < lengths[:, None], tokens, 0)
     floats = [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2)]
     common = {"tokens": tokens, "lengths": lengths, "loss_mask": mask}
+    if kind == "routed":  # whoever sampled these chose at random: of 4 experts 2, but none for the last tokens
+        routes = torch.rand(ROWS, WIDTH, 4, 4, generator=generator).argsort(dim=3)[..., :2].to(torch.uint8)
+        routes[5, :4] = routes[0, :4]  # these two share a prompt, rows 0, 1 and 6 have other experts for the same one
+        routes[positions + 1 >= lengths[:, None]] = 255
+        return PolicyBatch(**common, old_logprobs=floats[0] * 0.1 - 4.0, advantages=floats[1], routes=routes)
     if kind == "ppo":
         return PolicyBatch(**common, old_logprobs=floats[0] * 0.1 - 4.0, advantages=floats[1])
     if kind == "objectives":  # an advantage per response; ratios on both sides of every clip range
@@ -115,7 +120,7 @@ def make_model(kind: str, spec: Spec, topology, optimizer):
     }
     create = create_value_model if kind == "value" else partial(create_reward_model, head=heads[kind]) if kind in heads else create_policy
     temperature = 0.8 if kind in ("ppo", "objectives") else 1.0
-    how = training(config, optimizer, total_steps=10, temperature=temperature)
+    how = training(config, optimizer, total_steps=10, temperature=temperature, replay_routes=kind == "routed")
     return create(config, make_architecture(kind, spec.experts, spec.num_layers), parallel, topology, how)
 
 
@@ -175,6 +180,7 @@ def make_losses(kind: str) -> list:
         return [partial(bradley_terry_loss, variant=one, centre_coef=0.1) for one in (BradleyTerry.margin, BradleyTerry.scaled)]
     losses = {
         "ppo": partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.2, entropy_coef=0.01, aggregation=Aggregation.token_mean),
+        "routed": partial(policy_loss, clip_eps_low=0.2, clip_eps_high=0.2, aggregation=Aggregation.token_mean),
         "dpo": partial(dpo_loss, beta=0.1),
         "value": partial(value_loss, clip=0.2),
         "reward": partial(bradley_terry_loss, variant=BradleyTerry.standard),

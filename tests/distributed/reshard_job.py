@@ -32,24 +32,27 @@ def make_policy(directory: Path, topology, parallel):
 
 def make_engine(policy, tp: int, *, offload: bool = False):
     from aligner.rollout import megatron
-    from aligner.rollout.config import RolloutConfig, VerifyRefit
+    from aligner.rollout.config import RolloutConfig, RoutingReplay, VerifyRefit
     from aligner.rollout.create import create_engine
     from aligner.types import SamplingConfig
 
     megatron.MIB = BUCKET_BYTES
+    routes = RoutingReplay.measure if policy.chunks[0].architecture.num_experts else RoutingReplay.none
     sampling = SamplingConfig(temperature=0.9, top_k=40, top_p=0.98, max_response_length=16, stop_token_ids=list(range(5, 12)))
     verify = VerifyRefit.checksum
-    config = RolloutConfig(sampling=sampling, max_batch_size=4, tp=tp, refit_bucket_mib=1, offload=offload, verify_refit=verify)
+    sizes = {"max_batch_size": 4, "tp": tp, "refit_bucket_mib": 1, "offload": offload}
+    config = RolloutConfig(sampling=sampling, verify_refit=verify, routing_replay=routes, **sizes)
     return create_engine(policy, config, eos_id=2)
 
 
 def generate(engine, inputs: dict) -> dict[int, tuple]:
-    """(tokens, log-probs, finish reason, version) by seed, of what this replica took of the prompts."""
+    """(tokens, log-probs, finish reason, version, experts of each token and layer) by seed, of what this replica took of the prompts."""
     from aligner.types import Prompt
 
     prompts = [Prompt(id=i, tokens=tuple(tokens), source=f"p:{i}") for i, tokens in enumerate(inputs["prompts"])]
     rollouts = [rollout for part in engine.generate(prompts, inputs["seeds"]) for rollout in part]
-    return {r.seed: (r.response, r.logprobs, r.finish_reason.value, r.policy_version) for r in rollouts}
+    experts = {r.seed: None if r.routes is None else r.routes.sort().values.tolist() for r in rollouts}
+    return {r.seed: (r.response, r.logprobs, r.finish_reason.value, r.policy_version, experts[r.seed]) for r in rollouts}
 
 
 def describe(engine) -> dict:

@@ -60,6 +60,13 @@ EXPERTS = {
     "pp2_ep2": (4, {"parallel": {"pp": 2, "ep": 2}}),
 }
 
+ROUTED = {  # experts chosen by somebody else; four layers, as for an interleaved pipeline
+    "tp2_ep2_packed_recompute": {"parallel": SP | {"ep": 2}, "model": PACKED | {"recompute": "full"}},
+    "cp2_ep2_packed": {"parallel": {"cp": 2, "ep": 2}, "model": PACKED},
+    "pp2_interleaved_recompute": {"parallel": {"pp": 2, "vpp": 2}, "model": {"recompute": "full"}},
+    "dp2_shared_prompts": {"model": SHARED},
+}
+
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict]:
@@ -155,6 +162,20 @@ def test_experts_on_replicas_with_different_numbers_of_micro_batches(results, ru
     one = _run(results, run_distributed, tmp_path, 1, base)
     many = _run(results, run_distributed, tmp_path, 2, base | {"parallel": {"ep": 2}, "model": {"micro_batch_tokens": 24}})
     _assert_equal(one["ppo"], many["ppo"])
+
+
+@pytest.mark.parametrize("layout", ROUTED)
+def test_replayed_routes_equal_a_single_process(layout, results, run_distributed, tmp_path):
+    """Every token finds its own route in every layer, whatever rank, chunk, slot and pass it is in: outputs, gradients and counts."""
+    base = FOUR | {"experts": True, "kinds": ["routed"]}
+    one = _run(results, run_distributed, tmp_path, 1, base)["routed"]
+    many = _run(results, run_distributed, tmp_path, 2, base | ROUTED[layout])["routed"]
+    for metrics in (*one["metrics"], *many["metrics"]):
+        assert metrics["rollout/route_mismatch"] == 0 and metrics["rollout/route_replaced"] > 0.5
+    if "shared" in layout:  # a shared prompt's routes are counted once
+        for metrics in (*one["metrics"], *many["metrics"]):
+            del metrics["rollout/route_replaced"]
+    _assert_equal(one, many)
 
 
 @pytest.mark.parametrize("kind", OTHERS)

@@ -53,6 +53,11 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "critic's model": (CRITIC, ["critic.model.path={}/nothing"], ["{}/nothing: no such directory"]),
     "no reward model": (REWARD, ["reward.function.path="], ["reward.model.path=''"]),
     "a cache without room": (GRPO, ["rollout.kv_cache_tokens=3"], ["rollout.kv_cache_tokens=3: the longest prompt has", "at least 16"]),
+    "replay without experts": (
+        GRPO,
+        ["rollout.routing_replay=replay"],
+        ["rollout.routing_replay=replay: the model is no mixture of experts; allowed: none"],
+    ),
     "a Git LFS pointer": (GRPO, ["model.path={}/pointer", "model.seq_length=32"], ["{}/pointer/model.safetensors is a Git LFS pointer"]),
     "a missing tensor": (GRPO, ["model.path={}/small", "model.seq_length=32"], ["{}/small: no tensor named model.layers.0."]),
     "an unknown scaling of positions": (GRPO, ["model.path={}/ntk"], ['{}/ntk/config.json: rope_scaling.rope_type="ntk" is not supported']),

@@ -56,7 +56,8 @@ def _observe(context: Context) -> Trial:
     prompts = load_sample(config, config.data.train, tokenizer)[0]
     layout = topology.initialize(config.parallel, seed=config.run.seed)
     architecture = create.read_architecture(config.model, vocab_size=tokenizer.vocab_size)
-    training = create.training(config.model, None, temperature=config.rollout.sampling.temperature)
+    rollout = config.rollout
+    training = create.training(config.model, None, temperature=rollout.sampling.temperature, replay_routes=rollout.replays_routes)
     policy = create.create_policy(config.model, architecture, config.parallel, layout, training)
     engine = create_engine(policy, config.rollout, eos_id=tokenizer.eos_id, decode=partial(tokenizer.decode, skip_special=False))
     built = time.monotonic()

@@ -19,7 +19,7 @@ from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes
 from aligner.planner.estimate import check
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
-from aligner.rollout.config import EngineKind, Kernels, RolloutConfig, VerifyRefit
+from aligner.rollout.config import EngineKind, Kernels, RolloutConfig, RoutingReplay, VerifyRefit
 from aligner.types import SamplingConfig
 
 CLUSTER = ClusterConfig(
@@ -268,6 +268,9 @@ def test_memory_of_generation() -> None:
     assert memory.cache_tokens(own, replace(engine, settings=RolloutConfig(kernels=Kernels.torch))) == 4 * (256 + 16)
     assert memory.cache_tokens(replace(own, model=replace(own.model, dtype=Dtype.float32)), engine) == 4 * (256 + 16)
     assert memory.cache_tokens(own, replace(engine, kv_cache_tokens=1000)) == 1000
+    mixture = replace(own, architecture=replace(own.architecture, num_experts=256, experts_per_token=3, expert_ffn_hidden_size=8))
+    recording = replace(engine, kv_cache_tokens=1000, settings=RolloutConfig(routing_replay=RoutingReplay.measure))
+    assert memory.cache_bytes(mixture, recording) == 1000 * (token + 8 * 3 * 2)  # layers, experts of a token, bytes
     # Prompts of 128 tokens in chunks of 100: three hidden states and three parts of the inner ones; keys, values and mask of 128 tokens.
     chunk = 100 * (3 * 64 + 3 * 128 // 8) * 2
     assert memory.prefill_bytes(own, engine) == chunk + 128 * token // 8 + 100 * 128 * 3

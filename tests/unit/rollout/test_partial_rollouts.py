@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from aligner.losses.sft import sft_loss
 from aligner.models.optimizer import OptimizerConfig
+from aligner.rollout.attention import DecodeBatch, PagedKV, PrefillChunk
 from aligner.rollout.config import AsynchronousConfig, EngineKind, RolloutConfig
 from aligner.rollout.engine import GenRequest, GenResult, ListedWork
 from aligner.rollout.generation import Generation
@@ -29,7 +31,7 @@ MODEL_EOS = 2
 
 
 class Versioned(FakeDecoder):
-    """A decoder whose weights have versions: each is other noise."""
+    """A decoder whose weights have versions: each is other noise, and sends tokens to another expert."""
 
     def __init__(self) -> None:
         super().__init__(vocab_size=VOCAB, page_size=PAGE, max_sequence_length=CONTEXT)
@@ -39,6 +41,19 @@ class Versioned(FakeDecoder):
 
     def take(self, version: int) -> None:
         self.version, self._noise = version, self._noises[version]
+
+    def new_cache(self, num_pages: int) -> PagedKV:
+        return replace(super().new_cache(num_pages), routes=torch.full((1, num_pages + 1, PAGE, 1), 255, dtype=torch.uint8))
+
+    def prefill(self, chunks: Sequence[PrefillChunk], cache: PagedKV) -> Tensor:
+        for chunk in chunks:
+            for position in range(chunk.start, chunk.start + len(chunk.tokens)):
+                cache.routes[0, chunk.pages[position // PAGE], position % PAGE] = self.version
+        return super().prefill(chunks, cache)
+
+    def decode(self, batch: DecodeBatch, cache: PagedKV) -> Tensor:
+        cache.routes[0].flatten(0, 1)[batch.slots(PAGE)] = self.version
+        return super().decode(batch, cache)
 
 
 class Switches:
@@ -107,6 +122,8 @@ def test_any_schedule_of_new_weights(recompute):
             assert [start for start, _ in result.versions] == sorted({start for start, _ in result.versions})
             assert not result.versions or (result.versions[0][0], result.versions[-1][1]) == (0, result.weight_version)
             assert (list(result.tokens), list(result.logprobs)) == expected(requests[result.index], result, sampling)
+            sampled = result.routes.flatten().tolist()[len(requests[result.index].tokens) - 1 :]  # of the tokens before each of these
+            assert sampled == [version_at(result, number) for number in range(len(result.tokens))]
             partial += bool(result.versions)
         refits += generation.counters.refits
     assert refits >= 10 and partial > 12  # and prompts of before were not shared with responses of after: `expected` has no such thing
