@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -87,7 +88,9 @@ class Mixture:
 
 def sources(data: Any, location: Location, key: str = "data.train") -> list[Source]:
     """The sources that a list names. Raises ConfigError for one that cannot be used, naming the entry, its value and what is allowed."""
-    found = [_source(data, dict(entry), f"{key}[{number}]") for number, entry in enumerate(as_sources(location, key))]
+    entries = [dict(entry) for entry in as_sources(location, key)]
+    shared = Counter(_default_name(str(entry.get("path"))) for entry in entries if "name" not in entry)
+    found = [_source(data, entry, f"{key}[{number}]", shared) for number, entry in enumerate(entries)]
     for number, source in enumerate(found):
         if source.name in (earlier.name for earlier in found[:number]):
             raise ConfigError(f"{key}[{number}].name is {source.name!r}, the name of a source before it; allowed: a name for each source")
@@ -149,14 +152,14 @@ def check_mixture(data: Any) -> None:
                 raise ConfigError(f"data.validation[{number}].{name}: every record is validated on once; allowed: none")
 
 
-def _source(data: Any, entry: Mapping[str, Any], place: str) -> Source:
+def _source(data: Any, entry: Mapping[str, Any], place: str, shared: Counter[str]) -> Source:
     own = [name for name in SETTINGS if name in {one.name for one in fields(data)}]
     if unknown := [name for name in entry if name not in OWN and name not in own]:
         raise ConfigError(f"{place}.{unknown[0]}: there is no such setting of a source; allowed: {', '.join((*OWN, *own))}")
     path = entry.get("path")
     if not isinstance(path, (str, Path)) or not str(path):
         raise ConfigError(f"{place}.path is {path!r}, allowed: what data.train takes")
-    name = entry.get("name", _default_name(str(path)))
+    name = entry.get("name", _default_name(str(path), with_parent=shared[_default_name(str(path))] > 1))
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"{place}.name is {name!r}, allowed: letters, digits, '.', '_' and '-'")
     source = Source(
@@ -174,11 +177,12 @@ def _source(data: Any, entry: Mapping[str, Any], place: str) -> Source:
     return source
 
 
-def _default_name(path: str) -> str:
-    """`data/math.jsonl.gz` -> math; of the Hub's ORG/NAME@REV:SPLIT the NAME."""
+def _default_name(path: str, *, with_parent: bool = False) -> str:
+    """`data/math.jsonl.gz` -> math, or data_math; of the Hub's ORG/NAME@REV:SPLIT the NAME."""
     named = parse_data(path)
-    last = Path(named[0].repo).name if named else Path(path.rpartition(":")[2] or path).name
-    return re.sub(r"[^\w.-]", "_", last.partition(".")[0] or last) or "data"
+    place = Path(named[0].repo if named else path.rpartition(":")[2] or path)
+    last = place.name.partition(".")[0] or place.name
+    return re.sub(r"[^\w.-]", "_", f"{place.parent.name}_{last}" if with_parent else last) or "data"
 
 
 def _number(entry: Mapping[str, Any], name: str, place: str, *, whole: bool = False) -> float:

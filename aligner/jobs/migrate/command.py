@@ -96,7 +96,10 @@ def _shell(key: str, value: Any) -> str:
         return f"{key}={value}"
     if isinstance(value, list) and all(re.fullmatch(r"\w+", str(one)) for one in value):
         return f"{key}=[{','.join(map(str, value))}]"
-    return shlex.quote(override(key, value)) if not isinstance(value, int | float) else override(key, value)
+    text = override(key, value)
+    if "'" in text and not re.search(r'["$`\\!]', text):
+        return f'"{text}"'
+    return text if isinstance(value, int | float) else shlex.quote(text)
 
 
 def _title(kind: Kind) -> str:

@@ -69,6 +69,8 @@ def replaced(value: Any, form: str) -> Any:
     """References in it as `form` has their names."""
     if isinstance(value, list):
         return [replaced(one, form) for one in value]
+    if isinstance(value, dict):
+        return {name: replaced(one, form) for name, one in value.items()}
     return REFERENCE.sub(lambda found: form.format(found[1] or found[2]), value) if isinstance(value, str) else value
 
 

@@ -14,6 +14,8 @@ from aligner.jobs.migrate.tables import Entry, as_text
 RANK_OPTIONS = (
     "nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_nodes", "ntasks", "ntasks_per_node", "gpus_per_node", "n", "np", "N",
 )  # fmt: skip
+# Keys that hold the shares of several data sets.
+PROBABILITIES = ("dataset_probs", "data.dataset_probs", "prompt_data_probs", "data.prompt_probs")
 OF_TEXT = ("model", "data", "data_prefix", "reward_model", "reward_and_critic")  # transforms that leave a shell's variable as it is
 Transform = Callable[[Entry, Any, Context], Meaning]
 
@@ -79,20 +81,36 @@ def model(entry: Entry, value: Any, context: Context) -> Meaning:
 
 
 def data(entry: Entry, value: Any, context: Context) -> Meaning:
-    """A file or directory, or a data set of the Hub; of several the first."""
-    parts = [str(one) for one in value] if isinstance(value, list) else [part.strip() for part in str(value).split(",")]
-    parts = [part for part in parts if part and not re.fullmatch(r"[\d.]+", part)]
+    """A file or directory, a data set of the Hub, or a mixture of several; NeMo writes the weight of each before it."""
+    given = [str(one) for one in value] if isinstance(value, list) else [part.strip() for part in str(value).split(",")]
+    weights = [float(part) for part in given if re.fullmatch(r"[\d.]+", part)] or _probabilities(context)
+    parts = [part for part in given if part and not re.fullmatch(r"[\d.]+", part)]
     if not parts:
         return Meaning(absent=True, note="no data is named in it")
-    first, _, more = parts[0].partition("@") if "@" in parts[0] else (parts[0], "", "")
+    is_train = "train" in "".join(entry.ours)
+    split = context.value("dataset_train_split" if is_train else "dataset_test_split")
+    paths = [_data_path(part, split) for part in parts]
+    if len(paths) == 1:
+        return Meaning(settings=dict.fromkeys(entry.ours, paths[0]), note=entry.note)
+    if not is_train or not weights:
+        return Meaning(settings=dict.fromkeys(entry.ours, paths), note=entry.note)
+    if len(weights) != len(paths):
+        return Meaning(settings=dict.fromkeys(entry.ours, paths), differs=True, note=f"{len(weights)} shares of {len(paths)} data sets")
+    sources = [{"path": path, "weight": weight} for path, weight in zip(paths, weights, strict=True)]
+    return Meaning(settings=dict.fromkeys(entry.ours, sources), note=entry.note)
+
+
+def _probabilities(context: Context) -> list[float]:
+    """The shares that another key has; none where the data sets are one after another."""
+    keys = PROBABILITIES if context.value("mix_strategy") in (None, "concat") else (*PROBABILITIES, "interleave_probs")
+    found = (context.value(key) for key in keys)
+    return next((_numbers(value) if not isinstance(value, list) else value for value in found if value is not None), [])
+
+
+def _data_path(name: str, split: Any) -> str:
+    first, _, _ = name.partition("@")
     is_hub = not first.startswith((".", "/", "~", "$")) and not Path(first).suffix and not Path(first).exists() and first.count("/") <= 1
-    split = context.value("dataset_train_split" if "train" in "".join(entry.ours) else "dataset_test_split")
-    suffix = f":{split}" if is_hub and isinstance(split, str) and split != "train" else ""
-    settings = dict.fromkeys(entry.ours, f"datasets:{first}{suffix}" if is_hub else first)
-    if len(parts) > 1:
-        note = f"{len(parts)} data sets are mixed there; here one, or a directory of files: put them in one directory"
-        return Meaning(settings=settings, differs=True, note=note)
-    return Meaning(settings=settings, note=entry.note)
+    return f"datasets:{first}{f':{split}' if isinstance(split, str) and split != 'train' else ''}" if is_hub else first
 
 
 def epochs(entry: Entry, value: Any, context: Context) -> Meaning:

@@ -61,6 +61,8 @@ def test_examples_and_report_are_those_of_memory(workers, jsonl, chars, tmp_path
     ("load", "schema", "records"),
     [
         (load_prompts, PromptDataConfig, [{"prompt": "a", "answer": "b"}, {"prompt": "bc"}] * 3),
+        (load_prompts, PromptDataConfig, [{"messages": [{"role": "user", "content": "a"}], "level": n, "tags": ["é"]} for n in range(5)]),
+        (load_supervised, SFTDataConfig, [{"instruction": "a", "input": "bc"[: n % 3], "output": "c"} for n in range(5)]),
         (load_preferences, PreferenceDataConfig, [{"text": text} for text in ("ab", "c", "b", "cb", "a", "b")]),
         (
             load_regression,

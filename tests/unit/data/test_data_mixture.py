@@ -14,15 +14,17 @@ from aligner.data.config import (
     PreferenceDataConfig,
     PromptDataConfig,
     SFTDataConfig,
+    Thinking,
     UnpairedDataConfig,
 )
 from aligner.data.distillation import load_distillation
-from aligner.data.mixture import Mixture, Source, is_mixture, read_alone
+from aligner.data.mixture import Mixture, Source, is_mixture, read_alone, sources
 from aligner.data.order import MAX_CYCLE, MixtureSampler, order_of
 from aligner.data.preferences import load_preferences
 from aligner.data.prompts import load_prompts, read_questions
 from aligner.data.report import NoUsableRecord
 from aligner.data.supervised import load_demonstrations, load_supervised
+from aligner.data.tokenizer import load_tokenizer
 from aligner.data.unpaired import load_unpaired
 from aligner.errors import ConfigError, DataError
 
@@ -139,6 +141,30 @@ def test_sources_are_read_with_settings_of_their_own(jsonl, chars):
     assert report.num_records == 2 and report.summary().splitlines()[-1] == "shares of the 2 sources: text 50.0%, chat 50.0%"
 
 
+def test_sources_of_several_forms_and_chat_templates(jsonl, make_tokenizer_dir):
+    tokenizer = load_tokenizer(make_tokenizer_dir(pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")).chatting(
+        "zephyr", Thinking.template
+    )
+    chat = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    paths = [jsonl({"conversations": chat}, name=f"{name}.jsonl") for name in "xy"]
+    asked = jsonl({"instruction": "a", "input": "", "output": "b"}, name="z.jsonl")
+    train = [paths[0], {"path": paths[1], "chat_template": "chatml"}, {"path": asked, "form": "alpaca", "prompt_field": ""}]
+    config = SFTDataConfig(train=train, chat_template="zephyr")
+    examples, report = load_supervised(config.train, config, tokenizer)
+    texts = [tokenizer.decode(one.tokens, skip_special=False) for one in examples]
+    assert texts[0] == "<|user|>\na<eos>\n<|assistant|>\nb<eos>" and texts[1].startswith("<|im_start|>user\na<|im_end|>\n")
+    assert report.forms == {"sharegpt": 2, "alpaca": 1} and report.uses["conversations"] == "messages"
+    prompts = [jsonl({"question": "a"}, name="p.jsonl"), jsonl({"instruction": "b"}, name="q.jsonl")]
+    asking = PromptDataConfig(train=[{"path": prompts[0], "prompt_field": "question"}, {"path": prompts[1], "form": "alpaca"}])
+    found, _ = load_prompts(asking.train, asking, tokenizer)
+    assert set(read_questions(asking.train, asking, list(found)).texts.values()) == {"a", "b"}
+
+
+def test_files_of_one_name_are_named_with_their_directory():
+    config = SFTDataConfig(train=["gsm8k/train.jsonl", "math/train.jsonl", "ORG/other:train", {"path": "z/train.jsonl", "name": "train"}])
+    assert [one.name for one in sources(config, config.train)] == ["gsm8k_train", "math_train", "other", "train"]
+
+
 def test_several_files_are_what_one_file_of_all_would_be(jsonl, chars):
     first, second = [{"text": "a"}, {"text": "b"}, {"text": "c"}], [{"text": "ab"}, {"text": "bc"}]
     whole, _ = load_prompts(jsonl(*first, *second, name="all.jsonl"), PromptDataConfig(), chars)
@@ -198,7 +224,9 @@ def test_teachers_that_named_different_numbers_of_tokens_do_not_go_together(json
         ([{"path": "a.jsonl", "max_records": 1.5}], "data.train[0].max_records is 1.5, allowed: a whole number above 0"),
         ([{"path": "a.jsonl", "weights": 1}], "data.train[0].weights: there is no such setting of a source; allowed: path, name, weight,"),
         ([{"path": "a.jsonl", "weight": 1}, "b.jsonl"], "data.train[1] has no weight, and others have one; allowed: a weight for each"),
-        (["a.jsonl", "x/a.jsonl"], "data.train[1].name is 'a', the name of a source before it; allowed: a name for each source"),
+        (["x/a.jsonl", "x/a.json"], "data.train[1].name is 'x_a', the name of a source before it; allowed: a name for each source"),
+        ([{"path": "a.jsonl", "form": "alpaka"}], "data.train[0].form is 'alpaka', allowed: auto, "),
+        ([{"path": "a.jsonl", "chat_template": "chat-ml"}], "data.train[0]: data.chat_template is 'chat-ml', allowed: chatml, "),
         ([{"path": "a.jsonl", "name": "a/b"}], "data.train[0].name is 'a/b', allowed: letters, digits"),
         ([{"path": "a.jsonl", "overlong": "cut"}], "data.train[0].overlong is 'cut', allowed: drop, truncate, refuse"),
         ([{"path": "a.jsonl", "add_bos": "no"}], "data.train[0].add_bos is 'no', allowed: true, false"),

@@ -99,6 +99,33 @@ def test_variables_that_nobody_fills_in(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["model"]["path"] == "${oc.env:MODEL}"
 
 
+OPENRLHF = "deepspeed --module openrlhf.cli.train_sft --pretrain m --dataset a.jsonl,b.jsonl"
+LLAMA_FACTORY = "llamafactory-cli train --model_name_or_path m --stage sft --dataset a.jsonl,b.jsonl"
+WEIGHTED = [{"path": "a.jsonl", "weight": 0.3}, {"path": "b.jsonl", "weight": 0.7}]
+
+
+@pytest.mark.parametrize(
+    ("text", "train"),
+    [
+        (f"{OPENRLHF} --dataset_probs 0.3,0.7", WEIGHTED),
+        (OPENRLHF, ["a.jsonl", "b.jsonl"]),
+        ("python train_gpt_dpo.py restore_from_path=m 'model.data.data_prefix={train: [0.3, a.jsonl, 0.7, b.jsonl]}'", WEIGHTED),
+        (f"{LLAMA_FACTORY} --mix_strategy interleave_over --interleave_probs 0.3,0.7", WEIGHTED),
+        (f"{LLAMA_FACTORY} --interleave_probs 0.3,0.7", ["a.jsonl", "b.jsonl"]),
+        (
+            "python3 -m verl.trainer.main_ppo 'data.train_files=[$HOME/a/x.parquet, $HOME/b/x.parquet]' actor_rollout_ref.model.path=m",
+            ["${HOME}/a/x.parquet", "${HOME}/b/x.parquet"],
+        ),
+    ],
+)
+def test_several_data_sets_are_a_mixture(text: str, train: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    assert settings(text)["data.train"] == train
+    migrate([text], Options(output=tmp_path / "mine.yaml"))
+    written = yaml.safe_load((tmp_path / "mine.yaml").read_text())["data"]["train"]
+    assert written == [one.replace("${HOME}", "${oc.env:HOME}") if isinstance(one, str) else one for one in train]
+
+
 def test_what_the_recipe_refuses_is_shown_with_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     words = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=1 data.train_files=a.parquet actor_rollout_ref.model.path=m"
     assert migrate([f"python -m verl.trainer.main_ppo {words}"], Options()) == 1
