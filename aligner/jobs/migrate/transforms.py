@@ -14,8 +14,6 @@ from aligner.jobs.migrate.tables import Entry, as_text
 RANK_OPTIONS = (
     "nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_nodes", "ntasks", "ntasks_per_node", "gpus_per_node", "n", "np", "N",
 )  # fmt: skip
-# Keys that hold the shares of several data sets.
-PROBABILITIES = ("dataset_probs", "data.dataset_probs", "prompt_data_probs", "data.prompt_probs")
 OF_TEXT = ("model", "data", "data_prefix", "reward_model", "reward_and_critic")  # transforms that leave a shell's variable as it is
 Transform = Callable[[Entry, Any, Context], Meaning]
 
@@ -102,9 +100,9 @@ def data(entry: Entry, value: Any, context: Context) -> Meaning:
 
 def _probabilities(context: Context) -> list[float]:
     """The shares that another key has; none where the data sets are one after another."""
-    keys = PROBABILITIES if context.value("mix_strategy") in (None, "concat") else (*PROBABILITIES, "interleave_probs")
-    found = (context.value(key) for key in keys)
-    return next((_numbers(value) if not isinstance(value, list) else value for value in found if value is not None), [])
+    key = "dataset_probs" if context.value("mix_strategy") in (None, "concat") else "interleave_probs"
+    value = context.value(key)
+    return value if isinstance(value, list) else _numbers(value)
 
 
 def _data_path(name: str, split: Any) -> str:
