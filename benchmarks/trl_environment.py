@@ -67,3 +67,7 @@ def _run(command: list[str], *, what: str) -> None:
     if done.returncode:
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
         raise EnvironmentFailed(f"could not {what} (exit code {done.returncode}); is there a network, or a package index?\n{tail}")
+
+
+if __name__ == "__main__":
+    print(trl_python(Path(__file__).resolve().parents[1] / ".venv-trl"))

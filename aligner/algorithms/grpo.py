@@ -25,7 +25,15 @@ from aligner.errors import ConfigError
 from aligner.loop.learnt import of_rows
 from aligner.loop.loop import Clock, StepResult
 from aligner.loop.recipe import Built, Recipe, Traits, named, resolve, text_of
-from aligner.losses.advantages import Estimator, UserEstimator, counted_rows, estimate, outcome_rewards, shaped_rewards
+from aligner.losses.advantages import (
+    STD_EPSILON,
+    Estimator,
+    UserEstimator,
+    counted_rows,
+    estimate,
+    outcome_rewards,
+    shaped_rewards,
+)
 from aligner.losses.aggregation import Aggregation, require
 from aligner.losses.kl import KLEstimator, adapt_kl_coef, kl_estimate
 from aligner.losses.shaping import Moments
@@ -64,6 +72,7 @@ class GRPOConfig(PolicyGradientConfig):
     # grpo, rloo, remax, reinforce, reinforce_pp, reinforce_pp_baseline, or my_file.py:function (docs/estimators.md, docs/extending.md)
     advantage_estimator: str = Estimator.grpo.value  # how advantages come from rewards: grpo compares with the group's mean
     normalize_std: bool = True  # of advantage_estimator=grpo: divide by the group's standard deviation
+    std_epsilon: float = STD_EPSILON  # with normalize_std: added to the deviation; 1e-4 in TRL
     gamma: float = 1.0  # discount per token, of estimators that have an advantage per token
     kl_coef: float = 0.001  # of the KL to the reference; 0: no reference policy at all
     kl_in: KLIn = KLIn.loss  # loss: the KL is a term with a gradient of its own; reward: it is taken off each token's reward
@@ -79,6 +88,8 @@ class GRPOConfig(PolicyGradientConfig):
         for name in ("prompts_per_step", "group_size", "max_rounds_per_step"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+        if not 0 <= self.std_epsilon < math.inf:
+            raise ConfigError(f"algorithm.std_epsilon={self.std_epsilon}: must be finite and not negative")
         self.advantage_estimator = text_of(self.advantage_estimator)
         check_estimator(
             named("algorithm.advantage_estimator", self.advantage_estimator, Estimator),
@@ -192,6 +203,7 @@ class GRPO:
             valid=valid,
             gamma=config.gamma,
             normalize_std=config.normalize_std,
+            std_epsilon=config.std_epsilon,
         )
         mask = mask & counted_rows(self.advantage_estimator, groups, valid)[:, None]
         if config.mask_truncated:

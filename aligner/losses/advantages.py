@@ -57,6 +57,7 @@ UserEstimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 GROUPED = frozenset({Estimator.grpo, Estimator.rloo, Estimator.reinforce_pp_baseline})  # compare the responses to one prompt
 PER_RESPONSE = frozenset({Estimator.grpo, Estimator.rloo})  # all tokens of a response have the same advantage: nothing is discounted
+STD_EPSILON = 1e-6
 WHITENED = frozenset({Estimator.reinforce_pp, Estimator.reinforce_pp_baseline})
 
 
@@ -71,13 +72,14 @@ def estimate(
     valid: Tensor | None = None,
     gamma: float = 1.0,
     normalize_std: bool = True,
+    std_epsilon: float = STD_EPSILON,
 ) -> Tensor:
     """Advantages [B, S] of the whole rollout batch; 0 outside the mask and in rows that `counted_rows` leaves out.
 
     token_rewards float [B, S] (`shaped_rewards`: scores on the last tokens, and the KL if it is part of the reward); mask bool [B, S];
     group_ids int64 [B], equal for responses to one prompt, which the GROUPED need; baselines float [B], which remax needs: the reward of
     the greedy response to each row's prompt; valid bool [B], the rows that have a reward (None: all), the others take part in no
-    statistic. `normalize_std` is grpo's, `gamma` discounts G.
+    statistic. `normalize_std` and `std_epsilon` are grpo's (`group_advantages`), `gamma` discounts G.
 
     A baseline is subtracted from the reward of the last token, as in ReMax's code, so it is discounted like the score. A KL that is part of
     the reward is in R (so in the mean of a group, as in verl and TRL's RLOO) and in G. REINFORCE++ has it there (k1). Its -baseline variant
@@ -96,7 +98,7 @@ def estimate(
     if estimator in GROUPED:
         ids, totals = require(group_ids, "group_ids")[counted], rewards.sum(dim=1, dtype=torch.float64)
         if estimator is Estimator.grpo:
-            totals[counted] = group_advantages(totals[counted], ids, normalize_std=normalize_std)
+            totals[counted] = group_advantages(totals[counted], ids, normalize_std=normalize_std, eps=std_epsilon)
         elif estimator is Estimator.rloo:
             totals[counted] = rloo_advantages(totals[counted], ids)
         else:
@@ -176,7 +178,7 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def group_advantages(scores: Tensor, group_ids: Tensor, *, normalize_std: bool, eps: float = 1e-6) -> Tensor:
+def group_advantages(scores: Tensor, group_ids: Tensor, *, normalize_std: bool, eps: float = STD_EPSILON) -> Tensor:
     """GRPO (2402.03300): (R - mean of its group) / (std of its group + eps); without the division Dr. GRPO (2503.20783). [B] -> [B].
 
     `group_ids` int64 [B], equal for responses to one prompt; rows of a group need not be neighbours. The standard deviation is the

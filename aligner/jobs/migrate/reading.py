@@ -95,6 +95,9 @@ def _of_file(written: dict[str, Any], where: str, framework: str, trains: str) -
         if found:
             return Source(table=table, trains=trains or found, given=flat if table.style == "hydra" else dict(written))
     if trains and not framework:
+        fitting = [table for table in _candidates("") if trains in table.recipes and all(map(table.knows, written))]
+        if len(fitting) == 1:
+            return Source(table=fitting[0], trains=trains, given=flat if fitting[0].style == "hydra" else dict(written))
         raise ConfigError(f"{where}: of none of the frameworks that are known by their keys; say --from {'|'.join(tables())}")
     raise ConfigError(
         f"{where}: its keys do not say what it trains; say --from {framework or '|'.join(tables())} and --trains (such as sft, dpo, grpo)"

@@ -49,31 +49,31 @@ def trl_epsilon(entry: Entry, value: Any, context: Context) -> Meaning:
     return Meaning(settings=dict.fromkeys(ours, value))
 
 
-_REWARDS = {
-    "accuracy_reward": "aligner.rewards.maths:maths",
-    "trl.rewards.accuracy_reward": "aligner.rewards.maths:maths",
-    "think_format_reward": "aligner.rewards.format:sections",
-    "trl.rewards.think_format_reward": "aligner.rewards.format:sections",
+_REWARDS: dict[str, dict[str, Any]] = {
+    "accuracy_reward": {"path": "aligner.rewards.maths:maths", "arguments": {"timeout_seconds": 2.0}},
+    "think_format_reward": {"path": "aligner.rewards.format:sections", "arguments": {"tags": ["think"]}},
 }
 
 
 def trl_rewards(entry: Entry, value: Any, context: Context) -> Meaning:
-    """Functions that come with TRL, or an importable one."""
-    names = value if isinstance(value, list) else [value]
-    known = [_REWARDS[name] for name in names if name in _REWARDS]
-    unknown = [str(name) for name in names if name not in _REWARDS]
-    if unknown or len(known) != 1:
-        context.ask("reward.function.path: a function takes (prompts, responses, answers) here: docs/rewards.md")
-        what = (
-            ", ".join(unknown)
-            if unknown
-            else f"{len(known)} functions are reward.functions.NAME.path, each with a weight: {', '.join(known)}"
-        )
-        return Meaning(differs=True, note=f"{what}: takes (prompts, completions, **columns) there, (prompts, responses, answers) here")
-    settings = {"reward.function.path": known[0], "reward.function.arguments": {"timeout_seconds": 2.0}} if "maths" in known[0] else {}
-    if not settings:
-        settings = {"reward.function.path": known[0], "reward.function.arguments": {"tags": ["think"]}}
-    return Meaning(settings=settings, differs=True, note="the function here that is most like it; docs/rewards.md has what counts")
+    """Functions that come with TRL, or importable ones (`package.module.name`), which work as they are."""
+    weights = context.value("reward_weights") or []
+    rewards, unknown = {}, []
+    for number, given in enumerate(value if isinstance(value, list) else [value]):
+        module, _, name = str(given).removeprefix("trl.rewards.").rpartition(".")
+        reward = {"path": f"{module}:{name}"} if module else dict(_REWARDS.get(name, {}))
+        if reward:
+            rewards[name] = reward | ({"weight": float(weights[number])} if number < len(weights) else {})
+        else:
+            unknown.append(name)
+    if unknown:
+        context.ask(f"reward_funcs: {', '.join(unknown)} of TRL is not here: reward.functions.NAME.path, a function in TRL's form too")
+    own = [name for name in rewards if name in _REWARDS]
+    note = f"for {', '.join(own)} what is most like it (docs/rewards.md)" if own else "it works as it is: docs/rewards.md"
+    if len(rewards) == 1 and not unknown and not weights:
+        (reward,) = rewards.values()
+        return Meaning(settings={f"reward.function.{key}": one for key, one in reward.items()}, differs=bool(own), note=note)
+    return Meaning(settings={"reward.functions": rewards} if rewards else {}, differs=bool(own or unknown), note=note if rewards else "")
 
 
 def trl_correction(entry: Entry, value: Any, context: Context) -> Meaning:

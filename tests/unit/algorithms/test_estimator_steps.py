@@ -290,6 +290,7 @@ def test_checkpoints_from_before_there_was_a_state_and_steps_that_are_left_out(m
             {"advantage_estimator": "reinforce", "dynamic_sampling": True},
             "algorithm.dynamic_sampling=true: advantage_estimator=reinforce learns from equal",
         ),
+        ({"std_epsilon": -1.0}, "algorithm.std_epsilon=-1.0: must be finite and not negative"),
         (
             {"advantage_estimator": "rloo", "normalize_std": False},
             "algorithm.normalize_std=false: advantage_estimator=rloo does not divide by",

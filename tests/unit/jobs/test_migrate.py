@@ -126,6 +126,16 @@ def test_several_data_sets_are_a_mixture(text: str, train: list[Any], tmp_path: 
     assert written == [one.replace("${HOME}", "${oc.env:HOME}") if isinstance(one, str) else one for one in train]
 
 
+def test_a_file_whose_keys_do_not_say_what_it_trains(tmp_path: Path) -> None:
+    """Where that is said, the framework is the one that knows all keys."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("model_name_or_path: m\ndataset_name: d.jsonl\nlearning_rate: 1.0e-4\n")
+    assert read(str(path), trains="dpo").table.name == "TRL"
+    path.write_text("model_name_or_path: m\nlearning_rate: 1.0e-4\nsomething: 1\n")
+    with pytest.raises(ConfigError, match="of none of the frameworks that are known by their keys; say --from"):
+        read(str(path), trains="dpo")
+
+
 def test_what_the_recipe_refuses_is_shown_with_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     words = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=1 data.train_files=a.parquet actor_rollout_ref.model.path=m"
     assert migrate([f"python -m verl.trainer.main_ppo {words}"], Options()) == 1

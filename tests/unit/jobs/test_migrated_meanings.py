@@ -93,3 +93,12 @@ def test_arguments_that_a_script_was_not_given(tmp_path: Path) -> None:
     found = of(str(script))
     assert found.settings["run.directory"] == "./output" and "model.path" not in found.settings
     assert "actor_model_name_or_path has no value" in found.open_questions
+
+
+def test_reward_functions_of_trl() -> None:
+    """An importable function in TRL's form is ours too; several have names and weights."""
+    text = "trl grpo --model_name_or_path m --dataset_name d.jsonl --reward_funcs"
+    assert of(f"{text} mine.rewards.short").settings["reward.function.path"] == "mine.rewards:short"
+    several = of(f"{text} accuracy_reward mine.rewards.short --reward_weights 1.0 0.5").settings["reward.functions"]
+    assert several["short"] == {"path": "mine.rewards:short", "weight": 0.5} and several["accuracy_reward"]["weight"] == 1.0
+    assert any("unheard_of" in question for question in of(f"{text} unheard_of").open_questions)

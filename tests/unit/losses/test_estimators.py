@@ -57,6 +57,7 @@ def whitened(rows, mask=MASK):
 def test_grpo_and_dr_grpo():
     close(found(Estimator.grpo), on_tokens([-1.0, -0.7071068, 0.0, 0.7071068, 1.0]))
     close(found(Estimator.grpo, normalize_std=False), on_tokens([-1.0, -2.0, 0.0, 2.0, 1.0]))
+    close(found(Estimator.grpo, std_epsilon=1.0), on_tokens([-0.5, -0.5224078, 0.0, 0.5224078, 0.5]))  # 2 / 3.8284271
 
 
 def test_rloo():
