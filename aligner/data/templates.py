@@ -100,7 +100,7 @@ TEMPLATES = {
     "mistral": _BEGIN
     + _system()
     + _alternating(
-        "'[INST] ' + (system + '\\n\\n' if loop.first and system else '') + m.content + ' [/INST]'", _learnt("' ' + m.content + eos_token")
+        "' [INST] ' + (system + '\\n\\n' if loop.first and system else '') + m.content + ' [/INST]'", _learnt("' ' + m.content + eos_token")
     ),
     "gemma": _BEGIN
     + _marked(

@@ -84,8 +84,8 @@ FORMATS = {
     "chatml": ("<|im_start|>system\nBe brief.<|im_end|>\n", "<|im_start|>user\n Hi <|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"),
     # meta-llama/llama: llama/generation.py, chat_completion.
     "llama2": ("", "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\n Hi [/INST] Hello! </s>"),
-    # The model card of Mistral-7B-Instruct-v0.2.
-    "mistral": ("<s>", "[INST] Be brief.\n\n Hi  [/INST] Hello!</s>"),
+    # Mistral-7B-Instruct-v0.2's and Mixtral's, as of September 2024.
+    "mistral": ("<s>", " [INST] Be brief.\n\n Hi  [/INST] Hello!</s>"),
     # The model card of HuggingFaceH4/zephyr-7b-beta.
     "zephyr": ("<|system|>\nBe brief.</s>\n", "<|user|>\n Hi </s>\n<|assistant|>\nHello!</s>\n"),
     # tatsu-lab/stanford_alpaca: train.py, PROMPT_DICT.
@@ -104,7 +104,7 @@ ASKING = {
 ALONE = {
     "chatml": "<|im_start|>user\n Hi <|im_end|>\n",
     "llama2": "<s>[INST] Hi [/INST]",
-    "mistral": "<s>[INST]  Hi  [/INST]",
+    "mistral": "<s> [INST]  Hi  [/INST]",
     "zephyr": "<|user|>\n Hi </s>\n",
     "alpaca": f"{ALPACA}### Instruction:\n Hi \n\n",
     "vicuna": f"{VICUNA}USER:  Hi  ",
