@@ -24,6 +24,7 @@ _HALF = {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 _GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 9, "num_key_value_heads": 1, "sliding_window": 7, "intermediate_size": 40}
 _NO_SPECIAL = {"pad_token_id": 0, "eos_token_id": 2}
+_GPT2 = {"model_type": "gpt2", "n_inner": 48, "bos_token_id": 0, "eos_token_id": 0}
 _QWEN3_MOE = {"model_type": "qwen3_moe", "tie_word_embeddings": False, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24}
 _MOE = {"n_routed_experts": 8, "moe_intermediate_size": 20, "n_shared_experts": 1, "first_k_dense_replace": 1}
 _DEEPSEEK = _MOE | {"num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6}
@@ -114,7 +115,8 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     | {"shared_expert_intermediate_size": 36, "qkv_bias": False, "norm_topk_prob": True},
     "qwen3_moe_dense_layers": _QWEN3_MOE | {"num_experts_per_tok": 2, "decoder_sparse_step": 2, "mlp_only_layers": None},
     "nemotron": {"model_type": "nemotron"},
-    "gpt2": {"model_type": "gpt2", "n_inner": 48, "bos_token_id": 0, "eos_token_id": 0},
+    "gpt2": _GPT2,
+    "gpt2_scaled": _GPT2 | {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
 }
 
 

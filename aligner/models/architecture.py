@@ -134,6 +134,7 @@ class Architecture:
     full_attention_layers: list[int] = field(default_factory=list)  # numbers, from 0, of the layers that sliding_window is not of
     attention_softcap: float = 0.0  # 0: off; else attention's scores are cap * tanh(score / cap)
     attention_scale: float = 0.0  # what attention's scores are multiplied by; 0: 1 / sqrt(head_dim)
+    attention_scale_by_layer: bool = False  # the scores of a layer are divided by its number, counted from 1
     rotary_fraction: float = 1.0  # part of each head's dimensions that is rotated
     rotary_interleaved: bool = False  # neighbouring dimensions are rotated together; false: those that are half of the rotated ones apart
     rope_local_theta: float = 0.0  # base of the layers with a window, which nothing scales; 0: as the others

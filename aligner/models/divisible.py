@@ -59,6 +59,7 @@ UNUSUAL: dict[str, tuple[Any, str]] = {
     "sliding_window": (0, "attention to a window"),
     "attention_softcap": (0.0, "capped attention scores"),
     "attention_scale": (0.0, "attention scores with a scale of their own"),
+    "attention_scale_by_layer": (False, "attention scores with a scale by layer"),
     "rotary_interleaved": (False, "rotated pairs of neighbouring dimensions"),
     "rope_local_theta": (0.0, "two rotary bases"),
     "position_offset": (0, "a table of positions that begins later"),

@@ -219,6 +219,8 @@ class Decoder:
         form, scale = form_of(self.architecture, layer), self.architecture.attention_scale
         if self.latent is not None:
             scale = rope.score_scale(self.architecture)
+        if self.architecture.attention_scale_by_layer:
+            scale = (scale or self.head_dim**-0.5) / (layer + 1)
         if form.is_plain and not scale:
             return self.attention
         return FormedAttention(self.page_size, form, scale or self.head_dim**-0.5)

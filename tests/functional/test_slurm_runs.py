@@ -25,7 +25,7 @@ from training_jobs import ROOT, launcher, run_job, series, steps_of, without_tim
 
 pytestmark = [pytest.mark.slurm, pytest.mark.pytriton, pytest.mark.timeout(1800)]
 NUM_STEPS = 90
-NUM_KILLS = 30 if os.environ.get("ALIGNER_LONG_TESTS") else 10
+NUM_KILLS = 30 if os.environ.get("ALIGNER_LONG_TESTS") else 7
 # From one end of a component to the next step: three starts on a busy machine of two cores.
 PATIENCE_SECONDS = 240.0
 

@@ -49,9 +49,7 @@ _ACTIVATIONS = {
 # What else of a GPT-2 config changes the numbers, and the only values of it that are computed here. Dropout is not, but every file of GPT-2
 # itself says 0.1.
 _FIXED = {
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "reorder_and_upcast_attn": (False,),
+    "reorder_and_upcast_attn": (False, True),  # the order of the same sums
     "add_cross_attention": (False,),
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), (0.1, 0.0)),
 }
@@ -78,6 +76,8 @@ def from_hf(hf: HFConfig) -> Architecture:
         normalization=Normalization.layer_norm,
         linear_bias=True,
         position_embedding=PositionEmbedding.learned,
+        attention_scale=0.0 if hf.flag("scale_attn_weights", True) else 1.0,
+        attention_scale_by_layer=hf.flag("scale_attn_by_inverse_layer_idx", False),
     )
 
 
@@ -88,6 +88,8 @@ def to_hf(architecture: Architecture) -> dict[str, Any]:
         "model_type": a.family.value,
         "architectures": ["GPT2LMHeadModel"],
         "n_layer": a.num_layers,
+        "scale_attn_weights": not a.attention_scale,
+        "scale_attn_by_inverse_layer_idx": a.attention_scale_by_layer,
         "n_embd": a.hidden_size,
         "n_head": a.num_attention_heads,
         "n_inner": a.ffn_hidden_size,

@@ -82,7 +82,9 @@ def theirs(hf: dict) -> dict:
     if hf["model_type"] == "opt":
         return read | {"ffn_hidden_size": config.ffn_dim}
     if hf["model_type"] == "gpt2":
-        return read | {"ffn_hidden_size": config.n_inner or 4 * config.n_embd}
+        scales = {"attention_scale": 0.0 if config.scale_attn_weights else 1.0}
+        scales["attention_scale_by_layer"] = config.scale_attn_by_inverse_layer_idx
+        return read | scales | {"ffn_hidden_size": config.n_inner or 4 * config.n_embd}
     if hf["model_type"].startswith("gemma"):
         read |= {
             "attention_softcap": config.attn_logit_softcapping or 0.0,
@@ -254,6 +256,7 @@ READ = (
     + [(family, "every other layer", {"decoder_sparse_step": 2}) for family in ("qwen2_moe", "qwen3_moe")]
     + [("opt", "its width by name", {"word_embed_proj_dim": 64}), ("opt", "spread", {"init_std": 0.006})]
     + [("gpt2", "inner", {"n_inner": 40}), ("gpt2", "null inner", {"n_inner": None}), ("gpt2", "no dropout", {"resid_pdrop": 0.0})]
+    + [("gpt2", "scales", {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True})]
 )
 
 
@@ -357,9 +360,6 @@ REFUSED = [
     ("glm4_moe", {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"'),
     ("qwen3_moe", {"num_experts_per_tok": 5}, "experts_per_token=5: must be from 1 to num_experts=4"),
     ("qwen3_moe", {"num_local_experts": 8}, "num_experts=4 and num_local_experts=8"),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true"),
-    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=false"),
-    ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=true"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention=true"),
     ("gpt2", {"activation_function": "tanh"}, 'activation_function="tanh"'),
     ("gpt2", {"attn_pdrop": 0.3}, "attn_pdrop=0.3"),

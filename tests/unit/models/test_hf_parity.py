@@ -19,7 +19,7 @@ from aligner.parallel import platform
 from aligner.parallel.logprobs import shaped
 
 MODELS = ["llama", "llama_tied_llama3_rope", "llama_multi_head", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied"]
-MODELS += ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "nemotron", "gpt2"]
+MODELS += ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "nemotron", "gpt2", "gpt2_scaled"]
 MODELS += ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn", "qwen2_dynamic_rope"]
 MODELS += ["mistral", "mistral_no_window", "qwen2_windows", "qwen3_layer_types", "mixtral_window", "qwen3_moe_window"]
 MODELS += ["phi3", "phi3_window", "gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
