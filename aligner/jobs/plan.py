@@ -22,6 +22,7 @@ from aligner.planner import report, search
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.estimate import ComponentPlan, Scales, again, named, plan_component
 from aligner.planner.memory import context_bytes, resting_bytes
+from aligner.planner.sampling import ResponseLengths
 from aligner.planner.workload import Component, Engine, Head, Phase
 from aligner.rollout.config import EngineKind, RolloutConfig
 from aligner.servers.components import in_section
@@ -31,20 +32,28 @@ MIB = 2**20
 DOES_NOT_FIT = 1  # exit code; a mistake in the config is 2, as everywhere
 
 
-def plan(name: str, overrides: Sequence[str], *, searches: bool = False, top: int = 5, json_path: Path | None = None) -> int:
+def plan(
+    name: str,
+    overrides: Sequence[str],
+    *,
+    searches: bool = False,
+    top: int = 5,
+    json_path: Path | None = None,
+    response_length: float = 0.0,
+) -> int:
     """Plan the config `name`; prints tables, returns the exit code. Raises ConfigError if the sizes do not divide."""
-    job = plan_job(name, overrides, searches=searches, top=top)
+    job = plan_job(name, overrides, searches=searches, top=top, response_length=response_length)
     report.show(job, report.console())
     if json_path is not None:
         json_path.write_text(report.to_json(job))
     return DOES_NOT_FIT if job.problems else 0
 
 
-def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top: int = 5) -> report.JobPlan:
-    """As `plan`, without printing."""
+def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top: int = 5, response_length: float = 0.0) -> report.JobPlan:
+    """As `plan`, without printing. `response_length`: the mean, for times; 0: every response is as long as it may be."""
     config = load(name, overrides)
     cluster, scales = config.cluster, Scales(config.cluster.device)
-    found = components(config)
+    found = _with_lengths(components(config), response_length) if response_length else components(config)
     plans = beside(tuple(plan_component(component, cluster, scales) for component in found), cluster)
     take_turns, problems = any(component.turns for component in found), []
     if take_turns:
@@ -62,6 +71,16 @@ def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top
         problems=tuple(problems),
         take_turns=take_turns,
     )
+
+
+def _with_lengths(found: Sequence[Component], mean: float) -> list[Component]:
+    """With responses of this mean length. Raises ConfigError where none are sampled, or none is so long."""
+    work = next((component.work for component in found if component.engine is not None), None)
+    if work is None:
+        raise ConfigError(f"--response-length {mean:g}: this recipe samples no responses")
+    if not 1 <= mean <= work.response_length:
+        raise ConfigError(f"--response-length {mean:g}: allowed: 1 to rollout.sampling.max_response_length={work.response_length}")
+    return [replace(component, work=replace(component.work, lengths=ResponseLengths(mean=mean))) for component in found]
 
 
 def beside(plans: Sequence[ComponentPlan], cluster: ClusterConfig) -> tuple[ComponentPlan, ...]:

@@ -260,7 +260,8 @@ def _component_tree(plan: ComponentPlan) -> dict[str, Any]:
     component = plan.component
     passes = train_micro_batches(component) if component.optimizer is not None else None
     train = sum(time.total for time in plan.times if time.phase == Phase.train)
-    useful = model_flops(component, component.work.update_rows * component.work.num_updates * component.work.length, component.work.length)
+    work = component.work.expected()
+    useful = model_flops(component, work.update_rows * work.num_updates * work.length, work.length)
     return {
         "ranks": component.num_ranks,
         "dp": component.dp,

@@ -1,6 +1,7 @@
 """How long a phase takes, from FLOPs, bytes and the cluster's published rates. A model, in this one pure file. Assumptions:
 
-* Every sequence has its full length; data-parallel replicas have equal work; experts are equally loaded.
+* Every sequence has its full length, or responses those of `Work.lengths`: then the engine's queue is followed event by event, and all else
+  computes with the mean. Data-parallel replicas have equal work; experts are equally loaded.
 * Matrix products run at `achievable_flops` of the peak, memory and links at `achievable_bandwidth` of theirs.
 * Tensor-, context- and expert-parallel collectives and pipeline sends wait for each other and for the computation (no overlap); of the
   gradient's reduce-scatter and the weights' all-gather half is hidden behind it (`DATA_PARALLEL_OVERLAP`).
@@ -16,8 +17,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from aligner.models.config import Recompute
 from aligner.planner.config import ClusterConfig
@@ -31,6 +32,7 @@ from aligner.planner.memory import (
     train_micro_batches,
     trained_bytes,
 )
+from aligner.planner.sampling import decode_seconds, slowest_replica
 from aligner.planner.schedule import MicroBatches, pipeline_slots, stage_layers
 from aligner.planner.workload import Component, Engine, Head, Phase
 
@@ -52,12 +54,13 @@ class PhaseTime:
 
 def phase_times(component: Component, sizes: Sizes, cluster: ClusterConfig) -> list[PhaseTime]:
     """Every phase of the component's training step."""
-    found = []
+    sampled, found = component, []
+    component = replace(component, work=component.work.expected())
     for phase in component.work.phases:
         if phase == Phase.train:
             parts = _training(component, sizes, cluster)
         elif phase == Phase.generate and component.engine is not None:
-            parts = _generation(component, component.engine, sizes, cluster)
+            parts = _generation(sampled, component.engine, sizes, cluster)
         else:
             parts = _inference(component, cluster)
         if phase in component.turns:
@@ -255,17 +258,23 @@ def _generation(component: Component, engine: Engine, sizes: Sizes, cluster: Clu
     linear, quadratic = layer_flops(component, prompt)
     rate = peak_flops(component, cluster)
     prefill = a.num_layers * rows * prompt * (linear + quadratic) / engine.tp / rate
-    cached = batch * (prompt + work.response_length / 2) * kv_bytes_per_token(component, engine)
-    memory = (sizes.engine_weights + cached) / (cluster.hbm_gb_per_second * GIGA * cluster.achievable_bandwidth)
-    products = a.num_layers * batch * linear / engine.tp / rate
-    launches = a.num_layers * cluster.launch_microseconds * MICRO
-    reduce = 2 * a.num_layers * all_reduce(batch * a.hidden_size * component.dtype_bytes, engine.tp, engine.tp, cluster)
-    steps = waves * work.response_length
-    parts = {
-        "prefill": prefill,
-        "decoding": steps * max(memory, products, launches),
-        "tensor parallel": steps * reduce,
-    }
+
+    def decode(active: int, cached: float) -> float:
+        bytes_read = sizes.engine_weights + cached * kv_bytes_per_token(component, engine)
+        memory = bytes_read / (cluster.hbm_gb_per_second * GIGA * cluster.achievable_bandwidth)
+        products = a.num_layers * active * linear / engine.tp / rate
+        return max(memory, products, a.num_layers * cluster.launch_microseconds * MICRO)
+
+    def reduce(active: int, _: float) -> float:
+        return 2 * a.num_layers * all_reduce(active * a.hidden_size * component.dtype_bytes, engine.tp, engine.tp, cluster)
+
+    def sampled(step: Callable[[int, float], float]) -> float:
+        if work.lengths is None:
+            return waves * work.response_length * step(batch, batch * (prompt + work.response_length / 2))
+        lengths = work.lengths.drawn(work.rows + work.extra_rows, work.response_length)
+        return slowest_replica(lengths, replicas, lambda own: decode_seconds(own, engine.max_batch_size, prompt, step))
+
+    parts = {"prefill": prefill, "decoding": sampled(decode), "tensor parallel": sampled(reduce)}
     if component.engine_reshards:
         parts["refit"] = sizes.engine_weights * 2 / link(component.num_ranks, cluster)
     return {name: seconds for name, seconds in parts.items() if seconds}

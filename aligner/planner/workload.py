@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
+from aligner.planner.sampling import ResponseLengths
 from aligner.rollout.config import EngineKind, RolloutConfig
 
 GIB = 2**30
@@ -36,7 +38,7 @@ INFERENCE = (Phase.logprobs, Phase.ref_logprobs, Phase.values, Phase.scores)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """One training step of a component. Sequences have their full length: the plan covers the worst batch."""
+    """One training step of a component. Sequences have their full length: the plan covers the worst batch. `lengths` is of times alone."""
 
     phases: tuple[Phase, ...]
     rows: int  # sequences per training step
@@ -46,6 +48,14 @@ class Work:
     num_updates: int = 0  # optimizer updates per training step
     unit: int = 1  # rows that stay together: 2 for preference pairs
     extra_rows: int = 0  # sequences that are sampled and scored besides, and not trained on
+    lengths: ResponseLengths | None = None  # None: all are as long as they may be
+
+    def expected(self) -> Work:
+        """The same with every response of the mean length."""
+        if self.lengths is None:
+            return self
+        mean = math.ceil(self.lengths.mean)
+        return replace(self, length=self.length - self.response_length + mean, response_length=mean, lengths=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
