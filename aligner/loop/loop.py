@@ -229,8 +229,9 @@ def run(
                 step = finished + 1
                 progress.at_step(step)
                 with budget.step():
-                    with progress.phase("step"):
+                    with progress.phase("step") as recorded:
                         result = _timed_step(algorithm, step, progress, skipped_steps)
+                        recorded[platform.PEAK_MEMORY] = platform.peak_memory()
                     # Validation belongs to the step: an error in it leaves the step unfinished only in the log, not in the weights.
                     finished, version = step, checkpointer.version()
                     with progress.phase("report"):

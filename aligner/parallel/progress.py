@@ -95,15 +95,16 @@ class Progress:
         return own
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """The block is phase `name`, and a span of the run's trace; the phase around it goes on afterwards."""
+    def phase(self, name: str) -> Iterator[dict[str, object]]:
+        """The block is phase `name`, and a span of the run's trace, whose arguments this yields; the phase around it goes on afterwards."""
         before, start = self._phase, time.perf_counter()
+        arguments: dict[str, object] = {"step": self._step} if self._step else {}
         self.enter_phase(name)
         try:
-            yield
+            yield arguments
         finally:
             if name != IDLE:
-                recording.add(name, start, **({"step": self._step} if self._step else {}))
+                recording.add(name, start, **arguments)
             self.enter_phase(before)
 
     def enter_phase(self, name: str) -> None:
