@@ -95,11 +95,10 @@ def test_its_trace_is_on_one_clock(finished) -> None:
     calls = [span for span in spans if span.lane.startswith("rank 0 calls to ")]
     assert {span.name for span in calls} >= {"critic_infer", "critic_train", "critic_save", "reward_model"}
     requests = [span for span in spans if span.lane == "requests"]
-    computed = [span for span in spans if span.component != "actor" and span.lane == "rank 0"]
+    computed = [span for span in spans if (span.component, span.lane, span.name) == ("critic", "rank 0", "critic_infer")]
     assert requests and all(any(one.name == span.name and _holds(one, span) for one in calls) for span in requests)
-    assert len([span for span in computed if span.name.startswith("critic_infer")]) == len(
-        [s for s in requests if s.name == "critic_infer"]
-    )
+    assert len(computed) == sum(span.name == "critic_infer" for span in requests)
+    assert all(any(_holds(one, span) for one in requests) for span in computed)
 
 
 def _holds(outer: Span, inner: Span, tolerance: float = 0.005) -> bool:
