@@ -57,6 +57,9 @@ def check_together(architecture: Architecture, model: ModelConfig, parallel: Par
 # what is neutral, and what a model has where they say something else.
 UNUSUAL: dict[str, tuple[Any, str]] = {
     "sliding_window": (0, "attention to a window"),
+    "attention_chunk": (0, "attention in chunks"),
+    "no_rope_layers": ([], "layers without rotary positions"),
+    "qk_l2_norm": (False, "norms of rotated queries and keys without weights"),
     "attention_softcap": (0.0, "capped attention scores"),
     "attention_scale": (0.0, "attention scores with a scale of their own"),
     "attention_scale_by_layer": (False, "attention scores with a scale by layer"),
@@ -75,6 +78,7 @@ UNUSUAL: dict[str, tuple[Any, str]] = {
     "shared_ffn_hidden_size": (0, "shared experts"),
     "router_sigmoid": (False, "sigmoid routing"),
     "router_groups": (0, "groups of experts"),
+    "weighted_expert_inputs": (False, "experts whose input is weighted"),
 }
 _WITH_BIASES: dict[str, tuple[Any, str]] = dict.fromkeys(("attention_out_bias", "mlp_bias"), (False, "biases on some of its linear layers"))
 

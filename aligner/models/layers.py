@@ -60,6 +60,18 @@ class LayerNormWithoutBias(torch.nn.LayerNorm):
         super().__init__(hidden_size, bias=False, **options)
 
 
+class UnitNorm(torch.nn.Module):
+    """RMSNorm without weights, in float32. A head's mean square is the same before and after it is rotated: it may as well be set before."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> the same shape."""
+        return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
+
+
 class Norm:
     """RMSNorm or LayerNorm whose weights say whether their gradients must be summed over the tensor-parallel ranks."""
 
@@ -124,21 +136,21 @@ def block_spec(
         )
         if share_prompts:
             layer.submodules.self_attention.submodules.core_attention = CoreAttention
-        kinds = {bool(config.num_moe_experts): layer}
+        kinds = {_kind(architecture, 0): layer}
     else:
         norm = _norm(architecture, modules)
-        kinds = {mixture: _local_layer(config, architecture, modules, mixture=mixture) for mixture in _kinds(architecture)}
-    if True in kinds:
-        router = ModuleSpec(module=Router, params={"architecture": architecture})
-        submodules_of(kinds[True].submodules.mlp).router = router
+        numbers = {_kind(architecture, number): number for number in range(architecture.num_layers)}
+        kinds = {kind: _local_layer(config, architecture, modules, number) for kind, number in numbers.items()}
+    for spec in (spec for (mixture, _), spec in kinds.items() if mixture):
+        submodules_of(spec.submodules.mlp).router = ModuleSpec(module=Router, params={"architecture": architecture})
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    return TransformerBlockSubmodules(layer_specs=[kinds[architecture.has_experts(number)] for number in numbers], layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[kinds[_kind(architecture, number)] for number in numbers], layer_norm=norm)
 
 
-def _kinds(architecture: Architecture) -> set[bool]:
-    """Whether its layers are mixtures of experts."""
-    return {architecture.has_experts(number) for number in range(architecture.num_layers)}
+def _kind(architecture: Architecture, layer: int) -> tuple[bool, bool]:
+    """Whether a layer, counted from 0, is a mixture of experts, and whether it has rotary positions."""
+    return architecture.has_experts(layer), architecture.rotates(layer)
 
 
 def finish_transformer_engine(decoder: torch.nn.Module) -> None:
@@ -162,7 +174,8 @@ def _norm(architecture: Architecture, modules: LayerModules) -> ModuleSpec:
     return ModuleSpec(module=modules.norm, params={"kind": architecture.normalization})
 
 
-def _local_layer(config: TransformerConfig, architecture: Architecture, modules: LayerModules, *, mixture: bool) -> Any:
+def _local_layer(config: TransformerConfig, architecture: Architecture, modules: LayerModules, number: int) -> Any:
+    mixture, rotates = _kind(architecture, number)
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if mixture else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -175,7 +188,7 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
         layer.submodules.pre_mlp_layernorm = IdentityOp
     if needs_own_layer(architecture):
         layer.module, layer.params = OwnLayer, {"architecture": architecture, "norm": norm}
-    if architecture.rotary_interleaved and not architecture.latent_size:
+    if architecture.rotary_interleaved and rotates and not architecture.latent_size:
         rotated = architecture.rotated
         own = layer.submodules.self_attention
         own.module, own.params = InterleavedAttention, own.params | {"rotated": rotated}
@@ -185,6 +198,8 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
     attention.linear_proj = biased(modules.row_linear) if architecture.attention_out_bias else modules.row_linear
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
+    if architecture.qk_l2_norm and rotates:
+        attention.q_layernorm = attention.k_layernorm = UnitNorm
     if architecture.qk_norm_whole:
         heads = architecture.num_attention_heads, architecture.num_key_value_heads
         whole = [ModuleSpec(module=WholeNorm, params={"heads": count}) for count in heads]

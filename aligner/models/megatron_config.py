@@ -51,6 +51,9 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         add_qkv_bias=architecture.qkv_bias,
         # Megatron-Core sums such norms' gradients over tensor-parallel ranks; one of all heads has each rank's own weights.
         qk_layernorm=architecture.qk_norm and not architecture.qk_norm_whole,
+        no_rope_freq=[int(not architecture.rotates(layer)) for layer in range(architecture.num_layers)]
+        if architecture.no_rope_layers
+        else None,
         softmax_scale=softmax_scale(architecture),
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -125,6 +128,7 @@ def _experts(architecture: Architecture, model: ModelConfig, fused: Fusions) -> 
         "moe_router_topk_scaling_factor": architecture.router_scale if architecture.router_scale != 1 else None,
         "moe_shared_expert_intermediate_size": architecture.shared_ffn_hidden_size or None,
         "moe_shared_expert_gate": architecture.shared_expert_gate,
+        "moe_apply_probs_on_input": architecture.weighted_expert_inputs,
         "moe_router_load_balancing_type": "aux_loss" if model.router_aux_loss_coef else "none",
         "moe_aux_loss_coeff": model.router_aux_loss_coef,
         "moe_z_loss_coeff": model.router_z_loss_coef or None,

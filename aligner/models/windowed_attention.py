@@ -1,13 +1,15 @@
-"""Attention whose layers see a window of the past only, or whose scores are capped: the trainer's and the engine's.
+"""Attention whose layers see a window of the past only, or their own chunk, or whose scores are capped: the trainer's and the engine's.
 
-A token of a layer with window W attends to itself and the W - 1 tokens before it (Beltagy et al. 2020, 2004.05150). Capped scores are
+A token of a layer with window W attends to itself and the W - 1 tokens before it (Beltagy et al. 2020, 2004.05150), one of a layer
+with chunks of C positions to itself and those before it in its chunk: positions 0 to C - 1 are the first one (Llama 4). Capped scores are
 cap * tanh(score / cap) (Gemma 2, 2408.00118). Queries are taken a block at a time, each with the keys that its window can reach: work
 and memory grow with length times window.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -20,24 +22,31 @@ BLOCK = 256  # queries at a time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """What differs from plain causal attention: the window (0: none) and the cap on scores (0.0: none)."""
+    """What differs from plain causal attention: the window (0: none), the chunk (0: none) and the cap on scores (0.0: none)."""
 
     window: int = 0
+    chunk: int = 0
     softcap: float = 0.0
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing differs."""
-        return not self.window and not self.softcap
+        return not self.window and not self.chunk and not self.softcap
+
+    def within(self, length: int) -> Form:
+        """The same for sequences of at most `length` tokens: a window or chunk that holds them whole is none."""
+        return replace(self, window=self.window if self.window < length else 0, chunk=self.chunk if self.chunk < length else 0)
 
 
 def form_of(architecture: Architecture, layer: int) -> Form:
     """The form of a layer, counted from 0."""
-    return Form(window=architecture.window_of(layer), softcap=architecture.attention_softcap)
+    return Form(window=architecture.window_of(layer), chunk=architecture.chunk_of(layer), softcap=architecture.attention_softcap)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, form: Form, scale: float) -> Tensor:
     """A sequence's last queries: [B, heads, L, D] at the positions of the last L of key and value [B, groups, T, D]."""
+    if form.chunk:
+        return by_chunk(query, key, value, form.chunk, lambda q, k, v: attend(q, k, v, replace(form, chunk=0), scale))
     length, total = query.shape[2], key.shape[2]
     key, value = (_for_each_head(x, query.shape[1]) for x in (key, value))
     places = torch.arange(total, device=query.device)
@@ -51,6 +60,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, form: Form, scale: float) 
     return torch.cat(outs, dim=2) if len(outs) > 1 else outs[0]
 
 
+def by_chunk(query: Tensor, key: Tensor, value: Tensor, size: int, causal: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    """`attend` chunk by chunk: each chunk's queries go to `causal` with the keys and values of the chunk, so nothing is masked."""
+    total = key.shape[2]
+    first = total - query.shape[2]
+    outs = []
+    for start in range(first - first % size, total, size):
+        stop = min(start + size, total)
+        own = slice(max(start - first, 0), stop - first)
+        outs.append(causal(query[:, :, own], key[:, :, start:stop], value[:, :, start:stop]))
+    return torch.cat(outs, dim=2) if len(outs) > 1 else outs[0]
+
+
 def _for_each_head(x: Tensor, heads: int) -> Tensor:
     """[B, heads, T, D] of [B, groups, T, D]; a view where there is one group."""
     groups = x.shape[1]
@@ -60,6 +81,8 @@ def _for_each_head(x: Tensor, heads: int) -> Tensor:
 def sees(queries: Tensor, keys: Tensor, form: Form) -> Tensor:
     """Whether the queries at these positions attend to the keys at those."""
     past = keys <= queries
+    if form.chunk:
+        past = past & (keys // form.chunk == queries // form.chunk)
     return past & (keys > queries - form.window) if form.window else past
 
 

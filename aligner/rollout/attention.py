@@ -301,7 +301,7 @@ class GatheredAttention:
 
 
 class FormedAttention:
-    """`PagedAttention` of layers with a window, capped scores or another scale, on copies of the pages, anywhere."""
+    """`PagedAttention` of layers with a window or chunks, capped scores or another scale, on copies of the pages, anywhere."""
 
     def __init__(self, page_size: int, form: Form, scale: float) -> None:
         self.page_size = page_size

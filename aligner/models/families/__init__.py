@@ -20,6 +20,7 @@ from aligner.models.families import (
     gpt2,
     gpt_neox,
     llama,
+    llama4_text,
     mistral,
     mixtral,
     nemotron,
@@ -57,6 +58,7 @@ FAMILIES = {
     Family.glm4_moe: glm4_moe,
     Family.olmo3: olmo3,
     Family.qwen2_moe: qwen2_moe,
+    Family.llama4_text: llama4_text,
 }
 
 

@@ -1,4 +1,4 @@
-"""Windows and capped scores: against the whole matrix of scores, in blocks, packed, with shared prompts, and in chunks in the engine."""
+"""Windows, chunks and capped scores: against the whole matrix of scores, in blocks, packed, with shared prompts, and in chunks in the engine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from aligner.types import LabeledBatch, Prompt, SamplingConfig
 
 
 def reference(q, k, v, form: Form, scale: float) -> torch.Tensor:
-    """Score by score: query i of L, at T - L + i, sees the keys j with i - W < j <= i."""
+    """Score by score: query i of L, at T - L + i, sees the keys j with i - W < j <= i, those of its chunk."""
     share, past = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
     out = torch.zeros_like(q)
     for head in range(q.shape[1]):
         for i in range(q.shape[2]):
             seen = [j for j in range(past + i + 1) if not form.window or j > past + i - form.window]
+            seen = [j for j in seen if not form.chunk or j // form.chunk == (past + i) // form.chunk]
             scores = (k[:, head // share, seen] @ q[:, head, i, :, None])[..., 0] * scale
             if form.softcap:
                 scores = form.softcap * torch.tanh(scores / form.softcap)
@@ -26,7 +27,18 @@ def reference(q, k, v, form: Form, scale: float) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("form", [Form(window=1), Form(window=4), Form(window=40), Form(softcap=1.5), Form(window=5, softcap=0.7)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form(window=1),
+        Form(window=4),
+        Form(window=40),
+        Form(softcap=1.5),
+        Form(window=5, softcap=0.7),
+        Form(chunk=6),
+        Form(chunk=1, softcap=0.7),
+    ],
+)
 @pytest.mark.parametrize("length", [1, 7, 13])
 def test_attention_score_by_score(form, length, monkeypatch):
     monkeypatch.setattr(windowed_attention, "BLOCK", 5)
@@ -57,6 +69,7 @@ def test_attention_score_by_score(form, length, monkeypatch):
         "deepseek_v2",
         "deepseek_v3",
         "qwen2_moe",
+        "llama4_text",
     ],
 )
 def test_packed_rows_give_the_same_logprobs(name, share_prompts, topology, hf_directory, load_policy):
@@ -73,7 +86,7 @@ def test_packed_rows_give_the_same_logprobs(name, share_prompts, topology, hf_di
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2_windows"])
+@pytest.mark.parametrize("name", ["mistral", "qwen2_windows", "llama4_text"])
 def test_the_engine_prefills_in_chunks(name, topology, hf_directory, load_policy):
     """Chunks that look back into the cache through the window: the same greedy responses."""
     from aligner.rollout.config import RolloutConfig
@@ -96,9 +109,18 @@ MIXTURE = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 8
     ("fields", "message"),
     [
         ({"sliding_window": -1}, "sliding_window=-1: must not be negative"),
-        ({"full_attention_layers": [0]}, r"full_attention_layers=\[0\]: needs sliding_window > 0; allowed without: \[\]"),
+        ({"full_attention_layers": [0]}, r"full_attention_layers=\[0\]: needs sliding_window > 0 or attention_chunk > 0; allowed without: \[\]"),
         ({"sliding_window": 4, "full_attention_layers": [1, 0]}, r"full_attention_layers=\[1, 0\]: must be rising numbers from 0 to .*=3"),
         ({"sliding_window": 4, "full_attention_layers": [4]}, r"full_attention_layers=\[4\]: must be rising numbers"),
+        ({"attention_chunk": 4, "sliding_window": 4}, "attention_chunk=4: must not be negative, and be 0 with sliding_window > 0"),
+        ({"no_rope_layers": [4]}, r"no_rope_layers=\[4\]: must be rising numbers from 0 to num_layers-1=3"),
+        ({"no_rope_layers": [1], "position_embedding": "learned"}, r"no_rope_layers=\[1\]: allowed with position_embedding=rope"),
+        ({"qk_l2_norm": True, "rope_attention_factor": 1.2}, "qk_l2_norm=True: allowed with .* rope_attention_factor=1.0"),
+        ({"qk_l2_norm": True, "qk_norm": True}, "qk_l2_norm=True: allowed with qk_norm=False"),
+        ({"attention_temperature": -0.1}, "attention_temperature=-0.1: must be finite and not negative"),
+        ({"attention_temperature_length": 0}, "attention_temperature_length=0: must be at least 1"),
+        ({"weighted_expert_inputs": True}, "weighted_expert_inputs=True: needs num_experts > 0"),
+        (MIXTURE | {"weighted_expert_inputs": True}, "weighted_expert_inputs=True: .* allowed with experts_per_token=2: False"),
         ({"attention_softcap": -2.0}, "attention_softcap=-2.0: must be finite and not negative"),
         ({"dense_layers": [0]}, r"dense_layers=\[0\]: needs num_experts > 0; allowed without: \[\]"),
         (MIXTURE | {"dense_layers": [4]}, r"dense_layers=\[4\]: must be rising numbers from 0 to num_layers-1=3"),
