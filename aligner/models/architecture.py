@@ -33,16 +33,19 @@ class Family(str, Enum):
     glm4_moe = "glm4_moe"
     olmo3 = "olmo3"
     qwen2_moe = "qwen2_moe"
+    gpt_oss = "gpt_oss"
 
 
 class Activation(str, Enum):
-    """The non-linearity of the feed-forward layers; `gelu_tanh` is HF's `gelu_new` and `gelu_pytorch_tanh`, `squared_relu` its `relu2`."""
+    """The non-linearity of the feed-forward layers; `gelu_tanh` is HF's `gelu_new` and `gelu_pytorch_tanh`, `squared_relu` its `relu2`,
+    `quick_gelu` x * sigmoid(1.702 x)."""
 
     silu = "silu"
     gelu = "gelu"
     gelu_tanh = "gelu_tanh"
     squared_relu = "squared_relu"
     relu = "relu"
+    quick_gelu = "quick_gelu"
 
 
 class Normalization(str, Enum):
@@ -82,6 +85,7 @@ OF_EXPERTS = {
     "dense_layers": [],
     "shared_ffn_hidden_size": 0,
     "shared_expert_gate": False,
+    "expert_biases": False,
     "router_sigmoid": False,
     "router_bias": False,
     "router_groups": 0,
@@ -126,12 +130,15 @@ class Architecture:
     gated_mlp: bool = True  # activation(gate x) * (up x), as in SwiGLU; false: activation(up x)
     activation: Activation = Activation.silu  # non-linearity of the feed-forward layers
     normalization: Normalization = Normalization.rms_norm  # norm of every layer; those of 1p multiply by 1 + their stored weight
+    glu_limit: float = 0.0  # 0: off; else gate x is cut there from above, up x at both ends
+    glu_offset: float = 0.0  # added to up x before it is multiplied
     linear_bias: bool = False  # biases on every linear layer; `qkv_bias` is of query, key and value alone
     attention_out_bias: bool = False  # a bias on the layer behind attention
     mlp_bias: bool = False  # biases on the feed-forward layers
     position_embedding: PositionEmbedding = PositionEmbedding.rope  # rope: rotary; learned: a table that is added to the token embeddings
     sliding_window: int = 0  # tokens that a token attends to, itself included; 0: all before it
     full_attention_layers: list[int] = field(default_factory=list)  # numbers, from 0, of the layers that sliding_window is not of
+    attention_sinks: bool = False  # each head has a learned score that no value is behind: its weights sum to less than 1
     attention_softcap: float = 0.0  # 0: off; else attention's scores are cap * tanh(score / cap)
     attention_scale: float = 0.0  # what attention's scores are multiplied by; 0: 1 / sqrt(head_dim)
     attention_scale_by_layer: bool = False  # the scores of a layer are divided by its number, counted from 1
@@ -153,6 +160,7 @@ class Architecture:
     dense_layers: list[int] = field(default_factory=list)  # numbers, from 0, of a mixture's layers without experts
     shared_ffn_hidden_size: int = 0  # width of the feed-forward layer that every token passes beside its experts; 0: none
     shared_expert_gate: bool = False  # its output is multiplied by a sigmoid of each token's own
+    expert_biases: bool = False  # biases on both layers of every expert, and on the router's logits
     router_sigmoid: bool = False  # experts' scores are sigmoids of the router's logits; false: their softmax
     router_bias: bool = False  # experts are chosen by score plus a bias of each, which no gradient trains
     router_groups: int = 0  # groups of neighbouring experts, of the best of which a token's are chosen; 0: of all experts
@@ -192,6 +200,8 @@ class Architecture:
             "logits_softcap",
             "rope_local_theta",
             "rope_score_scale",
+            "glu_limit",
+            "glu_offset",
             *ROPE_FACTORS,
         ):
             if not 0 <= getattr(self, name) < math.inf:

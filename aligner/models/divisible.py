@@ -58,6 +58,7 @@ def check_together(architecture: Architecture, model: ModelConfig, parallel: Par
 UNUSUAL: dict[str, tuple[Any, str]] = {
     "sliding_window": (0, "attention to a window"),
     "attention_softcap": (0.0, "capped attention scores"),
+    "attention_sinks": (False, "attention sinks"),
     "attention_scale": (0.0, "attention scores with a scale of their own"),
     "attention_scale_by_layer": (False, "attention scores with a scale by layer"),
     "rotary_interleaved": (False, "rotated pairs of neighbouring dimensions"),
@@ -73,6 +74,8 @@ UNUSUAL: dict[str, tuple[Any, str]] = {
     "latent_size": (0, "latent attention"),
     "dense_layers": ([], "layers without experts"),
     "shared_ffn_hidden_size": (0, "shared experts"),
+    "glu_limit": (0.0, "cut activations"),
+    "expert_biases": (False, "experts with biases"),
     "router_sigmoid": (False, "sigmoid routing"),
     "router_groups": (0, "groups of experts"),
 }

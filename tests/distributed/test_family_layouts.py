@@ -32,9 +32,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes,
 }
 
 
-MIXTURES = ["deepseek_v2_groups", "deepseek_v3", "qwen2_moe"]
+MIXTURES = ["deepseek_v2_groups", "deepseek_v3", "qwen2_moe", "gpt_oss"]
 if LONG:
-    MIXTURES += ["deepseek_v2", "deepseek_v3_plain", "glm4_moe", "glm4_moe_plain", "qwen2_moe_normalized", "qwen3_moe_dense_layers"]
+    MIXTURES += ["deepseek_v2", "deepseek_v3_plain", "glm4_moe", "glm4_moe_plain", "qwen2_moe_normalized", "qwen3_moe_dense_layers", "gpt_oss_tied"]
 SPLIT_EXPERTS = {"tp": 2, "etp": 2, "sequence_parallel": True}
 MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2_etp2_packed": (2, SPLIT_EXPERTS, PACKED),

@@ -19,6 +19,7 @@ from aligner.models.families import (
     glm4_moe,
     gpt2,
     gpt_neox,
+    gpt_oss,
     llama,
     mistral,
     mixtral,
@@ -57,6 +58,7 @@ FAMILIES = {
     Family.glm4_moe: glm4_moe,
     Family.olmo3: olmo3,
     Family.qwen2_moe: qwen2_moe,
+    Family.gpt_oss: gpt_oss,
 }
 
 
