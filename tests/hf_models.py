@@ -118,7 +118,7 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe_dense_layers": _QWEN3_MOE | {"num_experts_per_tok": 2, "decoder_sparse_step": 2, "mlp_only_layers": None},
     "gpt_oss": _GPT_OSS | {"num_key_value_heads": 1, "head_dim": 12, "num_experts_per_tok": 3, "swiglu_limit": 0.8},
     "gpt_oss_tied": _GPT_OSS
-    | {"tie_word_embeddings": True, "attention_bias": False, "layer_types": [_FULL] * 3, "num_hidden_layers": 3, "head_dim": 8}
+    | {"tie_word_embeddings": True, "attention_bias": False, "layer_types": [_FULL] * 2, "head_dim": 8}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}},
     "nemotron": {"model_type": "nemotron"},
     "gpt2": _GPT2,

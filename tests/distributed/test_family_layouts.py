@@ -64,7 +64,8 @@ def theirs(directory: Path, tokens: torch.Tensor) -> dict:
     (-logprobs.mean()).backward()
     options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": VOCAB + 5, "pad_token_id": 0}
     rows = [model.generate(row[None, : 5 + 6 * number], **options)[0].tolist() for number, row in enumerate(tokens)]
-    gradients = dict(by_expert((name, parameter.grad) for name, parameter in model.named_parameters()))
+    named = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    gradients = dict(named if model.config.model_type == "gpt_oss" else by_expert(named))  # its files have them in one, too
     if model.config.model_type == "gpt_neox" and "lm_head.weight" in gradients:  # what it is called in files
         gradients["embed_out.weight"] = gradients.pop("lm_head.weight")
     return {"logprobs": torch.nn.functional.pad(logprobs.detach(), (1, 0)), "gradients": gradients, "responses": rows}
