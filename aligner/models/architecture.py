@@ -35,16 +35,19 @@ class Family(str, Enum):
     olmo3 = "olmo3"
     qwen2_moe = "qwen2_moe"
     llama4_text = "llama4_text"
+    gpt_oss = "gpt_oss"
 
 
 class Activation(str, Enum):
-    """The non-linearity of the feed-forward layers; `gelu_tanh` is HF's `gelu_new` and `gelu_pytorch_tanh`, `squared_relu` its `relu2`."""
+    """The non-linearity of the feed-forward layers; `gelu_tanh` is HF's `gelu_new` and `gelu_pytorch_tanh`, `squared_relu` its `relu2`,
+    `quick_gelu` x * sigmoid(1.702 x)."""
 
     silu = "silu"
     gelu = "gelu"
     gelu_tanh = "gelu_tanh"
     squared_relu = "squared_relu"
     relu = "relu"
+    quick_gelu = "quick_gelu"
 
 
 class Normalization(str, Enum):
@@ -84,6 +87,7 @@ OF_EXPERTS = {
     "dense_layers": [],
     "shared_ffn_hidden_size": 0,
     "shared_expert_gate": False,
+    "expert_biases": False,
     "router_sigmoid": False,
     "router_bias": False,
     "router_groups": 0,
@@ -130,6 +134,8 @@ class Architecture:
     gated_mlp: bool = True  # activation(gate x) * (up x), as in SwiGLU; false: activation(up x)
     activation: Activation = Activation.silu  # non-linearity of the feed-forward layers
     normalization: Normalization = Normalization.rms_norm  # norm of every layer; those of 1p multiply by 1 + their stored weight
+    glu_limit: float = 0.0  # 0: off; else gate x is cut there from above, up x at both ends
+    glu_offset: float = 0.0  # added to up x before it is multiplied
     linear_bias: bool = False  # biases on every linear layer; `qkv_bias` is of query, key and value alone
     attention_out_bias: bool = False  # a bias on the layer behind attention
     mlp_bias: bool = False  # biases on the feed-forward layers
@@ -137,6 +143,7 @@ class Architecture:
     sliding_window: int = 0  # tokens that a token attends to, itself included; 0: all before it
     attention_chunk: int = 0  # 0: off; else a token attends to those before it in its chunk of so many positions alone
     full_attention_layers: list[int] = field(default_factory=list)  # numbers, from 0, of layers without sliding_window or attention_chunk
+    attention_sinks: bool = False  # each head has a learned score that no value is behind: its weights sum to less than 1
     attention_softcap: float = 0.0  # 0: off; else attention's scores are cap * tanh(score / cap)
     attention_scale: float = 0.0  # what attention's scores are multiplied by; 0: 1 / sqrt(head_dim)
     attention_scale_by_layer: bool = False  # the scores of a layer are divided by its number, counted from 1
@@ -161,6 +168,7 @@ class Architecture:
     dense_layers: list[int] = field(default_factory=list)  # numbers, from 0, of a mixture's layers without experts
     shared_ffn_hidden_size: int = 0  # width of the feed-forward layer that every token passes beside its experts; 0: none
     shared_expert_gate: bool = False  # its output is multiplied by a sigmoid of each token's own
+    expert_biases: bool = False  # biases on both layers of every expert, and on the router's logits
     router_sigmoid: bool = False  # experts' scores are sigmoids of the router's logits; false: their softmax
     router_bias: bool = False  # experts are chosen by score plus a bias of each, which no gradient trains
     router_groups: int = 0  # groups of neighbouring experts, of the best of which a token's are chosen; 0: of all experts
@@ -202,6 +210,8 @@ class Architecture:
             "logits_softcap",
             "rope_local_theta",
             "rope_score_scale",
+            "glu_limit",
+            "glu_offset",
             *ROPE_FACTORS,
         ):
             if not 0 <= getattr(self, name) < math.inf:
@@ -278,7 +288,9 @@ class Architecture:
         if self.sliding_window < 0:
             raise ConfigError(f"architecture.sliding_window={self.sliding_window}: must not be negative (0 is none)")
         if layers and not (self.sliding_window or self.attention_chunk):
-            raise ConfigError(f"architecture.full_attention_layers={layers}: needs sliding_window > 0 or attention_chunk > 0; allowed without: []")
+            raise ConfigError(
+                f"architecture.full_attention_layers={layers}: needs sliding_window > 0 or attention_chunk > 0; allowed without: []"
+            )
         self.check_numbers("full_attention_layers")
 
     def check_numbers(self, name: str) -> None:

@@ -31,10 +31,17 @@ from torch.nn.attention.bias import causal_lower_right
 from aligner.models import rope
 from aligner.models.config import Architecture
 from aligner.models.latent_attention import as_wide, cut_heads
+from aligner.models.own_layer import split_for_checkpoint
 from aligner.models.shared_prompts import KeySpans, SegmentedPackedSeqParams
 from aligner.models.windowed_attention import Form, attend, by_chunk, form_of
 from aligner.parallel.context import chunk_numbers, gather_ranks, gather_sequence, local_slots
-from aligner.parallel.mcore import MegatronModule, PackedSeqParams, ProcessGroupCollection, TransformerConfig
+from aligner.parallel.mcore import (
+    MegatronModule,
+    PackedSeqParams,
+    ProcessGroupCollection,
+    TransformerConfig,
+    set_tensor_model_parallel_attributes,
+)
 from aligner.rows import upload
 
 Segments = Sequence[tuple[int, int, int]]  # (first slot, one beyond the last, index of the segment that it goes on from or -1)
@@ -181,6 +188,7 @@ class CoreAttention(MegatronModule):
             self.scale *= (rope.factor(architecture, layer_number - 1) / architecture.rope_attention_factor) ** 2
         if architecture and architecture.attention_scale_by_layer:
             self.scale /= layer_number
+        self.sinks = new_sinks(config) if self.form.sinks else None
         self.cp_group = (pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])).cp
 
     def forward(
@@ -260,14 +268,23 @@ class CoreAttention(MegatronModule):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of a sequence's last queries: q [B, heads, L, D] at the positions of the last L of k, v [B, groups, T, D]."""
         form = self.form.within(k.shape[2])
-        if form.softcap or form.window:
-            return attend(q, k, v, form, self.scale)
+        if form.softcap or form.sinks or form.window:
+            return attend(q, k, v, form, self.scale, self.sinks)
         if form.chunk:
             return by_chunk(q, k, v, form.chunk, lambda q, k, v: _attend_to_past(q, k, v, self.scale))
         return _attend_to_past(q, k, v, self.scale)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        return {}
+        return {} if self.sinks is None else split_for_checkpoint({"sinks": self.sinks}, prefix, sharded_offsets)
+
+
+def new_sinks(config: TransformerConfig) -> torch.nn.Parameter:
+    """Zeros for this tensor-parallel rank's heads, [heads]."""
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+    set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+    return sinks
 
 
 def _attend_to_past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -27,6 +27,7 @@ from aligner.parallel.mcore import (
     get_gpt_layer_local_spec,
     get_num_layers_to_build,
     get_transformer_layer_offset,
+    set_tensor_model_parallel_attributes,
     submodules_of,
     transformer_engine_specs,
 )
@@ -61,7 +62,7 @@ class LayerNormWithoutBias(torch.nn.LayerNorm):
 
 
 class UnitNorm(torch.nn.Module):
-    """RMSNorm without weights, in float32. A head's mean square is the same before and after it is rotated: it may as well be set before."""
+    """RMSNorm without weights, in float32. A head's mean square is the same before and after it is rotated: it may as well be set first."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -111,6 +112,21 @@ def biased(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
         linear.__init__(self, *args, bias=True, **options)
 
     return type(f"Biased{linear.__name__}", (linear,), {"__init__": init})
+
+
+class BiasedExpertOut(RowParallelLinear):
+    """An expert's second matrix with a bias. Of ranks that share the expert, whose outputs are summed, the first one adds it."""
+
+    def __init__(self, *args: Any, bias: bool, **options: Any) -> None:
+        super().__init__(*args, bias=True, **options)
+        self.bias.sequence_parallel = False  # its ranks see all tokens of the expert: their gradients are the same, not parts
+        set_tensor_model_parallel_attributes(self.bias, self.tp_group.size() == 1, -1, 1)  # then other ranks have other experts
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor]:
+        """The product and the bias: one without value, but with its gradient, where another rank adds it."""
+        out, bias = super().forward(input_)
+        # A copy: Megatron-Core adds to the product in place, which a view of an autograd function does not allow.
+        return out.clone(), bias if self.tp_group.rank() == 0 else bias - bias.detach()
 
 
 def block_spec(
@@ -208,6 +224,9 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
         own = layer.submodules.self_attention
         own.module, attention.linear_qkv = LatentAttention, IdentityOp
         own.params = own.params | {"architecture": architecture, "norm": norm, "linear": modules.column_linear}
+    if mixture and architecture.expert_biases:
+        experts = submodules_of(submodules_of(layer.submodules.mlp).experts)
+        experts.linear_fc1, experts.linear_fc2 = biased(modules.column_linear), BiasedExpertOut
     if not mixture:
         mlp = submodules_of(layer.submodules.mlp)
         linear = modules.column_linear, modules.row_linear

@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.models import batch_invariant, rope
-from aligner.models.config import Activation, Architecture, Dtype, ModelConfig, Normalization, Recompute
+from aligner.models.activations import ACTIVATIONS
+from aligner.models.config import Architecture, Dtype, ModelConfig, Normalization, Recompute
 from aligner.models.divisible import check_divisible, check_together
 from aligner.models.fusions import Fusions, Kernel, fusions
 from aligner.parallel import platform
@@ -43,7 +43,9 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         kv_channels=architecture.head_dim,
         ffn_hidden_size=architecture.ffn_hidden_size,
         gated_linear_unit=architecture.gated_mlp,
-        activation_func=(batch_invariant.ACTIVATIONS if model.batch_invariant else _ACTIVATIONS)[architecture.activation],
+        activation_func=(batch_invariant.ACTIVATIONS if model.batch_invariant else ACTIVATIONS)[architecture.activation],
+        activation_func_clamp_value=architecture.glu_limit or None,
+        glu_linear_offset=architecture.glu_offset,
         normalization="RMSNorm" if architecture.normalization in _RMS_NORMS else "LayerNorm",
         layernorm_zero_centered_gamma=architecture.normalization == Normalization.layer_norm_1p,
         layernorm_epsilon=architecture.norm_eps,
@@ -146,22 +148,7 @@ def _recomputation(recompute: Recompute) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
 _RMS_NORMS = (Normalization.rms_norm, Normalization.rms_norm_1p)
-_ACTIVATIONS = {
-    Activation.silu: F.silu,
-    Activation.gelu: F.gelu,
-    Activation.gelu_tanh: _gelu_tanh,
-    Activation.squared_relu: _squared_relu,
-    Activation.relu: F.relu,
-}
 
 
 def _keep(weight: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models import rope
+from aligner.models.activations import activation_of
 from aligner.models.build import rounded_scale
-from aligner.models.config import Activation, Architecture, Normalization, ParallelResidual
+from aligner.models.config import Architecture, Normalization, ParallelResidual
 from aligner.models.own_layer import neighbours_apart
 from aligner.models.tracing import Operation, Tap
 from aligner.models.windowed_attention import form_of
@@ -52,28 +52,6 @@ from aligner.rollout.rotary import Rotary
 from aligner.rollout.sampling import FusedDraw
 from aligner.rollout.weights import Affine, FeedForward, LayerWeights, ModelWeights, tensors
 from aligner.types import route_dtype
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.silu: F.silu,
-    Activation.gelu: F.gelu,
-    Activation.gelu_tanh: partial(F.gelu, approximate="tanh"),
-    Activation.squared_relu: _squared_relu,
-    Activation.relu: F.relu,
-}
-
-
-def expand(x: Tensor, weights: FeedForward, activation: Callable[[Tensor], Tensor], *, gated: bool) -> Tensor:
-    """This rank's share of the inner activations, [..., F / tp]: activation(gate x) * (up x), or activation(up x)."""
-    inner = F.linear(x, weights.up.weight, weights.up.bias)
-    if not gated:
-        return activation(inner)
-    gate, up = inner.chunk(2, dim=-1)
-    return activation(gate) * up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +100,7 @@ class Decoder:
         if architecture.latent_size:  # all heads read what one group of keys and values holds
             self.latent = LatentHeads(architecture=architecture, heads=self.groups * self.queries, norm=self.norm)
             self.groups, self.queries, self.head_dim = 1, self.groups * self.queries, architecture.latent_size + architecture.rotated
-        self.activation = ACTIVATIONS[architecture.activation]
+        self.activate = activation_of(architecture)
         self.rotary = Rotary(architecture, frequencies, weights.embedding, max_sequence_length)
         self._embedding_scale = rounded_scale(architecture.embedding_scale, weights.embedding.dtype)
         flash = flash_attention(weights.embedding, (self.groups, self.queries, self.head_dim)) if kernels == Kernels.auto else None
@@ -223,7 +201,7 @@ class Decoder:
             scale = (scale or self.head_dim**-0.5) / (layer + 1)
         if form.is_plain and not scale:
             return self.attention
-        return FormedAttention(self.page_size, form, scale or self.head_dim**-0.5)
+        return FormedAttention(self.page_size, form, scale or self.head_dim**-0.5, self.weights.layers[layer].sinks)
 
     def _decode_graphs(self) -> DecodeGraphs:
         max_pages = -(-self.max_sequence_length // self.page_size)
@@ -346,7 +324,7 @@ class Decoder:
             weights, chosen = routing
             tokens, routing = (tokens * weights).to(x.dtype), (torch.ones_like(weights), chosen)
         if (stack := self._stacks[number]) is not None:
-            return self._sum(mix_grouped(tokens, stack, routing, self.activation, gated=architecture.gated_mlp)).view_as(x)
+            return self._sum(mix_grouped(tokens, stack, routing, self.activate)).view_as(x)
         # Each rank has its share of every expert; their outputs are summed, so one rank adds the biases.
         add_up = mix_all if fixed else mix
         return self._sum(add_up(tokens, layer.experts, routing, self._expand, biased=self.shards.index == 0)).view_as(x)
@@ -357,7 +335,8 @@ class Decoder:
         return out if layer.shared_gate is None else out * F.linear(x, layer.shared_gate).sigmoid()
 
     def _expand(self, x: Tensor, weights: FeedForward) -> Tensor:
-        return expand(x, weights, self.activation, gated=self.architecture.gated_mlp)
+        """This rank's share of the inner activations, [..., F / tp]."""
+        return self.activate(F.linear(x, weights.up.weight, weights.up.bias))
 
     def _project(self, x: Tensor, weights: Affine) -> Tensor:
         """A matrix whose input is split over the ranks."""

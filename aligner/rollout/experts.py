@@ -17,15 +17,16 @@ from torch import Tensor
 
 from aligner.models.config import Architecture
 from aligner.models.expert_groups import limited
-from aligner.rollout.weights import FeedForward
+from aligner.rollout.weights import Affine, FeedForward
 
 Inner = Callable[[Tensor, FeedForward], Tensor]  # an expert's inner activations [..., F / tp] of tokens [..., H]
 
 
-def route(x: Tensor, router: Tensor, bias: Tensor | None, architecture: Architecture) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, router: Affine, bias: Tensor | None, architecture: Architecture) -> tuple[Tensor, Tensor]:
     """(weights [N, k], experts int64 [N, k]) of tokens [N, H], in float32: the best experts and their scores, which sum to 1 where the
-    architecture says so; `bias` counts for the choice alone."""
-    logits, normalize, top_k = F.linear(x.float(), router.float()), architecture.normalize_expert_weights, architecture.experts_per_token
+    architecture says so; `bias` counts for the choice alone, the router's own for both."""
+    logits = F.linear(x.float(), router.weight.float(), None if router.bias is None else router.bias.float())
+    normalize, top_k = architecture.normalize_expert_weights, architecture.experts_per_token
     if normalize and not architecture.router_sigmoid:
         scores, experts = limited(logits, architecture).topk(top_k, dim=-1)
         return scores.softmax(dim=-1) * architecture.router_scale, experts
@@ -85,18 +86,13 @@ class Stack:
     is_backwards: bool = False
 
 
-def mix_grouped(x: Tensor, stack: Stack, routing: tuple[Tensor, Tensor], activation: Callable[[Tensor], Tensor], *, gated: bool) -> Tensor:
+def mix_grouped(x: Tensor, stack: Stack, routing: tuple[Tensor, Tensor], activate: Callable[[Tensor], Tensor]) -> Tensor:
     """`mix` by two grouped matrix products. The same shapes for any routing, and nothing is read on the host."""
     weights, chosen = routing
     top_k, last = chosen.shape[1], stack.up.shape[0] - 1
     experts, order = (last - chosen if stack.is_backwards else chosen).flatten().sort(stable=True)
     ends = torch.searchsorted(experts, torch.arange(stack.up.shape[0], device=x.device), right=True).int()
-    inner = torch._grouped_mm(x[order // top_k], stack.up.mT, offs=ends)
-    if gated:
-        gate, up = inner.chunk(2, dim=-1)
-        inner = activation(gate) * up
-    else:
-        inner = activation(inner)
+    inner = activate(torch._grouped_mm(x[order // top_k], stack.up.mT, offs=ends))
     parts = torch._grouped_mm((inner * weights.flatten()[order, None]).to(x.dtype), stack.down.mT, offs=ends)
     return torch.empty_like(parts).index_copy_(0, order, parts).view(-1, top_k, x.shape[1]).sum(dim=1)
 

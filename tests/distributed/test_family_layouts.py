@@ -32,17 +32,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes,
 }
 
 
-MIXTURES = ["deepseek_v2_groups", "deepseek_v3", "qwen2_moe", "llama4_text"]
+MIXTURES = ["deepseek_v2_groups", "deepseek_v3", "qwen2_moe", "gpt_oss", "llama4_text"]
 if LONG:
-    MIXTURES += [
-        "deepseek_v2",
-        "deepseek_v3_plain",
-        "glm4_moe",
-        "glm4_moe_plain",
-        "qwen2_moe_normalized",
-        "qwen3_moe_dense_layers",
-        "llama4_text_tied",
-    ]
+    MIXTURES += ["deepseek_v2", "deepseek_v3_plain", "glm4_moe", "glm4_moe_plain", "qwen2_moe_normalized", "qwen3_moe_dense_layers"]
+    MIXTURES += ["gpt_oss_tied", "llama4_text_tied"]
 SPLIT_EXPERTS = {"tp": 2, "etp": 2, "sequence_parallel": True}
 MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2_etp2_packed": (2, SPLIT_EXPERTS, PACKED),
@@ -72,9 +65,9 @@ def theirs(directory: Path, tokens: torch.Tensor) -> dict:
     (-logprobs.mean()).backward()
     options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": VOCAB + 5, "pad_token_id": 0}
     rows = [model.generate(row[None, : 5 + 6 * number], **options)[0].tolist() for number, row in enumerate(tokens)]
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    if not model.config.model_type.startswith("llama4"):
-        gradients = dict(by_expert(gradients.items()))
+    named = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    stacked = model.config.model_type in ("gpt_oss", "llama4_text")  # their files have all experts in one, too
+    gradients = dict(named if stacked else by_expert(named))
     if model.config.model_type == "gpt_neox" and "lm_head.weight" in gradients:  # what it is called in files
         gradients["embed_out.weight"] = gradients.pop("lm_head.weight")
     return {"logprobs": torch.nn.functional.pad(logprobs.detach(), (1, 0)), "gradients": gradients, "responses": rows}

@@ -19,6 +19,7 @@ from aligner.models.families import (
     glm4_moe,
     gpt2,
     gpt_neox,
+    gpt_oss,
     llama,
     llama4_text,
     mistral,
@@ -59,6 +60,7 @@ FAMILIES = {
     Family.olmo3: olmo3,
     Family.qwen2_moe: qwen2_moe,
     Family.llama4_text: llama4_text,
+    Family.gpt_oss: gpt_oss,
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from aligner.models.activations import activation_of
 from aligner.models.architecture import Architecture
 from aligner.rollout.experts import FeedForward, mix, mix_all, mix_grouped, multiplies_groups, route, stack_of
 from aligner.rollout.manifest import TensorSpec
@@ -49,7 +50,7 @@ def routed(rows: int, *, normalize: bool) -> tuple[torch.Tensor, tuple[torch.Ten
     router[2] = -20 * x.mean(0).sign()
     x = x + x.mean(0).sign()
     sizes = {"num_experts": EXPERTS, "experts_per_token": TOP_K, "expert_ffn_hidden_size": INNER}
-    routing = route(x, router, None, Architecture(**sizes, normalize_expert_weights=normalize))
+    routing = route(x, Affine(weight=router, bias=None), None, Architecture(**sizes, normalize_expert_weights=normalize))
     assert not (routing[1] == 2).any()
     return x, routing
 
@@ -91,7 +92,7 @@ def test_what_overflows_for_tokens_of_others_does_not_count():
 @pytest.mark.parametrize("rows", [1, 9])
 def test_grouped_products_give_the_same(rows, gated, backwards):
     x, routing = routed(rows, normalize=gated)
-    experts = layer_of(gated=gated)[:: -1 if backwards else 1]
+    experts, activate = layer_of(gated=gated)[:: -1 if backwards else 1], activation_of(Architecture(gated_mlp=gated))
     stack, first = stack_of(experts), experts[-1 if backwards else 0]
     assert stack.is_backwards == backwards
     assert stack.up.data_ptr() == first.up.weight.data_ptr() and stack.down.data_ptr() == first.down.weight.data_ptr()
@@ -105,7 +106,7 @@ def test_grouped_products_give_the_same(rows, gated, backwards):
     with pytest.MonkeyPatch.context() as patch, syncs:
         if not x.is_cuda:
             patch.setattr(torch, "_grouped_mm", on_device)
-        found = mix_grouped(x, stack, routing, F.silu, gated=gated)
+        found = mix_grouped(x, stack, routing, activate)
     assert syncs.found == []
     torch.testing.assert_close(found, mix(x, experts, routing, inner_of(gated=gated), biased=True), rtol=1e-5, atol=1e-4)
 
