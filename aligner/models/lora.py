@@ -203,7 +203,7 @@ def pairs_of(weight: str, architecture: Architecture, targets: Sequence[LoraTarg
     if rule.expert is not None and LoraTarget.experts in targets:
         raise ConfigError(
             f"model.lora.targets: models of family {architecture.family.value} have all experts in one tensor, of which PEFT's format has "
-            "no adapters by expert; allowed: qkv, q, k, v, proj"
+            "no adapters by expert; allowed: the other targets"
         )
     if is_expert:
         trained = parts if LoraTarget.experts in targets else ()

@@ -109,6 +109,11 @@ def test_the_product_is_what_the_paper_says(make_policy):
         torch.testing.assert_close(x @ adapter.merged(linear.weight).t() + linear.bias, base + expected)
 
 
+def test_experts_that_files_have_in_one_tensor_get_no_adapters(make_policy):
+    with pytest.raises(ConfigError, match="model.lora.targets: models of family llama4_text have all experts in one tensor, .*; allowed: the"):
+        make_policy("llama4_text")
+
+
 def test_scaling() -> None:
     assert LoraConfig(rank=16, alpha=32.0).scaling == 2.0
     assert LoraConfig(rank=16, alpha=32.0, rslora=True).scaling == 8.0
@@ -116,7 +121,7 @@ def test_scaling() -> None:
 
 # PEFT 0.21 takes layers called as the experts' projections for the experts, which transformers 5 has in one tensor.
 READ_BY_PEFT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), [LoraTarget.qkv, LoraTarget.proj])
-READ_BY_PEFT["qwen2_moe"] = [*READ_BY_PEFT["deepseek_v3"], LoraTarget.fc1, LoraTarget.fc2]
+READ_BY_PEFT |= dict.fromkeys(("qwen2_moe", "llama4_text"), [*READ_BY_PEFT["deepseek_v3"], LoraTarget.fc1, LoraTarget.fc2])
 
 
 @pytest.mark.parametrize(
@@ -136,6 +141,7 @@ READ_BY_PEFT["qwen2_moe"] = [*READ_BY_PEFT["deepseek_v3"], LoraTarget.fc1, LoraT
         "deepseek_v2",
         "deepseek_v3",
         "qwen2_moe",
+        "llama4_text",
     ],
 )
 def test_merged_and_peft_exports_give_the_same_logits(name, make_policy, hf_directory, tmp_path):
