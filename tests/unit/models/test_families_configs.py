@@ -63,6 +63,8 @@ def test_parameter_count_is_the_published_one(name, topology):
 
 # Sizes in published files, and the number of parameters that the hubs give, without layers that predict further tokens.
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 4096}
+GPT_OSS = {"model_type": "gpt_oss", "hidden_size": 2880, "num_attention_heads": 64, "intermediate_size": 2880, "vocab_size": 201088}
+GPT_OSS |= {"max_position_embeddings": 131072}
 FILES: dict[str, tuple[int, dict]] = {
     "DeepSeek-V2-Lite": (
         15_706_484_224,
@@ -90,6 +92,8 @@ FILES: dict[str, tuple[int, dict]] = {
         | {"vocab_size": 151936, "moe_intermediate_size": 1408, "num_experts": 60, "num_experts_per_tok": 4}
         | {"shared_expert_intermediate_size": 5632, "max_position_embeddings": 8192},
     ),
+    "gpt-oss-20b": (20_914_757_184, GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "gpt-oss-120b": (116_829_156_672, GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}),
 }
 
 
@@ -98,8 +102,8 @@ def test_mixtures_have_the_published_number_of_parameters(name, topology):
     """Two kinds of layers: what a second layer of each adds, every further one adds."""
     published, file = FILES[name]
     architecture = architecture_from_hf(file)
-    mixture, two = (count(dataclasses.replace(architecture, num_layers=n, dense_layers=[])) for n in (1, 2))
-    both = count(dataclasses.replace(architecture, num_layers=2, dense_layers=[1]))
+    mixture, two = (count(dataclasses.replace(architecture.with_layers(n), dense_layers=[])) for n in (1, 2))
+    both = count(dataclasses.replace(architecture.with_layers(2), dense_layers=[1]))
     dense = len(architecture.dense_layers)
     assert mixture + (architecture.num_layers - dense - 1) * (two - mixture) + dense * (both - mixture) == published
 

@@ -50,6 +50,7 @@ FILES = {
     "glm4_moe": LLAMA | MIXTURE | {"model_type": "glm4_moe", "num_attention_heads": 8},
     "olmo3": LLAMA | {"model_type": "olmo3"},
     "qwen2_moe": LLAMA | {"model_type": "qwen2_moe", "num_attention_heads": 16} | EXPERTS,
+    "gpt_oss": LLAMA | {"model_type": "gpt_oss", "num_attention_heads": 8},
     "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 61},
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -105,6 +106,8 @@ def theirs(hf: dict) -> dict:
     if hf["model_type"].startswith("qwen") and hasattr(config, "mlp_only_layers"):
         listed, step = config.mlp_only_layers or [], config.decoder_sparse_step
         read |= {"dense_layers": [n for n in range(config.num_hidden_layers) if n in listed or (n + 1) % step]}
+    if hf["model_type"] == "gpt_oss":
+        read |= {"qkv_bias": config.attention_bias, "attention_out_bias": config.attention_bias, "glu_limit": config.swiglu_limit}
     if hf["model_type"] in ("glm4", "glm4_moe"):
         read |= {"qkv_bias": config.attention_bias}
     config.standardize_rope_params()  # as the model does once more, which then sees the keys that are not the family's own
@@ -254,6 +257,7 @@ READ = (
     + [("olmo3", "v5", {"rope_parameters": {"full_attention": YARN | {"rope_theta": 3e4}, WINDOW: PLAIN}, "sliding_window": 9})]
     + [(family, "dense layers", {"mlp_only_layers": [1]}) for family in ("qwen2_moe", "qwen3_moe")]
     + [(family, "every other layer", {"decoder_sparse_step": 2}) for family in ("qwen2_moe", "qwen3_moe")]
+    + [("gpt_oss", "its own", {"attention_bias": False, "swiglu_limit": 5.0, "layer_types": ["full_attention"] * 2, "sliding_window": 9})]
     + [("opt", "its width by name", {"word_embed_proj_dim": 64}), ("opt", "spread", {"init_std": 0.006})]
     + [("gpt2", "inner", {"n_inner": 40}), ("gpt2", "null inner", {"n_inner": None}), ("gpt2", "no dropout", {"resid_pdrop": 0.0})]
     + [("gpt2", "scales", {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True})]
@@ -358,6 +362,9 @@ REFUSED = [
     ("deepseek_v3", {"n_group": 8}, "router_group_best=2: must be from 1 to the 1 experts of a group"),
     ("deepseek_v3", {"topk_group": 3}, "router_groups_per_token=3: must be from 1 to router_groups=2"),
     ("glm4_moe", {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"'),
+    ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 is not supported for model_type gpt_oss; allowed: 1.702"),
+    *[("gpt_oss", {"swiglu_limit": limit}, f"swiglu_limit={shown}") for limit, shown in ((0, "0.0"), (None, "null"))],
+    ("gpt_oss", {"sliding_window": None}, "layer_types="),
     ("qwen3_moe", {"num_experts_per_tok": 5}, "experts_per_token=5: must be from 1 to num_experts=4"),
     ("qwen3_moe", {"num_local_experts": 8}, "num_experts=4 and num_local_experts=8"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention=true"),
@@ -485,7 +492,7 @@ def test_what_we_write_is_read_as_it_was():
     changes |= {"nemotron": {"partial_rotary_factor": 0.5, "norm_eps": 1e-4, "head_dim": 4}, "gpt2": {"activation_function": "gelu"}}
     changes |= {"deepseek_v3": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}, "qwen2_moe": {"mlp_only_layers": [1]}}
     changes |= {"deepseek_v2": {"rope_scaling": YARN | {"mscale": 0.7}, "q_lora_rank": None}, "olmo3": {"rope_scaling": YARN}}
-    changes |= {"qwen3_moe": {"norm_topk_prob": True}, "mixtral": {"num_key_value_heads": 2}}
+    changes |= {"qwen3_moe": {"norm_topk_prob": True}, "mixtral": {"num_key_value_heads": 2}, "gpt_oss": {"swiglu_limit": 5.0}}
     for family, change in changes.items():
         architecture = architecture_from_hf(FILES[family] | change)
         written = json.loads(json.dumps(architecture_to_hf(architecture)))
