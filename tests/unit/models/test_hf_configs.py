@@ -373,7 +373,8 @@ REFUSED = [
     ("gpt2", {"hidden_size": 128}, "n_embd=64 and hidden_size=128"),
     # Of every family.
     *[(family, {"is_causal": False}, "is_causal=false") for family in FILES],
-    ("llama", {"quantization_config": {"quant_method": "gptq"}}, 'quantization_config={"quant_method": "gptq"}'),
+    ("llama", {"quantization_config": {"quant_method": "gptq"}}, 'quantization_config.quant_method="gptq" is not supported'),
+    ("gpt_oss", {"quantization_config": True}, "quantization_config.quant_method=null"),
     ("llama", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config="),
     ("qwen2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
     ("llama", {"residual_multiplier": 0.22}, "residual_multiplier=0.22"),
