@@ -57,8 +57,13 @@ class HFConfig:
         if found is None:
             return
         method = found.get("quant_method") if isinstance(found, dict) else None
-        if method not in ("mxfp4",):
-            raise self.refusal("quantization_config.quant_method", method, 'null, or "mxfp4"')
+        if method not in ("mxfp4", "fp8"):
+            raise self.refusal("quantization_config.quant_method", method, '"mxfp4" or "fp8"')
+        if method == "fp8":
+            block = found.get("weight_block_size")
+            if not isinstance(block, list) or [type(size) for size in block] != [int, int] or min(block) < 1:
+                raise self.refusal("quantization_config.weight_block_size", block, "rows and columns of a block, such as [128, 128]")
+            self.part(**found).only({"fmt": ("e4m3",), "activation_scheme": ("dynamic",)})
 
     def only(self, unchanged: Mapping[str, tuple[Any, ...]]) -> None:
         """Refuse any other value of these keys; a key that is absent has its first one."""

@@ -375,6 +375,15 @@ REFUSED = [
     *[(family, {"is_causal": False}, "is_causal=false") for family in FILES],
     ("llama", {"quantization_config": {"quant_method": "gptq"}}, 'quantization_config.quant_method="gptq" is not supported'),
     ("gpt_oss", {"quantization_config": True}, "quantization_config.quant_method=null"),
+    *[
+        ("llama", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]} | change}, message)
+        for change, message in (
+            ({"weight_block_size": None}, "quantization_config.weight_block_size=null is not supported"),
+            ({"weight_block_size": [128, 0]}, "quantization_config.weight_block_size=[128, 0]"),
+            ({"activation_scheme": "static"}, 'activation_scheme="static" is not supported for model_type llama; allowed: "dynamic"'),
+            ({"fmt": "e5m2"}, 'fmt="e5m2"'),
+        )
+    ],
     ("llama", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config="),
     ("qwen2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
     ("llama", {"residual_multiplier": 0.22}, "residual_multiplier=0.22"),

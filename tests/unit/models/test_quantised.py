@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from aligner.errors import CheckpointError, ModelFilesError
 from aligner.models.families import architecture_from_hf
-from aligner.models.quantised import mxfp4
+from aligner.models.quantised import fp8, mxfp4
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"vocab_size": 61, "max_position_embeddings": 128, "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}
@@ -107,3 +107,70 @@ def test_the_preflight_knows_the_pairs(quantised):
     check_names(quantised, architecture, names, is_scalar=False)
     with pytest.raises(CheckpointError, match="no tensor named .*0.mlp.experts.down_proj, and 0 more"):
         check_names(quantised, architecture, names - {"model.layers.0.mlp.experts.down_proj"}, is_scalar=False)
+
+
+# FP8 by blocks.
+
+
+def fp8_of(*shape: int) -> torch.Tensor:
+    """Every number of the format; two bytes of 256 are none."""
+    numbers = bytes_of(*shape)
+    return torch.where(numbers & 0x7F == 0x7F, 0, numbers).view(torch.float8_e4m3fn)
+
+
+def scales_of(rows: int, columns: int) -> torch.Tensor:
+    return torch.rand(rows, columns, generator=torch.Generator().manual_seed(rows)) * 0.001 + 1e-4
+
+
+def test_fp8_is_what_transformers_makes_of_it():
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    numbers, scales = fp8_of(48, 80), scales_of(3, 5)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = Fp8Dequantize(None)._dequantize_one(numbers, scales, dtype)
+        assert expected.unique().numel() > 500 and torch.equal(fp8(numbers, scales, (16, 16)).to(dtype), expected)
+
+
+def test_fp8_in_blocks_that_are_not_whole():
+    """3 rows in blocks of 2, 5 columns in blocks of 4: as DeepSeek-V3's 576 rows in blocks of 128."""
+    found = fp8(torch.ones(3, 5).to(torch.float8_e4m3fn), torch.tensor([[2.0, 3.0], [5.0, 7.0]]), (2, 4))
+    assert found.tolist() == [[2.0] * 4 + [3.0]] * 2 + [[5.0] * 4 + [7.0]]
+
+
+@pytest.fixture
+def in_fp8(tmp_path) -> Path:
+    """A directory as those of DeepSeek-V3 and Qwen3 in FP8 are; the blocks are smaller."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory, sizes = tmp_path / "fp8", SIZES | {"head_dim": 16, "intermediate_size": 48}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes)).to(torch.bfloat16)
+    randomize(model, seed=1)
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rows, columns = tensors[name].shape
+        tensors |= {name: fp8_of(rows, columns), f"{name}_scale_inv": scales_of(rows // 16, columns // 16)}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    own = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    change_config(directory, quantization_config=own)
+    return directory
+
+
+def test_a_model_in_fp8_is_read_and_written_unquantised(in_fp8, topology, load_policy):
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    own = FineGrainedFP8Config(dequantize=True, weight_block_size=(16, 16))
+    theirs = AutoModelForCausalLM.from_pretrained(in_fp8, dtype=torch.float32, quantization_config=own)
+    exported, expected = dict(load_policy(in_fp8).export_weights()), theirs.state_dict()
+    assert exported.keys() == expected.keys() and all(torch.equal(exported[name].cpu(), tensor) for name, tensor in expected.items())
+
+
+def test_scales_that_do_not_fit_are_refused(in_fp8, topology, load_policy):
+    tensors = load_file(in_fp8 / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {f"{name}_scale_inv": torch.ones(3, 3)}, in_fp8 / "model.safetensors")
+    with pytest.raises(ModelFilesError, match=rf"{name} has \(3, 3\) scales for \(48, 64\) in blocks of \(16, 16\)"):
+        load_policy(in_fp8)
+    save_file({key: one for key, one in tensors.items() if key != f"{name}_scale_inv"}, in_fp8 / "model.safetensors")
+    with pytest.raises(ModelFilesError, match=rf"{name} is F8_E4M3 \(1 such\): not read"):
+        load_policy(in_fp8)
