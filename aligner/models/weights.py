@@ -21,16 +21,27 @@ from aligner.models.config import Architecture
 from aligner.models.disk_space import explain
 from aligner.models.families import architecture_to_hf, weight_names
 from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, NameTable, Rule, hf_shapes, shard, to_hf, to_megatron
-from aligner.models.hf_files import CONFIG_FILE, INDEX_FILE, MXFP4, MXFP4_ENDINGS, SINGLE_FILE, as_read, stored_tensors
+from aligner.models.hf_files import (
+    CONFIG_FILE,
+    FP8,
+    FP8_SCALES,
+    INDEX_FILE,
+    MXFP4,
+    MXFP4_ENDINGS,
+    SINGLE_FILE,
+    as_read,
+    read_json,
+    stored_tensors,
+)
 from aligner.models.lora import MergedWeights
-from aligner.models.quantised import mxfp4
+from aligner.models.quantised import fp8, mxfp4
 from aligner.models.scalar_head import HEAD, HF_HEADS, ScalarHead
 from aligner.models.shards import ParameterShard, Place, all_places, named_shards, shard_anywhere, tensor_group
 
 MAX_FILE_BYTES = 5 * 2**30
 SLICE_BYTES = 16 * 2**20  # of a tensor whose columns are split, gathered at a time
 _LM_HEAD = "lm_head.weight"
-_DTYPES = ("F64", "F32", "F16", "BF16", MXFP4)  # those of other quantized weights mean something else than their numbers
+_DTYPES = ("F64", "F32", "F16", "BF16", MXFP4, FP8)  # those of other quantized weights mean something else than their numbers
 
 
 class WeightSource(Protocol):
@@ -72,7 +83,17 @@ class HFWeights:
             raise ModelFilesError(f"{self.directory}: {name} is {found}, the model's config makes it {shape}")
         if self._tensors[stored].dtype == MXFP4:
             return mxfp4(*(self._read(stored + ending, part) for ending in MXFP4_ENDINGS))
+        if self._tensors[stored].dtype == FP8:
+            return self._from_fp8(stored)
         return self._read(stored, part)
+
+    def _from_fp8(self, stored: str) -> Tensor:
+        """Raises ModelFilesError where its scales do not fit the block size in the directory's config."""
+        rows, columns = (read_json(self.directory / CONFIG_FILE).get("quantization_config") or {}).get("weight_block_size") or (1, 1)
+        try:
+            return fp8(self._read(stored, None), self._read(stored + FP8_SCALES, None), (rows, columns))
+        except ValueError as error:
+            raise ModelFilesError(f"{self.directory}: {stored} {error}") from error
 
     def _read(self, stored: str, part: int | None) -> Tensor:
         """A tensor of a file as it is, or what is at `part` of its first dimension."""

@@ -104,6 +104,8 @@ def check(names, layout, models, tmp_path, run_distributed):
         got, source = torch.load(tmp_path / f"{name}.pt"), load_file(folder / name / "model.safetensors")
         assert got["weights"].keys() == source.keys() and all(torch.equal(got["weights"][key], tensor) for key, tensor in source.items())
         torch.testing.assert_close(got["logprobs"], expected[name]["logprobs"], rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        norm = torch.stack([gradient.norm() for gradient in expected[name]["gradients"].values()]).norm()
+        assert abs(got["norm"] / norm - 1) < 1e-4, name
         assert got["gradients"].keys() == expected[name]["gradients"].keys(), name
         for key, gradient in expected[name]["gradients"].items():
             error = (got["gradients"][key] - gradient).norm() / gradient.norm()

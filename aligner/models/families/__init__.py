@@ -75,6 +75,7 @@ def architecture_from_hf(hf: dict[str, Any], *, where: str = "config.json") -> A
             raise ConfigError(f"model_type={model_type!r} is not supported; allowed: {', '.join(Family.__members__)}")
         config = HFConfig(hf)
         config.check_classes()
+        config.check_quantization()
         family = FAMILIES[Family[model_type]]
         config.only({key: values for key, values in UNCHANGED.items() if key not in getattr(family, "COMPUTED", ())})
         return family.from_hf(config)

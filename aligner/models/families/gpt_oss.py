@@ -41,7 +41,7 @@ def from_hf(hf: HFConfig) -> Architecture:
         raise hf.refusal("swiglu_limit", limit, "a number > 0")
     types = [windows.FULL if number % 2 else windows.WINDOWED for number in range(hf.size("num_hidden_layers"))]
     seen = windows.from_hf(hf, hf.optional_size("sliding_window", absent=128), types)
-    scaled = hf if hf.value("rope_scaling") or hf.value("rope_parameters") else hf.part(rope_parameters=_ROPE)
+    scaled = hf if hf.value("rope_scaling") or hf.value("rope_parameters") is not None else hf.part(rope_parameters=_ROPE)
     common = llama.common_from_hf(
         hf, Family.gpt_oss, key_value_heads=8, head_dim=64, norm_eps=1e-5, activation=_ACTIVATION, rope=scaled.rope(theta=150000.0)
     )

@@ -65,6 +65,8 @@ def test_parameter_count_is_the_published_one(name, topology):
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 4096}
 LLAMA4 = {"model_type": "llama4_text", "num_hidden_layers": 48, "hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8}
 LLAMA4 |= {"intermediate_size": 8192, "intermediate_size_mlp": 16384, "vocab_size": 202048, "max_position_embeddings": 262144}
+GPT_OSS = {"model_type": "gpt_oss", "hidden_size": 2880, "num_attention_heads": 64, "intermediate_size": 2880, "vocab_size": 201088}
+GPT_OSS |= {"max_position_embeddings": 131072}
 FILES: dict[str, tuple[int, dict]] = {
     "DeepSeek-V2-Lite": (
         15_706_484_224,
@@ -95,6 +97,8 @@ FILES: dict[str, tuple[int, dict]] = {
     # The hub's 108,641,793,536 and 401,583,781,376 are with the same 871,932,416 of images.
     "Llama-4-Scout-17B-16E": (108_641_793_536 - 871_932_416, LLAMA4 | {"interleave_moe_layer_step": 1, "num_local_experts": 16}),
     "Llama-4-Maverick-17B-128E": (401_583_781_376 - 871_932_416, LLAMA4 | {"interleave_moe_layer_step": 2, "num_local_experts": 128}),
+    "gpt-oss-20b": (20_914_757_184, GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "gpt-oss-120b": (116_829_156_672, GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}),
 }
 
 

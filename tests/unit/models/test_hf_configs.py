@@ -53,6 +53,7 @@ FILES = {
     "llama4_text": LLAMA
     | {"model_type": "llama4_text", "num_attention_heads": 8, "intermediate_size_mlp": 40, "num_local_experts": 4}
     | {"attention_chunk_size": 9},
+    "gpt_oss": LLAMA | {"model_type": "gpt_oss", "num_attention_heads": 8},
     "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 61},
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -108,6 +109,8 @@ def theirs(hf: dict) -> dict:
     if hf["model_type"].startswith("qwen") and hasattr(config, "mlp_only_layers"):
         listed, step = config.mlp_only_layers or [], config.decoder_sparse_step
         read |= {"dense_layers": [n for n in range(config.num_hidden_layers) if n in listed or (n + 1) % step]}
+    if hf["model_type"] == "gpt_oss":
+        read |= {"qkv_bias": config.attention_bias, "attention_out_bias": config.attention_bias, "glu_limit": config.swiglu_limit}
     if hf["model_type"] in ("glm4", "glm4_moe"):
         read |= {"qkv_bias": config.attention_bias}
     if hf["model_type"] == "llama4_text":
@@ -281,6 +284,7 @@ READ = (
             "no temperature": {"attn_temperature_tuning": False, "floor_scale": 16},
         }.items()
     ]
+    + [("gpt_oss", "its own", {"attention_bias": False, "swiglu_limit": 5.0, "layer_types": ["full_attention"] * 2, "sliding_window": 9})]
     + [("opt", "its width by name", {"word_embed_proj_dim": 64}), ("opt", "spread", {"init_std": 0.006})]
     + [("gpt2", "inner", {"n_inner": 40}), ("gpt2", "null inner", {"n_inner": None}), ("gpt2", "no dropout", {"resid_pdrop": 0.0})]
     + [("gpt2", "scales", {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True})]
@@ -389,6 +393,9 @@ REFUSED = [
     ("deepseek_v3", {"n_group": 8}, "router_group_best=2: must be from 1 to the 1 experts of a group"),
     ("deepseek_v3", {"topk_group": 3}, "router_groups_per_token=3: must be from 1 to router_groups=2"),
     ("glm4_moe", {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"'),
+    ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 is not supported for model_type gpt_oss; allowed: 1.702"),
+    *[("gpt_oss", {"swiglu_limit": limit}, f"swiglu_limit={shown}") for limit, shown in ((0, "0.0"), (None, "null"))],
+    ("gpt_oss", {"sliding_window": None}, "layer_types="),
     ("qwen3_moe", {"num_experts_per_tok": 5}, "experts_per_token=5: must be from 1 to num_experts=4"),
     ("qwen3_moe", {"num_local_experts": 8}, "num_experts=4 and num_local_experts=8"),
     ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok=2 is not supported for model_type llama4_text; allowed: 1"),
@@ -404,7 +411,17 @@ REFUSED = [
     ("gpt2", {"hidden_size": 128}, "n_embd=64 and hidden_size=128"),
     # Of every family.
     *[(family, {"is_causal": False}, "is_causal=false") for family in FILES],
-    ("llama", {"quantization_config": {"quant_method": "gptq"}}, 'quantization_config={"quant_method": "gptq"}'),
+    ("llama", {"quantization_config": {"quant_method": "gptq"}}, 'quantization_config.quant_method="gptq" is not supported'),
+    ("gpt_oss", {"quantization_config": True}, "quantization_config.quant_method=null"),
+    *[
+        ("llama", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]} | change}, message)
+        for change, message in (
+            ({"weight_block_size": None}, "quantization_config.weight_block_size=null is not supported"),
+            ({"weight_block_size": [128, 0]}, "quantization_config.weight_block_size=[128, 0]"),
+            ({"activation_scheme": "static"}, 'activation_scheme="static" is not supported for model_type llama; allowed: "dynamic"'),
+            ({"fmt": "e5m2"}, 'fmt="e5m2"'),
+        )
+    ],
     ("llama", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config="),
     ("qwen2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
     ("llama", {"residual_multiplier": 0.22}, "residual_multiplier=0.22"),
@@ -526,7 +543,7 @@ def test_what_we_write_is_read_as_it_was():
     changes |= {"deepseek_v3": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}, "qwen2_moe": {"mlp_only_layers": [1]}}
     changes |= {"deepseek_v2": {"rope_scaling": YARN | {"mscale": 0.7}, "q_lora_rank": None}, "olmo3": {"rope_scaling": YARN}}
     changes |= {"llama4_text": {"interleave_moe_layer_step": 2, "attention_bias": True, "attn_temperature_tuning": False}}
-    changes |= {"qwen3_moe": {"norm_topk_prob": True}, "mixtral": {"num_key_value_heads": 2}}
+    changes |= {"qwen3_moe": {"norm_topk_prob": True}, "mixtral": {"num_key_value_heads": 2}, "gpt_oss": {"swiglu_limit": 5.0}}
     for family, change in changes.items():
         architecture = architecture_from_hf(FILES[family] | change)
         written = json.loads(json.dumps(architecture_to_hf(architecture)))
