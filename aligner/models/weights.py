@@ -63,11 +63,14 @@ class HFWeights:
     def __init__(self, directory: Path, table: NameTable) -> None:
         self.directory = directory
         stored = {name: one for name, one in stored_tensors(directory)[0].items() if not re.fullmatch(table.ignored, name)}
+        if images := [name for name in stored if re.fullmatch(table.images, name)]:
+            _say_once(f"{directory}: {len(images)} tensors are of images, and not read: the model is its text part")
+            stored = {name: one for name, one in stored.items() if name not in set(images)}
         tensors = self._tensors = as_read(stored)
         if others := [f"{name} is {one.dtype}" for name, one in tensors.items() if one.dtype not in _DTYPES]:
             raise ModelFilesError(f"{directory}: {others[0]} ({len(others)} such): not read; allowed: {', '.join(_DTYPES)}")
-        prefix = "" if any(name.startswith(table.base_prefix) for name in tensors) else table.base_prefix
-        self._stored = {_canonical(name, prefix): name for name in tensors}
+        prefix = "" if any(table.inner(name).startswith(table.base_prefix) for name in tensors) else table.base_prefix
+        self._stored = {_canonical(table.inner(name), prefix): name for name in tensors}
         self._files = {name: one.file for name, one in stored.items()}
         self._handles = {name: safe_open(directory / name, framework="pt") for name in sorted(set(self._files.values()))}
 
@@ -122,6 +125,16 @@ class HFWeights:
     def head(self, name: str, shape: torch.Size) -> Tensor | None:
         """A parameter of the head; None where there is none."""
         return self.get_shaped(name, tuple(shape)) if name in self._stored else None
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    """Print a line on rank 0, once in a process."""
+    if dist.get_rank() == 0 and text not in _said:
+        _said.add(text)
+        print(text, flush=True)
 
 
 def _canonical(name: str, prefix: str) -> str:

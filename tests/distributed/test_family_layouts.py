@@ -40,9 +40,10 @@ SPLIT_EXPERTS = {"tp": 2, "etp": 2, "sequence_parallel": True}
 MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2_etp2_packed": (2, SPLIT_EXPERTS, PACKED),
     "ep2_pp2_recompute": (4, {"ep": 2, "pp": 2}, {"recompute": "full"}),
+    "cp2_selective": (2, {"cp": 2}, {"recompute": "selective"}),
 }
 if LONG:
-    MIXTURE_LAYOUTS["cp2_selective"] = (2, {"cp": 2}, {"recompute": "selective"})
+    MIXTURE_LAYOUTS["cp2_packed"] = (2, {"cp": 2}, PACKED)
     MIXTURE_LAYOUTS["pp2_shared_prompts"] = (2, {"pp": 2}, PACKED | {"share_prompts": True})
 
 

@@ -94,6 +94,7 @@ def check_names(directory: Path, architecture: Architecture, names: set[str], *,
     from aligner.models.families import weight_names
 
     table = weight_names(architecture)
+    names = {table.inner(name) for name in names}
     headless = not any(name.startswith(table.base_prefix) for name in names)
     present = {name if not headless or name.startswith((_LM_HEAD, *HF_HEADS)) else table.base_prefix + name for name in names}
     missing = [name for name in dict.fromkeys(_needed(architecture, is_scalar)) if name not in present]

@@ -32,7 +32,8 @@ _FIXED = {"num_experts_per_tok": (1,)}
 def NAMES(architecture: Architecture) -> NameTable:  # noqa: N802 - a constant of most families
     """The names of its weights, with those of the biases that it has."""
     biases, out = (mapping.QKV_BIAS, mapping.ATTENTION_OUT_BIAS) if architecture.qkv_bias else ({}, {})
-    return mapping.llama_like(attention=biases, out=out, mlp=_MIXTURE, dense=_DENSE)
+    table = mapping.llama_like(attention=biases, out=out, mlp=_MIXTURE, dense=_DENSE)
+    return replace(table, outer_prefix="language_model.", images=r"(?:vision_model|multi_modal_projector)\..*")
 
 
 def from_hf(hf: HFConfig) -> Architecture:
