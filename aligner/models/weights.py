@@ -21,7 +21,18 @@ from aligner.models.config import Architecture
 from aligner.models.disk_space import explain
 from aligner.models.families import architecture_to_hf, weight_names
 from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, NameTable, Rule, hf_shapes, shard, to_hf, to_megatron
-from aligner.models.hf_files import CONFIG_FILE, FP8, FP8_SCALES, INDEX_FILE, MXFP4, MXFP4_ENDINGS, SINGLE_FILE, as_read, read_json, stored_tensors
+from aligner.models.hf_files import (
+    CONFIG_FILE,
+    FP8,
+    FP8_SCALES,
+    INDEX_FILE,
+    MXFP4,
+    MXFP4_ENDINGS,
+    SINGLE_FILE,
+    as_read,
+    read_json,
+    stored_tensors,
+)
 from aligner.models.lora import MergedWeights
 from aligner.models.quantised import fp8, mxfp4
 from aligner.models.scalar_head import HEAD, HF_HEADS, ScalarHead

@@ -67,9 +67,7 @@ def sees(queries: Tensor, keys: Tensor, form: Form) -> Tensor:
     return past & (keys > queries - form.window) if form.window else past
 
 
-def masked(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, form: Form, scale: float, sinks: Tensor | None = None
-) -> Tensor:
+def masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, form: Form, scale: float, sinks: Tensor | None = None) -> Tensor:
     """Attention of all queries to the keys that bool `visible` allows, which broadcasts to [B, heads, L, T]; each head has its keys.
     `sinks` broadcasts to [B, heads, L, 1]."""
     if not form.softcap and sinks is None:

@@ -34,7 +34,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes,
 
 MIXTURES = ["deepseek_v2_groups", "deepseek_v3", "qwen2_moe", "gpt_oss"]
 if LONG:
-    MIXTURES += ["deepseek_v2", "deepseek_v3_plain", "glm4_moe", "glm4_moe_plain", "qwen2_moe_normalized", "qwen3_moe_dense_layers", "gpt_oss_tied"]
+    MIXTURES += [
+        "deepseek_v2",
+        "deepseek_v3_plain",
+        "glm4_moe",
+        "glm4_moe_plain",
+        "qwen2_moe_normalized",
+        "qwen3_moe_dense_layers",
+        "gpt_oss_tied",
+    ]
 SPLIT_EXPERTS = {"tp": 2, "etp": 2, "sequence_parallel": True}
 MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2_etp2_packed": (2, SPLIT_EXPERTS, PACKED),
@@ -42,6 +50,7 @@ MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 if LONG:
     MIXTURE_LAYOUTS["cp2_selective"] = (2, {"cp": 2}, {"recompute": "selective"})
+    MIXTURE_LAYOUTS["tp2_ep2"] = (2, {"tp": 2, "ep": 2, "sequence_parallel": True}, {})
     MIXTURE_LAYOUTS["pp2_shared_prompts"] = (2, {"pp": 2}, PACKED | {"share_prompts": True})
 
 

@@ -28,7 +28,9 @@ def reference(q, k, v, form: Form, scale: float, sinks: torch.Tensor | None) -> 
     return out
 
 
-@pytest.mark.parametrize("form", [Form(window=1), Form(window=4), Form(window=40), Form(softcap=1.5), Form(window=5, softcap=0.7), Form(window=4, sinks=True)])
+@pytest.mark.parametrize(
+    "form", [Form(window=1), Form(window=4), Form(window=40), Form(softcap=1.5), Form(window=5, softcap=0.7), Form(window=4, sinks=True)]
+)
 @pytest.mark.parametrize("length", [1, 7, 13])
 def test_attention_score_by_score(form, length, monkeypatch):
     monkeypatch.setattr(windowed_attention, "BLOCK", 5)
