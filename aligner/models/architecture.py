@@ -34,8 +34,8 @@ class Family(str, Enum):
     glm4_moe = "glm4_moe"
     olmo3 = "olmo3"
     qwen2_moe = "qwen2_moe"
-    llama4_text = "llama4_text"
     gpt_oss = "gpt_oss"
+    llama4_text = "llama4_text"
 
 
 class Activation(str, Enum):

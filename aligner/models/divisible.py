@@ -91,8 +91,8 @@ def unusual(architecture: Architecture, fields: Mapping[str, tuple[Any, str]] = 
     for name, (neutral, what) in fields.items():
         if (value := getattr(architecture, name)) != neutral:
             return f"{what} ({name}={getattr(value, 'value', value)})"
-    if architecture.activation is Activation.relu:
-        return "ReLU (activation=relu)"
+    if architecture.activation in (Activation.relu, Activation.quick_gelu):
+        return f"an activation of its own kind (activation={architecture.activation.value})"
     if architecture.normalization in (Normalization.rms_norm_1p, Normalization.layer_norm_no_bias):
         return f"a norm of its own kind (normalization={architecture.normalization.value})"
     return ""

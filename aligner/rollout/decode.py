@@ -323,11 +323,11 @@ class Decoder:
         if architecture.weighted_expert_inputs:  # of the one expert that each token has
             weights, chosen = routing
             tokens, routing = (tokens * weights).to(x.dtype), (torch.ones_like(weights), chosen)
+        biased = self.shards.index == 0  # each rank has its share of every expert; their outputs are summed
         if (stack := self._stacks[number]) is not None:
-            return self._sum(mix_grouped(tokens, stack, routing, self.activate)).view_as(x)
-        # Each rank has its share of every expert; their outputs are summed, so one rank adds the biases.
+            return self._sum(mix_grouped(tokens, stack, routing, self.activate, biased=biased)).view_as(x)
         add_up = mix_all if fixed else mix
-        return self._sum(add_up(tokens, layer.experts, routing, self._expand, biased=self.shards.index == 0)).view_as(x)
+        return self._sum(add_up(tokens, layer.experts, routing, self._expand, biased=biased)).view_as(x)
 
     def _shared(self, layer: LayerWeights, x: Tensor) -> Tensor:
         """What every token passes beside its experts."""

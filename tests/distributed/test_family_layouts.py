@@ -44,6 +44,7 @@ MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 if LONG:
     MIXTURE_LAYOUTS["cp2_packed"] = (2, {"cp": 2}, PACKED)
+    MIXTURE_LAYOUTS["tp2_ep2"] = (2, {"tp": 2, "ep": 2, "sequence_parallel": True}, {})
     MIXTURE_LAYOUTS["pp2_shared_prompts"] = (2, {"pp": 2}, PACKED | {"share_prompts": True})
 
 

@@ -59,8 +59,8 @@ FAMILIES = {
     Family.glm4_moe: glm4_moe,
     Family.olmo3: olmo3,
     Family.qwen2_moe: qwen2_moe,
-    Family.llama4_text: llama4_text,
     Family.gpt_oss: gpt_oss,
+    Family.llama4_text: llama4_text,
 }
 
 
