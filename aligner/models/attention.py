@@ -33,7 +33,7 @@ from aligner.models.config import Architecture
 from aligner.models.latent_attention import as_wide, cut_heads
 from aligner.models.own_layer import split_for_checkpoint
 from aligner.models.shared_prompts import KeySpans, SegmentedPackedSeqParams
-from aligner.models.windowed_attention import Form, attend, form_of
+from aligner.models.windowed_attention import Form, attend, form_of, with_sinks
 from aligner.parallel.context import chunk_numbers, gather_ranks, gather_sequence
 from aligner.parallel.mcore import (
     MegatronModule,
@@ -247,8 +247,10 @@ class CoreAttention(MegatronModule):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of a sequence's last queries: q [B, heads, L, D] at the positions of the last L of k, v [B, groups, T, D]."""
-        if self.form.softcap or self.form.sinks or 0 < self.form.window < k.shape[2]:
+        if self.form.softcap or 0 < self.form.window < k.shape[2]:
             return attend(q, k, v, self.form, self.scale, self.sinks)
+        if self.sinks is not None:
+            return _attend_to_past(*with_sinks(q, k, v, self.sinks, self.scale), self.scale)[..., : v.shape[-1]]
         return _attend_to_past(q, k, v, self.scale)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
