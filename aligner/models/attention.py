@@ -33,7 +33,7 @@ from aligner.models.config import Architecture
 from aligner.models.latent_attention import as_wide, cut_heads
 from aligner.models.own_layer import split_for_checkpoint
 from aligner.models.shared_prompts import KeySpans, SegmentedPackedSeqParams
-from aligner.models.windowed_attention import Form, attend, by_chunk, form_of
+from aligner.models.windowed_attention import Form, attend, by_chunk, form_of, with_sinks
 from aligner.parallel.context import chunk_numbers, gather_ranks, gather_sequence, local_slots
 from aligner.parallel.mcore import (
     MegatronModule,
@@ -268,10 +268,14 @@ class CoreAttention(MegatronModule):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of a sequence's last queries: q [B, heads, L, D] at the positions of the last L of k, v [B, groups, T, D]."""
         form = self.form.within(k.shape[2])
-        if form.softcap or form.sinks or form.window:
+        if form.softcap or form.window:
             return attend(q, k, v, form, self.scale, self.sinks)
-        if form.chunk:
-            return by_chunk(q, k, v, form.chunk, lambda q, k, v: _attend_to_past(q, k, v, self.scale))
+        return by_chunk(q, k, v, form.chunk, self._causal) if form.chunk else self._causal(q, k, v)
+
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`_attend` to all keys."""
+        if self.sinks is not None:
+            return _attend_to_past(*with_sinks(q, k, v, self.sinks, self.scale), self.scale)[..., : v.shape[-1]]
         return _attend_to_past(q, k, v, self.scale)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:

@@ -77,6 +77,23 @@ def by_chunk(query: Tensor, key: Tensor, value: Tensor, size: int, causal: Calla
     return torch.cat(outs, dim=2) if len(outs) > 1 else outs[0]
 
 
+def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values whose attention without sinks begins with that of [B, heads, L, D] and [B, groups, T, D] with `sinks`
+    [heads]: for kernels, which write no scores out.
+
+    One more key comes first, whose value is 0. Queries say in further dimensions which of a group's heads they are of; there that key has
+    the heads' sinks, in two parts, the second of which is what the type rounds off the first.
+    """
+    share = query.shape[1] // key.shape[1]
+    exact = (sinks.float() / scale).view(-1, share)
+    rounded = exact.detach().to(key.dtype)
+    parts = torch.cat([rounded, (exact - rounded).to(key.dtype)], dim=-1)
+    first = F.pad(parts, (key.shape[-1], 0))[None, :, None].expand(len(key), -1, 1, -1)
+    whose = torch.eye(share, dtype=query.dtype, device=query.device).repeat(key.shape[1], 2)[None, :, None]
+    query = torch.cat([query, whose.expand(*query.shape[:3], -1)], dim=-1)
+    return query, torch.cat([first, F.pad(key, (0, 2 * share))], dim=2), F.pad(value, (0, 2 * share, 1, 0))
+
+
 def _for_each_head(x: Tensor, heads: int) -> Tensor:
     """[B, heads, T, D] of [B, groups, T, D]; a view where there is one group."""
     groups = x.shape[1]

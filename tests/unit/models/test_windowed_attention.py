@@ -7,8 +7,9 @@ import torch
 
 from aligner.errors import ConfigError
 from aligner.models import windowed_attention
+from aligner.models.attention import _attend_to_past
 from aligner.models.config import Architecture
-from aligner.models.windowed_attention import Form, attend
+from aligner.models.windowed_attention import Form, attend, with_sinks
 from aligner.types import LabeledBatch, Prompt, SamplingConfig
 
 
@@ -47,6 +48,21 @@ def test_attention_score_by_score(form, length, monkeypatch):
     pairs = zip(*(torch.autograd.grad((out * weights).sum(), inputs) for out in (found, expected)), strict=True)
     for got, wanted in pairs:
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-3)])
+def test_a_sink_is_a_key_with_the_value_0(dtype, tolerance):
+    """To a kernel without sinks. A sink of 9.99 is 10 in bfloat16; the scale is no power of 2."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, heads, size, 6, generator=generator).to(dtype).requires_grad_() for heads, size in ((4, 7), (2, 13), (2, 13)))
+    sinks, weights = torch.tensor([9.99, -3.0, 0.5, 1.7]).requires_grad_(), torch.randn(2, 4, 7, 6, generator=generator)
+    found = _attend_to_past(*with_sinks(q, k, v, sinks, 0.3), 0.3)[..., :6]
+    expected = attend(q.float(), k.float(), v.float(), Form(sinks=True), 0.3, sinks)
+    squares = ((x.square()).sum(dim=(0, 2, 3)) for x in (found - expected, expected))  # by head: beside a large sink weights are small
+    assert torch.div(*squares).max() < tolerance**2
+    pairs = zip(*(torch.autograd.grad((out * weights).sum(), (q, k, v, sinks)) for out in (found, expected)), strict=True)
+    for got, wanted in pairs:
+        torch.testing.assert_close(got.float(), wanted.float(), rtol=10 * tolerance, atol=10 * tolerance)
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
