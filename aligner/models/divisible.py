@@ -25,6 +25,9 @@ def check_divisible(architecture: Architecture, parallel: ParallelConfig) -> Non
         # Megatron-Core then takes experts for ordinary parameters and leaves their gradients unreduced over the tensor-parallel ranks.
         raise ConfigError(f"parallel.etp={parallel.etp}: without expert parallelism (ep=1) it must be parallel.tp; allowed: {parallel.tp}")
     _check(parallel, "etp", lambda etp: _expert_tensor_problem(architecture, etp), max(1, architecture.expert_ffn_hidden_size))
+    if architecture.expert_biases and parallel.etp not in (1, parallel.tp):  # the norm of gradients would count biases wrongly
+        allowed = ", ".join(map(str, sorted({1, parallel.tp})))
+        raise ConfigError(f"parallel.etp={parallel.etp}: with biases of experts it must be 1 or parallel.tp; allowed: {allowed}")
     if architecture.num_experts and parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             f"parallel.sequence_parallel=false: a model with experts and parallel.tp={parallel.tp} needs it "

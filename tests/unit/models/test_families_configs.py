@@ -165,6 +165,8 @@ def test_experts_that_cannot_be_split():
         ConfigError, match="parallel.etp=5: does not divide the model's expert_ffn_hidden_size=24; allowed: 1, 2, 3, 4, 6, 8"
     ):
         check_divisible(Architecture(**MOE), ParallelConfig(ep=2, etp=5))
+    with pytest.raises(ConfigError, match="parallel.etp=2: with biases of experts it must be 1 or parallel.tp; allowed: 1, 4"):
+        check_divisible(Architecture(**MOE, expert_biases=True), ParallelConfig(tp=4, sequence_parallel=True, ep=2, etp=2))
 
 
 @pytest.mark.parametrize(

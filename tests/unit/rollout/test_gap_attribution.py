@@ -168,7 +168,7 @@ CHANGES = [
     ("gpt2", {"change": changed(1, "experts", lambda experts: (replace(experts[0], up=flipped_bias(experts[0].up)),))}, 1, "activation"),
     ("gpt2", {"change": changed(1, "experts", lambda experts: (replace(experts[0], down=flipped_bias(experts[0].down)),))}, 1, "mlp"),
     ("gpt2", {"change": lambda weights: replace(weights, positions=weights.positions.roll(1, 0))}, -1, "embedding"),
-    ("mixtral", {"change": changed(1, "router", lambda router: replace(router, weight=router.weight * 1.001))}, 1, "router"),
+    ("mixtral", {"change": changed(1, "router", scaled(1.001))}, 1, "router"),
     ("mixtral", {"change": changed(0, "experts", lambda experts: (*experts[1:], experts[0]))}, 0, "mlp"),
 ]
 
