@@ -43,10 +43,10 @@ def from_hf(hf: HFConfig) -> Architecture:
     common = llama.common_from_hf(hf, Family.llama4_text, key_value_heads=8, head_dim=128, theta=5e5, norm_eps=1e-5, rope_kinds=UNFACTORED)
     biases, experts = hf.flag("attention_bias", False), _moe_layers(hf, layers)
     rotates = hf.value("no_rope_layers") or _every(hf.size("no_rope_layer_interval", absent=4), layers)
-    if not isinstance(rotates, list) or len(rotates) != len(layers) or set(rotates) - {0, 1}:
+    if not isinstance(rotates, list) or len(rotates) != len(layers) or any(one not in (0, 1) for one in rotates):
         raise hf.refusal("no_rope_layers", rotates, f"{len(layers)} times 1 (rotary positions) or 0 (none), one for each layer")
     types = hf.value("layer_types") or [_CHUNKED if rotates[layer] else _FULL for layer in layers]
-    if not isinstance(types, list) or len(types) != len(layers) or set(types) - {_CHUNKED, _FULL}:
+    if not isinstance(types, list) or len(types) != len(layers) or any(kind not in (_CHUNKED, _FULL) for kind in types):
         raise hf.refusal("layer_types", types, f'{len(layers)} times "{_CHUNKED}" or "{_FULL}", one for each layer')
     tuned = hf.value("attn_temperature_tuning")
     if not (tuned is None or type(tuned) in (bool, int)):  # early files say 4, and mean true
@@ -79,13 +79,15 @@ def _moe_layers(hf: HFConfig, layers: range) -> list[int]:
     """Numbers of the layers with experts."""
     step, listed = hf.size("interleave_moe_layer_step", absent=1), hf.value("moe_layers")
     found = list(layers[step - 1 :: step]) if listed is None else listed
-    if not isinstance(found, list) or not found or any(type(one) is not int for one in found):
-        raise hf.refusal("moe_layers", listed, "a list of layers' numbers, from 0, at least one")
+    if listed is None and not found:
+        raise hf.refusal("interleave_moe_layer_step", step, f"at most num_hidden_layers={len(layers)}")
+    if not isinstance(found, list) or not found or any(type(one) is not int or one not in layers for one in found):
+        raise hf.refusal("moe_layers", listed, f"a list of layers' numbers, from 0 to {len(layers) - 1}, at least one")
     return found
 
 
 def _every(interval: int, layers: range) -> list[int]:
-    """0 for every so manieth layer, 1 for the others."""
+    """0 for the last layer of each `interval`, 1 for the others."""
     return [int((layer + 1) % interval != 0) for layer in layers]
 
 
