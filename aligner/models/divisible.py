@@ -25,6 +25,9 @@ def check_divisible(architecture: Architecture, parallel: ParallelConfig) -> Non
         # Megatron-Core then takes experts for ordinary parameters and leaves their gradients unreduced over the tensor-parallel ranks.
         raise ConfigError(f"parallel.etp={parallel.etp}: without expert parallelism (ep=1) it must be parallel.tp; allowed: {parallel.tp}")
     _check(parallel, "etp", lambda etp: _expert_tensor_problem(architecture, etp), max(1, architecture.expert_ffn_hidden_size))
+    if architecture.expert_biases and parallel.etp not in (1, parallel.tp):  # the norm of gradients would count biases wrongly
+        allowed = ", ".join(map(str, sorted({1, parallel.tp})))
+        raise ConfigError(f"parallel.etp={parallel.etp}: with biases of experts it must be 1 or parallel.tp; allowed: {allowed}")
     if architecture.num_experts and parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             f"parallel.sequence_parallel=false: a model with experts and parallel.tp={parallel.tp} needs it "
@@ -57,7 +60,11 @@ def check_together(architecture: Architecture, model: ModelConfig, parallel: Par
 # what is neutral, and what a model has where they say something else.
 UNUSUAL: dict[str, tuple[Any, str]] = {
     "sliding_window": (0, "attention to a window"),
+    "attention_chunk": (0, "attention in chunks"),
+    "no_rope_layers": ([], "layers without rotary positions"),
+    "qk_l2_norm": (False, "norms of rotated queries and keys without weights"),
     "attention_softcap": (0.0, "capped attention scores"),
+    "attention_sinks": (False, "attention sinks"),
     "attention_scale": (0.0, "attention scores with a scale of their own"),
     "attention_scale_by_layer": (False, "attention scores with a scale by layer"),
     "rotary_interleaved": (False, "rotated pairs of neighbouring dimensions"),
@@ -73,8 +80,11 @@ UNUSUAL: dict[str, tuple[Any, str]] = {
     "latent_size": (0, "latent attention"),
     "dense_layers": ([], "layers without experts"),
     "shared_ffn_hidden_size": (0, "shared experts"),
+    "glu_limit": (0.0, "cut activations"),
+    "expert_biases": (False, "experts with biases"),
     "router_sigmoid": (False, "sigmoid routing"),
     "router_groups": (0, "groups of experts"),
+    "weighted_expert_inputs": (False, "experts whose input is weighted"),
 }
 _WITH_BIASES: dict[str, tuple[Any, str]] = dict.fromkeys(("attention_out_bias", "mlp_bias"), (False, "biases on some of its linear layers"))
 
@@ -84,8 +94,8 @@ def unusual(architecture: Architecture, fields: Mapping[str, tuple[Any, str]] = 
     for name, (neutral, what) in fields.items():
         if (value := getattr(architecture, name)) != neutral:
             return f"{what} ({name}={getattr(value, 'value', value)})"
-    if architecture.activation is Activation.relu:
-        return "ReLU (activation=relu)"
+    if architecture.activation in (Activation.relu, Activation.quick_gelu):
+        return f"an activation of its own kind (activation={architecture.activation.value})"
     if architecture.normalization in (Normalization.rms_norm_1p, Normalization.layer_norm_no_bias):
         return f"a norm of its own kind (normalization={architecture.normalization.value})"
     return ""

@@ -188,10 +188,10 @@ def _block(component: Component, num_layers: int, rows: int, length: int, device
 
 
 def _widest(architecture: Architecture) -> Architecture:
-    """Where only some layers have a window, all layers without one: they keep the most."""
+    """Where only some layers have a window or chunks, all layers without: they keep the most."""
     if not architecture.full_attention_layers:
         return architecture
-    return replace(architecture, sliding_window=0, full_attention_layers=[], rope_local_theta=0.0)
+    return replace(architecture, sliding_window=0, attention_chunk=0, full_attention_layers=[], rope_local_theta=0.0)
 
 
 def _forward(block: Any, hidden: Tensor, rotary: Tensor | None) -> Tensor:
