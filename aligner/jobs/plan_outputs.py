@@ -48,8 +48,8 @@ def _publish(path: Path | None, text: Any) -> None:
 
 
 def config_and_overrides(config: str, overrides: Sequence[str], against: Path | None) -> tuple[str, tuple[str, ...]]:
-    """The config to plan and its overrides: without a config that of the run to compare with. Responses are as long as the run's were unless
-    the overrides say otherwise. Raises ConfigError without either."""
+    """The config to plan and its overrides: without a config that of the run to compare with. Responses are as long as the run's were
+    unless the overrides say otherwise. Raises ConfigError without either."""
     if "=" in config and not Path(config).exists():  # the first setting: no config was named
         config, overrides = "", (config, *overrides)
     if not config and against is None:
