@@ -20,7 +20,7 @@ from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import report, search
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.estimate import ComponentPlan, Scales, again, named, plan_component
+from aligner.planner.estimate import ComponentPlan, Scales, again, named, plan_component, with_fitting_cache
 from aligner.planner.memory import context_bytes, resting_bytes
 from aligner.planner.sampling import ResponseLengths
 from aligner.planner.workload import Component, Engine, Head, Phase
@@ -55,6 +55,7 @@ def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top
     cluster, scales = config.cluster, Scales(config.cluster.device)
     found = _with_lengths(components(config), response_length) if response_length else components(config)
     plans = beside(tuple(plan_component(component, cluster, scales) for component in found), cluster)
+    plans = tuple(with_fitting_cache(one, cluster) for one in plans)
     take_turns, problems = any(component.turns for component in found), []
     if take_turns:
         host = {f"{one.component.name}: {part}": size for one in plans for part, size in one.host.items()}

@@ -24,11 +24,11 @@ from aligner.models.config import Recompute
 from aligner.planner.config import ClusterConfig
 from aligner.planner.memory import (
     Sizes,
-    decode_batch,
     feed_forward_size,
     inference_micro_batches,
     kv_bytes_per_token,
     padded_vocabulary,
+    seats,
     train_micro_batches,
     trained_bytes,
 )
@@ -252,7 +252,7 @@ def _generation(component: Component, engine: Engine, sizes: Sizes, cluster: Clu
     a, work = component.architecture, component.work
     replicas = max(1, component.num_ranks // engine.tp)
     rows = math.ceil((work.rows + work.extra_rows) / replicas)
-    batch = decode_batch(component, engine)
+    batch = seats(component, engine)
     waves = math.ceil(rows / batch)
     prompt = max(1, work.length - work.response_length)
     linear, quadratic = layer_flops(component, prompt)
