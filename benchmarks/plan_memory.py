@@ -18,6 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
 from aligner.jobs.plan import plan_job
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,12 +113,20 @@ def look(pid: int) -> Process | None:
     return Process(component=component, config=config, overrides=tuple(overrides), peak=int(status["VmHWM"].split()[0]) * 1024)
 
 
+def vocabulary(overrides: tuple[str, ...]) -> list[str]:
+    """The size that a run from scratch takes from its tokenizer, which a plan does not read."""
+    given = dict(override.split("=", 1) for override in overrides if "=" in override)
+    if "model.tokenizer" not in given:
+        return []
+    return [f"model.architecture.vocab_size={len(AutoTokenizer.from_pretrained(given['model.tokenizer']))}"]
+
+
 def rows(name: str, ranks: list[Process]) -> list[tuple[str, float, float]]:
     """(run and component, planned bytes, measured bytes of the fullest rank)."""
     found = []
     for config, overrides in sorted({(rank.config, rank.overrides) for rank in ranks}):
         own = [rank for rank in ranks if (rank.config, rank.overrides) == (config, overrides)]
-        for number, plan in enumerate(plan_job(config, overrides).components):
+        for number, plan in enumerate(plan_job(config, [*overrides, *vocabulary(overrides)]).components):
             peaks = [rank.peak for rank in own if rank.component == ("" if number == 0 else plan.component.name)]
             found.append((f"{name}: {config} {plan.component.name}", plan.peak.total, max(peaks)))
     return found
