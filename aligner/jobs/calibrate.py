@@ -98,18 +98,16 @@ def _job(path: Path, entry: Mapping[str, Any], sources: Mapping[str, Any]) -> Me
     if wrong := sorted(set(measured) - {STEP, *(phase.value for phase in Phase)}):
         raise ConfigError(f"published.{wrong[0]}: allowed: {STEP}, {', '.join(phase.value for phase in Phase)}")
     loaded = plan.load(config, settings)
-    found, cluster = plan.with_lengths(plan.components(loaded), loaded.plan), loaded.cluster
-    scales = Scales(cluster.device)
-    plans = [plan.plan_component(component, cluster, scales) for component in found]
+    plans = plan.planned(loaded, Scales(loaded.cluster.device))
     named = next((one.partition("=")[2] for one in reversed(settings) if one.startswith("cluster=")), "")
     return MeasuredJob(
         name=entry["name"],
         cluster_name=named,
-        cluster=cluster,
+        cluster=loaded.cluster,
         components=[(one.component, one.sizes) for one in plans],
         assumed=loaded.plan,
         habits=plan.habits(loaded),
-        take_turns=any(component.turns for component in found),
+        take_turns=any(one.component.turns for one in plans),
         measured=measured,
         written_gb=entry.get("written_gb", 0.0),
     )

@@ -24,7 +24,7 @@ from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import report, search
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
-from aligner.planner.estimate import ComponentPlan, Scales, again, named, plan_component
+from aligner.planner.estimate import ComponentPlan, Scales, again, named, plan_component, with_fitting_cache
 from aligner.planner.memory import context_bytes, resting_bytes
 from aligner.planner.sampling import ResponseLengths
 from aligner.planner.simulation import Habits, Part, Simulated, simulate
@@ -64,9 +64,8 @@ def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top
     """As `plan`, without printing."""
     config = load(name, overrides)
     cluster, scales = config.cluster, Scales(config.cluster.device)
-    found = with_lengths(components(config), config.plan)
-    plans = beside(tuple(plan_component(component, cluster, scales) for component in found), cluster)
-    take_turns, problems = any(component.turns for component in found), []
+    plans = planned(config, scales)
+    take_turns, problems = any(one.component.turns for one in plans), []
     if take_turns:
         host = {f"{one.component.name}: {part}": size for one in plans for part, size in one.host.items()}
         problems += report.host_problems("all components together", host, cluster)
@@ -83,6 +82,14 @@ def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top
         run=simulated(plans, config, take_turns=take_turns),
         take_turns=take_turns,
     )
+
+
+def planned(config: JobRun, scales: Scales) -> tuple[ComponentPlan, ...]:
+    """A plan of each component, the training one first."""
+    cluster = config.cluster
+    found = with_lengths(components(config), config.plan)
+    plans = beside(tuple(plan_component(component, cluster, scales) for component in found), cluster)
+    return tuple(with_fitting_cache(one, cluster) for one in plans)
 
 
 def simulated(plans: Sequence[ComponentPlan], config: JobRun, *, take_turns: bool) -> Simulated:

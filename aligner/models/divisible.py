@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +19,9 @@ def check_divisible(architecture: Architecture, parallel: ParallelConfig) -> Non
     if parallel.first_stage_layers or parallel.last_stage_layers:
         _check_uneven_stages(architecture.num_layers, parallel)
     else:
-        _check(parallel, "pp", lambda pp: _layer_problem(architecture, pp), architecture.num_layers)
+        stages = uneven_stages(architecture.num_layers, parallel.pp)
+        also = f", or {' '.join(f'parallel.{name}={count}' for name, count in stages.items())}" if stages and parallel.vpp == 1 else ""
+        _check(parallel, "pp", lambda pp: _layer_problem(architecture, pp), architecture.num_layers, also=also)
         _check(parallel, "vpp", lambda vpp: _chunk_problem(architecture, parallel.pp, vpp), architecture.num_layers // parallel.pp)
     _check(parallel, "ep", lambda ep: _expert_problem(architecture, ep), max(1, architecture.num_experts))
     if architecture.num_experts and parallel.ep == 1 and parallel.etp != parallel.tp:
@@ -112,11 +115,25 @@ def torch_layers_reason(architecture: Architecture) -> str:
     return f"the model has {found}, which torch's layers compute" if found else ""
 
 
-def _check(parallel: ParallelConfig, name: str, problem: Callable[[int], str], largest: int) -> None:
+def uneven_stages(num_layers: int, pp: int) -> dict[str, int]:
+    """`first_stage_layers` and `last_stage_layers` for layers that `pp` stages do not divide: fewer than the others have where that is
+    possible, and as alike as can be. Empty where the stages are equal, or there are fewer layers than stages."""
+    if num_layers % pp == 0 or num_layers < pp:
+        return {}
+    if pp == 2:
+        return {"first_stage_layers": num_layers // 2}
+    for others in (math.ceil(num_layers / pp), num_layers // pp):
+        rest = num_layers - others * (pp - 2)
+        if rest >= 2:
+            break
+    return {"first_stage_layers": rest - rest // 2, "last_stage_layers": rest // 2}
+
+
+def _check(parallel: ParallelConfig, name: str, problem: Callable[[int], str], largest: int, *, also: str = "") -> None:
     value = getattr(parallel, name)
     if found := problem(value):
         allowed = ", ".join(str(n) for n in range(1, largest + 1) if not problem(n))
-        raise ConfigError(f"parallel.{name}={value}: {found}; allowed: {allowed}")
+        raise ConfigError(f"parallel.{name}={value}: {found}; allowed: {allowed}{also}")
 
 
 def _tensor_problem(architecture: Architecture, tp: int) -> str:
