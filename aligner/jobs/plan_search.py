@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aligner.cluster.config import Placement
-from aligner.config import parse
 from aligner.errors import ConfigError
 from aligner.jobs.plan import DOES_NOT_FIT, components, load, plan_config, with_lengths
-from aligner.jobs.plan_write import write
+from aligner.jobs.plan_write import check_writable, write
 from aligner.loop.config import JobRun
 from aligner.losses.correction import Correction
 from aligner.planner import report, search_report
@@ -31,7 +30,8 @@ from aligner.planner.workload import Component
 
 MOST_GPUS = 4096  # that a deadline is tried with
 TRIES = 6  # full plans of an arrangement, until one fits
-CLOSE = 1.1  # estimates so much above the best one may still turn out to be better
+CLOSE = 1.05  # arrangements whose estimate is so much above the best full plan may still turn out to be better
+COMPARED = 3  # full plans of an arrangement that fit, of which the fastest is shown, on the largest number of GPUs
 STALENESS = "rollout.asynchronous.max_staleness"
 HOURS = {"d": 24.0, "h": 1.0, "m": 1 / 60}
 
@@ -70,12 +70,13 @@ def search(name: str, overrides: Sequence[str], request: Request) -> int:
     Raises ConfigError for GPUs that fill no nodes, a deadline without steps, or settings that a run would refuse in every layout.
     """
     deadline = request.hours()
+    if request.write is not None:
+        check_writable(request.write, name, overrides)
     begun = time.monotonic()
     found = _Search(name, overrides, request).found(deadline)
     search_report.show(found, report.console(), top=request.top, seconds=time.monotonic() - begun)
     if request.write is not None and found.best is not None:
-        for line in write(request.write, name, overrides, found.best, request.steps):
-            print(line, flush=True)
+        write(request.write, name, overrides, found.best, steps=request.steps)
     if request.json_path is not None:
         request.json_path.write_text(search_report.to_json(found))
     return 0 if found.best is not None else DOES_NOT_FIT
@@ -88,7 +89,7 @@ class _Search:
         self.name, self.request, self.config = name, request, load(name, overrides)
         cluster = self.config.cluster
         self.scales = Scales(cluster.device)
-        self.space = Space(cluster=cluster, main=self.config.traits().role, typed=_typed(overrides))
+        self.space = Space(cluster=cluster, main=self.config.traits().role, typed=_typed(overrides, self.config))
         estimator = Estimator(cluster, self.scales)
         self.searches = [JobSearch(one, self.space, estimator) for one in _arrangements(self.config, self.space, request.response_length)]
 
@@ -109,8 +110,6 @@ class _Search:
                 break
         best = min(rows, key=lambda row: (row.seconds, row.gpus), default=None)
         late = best is not None and bool(deadline) and best.seconds * steps > deadline * 3600
-        if best is not None:
-            alternatives += list(self._in_8_bits(best))
         return Found(
             name=self.name,
             cluster=self.config.cluster,
@@ -119,6 +118,7 @@ class _Search:
             deadline=deadline,
             rows=tuple(_front(rows)),
             alternatives=tuple(alternatives),
+            opt_in=tuple(self._in_8_bits(best)) if best is not None else (),
             best=None if late else best,
         )
 
@@ -142,28 +142,33 @@ class _Search:
 
     def rows(self, gpus: int, *, all_of_them: bool) -> list[Row]:
         """The fastest job of each arrangement that has a chance to be the fastest (or of every one), fastest first."""
-        found = [(one, one.candidates(gpus)) for one in self.searches]
-        bound = min((candidates[0].seconds for _, candidates in found if candidates), default=0.0) * CLOSE
-        chosen = [self._verified(candidates) for _, candidates in found if candidates and (all_of_them or candidates[0].seconds <= bound)]
-        rows = sorted((row for row in chosen if row is not None), key=lambda row: (row.seconds, row.gpus))
-        if not rows and not all_of_them:  # what was close does not fit after all
-            return self.rows(gpus, all_of_them=True)
-        return rows
+        estimated = [candidates for one in self.searches if (candidates := one.candidates(gpus))]
+        found: list[Row] = []
+        for candidates in sorted(estimated, key=lambda candidates: candidates[0].seconds):
+            if not all_of_them and found and candidates[0].seconds > CLOSE * min(row.seconds for row in found):
+                break
+            verified = self._verified(candidates, COMPARED if all_of_them else 1)
+            found += [min(verified, key=lambda row: (row.seconds, row.gpus))] if verified else []
+        return sorted(found, key=lambda row: (row.seconds, row.gpus))
 
-    def _verified(self, candidates: Sequence[Candidate]) -> Row | None:
-        """The first that fits in full. What did not fit in one job is not tried in another."""
-        failed, tries = set[int](), 0
+    def _verified(self, candidates: Sequence[Candidate], enough: int) -> list[Row]:
+        """The first that fit in full. What did not fit in one job is not tried in another."""
+        failed, tries, found = set[int](), 0, list[Row]()
         for candidate in candidates:
             if any(id(option) in failed for option in candidate.options):
                 continue
-            job = self.evaluate(candidate.settings(self.space))
+            settings = candidate.settings(self.space)
+            job = self.evaluate(settings)
             if job is not None and not job.problems:
-                return Row(settings=candidate.settings(self.space), words=candidate.arrangement.words, job=job)
+                found.append(Row(settings=settings, words=candidate.arrangement.words, job=job))
+                if len(found) == enough:
+                    break
+                continue
             if (tries := tries + 1) == TRIES:
-                return None
+                break
             unfit = {plan.component.process for plan in job.components if not plan.fits} if job is not None else set[str]()
             failed |= {id(option) for option in candidate.options if not unfit or option.component.name in unfit}
-        return None
+        return found
 
     def evaluate(self, settings: Mapping[str, str]) -> report.JobPlan | None:
         """The full plan of the job with these settings; None where a run would refuse them."""
@@ -181,7 +186,7 @@ class _Search:
         settings = {**best.settings, **dict.fromkeys(keys, "true")}
         job = self.evaluate(settings)
         if job is not None and not job.problems:
-            yield Row(settings=settings, words=f"{best.words}, FP8 (if you opt in)", job=job)
+            yield Row(settings=settings, words=", ".join(filter(None, (best.words, "the best one in FP8, if you type model.fp8=true"))), job=job)
 
 
 def _front(rows: Sequence[Row]) -> Iterator[Row]:
@@ -193,8 +198,11 @@ def _front(rows: Sequence[Row]) -> Iterator[Row]:
             yield row
 
 
-def _typed(overrides: Sequence[str]) -> frozenset[str]:
-    return frozenset(text.partition("=")[0].lstrip("+~") for text in parse(overrides).overrides)
+def _typed(overrides: Sequence[str], config: JobRun) -> frozenset[str]:
+    """The settings that were given; a preset of a section, such as model=llama3_8b, leaves it free."""
+    given = {key.lstrip("+~"): value for key, _, value in (text.partition("=") for text in overrides)}
+    sections = {field.name for field in fields(config) if is_dataclass(getattr(config, field.name))}
+    return frozenset(key for key, value in given.items() if key not in sections or value.startswith("{"))
 
 
 def _arrangements(config: JobRun, space: Space, response_length: float) -> Iterator[Arrangement]:
@@ -248,7 +256,7 @@ def _arrangement(
     words += ["critic and reward in one"] if together else []
     words += [f"sampling up to {staleness} steps ahead" if staleness > 1 else "sampling a step ahead"] if staleness else []
     return Arrangement(
-        words=", ".join(words) or "one component",
+        words=", ".join(words),
         settings=settings,
         components=tuple(one for one in found if not one.within),
         guests={one.within: one for one in found if one.within},

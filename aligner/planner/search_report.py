@@ -47,6 +47,7 @@ class Found:
     deadline: float  # hours; 0: none
     rows: tuple[Row, ...]  # the fastest for the fewest GPUs, each faster than all before
     alternatives: tuple[Row, ...]  # the fastest of every arrangement on the most GPUs
+    opt_in: tuple[Row, ...]  # the best one with what changes numbers: never the best
     best: Row | None  # None: nothing fits, or makes the deadline
 
 
@@ -61,9 +62,9 @@ def show(found: Found, out: Console, *, top: int, seconds: float) -> None:
         out.print(f"\n[bold red]nothing fits[/] on at most {found.most} GPUs, with the settings that were given")
         return
     out.print(_table(found, found.rows, "the fastest on so many GPUs, where no fewer are as fast"))
-    if len(found.alternatives) > 1:
-        largest = max(row.gpus for row in found.alternatives)
-        out.print(_table(found, found.alternatives[:top], f"the fastest of every kind on up to {largest} GPUs"))
+    others = [*found.alternatives[:top], *found.opt_in]
+    if len(others) > 1:
+        out.print(_table(found, others, f"the fastest of every kind on up to {max(row.gpus for row in others)} GPUs"))
     if found.best is None:
         fastest = min(found.rows, key=lambda row: row.seconds)
         out.print(
@@ -90,7 +91,7 @@ def _table(found: Found, rows: Sequence[Row], title: str) -> Table:
         table.add_column(column, justify="right")
     table.add_column("layout")
     for row in rows:
-        words = "\n".join([row.words, *(describe(plan.component) for plan in row.job.components if not plan.component.within)])
+        words = "\n".join([*([row.words] if row.words else []), *(describe(plan.component) for plan in row.job.components if not plan.component.within)])
         table.add_row(str(row.gpus), seconds(row.seconds), f"{hours(found, row):.1f}", f"{hours(found, row) * row.gpus:,.0f}", words)
     return table
 
@@ -109,7 +110,7 @@ def describe(component: Component) -> str:
         parts += ["optimizer offloaded"] if component.optimizer.offload else []
     if engine is not None:
         parts += [f"rollout tp {engine.tp} x {engine.max_batch_size} rows{', weights offloaded' if engine.offload else ''}"]
-    return f"  {component.name} on {component.num_ranks}: {', '.join(parts)}"
+    return f"{component.name} on {component.num_ranks}: {', '.join(parts)}"
 
 
 def to_json(found: Found) -> str:
@@ -124,6 +125,7 @@ def to_json(found: Found) -> str:
         "best": _row_tree(found, found.best) if found.best is not None else None,
         "pareto": [_row_tree(found, row) for row in found.rows],
         "alternatives": [_row_tree(found, row) for row in found.alternatives],
+        "opt_in": [_row_tree(found, row) for row in found.opt_in],
         "components": {plan.component.name: component_tree(plan) for plan in found.best.job.components} if found.best is not None else {},
     }
     return json.dumps(tree, indent=2, default=plain) + "\n"
@@ -137,5 +139,5 @@ def _row_tree(found: Found, row: Row) -> dict[str, Any]:
         "hours": hours(found, row),
         "gpu_hours": hours(found, row) * row.gpus,
         "settings": [f"{key}={value}" for key, value in row.settings.items()],
-        "layouts": {plan.component.name: describe(plan.component).strip() for plan in row.job.components},
+        "layouts": {plan.component.name: describe(plan.component) for plan in row.job.components},
     }
