@@ -10,7 +10,9 @@ from pathlib import Path
 from aligner.algorithms.registry import composed
 from aligner.cluster.config import Placement
 from aligner.config import fetch_named
+from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
+from aligner.jobs.plan_outputs import Outputs, is_run, of_run
 from aligner.jobs.programs import placement_of
 from aligner.loop.config import JobRun
 from aligner.loop.lengths import fill
@@ -38,12 +40,15 @@ def plan(
     *,
     json_path: Path | None = None,
     response_length: float = 0.0,
+    outputs: Outputs | None = None,
 ) -> int:
     """Plan the config `name`; prints tables, returns the exit code. Raises ConfigError if the sizes do not divide."""
     job = plan_job(name, overrides, response_length=response_length)
     report.show(job, report.console())
     if json_path is not None:
         json_path.write_text(report.to_json(job))
+    if outputs is not None:
+        outputs.write(job)
     return DOES_NOT_FIT if job.problems else 0
 
 
@@ -97,8 +102,11 @@ def beside(plans: Sequence[ComponentPlan], cluster: ClusterConfig) -> tuple[Comp
 
 
 def load(name: str, overrides: Sequence[str]) -> JobRun:
-    """The composed config, with the configs of models that it names on the Hugging Face Hub; data need not be named."""
-    config: JobRun = composed(name, ["data.train=not-read", *overrides])
+    """The composed config, or that of the run in the directory `name`, with the configs of models that it names on the Hugging Face Hub.
+
+    Data need not be named.
+    """
+    config: JobRun = of_run(name, overrides) if is_run(name) else composed(name, ["data.train=not-read", *overrides])
     fetch_named(config, weights=False, data=False, may_fail=_is_described)
     return config
 
@@ -217,15 +225,22 @@ def _model(model: ModelConfig, cluster: ClusterConfig) -> ModelConfig:
     return replace(model, dtype=Dtype.bfloat16 if cluster.device == Device.gpu else Dtype.float32)
 
 
+def _vocabulary(model: ModelConfig) -> int:
+    """Of the tokenizer of a model that has no weights yet, if it is here; 0 where the size is known from elsewhere, or not at all."""
+    if model.path or model.architecture.vocab_size or not Path(model.tokenizer_path or "-").is_dir():
+        return 0
+    return load_tokenizer(model.tokenizer_path).vocab_size
+
+
 def _architecture(key: str, model: ModelConfig) -> Architecture:
     """The sizes of `model.path` if it exists here, else those in the config."""
-    described = model.architecture.vocab_size > 0
+    described, vocabulary = model.architecture.vocab_size > 0, _vocabulary(model)
     try:
-        found = create.read_architecture(model, vocab_size=0)
+        found = create.read_architecture(model, vocab_size=vocabulary)
     except (CheckpointError, ConfigError):
         if not described or Path(model.path).exists():  # else the model may be elsewhere: on the cluster
             raise
-        found = create.read_architecture(replace(model, path=""), vocab_size=0)
+        found = create.read_architecture(replace(model, path=""), vocab_size=vocabulary)
     if found.vocab_size < 1:
         raise ConfigError(f"{key}.path='': a plan needs a model: give {key}.path, or choose one of conf/model, such as {key}=llama3_8b")
     return found
