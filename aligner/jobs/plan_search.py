@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from aligner.cluster.config import Placement
 from aligner.errors import ConfigError
 from aligner.jobs.plan import DOES_NOT_FIT, components, load, plan_config, with_lengths
+from aligner.jobs.plan_outputs import Outputs
 from aligner.jobs.plan_write import check_writable, write
 from aligner.loop.config import JobRun
 from aligner.losses.correction import Correction
@@ -50,6 +51,12 @@ class Request:
     json_path: Path | None = None
     response_length: float = 0.0  # as for a plan
 
+    def check_unused(self) -> None:
+        """Raise ConfigError for options that say nothing without a search."""
+        for name in ("gpus", "steps", "deadline", "write"):
+            if value := getattr(self, name):
+                raise ConfigError(f"--{name} {value}: goes with --search")
+
     def hours(self) -> float:
         """Of the deadline; 0: none. Raises ConfigError for a text that is no duration, or without steps."""
         if not self.deadline:
@@ -64,7 +71,7 @@ class Request:
         return found
 
 
-def search(name: str, overrides: Sequence[str], request: Request) -> int:
+def search(name: str, overrides: Sequence[str], request: Request, outputs: Outputs | None = None) -> int:
     """Search, print the tables, write the best one; returns the exit code: 1 where nothing fits, or makes the deadline.
 
     Raises ConfigError for GPUs that fill no nodes, a deadline without steps, or settings that a run would refuse in every layout.
@@ -74,7 +81,9 @@ def search(name: str, overrides: Sequence[str], request: Request) -> int:
         check_writable(request.write, name, overrides)
     begun = time.monotonic()
     found = _Search(name, overrides, request).found(deadline)
-    search_report.show(found, report.console(), top=request.top, seconds=time.monotonic() - begun)
+    search_report.show(found, report.console(), top=request.top, took=time.monotonic() - begun)
+    if outputs is not None and found.best is not None:
+        outputs.write(found.best.job)
     if request.write is not None and found.best is not None:
         write(request.write, name, overrides, found.best, steps=request.steps)
     if request.json_path is not None:
@@ -186,7 +195,9 @@ class _Search:
         settings = {**best.settings, **dict.fromkeys(keys, "true")}
         job = self.evaluate(settings)
         if job is not None and not job.problems:
-            yield Row(settings=settings, words=", ".join(filter(None, (best.words, "the best one in FP8, if you type model.fp8=true"))), job=job)
+            yield Row(
+                settings=settings, words=", ".join(filter(None, (best.words, "the best one in FP8, if you type model.fp8=true"))), job=job
+            )
 
 
 def _front(rows: Sequence[Row]) -> Iterator[Row]:

@@ -16,7 +16,9 @@ from aligner.planner.search_report import Row
 def check_writable(folder: Path, name: str, overrides: Sequence[str]) -> None:
     """Raise ConfigError, before a search, for what `write` could not write."""
     if composed(name, ["data.train=given-later", *overrides]).slurm.separate:
-        raise ConfigError(f"--write {folder}: with slurm.separate=true a run is several jobs, which no single script submits; leave one out")
+        raise ConfigError(
+            f"--write {folder}: with slurm.separate=true a run is several jobs, which no single script submits; leave one out"
+        )
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--write {folder}: is no directory")
 
@@ -41,5 +43,7 @@ def write(folder: Path, name: str, overrides: Sequence[str], best: Row, *, steps
     path.write_text(as_file(name, typed, more, folders, comment=comment))
     print(f"written to {path}; look at it with: aligner plan {chosen} --config-dir {folder}", flush=True)
     others = [f"file://{place.resolve()}" if isinstance(place, Path) else place for place in places]
-    launch_slurm(chosen, [override("hydra.searchpath", [*others, f"file://{folder.resolve()}"])], LaunchOptions(output=folder / f"{chosen}.sub"))
+    launch_slurm(
+        chosen, [override("hydra.searchpath", [*others, f"file://{folder.resolve()}"])], LaunchOptions(output=folder / f"{chosen}.sub")
+    )
     return chosen

@@ -88,9 +88,7 @@ class JobSearch:
             if colocated and sum(one.host for one in together) > self.space.cluster.host_memory_gib * GIB:
                 continue
             seconds = step_seconds(together, colocated=colocated, asynchronous=self.arrangement.asynchronous)
-            yield Candidate(
-                arrangement=self.arrangement, options=together, gpus=max(sizes) if colocated else sum(sizes), seconds=seconds
-            )
+            yield Candidate(arrangement=self.arrangement, options=together, gpus=max(sizes) if colocated else sum(sizes), seconds=seconds)
 
     def _server_options(self, servers: Sequence[RoleSearch], room: int) -> list[tuple[Option, ...]]:
         """What the servers may be on `room` GPUs together, each on its own (colocated: the same ones): those that none beats."""

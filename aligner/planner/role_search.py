@@ -93,18 +93,20 @@ class RoleSearch:
             return []
         sampling = self._sampling(places, passes, engines, ranks)
         costs = self._costs(passes, sampling)
-        place_of, width = np.array([one.place for one in passes]).repeat(sampling.shape[1]), sampling.shape[1]
-        engine_of = np.tile(np.arange(width), len(passes))
+        width = sampling.shape[1]
+        pass_of, engine_of = np.divmod(np.arange(len(costs)), width)
+        place_of = np.array([one.place for one in passes])[pass_of]
         alive, found = np.ones(len(costs), dtype=bool), list[Option]()
         for number in np.argsort(costs.sum(axis=1), kind="stable"):
             if not alive[number]:
                 continue
-            one, index = passes[number // width], number % width
-            if not self._pass_fits(places[one.place], one):
-                alive[place_of == one.place if not places[one.place].fits else np.arange(len(alive)) // width == number // width] = False
-            elif engines and not self._engine_fits(places[one.place], engines[index], int(index)):
-                alive[(place_of == one.place) & (engine_of == index)] = False
-            elif (option := self._option(places[one.place], one, engines[index] if engines else None, sampling[number // width, index])):
+            one, index = passes[pass_of[number]], int(engine_of[number])
+            place, engine = places[one.place], engines[index] if engines else None
+            if not self._pass_fits(place, one):
+                alive &= (pass_of != pass_of[number]) if place.fits else (place_of != one.place)
+            elif engine is not None and not self._engine_fits(place, engine, index):
+                alive &= (place_of != one.place) | (engine_of != index)
+            elif (option := self._option(place, one, engine, float(sampling[pass_of[number], index]))) is not None:
                 found.append(option)
                 alive &= (costs < costs[number]).any(axis=1)
         return found
@@ -157,7 +159,7 @@ class RoleSearch:
         return replace(guest, model=replace(guest.model, **{name: getattr(host, name)}))
 
     def _sampling(self, places: list[_Place], passes: list[_Pass], engines: list[Engine], ranks: int) -> np.ndarray:
-        """Seconds of sampling, [passes, engines]: they depend on the layout in which the policy trains only by whether weights are moved."""
+        """Seconds of sampling, [passes, engines]: of the policy's own layout they depend only by whether weights are moved."""
         if not engines:
             return np.zeros((len(passes), 1))
         known: dict[tuple[int, bool], float] = {}
@@ -196,7 +198,7 @@ class RoleSearch:
         return np.stack([np.broadcast_to(column, sampling.shape).ravel() for column in columns[self.aim]], axis=1)
 
     def _pass_fits(self, place: _Place, one: _Pass) -> bool:
-        """Whether it fits with all that may move away, and before there is an engine; nothing of a place does whose smallest pass does not."""
+        """Whether it fits with all that may move away, before there is an engine; of a place nothing does where the smallest does not."""
         lightest = self._reliefs[-1]
         if place.fits is None:
             name = micro_batch_setting(one.component.model)
@@ -225,7 +227,7 @@ class RoleSearch:
         """With as little in host memory as fits; None where nothing does."""
         component = one.component if engine is None else self._with_engine(one.component, engine)
         sizes = place.sizes if engine is None else self._engine_sizes(component, place.sizes)
-        times = one.times | ({Phase.generate: float(sampling)} if engine is not None else {})
+        times = one.times | ({Phase.generate: sampling} if engine is not None else {})
         for relieved in self._reliefs:
             chosen = relieved(component)
             if self._peak(chosen, sizes, place) > self.limit or self._guest_peak(chosen, sizes, place, one.guest) > self.limit:

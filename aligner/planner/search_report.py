@@ -51,12 +51,12 @@ class Found:
     best: Row | None  # None: nothing fits, or makes the deadline
 
 
-def show(found: Found, out: Console, *, top: int, seconds: float) -> None:
-    """Print the tables. `seconds`: how long the search took."""
-    limit = f", at most {found.deadline:g} hours" if found.deadline else ""
+def show(found: Found, out: Console, *, top: int, took: float) -> None:
+    """Print the tables, of alternatives the first `top`. `took`: seconds that the search did."""
+    cluster, limit = found.cluster, f", at most {found.deadline:g} hours" if found.deadline else ""
     out.print(
-        f"[bold]{found.name}[/]: up to {found.most} GPUs, {found.cluster.gpus_per_node} to a node, {found.cluster.gpu_memory_gib:g} GiB each; "
-        f"{found.steps} steps{limit}; searched in {seconds:.0f} s"
+        f"[bold]{found.name}[/]: up to {found.most} GPUs, {cluster.gpus_per_node} to a node, {cluster.gpu_memory_gib:g} GiB each; "
+        f"{found.steps} steps{limit}; searched in {took:.0f} s"
     )
     if not found.rows:
         out.print(f"\n[bold red]nothing fits[/] on at most {found.most} GPUs, with the settings that were given")
@@ -68,8 +68,8 @@ def show(found: Found, out: Console, *, top: int, seconds: float) -> None:
     if found.best is None:
         fastest = min(found.rows, key=lambda row: row.seconds)
         out.print(
-            f"[bold red]too slow[/]: {found.steps} steps take {hours(found, fastest):.1f} hours on {fastest.gpus} GPUs, the fastest of at most "
-            f"{found.most}; allowed: {found.deadline:g}"
+            f"[bold red]too slow[/]: {found.steps} steps take {hours(found, fastest):.1f} hours on {fastest.gpus} GPUs, the fastest of at "
+            f"most {found.most}; allowed: {found.deadline:g}"
         )
         return
     out.print(f"the best one, {found.best.gpus} GPUs:", typed(found.best.settings), soft_wrap=True)
@@ -91,7 +91,9 @@ def _table(found: Found, rows: Sequence[Row], title: str) -> Table:
         table.add_column(column, justify="right")
     table.add_column("layout")
     for row in rows:
-        words = "\n".join([*([row.words] if row.words else []), *(describe(plan.component) for plan in row.job.components if not plan.component.within)])
+        words = "\n".join(
+            [*([row.words] if row.words else []), *(describe(plan.component) for plan in row.job.components if not plan.component.within)]
+        )
         table.add_row(str(row.gpus), seconds(row.seconds), f"{hours(found, row):.1f}", f"{hours(found, row) * row.gpus:,.0f}", words)
     return table
 

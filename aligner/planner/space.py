@@ -82,7 +82,9 @@ class Space:
         """None where no stages of whole layers come out."""
         (tp, cp, pp, vpp, ep), p, layers = sizes, component.parallel, component.architecture.num_layers
         first, last = p.first_stage_layers, p.last_stage_layers
-        if self.is_free(self.key(component, "parallel.first_stage_layers")) and self.is_free(self.key(component, "parallel.last_stage_layers")):
+        if self.is_free(self.key(component, "parallel.first_stage_layers")) and self.is_free(
+            self.key(component, "parallel.last_stage_layers")
+        ):
             if layers % pp and vpp > 1:
                 return None
             first, last = uneven(layers, pp) if layers % pp else (0, 0)
@@ -185,7 +187,7 @@ def powers(largest: int) -> list[int]:
 
 
 def uneven(layers: int, pp: int) -> tuple[int, int]:
-    """Layers of the first and the last of `pp` stages, where all others have as many as the longest must; (0, 0) if that leaves one empty."""
+    """Layers of the first and the last of `pp` stages, where all others have as many as the longest must; (0, 0): one would be empty."""
     each = -(-layers // pp)
     rest = layers - each * (pp - 2)
     return (-(-rest // 2), rest // 2) if rest >= 2 else (0, 0)
