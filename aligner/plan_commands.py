@@ -34,14 +34,11 @@ if TYPE_CHECKING:
 @click.option("--deadline", default="", metavar="TIME", help="With --search: the fewest GPUs that make the steps in 24h, 2d, 90m.")
 @click.option("--write", type=DIRECTORY, metavar="DIR", help="With --search: write the best one there, as a config and a Slurm script.")
 @click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, metavar="N", help="With --search: rows of a table.")
-@click.option(
-    "--response-length", type=float, default=0.0, metavar="TOKENS", help="Mean, for times; without it all are as long as they may be."
-)
 @click.option("--against", type=DIRECTORY, metavar="RUN", help="Compare with what this run measured (without CONFIG: its own config).")
 @click.option("--html", type=FILE, metavar="FILE", help="Write memory by phase and the timeline of a step as one page.")
 @click.option("--trace", type=FILE, metavar="FILE", help="Write a step as a trace for ui.perfetto.dev or chrome://tracing.")
 @json_option
-def plan(config: str, overrides: tuple[str, ...], response_length: float, json_path: Path | None, **options: Any) -> int:
+def plan(config: str, overrides: tuple[str, ...], json_path: Path | None, **options: Any) -> int:
     """Memory and time of a job, before it is submitted; exit code 1 if it does not fit."""
     from aligner.jobs.plan import plan
     from aligner.jobs.plan_outputs import Outputs, config_and_overrides
@@ -49,12 +46,13 @@ def plan(config: str, overrides: tuple[str, ...], response_length: float, json_p
 
     chosen = Outputs(**{name: options.pop(name) for name in ("against", "html", "trace")})
     config, overrides = config_and_overrides(config, overrides, chosen.against)
-    length, searches = response_length or chosen.response_length(), options.pop("search")
-    request = Request(**options, json_path=json_path, response_length=length)
+    if length := chosen.response_length():
+        overrides = (f"plan.response_length={length}", *overrides)
+    searches, request = options.pop("search"), Request(**options, json_path=json_path)
     if searches:
         return search(config, overrides, request, chosen)
     request.check_unused()
-    return plan(config, overrides, json_path=json_path, response_length=length, outputs=chosen)
+    return plan(config, overrides, json_path=json_path, outputs=chosen)
 
 
 @click.command(cls=Command, epilog=RUN_DIRECTORY)

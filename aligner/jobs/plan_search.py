@@ -49,7 +49,6 @@ class Request:
     top: int = 5  # arrangements that are shown for the largest number of GPUs
     write: Path | None = None  # directory for the best one as a config and a Slurm script
     json_path: Path | None = None
-    response_length: float = 0.0  # as for a plan
 
     def check_unused(self) -> None:
         """Raise ConfigError for options that say nothing without a search."""
@@ -100,7 +99,7 @@ class _Search:
         self.scales = Scales(cluster.device)
         self.space = Space(cluster=cluster, main=self.config.traits().role, typed=_typed(overrides, self.config))
         estimator = Estimator(cluster, self.scales)
-        self.searches = [JobSearch(one, self.space, estimator) for one in _arrangements(self.config, self.space, request.response_length)]
+        self.searches = [JobSearch(one, self.space, estimator) for one in _arrangements(self.config, self.space)]
 
     def found(self, deadline: float) -> Found:
         """Raises ConfigError as `search` does."""
@@ -183,7 +182,7 @@ class _Search:
         """The full plan of the job with these settings; None where a run would refuse them."""
         try:
             config = with_settings(self.config, settings)
-            return plan_config(self.name, config, self.scales, response_length=self.request.response_length, advises=False)
+            return plan_config(self.name, config, self.scales, advises=False)
         except ConfigError:
             return None
 
@@ -216,7 +215,7 @@ def _typed(overrides: Sequence[str], config: JobRun) -> frozenset[str]:
     return frozenset(key for key, value in given.items() if key not in sections or value.startswith("{"))
 
 
-def _arrangements(config: JobRun, space: Space, response_length: float) -> Iterator[Arrangement]:
+def _arrangements(config: JobRun, space: Space) -> Iterator[Arrangement]:
     """Every way to share GPUs, and to sample, that the recipe has and that was not chosen already."""
     served = [server for server in config.servers() if server.work is not None]
     guests = [server.guest for server in config.servers() if server.guest is not None]
@@ -235,7 +234,7 @@ def _arrangements(config: JobRun, space: Space, response_length: float) -> Itera
                 chosen = {name: written(value) for name, value in settings.items() if _value(config, name) != value}
                 try:
                     changed = with_settings(config, {**chosen, **_fitting(config, placement, steps)})
-                    found = with_lengths(components(changed, checked=False), response_length)
+                    found = with_lengths(components(changed, checked=False), config.plan)
                 except ConfigError:  # the recipe cannot
                     continue
                 yield _arrangement(found, chosen, placement, together, steps)
