@@ -22,6 +22,7 @@ from pathlib import Path
 
 from aligner.spans import Span
 
+_ENCODER = json.JSONEncoder(default=str, separators=(",", ":"))  # json.dumps would make one for every span
 MOST_WAITING = 4096  # spans in memory: a step may have tens of thousands of requests
 _OLDER = ".older.jsonl"
 
@@ -93,7 +94,7 @@ def _line(entry: _Entry, offset: float) -> str:
     record: dict[str, object] = {"start": round(start + offset, 6), "seconds": round(seconds, 6), "name": name, "lane": lane}
     if arguments:
         record["arguments"] = arguments
-    return json.dumps(record, default=str) + "\n"
+    return _ENCODER.encode(record) + "\n"
 
 
 _OWN = Recorder()  # the process's

@@ -21,9 +21,10 @@ from aligner.errors import DataError
 from aligner.jobs.trace import step_of
 from aligner.parallel.platform import PEAK_MEMORY
 from aligner.planner.estimate import ComponentPlan
-from aligner.planner.report import JobPlan, seconds
+from aligner.planner.report import JobPlan
 from aligner.planner.workload import GIB, Phase
 from aligner.recording import read_spans
+from aligner.reporting.formats import seconds
 from aligner.reporting.jsonl import StepMetrics, read_metrics
 from aligner.servers import wire
 from aligner.spans import Span
