@@ -30,7 +30,7 @@ GPU = ClusterConfig(
 )
 
 
-def job(name: str, measured: dict[str, float], *, length: int = 1000, tp: int = 1, sampled: bool = True) -> MeasuredJob:
+def job(name: str, measured: dict[str, float], *, length: int = 1000, rows: int = 32, tp: int = 1, sampled: bool = True) -> MeasuredJob:
     component = Component(
         name="actor",
         head=Head.language,
@@ -41,7 +41,9 @@ def job(name: str, measured: dict[str, float], *, length: int = 1000, tp: int = 
         model=ModelConfig(dtype=Dtype.bfloat16),
         parallel=ParallelConfig(tp=tp),
         optimizer=OptimizerConfig(),
-        work=Work(phases=(Phase.generate, Phase.train), rows=32, length=length, response_length=length // 2, update_rows=32, num_updates=1),
+        work=Work(
+            phases=(Phase.generate, Phase.train), rows=rows, length=length, response_length=length // 2, update_rows=rows, num_updates=1
+        ),
         engine=Engine(tp=tp, max_batch_size=32, bucket_bytes=0, offload=False) if sampled else None,
     )
     return MeasuredJob(
@@ -61,11 +63,11 @@ def test_a_known_machine_is_found_again():
     usual = {name: value for name, (value, _) in calibration.USUAL_GPU.items()}
     machine = replace(GPU, **(usual | {"achievable_flops": 0.55, "achievable_bandwidth": 0.85, "step_seconds": 9.0}))
     jobs = [job("short", {STEP: 1.0}), job("long", {STEP: 1.0}, length=8000), job("tensor", {STEP: 1.0}, tp=4)]
-    jobs.append(job("training", {"train": 1.0}, sampled=False, length=32_000))
+    jobs.append(job("training", {"train": 1.0}, sampled=False, rows=512, length=4000))
     jobs = [replace(one, measured=one.planned(machine)) for one in jobs]
     rounds: list[float] = []
     fit = calibrate(jobs, lambda number, left: rounds.append(left))
-    assert all(error(factor) < 0.03 for factor in fit.after.values()) and max(error(factor) for factor in fit.before.values()) > 0.15
+    assert all(error(factor) < 0.06 for factor in fit.after.values()) and max(error(factor) for factor in fit.before.values()) > 0.15
     assert fit.values["a"]["achievable_flops"] == pytest.approx(0.55, rel=0.12) and usual["achievable_flops"] == 0.7
     assert fit.values["a"]["achievable_bandwidth"] > usual["achievable_bandwidth"]
     assert rounds == sorted(rounds, reverse=True)
