@@ -30,6 +30,8 @@ _MOE = {"n_routed_experts": 8, "moe_intermediate_size": 20, "n_shared_experts": 
 _DEEPSEEK = _MOE | {"num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6}
 _DEEPSEEK |= {"v_head_dim": 10}
 _MLA_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+_QWEN3_NEXT = {"model_type": "qwen3_next", "num_experts": 4, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
+_QWEN3_NEXT |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 14, "linear_value_head_dim": 22}
 HF_MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 10000.0},
     "llama_tied_llama3_rope": {"model_type": "llama", "tie_word_embeddings": True, "rope_parameters": _LLAMA3 | {"rope_theta": 1e6}},
@@ -114,6 +116,12 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe_normalized": {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     | {"shared_expert_intermediate_size": 36, "qkv_bias": False, "norm_topk_prob": True},
     "qwen3_moe_dense_layers": _QWEN3_MOE | {"num_experts_per_tok": 2, "decoder_sparse_step": 2, "mlp_only_layers": None},
+    "qwen3_next": _QWEN3_NEXT
+    | {"num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 12, "num_experts_per_tok": 3, "linear_conv_kernel_dim": 3}
+    | {"rope_parameters": _HALF, "mlp_only_layers": [1], "full_attention_interval": 3},
+    "qwen3_next_tied": _QWEN3_NEXT
+    | {"tie_word_embeddings": True, "head_dim": 16, "num_experts_per_tok": 2, "norm_topk_prob": False}
+    | {"layer_types": [_FULL, "linear_attention"], "linear_num_key_heads": 4},
     "nemotron": {"model_type": "nemotron"},
     "gpt2": _GPT2,
     "gpt2_scaled": _GPT2 | {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
@@ -125,10 +133,14 @@ def randomize(module: torch.nn.Module, seed: int) -> None:
     """Weights that matter everywhere: order-one logits, biases far from zero, norm weights far from one."""
     generator = torch.Generator().manual_seed(seed)
     router_biases = [named for named in module.named_buffers() if "e_score_correction_bias" in named[0]]
+    zero_centred = getattr(getattr(module, "config", None), "model_type", "") == "qwen3_next"
     for name, parameter in (*module.named_parameters(), *router_biases):
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name or ".ln_" in name:
-            parameter.copy_(1 + 0.3 * noise)
+            # Qwen3-Next multiplies by 1 + these; around 2, its layers would make rounding errors larger than they are elsewhere.
+            parameter.copy_((0 if zero_centred and "linear_attn" not in name else 1) + 0.3 * noise)
+        elif name.endswith("A_log"):  # states that last for many tokens
+            parameter.copy_(noise - 3)
         else:
             parameter.copy_(noise * (0.5 if "bias" in name else 0.2))
 

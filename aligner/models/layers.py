@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aligner.models.attention import CoreAttention
 from aligner.models.config import Architecture, Normalization, ParallelResidual
+from aligner.models.gated_delta_net import GatedAttention, GatedDeltaNet
 from aligner.models.latent_attention import LatentAttention
 from aligner.models.own_layer import InterleavedAttention, OwnLayer, WholeNorm, needs_own_layer
 from aligner.models.router import Router
@@ -124,21 +125,25 @@ def block_spec(
         )
         if share_prompts:
             layer.submodules.self_attention.submodules.core_attention = CoreAttention
-        kinds = {bool(config.num_moe_experts): layer}
+        kinds = {(bool(config.num_moe_experts), False): layer}
     else:
         norm = _norm(architecture, modules)
-        kinds = {mixture: _local_layer(config, architecture, modules, mixture=mixture) for mixture in _kinds(architecture)}
-    if True in kinds:
-        router = ModuleSpec(module=Router, params={"architecture": architecture})
-        submodules_of(kinds[True].submodules.mlp).router = router
+        kinds = {kind: _local_layer(config, architecture, modules, kind) for kind in _kinds(architecture)}
+    for mixture, layer in ((mixture, layer) for (mixture, _), layer in kinds.items()):
+        if mixture:
+            submodules_of(layer.submodules.mlp).router = ModuleSpec(module=Router, params={"architecture": architecture})
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    return TransformerBlockSubmodules(layer_specs=[kinds[architecture.has_experts(number)] for number in numbers], layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[kinds[_kind(architecture, number)] for number in numbers], layer_norm=norm)
 
 
-def _kinds(architecture: Architecture) -> set[bool]:
-    """Whether its layers are mixtures of experts."""
-    return {architecture.has_experts(number) for number in range(architecture.num_layers)}
+def _kind(architecture: Architecture, layer: int) -> tuple[bool, bool]:
+    """Whether a layer is a mixture of experts, and whether it is a delta net."""
+    return architecture.has_experts(layer), architecture.is_linear(layer)
+
+
+def _kinds(architecture: Architecture) -> set[tuple[bool, bool]]:
+    return {_kind(architecture, number) for number in range(architecture.num_layers)}
 
 
 def finish_transformer_engine(decoder: torch.nn.Module) -> None:
@@ -162,7 +167,8 @@ def _norm(architecture: Architecture, modules: LayerModules) -> ModuleSpec:
     return ModuleSpec(module=modules.norm, params={"kind": architecture.normalization})
 
 
-def _local_layer(config: TransformerConfig, architecture: Architecture, modules: LayerModules, *, mixture: bool) -> Any:
+def _local_layer(config: TransformerConfig, architecture: Architecture, modules: LayerModules, kind: tuple[bool, bool]) -> Any:
+    mixture, linear = kind
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if mixture else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -193,8 +199,13 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
         own = layer.submodules.self_attention
         own.module, attention.linear_qkv = LatentAttention, IdentityOp
         own.params = own.params | {"architecture": architecture, "norm": norm, "linear": modules.column_linear}
+    if architecture.attention_gate:
+        layer.submodules.self_attention.module = GatedAttention
+    if linear:
+        linears = {"column_linear": modules.column_linear, "row_linear": modules.row_linear}
+        layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"architecture": architecture, **linears})
     if not mixture:
         mlp = submodules_of(layer.submodules.mlp)
-        linear = modules.column_linear, modules.row_linear
-        mlp.linear_fc1, mlp.linear_fc2 = map(biased, linear) if architecture.mlp_bias else linear
+        plain = modules.column_linear, modules.row_linear
+        mlp.linear_fc1, mlp.linear_fc2 = map(biased, plain) if architecture.mlp_bias else plain
     return layer

@@ -31,6 +31,7 @@ class Layout(str, Enum):
     fused_qkv = "fused_qkv"  # one tensor, in Megatron's order
     gate_up = "gate_up"
     packed_gate_up = "packed_gate_up"  # one tensor, [gate; up]
+    delta_conv = "delta_conv"  # one tensor, [q; k; v] of a delta net; Megatron's is by key head
     vocabulary = "vocabulary"
 
     @property
@@ -80,6 +81,7 @@ class NameTable:
     dense: Mapping[str, Rule] = field(
         default_factory=dict
     )  # the feed-forward part of a mixture's layers without experts, instead of `layer`'s
+    linear: Mapping[str, Rule] = field(default_factory=dict)  # the attention of layers that are delta nets, instead of `layer`'s
     layer_prefix: str = "model.layers.{layer}."
     base_prefix: str = "model."  # what a file of the headless model leaves out of the names
     ignored: str = r".*rotary_emb\.inv_freq"
@@ -97,7 +99,7 @@ class NameTable:
     def _find_in_layer(self, layer: int, name: str) -> Rule | None:
         expert = _EXPERT_NAME.fullmatch(name)
         key = name if expert is None else _EXPERT_TEMPLATE + expert[2]
-        found = self.layer.get(key) or self.dense.get(key)
+        found = self.layer.get(key) or self.dense.get(key) or self.linear.get(key)
         if found is None:
             return None
         prefix = self.layer_prefix.format(layer=layer)
@@ -113,6 +115,8 @@ class NameTable:
             names = list(self.layer)
             if architecture.num_experts and not architecture.has_experts(layer):
                 names = [name for name in names if not name.startswith("mlp.")] + list(self.dense)
+            if architecture.is_linear(layer):
+                names = list(self.linear) + [name for name in names if not name.startswith("self_attention.")]
             experts = [name for name in names if name.startswith(_EXPERT_TEMPLATE)]
             yield from (f"decoder.layers.{layer}.{name}" for name in names if name not in experts)
             for expert in range(architecture.num_experts):
@@ -124,10 +128,10 @@ def to_megatron(rule: Rule, tensors: list[Tensor], architecture: Architecture, p
     """Full Hugging Face tensors, in the order of the rule's names -> the full Megatron tensor."""
     if rule.transposed:
         tensors = [t.t() for t in tensors]
-    if rule.layout == Layout.packed_qkv:
-        tensors = list(tensors[0].split(_qkv_sizes(architecture)))
-    if rule.layout in (Layout.qkv, Layout.packed_qkv):
-        groups = architecture.num_key_value_heads
+    if rule.layout in (Layout.packed_qkv, Layout.delta_conv):
+        tensors = list(tensors[0].split(_qkv_sizes(rule.layout, architecture)))
+    if rule.layout in _BY_GROUP:
+        groups = _groups(rule.layout, architecture)
         q, k, v = (t.reshape(groups, -1, *t.shape[1:]) for t in tensors)
         return torch.cat([q, k, v], dim=1).reshape(-1, *tensors[0].shape[1:])
     if rule.layout == Layout.vocabulary:
@@ -143,10 +147,10 @@ def to_hf(rule: Rule, tensor: Tensor, architecture: Architecture) -> list[Tensor
 
 
 def _split(layout: Layout, tensor: Tensor, architecture: Architecture) -> list[Tensor]:
-    if layout in (Layout.qkv, Layout.packed_qkv):
-        groups = architecture.num_key_value_heads
+    if layout in _BY_GROUP:
+        groups = _groups(layout, architecture)
         fused = tensor.reshape(groups, -1, *tensor.shape[1:])
-        parts = fused.split([size // groups for size in _qkv_sizes(architecture)], dim=1)
+        parts = fused.split([size // groups for size in _qkv_sizes(layout, architecture)], dim=1)
         parts = [part.reshape(-1, *tensor.shape[1:]) for part in parts]
         return parts if layout == Layout.qkv else [torch.cat(parts)]
     if layout == Layout.gate_up:
@@ -156,10 +160,20 @@ def _split(layout: Layout, tensor: Tensor, architecture: Architecture) -> list[T
     return [tensor]
 
 
-def _qkv_sizes(architecture: Architecture) -> list[int]:
-    """Rows of the query, key and value projections."""
-    keys = architecture.num_key_value_heads * architecture.head_dim
-    return [architecture.num_attention_heads * architecture.head_dim, keys, keys]
+_BY_GROUP = (Layout.qkv, Layout.packed_qkv, Layout.delta_conv)
+
+
+def _groups(layout: Layout, architecture: Architecture) -> int:
+    return architecture.linear_key_heads if layout is Layout.delta_conv else architecture.num_key_value_heads
+
+
+def _qkv_sizes(layout: Layout, a: Architecture) -> list[int]:
+    """Rows of the query, key and value projections. A gate's follow those of its query."""
+    if layout is Layout.delta_conv:
+        keys = a.linear_key_heads * a.linear_key_head_dim
+        return [keys, keys, a.linear_value_heads * a.linear_value_head_dim]
+    keys = a.num_key_value_heads * a.head_dim
+    return [a.num_attention_heads * a.head_dim * (1 + a.attention_gate), keys, keys]
 
 
 def shard(layout: Layout, tensor: Tensor, *, dim: int, num_shards: int, index: int) -> Tensor:
