@@ -37,7 +37,7 @@ def check_latent(a: Architecture) -> None:
 
 
 def check_linear(a: Architecture) -> None:
-    """Raise ConfigError for a gate, or sizes of gated delta nets, that are not computed; `linear_attention_layers` are numbers of layers."""
+    """Raise ConfigError for a gate, or sizes of gated delta nets, that are not computed."""
     a.linear_attention_layers = list(a.linear_attention_layers)
     if a.attention_gate and a.rotary_interleaved:
         raise ConfigError("architecture.attention_gate=True: allowed with rotary_interleaved=False")
@@ -50,9 +50,7 @@ def check_linear(a: Architecture) -> None:
         if getattr(a, name) < 1:
             raise ConfigError(f"architecture.{name}={getattr(a, name)}: must be at least 1 with linear_attention_layers")
     if a.linear_value_heads % a.linear_key_heads:
-        raise ConfigError(
-            f"architecture.linear_key_heads={a.linear_key_heads}: must divide linear_value_heads={a.linear_value_heads}"
-        )
+        raise ConfigError(f"architecture.linear_key_heads={a.linear_key_heads}: must divide linear_value_heads={a.linear_value_heads}")
     for name in ("latent_size", "linear_bias", "sliding_window", "post_norms"):
         if value := getattr(a, name):
             raise ConfigError(f"architecture.{name}={value}: allowed with linear_attention_layers: {type(value)()}")

@@ -1,7 +1,7 @@
-"""The gated delta rule (Yang et al. 2024, 2412.06464) and the causal convolution in front of it, over sequences that lie one after the other.
+"""The gated delta rule (Yang et al. 2024, 2412.06464) and the causal convolution before it, over sequences that lie one after the other.
 
-Every head has a state S [K, V]. A token with key k, value v, decay g <= 0 and rate b changes it to exp(g) S + b k (v - exp(g) k S)^T, and
-its output is q S. Tokens are taken a chunk at a time: within a chunk the changes are the solution of one triangular system (the paper's
+Every head has a state S [K, V]. A token with key k, value v, decay g <= 0 and rate b changes it to S' = exp(g) S + b k (v - exp(g) k S)^T;
+its output is q S'. Tokens are taken a chunk at a time: within a chunk the changes are the solution of one triangular system (the paper's
 section 3.3), from chunk to chunk the state is handed on. All sequences advance together, so a row of packed sequences takes as many steps
 as its longest one has chunks, and no state crosses from one sequence to the next.
 
@@ -150,7 +150,7 @@ def _windows(lengths: tuple[int, ...], tail: int) -> tuple[np.ndarray, np.ndarra
 
 
 def convolved(x: Tensor, weight: Tensor, lengths: Sequence[int], tails: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Each channel's causal convolution within its sequence: [T, C] of x [T, C] and weight [C, W]; and the last W - 1 rows of each sequence,
+    """Each channel's causal convolution within its sequence: [T, C] of x [T, C] and weight [C, W]; and each sequence's last W - 1 rows,
     [N, W - 1, C], which are the `tails` of what goes on from there. None: zeros, as in front of a sequence's first token."""
     channels, tail = x.shape[1], weight.shape[1] - 1
     if tails is None:

@@ -56,8 +56,8 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def split_heads(mixed: Tensor, rates: Tensor, a: Architecture) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of the two projections' outputs [..., rows]: (what is convolved [..., channels], gates [..., value heads, V], rates' logits and decays'
-    inputs [..., value heads] each), of however many key heads there are."""
+    """Of the two projections' outputs [..., rows]: (what is convolved [..., channels], gates [..., value heads, V], the rates' logits, the
+    decays' inputs [..., value heads]), of however many key heads there are."""
     share = a.linear_value_heads // a.linear_key_heads
     values = share * a.linear_value_head_dim
     by_head = mixed.unflatten(-1, (-1, 2 * a.linear_key_head_dim + 2 * values))

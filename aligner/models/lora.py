@@ -219,7 +219,9 @@ def pairs_of(weight: str, architecture: Architecture, targets: Sequence[LoraTarg
             )
     if not trained:
         return None
-    return Pairs(rule=rule, parts=parts, trained=trained, splits_output=kind not in ("linear_proj", "linear_fc2", "linear_out"), is_expert=is_expert)
+    return Pairs(
+        rule=rule, parts=parts, trained=trained, splits_output=kind not in ("linear_proj", "linear_fc2", "linear_out"), is_expert=is_expert
+    )
 
 
 def _site(chunk: Any, name: str, module: torch.nn.Module, lora: LoraConfig) -> AdapterSite | None:
