@@ -265,6 +265,11 @@ class Architecture:
         """Whether this layer, counted from 0, is a gated delta net."""
         return layer in self.linear_attention_layers
 
+    @property
+    def key_value_layers(self) -> int:
+        """Layers that keep a key and a value of every token; the others are delta nets."""
+        return self.num_layers - len(self.linear_attention_layers)
+
     def with_layers(self, num_layers: int) -> Architecture:
         """The same with its first layers alone, or with more of them."""
         kept = {name: [n for n in getattr(self, name) if n < num_layers] for name in ("full_attention_layers", "dense_layers")}

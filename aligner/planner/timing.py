@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from aligner.models.config import Recompute
+from aligner.models.config import Architecture, Recompute
 from aligner.planner.config import ClusterConfig
 from aligner.planner.memory import (
     Sizes,
@@ -29,6 +29,7 @@ from aligner.planner.memory import (
     inference_micro_batches,
     kv_bytes_per_token,
     padded_vocabulary,
+    state_bytes,
     train_micro_batches,
     trained_bytes,
 )
@@ -36,6 +37,7 @@ from aligner.planner.sampling import decode_seconds, slowest_replica
 from aligner.planner.schedule import MicroBatches, pipeline_slots, stage_layers
 from aligner.planner.workload import Component, Engine, Head, Phase
 
+CHUNK = 64  # tokens: `aligner.models.delta_rule`
 DATA_PARALLEL_OVERLAP = 0.5
 GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
 
@@ -93,16 +95,32 @@ def step_seconds(times: Mapping[str, Mapping[Phase, float]], *, take_turns: bool
 
 
 def layer_flops(component: Component, length: int) -> tuple[float, float]:
-    """(matrix products, attention's quadratic part) of one token through one layer, forward; half of a causal square of `length`."""
+    """(matrix products, attention's quadratic part) of one token through one layer, forward; half of a causal square of `length`.
+
+    Of a model some of whose layers are delta nets: the mean of all layers.
+    """
     a = component.architecture
+    own, plain = len(a.linear_attention_layers) / a.num_layers, a.key_value_layers / a.num_layers
     attention, values = 2 * a.hidden_size * a.head_dim * (2 * a.num_attention_heads + 2 * a.num_key_value_heads), a.head_dim
     if a.latent_size:
         values, read, plain = a.value_head_dim, a.query_latent_size or a.hidden_size, a.head_dim - a.rotated
         of_heads = read * a.head_dim + a.latent_size * (plain + values) + values * a.hidden_size
         attention = 2 * (a.num_attention_heads * of_heads + a.hidden_size * (a.query_latent_size + a.latent_size + a.rotated))
+    attention += 2 * a.hidden_size * a.head_dim * a.num_attention_heads * a.attention_gate
     feed_forward = 2 * a.hidden_size * feed_forward_size(component) * (3 if a.gated_mlp else 2)
     router = 2 * a.hidden_size * a.num_experts
-    return float(attention + feed_forward + router), 1.0 * a.num_attention_heads * (a.head_dim + values) * length
+    products = plain * attention + own * delta_flops(a) + feed_forward + router
+    return float(products), plain * a.num_attention_heads * (a.head_dim + values) * length
+
+
+def delta_flops(a: Architecture) -> int:
+    """Of one token through a gated delta net, forward: its projections, the convolution, three products with the state, and those within a
+    chunk (two of keys, the triangular system, one of values)."""
+    keys, values, heads = a.linear_key_heads * a.linear_key_head_dim, a.linear_value_heads * a.linear_value_head_dim, a.linear_value_heads
+    projections = a.hidden_size * (2 * keys + 2 * values + 2 * heads) + values * a.hidden_size
+    key, value = a.linear_key_head_dim, a.linear_value_head_dim
+    rule = heads * (3 * key * value + CHUNK * (2 * key + (key + value) // 2 + value))
+    return 2 * (projections + a.linear_conv_size * (2 * keys + values) + rule)
 
 
 def model_flops(component: Component, tokens: int, length: int) -> float:
@@ -260,7 +278,8 @@ def _generation(component: Component, engine: Engine, sizes: Sizes, cluster: Clu
     prefill = a.num_layers * rows * prompt * (linear + quadratic) / engine.tp / rate
 
     def decode(active: int, cached: float) -> float:
-        bytes_read = sizes.engine_weights + cached * kv_bytes_per_token(component, engine)
+        of_states = 2 * active * state_bytes(component, engine)  # read and written
+        bytes_read = sizes.engine_weights + cached * kv_bytes_per_token(component, engine) + of_states
         memory = bytes_read / (cluster.hbm_gb_per_second * GIGA * cluster.achievable_bandwidth)
         products = a.num_layers * active * linear / engine.tp / rate
         return max(memory, products, a.num_layers * cluster.launch_microseconds * MICRO)

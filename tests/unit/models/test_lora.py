@@ -115,7 +115,7 @@ def test_scaling() -> None:
 
 
 # PEFT 0.21 takes layers called as the experts' projections for the experts, which transformers 5 has in one tensor.
-READ_BY_PEFT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), [LoraTarget.qkv, LoraTarget.proj])
+READ_BY_PEFT = dict.fromkeys(("deepseek_v2", "deepseek_v3", "qwen3_next"), [LoraTarget.qkv, LoraTarget.proj])
 READ_BY_PEFT["qwen2_moe"] = [*READ_BY_PEFT["deepseek_v3"], LoraTarget.fc1, LoraTarget.fc2]
 
 
@@ -136,6 +136,7 @@ READ_BY_PEFT["qwen2_moe"] = [*READ_BY_PEFT["deepseek_v3"], LoraTarget.fc1, LoraT
         "deepseek_v2",
         "deepseek_v3",
         "qwen2_moe",
+        "qwen3_next",
     ],
 )
 def test_merged_and_peft_exports_give_the_same_logits(name, make_policy, hf_directory, tmp_path):

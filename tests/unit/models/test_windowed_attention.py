@@ -57,6 +57,8 @@ def test_attention_score_by_score(form, length, monkeypatch):
         "deepseek_v2",
         "deepseek_v3",
         "qwen2_moe",
+        "qwen3_next",
+        "qwen3_next_tied",
     ],
 )
 def test_packed_rows_give_the_same_logprobs(name, share_prompts, topology, hf_directory, load_policy):
@@ -73,9 +75,9 @@ def test_packed_rows_give_the_same_logprobs(name, share_prompts, topology, hf_di
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2_windows"])
+@pytest.mark.parametrize("name", ["mistral", "qwen2_windows", "qwen3_next"])
 def test_the_engine_prefills_in_chunks(name, topology, hf_directory, load_policy):
-    """Chunks that look back into the cache through the window: the same greedy responses."""
+    """Chunks that look back into the cache through the window, or go on from a state: the same greedy responses."""
     from aligner.rollout.config import RolloutConfig
     from aligner.rollout.create import create_engine
 
