@@ -32,6 +32,7 @@ from aligner.parallel.mcore import (
     parallel_state,
     set_tensor_model_parallel_attributes,
 )
+from aligner.rows import upload
 
 _BY_HEAD = ("conv_weight", "A_log", "dt_bias")  # parameters of its own, of which each rank has its heads'
 
@@ -137,17 +138,17 @@ class GatedDeltaNet(MegatronModule):
         if len(own) == len(segments):
             return self._run(channels, rate, decay, [stop - start for start, stop, _ in segments])[0]
         rest = [number for number, (_, _, prefix) in enumerate(segments) if prefix >= 0]
-        before = torch.tensor([own.index(segments[number][2]) for number in rest], device=channels.device)
+        before = upload(torch.tensor([own.index(segments[number][2]) for number in rest]), channels.device)
         places, outs, tails, states = [], [], None, None
         for numbers in (own, rest):
             spans = [segments[number][:2] for number in numbers]
-            place = torch.cat([torch.arange(*span) for span in spans]).to(channels.device)
+            place = upload(torch.cat([torch.arange(*span) for span in spans]), channels.device)
             given = (x[place] for x in (channels, rate, decay))
             out, tails, states = self._run(*given, [stop - start for start, stop in spans], tails, states)
             tails, states = (None, None) if numbers is rest else (tails[before], states[before])
             places.append(place)
             outs.append(out)
-        return torch.cat(outs)[torch.cat(places).argsort()]
+        return torch.cat(outs)[torch.cat(places).argsort()]  # on the device: nothing is read back
 
     def _run(
         self, channels: Tensor, rate: Tensor, decay: Tensor, lengths: list[int], tails: Tensor | None = None, states: Tensor | None = None

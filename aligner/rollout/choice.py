@@ -30,7 +30,7 @@ class Choice:
 
 
 def choose(config: RolloutConfig, *, tp: int, batch_invariant: bool = False, delta_nets: bool = False) -> Choice:
-    """The engine for `config`, whose `engine` is auto, with replicas of `tp` ranks, on this machine, for a model with `delta_nets` or not."""
+    """The engine for `config`, whose `engine` is auto, with replicas of `tp` ranks, on this machine; `delta_nets`: the model has some."""
     reasons = []
     for kind, check in ((EngineKind.tensorrt_llm, _check_tensorrt_llm), (EngineKind.vllm, _check_vllm)):
         try:

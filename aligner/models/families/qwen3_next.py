@@ -9,6 +9,7 @@ from aligner.models.config import Architecture, Family, Normalization
 from aligner.models.families import llama, mapping, mixture, qwen2_moe, windows
 from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.mapping import Layout, NameTable, rule
+from aligner.models.families.rope_scaling import UNFACTORED
 
 _LINEAR, _FIXED = "linear_attention", {"attention_bias": (False,)}
 _SIZES = {  # our names: the file's, and transformers' default
@@ -39,9 +40,9 @@ NAMES = NameTable(
 
 
 def from_hf(hf: HFConfig) -> Architecture:
-    """The architecture in a Hugging Face config. Raises ConfigError for biases on attention."""
+    """The architecture in a Hugging Face config. Raises ConfigError for biases on attention, and for YaRN."""
     hf.only(_FIXED)
-    common = llama.common_from_hf(hf, Family.qwen3_next, key_value_heads=2, head_dim=256, fraction=0.25)
+    common = llama.common_from_hf(hf, Family.qwen3_next, key_value_heads=2, head_dim=256, fraction=0.25, rope_kinds=UNFACTORED)
     linear = _linear_layers(hf, common.num_layers)
     return replace(
         common,

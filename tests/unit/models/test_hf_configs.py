@@ -50,6 +50,7 @@ FILES = {
     "glm4_moe": LLAMA | MIXTURE | {"model_type": "glm4_moe", "num_attention_heads": 8},
     "olmo3": LLAMA | {"model_type": "olmo3"},
     "qwen2_moe": LLAMA | {"model_type": "qwen2_moe", "num_attention_heads": 16} | EXPERTS,
+    "qwen3_next": LLAMA | {"model_type": "qwen3_next", "num_hidden_layers": 5} | EXPERTS,
     "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 61},
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -105,6 +106,13 @@ def theirs(hf: dict) -> dict:
     if hf["model_type"].startswith("qwen") and hasattr(config, "mlp_only_layers"):
         listed, step = config.mlp_only_layers or [], config.decoder_sparse_step
         read |= {"dense_layers": [n for n in range(config.num_hidden_layers) if n in listed or (n + 1) % step]}
+    if hf["model_type"] == "qwen3_next":
+        linear = [number for number, kind in enumerate(config.layer_types) if kind == "linear_attention"]
+        read |= {"linear_attention_layers": linear, "shared_ffn_hidden_size": config.shared_expert_intermediate_size}
+        sizes = {"linear_key_heads": config.linear_num_key_heads, "linear_value_heads": config.linear_num_value_heads}
+        sizes |= {"linear_key_head_dim": config.linear_key_head_dim, "linear_value_head_dim": config.linear_value_head_dim}
+        sizes |= {"linear_conv_size": config.linear_conv_kernel_dim}
+        read |= sizes if linear else dict.fromkeys(sizes, 0)
     if hf["model_type"] in ("glm4", "glm4_moe"):
         read |= {"qkv_bias": config.attention_bias}
     config.standardize_rope_params()  # as the model does once more, which then sees the keys that are not the family's own
@@ -184,9 +192,9 @@ READ = (
         (family, name, change)
         for family in SCALING
         for name, change in SCALED.items()
-        if (family, name) not in (("glm4", "yarn"), ("glm4_moe", "yarn"))
+        if (family, name) not in (("glm4", "yarn"), ("glm4_moe", "yarn"), ("qwen3_next", "yarn"))
     ]
-    + [(family, "heads", {"head_dim": 4, "num_key_value_heads": FILES[family]["num_attention_heads"] // 2}) for family in LLAMA_LIKE]
+    + [(family, "heads", {"head_dim": 8, "num_key_value_heads": FILES[family]["num_attention_heads"] // 2}) for family in LLAMA_LIKE]
     + [
         ("gemma3_text", name, change)
         for name, change in {
@@ -254,6 +262,16 @@ READ = (
     + [("olmo3", "v5", {"rope_parameters": {"full_attention": YARN | {"rope_theta": 3e4}, WINDOW: PLAIN}, "sliding_window": 9})]
     + [(family, "dense layers", {"mlp_only_layers": [1]}) for family in ("qwen2_moe", "qwen3_moe")]
     + [(family, "every other layer", {"decoder_sparse_step": 2}) for family in ("qwen2_moe", "qwen3_moe")]
+    + [
+        ("qwen3_next", name, change)
+        for name, change in {
+            "types": {"layer_types": ["full_attention", *["linear_attention"] * 4]},
+            "an interval": {"full_attention_interval": 2, "mlp_only_layers": [1]},
+            "attention alone": {"layer_types": ["full_attention"] * 5, "norm_topk_prob": False},
+            "sizes": {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 9, "linear_value_head_dim": 11}
+            | {"linear_conv_kernel_dim": 3, "shared_expert_intermediate_size": 40},
+        }.items()
+    ]
     + [("opt", "its width by name", {"word_embed_proj_dim": 64}), ("opt", "spread", {"init_std": 0.006})]
     + [("gpt2", "inner", {"n_inner": 40}), ("gpt2", "null inner", {"n_inner": None}), ("gpt2", "no dropout", {"resid_pdrop": 0.0})]
     + [("gpt2", "scales", {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True})]
@@ -349,7 +367,7 @@ REFUSED = [
     ("qwen2_moe", {"layer_types": [WINDOW, "full_attention"]}, "layer_types="),
     *[(family, {"v_head_dim": 17}, "v_head_dim=17 is not supported") for family in ("deepseek_v2", "deepseek_v3")],
     *[(family, {"rope_scaling": {"type": "linear", "factor": 2}}, 'rope_type="linear"') for family in ("deepseek_v2", "deepseek_v3")],
-    *[(family, {"attention_bias": True}, "attention_bias=true") for family in ("deepseek_v2", "deepseek_v3", "olmo3")],
+    *[(family, {"attention_bias": True}, "attention_bias=true") for family in ("deepseek_v2", "deepseek_v3", "olmo3", "qwen3_next")],
     *[(family, {"norm_topk_prob": False}, "norm_topk_prob=false") for family in ("deepseek_v3", "glm4_moe")],
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=true"),
     ("deepseek_v2", {"topk_method": "noaux_tc"}, 'topk_method="noaux_tc"'),
@@ -357,7 +375,11 @@ REFUSED = [
     ("deepseek_v3", {"scoring_func": "softmax"}, 'scoring_func="softmax" is not supported for model_type deepseek_v3; allowed: "sigmoid"'),
     ("deepseek_v3", {"n_group": 8}, "router_group_best=2: must be from 1 to the 1 experts of a group"),
     ("deepseek_v3", {"topk_group": 3}, "router_groups_per_token=3: must be from 1 to router_groups=2"),
-    ("glm4_moe", {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"'),
+    *[(family, {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"') for family in ("glm4_moe", "qwen3_next")],
+    ("qwen3_next", {"layer_types": [WINDOW] * 5}, "layer_types="),
+    ("qwen3_next", {"layer_types": ["full_attention"]}, 'allowed: 5 of "full_attention" and "linear_attention", one for each layer'),
+    ("qwen3_next", {"linear_num_value_heads": 24}, "linear_key_heads=16: must divide linear_value_heads=24"),
+    ("qwen3_next", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0 is not supported for model_type qwen3_next"),
     ("qwen3_moe", {"num_experts_per_tok": 5}, "experts_per_token=5: must be from 1 to num_experts=4"),
     ("qwen3_moe", {"num_local_experts": 8}, "num_experts=4 and num_local_experts=8"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention=true"),
@@ -484,6 +506,7 @@ def test_what_we_write_is_read_as_it_was():
     changes = {"llama": {"rope_scaling": LLAMA3, "rope_theta": 5e5}, "qwen2": {"tie_word_embeddings": True}, "qwen3": {"head_dim": 16}}
     changes |= {"nemotron": {"partial_rotary_factor": 0.5, "norm_eps": 1e-4, "head_dim": 4}, "gpt2": {"activation_function": "gelu"}}
     changes |= {"deepseek_v3": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}, "qwen2_moe": {"mlp_only_layers": [1]}}
+    changes |= {"qwen3_next": {"linear_num_key_heads": 2, "full_attention_interval": 3, "partial_rotary_factor": 0.5}}
     changes |= {"deepseek_v2": {"rope_scaling": YARN | {"mscale": 0.7}, "q_lora_rank": None}, "olmo3": {"rope_scaling": YARN}}
     changes |= {"qwen3_moe": {"norm_topk_prob": True}, "mixtral": {"num_key_value_heads": 2}}
     for family, change in changes.items():
