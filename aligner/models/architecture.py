@@ -35,6 +35,8 @@ class Family(str, Enum):
     olmo3 = "olmo3"
     qwen2_moe = "qwen2_moe"
     qwen3_next = "qwen3_next"
+    qwen3_5_text = "qwen3_5_text"
+    qwen3_5_moe_text = "qwen3_5_moe_text"
 
 
 class Activation(str, Enum):

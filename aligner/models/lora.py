@@ -199,6 +199,11 @@ def pairs_of(weight: str, architecture: Architecture, targets: Sequence[LoraTarg
         return None
     is_expert, kind = match[1] is not None, match[2]
     rule = weight_names(architecture).find(weight)
+    if rule.layout not in _PARTS:  # a delta net's
+        if LoraTarget.qkv in targets:
+            allowed = ", ".join(name for name in LoraTarget.__members__ if name != LoraTarget.qkv.value)
+            raise ConfigError(f"model.lora.targets: qkv of family {architecture.family.value} is of its delta nets too; allowed: {allowed}")
+        return None
     parts = _PARTS[rule.layout]
     if is_expert:
         trained = parts if LoraTarget.experts in targets else ()

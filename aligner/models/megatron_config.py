@@ -50,6 +50,7 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         add_bias_linear=architecture.linear_bias,
         add_qkv_bias=architecture.qkv_bias,
         attention_output_gate=architecture.attention_gate,
+        hetereogenous_dist_checkpoint=bool(architecture.linear_attention_layers),  # layers that are alike would be saved as one tensor
         # Megatron-Core sums such norms' gradients over tensor-parallel ranks; one of all heads has each rank's own weights.
         qk_layernorm=architecture.qk_norm and not architecture.qk_norm_whole,
         softmax_scale=softmax_scale(architecture),

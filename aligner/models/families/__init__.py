@@ -30,6 +30,8 @@ from aligner.models.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5_moe_text,
+    qwen3_5_text,
     qwen3_moe,
     qwen3_next,
 )
@@ -59,6 +61,8 @@ FAMILIES = {
     Family.olmo3: olmo3,
     Family.qwen2_moe: qwen2_moe,
     Family.qwen3_next: qwen3_next,
+    Family.qwen3_5_text: qwen3_5_text,
+    Family.qwen3_5_moe_text: qwen3_5_moe_text,
 }
 
 

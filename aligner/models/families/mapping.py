@@ -32,6 +32,8 @@ class Layout(str, Enum):
     gate_up = "gate_up"
     packed_gate_up = "packed_gate_up"  # one tensor, [gate; up]
     delta_conv = "delta_conv"  # one tensor, [q; k; v] of a delta net; Megatron's is by key head
+    delta_qkvz = "delta_qkvz"  # two tensors, [q; k; v] and the gates of a delta net
+    delta_ba = "delta_ba"  # two tensors, of a number each for every value head
     vocabulary = "vocabulary"
 
     @property
@@ -128,12 +130,11 @@ def to_megatron(rule: Rule, tensors: list[Tensor], architecture: Architecture, p
     """Full Hugging Face tensors, in the order of the rule's names -> the full Megatron tensor."""
     if rule.transposed:
         tensors = [t.t() for t in tensors]
-    if rule.layout in (Layout.packed_qkv, Layout.delta_conv):
-        tensors = list(tensors[0].split(_qkv_sizes(rule.layout, architecture)))
-    if rule.layout in _BY_GROUP:
-        groups = _groups(rule.layout, architecture)
-        q, k, v = (t.reshape(groups, -1, *t.shape[1:]) for t in tensors)
-        return torch.cat([q, k, v], dim=1).reshape(-1, *tensors[0].shape[1:])
+    groups, sizes = _by_group(rule.layout, architecture)
+    if groups:
+        parts = [part for tensor, own in zip(tensors, sizes, strict=True) for part in tensor.split(own)]
+        rest = tensors[0].shape[1:]
+        return torch.cat([part.reshape(groups, -1, *rest) for part in parts], dim=1).reshape(-1, *rest)
     if rule.layout == Layout.vocabulary:
         padding = tensors[0].new_zeros(padded_vocab_size - tensors[0].shape[0], tensors[0].shape[1])
         return torch.cat([tensors[0], padding])
@@ -147,12 +148,11 @@ def to_hf(rule: Rule, tensor: Tensor, architecture: Architecture) -> list[Tensor
 
 
 def _split(layout: Layout, tensor: Tensor, architecture: Architecture) -> list[Tensor]:
-    if layout in _BY_GROUP:
-        groups = _groups(layout, architecture)
+    groups, sizes = _by_group(layout, architecture)
+    if groups:
         fused = tensor.reshape(groups, -1, *tensor.shape[1:])
-        parts = fused.split([size // groups for size in _qkv_sizes(layout, architecture)], dim=1)
-        parts = [part.reshape(-1, *tensor.shape[1:]) for part in parts]
-        return parts if layout == Layout.qkv else [torch.cat(parts)]
+        parts = iter(fused.split([size // groups for own in sizes for size in own], dim=1))
+        return [torch.cat([next(parts).reshape(-1, *tensor.shape[1:]) for _ in own]) for own in sizes]
     if layout == Layout.gate_up:
         return list(tensor.chunk(2))
     if layout == Layout.vocabulary:
@@ -160,20 +160,21 @@ def _split(layout: Layout, tensor: Tensor, architecture: Architecture) -> list[T
     return [tensor]
 
 
-_BY_GROUP = (Layout.qkv, Layout.packed_qkv, Layout.delta_conv)
-
-
-def _groups(layout: Layout, architecture: Architecture) -> int:
-    return architecture.linear_key_heads if layout is Layout.delta_conv else architecture.num_key_value_heads
-
-
-def _qkv_sizes(layout: Layout, a: Architecture) -> list[int]:
-    """Rows of the query, key and value projections. A gate's follow those of its query."""
-    if layout is Layout.delta_conv:
-        keys = a.linear_key_heads * a.linear_key_head_dim
-        return [keys, keys, a.linear_value_heads * a.linear_value_head_dim]
-    keys = a.num_key_value_heads * a.head_dim
-    return [a.num_attention_heads * a.head_dim * (1 + a.attention_gate), keys, keys]
+def _by_group(layout: Layout, a: Architecture) -> tuple[int, list[list[int]]]:
+    """Of a Megatron tensor whose rows are ordered by key-value group, or key head: how many there are, and the rows of the parts of each
+    Hugging Face tensor. (0, []) for others."""
+    if layout in (Layout.qkv, Layout.packed_qkv):
+        keys = a.num_key_value_heads * a.head_dim
+        sizes = [a.num_attention_heads * a.head_dim * (1 + a.attention_gate), keys, keys]  # a gate's rows follow those of its query
+        return a.num_key_value_heads, [[size] for size in sizes] if layout is Layout.qkv else [sizes]
+    keys, values = a.linear_key_heads * a.linear_key_head_dim, a.linear_value_heads * a.linear_value_head_dim
+    of_delta_nets = {
+        Layout.delta_conv: [[keys, keys, values]],
+        Layout.delta_qkvz: [[keys, keys, values], [values]],
+        Layout.delta_ba: [[a.linear_value_heads], [a.linear_value_heads]],
+    }
+    sizes_of = of_delta_nets.get(layout)
+    return (0, []) if sizes_of is None else (a.linear_key_heads, sizes_of)
 
 
 def shard(layout: Layout, tensor: Tensor, *, dim: int, num_shards: int, index: int) -> Tensor:

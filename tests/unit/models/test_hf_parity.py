@@ -26,8 +26,12 @@ MODELS += ["phi3", "phi3_window", "gpt_neox", "gpt_neox_sequential", "opt", "opt
 MODELS += ["gemma2", "gemma2_plain", "gemma3_text", "olmo2", "olmo2_tied", "glm4", "glm4_tied", "cohere", "cohere_untied"]
 MODELS += ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_plain", "glm4_moe", "glm4_moe_plain", "olmo3", "olmo3_tied"]
 MODELS += ["qwen2_moe", "qwen2_moe_normalized", "qwen3_moe_dense_layers", "qwen3_next", "qwen3_next_tied"]
+MODELS += ["qwen3_5_text", "qwen3_5_moe_text"]
 TOLERANCE = 2e-5  # of logits of order one
-TOLERANCES = {"qwen3_next": 1e-4}  # transformers' own two forms of the delta rule, by chunk and by token, are 3e-5 apart
+TOLERANCES = {
+    "qwen3_next": 1e-4,
+    "qwen3_5_text": 1e-4,
+}  # transformers' own two forms of the delta rule, by chunk and by token, are 3e-5 apart
 
 
 @pytest.fixture(autouse=True)

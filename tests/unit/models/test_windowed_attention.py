@@ -59,6 +59,7 @@ def test_attention_score_by_score(form, length, monkeypatch):
         "qwen2_moe",
         "qwen3_next",
         "qwen3_next_tied",
+        "qwen3_5_text",
     ],
 )
 def test_packed_rows_give_the_same_logprobs(name, share_prompts, topology, hf_directory, load_policy):
