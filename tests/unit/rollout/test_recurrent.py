@@ -7,7 +7,7 @@ import torch
 
 from aligner.errors import ConfigError
 from aligner.rollout.config import RolloutConfig, check_engine
-from aligner.types import Prompt, SamplingConfig
+from aligner.types import LabeledBatch, Prompt, SamplingConfig
 
 VOCAB = 61
 MODEL = "qwen3_next"
@@ -101,3 +101,15 @@ def test_engines_of_other_packages_are_refused(engine, policy):
     architecture = policy.module.architecture
     with pytest.raises(ConfigError, match=f"rollout.engine={engine}: the model's delta nets .*; allowed: megatron"):
         check_engine(RolloutConfig(engine=engine), architecture, tp=1, world_size=1)
+
+
+def test_states_stay_in_float32_where_weights_are_not(hf_directory, load_policy):
+    """In bfloat16 the engine's log-probs are the trainer's as nearly as its 8 bits allow."""
+    policy = load_policy(hf_directory(MODEL), config={"dtype": "bfloat16"})
+    (prompt,) = prompts([70])
+    found, _ = sampled(policy, [prompt], [1], prefill_chunk_tokens=32)
+    ((response, logprobs),) = found.values()
+    tokens = torch.tensor([[*prompt.tokens, *response]])
+    mask = torch.arange(tokens.shape[1])[None] >= 70
+    batch = LabeledBatch(tokens=tokens, lengths=torch.tensor([tokens.shape[1]]), loss_mask=mask)
+    assert (policy.logprobs(batch)[0, 70:] - torch.tensor(logprobs)).abs().mean() < 0.05
