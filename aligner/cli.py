@@ -203,15 +203,12 @@ def demo(arguments: tuple[str, ...]) -> int:
 @_config_dir
 @click.option("--search", is_flag=True, help="Also show the fastest layouts of the same ranks that fit.")
 @click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, metavar="N", help="How many layouts of each component.")
-@click.option(
-    "--response-length", type=float, default=0.0, metavar="TOKENS", help="Mean, for times; without it all are as long as they may be."
-)
 @_json
-def plan(config: str, overrides: tuple[str, ...], search: bool, top: int, response_length: float, json_path: Path | None) -> int:
+def plan(config: str, overrides: tuple[str, ...], search: bool, top: int, json_path: Path | None) -> int:
     """Memory and time of a job, before it is submitted; exit code 1 if it does not fit."""
     from aligner.jobs.plan import plan
 
-    return plan(config, overrides, searches=search, top=top, json_path=json_path, response_length=response_length)
+    return plan(config, overrides, searches=search, top=top, json_path=json_path)
 
 
 @commands.command(epilog=f"{_CONFIG} {_SETTINGS}")
