@@ -11,7 +11,10 @@ from pathlib import Path
 from aligner.algorithms.registry import composed
 from aligner.cluster.config import Placement
 from aligner.config import fetch_named
+from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
+from aligner.jobs import explain
+from aligner.jobs.plan_outputs import Outputs, is_run, of_run
 from aligner.jobs.programs import placement_of
 from aligner.loop.config import JobRun, WritingRun
 from aligner.loop.lengths import fill
@@ -21,7 +24,7 @@ from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import report, search
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
-from aligner.planner.estimate import ComponentPlan, Scales, again, named, plan_component
+from aligner.planner.estimate import ComponentPlan, Scales, again, named, plan_component, with_fitting_cache
 from aligner.planner.memory import context_bytes, resting_bytes
 from aligner.planner.sampling import ResponseLengths
 from aligner.planner.simulation import Habits, Part, Simulated, simulate
@@ -41,13 +44,19 @@ def plan(
     *,
     searches: bool = False,
     top: int = 5,
+    explains: bool = False,
     json_path: Path | None = None,
+    outputs: Outputs | None = None,
 ) -> int:
     """Plan the config `name`; prints tables, returns the exit code. Raises ConfigError if the sizes do not divide."""
     job = plan_job(name, overrides, searches=searches, top=top)
     report.show(job, report.console())
+    if explains:
+        explain.show(job, explain.changes(job, lambda settings: plan_job(name, [*overrides, *settings])), report.console())
     if json_path is not None:
         json_path.write_text(report.to_json(job))
+    if outputs is not None:
+        outputs.write(job)
     return DOES_NOT_FIT if job.problems else 0
 
 
@@ -55,9 +64,8 @@ def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top
     """As `plan`, without printing."""
     config = load(name, overrides)
     cluster, scales = config.cluster, Scales(config.cluster.device)
-    found = with_lengths(components(config), config.plan)
-    plans = beside(tuple(plan_component(component, cluster, scales) for component in found), cluster)
-    take_turns, problems = any(component.turns for component in found), []
+    plans = planned(config, scales)
+    take_turns, problems = any(one.component.turns for one in plans), []
     if take_turns:
         host = {f"{one.component.name}: {part}": size for one in plans for part, size in one.host.items()}
         problems += report.host_problems("all components together", host, cluster)
@@ -76,6 +84,14 @@ def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top
     )
 
 
+def planned(config: JobRun, scales: Scales) -> tuple[ComponentPlan, ...]:
+    """A plan of each component, the training one first."""
+    cluster = config.cluster
+    found = with_lengths(components(config), config.plan)
+    plans = beside(tuple(plan_component(component, cluster, scales) for component in found), cluster)
+    return tuple(with_fitting_cache(one, cluster) for one in plans)
+
+
 def simulated(plans: Sequence[ComponentPlan], config: JobRun, *, take_turns: bool) -> Simulated:
     """The run of these components, with the config's habits."""
     parts = [Part(component=one.component, sizes=one.sizes, seconds={time.phase: time.total for time in one.times}) for one in plans]
@@ -83,6 +99,7 @@ def simulated(plans: Sequence[ComponentPlan], config: JobRun, *, take_turns: boo
 
 
 def habits(config: JobRun) -> Habits:
+    """What the run does beside its steps."""
     if isinstance(config, WritingRun):
         return Habits(max_steps=1)
     ahead = getattr(config, "rollout", RolloutConfig()).asynchronous
@@ -148,8 +165,11 @@ def beside(plans: Sequence[ComponentPlan], cluster: ClusterConfig) -> tuple[Comp
 
 
 def load(name: str, overrides: Sequence[str]) -> JobRun:
-    """The composed config, with the configs of models that it names on the Hugging Face Hub; data need not be named."""
-    config: JobRun = composed(name, ["data.train=not-read", *overrides])
+    """The composed config, or that of the run in the directory `name`, with the configs of models that it names on the Hugging Face Hub.
+
+    Data need not be named.
+    """
+    config: JobRun = of_run(name, overrides) if is_run(name) else composed(name, ["data.train=not-read", *overrides])
     fetch_named(config, weights=False, data=False, may_fail=_is_described)
     return config
 
@@ -266,15 +286,22 @@ def _model(model: ModelConfig, cluster: ClusterConfig) -> ModelConfig:
     return replace(model, dtype=Dtype.bfloat16 if cluster.device == Device.gpu else Dtype.float32)
 
 
+def _vocabulary(model: ModelConfig) -> int:
+    """Of the tokenizer of a model that has no weights yet, if it is here; 0 where the size is known from elsewhere, or not at all."""
+    if model.path or model.architecture.vocab_size or not Path(model.tokenizer_path or "-").is_dir():
+        return 0
+    return load_tokenizer(model.tokenizer_path).vocab_size
+
+
 def _architecture(key: str, model: ModelConfig) -> Architecture:
     """The sizes of `model.path` if it exists here, else those in the config."""
-    described = model.architecture.vocab_size > 0
+    described, vocabulary = model.architecture.vocab_size > 0, _vocabulary(model)
     try:
-        found = create.read_architecture(model, vocab_size=0)
+        found = create.read_architecture(model, vocab_size=vocabulary)
     except (CheckpointError, ConfigError):
         if not described or Path(model.path).exists():  # else the model may be elsewhere: on the cluster
             raise
-        found = create.read_architecture(replace(model, path=""), vocab_size=0)
+        found = create.read_architecture(replace(model, path=""), vocab_size=vocabulary)
     if found.vocab_size < 1:
         raise ConfigError(f"{key}.path='': a plan needs a model: give {key}.path, or choose one of conf/model, such as {key}=llama3_8b")
     return found

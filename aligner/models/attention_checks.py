@@ -37,7 +37,7 @@ def check_latent(a: Architecture) -> None:
 
 
 def check_linear(a: Architecture) -> None:
-    """Raise ConfigError for a gate, or sizes of gated delta nets, that are not computed."""
+    """Raise ConfigError for a gate, or layers and sizes of gated delta nets, that are not computed."""
     a.linear_attention_layers = list(a.linear_attention_layers)
     if a.attention_gate and a.rotary_interleaved:
         raise ConfigError("architecture.attention_gate=True: allowed with rotary_interleaved=False")
@@ -46,6 +46,7 @@ def check_linear(a: Architecture) -> None:
             if getattr(a, name):
                 raise ConfigError(f"architecture.{name}={getattr(a, name)}: needs linear_attention_layers; allowed without: 0")
         return
+    a.check_numbers("linear_attention_layers")
     for name in OF_LINEAR:
         if getattr(a, name) < 1:
             raise ConfigError(f"architecture.{name}={getattr(a, name)}: must be at least 1 with linear_attention_layers")

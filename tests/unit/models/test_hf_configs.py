@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import json
 import re
 from dataclasses import asdict
@@ -50,6 +51,10 @@ FILES = {
     "glm4_moe": LLAMA | MIXTURE | {"model_type": "glm4_moe", "num_attention_heads": 8},
     "olmo3": LLAMA | {"model_type": "olmo3"},
     "qwen2_moe": LLAMA | {"model_type": "qwen2_moe", "num_attention_heads": 16} | EXPERTS,
+    "llama4_text": LLAMA
+    | {"model_type": "llama4_text", "num_attention_heads": 8, "intermediate_size_mlp": 40, "num_local_experts": 4}
+    | {"attention_chunk_size": 9},
+    "gpt_oss": LLAMA | {"model_type": "gpt_oss", "num_attention_heads": 8},
     "qwen3_next": LLAMA | {"model_type": "qwen3_next", "num_hidden_layers": 5} | EXPERTS,
     "qwen3_5_text": LLAMA | {"model_type": "qwen3_5_text", "num_hidden_layers": 5},
     "qwen3_5_moe_text": {key: value for key, value in LLAMA.items() if key != "intermediate_size"}
@@ -110,6 +115,8 @@ def theirs(hf: dict) -> dict:
     if hf["model_type"].startswith("qwen") and hasattr(config, "mlp_only_layers"):
         listed, step = config.mlp_only_layers or [], config.decoder_sparse_step
         read |= {"dense_layers": [n for n in range(config.num_hidden_layers) if n in listed or (n + 1) % step]}
+    if hf["model_type"] == "gpt_oss":
+        read |= {"qkv_bias": config.attention_bias, "attention_out_bias": config.attention_bias, "glu_limit": config.swiglu_limit}
     if hasattr(config, "linear_num_key_heads"):
         linear = [number for number, kind in enumerate(config.layer_types) if kind == "linear_attention"]
         read |= {"linear_attention_layers": linear, "shared_ffn_hidden_size": getattr(config, "shared_expert_intermediate_size", 0)}
@@ -119,6 +126,14 @@ def theirs(hf: dict) -> dict:
         read |= sizes if linear else dict.fromkeys(sizes, 0)
     if hf["model_type"] in ("glm4", "glm4_moe"):
         read |= {"qkv_bias": config.attention_bias}
+    if hf["model_type"] == "llama4_text":
+        numbers = range(config.num_hidden_layers)
+        chunked = "chunked_attention" in config.layer_types
+        read |= {"attention_chunk": config.attention_chunk_size if chunked else 0, "qk_l2_norm": config.use_qk_norm}
+        read |= {"no_rope_layers": [n for n in numbers if not config.no_rope_layers[n]]}
+        read |= {"dense_layers": [n for n in numbers if n not in config.moe_layers], "qkv_bias": config.attention_bias}
+        read |= {"attention_temperature": config.attn_scale if config.attn_temperature_tuning else 0.0}
+        read |= {"attention_temperature_length": config.floor_scale, "shared_ffn_hidden_size": config.intermediate_size}
     config.standardize_rope_params()  # as the model does once more, which then sees the keys that are not the family's own
     rope = config.rope_parameters
     if "full_attention" in rope:
@@ -138,7 +153,11 @@ def theirs(hf: dict) -> dict:
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None) if WINDOW in types else None
     full = [number for number, kind in enumerate(types) if kind != WINDOW]
-    read |= {"sliding_window": window or 0, "full_attention_layers": full if window else []}
+    if hf["model_type"] == "llama4_text":
+        full = [number for number, kind in enumerate(types) if kind == "full_attention" and read["attention_chunk"]]
+        read |= {"ffn_hidden_size": config.intermediate_size_mlp, "full_attention_layers": full}
+    else:
+        read |= {"sliding_window": window or 0, "full_attention_layers": full if window else []}
     if hasattr(config, "num_local_experts") or hasattr(config, "num_experts"):
         read |= {
             "num_experts": getattr(config, "num_local_experts", None) or config.num_experts,
@@ -199,7 +218,7 @@ READ = (
         (family, name, change)
         for family in SCALING
         for name, change in SCALED.items()
-        if (family, name) not in (("glm4", "yarn"), ("glm4_moe", "yarn"), *((family, "yarn") for family in DELTA_NETS))
+        if (family, name) not in (("glm4", "yarn"), ("glm4_moe", "yarn"), ("llama4_text", "yarn"), *((one, "yarn") for one in DELTA_NETS))
     ]
     + [(family, "heads", {"head_dim": 8, "num_key_value_heads": FILES[family]["num_attention_heads"] // 2}) for family in LLAMA_LIKE]
     + [
@@ -270,6 +289,19 @@ READ = (
     + [(family, "dense layers", {"mlp_only_layers": [1]}) for family in ("qwen2_moe", "qwen3_moe")]
     + [(family, "every other layer", {"decoder_sparse_step": 2}) for family in ("qwen2_moe", "qwen3_moe")]
     + [
+        ("llama4_text", name, change)
+        for name, change in {
+            "Scout's step": {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0, "factor": 16.0}, "no_rope_layers": []},
+            "Maverick": {"num_hidden_layers": 8, "interleave_moe_layer_step": 2, "use_qk_norm": False},
+            "layers by number": {"num_hidden_layers": 4, "moe_layers": [1, 2], "no_rope_layers": [1, 0, 1, 1]},
+            "intervals": {"num_hidden_layers": 5, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 3},
+            "full layers alone": {"layer_types": ["full_attention"] * 2, "attention_bias": True},
+            "chunks without positions": {"layer_types": ["chunked_attention"] * 2, "no_rope_layers": [0, 1], "attn_scale": 0.3},
+            "no temperature": {"attn_temperature_tuning": False, "floor_scale": 16},
+        }.items()
+    ]
+    + [("gpt_oss", "its own", {"attention_bias": False, "swiglu_limit": 5.0, "layer_types": ["full_attention"] * 2, "sliding_window": 9})]
+    + [
         (
             "qwen3_5_text",
             "several kinds of positions",
@@ -301,6 +333,10 @@ def test_an_architecture_is_what_transformers_reads(family, change):
     ours = asdict(architecture_from_hf(hf))
     assert {name: ours[name] for name in expected} == expected
     assert hf == before
+
+
+def test_early_files_of_llama4_say_four_for_true():
+    assert architecture_from_hf(FILES["llama4_text"] | {"attn_temperature_tuning": 4}) == architecture_from_hf(FILES["llama4_text"])
 
 
 def test_the_number_of_experts_has_two_names():
@@ -354,7 +390,7 @@ REFUSED = [
     ("llama", {"rope_scaling": "yarn"}, 'rope_scaling="yarn"'),
     ("llama", {"rope_parameters": {"full_attention": PLAIN}}, "rope_parameters="),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor=null"),
-    ("llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "rope_scaling.low_freq_factor=1.0 is not supported"),
+    ("llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 0.5}}, "rope_scaling.low_freq_factor=1.0 is not supported"),
     ("llama", {"rope_scaling": LLAMA3 | {"factor": 0.5}}, "rope_scaling.factor=0.5"),
     ("llama", {"rope_theta": None}, "rope_theta=null"),
     ("llama", {"rope_theta": 0}, "rope_theta=0"),
@@ -395,15 +431,41 @@ REFUSED = [
     ("qwen3_next", {"layer_types": ["full_attention"]}, 'allowed: 5 of "full_attention" and "linear_attention", one for each layer'),
     ("qwen3_next", {"linear_num_value_heads": 24}, "linear_key_heads=16: must divide linear_value_heads=24"),
     ("qwen3_next", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0 is not supported for model_type qwen3_next"),
+    ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 is not supported for model_type gpt_oss; allowed: 1.702"),
+    *[("gpt_oss", {"swiglu_limit": limit}, f"swiglu_limit={shown}") for limit, shown in ((0, "0.0"), (None, "null"))],
+    ("gpt_oss", {"sliding_window": None}, "layer_types="),
     ("qwen3_moe", {"num_experts_per_tok": 5}, "experts_per_token=5: must be from 1 to num_experts=4"),
     ("qwen3_moe", {"num_local_experts": 8}, "num_experts=4 and num_local_experts=8"),
+    ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok=2 is not supported for model_type llama4_text; allowed: 1"),
+    ("llama4_text", {"moe_layers": []}, "moe_layers=[] is not supported for model_type llama4_text; allowed: a list of layers' numbers"),
+    ("llama4_text", {"moe_layers": [2]}, "moe_layers=[2] is not supported for model_type llama4_text; allowed: a list of layers' numbers"),
+    (
+        "llama4_text",
+        {"interleave_moe_layer_step": 3},
+        "interleave_moe_layer_step=3 is not supported for model_type llama4_text; allowed: at",
+    ),
+    *[("llama4_text", {"no_rope_layers": found}, f"no_rope_layers={found}") for found in ([1], [[1], 1], [2, 1])],
+    ("llama4_text", {"layer_types": [WINDOW, "full_attention"]}, "layer_types="),
+    ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size=null"),
+    ("llama4_text", {"attn_temperature_tuning": "yes"}, 'attn_temperature_tuning="yes"'),
+    ("llama4_text", {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"'),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention=true"),
     ("gpt2", {"activation_function": "tanh"}, 'activation_function="tanh"'),
     ("gpt2", {"attn_pdrop": 0.3}, "attn_pdrop=0.3"),
     ("gpt2", {"hidden_size": 128}, "n_embd=64 and hidden_size=128"),
     # Of every family.
     *[(family, {"is_causal": False}, "is_causal=false") for family in FILES],
-    ("llama", {"quantization_config": {"quant_method": "gptq"}}, 'quantization_config={"quant_method": "gptq"}'),
+    ("llama", {"quantization_config": {"quant_method": "gptq"}}, 'quantization_config.quant_method="gptq" is not supported'),
+    ("gpt_oss", {"quantization_config": True}, "quantization_config.quant_method=null"),
+    *[
+        ("llama", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]} | change}, message)
+        for change, message in (
+            ({"weight_block_size": None}, "quantization_config.weight_block_size=null is not supported"),
+            ({"weight_block_size": [128, 0]}, "quantization_config.weight_block_size=[128, 0]"),
+            ({"activation_scheme": "static"}, 'activation_scheme="static" is not supported for model_type llama; allowed: "dynamic"'),
+            ({"fmt": "e5m2"}, 'fmt="e5m2"'),
+        )
+    ],
     ("llama", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config="),
     ("qwen2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
     ("llama", {"residual_multiplier": 0.22}, "residual_multiplier=0.22"),
@@ -442,6 +504,8 @@ def test_a_size_that_is_missing_is_named(family):
     for key in FILES[family].keys() - {"model_type"}:
         rest = {name: value for name, value in FILES[family].items() if name != key}
         if family == "mixtral" and key in ("num_local_experts", "num_experts_per_tok") or key == "q_lora_rank":
+            continue
+        if family == "llama4_text" and key in ("num_local_experts", "intermediate_size_mlp", "attention_chunk_size"):
             continue
         with pytest.raises(ConfigError, match=f"there is no {key}, which every file of model_type {family} has"):
             architecture_from_hf(rest)
@@ -494,8 +558,9 @@ OF_IMAGES = re.compile(r"class Qwen3_5(Moe)?(Vision|Model\(|ForConditionalGenera
 def test_every_key_that_transformers_looks_at_is_looked_at_here(family):
     folder = family.removesuffix("_text")
     modeling = import_module(f"transformers.models.{folder}.modeling_{folder}")
-    classes = re.split(r"\n(?=class )", inspect.getsource(modeling).split("class Gemma3MultiModalProjector")[0])  # images come after
-    source = "\n".join(one for one in classes if not OF_IMAGES.match(one))
+    classes = re.split(r"\n(?=class )", inspect.getsource(modeling))
+    classes = list(itertools.takewhile(lambda one: not re.match("class (Gemma3MultiModalProjector|Llama4CausalLMOutput)", one), classes))
+    source = "\n".join(one for one in classes if not OF_IMAGES.match(one))  # what else is of images comes behind those
     used = set(re.findall(r"config\.([a-z_0-9]+)", source)) | set(re.findall(r'getattr\((?:self\.)?config, "([a-z_0-9]+)"', source))
     assert len(used) > 10
     mixture, latent = "n_routed_experts" in FILES[family], "kv_lora_rank" in FILES[family]
@@ -528,7 +593,8 @@ def test_what_we_write_is_read_as_it_was():
     changes |= {"qwen3_5_text": {"full_attention_interval": 2}, "qwen3_5_moe_text": {"linear_num_value_heads": 16}}
     changes |= {"qwen3_next": {"linear_num_key_heads": 2, "full_attention_interval": 3, "partial_rotary_factor": 0.5}}
     changes |= {"deepseek_v2": {"rope_scaling": YARN | {"mscale": 0.7}, "q_lora_rank": None}, "olmo3": {"rope_scaling": YARN}}
-    changes |= {"qwen3_moe": {"norm_topk_prob": True}, "mixtral": {"num_key_value_heads": 2}}
+    changes |= {"llama4_text": {"interleave_moe_layer_step": 2, "attention_bias": True, "attn_temperature_tuning": False}}
+    changes |= {"qwen3_moe": {"norm_topk_prob": True}, "mixtral": {"num_key_value_heads": 2}, "gpt_oss": {"swiglu_limit": 5.0}}
     for family, change in changes.items():
         architecture = architecture_from_hf(FILES[family] | change)
         written = json.loads(json.dumps(architecture_to_hf(architecture)))
