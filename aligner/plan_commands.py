@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 @config_dir
 @click.option("--search", is_flag=True, help="Also show the fastest layouts of the same ranks that fit.")
 @click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, metavar="N", help="How many layouts of each component.")
-@click.option(
-    "--response-length", type=float, default=0.0, metavar="TOKENS", help="Mean, for times; without it all are as long as they may be."
-)
 @click.option("--against", type=DIRECTORY, metavar="RUN", help="Compare with what this run measured (without CONFIG: its own config).")
 @click.option("--html", type=FILE, metavar="FILE", help="Write memory by phase and the timeline of a step as one page.")
 @click.option("--trace", type=FILE, metavar="FILE", help="Write a step as a trace for ui.perfetto.dev or chrome://tracing.")
@@ -42,7 +39,6 @@ def plan(
     overrides: tuple[str, ...],
     search: bool,
     top: int,
-    response_length: float,
     json_path: Path | None,
     **outputs: Path | None,
 ) -> int:
@@ -52,8 +48,7 @@ def plan(
 
     chosen = Outputs(**outputs)
     config, overrides = config_and_overrides(config, overrides, chosen.against)
-    length = response_length or chosen.response_length()
-    return plan(config, overrides, searches=search, top=top, json_path=json_path, response_length=length, outputs=chosen)
+    return plan(config, overrides, searches=search, top=top, json_path=json_path, outputs=chosen)
 
 
 @click.command(cls=Command, epilog=RUN_DIRECTORY)

@@ -20,7 +20,6 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import DataError
 from aligner.jobs.trace import step_of
 from aligner.parallel.platform import PEAK_MEMORY
-from aligner.planner.estimate import ComponentPlan
 from aligner.planner.report import JobPlan
 from aligner.planner.workload import GIB, Phase
 from aligner.recording import read_spans
@@ -33,6 +32,14 @@ RESPONSE_LENGTH = "rollout/response_length"
 REFIT = "refit"
 STEP, REST = "step", "everything else"
 _TIME = "time/"
+# What the plan calls what the run's phases include: sampling ends when the last response is scored.
+_IN_A_RUN = {
+    "waiting for scores": Phase.generate.value,
+    "waiting for rollouts": Phase.generate.value,
+    "waiting for the critic's training": "critic_wait",
+    "host work": REST,
+}
+_BESIDE_STEPS = ("validation", "checkpoints")  # a mean over all steps in the plan; not in `time/step`
 _OPERATIONS = {Phase.values: wire.CRITIC_INFER.name, Phase.train: wire.CRITIC_TRAIN.name, Phase.scores: wire.REWARD_MODEL.name}
 
 
@@ -62,9 +69,9 @@ class Comparison:
     has_trace: bool
 
 
-def response_length(directory: Path) -> float:
-    """Mean tokens of a response, the median of the run's steps; 0 if it samples none. Raises DataError without a run."""
-    return _median([step.values.get(RESPONSE_LENGTH) for step in _steps(directory)]) or 0.0
+def samples(directory: Path) -> bool:
+    """Whether the run samples responses. Raises DataError without a run."""
+    return any(RESPONSE_LENGTH in step.values for step in _steps(directory))
 
 
 def compare(job: JobPlan, directory: Path) -> Comparison:
@@ -78,14 +85,14 @@ def compare(job: JobPlan, directory: Path) -> Comparison:
     recorded = _Recorded(spans)
     if (refit := recorded.seconds(recorded.trained, REFIT)) is not None:
         measured[REFIT] = refit
-    rows = _rows(main.component.name, _with_refit(main), measured)
-    rest = (whole or 0.0) - sum(value or 0.0 for value in measured.values())
-    rows.append(Row(component=main.component.name, phase=REST, planned=None, measured=max(rest, 0.0)))
+    planned = _planned(job)
+    measured[REST] = max(0.0, (whole or 0.0) - sum(value or 0.0 for value in measured.values()))
+    rows = _rows(main.component.name, planned, measured)
     for server in servers:
-        planned = {time.phase.value: time.total for time in server.times}
+        own = {time.phase.value: time.total for time in server.times}
         seen = {time.phase.value: recorded.seconds(server.component.process, _OPERATIONS[time.phase]) for time in server.times}
-        rows += _rows(server.component.name, planned, seen)
-    rows.append(Row(component="job", phase=STEP, planned=job.step_seconds, measured=whole))
+        rows += _rows(server.component.name, own, seen)
+    rows.append(Row(component="job", phase=STEP, planned=sum(planned.values()), measured=whole))
     return Comparison(
         rows=tuple(rows),
         num_steps=len(steps),
@@ -95,13 +102,13 @@ def compare(job: JobPlan, directory: Path) -> Comparison:
     )
 
 
-def _with_refit(main: ComponentPlan) -> dict[str, float]:
-    """Planned seconds of each phase. A run refits between two steps; the plan counts that among what sampling costs."""
-    planned = {time.phase.value: time.total for time in main.times}
-    sampling = next((time for time in main.times if time.phase is Phase.generate), None)
-    if sampling is not None and REFIT in sampling.parts:
-        planned[Phase.generate.value] -= sampling.parts[REFIT]
-        planned[REFIT] = sampling.parts[REFIT]
+def _planned(job: JobPlan) -> dict[str, float]:
+    """Planned seconds of the training component's phases, called as in a run, whose steps have neither validation nor checkpoint."""
+    planned: dict[str, float] = {}
+    for name, value in job.run.phases.items():
+        if name not in _BESIDE_STEPS:
+            known_as = _IN_A_RUN.get(name, name)
+            planned[known_as] = planned.get(known_as, 0.0) + value
     return planned
 
 
@@ -130,8 +137,8 @@ def show(found: Comparison, out: Console) -> None:
 
 
 def _rows(component: str, planned: Mapping[str, float], measured: Mapping[str, float | None]) -> list[Row]:
-    """Planned phases in their order, then those that only the run knows."""
-    names = [*planned, *(name for name in measured if name not in planned)]
+    """Planned phases in their order, then those that only the run knows, and what is in none."""
+    names = sorted([*planned, *(name for name in measured if name not in planned)], key=lambda name: name == REST)
     return [Row(component=component, phase=name, planned=planned.get(name), measured=measured.get(name)) for name in names]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from aligner.algorithms.registry import composed, recipes
 from aligner.cluster.run_directory import RunDirectory
-from aligner.config import from_yaml, schema_of
+from aligner.config import from_yaml, override, schema_of
 from aligner.errors import AlignerError, ConfigError, describe_os_error
 from aligner.files import publish
 from aligner.jobs import against as comparison
@@ -19,6 +19,8 @@ from aligner.planner import report
 from aligner.planner.spans_of_plan import planned_spans
 from aligner.spans import chrome_trace
 
+_LENGTHS = ("plan.lengths_of=", "plan.response_length=")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
@@ -27,10 +29,6 @@ class Outputs:
     html: Path | None = None
     trace: Path | None = None
     against: Path | None = None
-
-    def response_length(self) -> float:
-        """Mean response length of the run to compare with, so that the plan is of the same work; 0 without a run that samples."""
-        return 0.0 if self.against is None else comparison.response_length(self.against)
 
     def write(self, job: report.JobPlan) -> None:
         """Write and print what was asked for. Raises AlignerError if a file cannot be written, DataError for a run without two steps."""
@@ -53,11 +51,16 @@ def _publish(path: Path | None, text: Any) -> None:
 
 
 def config_and_overrides(config: str, overrides: Sequence[str], against: Path | None) -> tuple[str, tuple[str, ...]]:
-    """The config to plan and its overrides: without a config that of the run to compare with. Raises ConfigError without either."""
+    """The config to plan and its overrides: without a config that of the run to compare with. Raises ConfigError without either.
+
+    Beside a run that samples the plan is of the same work: responses are as long as the run's, unless an override says how long.
+    """
     if "=" in config and not Path(config).exists():  # the first setting: no config was named
         config, overrides = "", (config, *overrides)
     if not config and against is None:
         raise ConfigError("aligner plan: name a config, such as ppo_70b, or the directory of a run, or one with --against")
+    if against is not None and comparison.samples(against) and not any(one.startswith(_LENGTHS) for one in overrides):
+        overrides = (*overrides, override("plan.lengths_of", str(against)))
     return config or str(against), tuple(overrides)
 
 

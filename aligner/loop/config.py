@@ -22,7 +22,7 @@ from aligner.models.guard import GuardConfig
 from aligner.models.optimizer import OptimizerConfig
 from aligner.models.scalar_head import Pooling
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner.config import ClusterConfig
+from aligner.planner.config import ClusterConfig, PlanConfig
 from aligner.planner.workload import Head, Phase, Work
 from aligner.reporting.config import LoggingConfig
 
@@ -112,6 +112,7 @@ class JobRun(ABC):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how the model is split over ranks
     logging: LoggingConfig = field(default_factory=LoggingConfig)  # loggers beside metrics.jsonl, and what the terminal shows
     cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` and `aligner launch slurm`
+    plan: PlanConfig = field(default_factory=PlanConfig)  # what `aligner plan` assumes of lengths, waits and failures
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     container: ContainerConfig = field(default_factory=ContainerConfig)  # read where ALIGNER_CONTAINER names one
     num_processes: int = 1  # ranks (of an online run: of the actor), however they are started

@@ -71,8 +71,8 @@ def check(component: Component) -> None:
         check_together(component.architecture, component.model, component.parallel)
         component.parallel.check_world(component.num_ranks)
         if engine is not None:
-            check_engine(engine.settings, component.architecture, tp=engine.tp, world_size=component.num_ranks)
-            if engine.on_gpu:
+            check_engine(engine.settings, component.architecture, tp=engine.tp, world_size=engine.own_ranks or component.num_ranks)
+            if engine.on_gpu and not engine.own_ranks:
                 check_ahead(engine.settings, tp=engine.tp)
         _check_rows(component)
 

@@ -79,7 +79,7 @@ def _parts(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Ph
     parts = {"weights": state.weights}
     if optimizer is not None and (phase == Phase.train or not optimizer.offload):
         parts |= {"gradients": state.gradients, "optimizer": state.optimizer}
-    engine = component.engine
+    engine = component.engine if component.engine is None or not component.engine.own_ranks else None
     if engine is not None and component.engine_holds_weights and (phase == Phase.generate or not engine.offload):
         parts["engine weights"] = sizes.engine_weights
     if engine is not None and phase == Phase.generate:
@@ -199,7 +199,7 @@ def kv_bytes_per_token(component: Component, engine: Engine) -> int:
 
 def decode_batch(component: Component, engine: Engine) -> int:
     """Sequences that a replica of the engine decodes at a time."""
-    replicas = max(1, component.num_ranks // engine.tp)
+    replicas = max(1, (engine.own_ranks or component.num_ranks) // engine.tp)
     return max(1, min(engine.max_batch_size, math.ceil((component.work.rows + component.work.extra_rows) / replicas)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -17,7 +18,8 @@ from aligner.planner.config import ClusterConfig
 from aligner.planner.estimate import ComponentPlan
 from aligner.planner.memory import PhaseMemory, train_micro_batches
 from aligner.planner.schedule import MicroBatches
-from aligner.planner.timing import model_flops, step_seconds
+from aligner.planner.simulation import Simulated
+from aligner.planner.timing import model_flops
 from aligner.planner.workload import GIB, Component, Phase
 
 COLUMNS = {  # of the memory table, and the parts that each adds up
@@ -41,20 +43,19 @@ class JobPlan:
     components: tuple[ComponentPlan, ...]
     alternatives: Mapping[str, Sequence[ComponentPlan]]  # by component; empty where no search was asked for
     problems: tuple[str, ...]  # why it does not fit; empty where it does
+    run: Simulated
     take_turns: bool = False  # all components are on the first one's GPUs
 
     @property
     def step_seconds(self) -> float:
-        seconds: dict[str, dict[Phase, float]] = {}
-        for plan in self.components:
-            seconds.setdefault(plan.component.process, {}).update({time.phase: time.total for time in plan.times})
-        return step_seconds(seconds, take_turns=self.take_turns)
+        return self.run.step_seconds
 
     @property
     def num_ranks(self) -> int:
         """GPUs of the job, one a rank."""
         counts = [plan.component.num_ranks for plan in self.components if not plan.component.within]
-        return max(counts) if self.take_turns else sum(counts)
+        own = sum(plan.component.engine.own_ranks for plan in self.components if plan.component.engine is not None)
+        return own + (max(counts) if self.take_turns else sum(counts))
 
 
 def console() -> Console:
@@ -75,7 +76,14 @@ def show(job: JobPlan, out: Console) -> None:
         _show_component(plan, out)
     for name, plans in job.alternatives.items():
         _show_alternatives(name, plans, out)
-    out.print(f"\nstep of the whole job: [bold]{seconds(job.step_seconds)}[/] (times are a model; docs/planning.md says what it assumes)")
+    run = job.run
+    out.print(
+        f"\nstep of the whole job: [bold]{seconds(job.step_seconds)}[/] ({_listed(run.phases, seconds)}); times are a model, "
+        "whose errors are in docs/planning.md"
+    )
+    if run.useful < 1:
+        whole = seconds(run.run_seconds) if math.isfinite(run.run_seconds) else "never done"
+        out.print(f"the whole run with failures: {whole}, {run.useful:.0%} of it useful")
     for problem in job.problems:
         out.print(f"[bold red]does not fit[/] {escape(problem)}")
     if not job.problems:
@@ -243,6 +251,10 @@ def to_json(job: JobPlan) -> str:
         "fits": not job.problems,
         "problems": list(job.problems),
         "step_seconds": job.step_seconds,
+        "step_phases": dict(job.run.phases),
+        "run_seconds": job.run.run_seconds if math.isfinite(job.run.run_seconds) else None,
+        "useful": job.run.useful,
+        "preemptions": job.run.preemptions,
         "cluster": asdict(job.cluster),
         "components": {plan.component.name: _component_tree(plan) for plan in job.components},
         "alternatives": {name: [_component_tree(plan) for plan in plans] for name, plans in job.alternatives.items()},
@@ -260,8 +272,8 @@ def _component_tree(plan: ComponentPlan) -> dict[str, Any]:
     component = plan.component
     passes = train_micro_batches(component) if component.optimizer is not None else None
     train = sum(time.total for time in plan.times if time.phase == Phase.train)
-    work = component.work.expected()
-    useful = model_flops(component, work.update_rows * work.num_updates * work.length, work.length)
+    work, length = component.work, component.work.mean_length()
+    useful = model_flops(component, work.update_rows * work.num_updates * length, length)
     return {
         "ranks": component.num_ranks,
         "dp": component.dp,
