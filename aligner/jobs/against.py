@@ -30,16 +30,8 @@ from aligner.spans import Span
 
 RESPONSE_LENGTH = "rollout/response_length"
 REFIT = "refit"
-STEP, REST = "step", "everything else"
+STEP, REST, HOST = "step", "everything else", "host work"
 _TIME = "time/"
-# What the plan calls what the run's phases include: sampling ends when the last response is scored.
-_IN_A_RUN = {
-    "waiting for scores": Phase.generate.value,
-    "waiting for rollouts": Phase.generate.value,
-    "waiting for the critic's training": "critic_wait",
-    "host work": REST,
-}
-_BESIDE_STEPS = ("validation", "checkpoints")  # a mean over all steps in the plan; not in `time/step`
 _OPERATIONS = {Phase.values: wire.CRITIC_INFER.name, Phase.train: wire.CRITIC_TRAIN.name, Phase.scores: wire.REWARD_MODEL.name}
 
 
@@ -69,9 +61,9 @@ class Comparison:
     has_trace: bool
 
 
-def samples(directory: Path) -> bool:
-    """Whether the run samples responses. Raises DataError without a run."""
-    return any(RESPONSE_LENGTH in step.values for step in _steps(directory))
+def response_length(directory: Path) -> float:
+    """Mean tokens of a response, the median of the run's steps; 0 if it samples none. Raises DataError without a run."""
+    return _median([step.values.get(RESPONSE_LENGTH) for step in _steps(directory)]) or 0.0
 
 
 def compare(job: JobPlan, directory: Path) -> Comparison:
@@ -79,20 +71,21 @@ def compare(job: JobPlan, directory: Path) -> Comparison:
     steps = _steps(directory)
     spans, _ = read_spans(RunDirectory(directory).trace)
     main, *servers = job.components
-    names = sorted({name for step in steps for name in step.values if name.startswith(_TIME)})
-    measured = {name.removeprefix(_TIME): _median([step.values.get(name, 0.0) for step in steps]) for name in names}
+    measured: dict[str, float | None] = dict(_phases(steps))
     whole = measured.pop(STEP)
     recorded = _Recorded(spans)
     if (refit := recorded.seconds(recorded.trained, REFIT)) is not None:
         measured[REFIT] = refit
-    planned = _planned(job)
-    measured[REST] = max(0.0, (whole or 0.0) - sum(value or 0.0 for value in measured.values()))
+    planned = dict(job.run.phases)
+    host = planned.pop(HOST, None)
     rows = _rows(main.component.name, planned, measured)
+    rest = (whole or 0.0) - sum(value or 0.0 for value in measured.values())
+    rows.append(Row(component=main.component.name, phase=REST, planned=host, measured=max(rest, 0.0)))
     for server in servers:
         own = {time.phase.value: time.total for time in server.times}
         seen = {time.phase.value: recorded.seconds(server.component.process, _OPERATIONS[time.phase]) for time in server.times}
         rows += _rows(server.component.name, own, seen)
-    rows.append(Row(component="job", phase=STEP, planned=sum(planned.values()), measured=whole))
+    rows.append(Row(component="job", phase=STEP, planned=job.step_seconds, measured=whole))
     return Comparison(
         rows=tuple(rows),
         num_steps=len(steps),
@@ -102,14 +95,14 @@ def compare(job: JobPlan, directory: Path) -> Comparison:
     )
 
 
-def _planned(job: JobPlan) -> dict[str, float]:
-    """Planned seconds of the training component's phases, called as in a run, whose steps have neither validation nor checkpoint."""
-    planned: dict[str, float] = {}
-    for name, value in job.run.phases.items():
-        if name not in _BESIDE_STEPS:
-            known_as = _IN_A_RUN.get(name, name)
-            planned[known_as] = planned.get(known_as, 0.0) + value
-    return planned
+def measured_phases(directory: Path) -> dict[str, float]:
+    """Seconds of a step by phase, and of the whole `step`. Raises DataError if the run has not done two steps."""
+    return _phases(_steps(directory))
+
+
+def _phases(steps: Sequence[StepMetrics]) -> dict[str, float]:
+    names = sorted({name for step in steps for name in step.values if name.startswith(_TIME)})
+    return {name.removeprefix(_TIME): median(step.values.get(name, 0.0) for step in steps) for name in names}
 
 
 def show(found: Comparison, out: Console) -> None:
@@ -137,8 +130,8 @@ def show(found: Comparison, out: Console) -> None:
 
 
 def _rows(component: str, planned: Mapping[str, float], measured: Mapping[str, float | None]) -> list[Row]:
-    """Planned phases in their order, then those that only the run knows, and what is in none."""
-    names = sorted([*planned, *(name for name in measured if name not in planned)], key=lambda name: name == REST)
+    """Planned phases in their order, then those that only the run knows."""
+    names = [*planned, *(name for name in measured if name not in planned)]
     return [Row(component=component, phase=name, planned=planned.get(name), measured=measured.get(name)) for name in names]
 
 

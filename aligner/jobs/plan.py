@@ -13,6 +13,7 @@ from aligner.cluster.config import Placement
 from aligner.config import fetch_named
 from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
+from aligner.jobs import explain
 from aligner.jobs.plan_outputs import Outputs, is_run, of_run
 from aligner.jobs.programs import placement_of
 from aligner.loop.config import JobRun, WritingRun
@@ -23,7 +24,7 @@ from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import report, search
 from aligner.planner.config import ClusterConfig, Device, PlanConfig
-from aligner.planner.estimate import ComponentPlan, Scales, again, named, plan_component
+from aligner.planner.estimate import ComponentPlan, Scales, again, named, plan_component, with_fitting_cache
 from aligner.planner.memory import context_bytes, resting_bytes
 from aligner.planner.sampling import ResponseLengths
 from aligner.planner.simulation import Habits, Part, Simulated, simulate
@@ -41,14 +42,15 @@ def plan(
     name: str,
     overrides: Sequence[str],
     *,
-    searches: bool = False,
-    top: int = 5,
+    explains: bool = False,
     json_path: Path | None = None,
     outputs: Outputs | None = None,
 ) -> int:
     """Plan the config `name`; prints tables, returns the exit code. Raises ConfigError if the sizes do not divide."""
-    job = plan_job(name, overrides, searches=searches, top=top)
+    job = plan_job(name, overrides)
     report.show(job, report.console())
+    if explains:
+        explain.show(job, explain.changes(job, lambda settings: plan_job(name, [*overrides, *settings])), report.console())
     if json_path is not None:
         json_path.write_text(report.to_json(job))
     if outputs is not None:
@@ -56,29 +58,38 @@ def plan(
     return DOES_NOT_FIT if job.problems else 0
 
 
-def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top: int = 5) -> report.JobPlan:
+def plan_job(name: str, overrides: Sequence[str]) -> report.JobPlan:
     """As `plan`, without printing."""
     config = load(name, overrides)
-    cluster, scales = config.cluster, Scales(config.cluster.device)
-    found = with_lengths(components(config), config.plan)
-    plans = beside(tuple(plan_component(component, cluster, scales) for component in found), cluster)
-    take_turns, problems = any(component.turns for component in found), []
+    return plan_config(name, config, Scales(config.cluster.device))
+
+
+def plan_config(name: str, config: JobRun, scales: Scales, *, advises: bool = True) -> report.JobPlan:
+    """The plan of a composed config. `scales` know what other plans have built; `advises`: what does not fit is told what would help."""
+    cluster, plans = config.cluster, planned(config, scales)
+    take_turns, problems = any(one.component.turns for one in plans), []
     if take_turns:
         host = {f"{one.component.name}: {part}": size for one in plans for part, size in one.host.items()}
         problems += report.host_problems("all components together", host, cluster)
     for one in plans:
-        advice = [] if one.fits or one.component.within else search.advice(one.component, cluster, scales)
+        advice = search.advice(one.component, cluster, scales) if advises and not (one.fits or one.component.within) else []
         problems += report.problems(one, cluster, advice)
-    searched = [one.component for one in plans if searches and not one.component.within]
     return report.JobPlan(
         name=name,
         cluster=cluster,
         components=plans,
-        alternatives={part.name: search.search(part, cluster, scales, top=top) for part in searched},
         problems=tuple(problems),
         run=simulated(plans, config, take_turns=take_turns),
         take_turns=take_turns,
     )
+
+
+def planned(config: JobRun, scales: Scales) -> tuple[ComponentPlan, ...]:
+    """A plan of each component, the training one first."""
+    cluster = config.cluster
+    found = with_lengths(components(config), config.plan)
+    plans = beside(tuple(plan_component(component, cluster, scales) for component in found), cluster)
+    return tuple(with_fitting_cache(one, cluster) for one in plans)
 
 
 def simulated(plans: Sequence[ComponentPlan], config: JobRun, *, take_turns: bool) -> Simulated:
@@ -88,6 +99,7 @@ def simulated(plans: Sequence[ComponentPlan], config: JobRun, *, take_turns: boo
 
 
 def habits(config: JobRun) -> Habits:
+    """What the run does beside its steps."""
     if isinstance(config, WritingRun):
         return Habits(max_steps=1)
     ahead = getattr(config, "rollout", RolloutConfig()).asynchronous
@@ -167,10 +179,11 @@ def _is_described(section: object) -> bool:
     return isinstance(section, ModelConfig) and section.architecture.vocab_size > 0
 
 
-def components(config: JobRun) -> list[Component]:
+def components(config: JobRun, *, checked: bool = True) -> list[Component]:
     """The components that a run of this config starts, the training one first. Unset lengths are as in the run.
 
-    Raises ConfigError for settings that the run would refuse (`JobRun.with_lengths`, `JobRun.check`).
+    Raises ConfigError for settings that the run would refuse (`JobRun.with_lengths`, `JobRun.check`); unless `checked`, layouts and ranks
+    may be any.
     """
     models = {key: _own_or_actors(attrgetter(key)(config), config.model) for key in config.readers()}
     contexts = {}
@@ -178,19 +191,20 @@ def components(config: JobRun) -> list[Component]:
         with in_section(key.rpartition(".")[0]):
             contexts[key] = create.context_length(model, _architecture(key, model))
     config = fill(config, contexts)
-    found = [_main(config), *(_server(config, server) for server in config.servers() if server.work is not None)]
+    found = [_main(config, checked), *(_server(config, server, checked) for server in config.servers() if server.work is not None)]
     guests = ((server.guest, server.name) for server in config.servers() if server.guest is not None)
-    found += [replace(_server(config, guest), within=name) for guest, name in guests if guest.work is not None]
-    for component in found if config.cluster.device is Device.gpu else ():
+    found += [replace(_server(config, guest, checked), within=name) for guest, name in guests if guest.work is not None]
+    for component in found if checked and config.cluster.device is Device.gpu else ():
         config.cluster.ranks_on_node(component.name, component.num_ranks)
     return found
 
 
-def _main(config: JobRun) -> Component:
+def _main(config: JobRun, checked: bool) -> Component:
     """The component that trains or writes."""
     traits, architecture = config.traits(), _architecture("model", config.model)
     with named(traits.role):
-        config.check(architecture, config.num_processes)
+        if checked:
+            config.check(architecture, config.num_processes)
         engine = _engine(config.rollout, config.parallel, config.cluster, config.plan.rollout_ranks) if traits.has_engine else None
     trains = Phase.train in traits.work.phases
     return Component(
@@ -216,14 +230,15 @@ def _actors_turns(config: JobRun) -> frozenset[Phase]:
     return frozenset({Phase.generate} | ({Phase.train} if any(server.optimizer for server in config.servers()) else set()))
 
 
-def _server(config: JobRun, server: Server) -> Component:
+def _server(config: JobRun, server: Server, checked: bool) -> Component:
     """A server component; without a model of its own it has the trained one."""
     key = f"{server.name}.model"
     model = _own_or_actors(server.model, config.model)
     with in_section(server.name):
         architecture, placed = _architecture(key, model), _model(model, config.cluster)
-    with named(server.name):
-        server.check(model, architecture, server.num_ranks)
+    if checked:
+        with named(server.name):
+            server.check(model, architecture, server.num_ranks)
     return Component(
         name=server.name,
         head=Head.scalar,

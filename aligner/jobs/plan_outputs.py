@@ -9,17 +9,14 @@ from typing import Any
 
 from aligner.algorithms.registry import composed, recipes
 from aligner.cluster.run_directory import RunDirectory
-from aligner.config import from_yaml, override, schema_of
+from aligner.config import from_yaml, schema_of
 from aligner.errors import AlignerError, ConfigError, describe_os_error
 from aligner.files import publish
 from aligner.jobs import against as comparison
 from aligner.jobs.plan_page import report_html
 from aligner.loop.config import JobRun
 from aligner.planner import report
-from aligner.planner.spans_of_plan import planned_spans
 from aligner.spans import chrome_trace
-
-_LENGTHS = ("plan.lengths_of=", "plan.response_length=")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +30,7 @@ class Outputs:
     def write(self, job: report.JobPlan) -> None:
         """Write and print what was asked for. Raises AlignerError if a file cannot be written, DataError for a run without two steps."""
         if self.html is not None or self.trace is not None:
-            spans = planned_spans(job)
+            spans = job.run.spans
             _publish(self.html, lambda: report_html(job, spans))
             _publish(self.trace, lambda: chrome_trace(spans))
         if self.against is not None:
@@ -51,16 +48,15 @@ def _publish(path: Path | None, text: Any) -> None:
 
 
 def config_and_overrides(config: str, overrides: Sequence[str], against: Path | None) -> tuple[str, tuple[str, ...]]:
-    """The config to plan and its overrides: without a config that of the run to compare with. Raises ConfigError without either.
-
-    Beside a run that samples the plan is of the same work: responses are as long as the run's, unless an override says how long.
-    """
+    """The config to plan and its overrides: without a config that of the run to compare with. Responses are as long as the run's were
+    unless the overrides say otherwise. Raises ConfigError without either."""
     if "=" in config and not Path(config).exists():  # the first setting: no config was named
         config, overrides = "", (config, *overrides)
     if not config and against is None:
         raise ConfigError("aligner plan: name a config, such as ppo_70b, or the directory of a run, or one with --against")
-    if against is not None and comparison.samples(against) and not any(one.startswith(_LENGTHS) for one in overrides):
-        overrides = (*overrides, override("plan.lengths_of", str(against)))
+    if against is not None and not any(one.startswith(("plan.response_length=", "plan.lengths_of=")) for one in overrides):
+        if length := comparison.response_length(against):
+            overrides = (*overrides, f"plan.response_length={length}")
     return config or str(against), tuple(overrides)
 
 

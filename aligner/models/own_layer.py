@@ -117,5 +117,10 @@ class WholeNorm(torch.nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """For checkpoints: the weight by its rank's share."""
-        groups = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "dp_cp_group": parallel_state.get_data_parallel_group(True)}
-        return make_sharded_tensors_for_checkpoint({"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets, **groups)
+        return split_for_checkpoint({"weight": self.weight}, prefix, sharded_offsets)
+
+
+def split_for_checkpoint(tensors: dict[str, Tensor], prefix: str, sharded_offsets: tuple) -> dict:
+    """Megatron-Core's sharded tensors of parameters whose first dimension the tensor-parallel ranks split."""
+    groups = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "dp_cp_group": parallel_state.get_data_parallel_group(True)}
+    return make_sharded_tensors_for_checkpoint(tensors, prefix, dict.fromkeys(tensors, 0), sharded_offsets, **groups)

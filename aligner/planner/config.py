@@ -52,7 +52,7 @@ class ClusterConfig:
     nvlink_gb_per_second: float = 10.0  # to other GPUs of the node
     network_gb_per_second: float = 1.0  # to other nodes
     host_gb_per_second: float = 10.0  # to host memory
-    reserved_gib: float = 0.5  # context, libraries and their workspaces, in every process
+    reserved_gib: float = 0.44  # context, libraries and their workspaces, in every process; on CPU Python and torch too
     communicator_gib: float = 0.0  # buffers of each communicator that a rank belongs to
     fragmentation: float = 0.0  # part of what is allocated that the allocator loses between blocks
     storage_gb_per_second: float = 1.0  # of all ranks together, to the run directory

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from aligner.planner.config import ClusterConfig
 from aligner.planner.estimate import ComponentPlan
-from aligner.planner.memory import PhaseMemory, train_micro_batches
+from aligner.planner.memory import PhaseMemory, cache_tokens, decode_batch, seats, train_micro_batches
 from aligner.planner.schedule import MicroBatches
 from aligner.planner.simulation import Simulated
 from aligner.planner.timing import model_flops
@@ -26,10 +26,10 @@ COLUMNS = {  # of the memory table, and the parts that each adds up
     "weights": ("weights", "reference"),
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),
-    "engine": ("engine weights", "refit buckets", "KV cache", "prefill and sampling"),
+    "engine": ("engine weights", "refit buckets", "KV cache", "prefill and sampling", "graph buffers"),
     "activations": ("activations", "backward workspace"),
     "logits": ("logits",),
-    "other": ("gather buffer", "exchange buffers", "lost between blocks", "context and communicators", "other components"),
+    "other": ("host copies", "gather buffer", "exchange buffers", "lost between blocks", "context and communicators", "other components"),
 }
 WIDTH = 140
 
@@ -41,7 +41,6 @@ class JobPlan:
     name: str
     cluster: ClusterConfig
     components: tuple[ComponentPlan, ...]
-    alternatives: Mapping[str, Sequence[ComponentPlan]]  # by component; empty where no search was asked for
     problems: tuple[str, ...]  # why it does not fit; empty where it does
     run: Simulated
     take_turns: bool = False  # all components are on the first one's GPUs
@@ -74,8 +73,6 @@ def show(job: JobPlan, out: Console) -> None:
     )
     for plan in job.components:
         _show_component(plan, out)
-    for name, plans in job.alternatives.items():
-        _show_alternatives(name, plans, out)
     run = job.run
     out.print(
         f"\nstep of the whole job: [bold]{seconds(job.step_seconds)}[/] ({_listed(run.phases, seconds)}); times are a model, "
@@ -132,8 +129,23 @@ def _show_component(plan: ComponentPlan, out: Console) -> None:
     out.print(f"{plan.model_parameters:,} parameters, {per_rank} on a rank")
     out.print(_memory_table(plan))
     out.print(_stage_line(plan))
+    if (line := cache_line(plan)) is not None:
+        out.print(f"[yellow]{line}[/]")
     out.print(f"host memory of a node: {gib(sum(plan.host.values()))} GiB ({_listed(plan.host, gib)})")
     out.print(_time_table(plan))
+
+
+def cache_line(plan: ComponentPlan) -> str | None:
+    """What a cache that the plan made smaller costs, and the setting that a run needs for it; None where none was."""
+    component, engine = plan.component, plan.component.engine
+    if engine is None or not engine.wanted_cache_tokens:
+        return None
+    wanted = decode_batch(component, engine)
+    return (
+        f"fits with rollout.kv_cache_tokens={engine.kv_cache_tokens} (set it: a run does not shrink its cache by itself), in place of "
+        f"{engine.wanted_cache_tokens}: {seats(component, engine)} of {wanted} sequences of full length at a time; "
+        f"{seconds(plan.seconds)} a step instead of {seconds(plan.wanted_seconds)}"
+    )
 
 
 def _memory_table(plan: ComponentPlan) -> Table:
@@ -173,30 +185,6 @@ def _listed(parts: Mapping[str, float], shown: Any) -> str:
     return ", ".join(f"{name} {shown(value)}" for name, value in sorted(parts.items(), key=lambda item: -item[1]))
 
 
-def _show_alternatives(name: str, plans: Sequence[ComponentPlan], out: Console) -> None:
-    if not plans:
-        out.print(f"\n[bold]{name}[/]: no layout of these ranks fits; give it more ranks")
-        return
-    columns = ("tp", "pp", "vpp", "cp", "ep", "dp", "micro-batch", "recompute", "step", "GiB", "free GiB")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=f"{name}: fastest layouts that fit", title_justify="left", title_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for plan in plans:
-        component, p = plan.component, plan.component.parallel
-        passes = train_micro_batches(component) if component.optimizer is not None else None
-        table.add_row(
-            *(str(size) for size in (p.tp, p.pp, p.vpp, p.cp, p.ep, component.dp)),
-            _shape(passes) if passes else "-",
-            component.model.recompute.value,
-            seconds(plan.seconds),
-            gib(plan.peak.total),
-            gib(plan.limit - plan.peak.total),
-        )
-    out.print()
-    out.print(table)
-    out.print(f"the first of them: {' '.join(settings(plans[0].component))}", soft_wrap=True)
-
-
 def settings(component: Component) -> list[str]:
     """The overrides that choose this layout."""
     prefix = "" if component.name in ("actor", "trainer") else f"{component.name}."
@@ -204,7 +192,11 @@ def settings(component: Component) -> list[str]:
     chosen = [f"{prefix}parallel.{name}={getattr(p, name)}" for name in ("tp", "pp", "vpp", "cp", "ep")]
     chosen.append(f"{prefix}parallel.sequence_parallel={str(p.sequence_parallel).lower()}")
     name = "micro_batch_tokens" if model.micro_batch_tokens else "micro_batch_size"
-    return [*chosen, f"{prefix}model.{name}={getattr(model, name)}", f"{prefix}model.recompute={model.recompute.value}"]
+    chosen += [f"{prefix}model.{name}={getattr(model, name)}", f"{prefix}model.recompute={model.recompute.value}"]
+    if component.engine is not None and component.engine.wanted_cache_tokens:
+        chosen.append(f"rollout.kv_cache_tokens={component.engine.kv_cache_tokens}")
+    uneven = [name for name in ("first_stage_layers", "last_stage_layers") if getattr(p, name)]
+    return chosen + [f"{prefix}parallel.{name}={getattr(p, name)}" for name in uneven]
 
 
 def problems(plan: ComponentPlan, cluster: ClusterConfig, helps: Sequence[tuple[str, int]]) -> list[str]:
@@ -256,19 +248,26 @@ def to_json(job: JobPlan) -> str:
         "useful": job.run.useful,
         "preemptions": job.run.preemptions,
         "cluster": asdict(job.cluster),
-        "components": {plan.component.name: _component_tree(plan) for plan in job.components},
-        "alternatives": {name: [_component_tree(plan) for plan in plans] for name, plans in job.alternatives.items()},
+        "components": {plan.component.name: component_tree(plan) for plan in job.components},
     }
-    return json.dumps(tree, indent=2, default=_plain) + "\n"
+    return json.dumps(tree, indent=2, default=plain) + "\n"
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     if isinstance(value, Enum):
         return value.value
     raise TypeError(f"{type(value).__name__} in a plan")
 
 
-def _component_tree(plan: ComponentPlan) -> dict[str, Any]:
+def _cache_tree(component: Component) -> dict[str, int] | None:
+    engine = component.engine
+    if engine is None:
+        return None
+    tokens = cache_tokens(component, engine)
+    return {"tokens": tokens, "wanted_tokens": engine.wanted_cache_tokens or tokens, "sequences": seats(component, engine)}
+
+
+def component_tree(plan: ComponentPlan) -> dict[str, Any]:
     component = plan.component
     passes = train_micro_batches(component) if component.optimizer is not None else None
     train = sum(time.total for time in plan.times if time.phase == Phase.train)
@@ -287,6 +286,7 @@ def _component_tree(plan: ComponentPlan) -> dict[str, Any]:
         "state_bytes": [asdict(state) for state in plan.sizes.stages],
         "engine_weight_bytes": plan.sizes.engine_weights,
         "layer_activation_bytes": plan.sizes.train.layer,
+        "cache": _cache_tree(component),
         "memory": [{"phase": m.phase, "stage": m.stage, "bytes": m.total, "parts": dict(m.parts)} for m in plan.memory],
         "peak_bytes": plan.peak.total,
         "limit_bytes": plan.limit,

@@ -10,6 +10,7 @@ from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.sampling import ResponseLengths
 from aligner.rollout.config import EngineKind, RolloutConfig
+from aligner.rollout.tensorrt_llm_config import CudaGraphs
 
 GIB = 2**30
 
@@ -85,6 +86,7 @@ class Engine:
     on_gpu: bool = False  # whether its collectives are NCCL's
     settings: RolloutConfig = field(default_factory=RolloutConfig)  # which engine it is, and what it is asked for
     own_ranks: int = 0  # GPUs that it has alone; 0: those of the component
+    wanted_cache_tokens: int = 0  # of a cache that the plan made smaller, what it would have room for; 0: it is as the run's
 
     @property
     def is_foreign(self) -> bool:
@@ -95,6 +97,22 @@ class Engine:
     def keeps_cache(self) -> bool:
         """Whether on a GPU its key-value cache stays allocated while the policy trains: graphs know the cache by its address."""
         return not self.own_ranks and not self.offload and (self.settings.cuda_graphs or self.settings.engine != EngineKind.megatron)
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether on a GPU it decodes by CUDA graphs, whose buffers stay allocated with them."""
+        if not self.on_gpu:
+            return False
+        if self.settings.engine == EngineKind.vllm:
+            return not self.settings.vllm.enforce_eager
+        if self.settings.engine == EngineKind.tensorrt_llm:
+            return self.settings.tensorrt_llm.cuda_graphs is not CudaGraphs.never
+        return self.settings.cuda_graphs
+
+    @property
+    def keeps_graphs(self) -> bool:
+        """Whether they outlive a generation: vLLM's sleep is of weights and cache, the others forget them."""
+        return self.records_graphs and (not self.offload or self.settings.engine == EngineKind.vllm)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

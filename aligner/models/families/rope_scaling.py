@@ -57,8 +57,8 @@ class Scaling:
 
 def _llama3(scaling: Scaling) -> dict[str, Any]:
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-    if low >= high:
-        raise scaling.file.refusal(f"{scaling.source}.low_freq_factor", low, f"less than high_freq_factor={high}")
+    if low > high:
+        raise scaling.file.refusal(f"{scaling.source}.low_freq_factor", low, f"at most high_freq_factor={high}")
     return {
         "rope_llama3_factor": scaling.factor(),
         "rope_original_length": scaling.original_length(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from aligner.errors import ConfigError, DataError
 from aligner.jobs import against, plan
 from aligner.jobs.plan_outputs import Outputs, config_and_overrides
 from aligner.jobs.plan_page import MOST_ROWS, MOST_SPANS, report_html, timeline
-from aligner.planner.spans_of_plan import planned_spans
 from aligner.planner.workload import GIB
 from aligner.spans import Span
 
@@ -56,27 +54,17 @@ class Page(HTMLParser):
         self.texts.append(data.strip())
 
 
-def test_an_engine_on_the_actors_gpus_is_part_of_it():
-    job = planned_ppo()
-    assert [(span.component, span.lane) for span in planned_spans(job)] == [
-        *(("actor", "rank 0"), ("actor", "replica 0"), ("reward", "rank 0"), ("actor", "rank 0"))
-    ]
-    main, *servers = job.components
-    apart = replace(main, component=replace(main.component, engine=replace(main.component.engine, own_ranks=8)))
-    assert planned_spans(replace(job, components=(apart, *servers)))[1] == SPANS[1]
-
-
 def test_the_page_of_a_plan():
     job = planned_ppo(problems=("actor: too much <b>",))
-    text = report_html(job, planned_spans(job))
+    text = report_html(job, job.run.spans)
     page = Page(text)
     assert "http" not in text.replace("http-equiv", "") and "prefers-color-scheme: dark" in text and "@import" not in text
     assert "ppo <8b>" in page.texts and "does not fit: actor: too much <b>" in page.texts  # shown, not run
     boxes = [attributes for tag, attributes in page.elements if tag == "rect" and attributes["class"] and "x" in attributes]
     memory = sum(1 + (stage == 1) for own in SECONDS.values() for _ in own for stage in range(2))
-    assert len(boxes) == len(SPANS) + memory  # and of memory: weights, and on one stage of two the cache
+    assert len(boxes) == 7 + memory  # phases; weights, and on one stage of two the cache
     assert all(190 <= float(box["x"]) and float(box["x"]) + float(box["width"]) <= 1000.5 for box in boxes)
-    widths = sorted(float(box["width"]) for box in boxes[: len(SPANS)])
+    widths = sorted(float(box["width"]) for box in boxes[:7])
     assert widths == pytest.approx(sorted(810 * span.seconds / 20 for span in SPANS), abs=0.02)
     assert {"train, stage 1", "5.0 GiB", "8.0 GiB", "20 s"} <= set(page.texts)
     rows = sum(tag == "tr" for tag, _ in page.elements)
@@ -126,19 +114,20 @@ def test_a_plan_beside_a_run(tmp_path: Path):
     found = against.compare(planned_ppo(), write_run(tmp_path / "run"))
     rows = {(row.component, row.phase): (row.planned, row.measured) for row in found.rows}
     assert rows == {
-        ("actor", "generate"): (12.0, 8.0),  # with the wait for scores
+        ("actor", "generate"): (9.5, 8.0),
         ("actor", "logprobs"): (1.0, 1.0),
         ("actor", "ref_logprobs"): (2.0, 1.0),
-        ("actor", "train"): (4.0, 8.0),
+        ("actor", "train"): (5.0, 8.0),
         ("actor", "refit"): (0.5, 0.25),
-        ("actor", "critic_wait"): (1.0, 1.0),
+        ("actor", "waiting for scores"): (1.5, None),
+        ("actor", "critic_wait"): (None, 1.0),
         ("actor", "everything else"): (0.5, 0.75),
         ("critic", "values"): (6.0, 3.0),
         ("critic", "train"): (5.0, 10.0),
         ("reward", "scores"): (12.0, None),  # it was not recorded
-        ("job", "step"): (21.0, 20.0),  # without validation and checkpoints
+        ("job", "step"): (20.0, 20.0),
     }
-    assert {row.phase: row.ratio for row in found.rows if row.component == "actor"}["train"] == 0.5
+    assert {row.phase: row.ratio for row in found.rows if row.component == "actor"}["train"] == 0.625
     assert found.num_steps == 3 and found.planned_peak == 5 * GIB and found.measured_peak == 5 * GIB and found.has_trace
     out = Console(width=140, record=True, highlight=False)
     against.show(found, out)
@@ -157,27 +146,24 @@ def test_runs_without_a_trace_and_without_steps(tmp_path: Path):
     with pytest.raises(DataError, match="has 1 timed steps; expected at least 2"):
         against.compare(planned_ppo(), write_run(tmp_path / "short", steps=1))
     with pytest.raises(DataError, match="has no metrics.jsonl"):
-        against.samples(tmp_path)
+        against.response_length(tmp_path)
 
 
-def test_files_are_written(tmp_path: Path, capsys):
+def test_files_are_written_and_lengths_are_the_runs(tmp_path: Path, capsys):
     run = write_run(tmp_path / "run")
     outputs = Outputs(html=tmp_path / "plan.html", trace=tmp_path / "plan.json", against=run)
     outputs.write(planned_ppo())
     assert "plan against run" in capsys.readouterr().out
     events = json.loads((tmp_path / "plan.json").read_text())["traceEvents"]
-    assert sum(event["ph"] == "X" for event in events) == len(SPANS) and (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+    assert sum(event["ph"] == "X" for event in events) == 7 and (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
 
 
 def test_which_config_is_planned(tmp_path: Path):
-    run = write_run(tmp_path / "run")
-    same_work = f"plan.lengths_of='{run}'"
+    run, mean = write_run(tmp_path / "run"), "plan.response_length=103.0"
     assert config_and_overrides("ppo", ("a=1",), None) == ("ppo", ("a=1",))
-    assert config_and_overrides("ppo", (), run) == ("ppo", (same_work,))
-    assert config_and_overrides("a=1", ("b=2",), run) == (str(run), ("a=1", "b=2", same_work))
-    assert config_and_overrides("plan.response_length=7", (), run) == (str(run), ("plan.response_length=7",))
-    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "time": 1.0, "time/step": 2.0}) + "\n" for step in (1, 2)))
-    assert config_and_overrides("", (), run) == (str(run), ())  # it samples nothing
+    assert config_and_overrides("ppo", (), run) == ("ppo", (mean,))
+    assert config_and_overrides("a=1", ("b=2",), run) == (str(run), ("a=1", "b=2", mean))
+    assert config_and_overrides("", ("plan.response_length=9",), run) == (str(run), ("plan.response_length=9",))
     with pytest.raises(ConfigError, match="name a config, such as ppo_70b, or the directory of a run"):
         config_and_overrides("", (), None)
 

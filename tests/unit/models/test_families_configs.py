@@ -63,6 +63,10 @@ def test_parameter_count_is_the_published_one(name, topology):
 
 # Sizes in published files, and the number of parameters that the hubs give, without layers that predict further tokens.
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 4096}
+LLAMA4 = {"model_type": "llama4_text", "num_hidden_layers": 48, "hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8}
+LLAMA4 |= {"intermediate_size": 8192, "intermediate_size_mlp": 16384, "vocab_size": 202048, "max_position_embeddings": 262144}
+GPT_OSS = {"model_type": "gpt_oss", "hidden_size": 2880, "num_attention_heads": 64, "intermediate_size": 2880, "vocab_size": 201088}
+GPT_OSS |= {"max_position_embeddings": 131072}
 FILES: dict[str, tuple[int, dict]] = {
     "DeepSeek-V2-Lite": (
         15_706_484_224,
@@ -90,6 +94,11 @@ FILES: dict[str, tuple[int, dict]] = {
         | {"vocab_size": 151936, "moe_intermediate_size": 1408, "num_experts": 60, "num_experts_per_tok": 4}
         | {"shared_expert_intermediate_size": 5632, "max_position_embeddings": 8192},
     ),
+    # The hub's 108,641,793,536 and 401,583,781,376 are with the same 871,932,416 of images.
+    "Llama-4-Scout-17B-16E": (108_641_793_536 - 871_932_416, LLAMA4 | {"interleave_moe_layer_step": 1, "num_local_experts": 16}),
+    "Llama-4-Maverick-17B-128E": (401_583_781_376 - 871_932_416, LLAMA4 | {"interleave_moe_layer_step": 2, "num_local_experts": 128}),
+    "gpt-oss-20b": (20_914_757_184, GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "gpt-oss-120b": (116_829_156_672, GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}),
 }
 
 
@@ -98,8 +107,8 @@ def test_mixtures_have_the_published_number_of_parameters(name, topology):
     """Two kinds of layers: what a second layer of each adds, every further one adds."""
     published, file = FILES[name]
     architecture = architecture_from_hf(file)
-    mixture, two = (count(dataclasses.replace(architecture, num_layers=n, dense_layers=[])) for n in (1, 2))
-    both = count(dataclasses.replace(architecture, num_layers=2, dense_layers=[1]))
+    mixture, two = (count(dataclasses.replace(architecture.with_layers(n), dense_layers=[])) for n in (1, 2))
+    both = count(dataclasses.replace(architecture.with_layers(2), dense_layers=[1]))
     dense = len(architecture.dense_layers)
     assert mixture + (architecture.num_layers - dense - 1) * (two - mixture) + dense * (both - mixture) == published
 
@@ -156,6 +165,8 @@ def test_experts_that_cannot_be_split():
         ConfigError, match="parallel.etp=5: does not divide the model's expert_ffn_hidden_size=24; allowed: 1, 2, 3, 4, 6, 8"
     ):
         check_divisible(Architecture(**MOE), ParallelConfig(ep=2, etp=5))
+    with pytest.raises(ConfigError, match="parallel.etp=2: with biases of experts it must be 1 or parallel.tp; allowed: 1, 4"):
+        check_divisible(Architecture(**MOE, expert_biases=True), ParallelConfig(tp=4, sequence_parallel=True, ep=2, etp=2))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +203,7 @@ def test_possible_layouts_of_large_models(model, parallel):
             {"rope_linear_factor": 2.0, "rope_yarn_factor": 4.0},
             "rope_yarn_factor=4.0: .* scaled one way; allowed with rope_linear_factor: 0",
         ),
-        ({"rope_low_freq_factor": 4.0}, "rope_low_freq_factor=4.0: must be above 0 and below rope_high_freq_factor=4.0"),
+        ({"rope_low_freq_factor": 4.5}, "rope_low_freq_factor=4.5: must be above 0 and not above rope_high_freq_factor=4.0"),
         ({"rope_original_length": 0}, "rope_original_length=0: must be finite and above 0"),
         ({"rope_attention_factor": 1.1, "rotary_fraction": 0.5}, "rope_attention_factor=1.1: .* allowed with rotary_fraction=0.5: 1.0"),
         ({"num_experts": -1}, "architecture.num_experts=-1: must not be negative"),

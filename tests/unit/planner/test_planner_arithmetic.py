@@ -14,7 +14,7 @@ from aligner.models.config import Architecture, Dtype, ModelConfig, Recompute
 from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.micro_batches import MicroBatching, plan
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner import decoding, kernels, layers, memory, report, schedule, search, timing
+from aligner.planner import decoding, kernels, layers, memory, report, schedule, timing
 from aligner.planner.buffers import StateBytes
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes
@@ -304,16 +304,6 @@ def test_refused_sizes_name_the_component() -> None:
     foreign = RolloutConfig(engine=EngineKind.tensorrt_llm, verify_refit=VerifyRefit.checksum)  # and so no search proposes it
     with pytest.raises(ConfigError, match="^actor: rollout.verify_refit=checksum: rollout.engine=tensorrt_llm reads no"):
         check(component(engine=Engine(tp=2, max_batch_size=1, bucket_bytes=0, offload=False, settings=foreign)))
-
-
-def test_candidates_divide() -> None:
-    found = list(search.candidates(component(), CLUSTER))
-    assert {c.parallel.tp for c in found} == {1, 2, 4, 8}
-    assert {c.parallel.pp for c in found} == {1, 2, 4, 8}
-    assert {c.parallel.cp for c in found} == {1}  # sequences of 256 tokens are not worth splitting
-    assert all(c.parallel.sequence_parallel == (c.parallel.tp > 1) for c in found)
-    for candidate in found:
-        check(candidate)
 
 
 @pytest.mark.parametrize("value, text", [(0.5, "0.50 s"), (34.4, "34 s"), (310, "5 min 10 s"), (7500, "2 h 05 min")])
