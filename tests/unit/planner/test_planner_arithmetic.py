@@ -106,6 +106,23 @@ def test_micro_batches() -> None:
     assert cut(component(num_ranks=3, parallel={"cp": 3}), 32).length == 258
 
 
+def test_delta_nets_have_states_instead_of_keys_and_values() -> None:
+    """As above with 6 of 8 layers delta nets of 4 key heads of 8 numbers and 8 value heads of 16, and windows of 4 tokens."""
+    sizes = {"linear_key_heads": 4, "linear_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_conv_size": 4}
+    engine = Engine(tp=2, max_batch_size=4, bucket_bytes=0, offload=False, prefill_chunk_tokens=100, kv_cache_tokens=1000)
+    plain = component(parallel={"tp": 2}, engine=engine)
+    own = replace(plain, architecture=replace(plain.architecture, linear_attention_layers=[0, 1, 2, 4, 5, 6], **sizes))
+    token = 2 * 2 * 2 * 8 * 2  # keys and values, layers, heads of a rank, numbers, bytes
+    state = 6 * (4 * (8 // 2) * 8 * 16 + 3 * (2 * 4 * 8 + 8 * 16) // 2 * 2)  # layers; a rank's states; three rows of its channels
+    assert memory.kv_bytes_per_token(own, engine) == token and memory.state_bytes(own, engine) == state
+    assert memory.cache_bytes(own, engine) == 1000 * token + 4 * state
+    linear, quadratic = layers.layer_flops(own, 100)
+    attention, feed_forward = 2 * (2 * 64 * 64 + 2 * 64 * 32), 2 * 3 * 64 * 128
+    rule = 8 * (3 * 8 * 16 + 64 * (2 * 8 + 12 + 16))
+    delta = 2 * (64 * (2 * 32 + 2 * 128 + 2 * 8) + 128 * 64 + 4 * (64 + 128) + rule)
+    assert linear == attention / 4 + delta * 3 / 4 + feed_forward and quadratic == 2 * 64 * 100 / 4
+
+
 def test_engine_weights_of_its_own() -> None:
     engine = Engine(tp=2, max_batch_size=8, bucket_bytes=0, offload=False)
     assert not component(parallel={"tp": 2}, engine=engine).engine_holds_weights

@@ -29,6 +29,7 @@ OTHERS = (
     "qwen2_moe",
     "llama4_text",
     "gpt_oss",
+    "qwen3_next",
     "llama_yarn",
 )
 LENGTHS = (3, 22, 9)
@@ -149,8 +150,8 @@ def test_nothing_is_found_where_nothing_is(made, family, kernels) -> None:
     assert found.agrees, found.verdict()
     seen = {one.place.operation.value for one in found.paths["prefill"]}
     assert len(seen) >= (12 if family in ("cohere", "deepseek_v3") else 14)  # no second norm; no queries and keys by head
-    assert ("router" in seen) == (family in ("mixtral", "deepseek_v3", "qwen2_moe", "gpt_oss", "llama4_text"))
-    assert ("q_norm" in seen) == (family in ("qwen3", "gemma3_text", "olmo2", "olmo3"))
+    assert ("router" in seen) == (family in ("mixtral", "deepseek_v3", "qwen2_moe", "gpt_oss", "llama4_text", "qwen3_next"))
+    assert ("q_norm" in seen) == (family in ("qwen3", "gemma3_text", "olmo2", "olmo3", "qwen3_next"))
     assert all(one.num_tokens == 30 for one in found.paths["decode"])
     assert {one.num_tokens for one in found.paths["prefill"]} >= {30 + sum(LENGTHS)}
 
