@@ -1,6 +1,6 @@
 """What `aligner plan` says of jobs whose step times others have published (published_steps.yaml), and by how much it is wrong.
 
-python benchmarks/plan_accuracy.py [--json errors.json] [--write]
+python benchmarks/plan_accuracy.py [--json errors.json] [--write] [--check]
 """
 
 from __future__ import annotations
@@ -8,9 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from aligner.jobs.calibrate import KINDS, read
 from aligner.planner.calibration import STEP, error, median_and_worst
@@ -19,13 +22,15 @@ FILE = Path(__file__).with_name("published_steps.yaml")
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
 
 
+MOST = 0.01  # that an error may grow
 TITLES = {"calibration": "fitted to", "held_out": "held out"}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--write", action="store_true", help="write the figures into the file, for the test, and into the docs")
+    parser.add_argument("--check", action="store_true", help="exit code 1 where an error is larger than the file has it")
     arguments = parser.parse_args()
     found: list[dict[str, Any]] = []
     for kind in KINDS:
@@ -43,6 +48,17 @@ def main() -> None:
     if arguments.write:
         _record(found)
         _show(found)
+    return int(arguments.check and _grown(found))
+
+
+def _grown(found: Sequence[dict[str, Any]]) -> bool:
+    """Whether a job is planned otherwise than the file says, and worse; says which."""
+    written = yaml.safe_load(FILE.read_text())
+    recorded = {row["name"]: row["planned"] for kind in KINDS for row in written[kind]}
+    grown = [one for one in found if one["error"] > error(recorded[one["name"]] / one["published"]) + MOST]
+    for one in grown:
+        print(f"{one['name']}: planned {one['planned']:.1f} s, before {recorded[one['name']]:.1f} s, published {one['published']:.1f} s")
+    return bool(grown)
 
 
 def _record(found: Sequence[dict[str, Any]]) -> None:
@@ -71,4 +87,4 @@ def _show(found: Sequence[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -117,8 +117,10 @@ def habits(config: JobRun) -> Habits:
 def with_lengths(found: Sequence[Component], assumed: PlanConfig) -> list[Component]:
     """With sequences of the mean lengths that `plan` has. Raises ConfigError where none are sampled, or none is so long."""
     response, prompt, setting = assumed.response_length, assumed.prompt_length, f"plan.response_length={assumed.response_length:g}"
+    measured: tuple[int, ...] = ()
     if assumed.lengths_of:
-        response, setting = measured_length(Path(assumed.lengths_of)), f"plan.lengths_of={assumed.lengths_of}"
+        response, measured = measured_lengths(Path(assumed.lengths_of))
+        setting = f"plan.lengths_of={assumed.lengths_of}"
     if not response and not prompt:
         return list(found)
     work = next((component.work for component in found if component.engine is not None), None)
@@ -126,26 +128,33 @@ def with_lengths(found: Sequence[Component], assumed: PlanConfig) -> list[Compon
         raise ConfigError(f"{setting}: this recipe samples no responses; allowed: 0")
     if prompt > work.longest_prompt:
         raise ConfigError(f"plan.prompt_length={prompt:g}: allowed: at most data.max_prompt_length={work.longest_prompt}")
-    response = response or work.response_length
-    if not 1 <= response <= work.response_length:
-        raise ConfigError(
-            f"{setting}: responses of {response:g} tokens; allowed: 1 to rollout.sampling.max_response_length={work.response_length}"
-        )
-    lengths = ResponseLengths(mean=response, spread=assumed.response_spread, prompt=prompt)
+    response, longest = response or work.response_length, work.response_length
+    if not 1 <= response <= longest:
+        raise ConfigError(f"{setting}: responses of {response:g} tokens; allowed: 1 to rollout.sampling.max_response_length={longest}")
+    lengths = ResponseLengths(mean=response, spread=assumed.response_spread, prompt=prompt, measured=measured)
     return [replace(component, work=replace(component.work, lengths=lengths)) for component in found]
 
 
-def measured_length(run: Path) -> float:
-    """Mean tokens of a response in the last steps of a run: its directory, or its metrics.jsonl. Raises ConfigError where it has none."""
-    path = run / "metrics.jsonl" if run.is_dir() else run
+def measured_lengths(path: Path) -> tuple[float, tuple[int, ...]]:
+    """(mean, lengths in rising order) of responses: of a file that lists them; of a run, by the last steps of its metrics, the mean alone.
+
+    Raises ConfigError where there are none.
+    """
+    path = path / "metrics.jsonl" if path.is_dir() else path
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()[-LAST_STEPS:] if line.strip()]
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        if path.suffix != ".jsonl":
+            found = sorted(int(line) for line in lines)
+            if not found or found[0] < 1:
+                raise ConfigError(f"plan.lengths_of={path}: needs a length of at least 1 on each line")
+            return sum(found) / len(found), tuple(found)
+        steps = [json.loads(line) for line in lines[-LAST_STEPS:]]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"plan.lengths_of={run}: {error}") from error
-    found = [line["rollout/response_length"] for line in lines if "rollout/response_length" in line]
-    if not found:
-        raise ConfigError(f"plan.lengths_of={run}: no rollout/response_length in the last {LAST_STEPS} lines of {path.name}")
-    return float(sum(found) / len(found))
+        raise ConfigError(f"plan.lengths_of={path}: {error}") from error
+    means = [step["rollout/response_length"] for step in steps if "rollout/response_length" in step]
+    if not means:
+        raise ConfigError(f"plan.lengths_of={path}: no rollout/response_length in its last {LAST_STEPS} lines")
+    return sum(means) / len(means), ()
 
 
 def beside(plans: Sequence[ComponentPlan], cluster: ClusterConfig) -> tuple[ComponentPlan, ...]:

@@ -17,15 +17,20 @@ Step = Callable[[int, float], float]  # (active, cached): seconds of one decode 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseLengths:
     """Log-normal lengths of responses in tokens, cut where the run cuts them; their mean is `mean` after the cut. `prompt`: the mean of
-    the prompts' lengths, 0 where they are as long as they may be."""
+    the prompts' lengths, 0 where they are as long as they may be. `measured` lengths, if there are any, take the place of log-normal
+    ones."""
 
     mean: float
     spread: float = 0.7  # standard deviation of the logarithm
     prompt: float = 0.0
+    measured: tuple[int, ...] = ()  # rising
 
     def drawn(self, count: int, longest: int, seed: int = 0) -> list[int]:
         """`count` lengths of at most `longest`: evenly spaced quantiles in an order that is the same every time."""
-        lengths = list(_quantiles(self.mean, self.spread, count, longest))
+        if self.measured:
+            lengths = [min(longest, self.measured[(2 * number + 1) * len(self.measured) // (2 * count)]) for number in range(count)]
+        else:
+            lengths = list(_quantiles(self.mean, self.spread, count, longest))
         random.Random(seed).shuffle(lengths)
         return lengths
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aligner.errors import ConfigError
-from aligner.jobs.plan import measured_length, with_lengths
+from aligner.jobs.plan import measured_lengths, with_lengths
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import PlanConfig
@@ -133,13 +133,25 @@ def test_lengths_that_no_sequence_has(found):
 def test_lengths_of_a_run(tmp_path: Path, found):
     lines = [{"step": step, "rollout/response_length": length} for step, length in enumerate((10.0, 30.0))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert measured_length(tmp_path) == measured_length(tmp_path / "metrics.jsonl") == 20
+    assert measured_lengths(tmp_path) == measured_lengths(tmp_path / "metrics.jsonl") == (20, ())
     assert with_lengths(found, PlanConfig(lengths_of=str(tmp_path)))[0].work.lengths == ResponseLengths(mean=20)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ConfigError, match="no rollout/response_length in the last 20 lines of metrics.jsonl"):
-        measured_length(tmp_path)
+    with pytest.raises(ConfigError, match="metrics.jsonl: no rollout/response_length in its last 20 lines"):
+        measured_lengths(tmp_path)
     with pytest.raises(ConfigError, match="plan.lengths_of=.*nowhere"):
-        measured_length(tmp_path / "nowhere")
+        measured_lengths(tmp_path / "nowhere")
+
+
+def test_lengths_in_a_file(tmp_path: Path, found):
+    (path := tmp_path / "lengths.txt").write_text("4\n100\n16\n\n200\n")
+    lengths = with_lengths(found, PlanConfig(lengths_of=str(path)))[0].work.lengths
+    assert lengths.mean == 80 and lengths.measured == (4, 16, 100, 200)
+    assert sorted(lengths.drawn(4, 128)) == [4, 16, 100, 128] and sorted(lengths.drawn(2, 500)) == [16, 200]
+    assert sorted(lengths.drawn(8, 500)) == [4, 4, 16, 16, 100, 100, 200, 200]
+    for text, message in (("", "needs a length of at least 1"), ("0\n", "needs a length of at least 1"), ("x\n", "invalid literal")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=f"plan.lengths_of={path}: {message}"):
+            measured_lengths(path)
 
 
 def test_work_without_lengths_is_the_longest():
