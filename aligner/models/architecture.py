@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from aligner.errors import ConfigError
 
@@ -90,6 +91,7 @@ OF_EXPERTS = {
     "router_scale": 1.0,
 }
 ROPE_FACTORS = ("rope_llama3_factor", "rope_linear_factor", "rope_yarn_factor", "rope_dynamic_factor")
+NOT_SCALED: dict[str, Any] = dict.fromkeys(ROPE_FACTORS, 0.0) | {"rope_short_factors": [], "rope_long_factors": []}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,13 +112,15 @@ class Architecture:
     rope_linear_factor: float = 0.0  # 0: off; else every rotary frequency is divided by it
     rope_yarn_factor: float = 0.0  # 0: off; else the factor of YaRN's rotary scaling
     rope_dynamic_factor: float = 0.0  # 0: off; else the file's factor beyond max_position_embeddings, where no sequence here is
-    rope_original_length: int = 8192  # context length before Llama 3.1's or YaRN's scaling
+    rope_original_length: int = 8192  # context length before Llama 3.1's, YaRN's or LongRoPE's scaling
     rope_low_freq_factor: float = 1.0  # of Llama 3.1's scaling: turns in the original length up to which all of the factor counts
     rope_high_freq_factor: float = 4.0  # of Llama 3.1's scaling: turns in the original length from which nothing is scaled
     rope_beta_fast: float = 32.0  # of YaRN's scaling: turns in the original length from which nothing is scaled
     rope_beta_slow: float = 1.0  # of YaRN's scaling: turns in the original length up to which all of the factor counts
     rope_truncate: bool = True  # of YaRN's scaling: its bounds are rounded to whole dimensions
-    rope_attention_factor: float = 1.0  # of YaRN's scaling: cosines and sines are multiplied by it
+    rope_attention_factor: float = 1.0  # of YaRN's scaling and LongRoPE's: cosines and sines are multiplied by it
+    rope_short_factors: list[float] = field(default_factory=list)  # []: off; else LongRoPE's divisors of the frequencies, one for each
+    rope_long_factors: list[float] = field(default_factory=list)  # []: off; else those of a run whose context is beyond the original one
     rope_score_scale: float = 0.0  # of YaRN's scaling: scores are multiplied by (0.1 rope_score_scale ln(factor) + 1) squared
     norm_eps: float = 1e-5  # added to the variance in every norm
     tied_embeddings: bool = True  # the output layer is the token embedding
@@ -213,7 +217,7 @@ class Architecture:
         if not 0 < self.rotary_fraction <= 1:
             raise ConfigError(f"architecture.rotary_fraction={self.rotary_fraction}: must be in (0, 1]")
         if self.position_embedding == PositionEmbedding.learned:
-            for name, neutral in (("rotary_fraction", 1.0), *dict.fromkeys(ROPE_FACTORS, 0.0).items()):
+            for name, neutral in (("rotary_fraction", 1.0), *NOT_SCALED.items()):
                 if getattr(self, name) != neutral:
                     raise ConfigError(
                         f"architecture.{name}={getattr(self, name)}: position_embedding=learned rotates nothing; allowed: {neutral}"
@@ -291,7 +295,7 @@ class Architecture:
             raise ConfigError("architecture.qk_norm_whole=True: needs qk_norm=True and normalization=rms_norm")
 
     def _check_rope_scaling(self) -> None:
-        scaled = {name: getattr(self, name) for name in ROPE_FACTORS if getattr(self, name)}
+        scaled = {name: getattr(self, name) for name in (*ROPE_FACTORS, "rope_long_factors") if getattr(self, name)}
         if len(scaled) > 1:
             name, value = list(scaled.items())[-1]
             raise ConfigError(f"architecture.{name}={value}: the rotary embedding is scaled one way; allowed with {next(iter(scaled))}: 0")
@@ -303,11 +307,12 @@ class Architecture:
                 f"architecture.rope_low_freq_factor={self.rope_low_freq_factor}: must be above 0 and below "
                 f"rope_high_freq_factor={self.rope_high_freq_factor}"
             )
-        if self.rope_attention_factor != 1 and self.rotary_fraction != 1 and not self.latent_size:
-            raise ConfigError(
-                f"architecture.rope_attention_factor={self.rope_attention_factor}: is computed for heads that are rotated whole; "
-                f"allowed with rotary_fraction={self.rotary_fraction}: 1.0"
-            )
+        for name in ("rope_short_factors", "rope_long_factors"):
+            factors = list(getattr(self, name))
+            setattr(self, name, factors)
+            count = self.rotated // 2 if self.rope_short_factors or self.rope_long_factors else 0
+            if len(factors) != count or not all(0 < factor < math.inf for factor in factors):
+                raise ConfigError(f"architecture.{name}={factors}: must be {count} finite numbers above 0, one for each rotated pair")
 
     def _check_experts(self) -> None:
         if self.num_experts < 0:

@@ -124,10 +124,10 @@ class Transformer(GPTModel):
         if architecture.rope_local_theta:
             self.rotary_local = copy.copy(self.rotary_pos_emb)
             self.rotary_local.inv_freq = rope.frequencies(rope.local(architecture), self.rotary_pos_emb.inv_freq.device)
-        if (
-            rope.is_scaled(architecture) or architecture.latent_size
-        ):  # Megatron-Core knows Llama 3.1's scaling alone, and of that one set of constants
-            self.rotary_pos_emb.inv_freq = rope.frequencies(architecture, self.rotary_pos_emb.inv_freq.device)
+        if rope.is_scaled(architecture) or architecture.latent_size:
+            # Megatron-Core knows Llama 3.1's scaling alone, and of that one set of constants.
+            old = self.rotary_pos_emb.inv_freq
+            self.rotary_pos_emb.inv_freq = rope.frequencies(architecture, old.device, context=model.seq_length)
         if config.transformer_impl == "transformer_engine":
             finish_transformer_engine(self.decoder)
         if learned and stage.pre_process:

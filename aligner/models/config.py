@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from aligner.errors import ConfigError
 from aligner.hub.names import Files
+from aligner.models.architecture import NOT_SCALED as NOT_SCALED
 from aligner.models.architecture import OF_EXPERTS as OF_EXPERTS
 from aligner.models.architecture import ROPE_FACTORS as ROPE_FACTORS
 from aligner.models.architecture import Activation as Activation

@@ -76,6 +76,7 @@ UNUSUAL: dict[str, tuple[Any, str]] = {
     "router_sigmoid": (False, "sigmoid routing"),
     "router_groups": (0, "groups of experts"),
 }
+_FACTOR: dict[str, tuple[Any, str]] = {"rope_attention_factor": (1.0, "a factor on the rotary embedding")}
 _WITH_BIASES: dict[str, tuple[Any, str]] = dict.fromkeys(("attention_out_bias", "mlp_bias"), (False, "biases on some of its linear layers"))
 
 
@@ -93,12 +94,13 @@ def unusual(architecture: Architecture, fields: Mapping[str, tuple[Any, str]] = 
 
 def _variant_problem(architecture: Architecture) -> str:
     """What of the model the batch-invariant modules do not compute; empty where they compute all."""
-    return unusual(architecture, UNUSUAL | {"rope_attention_factor": (1.0, "a factor on the rotary embedding")})
+    return unusual(architecture, UNUSUAL | _FACTOR)
 
 
 def torch_layers_reason(architecture: Architecture) -> str:
     """What of the model only torch's layers compute here; empty where others may."""
-    found = unusual(architecture, UNUSUAL | _WITH_BIASES)
+    parted = {} if architecture.rotary_fraction == 1 else _FACTOR
+    found = unusual(architecture, UNUSUAL | _WITH_BIASES | parted)
     return f"the model has {found}, which torch's layers compute" if found else ""
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from aligner.models.attention import CoreAttention
 from aligner.models.config import Architecture, Normalization, ParallelResidual
 from aligner.models.latent_attention import LatentAttention
-from aligner.models.own_layer import InterleavedAttention, OwnLayer, WholeNorm, needs_own_layer
+from aligner.models.own_layer import OwnLayer, OwnRotation, WholeNorm, needs_own_layer, needs_own_rotation
 from aligner.models.router import Router
 from aligner.parallel.mcore import (
     ColumnParallelLinear,
@@ -175,10 +175,9 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
         layer.submodules.pre_mlp_layernorm = IdentityOp
     if needs_own_layer(architecture):
         layer.module, layer.params = OwnLayer, {"architecture": architecture, "norm": norm}
-    if architecture.rotary_interleaved and not architecture.latent_size:
-        rotated = architecture.rotated
+    if needs_own_rotation(architecture):
         own = layer.submodules.self_attention
-        own.module, own.params = InterleavedAttention, own.params | {"rotated": rotated}
+        own.module, own.params = OwnRotation, own.params | {"architecture": architecture}
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = ModuleSpec(module=modules.core_attention, params={"architecture": architecture})
     attention.linear_qkv = modules.column_linear

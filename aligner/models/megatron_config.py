@@ -81,7 +81,7 @@ def softmax_scale(architecture: Architecture) -> float | None:
     """What scores are multiplied by; None is 1 / sqrt(head_dim). A factor on all cosines and sines is its square on scores."""
     if architecture.latent_size:  # Megatron-Core is told the values' size; of each head a part is rotated
         return rope.score_scale(architecture)
-    scale, factor = architecture.attention_scale, architecture.rope_attention_factor
+    scale, factor = architecture.attention_scale, rope.factor_of_scores(architecture)
     return (scale or 1 / math.sqrt(architecture.head_dim)) * factor**2 if scale or factor != 1 else None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.models import rope
 from aligner.models.config import Architecture, ParallelResidual
 from aligner.parallel.mcore import (
     ModuleSpec,
@@ -68,20 +69,31 @@ class OwnLayer(TransformerLayer):
         return hidden_states + self.post_mlp_layernorm(_sum(self.mlp(self.pre_mlp_layernorm(hidden_states)))), None
 
 
-class InterleavedAttention(SelfAttention):
+def needs_own_rotation(architecture: Architecture) -> bool:
+    """Whether attention of this architecture is an `OwnRotation`."""
+    factored = architecture.rope_attention_factor != rope.factor_of_scores(architecture)
+    return not architecture.latent_size and (architecture.rotary_interleaved or factored)
+
+
+class OwnRotation(SelfAttention):
     """Rotates neighbouring dimensions together: they are put half of the rotated ones apart, where Megatron-Core rotates them. Queries and
-    keys are reordered alike, so that scores do not change."""
+    keys are reordered alike, so that scores do not change. Of heads that are rotated in part it multiplies that part by its factor."""
 
-    rotated: int
-
-    def __init__(self, *args: Any, rotated: int, **options: Any) -> None:
+    def __init__(self, *args: Any, architecture: Architecture, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.rotated = rotated
+        self.rotated, self.interleaved = architecture.rotated, architecture.rotary_interleaved
+        self.factor = architecture.rope_attention_factor / rope.factor_of_scores(architecture)
 
     def get_query_key_value_tensors(self, *args: Any, **options: Any) -> Any:
-        """Megatron-Core's, with the first dimensions of queries and keys reordered."""
+        """Megatron-Core's, with the first dimensions of queries and keys reordered and scaled."""
         query, key, *rest = super().get_query_key_value_tensors(*args, **options)
-        return neighbours_apart(query, self.rotated), neighbours_apart(key, self.rotated), *rest
+        return self._before_rotation(query), self._before_rotation(key), *rest
+
+    def _before_rotation(self, x: Tensor) -> Tensor:
+        x = neighbours_apart(x, self.rotated) if self.interleaved else x
+        if self.factor == 1:
+            return x
+        return torch.cat([x[..., : self.rotated] * self.factor, x[..., self.rotated :]], dim=-1)
 
 
 def neighbours_apart(x: Tensor, rotated: int) -> Tensor:

@@ -20,7 +20,7 @@ NAMES = ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_y
 NAMES += ["mistral", "qwen2_windows", "qwen3_layer_types"]
 NAMES += ["gemma2", "gemma2_plain", "gemma3_text", "olmo2", "olmo2_tied", "glm4", "glm4_tied", "cohere", "cohere_untied"]
 NAMES += ["olmo3"]
-NAMES += ["gpt2_scaled", "phi3", "phi3_window", "gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
+NAMES += ["gpt2_scaled", "phi3", "phi3_window", "phi3_longrope", "gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
 PACKED = {"packing": True, "micro_batch_tokens": 96}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes, parallel, model
     "tp2": (2, {"tp": 2}, {}),

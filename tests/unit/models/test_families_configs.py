@@ -194,7 +194,8 @@ def test_possible_layouts_of_large_models(model, parallel):
         ),
         ({"rope_low_freq_factor": 4.0}, "rope_low_freq_factor=4.0: must be above 0 and below rope_high_freq_factor=4.0"),
         ({"rope_original_length": 0}, "rope_original_length=0: must be finite and above 0"),
-        ({"rope_attention_factor": 1.1, "rotary_fraction": 0.5}, "rope_attention_factor=1.1: .* allowed with rotary_fraction=0.5: 1.0"),
+        ({"rope_short_factors": [1.0] * 16}, r"rope_long_factors=\[\]: must be 16 finite numbers above 0, one for each rotated pair"),
+        ({"rope_long_factors": [1.0], "rope_yarn_factor": 4.0}, r"rope_long_factors=\[1.0\]: .* allowed with rope_yarn_factor: 0"),
         ({"num_experts": -1}, "architecture.num_experts=-1: must not be negative"),
         ({"num_experts": 4}, "architecture.experts_per_token=0: must be from 1 to num_experts=4"),
         ({"num_experts": 4, "experts_per_token": 5}, "architecture.experts_per_token=5: must be from 1 to num_experts=4"),
@@ -221,6 +222,16 @@ def test_what_transformer_engine_does_not_compute_here(fields, monkeypatch):
     assert choose_layers(Architecture(**fields), ModelConfig(), torch.bfloat16) == (False, ANY)
     with pytest.raises(ConfigError, match=rf"model.layers=transformer_engine: .*{name}=.*; allowed: auto, torch"):
         choose_layers(Architecture(**fields), ModelConfig(layers=Layers.transformer_engine), torch.bfloat16)
+
+
+def test_a_factor_on_part_of_each_head_wants_torchs_layers(monkeypatch):
+    from aligner.models.fusions import choose_layers
+    from aligner.parallel import mcore
+
+    monkeypatch.setattr(mcore, "transformer_engine_problem", lambda: "")
+    monkeypatch.setattr(mcore, "transformer_engine_version", lambda: "2.9.0")
+    whole, part = (Architecture(rope_attention_factor=1.2, rotary_fraction=fraction) for fraction in (1.0, 0.5))
+    assert choose_layers(whole, ModelConfig(), torch.bfloat16)[0] and not choose_layers(part, ModelConfig(), torch.bfloat16)[0]
 
 
 def test_what_has_no_batch_invariant_form():

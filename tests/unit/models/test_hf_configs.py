@@ -63,6 +63,7 @@ _EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 
 def theirs(hf: dict) -> dict:
     """What transformers makes of a file, in our terms."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[hf["model_type"]].from_dict(copy.deepcopy(hf))
@@ -113,9 +114,12 @@ def theirs(hf: dict) -> dict:
         read |= {"rope_local_theta": rope[WINDOW]["rope_theta"] if WINDOW in config.layer_types else 0.0}
         rope = rope["full_attention"]
     read |= {"rope_theta": rope["rope_theta"]} | dict.fromkeys(ROPE_FACTORS, 0.0)
-    if rope["rope_type"] != "default":
+    if rope["rope_type"] == "longrope":
+        read |= {f"rope_{kind}_factors": rope[f"{kind}_factor"] for kind in ("short", "long")}
+        read |= {"rope_attention_factor": ROPE_INIT_FUNCTIONS["longrope"](config)[1]}
+    elif rope["rope_type"] != "default":
         read |= {f"rope_{rope['rope_type']}_factor": rope["factor"]}
-    if rope["rope_type"] in ("llama3", "yarn"):
+    if rope["rope_type"] in ("llama3", "yarn", "longrope"):
         read |= {"rope_original_length": rope["original_max_position_embeddings"]}
     if rope["rope_type"] == "llama3":
         read |= {"rope_low_freq_factor": rope["low_freq_factor"], "rope_high_freq_factor": rope["high_freq_factor"]}
@@ -136,6 +140,7 @@ def theirs(hf: dict) -> dict:
     return read
 
 
+LONGROPE = {"type": "longrope", "short_factor": [1.5], "long_factor": [4]}
 ROPES = {
     "v4": {"rope_theta": 5e5},
     "v4 with null": {"rope_theta": 5e5, "rope_scaling": None},
@@ -201,6 +206,7 @@ READ = (
     + [("gemma2", "caps", {"attn_logit_softcapping": None, "final_logit_softcapping": 20.0, "query_pre_attn_scalar": 224})]
     + [("gemma2", "layers", {"layer_types": ["full_attention", WINDOW], "sliding_window": 9})]
     + [("cohere", "scale", {"logit_scale": 1.0}), ("glm4", "no biases", {"attention_bias": False, "partial_rotary_factor": 1.0})]
+    + [(family, "yarn", {"rope_scaling": YARN}) for family in ("glm4", "glm4_moe")]
     + [(family, "null heads", {"num_key_value_heads": None}) for family in ("llama", "qwen2", "qwen3", "nemotron")]
     + [(family, "null head_dim", {"head_dim": None}) for family in ("llama", "mistral", "mixtral", "nemotron")]
     + [
@@ -229,11 +235,23 @@ READ = (
     + [("llama", "the other name of silu", {"hidden_act": "swish"}), ("qwen3_moe", "normalised", {"norm_topk_prob": True})]
     + [("phi3", "fraction", {"partial_rotary_factor": 0.5, "head_dim": 4}), ("phi3", "a window", {"sliding_window": 9})]
     + [
+        ("phi3", name, {"max_position_embeddings": 131072, "rope_theta": 3e4} | change)
+        for name, change in {
+            "longrope": {"rope_scaling": LONGROPE, "original_max_position_embeddings": 8192},
+            "longrope, its length by default": {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 99}},
+            "longrope of v5": {"rope_parameters": LONGROPE | {"rope_theta": 5e5, "factor": 16.0}},
+            "longrope with a factor": {"rope_scaling": LONGROPE | {"attention_factor": 1.25, "factor": 2.0}},
+            "longrope, nothing stretched": {"rope_scaling": LONGROPE, "original_max_position_embeddings": 131072},
+            "longrope of a part": {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.5, "head_dim": 4, "hidden_size": 128},
+        }.items()
+    ]
+    + [
         ("gpt_neox", name, change)
         for name, change in {
             "its own names": {"rotary_pct": 0.5, "rotary_emb_base": 500},
             "v5": {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
             "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rotary_pct": 1.0},
+            "yarn": {"rope_scaling": YARN, "rotary_pct": 0.5},
             "names of others": {"rope_theta": 7.0, "partial_rotary_factor": 1.0},
         }.items()
     ]
@@ -282,12 +300,15 @@ REFUSED = [
     *[
         (family, {"rope_parameters": PLAIN, "rope_scaling": YARN | {"rope_type": "longrope"}}, 'rope_type="longrope"')
         for family in LLAMA_LIKE
+        if family != "phi3"
     ],
     ("gemma3_text", {"rope_scaling": YARN | {"rope_type": "longrope"}}, 'rope_type="longrope"'),
-    *[(family, {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"') for family in ("glm4", "phi3")],
+    ("phi3", {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"'),
     *[(family, {"rope_scaling": LLAMA3}, 'rope_type="llama3"') for family in ("nemotron", "phi3")],
-    ("phi3", {"rope_scaling": {"type": "su", "long_factor": [1.0]}}, 'rope_scaling.rope_type="su" is not supported for model_type phi3'),
-    ("gpt_neox", {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"'),
+    ("phi3", {"rope_scaling": {"type": "su", "long_factor": [1.0]}}, "rope_scaling.short_factor=null is not supported for model_type phi3"),
+    ("phi3", {"rope_scaling": LONGROPE | {"long_factor": [1.0, -2.0]}}, "rope_scaling.long_factor=-2.0"),
+    ("phi3", {"rope_scaling": LONGROPE | {"long_factor": [1.0, 2.0]}}, "rope_long_factors=[1.0, 2.0]: must be 1 finite numbers above 0"),
+    ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 1}, "rope_scaling.attention_factor=0.0"),
     ("gpt_neox", {"rotary_pct": 1.5}, "rotary_fraction=1.5"),
     ("gpt_neox", {"attention_bias": False}, "attention_bias=false"),
     ("gpt_neox", {"head_dim": 16}, "head_dim=16"),
@@ -357,7 +378,6 @@ REFUSED = [
     ("deepseek_v3", {"scoring_func": "softmax"}, 'scoring_func="softmax" is not supported for model_type deepseek_v3; allowed: "sigmoid"'),
     ("deepseek_v3", {"n_group": 8}, "router_group_best=2: must be from 1 to the 1 experts of a group"),
     ("deepseek_v3", {"topk_group": 3}, "router_groups_per_token=3: must be from 1 to router_groups=2"),
-    ("glm4_moe", {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"'),
     ("qwen3_moe", {"num_experts_per_tok": 5}, "experts_per_token=5: must be from 1 to num_experts=4"),
     ("qwen3_moe", {"num_local_experts": 8}, "num_experts=4 and num_local_experts=8"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention=true"),
