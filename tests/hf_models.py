@@ -79,6 +79,18 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     | {"rope_parameters": _MLA_YARN | {"partial_rotary_factor": 0.5}},
     "cohere": {"model_type": "cohere", "logit_scale": 0.5, "num_key_value_heads": 1, "eos_token_id": 2},
     "cohere_untied": {"model_type": "cohere", "logit_scale": 1.5, "tie_word_embeddings": False, "eos_token_id": 2},
+    "cohere_plus": {
+        "model_type": "cohere",
+        "use_qk_norm": True,
+        "logit_scale": 1.0,
+        "head_dim": 12,
+        "num_key_value_heads": 2,
+        "eos_token_id": 2,
+    },
+    "cohere2": {"model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 7, "sliding_window_pattern": 2}
+    | {"logit_scale": 0.5, "num_key_value_heads": 1, "eos_token_id": 2},
+    "cohere2_untied": {"model_type": "cohere2", "layer_types": [_FULL, _WINDOWED], "sliding_window": 9, "tie_word_embeddings": False}
+    | {"logit_scale": 1.5, "rope_theta": 100.0, "eos_token_id": 2},
     "deepseek_v2": _DEEPSEEK | {"model_type": "deepseek_v2", "q_lora_rank": None, "routed_scaling_factor": 1.5, "num_experts_per_tok": 3},
     "deepseek_v2_groups": _DEEPSEEK
     | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
@@ -121,6 +133,8 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     | {"shared_expert_intermediate_size": 28, "mlp_only_layers": [0], "num_key_value_heads": 1},
     "qwen2_moe_normalized": {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     | {"shared_expert_intermediate_size": 36, "qkv_bias": False, "norm_topk_prob": True},
+    "qwen2_moe_windows": {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    | {"shared_expert_intermediate_size": 28, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     "qwen3_moe_dense_layers": _QWEN3_MOE | {"num_experts_per_tok": 2, "decoder_sparse_step": 2, "mlp_only_layers": None},
     "nemotron": {"model_type": "nemotron"},
     "gpt2": _GPT2,

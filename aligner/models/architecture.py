@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from aligner.errors import ConfigError
+from aligner.models.kinds import Activation, Normalization, ParallelResidual, PositionEmbedding
 
 
 class Family(str, Enum):
@@ -34,46 +35,7 @@ class Family(str, Enum):
     glm4_moe = "glm4_moe"
     olmo3 = "olmo3"
     qwen2_moe = "qwen2_moe"
-
-
-class Activation(str, Enum):
-    """The non-linearity of the feed-forward layers; `gelu_tanh` is HF's `gelu_new` and `gelu_pytorch_tanh`, `squared_relu` its `relu2`."""
-
-    silu = "silu"
-    gelu = "gelu"
-    gelu_tanh = "gelu_tanh"
-    squared_relu = "squared_relu"
-    relu = "relu"
-
-
-class Normalization(str, Enum):
-    """The norm of every layer; stored weights of `..._1p` are around 0 (the layer multiplies by 1 + weight)."""
-
-    rms_norm = "rms_norm"
-    layer_norm = "layer_norm"
-    layer_norm_1p = "layer_norm_1p"
-    rms_norm_1p = "rms_norm_1p"
-    layer_norm_no_bias = "layer_norm_no_bias"
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether something is added to what is normalised."""
-        return self in (Normalization.layer_norm, Normalization.layer_norm_1p)
-
-
-class PositionEmbedding(str, Enum):
-    """Rotary, or a learned table of `max_position_embeddings` rows that is added to the token embeddings."""
-
-    rope = "rope"
-    learned = "learned"
-
-
-class ParallelResidual(str, Enum):
-    """Whether the feed-forward layer reads what attention reads, and both are added to it; through a norm of its own, or attention's."""
-
-    none = "none"
-    own_norm = "own_norm"
-    shared_norm = "shared_norm"
+    cohere2 = "cohere2"
 
 
 # Of mixtures of experts, and what they are in dense models.
@@ -142,11 +104,13 @@ class Architecture:
     rotary_fraction: float = 1.0  # part of each head's dimensions that is rotated
     rotary_interleaved: bool = False  # neighbouring dimensions are rotated together; false: those that are half of the rotated ones apart
     rope_local_theta: float = 0.0  # base of the layers with a window, which nothing scales; 0: as the others
+    rope_windows_only: bool = False  # layers without a window have no positions
     position_offset: int = 0  # row of the learned table that is position 0
     parallel_residual: ParallelResidual = ParallelResidual.none  # attention and feed-forward layer read the same and are added together
     pre_norms: bool = True  # norms in front of attention and of the feed-forward layer
     post_norms: bool = False  # norms behind them, before they are added to the residual stream
     qk_norm_whole: bool = False  # the norm on queries, and that on keys, is of all heads together
+    qk_norm_by_head: bool = False  # every head has weights of its own in that norm
     embedding_scale: float = 1.0  # token embeddings are multiplied by it
     logits_scale: float = 1.0  # the output layer's logits are multiplied by it
     logits_softcap: float = 0.0  # 0: off; else logits are cap * tanh(logit / cap)
@@ -238,6 +202,11 @@ class Architecture:
         """Dimensions of each head that are rotated."""
         return round(self.head_dim * self.rotary_fraction)
 
+    @property
+    def qk_norm_of_heads(self) -> bool:
+        """Whether the weights of the norm on queries, and of that on keys, are of all heads side by side."""
+        return self.qk_norm_whole or self.qk_norm_by_head
+
     def has_experts(self, layer: int) -> bool:
         """Whether this layer, counted from 0, is a mixture of experts."""
         return bool(self.num_experts) and layer not in self.dense_layers
@@ -278,8 +247,9 @@ class Architecture:
         learned = self.position_embedding == PositionEmbedding.learned
         if self.position_offset and (self.position_offset < 0 or not learned):
             raise ConfigError(f"architecture.position_offset={self.position_offset}: must not be negative, and be 0 for rotary positions")
-        if self.rope_local_theta and (learned or not self.sliding_window):
-            raise ConfigError(f"architecture.rope_local_theta={self.rope_local_theta}: needs rotary positions and sliding_window > 0")
+        for name in ("rope_local_theta", "rope_windows_only"):
+            if getattr(self, name) and (learned or not self.sliding_window):
+                raise ConfigError(f"architecture.{name}={getattr(self, name)}: needs rotary positions and sliding_window > 0")
         if self.rotary_interleaved and learned:
             raise ConfigError("architecture.rotary_interleaved=True: position_embedding=learned rotates nothing; allowed: False")
         own = {"parallel_residual": self.parallel_residual != ParallelResidual.none, "post_norms": self.post_norms}
@@ -293,6 +263,8 @@ class Architecture:
             raise ConfigError("architecture.pre_norms=False: needs post_norms=True: else nothing in a layer is normalised")
         if self.qk_norm_whole and not (self.qk_norm and self.normalization == Normalization.rms_norm):
             raise ConfigError("architecture.qk_norm_whole=True: needs qk_norm=True and normalization=rms_norm")
+        if self.qk_norm_by_head and not (self.qk_norm and self.normalization == Normalization.layer_norm_no_bias):
+            raise ConfigError("architecture.qk_norm_by_head=True: needs qk_norm=True and normalization=layer_norm_no_bias")
 
     def _check_rope_scaling(self) -> None:
         scaled = {name: getattr(self, name) for name in (*ROPE_FACTORS, "rope_long_factors") if getattr(self, name)}

@@ -61,12 +61,14 @@ UNUSUAL: dict[str, tuple[Any, str]] = {
     "attention_scale": (0.0, "attention scores with a scale of their own"),
     "attention_scale_by_layer": (False, "attention scores with a scale by layer"),
     "rotary_interleaved": (False, "rotated pairs of neighbouring dimensions"),
+    "rope_windows_only": (False, "layers without positions"),
     "rope_local_theta": (0.0, "two rotary bases"),
     "position_offset": (0, "a table of positions that begins later"),
     "parallel_residual": (ParallelResidual.none, "attention and feed-forward layer side by side"),
     "pre_norms": (True, "no norms in front of its layers"),
     "post_norms": (False, "norms behind its layers"),
     "qk_norm_whole": (False, "norms of all heads together"),
+    "qk_norm_by_head": (False, "norms with weights of each head"),
     "embedding_scale": (1.0, "scaled embeddings"),
     "logits_scale": (1.0, "scaled logits"),
     "logits_softcap": (0.0, "capped logits"),
@@ -120,7 +122,7 @@ def _tensor_problem(architecture: Architecture, tp: int) -> str:
         if getattr(architecture, name) % tp:
             return f"does not divide the model's {name}={getattr(architecture, name)}"
     groups = architecture.num_key_value_heads
-    if architecture.qk_norm_whole and groups % tp:
+    if architecture.qk_norm_of_heads and groups % tp:
         return f"must divide the model's num_key_value_heads={groups}: each rank has the norms' weights of its heads"
     if groups % tp and tp % groups:
         return f"must divide, or be a multiple of, the model's num_key_value_heads={groups}"

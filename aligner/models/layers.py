@@ -15,7 +15,7 @@ from torch import Tensor
 from aligner.models.attention import CoreAttention
 from aligner.models.config import Architecture, Normalization, ParallelResidual
 from aligner.models.latent_attention import LatentAttention
-from aligner.models.own_layer import OwnLayer, OwnRotation, WholeNorm, needs_own_layer, needs_own_rotation
+from aligner.models.own_layer import HeadNorm, OwnLayer, OwnRotation, WholeNorm, needs_own_layer, needs_own_rotation
 from aligner.models.router import Router
 from aligner.parallel.mcore import (
     ColumnParallelLinear,
@@ -184,10 +184,10 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
     attention.linear_proj = biased(modules.row_linear) if architecture.attention_out_bias else modules.row_linear
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
-    if architecture.qk_norm_whole:
+    if architecture.qk_norm_of_heads:
+        kind = WholeNorm if architecture.qk_norm_whole else HeadNorm
         heads = architecture.num_attention_heads, architecture.num_key_value_heads
-        whole = [ModuleSpec(module=WholeNorm, params={"heads": count}) for count in heads]
-        attention.q_layernorm, attention.k_layernorm = whole
+        attention.q_layernorm, attention.k_layernorm = (ModuleSpec(module=kind, params={"heads": count}) for count in heads)
     if architecture.latent_size:
         own = layer.submodules.self_attention
         own.module, attention.linear_qkv = LatentAttention, IdentityOp

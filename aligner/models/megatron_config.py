@@ -49,8 +49,8 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         layernorm_epsilon=architecture.norm_eps,
         add_bias_linear=architecture.linear_bias,
         add_qkv_bias=architecture.qkv_bias,
-        # Megatron-Core sums such norms' gradients over tensor-parallel ranks; one of all heads has each rank's own weights.
-        qk_layernorm=architecture.qk_norm and not architecture.qk_norm_whole,
+        # Megatron-Core sums such norms' gradients over tensor-parallel ranks; those of all heads are each rank's own.
+        qk_layernorm=architecture.qk_norm and not architecture.qk_norm_of_heads,
         softmax_scale=softmax_scale(architecture),
         attention_dropout=0.0,
         hidden_dropout=0.0,

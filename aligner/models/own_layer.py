@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models import rope
@@ -28,7 +29,8 @@ from aligner.parallel.mcore import (
 
 def needs_own_layer(architecture: Architecture) -> bool:
     """Whether a layer of this architecture is an `OwnLayer`."""
-    return bool(architecture.parallel_residual != ParallelResidual.none or architecture.post_norms or architecture.rope_local_theta)
+    kinds = architecture.post_norms, architecture.rope_local_theta, architecture.rope_windows_only
+    return architecture.parallel_residual != ParallelResidual.none or any(kinds)
 
 
 class OwnLayer(TransformerLayer):
@@ -39,7 +41,7 @@ class OwnLayer(TransformerLayer):
     ):
         super().__init__(config, submodules, *args, **options)
         self.parallel = architecture.parallel_residual
-        self.angles = None
+        self.angles, self.rotates = None, not architecture.rope_windows_only or architecture.window_of(self.layer_number - 1) > 0
         if architecture.rope_local_theta:
             self.angles = int(architecture.window_of(self.layer_number - 1) > 0)
         self.post_attention_layernorm = self.post_mlp_layernorm = torch.nn.Identity()
@@ -56,6 +58,8 @@ class OwnLayer(TransformerLayer):
         **_: Any,
     ) -> tuple[Tensor, None]:
         """[S, B, H] -> the same shape, and no context."""
+        if not self.rotates:
+            rotary_pos_emb = None
         if rotary_pos_emb is not None and self.angles is not None:
             rotary_pos_emb = rotary_pos_emb.chunk(2, dim=-1)[self.angles]
         normed = self.input_layernorm(hidden_states)
@@ -107,8 +111,9 @@ def _sum(output: tuple[Tensor, Tensor | None]) -> Tensor:
     return output[0] if output[1] is None else output[0] + output[1]
 
 
-class WholeNorm(torch.nn.Module):
-    """RMSNorm over the heads of the queries, or of the keys, side by side (OLMo 2, 2501.00656). Each tensor-parallel rank has its heads."""
+class NormOfHeads(torch.nn.Module):
+    """What norms of the queries, or of the keys, share whose weights are of all heads side by side. Each tensor-parallel rank has its
+    heads'."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int, **_: Any) -> None:
         super().__init__()
@@ -117,6 +122,15 @@ class WholeNorm(torch.nn.Module):
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.ones(self.size // self.ranks, dtype=config.params_dtype, device=device))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """For checkpoints: the weight by its rank's share."""
+        groups = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "dp_cp_group": parallel_state.get_data_parallel_group(True)}
+        return make_sharded_tensors_for_checkpoint({"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets, **groups)
+
+
+class WholeNorm(NormOfHeads):
+    """RMSNorm over the heads of the queries, or of the keys, together (OLMo 2, 2501.00656)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., heads, D] of this rank."""
@@ -127,7 +141,11 @@ class WholeNorm(torch.nn.Module):
         normed = flat * torch.rsqrt(squares / self.size + self.eps)
         return (normed.to(x.dtype) * self.weight).view(x.shape)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """For checkpoints: the weight by its rank's share."""
-        groups = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "dp_cp_group": parallel_state.get_data_parallel_group(True)}
-        return make_sharded_tensors_for_checkpoint({"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets, **groups)
+
+class HeadNorm(NormOfHeads):
+    """LayerNorm without biases over each head, which has weights of its own (Cohere's Command R+)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., heads, D] of this rank."""
+        normed = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
+        return (normed * self.weight.float().view(x.shape[-2:])).to(x.dtype)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from aligner.models import rope
 from aligner.models.build import rounded_scale
-from aligner.models.config import Activation, Architecture, Normalization, ParallelResidual
+from aligner.models.config import Activation, Architecture, ParallelResidual
 from aligner.models.own_layer import neighbours_apart
 from aligner.models.tracing import Operation, Tap
 from aligner.models.windowed_attention import form_of
@@ -47,6 +47,7 @@ from aligner.rollout.graphs import CudaCapture, DecodeGraphs
 from aligner.rollout.latent import LatentHeads
 from aligner.rollout.native import library as native
 from aligner.rollout.native.step import NativeDecode, Outside
+from aligner.rollout.norms import norm_of, norm_of_heads
 from aligner.rollout.paged_kernels import flash_attention
 from aligner.rollout.sampling import FusedDraw
 from aligner.rollout.weights import Affine, FeedForward, LayerWeights, ModelWeights, tensors
@@ -116,13 +117,15 @@ class Decoder:
         self.head_dim = architecture.head_dim
         self.groups = max(architecture.num_key_value_heads // shards.count, 1)
         self.queries = architecture.num_attention_heads // shards.count // self.groups  # per key-value group on this rank
-        self.norm = _norm(architecture)
+        self.norm = norm_of(architecture)
+        self._norm_of_heads = norm_of_heads(architecture, ranks=shards.count, add_up=self._sum)
         self.latent = None
         if architecture.latent_size:  # all heads read what one group of keys and values holds
             self.latent = LatentHeads(architecture=architecture, heads=self.groups * self.queries, norm=self.norm)
             self.groups, self.queries, self.head_dim = 1, self.groups * self.queries, architecture.latent_size + architecture.rotated
         self.activation = ACTIVATIONS[architecture.activation]
         self.rotary = None if frequencies is None else self._rotary_tables(frequencies, architecture.rope_attention_factor)
+        self._rotates_all = not architecture.rope_windows_only
         local = architecture.rope_local_theta
         self._rotary_local = self._rotary_tables(rope.frequencies(rope.local(architecture)), 1.0) if local else None
         self._embedding_scale = rounded_scale(architecture.embedding_scale, weights.embedding.dtype)
@@ -246,7 +249,8 @@ class Decoder:
         fixed = self.fixed_shapes and isinstance(plan, DecodePlan)
         self._recorded = None if cache.routes is None else (cache.routes, plan.slots)
         for number, layer in enumerate(self.weights.layers):
-            rotary = local if local is not None and self.architecture.window_of(number) else everywhere
+            windowed = self.architecture.window_of(number) > 0
+            rotary = local if local is not None and windowed else everywhere if windowed or self._rotates_all else None
             normed = self._note(Operation.input_norm, number, self._normed(x, layer.input_norm))
             mixed = self._mixed(layer, number, normed, rotary) if self.latent is None else self.latent.mixed(normed, layer.latent, rotary)
             attended = self._attend(layer, number, mixed, plan, cache)
@@ -271,9 +275,8 @@ class Decoder:
         mixed = mixed.view(normed.shape[0], self.groups, self.queries + 2, self.head_dim)
         q_and_k = mixed[..., : self.queries + 1, :]
         if layer.q_norm is not None:
-            norm = self._whole_norm if self.architecture.qk_norm_whole else self.norm
-            q = self._note(Operation.q_norm, number, norm(q_and_k[..., : self.queries, :], layer.q_norm))
-            k = self._note(Operation.k_norm, number, norm(q_and_k[..., self.queries :, :], layer.k_norm))
+            q = self._note(Operation.q_norm, number, self._norm_of_heads(q_and_k[..., : self.queries, :], layer.q_norm))
+            k = self._note(Operation.k_norm, number, self._norm_of_heads(q_and_k[..., self.queries :, :], layer.k_norm))
             q_and_k = torch.cat([q, k], dim=-2)
         if rotary is not None:
             if self.architecture.rotary_interleaved:
@@ -282,13 +285,6 @@ class Decoder:
         queries = self._note(Operation.queries, number, q_and_k[..., : self.queries, :])
         keys = self._note(Operation.keys, number, q_and_k[..., self.queries, :])
         return queries, keys, mixed[..., self.queries + 1, :]
-
-    def _whole_norm(self, x: Tensor, weights: Affine) -> Tensor:
-        """RMSNorm over this and the other ranks' heads, [N, groups, heads of each, D]."""
-        flat = x.flatten(1).float()
-        squares = self._sum(flat.square().sum(dim=-1, keepdim=True)) / (flat.shape[-1] * self.shards.count)
-        normed = flat * torch.rsqrt(squares + self.architecture.norm_eps)
-        return (normed.to(x.dtype) * weights.weight).view(x.shape)
 
     def _attend(
         self, layer: LayerWeights, number: int, mixed: tuple[Tensor, Tensor, Tensor], plan: PrefillPlan | DecodePlan, cache: PagedKV
@@ -386,15 +382,3 @@ class Decoder:
         angles = torch.arange(self.max_sequence_length, device=weight.device, dtype=torch.float32)[:, None] * frequencies.to(weight.device)
         cos, sin = angles.cos() * factor, angles.sin() * factor
         return torch.cat([cos, cos], -1).to(weight.dtype), torch.cat([-sin, sin], -1).to(weight.dtype)
-
-
-def _norm(architecture: Architecture) -> Callable[[Tensor, Affine], Tensor]:
-    """The architecture's norm over the last dimension."""
-    eps, kind = architecture.norm_eps, architecture.normalization
-    if kind is Normalization.rms_norm:
-        return lambda x, weights: F.rms_norm(x, weights.weight.shape, weights.weight, eps)
-    if kind is Normalization.rms_norm_1p:
-        return lambda x, weights: F.rms_norm(x.float(), weights.weight.shape, weights.weight.float() + 1, eps).to(x.dtype)
-    if kind is Normalization.layer_norm_1p:
-        return lambda x, weights: F.layer_norm(x, weights.weight.shape, weights.weight + 1, weights.bias, eps)
-    return lambda x, weights: F.layer_norm(x, weights.weight.shape, weights.weight, weights.bias, eps)

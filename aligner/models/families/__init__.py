@@ -11,6 +11,7 @@ from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
 from aligner.models.families import (
     cohere,
+    cohere2,
     deepseek_v2,
     deepseek_v3,
     gemma2,
@@ -57,6 +58,7 @@ FAMILIES = {
     Family.glm4_moe: glm4_moe,
     Family.olmo3: olmo3,
     Family.qwen2_moe: qwen2_moe,
+    Family.cohere2: cohere2,
 }
 
 

@@ -32,6 +32,7 @@ class Layout(str, Enum):
     gate_up = "gate_up"
     packed_gate_up = "packed_gate_up"  # one tensor, [gate; up]
     vocabulary = "vocabulary"
+    by_head = "by_head"  # [heads, head_dim], flattened
 
     @property
     def blocks(self) -> int:
@@ -133,6 +134,8 @@ def to_megatron(rule: Rule, tensors: list[Tensor], architecture: Architecture, p
     if rule.layout == Layout.vocabulary:
         padding = tensors[0].new_zeros(padded_vocab_size - tensors[0].shape[0], tensors[0].shape[1])
         return torch.cat([tensors[0], padding])
+    if rule.layout == Layout.by_head:
+        return tensors[0].flatten()
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
@@ -153,6 +156,8 @@ def _split(layout: Layout, tensor: Tensor, architecture: Architecture) -> list[T
         return list(tensor.chunk(2))
     if layout == Layout.vocabulary:
         return [tensor[: architecture.vocab_size]]
+    if layout == Layout.by_head:
+        return [tensor.view(-1, architecture.head_dim)]
     return [tensor]
 
 

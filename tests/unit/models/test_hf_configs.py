@@ -45,6 +45,7 @@ FILES = {
     "olmo2": LLAMA | {"model_type": "olmo2"},
     "glm4": LLAMA | {"model_type": "glm4"},
     "cohere": LLAMA | {"model_type": "cohere"},
+    "cohere2": LLAMA | {"model_type": "cohere2"},
     "deepseek_v2": LATENT | {"model_type": "deepseek_v2"},
     "deepseek_v3": LATENT | GROUPED | {"model_type": "deepseek_v3"},
     "glm4_moe": LLAMA | MIXTURE | {"model_type": "glm4_moe", "num_attention_heads": 8},
@@ -92,8 +93,8 @@ def theirs(hf: dict) -> dict:
             "logits_softcap": config.final_logit_softcapping or 0.0,
             "attention_scale": 0.0 if config.query_pre_attn_scalar == config.head_dim else config.query_pre_attn_scalar**-0.5,
         }
-    if hf["model_type"] == "cohere":
-        read |= {"logits_scale": config.logit_scale}
+    if hf["model_type"].startswith("cohere"):
+        read |= {"logits_scale": config.logit_scale, "qk_norm_by_head": getattr(config, "use_qk_norm", False)}
     if hasattr(config, "kv_lora_rank"):
         read |= {"head_dim": config.qk_head_dim, "value_head_dim": config.v_head_dim, "num_key_value_heads": heads}
         read |= {"latent_size": config.kv_lora_rank, "query_latent_size": config.q_lora_rank or 0}
@@ -205,6 +206,8 @@ READ = (
     ]
     + [("gemma2", "caps", {"attn_logit_softcapping": None, "final_logit_softcapping": 20.0, "query_pre_attn_scalar": 224})]
     + [("gemma2", "layers", {"layer_types": ["full_attention", WINDOW], "sliding_window": 9})]
+    + [("cohere2", "pattern", {"num_hidden_layers": 5, "sliding_window_pattern": 2, "sliding_window": 9, "logit_scale": 1.0})]
+    + [("cohere", "norms", {"use_qk_norm": True}), ("cohere2", "layers", {"layer_types": ["full_attention", WINDOW]})]
     + [("cohere", "scale", {"logit_scale": 1.0}), ("glm4", "no biases", {"attention_bias": False, "partial_rotary_factor": 1.0})]
     + [(family, "yarn", {"rope_scaling": YARN}) for family in ("glm4", "glm4_moe")]
     + [(family, "null heads", {"num_key_value_heads": None}) for family in ("llama", "qwen2", "qwen3", "nemotron")]
@@ -219,7 +222,7 @@ READ = (
     + [("qwen2", "a window that is off", {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 0})]
     + [
         (family, f"windows: {change}", {"use_sliding_window": True} | change)
-        for family in ("qwen2", "qwen3")
+        for family in ("qwen2", "qwen3", "qwen2_moe")
         for change in (
             {"max_window_layers": 1},
             {"max_window_layers": 0, "sliding_window": 7},
@@ -330,7 +333,9 @@ REFUSED = [
     ("gemma3_text", {"rope_parameters": PLAIN}, "rope_parameters="),
     ("gemma3_text", {"rope_parameters": {WINDOW: YARN}}, 'rope_parameters.sliding_attention.rope_type="yarn"'),
     ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
-    ("cohere", {"use_qk_norm": True}, "use_qk_norm=true is not supported for model_type cohere; allowed: false or null"),
+    ("cohere", {"use_qk_norm": 1}, "use_qk_norm=1 is not supported for model_type cohere; allowed: true or false"),
+    ("cohere2", {"sliding_window": None}, "layer_types="),
+    ("cohere2", {"layer_types": ["full_attention"] * 2}, "rope_windows_only=True: needs rotary positions and sliding_window > 0"),
     ("cohere", {"logit_scale": 0.0}, "logits_scale=0.0: must be finite and above 0"),
     ("llama", {"rope_parameters": {"rope_type": "invented"}}, 'rope_parameters.rope_type="invented" is not supported for model_type llama'),
     *[("llama", {"rope_parameters": {"rope_type": kind}}, "rope_parameters.factor=null") for kind in ("linear", "dynamic", "yarn")],
@@ -352,7 +357,7 @@ REFUSED = [
     # Attention and feed-forward layers.
     *[
         (family, {"attention_bias": True}, "attention_bias=true")
-        for family in ("qwen3", "qwen3_moe", "nemotron", "gemma2", "olmo2", "cohere")
+        for family in ("qwen3", "qwen3_moe", "nemotron", "gemma2", "olmo2", "cohere", "cohere2")
     ],
     ("nemotron", {"mlp_bias": True}, "mlp_bias=true"),
     *[(family, {"use_sliding_window": 1}, "use_sliding_window=1") for family in ("qwen2", "qwen3", "qwen3_moe")],
@@ -366,7 +371,7 @@ REFUSED = [
     ("gpt_neox", {"hidden_act": "tanh"}, 'hidden_act="tanh"'),
     *[(family, {"attention_dropout": 0.1}, "attention_dropout=0.1") for family in ROTATED],
     ("qwen3_moe", {"mlp_only_layers": ["0"]}, 'mlp_only_layers=["0"] is not supported for model_type qwen3_moe; allowed: a list of'),
-    ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window=true"),
+    ("qwen2_moe", {"use_sliding_window": 1}, "use_sliding_window=1"),
     ("qwen2_moe", {"layer_types": [WINDOW, "full_attention"]}, "layer_types="),
     *[(family, {"v_head_dim": 17}, "v_head_dim=17 is not supported") for family in ("deepseek_v2", "deepseek_v3")],
     *[(family, {"rope_scaling": {"type": "linear", "factor": 2}}, 'rope_type="linear"') for family in ("deepseek_v2", "deepseek_v3")],
@@ -453,7 +458,7 @@ NO_MATTER = {
     "use_cache",
     "text_config",  # of a Gemma 3 with images
     "is_decoder",  # in an example
-    "original_max_position_embeddings",  # of LongRoPE, which is refused, and of Llama 3.1's and YaRN's scaling, where it is looked at
+    "original_max_position_embeddings",  # of scaled rotary embeddings, where it is looked at
     "output_router_logits",  # `model.router_aux_loss_coef` is ours
     "router_aux_loss_coef",
     "sliding_window",  # where `use_sliding_window` is off (Mixtral's is looked at)
@@ -505,6 +510,12 @@ def test_what_we_write_is_read_as_it_was():
     changes |= {"nemotron": {"partial_rotary_factor": 0.5, "norm_eps": 1e-4, "head_dim": 4}, "gpt2": {"activation_function": "gelu"}}
     changes |= {"deepseek_v3": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}, "qwen2_moe": {"mlp_only_layers": [1]}}
     changes |= {"deepseek_v2": {"rope_scaling": YARN | {"mscale": 0.7}, "q_lora_rank": None}, "olmo3": {"rope_scaling": YARN}}
+    changes |= {
+        "phi3": {"rope_scaling": LONGROPE | {"attention_factor": 1.5}},
+        "cohere": {"use_qk_norm": True},
+        "glm4": {"rope_scaling": YARN},
+    }
+    changes |= {"qwen2_moe": {"use_sliding_window": True}, "cohere2": {"sliding_window": 9}}
     changes |= {"qwen3_moe": {"norm_topk_prob": True}, "mixtral": {"num_key_value_heads": 2}}
     for family, change in changes.items():
         architecture = architecture_from_hf(FILES[family] | change)
