@@ -61,7 +61,7 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     "phi3_longrope": _PHI3_LONG | {"original_max_position_embeddings": 1, "rope_scaling": _LONGROPE | {"attention_factor": 1.3}},
     "phi3_longrope_short": _PHI3_LONG
     | {"original_max_position_embeddings": 128, "rope_scaling": _LONGROPE | {"factor": 32.0}, "tie_word_embeddings": True},
-    "gpt_neox": {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 500, "eos_token_id": 0},
+    "gpt_neox": {"model_type": "gpt_neox", "hidden_act": "gelu_fast", "rotary_pct": 0.5, "rotary_emb_base": 500, "eos_token_id": 0},
     "gpt_neox_sequential": {"model_type": "gpt_neox", "use_parallel_residual": False, "tie_word_embeddings": True, "eos_token_id": 0}
     | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
     "opt": {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},

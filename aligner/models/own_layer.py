@@ -41,7 +41,7 @@ class OwnLayer(TransformerLayer):
     ):
         super().__init__(config, submodules, *args, **options)
         self.parallel = architecture.parallel_residual
-        self.angles, self.rotates = None, not architecture.rope_windows_only or architecture.window_of(self.layer_number - 1) > 0
+        self.angles, self.rotates = None, rope.rotates(architecture, self.layer_number - 1)
         if architecture.rope_local_theta:
             self.angles = int(architecture.window_of(self.layer_number - 1) > 0)
         self.post_attention_layernorm = self.post_mlp_layernorm = torch.nn.Identity()
@@ -85,7 +85,8 @@ class OwnRotation(SelfAttention):
 
     def __init__(self, *args: Any, architecture: Architecture, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.rotated, self.interleaved = architecture.rotated, architecture.rotary_interleaved
+        self.rotated = architecture.rotated
+        self.interleaved = architecture.rotary_interleaved and rope.rotates(architecture, self.layer_number - 1)
         self.factor = architecture.rope_attention_factor / rope.factor_of_scores(architecture)
 
     def get_query_key_value_tensors(self, *args: Any, **options: Any) -> Any:

@@ -75,11 +75,6 @@ def longrope_attention_factor(factor: float, original_length: int) -> float:
     return math.sqrt(1 + math.log(factor) / math.log(original_length)) if factor > 1 else 1.0
 
 
-def factor_of_scores(architecture: Architecture) -> float:
-    """The factor on cosines and sines where its square can be one on scores; else, of heads that are rotated in part, 1."""
-    return architecture.rope_attention_factor if architecture.rotary_fraction == 1 else 1.0
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first dimensions of each head, as many as the tables have; of the sines those of the first half are negative."""
     rotated = cos.shape[-1]
@@ -89,10 +84,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([torch.addcmul(first * cos, first.roll(rotated // 2, -1), sin), rest], dim=-1)
 
 
+def factor_of_scores(architecture: Architecture) -> float:
+    """The factor on cosines and sines where its square can be one on scores; else, of heads that are rotated in part, 1."""
+    return architecture.rope_attention_factor if architecture.rotary_fraction == 1 else 1.0
+
+
 def factor(architecture: Architecture, layer: int) -> float:
-    """What the cosines and sines of a layer, counted from 0, are multiplied by."""
+    """The same of a layer, counted from 0."""
     local = architecture.rope_local_theta and architecture.window_of(layer)
-    return 1.0 if local else architecture.rope_attention_factor
+    return 1.0 if local else factor_of_scores(architecture)
+
+
+def rotates(architecture: Architecture, layer: int) -> bool:
+    """Whether queries and keys of a layer, counted from 0, are rotated."""
+    return not architecture.rope_windows_only or architecture.window_of(layer) > 0
 
 
 def score_scale(architecture: Architecture) -> float:

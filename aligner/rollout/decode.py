@@ -125,7 +125,6 @@ class Decoder:
             self.groups, self.queries, self.head_dim = 1, self.groups * self.queries, architecture.latent_size + architecture.rotated
         self.activation = ACTIVATIONS[architecture.activation]
         self.rotary = None if frequencies is None else self._rotary_tables(frequencies, architecture.rope_attention_factor)
-        self._rotates_all = not architecture.rope_windows_only
         local = architecture.rope_local_theta
         self._rotary_local = self._rotary_tables(rope.frequencies(rope.local(architecture)), 1.0) if local else None
         self._embedding_scale = rounded_scale(architecture.embedding_scale, weights.embedding.dtype)
@@ -249,8 +248,8 @@ class Decoder:
         fixed = self.fixed_shapes and isinstance(plan, DecodePlan)
         self._recorded = None if cache.routes is None else (cache.routes, plan.slots)
         for number, layer in enumerate(self.weights.layers):
-            windowed = self.architecture.window_of(number) > 0
-            rotary = local if local is not None and windowed else everywhere if windowed or self._rotates_all else None
+            rotary = local if local is not None and self.architecture.window_of(number) else everywhere
+            rotary = rotary if rope.rotates(self.architecture, number) else None
             normed = self._note(Operation.input_norm, number, self._normed(x, layer.input_norm))
             mixed = self._mixed(layer, number, normed, rotary) if self.latent is None else self.latent.mixed(normed, layer.latent, rotary)
             attended = self._attend(layer, number, mixed, plan, cache)

@@ -27,6 +27,7 @@ _ACTIVATIONS = {
     "gelu": Activation.gelu,
     "gelu_new": Activation.gelu_tanh,
     "gelu_pytorch_tanh": Activation.gelu_tanh,
+    "gelu_fast": Activation.gelu_tanh,
     "relu": Activation.relu,
     "silu": Activation.silu,
 }

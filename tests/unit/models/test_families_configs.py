@@ -9,6 +9,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
+import yaml
 
 from aligner.config import from_yaml
 from aligner.errors import ConfigError
@@ -61,47 +62,26 @@ def test_parameter_count_is_the_published_one(name, topology):
     assert one + (architecture.num_layers - 1) * (two - one) == PUBLISHED[name]
 
 
-# Sizes in published files, and the number of parameters that the hubs give, without layers that predict further tokens.
-LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 4096}
-FILES: dict[str, tuple[int, dict]] = {
-    "DeepSeek-V2-Lite": (
-        15_706_484_224,
-        LATENT
-        | {"model_type": "deepseek_v2", "num_hidden_layers": 27, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 10944}
-        | {"vocab_size": 102400, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}
-        | {"first_k_dense_replace": 1, "q_lora_rank": None},
-    ),
-    "DeepSeek-V3": (
-        671_026_419_200,
-        LATENT
-        | {
-            "model_type": "deepseek_v3",
-            "num_hidden_layers": 61,
-            "hidden_size": 7168,
-            "num_attention_heads": 128,
-            "intermediate_size": 18432,
-        }
-        | {"vocab_size": 129280, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8}
-        | {"first_k_dense_replace": 3, "q_lora_rank": 1536, "n_group": 8, "topk_group": 4},
-    ),
-    "Qwen1.5-MoE-A2.7B": (
-        14_315_784_192,
-        {"model_type": "qwen2_moe", "num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 5632}
-        | {"vocab_size": 151936, "moe_intermediate_size": 1408, "num_experts": 60, "num_experts_per_tok": 4}
-        | {"shared_expert_intermediate_size": 5632, "max_position_embeddings": 8192},
-    ),
-}
+FILES = yaml.safe_load(Path(__file__).with_name("published_models.yaml").read_text())
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_mixtures_have_the_published_number_of_parameters(name, topology):
-    """Two kinds of layers: what a second layer of each adds, every further one adds."""
-    published, file = FILES[name]
-    architecture = architecture_from_hf(file)
-    mixture, two = (count(dataclasses.replace(architecture, num_layers=n, dense_layers=[])) for n in (1, 2))
-    both = count(dataclasses.replace(architecture, num_layers=2, dense_layers=[1]))
+def test_published_files_are_read_and_have_the_published_number_of_parameters(name, topology):
+    """Layers are alike, or of two kinds: what a second one adds, every further one of its kind adds."""
+    architecture = architecture_from_hf(FILES[name]["config"], where=name)
+    one, two = (count(dataclasses.replace(architecture.with_layers(n), dense_layers=[])) for n in (1, 2))
     dense = len(architecture.dense_layers)
-    assert mixture + (architecture.num_layers - dense - 1) * (two - mixture) + dense * (both - mixture) == published
+    both = count(dataclasses.replace(architecture.with_layers(2), dense_layers=[1])) if dense else 0
+    assert one + (architecture.num_layers - dense - 1) * (two - one) + dense * (both - one) == FILES[name]["parameters"]
+    assert architecture_from_hf(json.loads(json.dumps(architecture_to_hf(architecture)))) == architecture
+
+
+def test_what_published_files_of_long_contexts_say():
+    """Phi-4-mini's factor on cosines and sines is sqrt(1 + ln 32 / ln 4096); windows beyond the longest sequence are none."""
+    long, short = (architecture_from_hf(FILES[name]["config"]) for name in ("Phi-4-mini-instruct", "Ministral-8B-Instruct-2410"))
+    assert long.rope_attention_factor == pytest.approx(1.1902380714238083) and long.rotated == 96
+    assert long.sliding_window == short.sliding_window == 0
+    assert architecture_from_hf(FILES["c4ai-command-r7b-12-2024"]["config"]).full_attention_layers == list(range(3, 32, 4))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

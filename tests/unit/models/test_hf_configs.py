@@ -508,14 +508,14 @@ def test_transformers_own_defaults_are_read(family):
 def test_what_we_write_is_read_as_it_was():
     changes = {"llama": {"rope_scaling": LLAMA3, "rope_theta": 5e5}, "qwen2": {"tie_word_embeddings": True}, "qwen3": {"head_dim": 16}}
     changes |= {"nemotron": {"partial_rotary_factor": 0.5, "norm_eps": 1e-4, "head_dim": 4}, "gpt2": {"activation_function": "gelu"}}
-    changes |= {"deepseek_v3": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}, "qwen2_moe": {"mlp_only_layers": [1]}}
+    changes |= {"deepseek_v3": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}}
     changes |= {"deepseek_v2": {"rope_scaling": YARN | {"mscale": 0.7}, "q_lora_rank": None}, "olmo3": {"rope_scaling": YARN}}
     changes |= {
         "phi3": {"rope_scaling": LONGROPE | {"attention_factor": 1.5}},
         "cohere": {"use_qk_norm": True},
         "glm4": {"rope_scaling": YARN},
     }
-    changes |= {"qwen2_moe": {"use_sliding_window": True}, "cohere2": {"sliding_window": 9}}
+    changes |= {"qwen2_moe": {"mlp_only_layers": [1], "use_sliding_window": True}, "cohere2": {"sliding_window": 9}}
     changes |= {"qwen3_moe": {"norm_topk_prob": True}, "mixtral": {"num_key_value_heads": 2}}
     for family, change in changes.items():
         architecture = architecture_from_hf(FILES[family] | change)
