@@ -123,6 +123,8 @@ HF_MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         **_NO_SPECIAL,
     },
+    "ministral": {"model_type": "ministral", "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 12, "sliding_window": 7}
+    | {"layer_types": [_FULL, _WINDOWED, _WINDOWED, _WINDOWED], "tie_word_embeddings": True},
     "qwen2_moe": {
         "model_type": "qwen2_moe",
         "num_experts": 6,

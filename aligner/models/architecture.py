@@ -36,6 +36,7 @@ class Family(str, Enum):
     olmo3 = "olmo3"
     qwen2_moe = "qwen2_moe"
     cohere2 = "cohere2"
+    ministral = "ministral"
 
 
 # Of mixtures of experts, and what they are in dense models.

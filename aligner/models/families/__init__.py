@@ -21,6 +21,7 @@ from aligner.models.families import (
     gpt2,
     gpt_neox,
     llama,
+    ministral,
     mistral,
     mixtral,
     nemotron,
@@ -59,6 +60,7 @@ FAMILIES = {
     Family.olmo3: olmo3,
     Family.qwen2_moe: qwen2_moe,
     Family.cohere2: cohere2,
+    Family.ministral: ministral,
 }
 
 

@@ -33,6 +33,7 @@ FILES = {
     "qwen2": LLAMA | {"model_type": "qwen2"},
     "qwen3": LLAMA | {"model_type": "qwen3"},
     "mistral": LLAMA | {"model_type": "mistral"},
+    "ministral": LLAMA | {"model_type": "ministral"},
     "mixtral": LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": LLAMA | {"model_type": "qwen3_moe"} | EXPERTS,
     "nemotron": LLAMA | {"model_type": "nemotron", "hidden_size": 128},
@@ -232,6 +233,10 @@ READ = (
         )
     ]
     + [(family, f"window of {size}", {"sliding_window": size}) for family in ("mistral", "mixtral") for size in (None, 9)]
+    + [
+        ("ministral", "layers", {"layer_types": ["full_attention", WINDOW], "sliding_window": 9}),
+        ("ministral", "null", {"sliding_window": None}),
+    ]
     + [("qwen3_moe", "a window", {"use_sliding_window": True, "sliding_window": 9})]
     + [("qwen3", "full layers by name", {"layer_types": ["full_attention"] * 2})]
     + [("llama", "biases", {"attention_bias": True, "mlp_bias": True})]
@@ -365,6 +370,7 @@ REFUSED = [
     *[("qwen2", {"use_sliding_window": True, "layer_types": types}, "layer_types=") for types in ("x", [WINDOW], [WINDOW, "chunked"])],
     *[(family, {"sliding_window": 0}, "sliding_window=0 is not supported") for family in ("mistral", "mixtral")],
     ("mistral", {"layer_types": [WINDOW] * 2}, "layer_types="),
+    ("ministral", {"layer_types": [WINDOW] * 2, "sliding_window": None}, "layer_types="),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
     *[(family, {"hidden_act": "gelu"}, 'hidden_act="gelu"') for family in LLAMA_LIKE if family != "gemma2"],
     *[(family, {"hidden_activation": "silu"}, 'hidden_activation="silu"') for family in ("gemma2", "gemma3_text")],
