@@ -66,6 +66,8 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
     "opt": {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "opt_untied": {"model_type": "opt", "ffn_dim": 56, "word_embed_proj_dim": 32, "tie_word_embeddings": False},
+    "opt_projected": {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 20, "do_layer_norm_before": False},
+    "opt_projected_untied": {"model_type": "opt", "ffn_dim": 56, "word_embed_proj_dim": 24, "tie_word_embeddings": False},
     "gemma2": _GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
     "gemma2_plain": {"model_type": "gemma2", "head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}
     | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 4096},

@@ -109,9 +109,11 @@ class Architecture:
     position_offset: int = 0  # row of the learned table that is position 0
     parallel_residual: ParallelResidual = ParallelResidual.none  # attention and feed-forward layer read the same and are added together
     pre_norms: bool = True  # norms in front of attention and of the feed-forward layer
+    residual_norms: bool = False  # norms of the sums, behind each addition to the residual stream, and none in front of the output layer
     post_norms: bool = False  # norms behind them, before they are added to the residual stream
     qk_norm_whole: bool = False  # the norm on queries, and that on keys, is of all heads together
     qk_norm_by_head: bool = False  # every head has weights of its own in that norm
+    embedding_size: int = 0  # width of the token embeddings and the output layer, which matrices project; 0: hidden_size, and no matrices
     embedding_scale: float = 1.0  # token embeddings are multiplied by it
     logits_scale: float = 1.0  # the output layer's logits are multiplied by it
     logits_softcap: float = 0.0  # 0: off; else logits are cap * tanh(logit / cap)
@@ -208,6 +210,11 @@ class Architecture:
         """Whether the weights of the norm on queries, and of that on keys, are of all heads side by side."""
         return self.qk_norm_whole or self.qk_norm_by_head
 
+    @property
+    def vocabulary_width(self) -> int:
+        """Of the token embeddings and the output layer."""
+        return self.embedding_size or self.hidden_size
+
     def has_experts(self, layer: int) -> bool:
         """Whether this layer, counted from 0, is a mixture of experts."""
         return bool(self.num_experts) and layer not in self.dense_layers
@@ -254,14 +261,19 @@ class Architecture:
         if self.rotary_interleaved and learned:
             raise ConfigError("architecture.rotary_interleaved=True: position_embedding=learned rotates nothing; allowed: False")
         own = {"parallel_residual": self.parallel_residual != ParallelResidual.none, "post_norms": self.post_norms}
+        own |= {"residual_norms": self.residual_norms}
         for name in (name for name, is_on in own.items() if is_on and self.num_experts):
             raise ConfigError(f"architecture.{name}={getattr(self, name)}: is computed for dense models; allowed with num_experts=0")
         if own["parallel_residual"] and (self.post_norms or not self.pre_norms):
             raise ConfigError(
                 f"architecture.parallel_residual={self.parallel_residual.value}: allowed with pre_norms=True and post_norms=False"
             )
-        if not self.pre_norms and not self.post_norms:
+        if not self.pre_norms and not self.post_norms and not self.residual_norms:
             raise ConfigError("architecture.pre_norms=False: needs post_norms=True: else nothing in a layer is normalised")
+        if self.residual_norms and (self.pre_norms or self.post_norms):
+            raise ConfigError("architecture.residual_norms=True: allowed with pre_norms=False and post_norms=False")
+        if self.embedding_size < 0:
+            raise ConfigError(f"architecture.embedding_size={self.embedding_size}: must not be negative (0 is hidden_size)")
         if self.qk_norm_whole and not (self.qk_norm and self.normalization == Normalization.rms_norm):
             raise ConfigError("architecture.qk_norm_whole=True: needs qk_norm=True and normalization=rms_norm")
         if self.qk_norm_by_head and not (self.qk_norm and self.normalization == Normalization.layer_norm_no_bias):

@@ -66,6 +66,8 @@ UNUSUAL: dict[str, tuple[Any, str]] = {
     "position_offset": (0, "a table of positions that begins later"),
     "parallel_residual": (ParallelResidual.none, "attention and feed-forward layer side by side"),
     "pre_norms": (True, "no norms in front of its layers"),
+    "residual_norms": (False, "norms of the residual stream"),
+    "embedding_size": (0, "projected embeddings"),
     "post_norms": (False, "norms behind its layers"),
     "qk_norm_whole": (False, "norms of all heads together"),
     "qk_norm_by_head": (False, "norms with weights of each head"),

@@ -133,7 +133,8 @@ def block_spec(
         submodules_of(kinds[True].submodules.mlp).router = router
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    return TransformerBlockSubmodules(layer_specs=[kinds[architecture.has_experts(number)] for number in numbers], layer_norm=norm)
+    specs = [kinds[architecture.has_experts(number)] for number in numbers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=None if architecture.residual_norms else norm)
 
 
 def _kinds(architecture: Architecture) -> set[bool]:

@@ -29,7 +29,7 @@ from aligner.parallel.mcore import (
 
 def needs_own_layer(architecture: Architecture) -> bool:
     """Whether a layer of this architecture is an `OwnLayer`."""
-    kinds = architecture.post_norms, architecture.rope_local_theta, architecture.rope_windows_only
+    kinds = architecture.post_norms, architecture.residual_norms, architecture.rope_local_theta, architecture.rope_windows_only
     return architecture.parallel_residual != ParallelResidual.none or any(kinds)
 
 
@@ -45,7 +45,8 @@ class OwnLayer(TransformerLayer):
         if architecture.rope_local_theta:
             self.angles = int(architecture.window_of(self.layer_number - 1) > 0)
         self.post_attention_layernorm = self.post_mlp_layernorm = torch.nn.Identity()
-        if architecture.post_norms:
+        self.norms_sums = architecture.residual_norms
+        if architecture.post_norms or architecture.residual_norms:
             sizes = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
             self.post_attention_layernorm, self.post_mlp_layernorm = (build_module(norm, config=config, **sizes) for _ in range(2))
 
@@ -69,6 +70,9 @@ class OwnLayer(TransformerLayer):
         if self.parallel != ParallelResidual.none:
             read = normed if self.parallel is ParallelResidual.shared_norm else self.pre_mlp_layernorm(hidden_states)
             return hidden_states + attended + _sum(self.mlp(read)), None
+        if self.norms_sums:
+            hidden_states = self.post_attention_layernorm(hidden_states + attended)
+            return self.post_mlp_layernorm(hidden_states + _sum(self.mlp(self.pre_mlp_layernorm(hidden_states)))), None
         hidden_states = hidden_states + self.post_attention_layernorm(attended)
         return hidden_states + self.post_mlp_layernorm(_sum(self.mlp(self.pre_mlp_layernorm(hidden_states)))), None
 

@@ -191,7 +191,7 @@ def _widest(architecture: Architecture) -> Architecture:
     """Where only some layers have a window, all layers without one: they keep the most."""
     if not architecture.full_attention_layers:
         return architecture
-    return replace(architecture, sliding_window=0, full_attention_layers=[], rope_local_theta=0.0)
+    return replace(architecture, sliding_window=0, full_attention_layers=[], rope_local_theta=0.0, rope_windows_only=False)
 
 
 def _forward(block: Any, hidden: Tensor, rotary: Tensor | None) -> Tensor:

@@ -207,7 +207,9 @@ class Decoder:
     def _finish(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits of residual streams [N, H], float32 [N, V]; in `out` if it is given."""
         depth = len(self.weights.layers)
-        normed = self._note(Operation.final_norm, depth, self.norm(x, self.weights.final_norm))
+        normed = x if self.weights.final_norm is None else self._note(Operation.final_norm, depth, self.norm(x, self.weights.final_norm))
+        if self.weights.projections is not None:
+            normed = F.linear(normed, self.weights.projections[1])
         return self._note(Operation.logits, depth, self._logits(normed, out))
 
     def _note(self, operation: Operation, layer: int, output: Tensor) -> Tensor:
@@ -257,6 +259,9 @@ class Decoder:
                 self._note(Operation.attention_residual, number, x)  # what the feed-forward layer's norm reads
                 read = normed if layer.mlp_norm is None else self._normed(x, layer.mlp_norm)
                 x = x + attended + self._feed_forward(layer, number, read, fixed=fixed)
+            elif self.architecture.residual_norms:
+                x = self._note(Operation.attention_residual, number, self._normed(x + attended, layer.post_attention_norm))
+                x = self._normed(x + self._feed_forward(layer, number, x, fixed=fixed), layer.post_mlp_norm)
             else:
                 x = self._note(Operation.attention_residual, number, x + self._normed(attended, layer.post_attention_norm))
                 changed = self._feed_forward(layer, number, self._normed(x, layer.mlp_norm), fixed=fixed)
@@ -308,6 +313,8 @@ class Decoder:
             owned = (local >= 0) & (local < weight.shape[0])
             # `where`, not a product: a rank whose rows are all vocabulary padding may hold anything there, NaN too.
             x = self._sum(torch.where(owned[..., None], F.embedding(torch.where(owned, local, 0), weight), 0.0))
+        if self.weights.projections is not None:
+            x = F.linear(x, self.weights.projections[0])
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         if self.weights.positions is None:

@@ -75,8 +75,10 @@ def _full_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
         inner = a.expert_ffn_hidden_size if ".local_experts." in name else a.shared_ffn_hidden_size
     queries, keys = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
     shapes = {
-        "word_embeddings": (a.vocab_size, a.hidden_size),
-        "output_layer": (a.vocab_size, a.hidden_size),
+        "word_embeddings": (a.vocab_size, a.vocabulary_width),
+        "output_layer": (a.vocab_size, a.vocabulary_width),
+        "projection": (a.hidden_size, a.vocabulary_width),
+        "output_projection": (a.vocabulary_width, a.hidden_size),
         "position_embeddings": (a.max_position_embeddings + a.position_offset, a.hidden_size),
         "linear_qkv": (queries + 2 * keys, a.hidden_size),
         "linear_proj": (a.hidden_size, a.num_attention_heads * a.value_head_dim if a.latent_size else queries),

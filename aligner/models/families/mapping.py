@@ -61,6 +61,8 @@ def rule(*hf_names: str, layout: Layout = Layout.plain, transposed: bool = False
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+PROJECTION = "embedding.word_embeddings.projection.weight"  # of embeddings of another width than the residual stream
+OUTPUT_PROJECTION = "output_projection.weight"
 ADAPTER = ".adapter."  # in the name of every parameter of an adapter, behind the name of its linear layer; no rule is of them
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT_NAME = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")

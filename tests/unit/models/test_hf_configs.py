@@ -83,6 +83,8 @@ def theirs(hf: dict) -> dict:
         "norm_eps": next((getattr(config, key) for key in _EPSILONS if hasattr(config, key)), 1e-5),
     }
     if hf["model_type"] == "opt":
+        narrow, before = config.word_embed_proj_dim, config.do_layer_norm_before
+        read |= {"pre_norms": before, "residual_norms": not before, "embedding_size": narrow if narrow != config.hidden_size else 0}
         return read | {"ffn_hidden_size": config.ffn_dim}
     if hf["model_type"] == "gpt2":
         scales = {"attention_scale": 0.0 if config.scale_attn_weights else 1.0}
@@ -280,7 +282,8 @@ READ = (
     + [("olmo3", "v5", {"rope_parameters": {"full_attention": YARN | {"rope_theta": 3e4}, WINDOW: PLAIN}, "sliding_window": 9})]
     + [(family, "dense layers", {"mlp_only_layers": [1]}) for family in ("qwen2_moe", "qwen3_moe")]
     + [(family, "every other layer", {"decoder_sparse_step": 2}) for family in ("qwen2_moe", "qwen3_moe")]
-    + [("opt", "its width by name", {"word_embed_proj_dim": 64}), ("opt", "spread", {"init_std": 0.006})]
+    + [("opt", "its width by name", {"word_embed_proj_dim": 64}), ("opt", "projected", {"word_embed_proj_dim": 32})]
+    + [("opt", "norms behind", {"do_layer_norm_before": False}), ("opt", "spread", {"init_std": 0.006})]
     + [("gpt2", "inner", {"n_inner": 40}), ("gpt2", "null inner", {"n_inner": None}), ("gpt2", "no dropout", {"resid_pdrop": 0.0})]
     + [("gpt2", "scales", {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True})]
 )
@@ -322,8 +325,8 @@ REFUSED = [
     ("gpt_neox", {"head_dim": 16}, "head_dim=16"),
     ("gpt_neox", {"hidden_dropout": 0.1}, "hidden_dropout=0.1"),
     ("gpt_neox", {"use_parallel_residual": None}, "use_parallel_residual=null"),
-    ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=false is not supported for model_type opt; allowed: true"),
-    ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim=32 is not supported for model_type opt; allowed: null or 64"),
+    ("opt", {"do_layer_norm_before": None}, "do_layer_norm_before=null is not supported for model_type opt; allowed: true or false"),
+    ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim=0 is not supported for model_type opt; allowed: a whole number >= 1"),
     ("opt", {"enable_bias": False}, "enable_bias=false"),
     ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=false"),
     ("opt", {"activation_function": "tanh"}, 'activation_function="tanh"'),
