@@ -76,7 +76,9 @@ def theirs(directory, auto) -> torch.Tensor:
     return model.eval()(rows.tokens, attention_mask=mask).logits, model.config
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2_tied", "qwen3", "mixtral", "nemotron", "gpt2", "phi3", "gpt_neox", "opt", "gemma2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2_tied", "qwen3", "mixtral", "nemotron", "gpt2", "phi3", "gpt_neox", "opt", "opt_projected", "gemma2"]
+)
 def test_sequence_scores_equal_transformers_both_ways(name, reward_model, tmp_path):
     from transformers import AutoModelForSequenceClassification
 

@@ -128,6 +128,7 @@ READ_BY_PEFT["qwen2_moe"] = [*READ_BY_PEFT["deepseek_v3"], LoraTarget.fc1, LoraT
         "phi3",
         "gpt_neox",
         "opt",
+        "opt_projected",
         "gemma2",
         "olmo2",
         "glm4",

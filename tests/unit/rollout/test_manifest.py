@@ -14,20 +14,9 @@ from aligner.rollout.foreign import fusion_group, weight_buckets
 from aligner.rollout.manifest import Manifest, TensorSpec, global_manifest, hf_manifest
 
 FAMILIES = ["llama", "llama_tied_llama3_rope", "qwen2", "qwen2_tied", "qwen3", "mixtral", "qwen3_moe", "nemotron", "gpt2"]
-FAMILIES += [
-    "llama_biases_llama3_rope",
-    "mistral",
-    "phi3",
-    "gpt_neox",
-    "opt",
-    "gemma2",
-    "gemma3_text",
-    "olmo2",
-    "glm4",
-    "cohere",
-    "cohere_plus",
-]
-FAMILIES += ["cohere_plus", "cohere2", "olmo3", "glm4_moe", "deepseek_v2", "deepseek_v3", "qwen2_moe", "qwen3_moe_dense_layers"]
+FAMILIES += ["llama_biases_llama3_rope", "mistral", "phi3", "gpt_neox", "opt", "gemma2", "gemma3_text", "olmo2", "glm4", "cohere"]
+FAMILIES += ["olmo3", "glm4_moe", "deepseek_v2", "deepseek_v3", "qwen2_moe", "qwen3_moe_dense_layers"]
+FAMILIES += ["cohere_plus", "cohere2", "opt_projected"]
 
 
 @pytest.fixture(autouse=True)
