@@ -1,6 +1,7 @@
-"""The `aligner` command: train, serve, launch, plan, preflight, gap, data, report, diagnose, convert, migrate, demo.
+"""The `aligner` command: train, serve, launch, plan, preflight, gap, data, report, diagnose, trace, convert, migrate, demo.
 
-What a command needs beyond click is imported when the command runs, so that `aligner --help` and completion in a shell answer at once.
+`plan` and `trace` are in `aligner.plan_commands`. What a command needs beyond click is imported when the command runs, so that
+`aligner --help` and completion in a shell answer at once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aligner import __version__
+from aligner import __version__, plan_commands
+from aligner.command_parts import (
+    CONFIG,
+    DIRECTORY,
+    FILE,
+    RUN_DIRECTORY,
+    SETTINGS,
+    Command,
+    config_argument,
+    config_dir,
+    configs_or,
+    json_option,
+    overrides_argument,
+    run_directory,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,21 +75,7 @@ class _Program(partial[None]):
     """A program with settings: it ends by itself, with SystemExit, and records how (`aligner.config.program.entrypoint`)."""
 
 
-class _Command(click.Command):
-    """Chosen here, run by `main`: around a command that runs, click would turn Ctrl-C and broken pipes into errors of its own."""
-
-    def invoke(self, ctx: click.Context) -> Callable[[], int]:
-        if (folder := ctx.params.pop("config_dir", None)) is not None:  # as an override it reaches every process of the run
-            from aligner.config import override
-
-            ctx.params["overrides"] = (*ctx.params["overrides"], override("hydra.searchpath", [f"file://{folder.resolve()}"]))
-        return partial(self.callback, **ctx.params)
-
-    def get_short_help_str(self, limit: int = 45) -> str:
-        return super().get_short_help_str(limit=200)  # whole sentences in the list of commands
-
-
-class _ProgramCommand(_Command):
+class _ProgramCommand(Command):
     """All that follows the name of the config is the program's own."""
 
     def invoke(self, ctx: click.Context) -> Callable[[], int]:
@@ -88,47 +89,14 @@ class _ProgramCommand(_Command):
 
 
 class _Group(click.Group):
-    command_class = _Command
+    command_class = Command
     group_class = type
 
 
-def _configs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    from aligner.files import configs
-
-    return [name for name in configs() if name.startswith(incomplete)]
-
-
-def _configs_or(kind: str, context: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:
-    """As `_configs`; the shell adds what it finds itself (`kind`: file, dir)."""
-    from click.shell_completion import CompletionItem
-
-    found = [CompletionItem(name) for name in _configs(context, parameter, incomplete)]
-    return [CompletionItem(incomplete, type=kind), *found]
-
-
-class _Path(click.Path):
-    """A path, which need not exist yet."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        from pathlib import Path  # here, since `aligner --help` needs none
-
-        return Path(super().convert(value, param, ctx))
-
-
-_FILE = _Path(readable=False)
-_DIRECTORY = _Path(readable=False, file_okay=False)
-_CONFIG = "CONFIG: a recipe, such as ppo, or one of its configs in conf/ppo/, such as ppo_70b."
-_SETTINGS = "KEY=VALUE: settings, as for `aligner train`."
-_config = click.argument("config", shell_complete=_configs)
-_overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-_config_dir = click.option("--config-dir", type=_DIRECTORY, metavar="DIR", help="Where configs and presets of your own are.")
 _settings = click.argument(
     "settings", nargs=-1, metavar="[KEY=VALUE]... [--help [SECTION]] [--cfg job] [--multirun]", type=click.UNPROCESSED
 )
 _AS_TYPED = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
-_json = click.option("--json", "json_path", type=_FILE, metavar="FILE", help="Write everything to FILE.")
-_run_directory = click.argument("directory", type=_DIRECTORY, metavar="RUN_DIRECTORY")
-_RUN_DIRECTORY = "RUN_DIRECTORY: run.directory of the run, which may be under way."
 
 
 # 80 columns: to measure the terminal, click imports half a dozen modules of compression.
@@ -138,8 +106,12 @@ def commands() -> None:
     """LLM alignment on Megatron-Core, for Slurm and MPI clusters."""
 
 
-@commands.command(cls=_ProgramCommand, context_settings=_AS_TYPED, epilog=_CONFIG)
-@_config
+for _command in plan_commands.COMMANDS:
+    commands.add_command(_command)
+
+
+@commands.command(cls=_ProgramCommand, context_settings=_AS_TYPED, epilog=CONFIG)
+@config_argument
 @_settings
 def train(config: str, settings: tuple[str, ...]) -> None:
     """Train, or write data, with a recipe on this rank (start one for each: srun, torchrun, mpiexec, aligner launch)."""
@@ -155,7 +127,7 @@ def train(config: str, settings: tuple[str, ...]) -> None:
     registry.program(recipe.name)([f"config={config}", *settings], program=f"aligner train {config}")
 
 
-@commands.command(cls=_ProgramCommand, context_settings=_AS_TYPED, epilog=f"{_CONFIG} Without one: ppo.")
+@commands.command(cls=_ProgramCommand, context_settings=_AS_TYPED, epilog=f"{CONFIG} Without one: ppo.")
 @click.argument("server", type=click.Choice(["critic", "reward"]))
 @_settings
 def serve(server: str, settings: tuple[str, ...]) -> None:
@@ -197,31 +169,14 @@ def demo(arguments: tuple[str, ...]) -> int:
     return 0
 
 
-@commands.command(epilog=f"{_CONFIG} {_SETTINGS}")
-@_config
-@_overrides
-@_config_dir
-@click.option("--search", is_flag=True, help="Also show the fastest layouts of the same ranks that fit.")
-@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, metavar="N", help="How many layouts of each component.")
-@click.option(
-    "--response-length", type=float, default=0.0, metavar="TOKENS", help="Mean, for times; without it all are as long as they may be."
-)
-@_json
-def plan(config: str, overrides: tuple[str, ...], search: bool, top: int, response_length: float, json_path: Path | None) -> int:
-    """Memory and time of a job, before it is submitted; exit code 1 if it does not fit."""
-    from aligner.jobs.plan import plan
-
-    return plan(config, overrides, searches=search, top=top, json_path=json_path, response_length=response_length)
-
-
-@commands.command(epilog=f"{_CONFIG} {_SETTINGS}")
-@_config
-@_overrides
-@_config_dir
+@commands.command(epilog=f"{CONFIG} {SETTINGS}")
+@config_argument
+@overrides_argument
+@config_dir
 @click.option("--only", default="", metavar="A,B", help="Only these items (ranks and config always).")
 @click.option("--engine", is_flag=True, help="Also build the model and its rollout engine, refit it and generate.")
 @click.option("--timeout", type=float, default=0.0, metavar="SECONDS", help="Of every item, in place of each one's own.")
-@_json
+@json_option
 def preflight(config: str, overrides: tuple[str, ...], only: str, engine: bool, timeout: float, json_path: Path | None) -> int:
     """Check an allocation before the job starts; start it on every rank (srun, torchrun, mpiexec). Exit code 2: not ready."""
     from aligner.jobs.preflight.command import Options, preflight
@@ -230,10 +185,10 @@ def preflight(config: str, overrides: tuple[str, ...], only: str, engine: bool, 
     return preflight(config, overrides, options)
 
 
-@commands.command(epilog=f"{_CONFIG[:-1]}, or the directory of a run (its newest policy). {_SETTINGS}")
-@click.argument("config", shell_complete=partial(_configs_or, "dir"))
-@_overrides
-@_config_dir
+@commands.command(epilog=f"{CONFIG[:-1]}, or the directory of a run (its newest policy). {SETTINGS}")
+@click.argument("config", shell_complete=partial(configs_or, "dir"))
+@overrides_argument
+@config_dir
 @click.option("--prompts", "num_prompts", default=16, show_default=True, metavar="N", help="Prompts of data.train.")
 @click.option("--random-prompts", is_flag=True, help="Prompts of random tokens instead.")
 @click.option("--tokens", "num_tokens", default=32, show_default=True, metavar="N", help="Tokens of a response at most.")
@@ -241,7 +196,7 @@ def preflight(config: str, overrides: tuple[str, ...], only: str, engine: bool, 
 @click.option("--greedy", is_flag=True, help="Greedy responses (temperature 1 for the log-probs).")
 @click.option("--ulps", default=0.0, metavar="X", help="Tolerance of an operation (default: 128 float32, else 16).")
 @click.option("--gap", default=0.0, metavar="NATS", help="Tolerance of the mean gap (default: 1e-4 float32, 0.05 bfloat16, 0.01 float16).")
-@_json
+@json_option
 def gap(config: str, overrides: tuple[str, ...], **options: Any) -> int:
     """Where in the model engine and trainer part, on one batch; exit code 1 if they do by more than rounding."""
     from aligner.jobs.gap import Options, gap
@@ -254,15 +209,15 @@ def data() -> None:
     """Look at data before a job does."""
 
 
-@data.command(epilog=f"CONFIG|FILE: a recipe or one of its configs, such as sft; with --kind a data file. {_SETTINGS}")
-@click.argument("target", metavar="CONFIG|FILE", shell_complete=partial(_configs_or, "file"))
-@_overrides
-@_config_dir
+@data.command(epilog=f"CONFIG|FILE: a recipe or one of its configs, such as sft; with --kind a data file. {SETTINGS}")
+@click.argument("target", metavar="CONFIG|FILE", shell_complete=partial(configs_or, "file"))
+@overrides_argument
+@config_dir
 @click.option("--kind", default="", metavar="KIND", help="Of the file: sft, preference, kto, prompts, ... (docs/data.md).")
 @click.option("--tokenizer", default="", type=click.Path(), metavar="DIR", help="With --kind: directory of the model's tokenizer.")
 @click.option("--samples", default=3, show_default=True, metavar="N", help="How many are shown of each data set.")
 @click.option("--all", "lists_all", is_flag=True, help="List every problem, not the first few of each kind.")
-@_json
+@json_option
 def validate(target: str, overrides: tuple[str, ...], samples: int, **options: Any) -> int:
     """Every bad line, lengths in tokens, duplicates, and samples as the model will see them; exit code 1 with bad lines."""
     from aligner.jobs.validate_data import Options, validate
@@ -270,10 +225,10 @@ def validate(target: str, overrides: tuple[str, ...], samples: int, **options: A
     return validate(target, overrides, Options(num_samples=max(0, samples), **options))
 
 
-@data.command("inspect", epilog=f"FILE|ID: a data file, a directory of them, or ORG/NAME[@REV][:SPLIT] of the Hub. {_SETTINGS}")
+@data.command("inspect", epilog=f"FILE|ID: a data file, a directory of them, or ORG/NAME[@REV][:SPLIT] of the Hub. {SETTINGS}")
 @click.argument("target", metavar="FILE|ID", type=click.Path())
-@_overrides
-@_config_dir
+@overrides_argument
+@config_dir
 @click.option("--kind", default="", metavar="KIND", help="As which it is read: sft, preference, ... (default: what its form is good for).")
 @click.option("--tokenizer", default="", type=click.Path(), metavar="DIR", help="The model's; without one samples are shown as ChatML.")
 @click.option("--samples", default=3, show_default=True, metavar="N", help="How many are shown.")
@@ -285,9 +240,9 @@ def inspect_data(target: str, overrides: tuple[str, ...], samples: int, **option
     return inspect_data(target, overrides, Options(num_samples=max(0, samples), **options))
 
 
-@commands.command(epilog=_RUN_DIRECTORY)
-@_run_directory
-@click.option("--output", type=_FILE, metavar="FILE", help="The HTML file (default: RUN_DIRECTORY/report.html).")
+@commands.command(epilog=RUN_DIRECTORY)
+@run_directory
+@click.option("--output", type=FILE, metavar="FILE", help="The HTML file (default: RUN_DIRECTORY/report.html).")
 def report(directory: Path, output: Path | None) -> int:
     """What a run did: its summary, and curves and samples before and after as one HTML file."""
     from aligner.jobs.report import report
@@ -295,8 +250,8 @@ def report(directory: Path, output: Path | None) -> int:
     return report(directory, output)
 
 
-@commands.command(epilog=_RUN_DIRECTORY)
-@_run_directory
+@commands.command(epilog=RUN_DIRECTORY)
+@run_directory
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def diagnose(directory: Path, as_json: bool) -> int:
     """What went wrong in a run without an error: evidence, likely cause, remedy; exit code 1 with findings."""
@@ -306,12 +261,12 @@ def diagnose(directory: Path, as_json: bool) -> int:
 
 
 @commands.command()
-@click.option("--from-hf", type=_DIRECTORY, metavar="DIR", help="Hugging Face directory to read, or ORG/NAME[@REV] of the Hub.")
-@click.option("--from-megatron", type=_FILE, metavar="PATH", help="Checkpoint to read, or the newest below; also Megatron-LM's and NeMo's.")
-@click.option("--to-megatron", type=_DIRECTORY, metavar="DIR", help="Where to write the checkpoint.")
-@click.option("--to-hf", type=_DIRECTORY, metavar="DIR", help="Where to write the Hugging Face model.")
+@click.option("--from-hf", type=DIRECTORY, metavar="DIR", help="Hugging Face directory to read, or ORG/NAME[@REV] of the Hub.")
+@click.option("--from-megatron", type=FILE, metavar="PATH", help="Checkpoint to read, or the newest below; also Megatron-LM's and NeMo's.")
+@click.option("--to-megatron", type=DIRECTORY, metavar="DIR", help="Where to write the checkpoint.")
+@click.option("--to-hf", type=DIRECTORY, metavar="DIR", help="Where to write the Hugging Face model.")
 @click.option("--push-to-hub", "push_to", default="", metavar="ORG/NAME", help="Upload the Hugging Face model, with a card.")
-@click.option("--tokenizer", type=_DIRECTORY, metavar="DIR", help="Tokenizer for a model of Megatron-LM or NeMo that brings none.")
+@click.option("--tokenizer", type=DIRECTORY, metavar="DIR", help="Tokenizer for a model of Megatron-LM or NeMo that brings none.")
 @click.option("--tp", default=1, metavar="N", help="Split every layer over N ranks (start as many: torchrun, srun, mpiexec).")
 @click.option("--pp", default=1, metavar="N", help="Split the layers over N ranks.")
 def convert(tp: int, pp: int, push_to: str, tokenizer: Path | None, **paths: Path | None) -> int:
@@ -354,8 +309,8 @@ def convert(tp: int, pp: int, push_to: str, tokenizer: Path | None, **paths: Pat
 @click.option("--trains", default="", metavar="NAME", help="What it trains, such as dpo, if its keys do not say.")
 @click.option("--ranks", type=click.IntRange(min=0), default=0, metavar="N", help="GPUs that train, where batch sizes are per device.")
 @click.option("--examples", type=click.IntRange(min=0), default=0, metavar="N", help="Of the training data, to turn epochs into steps.")
-@click.option("--output", type=_FILE, metavar="FILE", help="Write the config (.yaml) or the command (.sh) to FILE.")
-@_json
+@click.option("--output", type=FILE, metavar="FILE", help="Write the config (.yaml) or the command (.sh) to FILE.")
+@json_option
 def migrate(inputs: tuple[str, ...], **options: Any) -> int:
     """What a config or command of NeMo-Aligner, TRL, OpenRLHF, verl, DeepSpeed-Chat or LLaMA-Factory is here, key by key."""
     from aligner.jobs.migrate import command
@@ -368,10 +323,10 @@ def launch() -> None:
     """Start every component of a run."""
 
 
-@launch.command(epilog=f"{_CONFIG} {_SETTINGS}")
-@_config
-@_overrides
-@_config_dir
+@launch.command(epilog=f"{CONFIG} {SETTINGS}")
+@config_argument
+@overrides_argument
+@config_dir
 @click.option("--processes", default=0, metavar="N", help="Ranks of the training component (default: the config's).")
 def local(config: str, overrides: tuple[str, ...], processes: int) -> int:
     """As processes on this machine."""
@@ -380,13 +335,13 @@ def local(config: str, overrides: tuple[str, ...], processes: int) -> int:
     return launch_local(config, overrides, num_processes=processes)
 
 
-@launch.command(epilog=f"{_CONFIG} {_SETTINGS}")
-@_config
-@_overrides
-@_config_dir
+@launch.command(epilog=f"{CONFIG} {SETTINGS}")
+@config_argument
+@overrides_argument
+@config_dir
 @click.option("--dry-run", is_flag=True, help="Print the script instead of submitting it.")
 @click.option("--test-only", is_flag=True, help="Ask Slurm whether and when it could run (sbatch --test-only).")
-@click.option("--output", type=_FILE, metavar="FILE", help="Write the script to FILE instead of submitting it.")
+@click.option("--output", type=FILE, metavar="FILE", help="Write the script to FILE instead of submitting it.")
 @click.option("--separate", is_flag=True, help="A job for every component, where the site has no heterogeneous jobs (slurm.separate=true).")
 def slurm(config: str, overrides: tuple[str, ...], **options: Any) -> int:
     """As a job of a Slurm cluster: make the batch script from the config and submit it."""

@@ -32,6 +32,10 @@ _MOE = {"n_routed_experts": 8, "moe_intermediate_size": 20, "n_shared_experts": 
 _DEEPSEEK = _MOE | {"num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6}
 _DEEPSEEK |= {"v_head_dim": 10}
 _MLA_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+_LLAMA4 = {"model_type": "llama4_text", "intermediate_size": 20, "intermediate_size_mlp": 28, "num_local_experts": 4, **_NO_SPECIAL}
+_LLAMA3_STEP = _LLAMA3 | {"rope_theta": 1e3, "high_freq_factor": 1.0, "original_max_position_embeddings": 64}  # as Llama 4 Scout's file
+_GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7, "intermediate_size": 24}
+_GPT_OSS |= {"rope_parameters": _MLA_YARN | {"truncate": False}}
 HF_MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 10000.0},
     "llama_tied_llama3_rope": {"model_type": "llama", "tie_word_embeddings": True, "rope_parameters": _LLAMA3 | {"rope_theta": 1e6}},
@@ -139,7 +143,17 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     | {"shared_expert_intermediate_size": 36, "qkv_bias": False, "norm_topk_prob": True},
     "qwen2_moe_windows": {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     | {"shared_expert_intermediate_size": 28, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "llama4_text": _LLAMA4
+    | {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2, "attention_chunk_size": 7, "head_dim": 12}
+    | {"num_key_value_heads": 1, "floor_scale": 5, "attn_scale": 0.7, "rope_parameters": _LLAMA3_STEP},
+    "llama4_text_tied": _LLAMA4
+    | {"head_dim": 8, "use_qk_norm": False, "no_rope_layers": [0, 1], "tie_word_embeddings": True, "attention_bias": True}
+    | {"attn_temperature_tuning": False, "layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 9},
     "qwen3_moe_dense_layers": _QWEN3_MOE | {"num_experts_per_tok": 2, "decoder_sparse_step": 2, "mlp_only_layers": None},
+    "gpt_oss": _GPT_OSS | {"num_key_value_heads": 1, "head_dim": 12, "num_experts_per_tok": 3, "swiglu_limit": 0.8},
+    "gpt_oss_tied": _GPT_OSS
+    | {"tie_word_embeddings": True, "attention_bias": False, "layer_types": [_FULL] * 2, "head_dim": 8}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}},
     "nemotron": {"model_type": "nemotron"},
     "gpt2": _GPT2,
     "gpt2_scaled": _GPT2 | {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
@@ -156,7 +170,7 @@ def randomize(module: torch.nn.Module, seed: int) -> None:
         if "norm" in name or ".ln_" in name:
             parameter.copy_(1 + 0.3 * noise)
         else:
-            parameter.copy_(noise * (0.5 if "bias" in name else 0.2))
+            parameter.copy_(noise * (0.5 if "bias" in name or "sinks" in name else 0.2))
 
 
 def write(name: str, directory: Path) -> None:

@@ -52,7 +52,8 @@ def arguments(name: str, **others: Any) -> argparse.Namespace:
 
 def build(args: argparse.Namespace, *, tp: int = 1, pp: int = 1, first: bool = True, last: bool = True) -> Any:
     """A random GPTModel, as Megatron-LM's model provider makes it of its arguments."""
-    from aligner.models.megatron_config import _gelu_tanh
+    from aligner.models.activations import ACTIVATIONS
+    from aligner.models.config import Activation
     from aligner.parallel.mcore import GPTModel, TransformerConfig, get_gpt_layer_local_spec
 
     given = vars(args).get
@@ -62,7 +63,7 @@ def build(args: argparse.Namespace, *, tp: int = 1, pp: int = 1, first: bool = T
         normalization=args.normalization,
         layernorm_epsilon=args.norm_epsilon,
         gated_linear_unit=bool(given("swiglu")),
-        activation_func=torch.nn.functional.silu if given("swiglu") else _gelu_tanh,
+        activation_func=torch.nn.functional.silu if given("swiglu") else ACTIVATIONS[Activation.gelu_tanh],
         add_bias_linear=given("add_bias_linear", True),
         add_qkv_bias=bool(given("add_qkv_bias")),
         qk_layernorm=bool(given("qk_layernorm")),

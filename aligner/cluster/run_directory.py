@@ -150,6 +150,11 @@ class RunDirectory:
         return self.path / "health"
 
     @property
+    def trace(self) -> Path:
+        """`<component>.<rank>.jsonl`: what each rank did when (`aligner.recording`); `aligner trace` makes one file of them."""
+        return self.path / "trace"
+
+    @property
     def stacks(self) -> Path:
         """Every rank's stack at the time of a stall."""
         return self.path / "stacks"

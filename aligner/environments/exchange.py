@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from aligner import recording
 from aligner.data.messages import Message
 from aligner.data.tokenizer import Tokenizer
 from aligner.environments.config import EnvironmentConfig, ObservationForm, OnEnvironmentError
@@ -177,11 +178,13 @@ class _Exchange:
 
     def _step(self, episode: _Episode) -> object:
         """In a worker thread."""
-        environment, settle = self.owner.environment, self.owner.settle
+        environment, settle, lane = self.owner.environment, self.owner.settle, recording.rank_lane("environment")
         if not episode.has_begun:
-            episode.state = settle(environment.reset(episode.prompt))
+            with recording.span("reset", lane):
+                episode.state = settle(environment.reset(episode.prompt))
             episode.has_begun = True
-        return settle(environment.step(episode.state, episode.turn))
+        with recording.span("step", lane, turn=episode.turn.number):
+            return settle(environment.step(episode.state, episode.turn))
 
     def _reply(self, outcome: Outcome) -> Reply:
         episode, observation = self.episodes[outcome.key], outcome.value

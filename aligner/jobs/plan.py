@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -10,24 +11,29 @@ from pathlib import Path
 from aligner.algorithms.registry import composed
 from aligner.cluster.config import Placement
 from aligner.config import fetch_named
+from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
+from aligner.jobs import explain
+from aligner.jobs.plan_outputs import Outputs, is_run, of_run
 from aligner.jobs.programs import placement_of
-from aligner.loop.config import JobRun
+from aligner.loop.config import JobRun, WritingRun
 from aligner.loop.lengths import fill
 from aligner.loop.recipe import Server
 from aligner.models import create
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import report, search
-from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.estimate import ComponentPlan, Scales, again, named, plan_component
+from aligner.planner.config import ClusterConfig, Device, PlanConfig
+from aligner.planner.estimate import ComponentPlan, Scales, again, named, plan_component, with_fitting_cache
 from aligner.planner.memory import context_bytes, resting_bytes
 from aligner.planner.sampling import ResponseLengths
+from aligner.planner.simulation import Habits, Part, Simulated, simulate
 from aligner.planner.workload import Component, Engine, Head, Phase
 from aligner.rollout.config import EngineKind, RolloutConfig
 from aligner.servers.components import in_section
 
 MIB = 2**20
+LAST_STEPS = 20  # of a run, whose lengths are taken
 
 DOES_NOT_FIT = 1  # exit code; a mistake in the config is 2, as everywhere
 
@@ -38,24 +44,28 @@ def plan(
     *,
     searches: bool = False,
     top: int = 5,
+    explains: bool = False,
     json_path: Path | None = None,
-    response_length: float = 0.0,
+    outputs: Outputs | None = None,
 ) -> int:
     """Plan the config `name`; prints tables, returns the exit code. Raises ConfigError if the sizes do not divide."""
-    job = plan_job(name, overrides, searches=searches, top=top, response_length=response_length)
+    job = plan_job(name, overrides, searches=searches, top=top)
     report.show(job, report.console())
+    if explains:
+        explain.show(job, explain.changes(job, lambda settings: plan_job(name, [*overrides, *settings])), report.console())
     if json_path is not None:
         json_path.write_text(report.to_json(job))
+    if outputs is not None:
+        outputs.write(job)
     return DOES_NOT_FIT if job.problems else 0
 
 
-def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top: int = 5, response_length: float = 0.0) -> report.JobPlan:
-    """As `plan`, without printing. `response_length`: the mean, for times; 0: every response is as long as it may be."""
+def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top: int = 5) -> report.JobPlan:
+    """As `plan`, without printing."""
     config = load(name, overrides)
     cluster, scales = config.cluster, Scales(config.cluster.device)
-    found = _with_lengths(components(config), response_length) if response_length else components(config)
-    plans = beside(tuple(plan_component(component, cluster, scales) for component in found), cluster)
-    take_turns, problems = any(component.turns for component in found), []
+    plans = planned(config, scales)
+    take_turns, problems = any(one.component.turns for one in plans), []
     if take_turns:
         host = {f"{one.component.name}: {part}": size for one in plans for part, size in one.host.items()}
         problems += report.host_problems("all components together", host, cluster)
@@ -69,18 +79,73 @@ def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top
         components=plans,
         alternatives={part.name: search.search(part, cluster, scales, top=top) for part in searched},
         problems=tuple(problems),
+        run=simulated(plans, config, take_turns=take_turns),
         take_turns=take_turns,
     )
 
 
-def _with_lengths(found: Sequence[Component], mean: float) -> list[Component]:
-    """With responses of this mean length. Raises ConfigError where none are sampled, or none is so long."""
+def planned(config: JobRun, scales: Scales) -> tuple[ComponentPlan, ...]:
+    """A plan of each component, the training one first."""
+    cluster = config.cluster
+    found = with_lengths(components(config), config.plan)
+    plans = beside(tuple(plan_component(component, cluster, scales) for component in found), cluster)
+    return tuple(with_fitting_cache(one, cluster) for one in plans)
+
+
+def simulated(plans: Sequence[ComponentPlan], config: JobRun, *, take_turns: bool) -> Simulated:
+    """The run of these components, with the config's habits."""
+    parts = [Part(component=one.component, sizes=one.sizes, seconds={time.phase: time.total for time in one.times}) for one in plans]
+    return simulate(parts, config.cluster, config.plan, habits(config), take_turns=take_turns)
+
+
+def habits(config: JobRun) -> Habits:
+    """What the run does beside its steps."""
+    if isinstance(config, WritingRun):
+        return Habits(max_steps=1)
+    ahead = getattr(config, "rollout", RolloutConfig()).asynchronous
+    return Habits(
+        max_staleness=ahead.max_staleness,
+        partial=ahead.partial,
+        recompute=ahead.recompute,
+        validate_every=config.loop.validate_every,
+        save_every=config.loop.save_every,
+        saves_in_background=config.checkpoint.asynchronous,
+        max_steps=config.loop.max_steps,
+    )
+
+
+def with_lengths(found: Sequence[Component], assumed: PlanConfig) -> list[Component]:
+    """With sequences of the mean lengths that `plan` has. Raises ConfigError where none are sampled, or none is so long."""
+    response, prompt, setting = assumed.response_length, assumed.prompt_length, f"plan.response_length={assumed.response_length:g}"
+    if assumed.lengths_of:
+        response, setting = measured_length(Path(assumed.lengths_of)), f"plan.lengths_of={assumed.lengths_of}"
+    if not response and not prompt:
+        return list(found)
     work = next((component.work for component in found if component.engine is not None), None)
     if work is None:
-        raise ConfigError(f"--response-length {mean:g}: this recipe samples no responses")
-    if not 1 <= mean <= work.response_length:
-        raise ConfigError(f"--response-length {mean:g}: allowed: 1 to rollout.sampling.max_response_length={work.response_length}")
-    return [replace(component, work=replace(component.work, lengths=ResponseLengths(mean=mean))) for component in found]
+        raise ConfigError(f"{setting}: this recipe samples no responses; allowed: 0")
+    if prompt > work.longest_prompt:
+        raise ConfigError(f"plan.prompt_length={prompt:g}: allowed: at most data.max_prompt_length={work.longest_prompt}")
+    response = response or work.response_length
+    if not 1 <= response <= work.response_length:
+        raise ConfigError(
+            f"{setting}: responses of {response:g} tokens; allowed: 1 to rollout.sampling.max_response_length={work.response_length}"
+        )
+    lengths = ResponseLengths(mean=response, spread=assumed.response_spread, prompt=prompt)
+    return [replace(component, work=replace(component.work, lengths=lengths)) for component in found]
+
+
+def measured_length(run: Path) -> float:
+    """Mean tokens of a response in the last steps of a run: its directory, or its metrics.jsonl. Raises ConfigError where it has none."""
+    path = run / "metrics.jsonl" if run.is_dir() else run
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()[-LAST_STEPS:] if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"plan.lengths_of={run}: {error}") from error
+    found = [line["rollout/response_length"] for line in lines if "rollout/response_length" in line]
+    if not found:
+        raise ConfigError(f"plan.lengths_of={run}: no rollout/response_length in the last {LAST_STEPS} lines of {path.name}")
+    return float(sum(found) / len(found))
 
 
 def beside(plans: Sequence[ComponentPlan], cluster: ClusterConfig) -> tuple[ComponentPlan, ...]:
@@ -100,8 +165,11 @@ def beside(plans: Sequence[ComponentPlan], cluster: ClusterConfig) -> tuple[Comp
 
 
 def load(name: str, overrides: Sequence[str]) -> JobRun:
-    """The composed config, with the configs of models that it names on the Hugging Face Hub; data need not be named."""
-    config: JobRun = composed(name, ["data.train=not-read", *overrides])
+    """The composed config, or that of the run in the directory `name`, with the configs of models that it names on the Hugging Face Hub.
+
+    Data need not be named.
+    """
+    config: JobRun = of_run(name, overrides) if is_run(name) else composed(name, ["data.train=not-read", *overrides])
     fetch_named(config, weights=False, data=False, may_fail=_is_described)
     return config
 
@@ -135,7 +203,7 @@ def _main(config: JobRun) -> Component:
     traits, architecture = config.traits(), _architecture("model", config.model)
     with named(traits.role):
         config.check(architecture, config.num_processes)
-        engine = _engine(config.rollout, config.parallel, config.cluster) if traits.has_engine else None
+        engine = _engine(config.rollout, config.parallel, config.cluster, config.plan.rollout_ranks) if traits.has_engine else None
     trains = Phase.train in traits.work.phases
     return Component(
         name=traits.role,
@@ -182,7 +250,7 @@ def _server(config: JobRun, server: Server) -> Component:
     )
 
 
-def _engine(rollout: RolloutConfig, parallel: ParallelConfig, cluster: ClusterConfig) -> Engine:
+def _engine(rollout: RolloutConfig, parallel: ParallelConfig, cluster: ClusterConfig, own_ranks: int) -> Engine:
     """Raises ConfigError for a replica that the cluster's nodes are too small for."""
     tp, on_gpu = rollout.tp or parallel.tp, cluster.device == Device.gpu
     if rollout.engine == EngineKind.tensorrt_llm and on_gpu and tp > cluster.gpus_per_node:
@@ -200,6 +268,7 @@ def _engine(rollout: RolloutConfig, parallel: ParallelConfig, cluster: ClusterCo
         asynchronous=rollout.asynchronous.max_staleness > 0,
         on_gpu=on_gpu,
         settings=rollout,
+        own_ranks=own_ranks,
     )
 
 
@@ -217,15 +286,22 @@ def _model(model: ModelConfig, cluster: ClusterConfig) -> ModelConfig:
     return replace(model, dtype=Dtype.bfloat16 if cluster.device == Device.gpu else Dtype.float32)
 
 
+def _vocabulary(model: ModelConfig) -> int:
+    """Of the tokenizer of a model that has no weights yet, if it is here; 0 where the size is known from elsewhere, or not at all."""
+    if model.path or model.architecture.vocab_size or not Path(model.tokenizer_path or "-").is_dir():
+        return 0
+    return load_tokenizer(model.tokenizer_path).vocab_size
+
+
 def _architecture(key: str, model: ModelConfig) -> Architecture:
     """The sizes of `model.path` if it exists here, else those in the config."""
-    described = model.architecture.vocab_size > 0
+    described, vocabulary = model.architecture.vocab_size > 0, _vocabulary(model)
     try:
-        found = create.read_architecture(model, vocab_size=0)
+        found = create.read_architecture(model, vocab_size=vocabulary)
     except (CheckpointError, ConfigError):
         if not described or Path(model.path).exists():  # else the model may be elsewhere: on the cluster
             raise
-        found = create.read_architecture(replace(model, path=""), vocab_size=0)
+        found = create.read_architecture(replace(model, path=""), vocab_size=vocabulary)
     if found.vocab_size < 1:
         raise ConfigError(f"{key}.path='': a plan needs a model: give {key}.path, or choose one of conf/model, such as {key}=llama3_8b")
     return found

@@ -22,7 +22,7 @@ from aligner.models.guard import GuardConfig
 from aligner.models.optimizer import OptimizerConfig
 from aligner.models.scalar_head import Pooling
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner.config import ClusterConfig
+from aligner.planner.config import ClusterConfig, PlanConfig
 from aligner.planner.workload import Head, Phase, Work
 from aligner.reporting.config import LoggingConfig
 
@@ -79,6 +79,7 @@ class RunConfig:
     download_timeout_seconds: float = 3600.0  # for another process that downloads what a setting names on the Hugging Face Hub
     collective_timeout_seconds: float = 1800.0  # until a collective that not all ranks enter ends the ranks that wait in it
     stall_timeout_seconds: float = 1200.0  # a component without any progress for so long writes its stacks and ends; 0: never
+    trace_mib: float = 8.0  # of spans for `aligner trace` that each process keeps, the newest ones; 0: none
     num_threads: int = 0  # of each process; 0: OMP_NUM_THREADS, else what torch chooses
     server_tls: bool = False  # its servers and their clients speak TLS and show each other certificates, which the run makes itself
     ranks_per_gpu: int = 1  # of one component; above 1 they share it, and their collectives go over the host
@@ -91,6 +92,8 @@ class RunConfig:
         for name in ("start_timeout_seconds", "download_timeout_seconds", "collective_timeout_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"run.{name}={getattr(self, name)}: must be above 0")
+        if not 0 <= self.trace_mib < float("inf"):
+            raise ConfigError(f"run.trace_mib={self.trace_mib}: must be finite and not negative (0: no trace)")
         if self.ranks_per_gpu < 1:
             raise ConfigError(f"run.ranks_per_gpu={self.ranks_per_gpu}: must be at least 1")
         if not 0 <= self.stall_timeout_seconds < self.collective_timeout_seconds:
@@ -109,6 +112,7 @@ class JobRun(ABC):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how the model is split over ranks
     logging: LoggingConfig = field(default_factory=LoggingConfig)  # loggers beside metrics.jsonl, and what the terminal shows
     cluster: ClusterConfig = field(default_factory=ClusterConfig)  # read by `aligner plan` and `aligner launch slurm`
+    plan: PlanConfig = field(default_factory=PlanConfig)  # what `aligner plan` assumes of lengths, waits and failures
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     container: ContainerConfig = field(default_factory=ContainerConfig)  # read where ALIGNER_CONTAINER names one
     num_processes: int = 1  # ranks (of an online run: of the actor), however they are started

@@ -229,12 +229,13 @@ def run(
                 step = finished + 1
                 progress.at_step(step)
                 with budget.step():
-                    with progress.phase("step"):
+                    with progress.phase("step") as recorded:
                         result = _timed_step(algorithm, step, progress, skipped_steps)
+                        recorded[platform.PEAK_MEMORY] = platform.peak_memory()
                     # Validation belongs to the step: an error in it leaves the step unfinished only in the log, not in the weights.
                     finished, version = step, checkpointer.version()
-                    with progress.phase("validate"):
-                        validation = _report(algorithm, config, reporter, step, result)
+                    with progress.phase("report"):
+                        validation = _report(algorithm, config, reporter, step, result, progress)
                 checkpointer.poll()
                 halt = _heed(alarms, reporter, step, result)
                 if halt or _due(step, config.save_every) or step == config.max_steps:
@@ -296,9 +297,14 @@ def _timed_step(algorithm: Algorithm, step: int, progress: Progress, skipped_ste
     return StepResult(metrics={**result.metrics, **slowest}, samples=result.samples)
 
 
-def _report(algorithm: Algorithm, config: LoopConfig, reporter: Reporter, step: int, result: StepResult) -> Mapping[str, float]:
+def _report(
+    algorithm: Algorithm, config: LoopConfig, reporter: Reporter, step: int, result: StepResult, progress: Progress
+) -> Mapping[str, float]:
     """Log a step. Returns its validation metrics; empty without a validation."""
-    validation = algorithm.validate() if _due(step, config.validate_every) else {}
+    validation: Mapping[str, float] = {}
+    if _due(step, config.validate_every):
+        with progress.phase("validate"):
+            validation = algorithm.validate()
     reporter.log(step, {**result.metrics, **validation})
     if result.samples and (_due(step, config.table_every) or (config.table_every and step in (1, config.max_steps))):
         reporter.table(step, result.samples)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import yaml
 
-from aligner import user_code
+from aligner import recording, user_code
 from aligner.cluster import outcomes
 from aligner.cluster.exit_codes import ExitCode
 from aligner.cluster.lease import watch_lease
@@ -127,6 +127,7 @@ def _listed(changes: dict[str, tuple[Any, Any]]) -> str:
 
 
 HEARTBEAT_SECONDS = 2.0
+MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,7 +196,7 @@ def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, compo
     directory = RunDirectory(Path(run.directory))
     yaml = to_yaml(with_names(config))
     incarnation = from_rank_0(lambda: _open(directory, component, config, yaml if writes_config else ""))
-    _record_calls(directory, component, layout.rank)
+    _record(directory, component, layout.rank, run)
     progress = Progress()
     place = Place(
         component=component,
@@ -226,13 +227,16 @@ def open_session(config: Any, run: RunConfig, parallel: ParallelConfig, *, compo
         raise
     finally:
         watch.stop()
+        recording.close()
 
 
-def _record_calls(directory: RunDirectory, component: str, rank: int) -> None:
-    """Every rank calls it; raises ConfigError on all ranks if one cannot write."""
+def _record(directory: RunDirectory, component: str, rank: int, run: RunConfig) -> None:
+    """Begin to record calls of user code, and spans. Every rank calls it; raises ConfigError on all ranks if one cannot write."""
     refused: ConfigError | None = None
     try:
         user_code.record_in(directory.calls(component, rank))
+        if run.trace_mib:
+            recording.record_in(directory.trace / f"{component}.{rank}.jsonl", rank=rank, most_bytes=round(run.trace_mib * MIB))
     except OSError as error:
         refused = ConfigError(f"run.directory={directory.path}: rank {rank}: {describe_os_error(error, directory)}")
     raise_everywhere(refused)

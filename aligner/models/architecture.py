@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from aligner.errors import ConfigError
+from aligner.models import architecture_checks
 from aligner.models.kinds import Activation, Normalization, ParallelResidual, PositionEmbedding
 
 
@@ -35,6 +36,8 @@ class Family(str, Enum):
     glm4_moe = "glm4_moe"
     olmo3 = "olmo3"
     qwen2_moe = "qwen2_moe"
+    gpt_oss = "gpt_oss"
+    llama4_text = "llama4_text"
     cohere2 = "cohere2"
     ministral = "ministral"
 
@@ -46,12 +49,14 @@ OF_EXPERTS = {
     "dense_layers": [],
     "shared_ffn_hidden_size": 0,
     "shared_expert_gate": False,
+    "expert_biases": False,
     "router_sigmoid": False,
     "router_bias": False,
     "router_groups": 0,
     "router_groups_per_token": 0,
     "router_group_best": 1,
     "router_scale": 1.0,
+    "weighted_expert_inputs": False,
 }
 ROPE_FACTORS = ("rope_llama3_factor", "rope_linear_factor", "rope_yarn_factor", "rope_dynamic_factor")
 NOT_SCALED: dict[str, Any] = dict.fromkeys(ROPE_FACTORS, 0.0) | {"rope_short_factors": [], "rope_long_factors": []}
@@ -89,23 +94,30 @@ class Architecture:
     tied_embeddings: bool = True  # the output layer is the token embedding
     qkv_bias: bool = False  # biases on the query, key and value layers
     qk_norm: bool = False  # a norm on the queries and keys of each head
+    qk_l2_norm: bool = False  # queries and keys of each head that rotates have a mean square of 1
     initializer_range: float = 0.02  # standard deviation of random weights
     gated_mlp: bool = True  # activation(gate x) * (up x), as in SwiGLU; false: activation(up x)
     activation: Activation = Activation.silu  # non-linearity of the feed-forward layers
     normalization: Normalization = Normalization.rms_norm  # norm of every layer; those of 1p multiply by 1 + their stored weight
+    glu_limit: float = 0.0  # 0: off; else gate x is cut there from above, up x at both ends
+    glu_offset: float = 0.0  # added to up x before it is multiplied
     linear_bias: bool = False  # biases on every linear layer; `qkv_bias` is of query, key and value alone
     attention_out_bias: bool = False  # a bias on the layer behind attention
     mlp_bias: bool = False  # biases on the feed-forward layers
     position_embedding: PositionEmbedding = PositionEmbedding.rope  # rope: rotary; learned: a table that is added to the token embeddings
     sliding_window: int = 0  # tokens that a token attends to, itself included; 0: all before it
-    full_attention_layers: list[int] = field(default_factory=list)  # numbers, from 0, of the layers that sliding_window is not of
+    attention_chunk: int = 0  # 0: off; else a token attends to those before it in its chunk of so many positions alone
+    full_attention_layers: list[int] = field(default_factory=list)  # numbers, from 0, of layers without sliding_window or attention_chunk
+    attention_sinks: bool = False  # each head has a learned score that no value is behind: its weights sum to less than 1
     attention_softcap: float = 0.0  # 0: off; else attention's scores are cap * tanh(score / cap)
     attention_scale: float = 0.0  # what attention's scores are multiplied by; 0: 1 / sqrt(head_dim)
     attention_scale_by_layer: bool = False  # the scores of a layer are divided by its number, counted from 1
     rotary_fraction: float = 1.0  # part of each head's dimensions that is rotated
     rotary_interleaved: bool = False  # neighbouring dimensions are rotated together; false: those that are half of the rotated ones apart
+    no_rope_layers: list[int] = field(default_factory=list)  # numbers, from 0, of the layers that rotate nothing
+    attention_temperature: float = 0.0  # 0: off; else no_rope_layers' queries grow by it times ln(1 + (position + 1) // the length below)
+    attention_temperature_length: int = 8192  # positions after which they grow
     rope_local_theta: float = 0.0  # base of the layers with a window, which nothing scales; 0: as the others
-    rope_windows_only: bool = False  # layers without a window have no positions
     position_offset: int = 0  # row of the learned table that is position 0
     parallel_residual: ParallelResidual = ParallelResidual.none  # attention and feed-forward layer read the same and are added together
     pre_norms: bool = True  # norms in front of attention and of the feed-forward layer
@@ -124,12 +136,14 @@ class Architecture:
     dense_layers: list[int] = field(default_factory=list)  # numbers, from 0, of a mixture's layers without experts
     shared_ffn_hidden_size: int = 0  # width of the feed-forward layer that every token passes beside its experts; 0: none
     shared_expert_gate: bool = False  # its output is multiplied by a sigmoid of each token's own
+    expert_biases: bool = False  # biases on both layers of every expert, and on the router's logits
     router_sigmoid: bool = False  # experts' scores are sigmoids of the router's logits; false: their softmax
     router_bias: bool = False  # experts are chosen by score plus a bias of each, which no gradient trains
     router_groups: int = 0  # groups of neighbouring experts, of the best of which a token's are chosen; 0: of all experts
     router_groups_per_token: int = 0  # groups that a token's experts are chosen from
     router_group_best: int = 1  # a group's score is the sum of so many of its experts' best scores
     router_scale: float = 1.0  # a token's expert weights are multiplied by it
+    weighted_expert_inputs: bool = False  # a token's expert weight multiplies what its expert reads; false: what it gives
     latent_size: int = 0  # 0: off; else what each token's keys and values are made of (multi-head latent attention)
     query_latent_size: int = 0  # what its queries are made of; 0: of the residual stream
     value_head_dim: int = 0  # with latent_size: of each head's values; head_dim is of its queries and keys
@@ -140,7 +154,8 @@ class Architecture:
         self._check_windows()
         self._check_layers()
         self._check_experts()
-        self._check_router()
+        architecture_checks.check_router(self)
+        architecture_checks.check_positions_by_layer(self)
         self._check_latent()
 
     def _check_sizes(self) -> None:
@@ -163,6 +178,8 @@ class Architecture:
             "logits_softcap",
             "rope_local_theta",
             "rope_score_scale",
+            "glu_limit",
+            "glu_offset",
             *ROPE_FACTORS,
         ):
             if not 0 <= getattr(self, name) < math.inf:
@@ -230,20 +247,32 @@ class Architecture:
         """Tokens that a token of this layer, counted from 0, attends to; 0: all before it."""
         return 0 if layer in self.full_attention_layers else self.sliding_window
 
+    def chunk_of(self, layer: int) -> int:
+        """Positions of a chunk in this layer, counted from 0; 0: there are none."""
+        return 0 if layer in self.full_attention_layers else self.attention_chunk
+
+    def rotates(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, has rotary positions."""
+        return self.position_embedding == PositionEmbedding.rope and layer not in self.no_rope_layers
+
     def with_layers(self, num_layers: int) -> Architecture:
         """The same with its first layers alone, or with more of them."""
-        full, dense = ([layer for layer in layers if layer < num_layers] for layers in (self.full_attention_layers, self.dense_layers))
-        return replace(self, num_layers=num_layers, full_attention_layers=full, dense_layers=dense)
+        names = ("full_attention_layers", "dense_layers", "no_rope_layers")
+        lists = {name: [layer for layer in getattr(self, name) if layer < num_layers] for name in names}
+        return replace(self, num_layers=num_layers, **lists)
 
     def _check_windows(self) -> None:
         layers = self.full_attention_layers = list(self.full_attention_layers)
         if self.sliding_window < 0:
             raise ConfigError(f"architecture.sliding_window={self.sliding_window}: must not be negative (0 is none)")
-        if layers and not self.sliding_window:
-            raise ConfigError(f"architecture.full_attention_layers={layers}: needs sliding_window > 0; allowed without: []")
-        self._check_numbers("full_attention_layers")
+        if layers and not (self.sliding_window or self.attention_chunk):
+            raise ConfigError(
+                f"architecture.full_attention_layers={layers}: needs sliding_window > 0 or attention_chunk > 0; allowed without: []"
+            )
+        self.check_numbers("full_attention_layers")
 
-    def _check_numbers(self, name: str) -> None:
+    def check_numbers(self, name: str) -> None:
+        """Raise ConfigError unless the field lists numbers of layers, each once, in their order."""
         layers = getattr(self, name)
         if layers != sorted(set(layers)) or any(not 0 <= layer < self.num_layers for layer in layers):
             raise ConfigError(f"architecture.{name}={layers}: must be rising numbers from 0 to num_layers-1={self.num_layers - 1}")
@@ -255,9 +284,8 @@ class Architecture:
         learned = self.position_embedding == PositionEmbedding.learned
         if self.position_offset and (self.position_offset < 0 or not learned):
             raise ConfigError(f"architecture.position_offset={self.position_offset}: must not be negative, and be 0 for rotary positions")
-        for name in ("rope_local_theta", "rope_windows_only"):
-            if getattr(self, name) and (learned or not self.sliding_window):
-                raise ConfigError(f"architecture.{name}={getattr(self, name)}: needs rotary positions and sliding_window > 0")
+        if self.rope_local_theta and (learned or not self.sliding_window):
+            raise ConfigError(f"architecture.rope_local_theta={self.rope_local_theta}: needs rotary positions and sliding_window > 0")
         if self.rotary_interleaved and learned:
             raise ConfigError("architecture.rotary_interleaved=True: position_embedding=learned rotates nothing; allowed: False")
         own = {"parallel_residual": self.parallel_residual != ParallelResidual.none, "post_norms": self.post_norms}
@@ -287,9 +315,9 @@ class Architecture:
         for name in ("rope_original_length", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"architecture.{name}={getattr(self, name)}: must be finite and above 0")
-        if not 0 < self.rope_low_freq_factor < self.rope_high_freq_factor < math.inf:
+        if not 0 < self.rope_low_freq_factor <= self.rope_high_freq_factor < math.inf:
             raise ConfigError(
-                f"architecture.rope_low_freq_factor={self.rope_low_freq_factor}: must be above 0 and below "
+                f"architecture.rope_low_freq_factor={self.rope_low_freq_factor}: must be above 0 and not above "
                 f"rope_high_freq_factor={self.rope_high_freq_factor}"
             )
         for name in ("rope_short_factors", "rope_long_factors"):
@@ -308,7 +336,7 @@ class Architecture:
                 if (value := getattr(self, name)) != neutral:
                     raise ConfigError(f"architecture.{name}={value}: needs num_experts > 0; allowed without: {neutral}")
             return
-        self._check_numbers("dense_layers")
+        self.check_numbers("dense_layers")
         if self.shared_ffn_hidden_size < 0 or self.shared_expert_gate > bool(self.shared_ffn_hidden_size):
             gate, size = self.shared_expert_gate, self.shared_ffn_hidden_size
             raise ConfigError(
@@ -322,36 +350,6 @@ class Architecture:
             raise ConfigError(
                 "architecture.normalize_expert_weights=True: with experts_per_token=1 every weight is 1, which gives the router "
                 "no gradient; allowed: False"
-            )
-
-    def _check_router(self) -> None:
-        groups, kept, best = self.router_groups, self.router_groups_per_token, self.router_group_best
-        if self.router_bias and not self.router_sigmoid:
-            raise ConfigError("architecture.router_bias=True: is computed for sigmoid scores; allowed with router_sigmoid=True")
-        if self.router_sigmoid and self.normalize_expert_weights != (self.experts_per_token > 1):
-            raise ConfigError(
-                f"architecture.normalize_expert_weights={self.normalize_expert_weights}: sigmoid scores of several experts are normalised, "
-                f"those of one are not; allowed with experts_per_token={self.experts_per_token}: {self.experts_per_token > 1}"
-            )
-        if self.router_scale != 1 and self.normalize_expert_weights and not self.router_sigmoid:
-            raise ConfigError(
-                f"architecture.router_scale={self.router_scale}: allowed with router_sigmoid=True or normalize_expert_weights=False"
-            )
-        if not 0 < self.router_scale < math.inf:
-            raise ConfigError(f"architecture.router_scale={self.router_scale}: must be finite and above 0")
-        if groups and (groups < 0 or self.num_experts % groups):
-            raise ConfigError(f"architecture.router_groups={groups}: must divide num_experts={self.num_experts} (0 is none)")
-        if not (1 <= kept <= groups if groups else kept == 0):
-            raise ConfigError(
-                f"architecture.router_groups_per_token={kept}: must be from 1 to router_groups={groups}, and 0 without groups"
-            )
-        size = self.num_experts // groups if groups else 1
-        if not 1 <= best <= size:
-            raise ConfigError(f"architecture.router_group_best={best}: must be from 1 to the {size} experts of a group")
-        if groups and kept * size < self.experts_per_token:
-            raise ConfigError(
-                f"architecture.router_groups_per_token={kept}: {kept} groups of {size} experts have fewer than "
-                f"experts_per_token={self.experts_per_token}"
             )
 
     def _check_latent(self) -> None:

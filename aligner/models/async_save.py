@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
+from aligner import recording
 from aligner.errors import CheckpointError, describe_os_error
 from aligner.models.disk_space import explain
 from aligner.models.manifest import Digest, digest
@@ -100,6 +101,10 @@ class FileWriter:
         raise_everywhere(None)
 
     def _write(self) -> None:
+        with recording.span("write files", recording.rank_lane("checkpoint")):
+            self._write_all()
+
+    def _write_all(self) -> None:
         try:
             for part in self.planned:
                 for number in range(len(part.buckets)):

@@ -31,10 +31,18 @@ from torch.nn.attention.bias import causal_lower_right
 from aligner.models import rope
 from aligner.models.config import Architecture
 from aligner.models.latent_attention import as_wide, cut_heads
+from aligner.models.own_layer import split_for_checkpoint
 from aligner.models.shared_prompts import KeySpans, SegmentedPackedSeqParams
-from aligner.models.windowed_attention import Form, attend, form_of
-from aligner.parallel.context import chunk_numbers, gather_ranks, gather_sequence
-from aligner.parallel.mcore import MegatronModule, PackedSeqParams, ProcessGroupCollection, TransformerConfig
+from aligner.models.windowed_attention import Form, attend, by_chunk, form_of, with_sinks
+from aligner.parallel.context import chunk_numbers, gather_ranks, gather_sequence, local_slots
+from aligner.parallel.mcore import (
+    MegatronModule,
+    PackedSeqParams,
+    ProcessGroupCollection,
+    TransformerConfig,
+    set_tensor_model_parallel_attributes,
+)
+from aligner.rows import upload
 
 Segments = Sequence[tuple[int, int, int]]  # (first slot, one beyond the last, index of the segment that it goes on from or -1)
 
@@ -172,11 +180,15 @@ class CoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.form = form_of(architecture, layer_number - 1) if architecture else Form()
+        self.tempered: Architecture | None = None  # whose temperature the queries get
+        if architecture and architecture.attention_temperature and not architecture.rotates(layer_number - 1):
+            self.tempered = architecture
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         if architecture and not architecture.latent_size:  # the config's scale has the factor of layers without a base of their own
             self.scale *= (rope.factor(architecture, layer_number - 1) / rope.factor_of_scores(architecture)) ** 2
         if architecture and architecture.attention_scale_by_layer:
             self.scale /= layer_number
+        self.sinks = new_sinks(config) if self.form.sinks else None
         self.cp_group = (pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])).cp
 
     def forward(
@@ -197,21 +209,37 @@ class CoreAttention(MegatronModule):
         if (size := value.shape[-1]) < (wide := key.shape[-1]):
             attended = self.forward(query, key, as_wide(value, key), attention_mask, packed_seq_params=packed_seq_params)
             return cut_heads(attended, wide, size)
+        if self.tempered is not None:
+            query = self._with_temperature(query, self.tempered, packed_seq_params)
         if packed_seq_params is None:
             return self._one_block(query, key, value).flatten(2)
         if not isinstance(packed_seq_params, SegmentedPackedSeqParams) or packed_seq_params.spans is None:
             raise TypeError(f"packed rows are described by SegmentedPackedSeqParams here, not by {type(packed_seq_params).__name__}")
-        if not self.form.is_plain and self.cp_group.size() == 1:
+        sizes = [stop - start for start, stop, _ in packed_seq_params.segments]
+        ranks = self.cp_group.size()  # all of which come to the same decision
+        plain = self.form.within(packed_seq_params.spans.most_keys if ranks == 1 else max(sizes) * ranks).is_plain
+        if not plain and ranks == 1:
             return self.by_segment(query, key, value, packed_seq_params.segments)
-        if self.form.is_plain and takes_all_runs(query):
+        if plain and takes_all_runs(query):
             if self.cp_group.size() > 1:
                 key, value = (gather_ranks(tensor, self.cp_group) for tensor in (key, value))
             return all_runs(query, key, value, packed_seq_params.spans, self.scale).flatten(1)
         if self.cp_group.size() == 1:
             return shared_attention(query, key, value, packed_seq_params.segments, self.scale).flatten(1)
-        sizes = [stop - start for start, stop, _ in packed_seq_params.segments]
         parts = zip(*(tensor.unsqueeze(1).split(sizes) for tensor in (query, key, value)), strict=True)
         return torch.cat([self._one_block(*part) for part in parts]).flatten(1)
+
+    def _with_temperature(
+        self, query: Tensor, architecture: Architecture, packed: SegmentedPackedSeqParams | PackedSeqParams | None
+    ) -> Tensor:
+        """The queries of this rank's slots, by the positions of these."""
+        ranks = self.cp_group.size()
+        if packed is None:
+            positions = upload(local_slots(query.shape[0] * ranks, self.cp_group.rank(), ranks), query.device)
+        else:
+            positions = packed.positions
+        scale = rope.temperature(architecture, positions)
+        return (query * scale.view(-1, *[1] * (query.dim() - 1))).to(query.dtype)
 
     def by_segment(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
         """[T, heads * D] of a packed row, each segment by itself with the keys of what it goes on from."""
@@ -239,12 +267,28 @@ class CoreAttention(MegatronModule):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of a sequence's last queries: q [B, heads, L, D] at the positions of the last L of k, v [B, groups, T, D]."""
-        if self.form.softcap or 0 < self.form.window < k.shape[2]:
-            return attend(q, k, v, self.form, self.scale)
+        form = self.form.within(k.shape[2])
+        if form.softcap or form.window:
+            return attend(q, k, v, form, self.scale, self.sinks)
+        return by_chunk(q, k, v, form.chunk, self._causal) if form.chunk else self._causal(q, k, v)
+
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`_attend` to all keys."""
+        if self.sinks is not None:
+            return _attend_to_past(*with_sinks(q, k, v, self.sinks, self.scale), self.scale)[..., : v.shape[-1]]
         return _attend_to_past(q, k, v, self.scale)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        return {}
+        return {} if self.sinks is None else split_for_checkpoint({"sinks": self.sinks}, prefix, sharded_offsets)
+
+
+def new_sinks(config: TransformerConfig) -> torch.nn.Parameter:
+    """Zeros for this tensor-parallel rank's heads, [heads]."""
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+    set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+    return sinks
 
 
 def _attend_to_past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

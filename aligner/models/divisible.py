@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,13 +19,18 @@ def check_divisible(architecture: Architecture, parallel: ParallelConfig) -> Non
     if parallel.first_stage_layers or parallel.last_stage_layers:
         _check_uneven_stages(architecture.num_layers, parallel)
     else:
-        _check(parallel, "pp", lambda pp: _layer_problem(architecture, pp), architecture.num_layers)
+        stages = uneven_stages(architecture.num_layers, parallel.pp)
+        also = f", or {' '.join(f'parallel.{name}={count}' for name, count in stages.items())}" if stages and parallel.vpp == 1 else ""
+        _check(parallel, "pp", lambda pp: _layer_problem(architecture, pp), architecture.num_layers, also=also)
         _check(parallel, "vpp", lambda vpp: _chunk_problem(architecture, parallel.pp, vpp), architecture.num_layers // parallel.pp)
     _check(parallel, "ep", lambda ep: _expert_problem(architecture, ep), max(1, architecture.num_experts))
     if architecture.num_experts and parallel.ep == 1 and parallel.etp != parallel.tp:
         # Megatron-Core then takes experts for ordinary parameters and leaves their gradients unreduced over the tensor-parallel ranks.
         raise ConfigError(f"parallel.etp={parallel.etp}: without expert parallelism (ep=1) it must be parallel.tp; allowed: {parallel.tp}")
     _check(parallel, "etp", lambda etp: _expert_tensor_problem(architecture, etp), max(1, architecture.expert_ffn_hidden_size))
+    if architecture.expert_biases and parallel.etp not in (1, parallel.tp):  # the norm of gradients would count biases wrongly
+        allowed = ", ".join(map(str, sorted({1, parallel.tp})))
+        raise ConfigError(f"parallel.etp={parallel.etp}: with biases of experts it must be 1 or parallel.tp; allowed: {allowed}")
     if architecture.num_experts and parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             f"parallel.sequence_parallel=false: a model with experts and parallel.tp={parallel.tp} needs it "
@@ -57,11 +63,14 @@ def check_together(architecture: Architecture, model: ModelConfig, parallel: Par
 # what is neutral, and what a model has where they say something else.
 UNUSUAL: dict[str, tuple[Any, str]] = {
     "sliding_window": (0, "attention to a window"),
+    "attention_chunk": (0, "attention in chunks"),
+    "no_rope_layers": ([], "layers without rotary positions"),
+    "qk_l2_norm": (False, "norms of rotated queries and keys without weights"),
     "attention_softcap": (0.0, "capped attention scores"),
+    "attention_sinks": (False, "attention sinks"),
     "attention_scale": (0.0, "attention scores with a scale of their own"),
     "attention_scale_by_layer": (False, "attention scores with a scale by layer"),
     "rotary_interleaved": (False, "rotated pairs of neighbouring dimensions"),
-    "rope_windows_only": (False, "layers without positions"),
     "rope_local_theta": (0.0, "two rotary bases"),
     "position_offset": (0, "a table of positions that begins later"),
     "parallel_residual": (ParallelResidual.none, "attention and feed-forward layer side by side"),
@@ -77,8 +86,11 @@ UNUSUAL: dict[str, tuple[Any, str]] = {
     "latent_size": (0, "latent attention"),
     "dense_layers": ([], "layers without experts"),
     "shared_ffn_hidden_size": (0, "shared experts"),
+    "glu_limit": (0.0, "cut activations"),
+    "expert_biases": (False, "experts with biases"),
     "router_sigmoid": (False, "sigmoid routing"),
     "router_groups": (0, "groups of experts"),
+    "weighted_expert_inputs": (False, "experts whose input is weighted"),
 }
 _FACTOR: dict[str, tuple[Any, str]] = {"rope_attention_factor": (1.0, "a factor on the rotary embedding")}
 _WITH_BIASES: dict[str, tuple[Any, str]] = dict.fromkeys(("attention_out_bias", "mlp_bias"), (False, "biases on some of its linear layers"))
@@ -89,8 +101,8 @@ def unusual(architecture: Architecture, fields: Mapping[str, tuple[Any, str]] = 
     for name, (neutral, what) in fields.items():
         if (value := getattr(architecture, name)) != neutral:
             return f"{what} ({name}={getattr(value, 'value', value)})"
-    if architecture.activation is Activation.relu:
-        return "ReLU (activation=relu)"
+    if architecture.activation in (Activation.relu, Activation.quick_gelu):
+        return f"an activation of its own kind (activation={architecture.activation.value})"
     if architecture.normalization in (Normalization.rms_norm_1p, Normalization.layer_norm_no_bias):
         return f"a norm of its own kind (normalization={architecture.normalization.value})"
     return ""
@@ -108,11 +120,25 @@ def torch_layers_reason(architecture: Architecture) -> str:
     return f"the model has {found}, which torch's layers compute" if found else ""
 
 
-def _check(parallel: ParallelConfig, name: str, problem: Callable[[int], str], largest: int) -> None:
+def uneven_stages(num_layers: int, pp: int) -> dict[str, int]:
+    """`first_stage_layers` and `last_stage_layers` for layers that `pp` stages do not divide: fewer than the others have where that is
+    possible, and as alike as can be. Empty where the stages are equal, or there are fewer layers than stages."""
+    if num_layers % pp == 0 or num_layers < pp:
+        return {}
+    if pp == 2:
+        return {"first_stage_layers": num_layers // 2}
+    for others in (math.ceil(num_layers / pp), num_layers // pp):
+        rest = num_layers - others * (pp - 2)
+        if rest >= 2:
+            break
+    return {"first_stage_layers": rest - rest // 2, "last_stage_layers": rest // 2}
+
+
+def _check(parallel: ParallelConfig, name: str, problem: Callable[[int], str], largest: int, *, also: str = "") -> None:
     value = getattr(parallel, name)
     if found := problem(value):
         allowed = ", ".join(str(n) for n in range(1, largest + 1) if not problem(n))
-        raise ConfigError(f"parallel.{name}={value}: {found}; allowed: {allowed}")
+        raise ConfigError(f"parallel.{name}={value}: {found}; allowed: {allowed}{also}")
 
 
 def _tensor_problem(architecture: Architecture, tp: int) -> str:

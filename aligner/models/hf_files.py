@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from aligner.errors import ModelFilesError, describe_os_error
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+MXFP4 = "MXFP4"
+MXFP4_ENDINGS = "_blocks", "_scales"  # of the names of a tensor's two, both U8
+FP8 = "FP8"
+FP8_SCALES = "_scale_inv"  # ends the name of the scales of a tensor in F8_E4M3
 _LFS_POINTER = b"version https://git-lfs"
 _POINTER = "is a Git LFS pointer, not the file itself: fetch that with `git lfs pull`"
 _MOST_HEADER_BYTES = 100 << 20  # what the format itself allows
@@ -24,7 +29,7 @@ class Stored:
 
     file: str
     shape: tuple[int, ...]
-    dtype: str  # as safetensors calls it: F32, BF16, I8, ...
+    dtype: str  # as safetensors calls it: F32, BF16, I8, ...; or MXFP4 or FP8
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -68,6 +73,24 @@ def stored_tensors(directory: Path) -> tuple[dict[str, Stored], int]:
             if index.get(name, file) == file:
                 tensors[name] = Stored(file=file, shape=tuple(entry["shape"]), dtype=str(entry["dtype"]))
     return tensors, total
+
+
+def as_read(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors that those of the files stand for: blocks [..., rows, groups, 16] of two numbers each and their scales in MXFP4 for
+    [..., groups * 32, rows], as gpt-oss has them; and matrices in FP8 with a scale for each block, as DeepSeek-V3 has them."""
+    blocks, scales = MXFP4_ENDINGS
+    found = dict(tensors)
+    for name, one in tensors.items():
+        if one.dtype == "F8_E4M3" and len(one.shape) == 2 and found.pop(name + FP8_SCALES, None):
+            found[name] = replace(one, dtype=FP8)
+        base = name.removesuffix(blocks)
+        pair = one, tensors.get(base + scales)
+        if base == name or pair[1] is None or {part.dtype for part in pair} != {"U8"} or one.shape[:-1] != pair[1].shape:
+            continue
+        *stack, rows, groups, size = one.shape
+        del found[name], found[base + scales]
+        found[base] = Stored(file=one.file, shape=(*stack, groups * size * 2, rows), dtype=MXFP4)
+    return found
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:

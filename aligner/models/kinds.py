@@ -6,13 +6,15 @@ from enum import Enum
 
 
 class Activation(str, Enum):
-    """The non-linearity of the feed-forward layers; `gelu_tanh` is HF's `gelu_new` and `gelu_pytorch_tanh`, `squared_relu` its `relu2`."""
+    """The non-linearity of the feed-forward layers; `gelu_tanh` is HF's `gelu_new` and `gelu_pytorch_tanh`, `squared_relu` its `relu2`,
+    `quick_gelu` x * sigmoid(1.702 x)."""
 
     silu = "silu"
     gelu = "gelu"
     gelu_tanh = "gelu_tanh"
     squared_relu = "squared_relu"
     relu = "relu"
+    quick_gelu = "quick_gelu"
 
 
 class Normalization(str, Enum):

@@ -27,6 +27,7 @@ from aligner.parallel.mcore import (
     get_gpt_layer_local_spec,
     get_num_layers_to_build,
     get_transformer_layer_offset,
+    set_tensor_model_parallel_attributes,
     submodules_of,
     transformer_engine_specs,
 )
@@ -58,6 +59,18 @@ class LayerNormWithoutBias(torch.nn.LayerNorm):
 
     def __init__(self, hidden_size: int, **options: Any) -> None:
         super().__init__(hidden_size, bias=False, **options)
+
+
+class UnitNorm(torch.nn.Module):
+    """RMSNorm without weights, in float32. A head's mean square is the same before and after it is rotated: it may as well be set first."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> the same shape."""
+        return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
 
 
 class Norm:
@@ -101,6 +114,21 @@ def biased(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
     return type(f"Biased{linear.__name__}", (linear,), {"__init__": init})
 
 
+class BiasedExpertOut(RowParallelLinear):
+    """An expert's second matrix with a bias. Of ranks that share the expert, whose outputs are summed, the first one adds it."""
+
+    def __init__(self, *args: Any, bias: bool, **options: Any) -> None:
+        super().__init__(*args, bias=True, **options)
+        self.bias.sequence_parallel = False  # its ranks see all tokens of the expert: their gradients are the same, not parts
+        set_tensor_model_parallel_attributes(self.bias, self.tp_group.size() == 1, -1, 1)  # then other ranks have other experts
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor]:
+        """The product and the bias: one without value, but with its gradient, where another rank adds it."""
+        out, bias = super().forward(input_)
+        # A copy: Megatron-Core adds to the product in place, which a view of an autograd function does not allow.
+        return out.clone(), bias if self.tp_group.rank() == 0 else bias - bias.detach()
+
+
 def block_spec(
     config: TransformerConfig,
     *,
@@ -124,22 +152,22 @@ def block_spec(
         )
         if share_prompts:
             layer.submodules.self_attention.submodules.core_attention = CoreAttention
-        kinds = {bool(config.num_moe_experts): layer}
+        kinds = {_kind(architecture, 0): layer}
     else:
         norm = _norm(architecture, modules)
-        kinds = {mixture: _local_layer(config, architecture, modules, mixture=mixture) for mixture in _kinds(architecture)}
-    if True in kinds:
-        router = ModuleSpec(module=Router, params={"architecture": architecture})
-        submodules_of(kinds[True].submodules.mlp).router = router
+        numbers = {_kind(architecture, number): number for number in range(architecture.num_layers)}
+        kinds = {kind: _local_layer(config, architecture, modules, number) for kind, number in numbers.items()}
+    for spec in (spec for (mixture, _), spec in kinds.items() if mixture):
+        submodules_of(spec.submodules.mlp).router = ModuleSpec(module=Router, params={"architecture": architecture})
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    specs = [kinds[architecture.has_experts(number)] for number in numbers]
+    specs = [kinds[_kind(architecture, number)] for number in numbers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=None if architecture.residual_norms else norm)
 
 
-def _kinds(architecture: Architecture) -> set[bool]:
-    """Whether its layers are mixtures of experts."""
-    return {architecture.has_experts(number) for number in range(architecture.num_layers)}
+def _kind(architecture: Architecture, layer: int) -> tuple[bool, bool]:
+    """Whether a layer, counted from 0, is a mixture of experts, and whether it has rotary positions."""
+    return architecture.has_experts(layer), architecture.rotates(layer)
 
 
 def finish_transformer_engine(decoder: torch.nn.Module) -> None:
@@ -163,7 +191,8 @@ def _norm(architecture: Architecture, modules: LayerModules) -> ModuleSpec:
     return ModuleSpec(module=modules.norm, params={"kind": architecture.normalization})
 
 
-def _local_layer(config: TransformerConfig, architecture: Architecture, modules: LayerModules, *, mixture: bool) -> Any:
+def _local_layer(config: TransformerConfig, architecture: Architecture, modules: LayerModules, number: int) -> Any:
+    mixture, rotates = _kind(architecture, number)
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if mixture else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -185,6 +214,8 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
     attention.linear_proj = biased(modules.row_linear) if architecture.attention_out_bias else modules.row_linear
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
+    if architecture.qk_l2_norm and rotates:
+        attention.q_layernorm = attention.k_layernorm = UnitNorm
     if architecture.qk_norm_of_heads:
         kind = WholeNorm if architecture.qk_norm_whole else HeadNorm
         heads = architecture.num_attention_heads, architecture.num_key_value_heads
@@ -193,6 +224,9 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
         own = layer.submodules.self_attention
         own.module, attention.linear_qkv = LatentAttention, IdentityOp
         own.params = own.params | {"architecture": architecture, "norm": norm, "linear": modules.column_linear}
+    if mixture and architecture.expert_biases:
+        experts = submodules_of(submodules_of(layer.submodules.mlp).experts)
+        experts.linear_fc1, experts.linear_fc2 = biased(modules.column_linear), BiasedExpertOut
     if not mixture:
         mlp = submodules_of(layer.submodules.mlp)
         linear = modules.column_linear, modules.row_linear

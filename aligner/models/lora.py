@@ -54,6 +54,7 @@ _PARTS = {
     Layout.fused_qkv: (_WHOLE,),
     Layout.gate_up: ("gate", "up"),
     Layout.packed_gate_up: ("gate", "up"),
+    Layout.alternating_gate_up: ("gate", "up"),
 }
 _ALL_PARTS = {"linear_qkv": LoraTarget.qkv, "linear_proj": LoraTarget.proj, "linear_fc1": LoraTarget.fc1, "linear_fc2": LoraTarget.fc2}
 _ALL_PARTS |= dict.fromkeys(("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"), LoraTarget.qkv)  # of latent attention
@@ -199,6 +200,11 @@ def pairs_of(weight: str, architecture: Architecture, targets: Sequence[LoraTarg
     is_expert, kind = match[1] is not None, match[2]
     rule = weight_names(architecture).find(weight)
     parts = _PARTS[rule.layout]
+    if rule.expert is not None and LoraTarget.experts in targets:
+        raise ConfigError(
+            f"model.lora.targets: models of family {architecture.family.value} have all experts in one tensor, of which PEFT's format has "
+            "no adapters by expert; allowed: the other targets"
+        )
     if is_expert:
         trained = parts if LoraTarget.experts in targets else ()
     else:

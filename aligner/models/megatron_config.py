@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.models import batch_invariant, rope
-from aligner.models.config import Activation, Architecture, Dtype, ModelConfig, Normalization, Recompute
+from aligner.models.activations import ACTIVATIONS
+from aligner.models.config import Architecture, Dtype, ModelConfig, Normalization, Recompute
 from aligner.models.divisible import check_divisible, check_together
 from aligner.models.fusions import Fusions, Kernel, fusions
 from aligner.parallel import platform
@@ -43,7 +43,9 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         kv_channels=architecture.head_dim,
         ffn_hidden_size=architecture.ffn_hidden_size,
         gated_linear_unit=architecture.gated_mlp,
-        activation_func=(batch_invariant.ACTIVATIONS if model.batch_invariant else _ACTIVATIONS)[architecture.activation],
+        activation_func=(batch_invariant.ACTIVATIONS if model.batch_invariant else ACTIVATIONS)[architecture.activation],
+        activation_func_clamp_value=architecture.glu_limit or None,
+        glu_linear_offset=architecture.glu_offset,
         normalization="RMSNorm" if architecture.normalization in _RMS_NORMS else "LayerNorm",
         layernorm_zero_centered_gamma=architecture.normalization == Normalization.layer_norm_1p,
         layernorm_epsilon=architecture.norm_eps,
@@ -51,6 +53,9 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         add_qkv_bias=architecture.qkv_bias,
         # Megatron-Core sums such norms' gradients over tensor-parallel ranks; those of all heads are each rank's own.
         qk_layernorm=architecture.qk_norm and not architecture.qk_norm_of_heads,
+        no_rope_freq=[int(not architecture.rotates(layer)) for layer in range(architecture.num_layers)]
+        if architecture.no_rope_layers
+        else None,
         softmax_scale=softmax_scale(architecture),
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -125,6 +130,7 @@ def _experts(architecture: Architecture, model: ModelConfig, fused: Fusions) -> 
         "moe_router_topk_scaling_factor": architecture.router_scale if architecture.router_scale != 1 else None,
         "moe_shared_expert_intermediate_size": architecture.shared_ffn_hidden_size or None,
         "moe_shared_expert_gate": architecture.shared_expert_gate,
+        "moe_apply_probs_on_input": architecture.weighted_expert_inputs,
         "moe_router_load_balancing_type": "aux_loss" if model.router_aux_loss_coef else "none",
         "moe_aux_loss_coeff": model.router_aux_loss_coef,
         "moe_z_loss_coeff": model.router_z_loss_coef or None,
@@ -142,22 +148,7 @@ def _recomputation(recompute: Recompute) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
 _RMS_NORMS = (Normalization.rms_norm, Normalization.rms_norm_1p)
-_ACTIVATIONS = {
-    Activation.silu: F.silu,
-    Activation.gelu: F.gelu,
-    Activation.gelu_tanh: _gelu_tanh,
-    Activation.squared_relu: _squared_relu,
-    Activation.relu: F.relu,
-}
 
 
 def _keep(weight: Tensor) -> Tensor:

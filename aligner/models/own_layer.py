@@ -29,7 +29,7 @@ from aligner.parallel.mcore import (
 
 def needs_own_layer(architecture: Architecture) -> bool:
     """Whether a layer of this architecture is an `OwnLayer`."""
-    kinds = architecture.post_norms, architecture.residual_norms, architecture.rope_local_theta, architecture.rope_windows_only
+    kinds = architecture.post_norms, architecture.residual_norms, architecture.rope_local_theta
     return architecture.parallel_residual != ParallelResidual.none or any(kinds)
 
 
@@ -41,7 +41,7 @@ class OwnLayer(TransformerLayer):
     ):
         super().__init__(config, submodules, *args, **options)
         self.parallel = architecture.parallel_residual
-        self.angles, self.rotates = None, rope.rotates(architecture, self.layer_number - 1)
+        self.angles = None
         if architecture.rope_local_theta:
             self.angles = int(architecture.window_of(self.layer_number - 1) > 0)
         self.post_attention_layernorm = self.post_mlp_layernorm = torch.nn.Identity()
@@ -59,8 +59,6 @@ class OwnLayer(TransformerLayer):
         **_: Any,
     ) -> tuple[Tensor, None]:
         """[S, B, H] -> the same shape, and no context."""
-        if not self.rotates:
-            rotary_pos_emb = None
         if rotary_pos_emb is not None and self.angles is not None:
             rotary_pos_emb = rotary_pos_emb.chunk(2, dim=-1)[self.angles]
         normed = self.input_layernorm(hidden_states)
@@ -90,7 +88,7 @@ class OwnRotation(SelfAttention):
     def __init__(self, *args: Any, architecture: Architecture, **options: Any) -> None:
         super().__init__(*args, **options)
         self.rotated = architecture.rotated
-        self.interleaved = architecture.rotary_interleaved and rope.rotates(architecture, self.layer_number - 1)
+        self.interleaved = architecture.rotary_interleaved and architecture.rotates(self.layer_number - 1)
         self.factor = architecture.rope_attention_factor / rope.factor_of_scores(architecture)
 
     def get_query_key_value_tensors(self, *args: Any, **options: Any) -> Any:
@@ -130,8 +128,7 @@ class NormOfHeads(torch.nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """For checkpoints: the weight by its rank's share."""
-        groups = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "dp_cp_group": parallel_state.get_data_parallel_group(True)}
-        return make_sharded_tensors_for_checkpoint({"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets, **groups)
+        return split_for_checkpoint({"weight": self.weight}, prefix, sharded_offsets)
 
 
 class WholeNorm(NormOfHeads):
@@ -154,3 +151,9 @@ class HeadNorm(NormOfHeads):
         """[..., heads, D] of this rank."""
         normed = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
         return (normed * self.weight.float().view(x.shape[-2:])).to(x.dtype)
+
+
+def split_for_checkpoint(tensors: dict[str, Tensor], prefix: str, sharded_offsets: tuple) -> dict:
+    """Megatron-Core's sharded tensors of parameters whose first dimension the tensor-parallel ranks split."""
+    groups = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "dp_cp_group": parallel_state.get_data_parallel_group(True)}
+    return make_sharded_tensors_for_checkpoint(tensors, prefix, dict.fromkeys(tensors, 0), sharded_offsets, **groups)

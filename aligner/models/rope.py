@@ -95,9 +95,11 @@ def factor(architecture: Architecture, layer: int) -> float:
     return 1.0 if local else factor_of_scores(architecture)
 
 
-def rotates(architecture: Architecture, layer: int) -> bool:
-    """Whether queries and keys of a layer, counted from 0, are rotated."""
-    return not architecture.rope_windows_only or architecture.window_of(layer) > 0
+def temperature(architecture: Architecture, positions: Tensor) -> Tensor:
+    """What queries at these positions are multiplied by in layers without rotary positions, float32 of the same shape: it grows with the
+    logarithm of how many keys there are (Nakanishi 2025, 2501.19399)."""
+    reached = torch.floor((positions.float() + 1) / architecture.attention_temperature_length)
+    return 1 + architecture.attention_temperature * torch.log1p(reached)
 
 
 def score_scale(architecture: Architecture) -> float:
@@ -110,7 +112,7 @@ def _by_wavelength(plain: Tensor, architecture: Architecture) -> Tensor:
     """Short wavelengths as they are, long ones divided by the factor, a linear mixture between."""
     factor, low, high = architecture.rope_llama3_factor, architecture.rope_low_freq_factor, architecture.rope_high_freq_factor
     turns = architecture.rope_original_length / (2 * math.pi / plain)
-    share = ((turns - low) / (high - low)).clamp(0, 1)
+    share = ((turns - low) / ((high - low) or 1e-9)).clamp(0, 1)  # a step where both are alike
     return (1 - share) * plain / factor + share * plain
 
 

@@ -52,6 +52,9 @@ class Router(TopKRouter):
             bias = self.expert_bias
             del self.expert_bias
             self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
+        if architecture.expert_biases:  # Megatron-Core's has a bias where all linear layers have one
+            self.bias = torch.nn.Parameter(torch.zeros_like(self.weight[:, 0]))
+            self.bias.sequence_parallel = self.config.sequence_parallel
         if architecture.router_groups:
             self.router_replay = GroupLimit(architecture)
 

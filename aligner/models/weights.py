@@ -20,16 +20,28 @@ from aligner.models.build import ScalarModel, Transformer
 from aligner.models.config import Architecture
 from aligner.models.disk_space import explain
 from aligner.models.families import architecture_to_hf, weight_names
-from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, NameTable, Rule, shard, to_hf, to_megatron
-from aligner.models.hf_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, stored_tensors
+from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, NameTable, Rule, hf_shapes, shard, to_hf, to_megatron
+from aligner.models.hf_files import (
+    CONFIG_FILE,
+    FP8,
+    FP8_SCALES,
+    INDEX_FILE,
+    MXFP4,
+    MXFP4_ENDINGS,
+    SINGLE_FILE,
+    as_read,
+    read_json,
+    stored_tensors,
+)
 from aligner.models.lora import MergedWeights
+from aligner.models.quantised import fp8, mxfp4
 from aligner.models.scalar_head import HEAD, HF_HEADS, ScalarHead
 from aligner.models.shards import ParameterShard, Place, all_places, named_shards, shard_anywhere, tensor_group
 
 MAX_FILE_BYTES = 5 * 2**30
 SLICE_BYTES = 16 * 2**20  # of a tensor whose columns are split, gathered at a time
 _LM_HEAD = "lm_head.weight"
-_DTYPES = ("F64", "F32", "F16", "BF16")  # those of quantized weights mean something else than their numbers
+_DTYPES = ("F64", "F32", "F16", "BF16", MXFP4, FP8)  # those of other quantized weights mean something else than their numbers
 
 
 class WeightSource(Protocol):
@@ -50,36 +62,52 @@ class HFWeights:
 
     def __init__(self, directory: Path, table: NameTable) -> None:
         self.directory = directory
-        tensors = {name: one for name, one in stored_tensors(directory)[0].items() if not re.fullmatch(table.ignored, name)}
+        stored = {name: one for name, one in stored_tensors(directory)[0].items() if not re.fullmatch(table.ignored, name)}
+        if images := [name for name in stored if re.fullmatch(table.images, name)]:
+            _say_once(f"{directory}: {len(images)} tensors are of images, and not read: the model is its text part")
+            stored = {name: one for name, one in stored.items() if name not in set(images)}
+        tensors = self._tensors = as_read(stored)
         if others := [f"{name} is {one.dtype}" for name, one in tensors.items() if one.dtype not in _DTYPES]:
             raise ModelFilesError(f"{directory}: {others[0]} ({len(others)} such): not read; allowed: {', '.join(_DTYPES)}")
-        prefix = "" if any(name.startswith(table.base_prefix) for name in tensors) else table.base_prefix
-        self._stored = {_canonical(name, prefix): name for name in tensors}
-        self._files = {name: one.file for name, one in tensors.items()}
+        prefix = "" if any(table.inner(name).startswith(table.base_prefix) for name in tensors) else table.base_prefix
+        self._stored = {_canonical(table.inner(name), prefix): name for name in tensors}
+        self._files = {name: one.file for name, one in stored.items()}
         self._handles = {name: safe_open(directory / name, framework="pt") for name in sorted(set(self._files.values()))}
 
     def names(self) -> set[str]:
         return set(self._stored)
 
-    def get(self, name: str) -> Tensor:
-        """The full tensor. Raises ModelFilesError where the directory has none of that name."""
+    def get_shaped(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Tensor:
+        """The full tensor, or one of those that are stacked in it. Raises ModelFilesError where it is missing or has another shape."""
         if name not in self._stored:
             raise ModelFilesError(f"{self.directory}: no tensor named {name}")
         stored = self._stored[name]
-        return self._handles[self._files[stored]].get_tensor(stored)
+        if (found := self._tensors[stored].shape) != shape:
+            raise ModelFilesError(f"{self.directory}: {name} is {found}, the model's config makes it {shape}")
+        if self._tensors[stored].dtype == MXFP4:
+            return mxfp4(*(self._read(stored + ending, part) for ending in MXFP4_ENDINGS))
+        if self._tensors[stored].dtype == FP8:
+            return self._from_fp8(stored)
+        return self._read(stored, part)
 
-    def get_shaped(self, name: str, shape: torch.Size) -> Tensor:
-        """The full tensor. Raises ModelFilesError where it is missing or has another shape."""
-        tensor = self.get(name)
-        if tensor.shape != shape:
-            raise ModelFilesError(f"{self.directory}: {name} is {tuple(tensor.shape)}, the model's config makes it {tuple(shape)}")
-        return tensor
+    def _from_fp8(self, stored: str) -> Tensor:
+        """Raises ModelFilesError where its scales do not fit the block size in the directory's config."""
+        rows, columns = (read_json(self.directory / CONFIG_FILE).get("quantization_config") or {}).get("weight_block_size") or (1, 1)
+        try:
+            return fp8(self._read(stored, None), self._read(stored + FP8_SCALES, None), (rows, columns))
+        except ValueError as error:
+            raise ModelFilesError(f"{self.directory}: {stored} {error}") from error
+
+    def _read(self, stored: str, part: int | None) -> Tensor:
+        """A tensor of a file as it is, or what is at `part` of its first dimension."""
+        handle = self._handles[self._files[stored]]
+        return handle.get_tensor(stored) if part is None else handle.get_slice(stored)[part]
 
     def check(self, architecture: Architecture, *, is_scalar: bool) -> None:
         """Raise ModelFilesError where the directory's tensors are not those of the whole model."""
         table = weight_names(architecture)
         names = (name for name in table.names(architecture) if not (is_scalar and name == OUTPUT_LAYER))
-        needed = [hf_name for name in names for hf_name in table.find(name).hf_names]
+        needed = list(dict.fromkeys(hf_name for name in names for hf_name in table.find(name).hf_names))
         if missing := [name for name in needed if name not in self._stored]:
             raise ModelFilesError(f"{self.directory}: no tensor named {missing[0]}, and {len(missing) - 1} more are missing")
         # A tied file may repeat the embedding; a scalar model has no use for an output layer.
@@ -90,13 +118,23 @@ class HFWeights:
 
     def full(self, name: str, rule: Rule, shape: tuple[int, ...], architecture: Architecture) -> Tensor:
         """The whole parameter, from tensors that must have the very shapes an export would give them."""
-        expected = to_hf(rule, torch.empty(shape, device="meta"), architecture)
-        tensors = [self.get_shaped(hf_name, like.shape) for hf_name, like in zip(rule.hf_names, expected, strict=True)]
+        expected = hf_shapes(rule, shape, architecture)
+        tensors = [self.get_shaped(hf_name, one, rule.expert) for hf_name, one in zip(rule.hf_names, expected, strict=True)]
         return to_megatron(rule, tensors, architecture, shape[0])
 
     def head(self, name: str, shape: torch.Size) -> Tensor | None:
         """A parameter of the head; None where there is none."""
-        return self.get_shaped(name, shape) if name in self._stored else None
+        return self.get_shaped(name, tuple(shape)) if name in self._stored else None
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    """Print a line on rank 0, once in a process."""
+    if dist.get_rank() == 0 and text not in _said:
+        _said.add(text)
+        print(text, flush=True)
 
 
 def _canonical(name: str, prefix: str) -> str:
@@ -145,6 +183,7 @@ def export_hf(chunks: Sequence[Transformer]) -> Iterator[tuple[str, Tensor]]:
     """
     chunk = chunks[0]
     table = weight_names(chunk.architecture)
+    stacks: dict[str, Tensor] = {}  # of experts, that are not complete
     own = MergedWeights({part.place.name: part.parameter for part in named_shards(chunks) if not part.place.is_copy}, chunks)
     for place in all_places(chunks):
         tensor = shard_anywhere(chunk, place, own.get(place.name))
@@ -154,8 +193,21 @@ def export_hf(chunks: Sequence[Transformer]) -> Iterator[tuple[str, Tensor]]:
         rule = table.find(place.name)
         parts = to_hf(rule, _gather(chunk, place, rule, tensor), chunk.architecture)
         del tensor
-        yield from zip(rule.hf_names, parts, strict=True)
+        if rule.expert is None:
+            yield from zip(rule.hf_names, parts, strict=True)
+        else:
+            for name, part in zip(rule.hf_names, parts, strict=True):
+                yield from _stacked(stacks, name, part, rule.expert, chunk.architecture.num_experts)
         del parts  # before the next one is gathered
+
+
+def _stacked(stacks: dict[str, Tensor], name: str, part: Tensor, expert: int, count: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensor of all experts with its last part."""
+    if name not in stacks:
+        stacks[name] = part.new_empty(count, *part.shape)
+    stacks[name][expert] = part
+    if expert == count - 1:
+        yield name, stacks.pop(name)
 
 
 def _gather(chunk: Transformer, place: Place, rule: Rule, tensor: Tensor) -> Tensor:

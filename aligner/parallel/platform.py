@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -122,6 +123,20 @@ def release_memory() -> None:
     """Give memory that no tensor uses back to the device, for other processes on it."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+PEAK_MEMORY = "peak_bytes"  # of a rank's training step in the run's trace
+
+
+def peak_memory() -> int:
+    """Bytes that this process has needed at most so far, on a GPU with its context and communicators; without one, in memory.
+
+    What a GPU holds that is not torch's is what it is now: nothing counts its peak.
+    """
+    if not torch.cuda.is_available():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
 
 
 def synchronize() -> None:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from aligner import recording
+
 IDLE = "idle"  # the phase of a server that waits for a request
 WAIT_FOR_SERVERS = "wait for servers"
 # Phases in which a rank waits for a server, outside any collective, with the client's own deadline: that is no stall.
@@ -93,13 +95,16 @@ class Progress:
         return own
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """The block is phase `name`; the phase around it goes on afterwards."""
-        before = self._phase
+    def phase(self, name: str) -> Iterator[dict[str, object]]:
+        """The block is phase `name`, and a span of the run's trace, whose arguments this yields; the phase around it goes on afterwards."""
+        before, start = self._phase, time.perf_counter()
+        arguments: dict[str, object] = {"step": self._step} if self._step else {}
         self.enter_phase(name)
         try:
-            yield
+            yield arguments
         finally:
+            if name != IDLE:
+                recording.add(name, start, **arguments)
             self.enter_phase(before)
 
     def enter_phase(self, name: str) -> None:
@@ -111,6 +116,7 @@ class Progress:
         """Training step `step` (or a server's running number of operations) begins."""
         self._step = step
         self.heartbeat()
+        recording.flush()
 
     @property
     def step(self) -> int:

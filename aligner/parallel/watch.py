@@ -4,6 +4,8 @@
     <run>/stacks/<component>.<rank>.<time>.txt      every thread's stack, written at a stall
     <run>/stacks/<component>.report.txt             who held up whom
 
+It also writes the spans of the run's trace that wait (`aligner.recording`): a process that hangs or is killed has left most of them.
+
 The first rank without progress for the configured time asks the others, by a file, to write their stacks too. Then each rank reads all
 health files, reports which ranks hold up the component, and exits with status 1. The ranks may be stuck in a collective, so none is used.
 """
@@ -23,6 +25,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
+from aligner import recording
 from aligner.errors import ConfigError, describe_os_error
 from aligner.parallel.progress import AWAITING, IDLE, Progress, from_json, to_json
 from aligner.parallel.stall import RankState, Verdict, diagnose
@@ -135,6 +138,7 @@ class Watch:
         while not self._stopped.wait(self._interval):
             self._arm()
             self._try_to_write()
+            recording.flush()
             try:
                 is_over = bool(self._stall_seconds) and (self._is_asked() or self.has_stalled())
             except OSError as error:

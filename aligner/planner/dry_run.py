@@ -59,13 +59,12 @@ def fake_world(parallel: ParallelConfig, *, stage: int = 0) -> Iterator[None]:
 def build_chunks(component: Component) -> list[Any]:
     """This (fake) rank's chunks of the component's model.
 
-    Always uses the layers without Transformer Engine, which a planning machine may lack: the parameters are the same. Ordinary
-    layers also replace the batch-invariant mode's, whose float64 copies are not counted.
+    Always uses the layers without Transformer Engine, which a planning machine may lack: the parameters are the same.
     """
     from aligner.models.build import build_language_model, build_scalar_model
 
     build = build_language_model if component.head == Head.language else build_scalar_model
-    model = replace(component.model, layers=Layers.torch, fp8=False, batch_invariant=False)
+    model = replace(component.model, layers=Layers.torch, fp8=False)
     return build(component.architecture, model, replace(component.parallel, tp_comm_overlap=False), load=True)
 
 
@@ -178,7 +177,7 @@ def _block(component: Component, num_layers: int, rows: int, length: int, device
     small = replace(component, architecture=architecture, parallel=parallel)
     with fake_world(parallel):
         (chunk,) = build_chunks(small)
-        if device == Device.gpu:
+        if device == Device.gpu and not small.model.batch_invariant:
             _fuse_norms(chunk.decoder)
         hidden = torch.zeros(length // small.shards_sequences, rows, architecture.hidden_size, dtype=chunk.config.params_dtype)
         rotary = chunk.rotary_pos_emb(length) if architecture.position_embedding == PositionEmbedding.rope else None
@@ -188,10 +187,10 @@ def _block(component: Component, num_layers: int, rows: int, length: int, device
 
 
 def _widest(architecture: Architecture) -> Architecture:
-    """Where only some layers have a window, all layers without one: they keep the most."""
+    """Where only some layers have a window or chunks, all layers without: they keep the most."""
     if not architecture.full_attention_layers:
         return architecture
-    return replace(architecture, sliding_window=0, full_attention_layers=[], rope_local_theta=0.0, rope_windows_only=False)
+    return replace(architecture, sliding_window=0, attention_chunk=0, full_attention_layers=[], rope_local_theta=0.0)
 
 
 def _forward(block: Any, hidden: Tensor, rotary: Tensor | None) -> Tensor:

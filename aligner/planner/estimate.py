@@ -9,14 +9,26 @@ from dataclasses import asdict, dataclass, replace
 from aligner.errors import ConfigError
 from aligner.models.config import Dtype
 from aligner.models.divisible import check_divisible, check_together
-from aligner.planner import dry_run
+from aligner.planner import dry_run, layer_tensors
 from aligner.planner.buffers import Parameter, Replication, StateBytes, frozen_bytes, state_bytes
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.memory import PhaseMemory, Sizes, host_memory, inference_micro_batches, phase_memory, train_micro_batches
+from aligner.planner.memory import (
+    PhaseMemory,
+    Sizes,
+    cache_tokens,
+    free_at_start,
+    host_memory,
+    inference_micro_batches,
+    kv_bytes_per_token,
+    page_tokens,
+    phase_memory,
+    sequence_tokens,
+    train_micro_batches,
+)
 from aligner.planner.schedule import MicroBatches
 from aligner.planner.timing import PhaseTime, phase_times
 from aligner.planner.workload import GIB, Component, Phase
-from aligner.rollout.config import check_ahead, check_engine
+from aligner.rollout.config import EngineKind, check_ahead, check_engine
 from aligner.servers.components import SERVERS, in_section
 
 
@@ -32,6 +44,7 @@ class ComponentPlan:
     host: dict[str, int]  # bytes of the fullest node
     times: tuple[PhaseTime, ...]
     limit: int  # device memory of a rank
+    wanted_seconds: float = 0.0  # of all phases with the cache that the config asks for, where the plan made it smaller
 
     @property
     def peak(self) -> PhaseMemory:
@@ -71,8 +84,8 @@ def check(component: Component) -> None:
         check_together(component.architecture, component.model, component.parallel)
         component.parallel.check_world(component.num_ranks)
         if engine is not None:
-            check_engine(engine.settings, component.architecture, tp=engine.tp, world_size=component.num_ranks)
-            if engine.on_gpu:
+            check_engine(engine.settings, component.architecture, tp=engine.tp, world_size=engine.own_ranks or component.num_ranks)
+            if engine.on_gpu and not engine.own_ranks:
                 check_ahead(engine.settings, tp=engine.tp)
         _check_rows(component)
 
@@ -161,12 +174,15 @@ class Scales:
         self._known: dict[str, dry_run.BlockBytes] = {}
 
     def block(self, component: Component, passes: MicroBatches) -> dry_run.BlockBytes:
-        """The activations of the component's layers at these micro-batches, measured."""
+        """The activations of the component's layers at these micro-batches: measured, or listed for Transformer Engine's modules."""
+        if self.device == Device.gpu and layer_tensors.uses_transformer_engine(component):
+            return layer_tensors.block_bytes(component, passes.rows, passes.length)
         p, model = component.parallel, component.model
-        parts = (p.tp, p.sequence_parallel, p.cp, model.recompute, model.dtype, model.lora, passes.rows, passes.length)
-        key = repr((component.architecture, *parts))
+        split, kind = (p.tp, p.sequence_parallel, p.cp), (model.recompute, model.dtype, model.lora, model.batch_invariant)
+        key = repr((component.architecture, *split, *kind, passes.rows, passes.length))
         if key not in self._known:
-            self._known[key] = dry_run.measure_block(component, passes.rows, passes.length, self.device)
+            found = dry_run.measure_block(component, passes.rows, passes.length, self.device)
+            self._known[key] = replace(found, layer=found.layer + dry_run.expert_extra_bytes(component, passes.tokens))
         return self._known[key]
 
     def scaled_block(self, component: Component, passes: MicroBatches) -> dry_run.BlockBytes:
@@ -197,6 +213,36 @@ def again(plan: ComponentPlan, cluster: ClusterConfig, component: Component) -> 
     """The plan of the same model in other circumstances."""
     counts = {"stage_parameters": plan.stage_parameters, "model_parameters": plan.model_parameters}
     return predict(component, cluster, plan.sizes, **counts)
+
+
+def with_fitting_cache(plan: ComponentPlan, cluster: ClusterConfig) -> ComponentPlan:
+    """The plan with a cache of what the devices have left, where that is all that does not fit and the config states no size.
+
+    The engine then decodes fewer sequences at a time (`aligner.planner.memory.seats`), at the least one of full length. TensorRT-LLM's
+    takes at most its part of what is free when it starts.
+    """
+    component, engine = plan.component, plan.component.engine
+    if engine is None or engine.kv_cache_tokens:
+        return plan
+    wanted, least, page = cache_tokens(component, engine), sequence_tokens(component, engine), page_tokens(component, engine)
+    if engine.settings.engine == EngineKind.tensorrt_llm:
+        most = max(least, min(wanted, free_at_start(component, plan.sizes, cluster) // kv_bytes_per_token(component, engine)))
+    else:
+        most = wanted
+    if plan.fits and most == wanted:
+        return plan
+
+    def sized(tokens: int) -> ComponentPlan:
+        own = replace(engine, kv_cache_tokens=tokens, wanted_cache_tokens=wanted)
+        return replace(again(plan, cluster, replace(component, engine=own)), wanted_seconds=plan.seconds)
+
+    low, high = least // page, max(least, most) // page  # pages; what fits is between them
+    if (found := sized(high * page)).fits or not sized(low * page).fits:
+        return found if found.fits else plan
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if sized(middle * page).fits else (low, middle)
+    return sized(low * page)
 
 
 def predict(

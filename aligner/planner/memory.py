@@ -6,17 +6,21 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from aligner.models.weights import MAX_FILE_BYTES
 from aligner.planner.buffers import StateBytes
 from aligner.planner.config import ClusterConfig, Device
-from aligner.planner.dry_run import BlockBytes, expert_extra_bytes
+from aligner.planner.dry_run import BlockBytes
 from aligner.planner.schedule import MicroBatches, in_flight, micro_batches, stage_layers
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase
 from aligner.rollout.config import PAGE_SIZE, EngineKind, Kernels
+from aligner.rollout.graphs import round_rows
 from aligner.types import route_dtype
 
 _OVERLAP_BUFFERS = 8  # of a whole micro-batch's hidden states, for what Transformer Engine exchanges around a layer's four matrix products
 _KERNEL_PAGE = 256  # tokens of a page of the engine's cache, where attention kernels are used: of 16-bit numbers on a GPU
-HOST_PROCESS_GIB = 3.0  # Python, torch and its libraries, in host memory
+_VLLM_PAGE = 128  # tokens, to which the wrapper rounds a sequence, and the page that vLLM keeps for itself
+_HEAP_LOSS = 0.5  # of the activations of micro-batches that differ in length; measured: 0.3 to 0.8
+HOST_PROCESS_GIB = 3.0  # a rank's Python, torch and its libraries in host memory, beside a GPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,34 +83,62 @@ def _parts(component: Component, sizes: Sizes, cluster: ClusterConfig, phase: Ph
     parts = {"weights": state.weights}
     if optimizer is not None and (phase == Phase.train or not optimizer.offload):
         parts |= {"gradients": state.gradients, "optimizer": state.optimizer}
-    engine = component.engine
+    engine = component.engine if component.engine is None or not component.engine.own_ranks else None
     if engine is not None and component.engine_holds_weights and (phase == Phase.generate or not engine.offload):
         parts["engine weights"] = sizes.engine_weights
     if engine is not None and phase == Phase.generate:
         parts |= _generation(component, engine)
         if component.engine_holds_weights and engine.offload:
-            parts = _fuller_moment(parts)
+            parts = _fullest_moment(component, state, parts)
     elif phase == Phase.train:
         parts |= _training(component, sizes, stage)
     else:
         parts |= _inference(component, sizes, stage)
         if phase == Phase.ref_logprobs:
             parts["reference"] = trained_bytes(component, state)
+    if cluster.device == Device.cpu:
+        parts |= _resident(component, state)
     if engine is not None and engine.asynchronous:
         parts |= _generation(component, engine)
-    elif engine is not None and engine.keeps_cache and cluster.device == Device.gpu and phase != Phase.generate:
-        parts["KV cache"] = cache_bytes(component, engine)
+    elif engine is not None and cluster.device == Device.gpu and phase != Phase.generate:
+        if engine.keeps_cache:
+            parts["KV cache"] = cache_bytes(component, engine)
+        if engine.keeps_graphs:
+            parts["graph buffers"] = graph_bytes(component, engine, with_logits=True)
     parts["gather buffer"] = max(sizes.train.kept, sizes.inference.kept)
     if component.parallel.tp_comm_overlap:
         parts["exchange buffers"] = (
             _OVERLAP_BUFFERS * boundary_bytes(component, train_micro_batches(component)) * component.parallel.tp // 2
         )
-    parts["lost between blocks"] = int(sum(parts.values()) * cluster.fragmentation)
+    parts["lost between blocks"] = lost_bytes(component, parts, cluster)
     parts["context and communicators"] = context_bytes(component, cluster)
     if engine is not None and engine.settings.engine == EngineKind.tensorrt_llm:  # it computes in processes of its own, which stay
         parts["context and communicators"] += int(cluster.reserved_gib * GIB)
     parts["other components"] = component.beside_bytes
     return {name: size for name, size in parts.items() if size}
+
+
+def _resident(component: Component, state: StateBytes) -> dict[str, int]:
+    """What waits in host memory between phases, which on the CPU is the memory that the phases use too."""
+    found = {"reference": trained_bytes(component, state)} if component.has_reference else {}
+    copies = 0
+    if component.optimizer is not None and component.optimizer.offload:
+        copies += state.optimizer
+    if component.turns or (component.engine is not None and component.engine.offload and component.engine_holds_weights):
+        copies += state.weights
+    return found | {"host copies": copies}
+
+
+def lost_bytes(component: Component, parts: Mapping[str, int], cluster: ClusterConfig) -> int:
+    """What the allocator keeps between the blocks of a phase's `parts`.
+
+    On the CPU that is the C library's heap. It uses a block again for one of equal size, and keeps it from one of another: micro-batches of
+    data have one length after the other, those of samples, which end at the longest, mostly the same.
+    """
+    lost = sum(parts.values()) * cluster.fragmentation
+    if cluster.device == Device.cpu and component.engine is None and component.optimizer is not None:
+        lost += parts.get("activations", 0) * _HEAP_LOSS
+    return int(lost)
 
 
 def context_bytes(component: Component, cluster: ClusterConfig) -> int:
@@ -129,7 +161,7 @@ def _training(component: Component, sizes: Sizes, stage: int) -> dict[str, int]:
     parallel, passes = component.parallel, train_micro_batches(component)
     layers = stage_layers(component.architecture.num_layers, parallel)[stage] // parallel.vpp  # of one chunk
     held = in_flight(parallel, stage, passes.count)
-    waiting = held * (layers * layer_bytes(component, sizes.train, passes) + boundary_bytes(component, passes))
+    waiting = held * (layers * sizes.train.layer + boundary_bytes(component, passes))
     parts = {"activations": waiting, "backward workspace": sizes.train.backward}
     if stage == parallel.pp - 1:
         head = head_bytes(component, passes, training=True)
@@ -137,11 +169,6 @@ def _training(component: Component, sizes: Sizes, stage: int) -> dict[str, int]:
         parts["logits"] = head
         parts["backward workspace"] = max(0, sizes.train.backward - head)  # the layers' turn comes when the head's memory is free again
     return parts
-
-
-def layer_bytes(component: Component, block: BlockBytes, passes: MicroBatches) -> int:
-    """Bytes that one layer keeps per micro-batch."""
-    return block.layer + expert_extra_bytes(component, passes.tokens)
 
 
 def boundary_bytes(component: Component, passes: MicroBatches) -> int:
@@ -199,15 +226,40 @@ def kv_bytes_per_token(component: Component, engine: Engine) -> int:
 
 def decode_batch(component: Component, engine: Engine) -> int:
     """Sequences that a replica of the engine decodes at a time."""
-    replicas = max(1, component.num_ranks // engine.tp)
+    replicas = max(1, (engine.own_ranks or component.num_ranks) // engine.tp)
     return max(1, min(engine.max_batch_size, math.ceil((component.work.rows + component.work.extra_rows) / replicas)))
 
 
+def page_tokens(component: Component, engine: Engine) -> int:
+    """Tokens of a page of the engine's cache."""
+    if engine.settings.engine == EngineKind.vllm:
+        return _VLLM_PAGE
+    return _KERNEL_PAGE if component.dtype_bytes == 2 and engine.settings.kernels == Kernels.auto else PAGE_SIZE
+
+
+def sequence_tokens(component: Component, engine: Engine) -> int:
+    """Tokens of the cache's pages that the longest sequence fills; its last token is never looked at."""
+    page = page_tokens(component, engine)
+    return math.ceil((component.work.length - 1) / page) * page
+
+
 def cache_tokens(component: Component, engine: Engine) -> int:
-    """Tokens that the paged cache of a replica has room for: whole pages, and one more for each sequence."""
-    page = _KERNEL_PAGE if component.dtype_bytes == 2 and engine.settings.kernels == Kernels.auto else PAGE_SIZE
-    pages = math.ceil((component.work.length - 1) / page) + 1
-    return engine.kv_cache_tokens or decode_batch(component, engine) * pages * page
+    """Tokens that the paged cache of a replica has room for.
+
+    Of the built-in engine: whole pages, and one more for each sequence that it decodes at a time. The wrappers of other packages ask for
+    room for `rollout.max_batch_size` sequences as long as the context, however few there are.
+    """
+    page, context = page_tokens(component, engine), max(component.work.length, component.model.seq_length)
+    if engine.settings.engine == EngineKind.vllm:
+        return (engine.kv_cache_tokens or math.ceil(context / page) * page * engine.max_batch_size) + page
+    if engine.settings.engine == EngineKind.tensorrt_llm:
+        return engine.kv_cache_tokens or context * engine.max_batch_size
+    return engine.kv_cache_tokens or decode_batch(component, engine) * (sequence_tokens(component, engine) + page)
+
+
+def seats(component: Component, engine: Engine) -> int:
+    """Sequences of full length that a replica decodes at a time: what its cache has room for, at most `decode_batch`, at least one."""
+    return max(1, min(decode_batch(component, engine), cache_tokens(component, engine) // sequence_tokens(component, engine)))
 
 
 def _generation(component: Component, engine: Engine) -> dict[str, int]:
@@ -217,6 +269,8 @@ def _generation(component: Component, engine: Engine) -> dict[str, int]:
     step = max(prefill_bytes(component, engine), cache // architecture.num_layers)
     logits = decode_batch(component, engine) * padded_vocabulary(component) * logit_bytes(component, engine)
     parts = {"KV cache": cache, "prefill and sampling": step + logits}
+    if engine.records_graphs:
+        parts["graph buffers"] = graph_bytes(component, engine, with_logits=False)
     if component.engine_reshards or component.model.lora.is_on or engine.is_foreign:
         parts["refit buckets"] = 2 * engine.bucket_bytes
     return parts
@@ -243,6 +297,25 @@ def logit_bytes(component: Component, engine: Engine) -> int:
     return component.dtype_bytes + 3 * 4 + heated + reshaped + 8 * (engine.tp > 1)
 
 
+def free_at_start(component: Component, sizes: Sizes, cluster: ClusterConfig) -> int:
+    """Bytes that TensorRT-LLM's cache may take: its part of what is free beside the new policy and gradients' buffers."""
+    state = max(sizes.stages, key=lambda one: one.weights + one.gradients)
+    taken = state.weights + state.gradients + sizes.engine_weights + context_bytes(component, cluster) + int(cluster.reserved_gib * GIB)
+    part = component.engine.settings.tensorrt_llm.kv_memory_fraction if component.engine is not None else 0.0
+    return max(0, int(part * (cluster.gpu_memory_gib * GIB - taken)))
+
+
+def graph_bytes(component: Component, engine: Engine, *, with_logits: bool) -> int:
+    """Memory of the CUDA graphs of decode steps, which all share one pool: a layer's intermediate numbers for the largest batch. With the
+    logits: also the product with the output layer in the pool, and the float32 logits outside of it, which every graph writes.
+
+    The driver's own memory for the graphs is not counted.
+    """
+    rows, item = round_rows(decode_batch(component, engine)), component.dtype_bytes
+    layer = (3 * component.architecture.hidden_size + 3 * feed_forward_size(component) // engine.tp) * item
+    return rows * (layer + (padded_vocabulary(component) * (item + 4) if with_logits else 0))
+
+
 def prefill_bytes(component: Component, engine: Engine) -> int:
     """One layer's pass over a chunk of prompts: hidden states, the feed-forward layer, and, if prompts are longer than a chunk, the earlier
     keys and values and a mask over them (boolean and numeric)."""
@@ -255,12 +328,18 @@ def prefill_bytes(component: Component, engine: Engine) -> int:
     return size
 
 
-def _fuller_moment(parts: dict[str, int]) -> dict[str, int]:
-    """With `rollout.offload`: the policy's weights are first copied into the engine's, then offloaded before sampling."""
-    copying = ("weights", "refit buckets")
-    sampling = ("KV cache", "prefill and sampling")
-    away = sampling if sum(parts[name] for name in copying) > sum(parts[name] for name in sampling) else copying
-    return {name: size for name, size in parts.items() if name not in away}
+def _fullest_moment(component: Component, state: StateBytes, parts: dict[str, int]) -> dict[str, int]:
+    """With `rollout.offload`: the policy's weights are first copied into the engine's, then offloaded before sampling.
+
+    vLLM starts beside the new policy: its wrapper wants weights and cache to be free then, with the gradients' buffers allocated.
+    """
+    copying = {name: size for name, size in parts.items() if name not in ("KV cache", "prefill and sampling")}
+    sampling = {name: size for name, size in parts.items() if name not in ("weights", "refit buckets")}
+    moments = [copying, sampling]
+    if component.engine is not None and component.engine.settings.engine == EngineKind.vllm:
+        beside = {"weights": state.weights, "gradients": state.gradients}
+        moments.append(beside | {name: parts[name] for name in ("engine weights", "KV cache")})
+    return max(moments, key=lambda moment: sum(moment.values()))
 
 
 def feed_forward_size(component: Component) -> int:
@@ -272,6 +351,23 @@ def host_memory(component: Component, sizes: Sizes, cluster: ClusterConfig) -> d
     """Host memory of the fullest node, in bytes by purpose."""
     ranks = min(cluster.gpus_per_node, component.num_ranks)
     fullest = max(sizes.stages, key=lambda state: state.weights + state.optimizer)
+    parts = {}
+    if cluster.device == Device.cpu:
+        peaks = (moment.total - component.beside_bytes for moment in phase_memory(component, sizes, cluster, range(component.parallel.pp)))
+        parts["ranks at their fullest"] = ranks * max(peaks)
+    else:
+        parts |= _beside_devices(component, fullest, ranks)
+    if component.optimizer is not None:
+        # A resume reads the whole state into host memory first; a save that training waits for copies at most that, file by file.
+        copied = trained_bytes(component, fullest) // component.dp if component.saves_asynchronously else 0
+        parts["checkpoint being read or written"] = ranks * (fullest.optimizer + copied)
+        # The first rank of all collects a file of the exported model.
+        parts["file of the export"] = min(MAX_FILE_BYTES, sum(state.weights for state in sizes.stages) * component.parallel.tp)
+    return parts
+
+
+def _beside_devices(component: Component, fullest: StateBytes, ranks: int) -> dict[str, int]:
+    """Of a node's processes, and what waits there for its turn on the devices."""
     parts = {} if component.within else {"processes": int(HOST_PROCESS_GIB * GIB) * ranks}
     if component.has_reference:
         parts["reference"] = ranks * trained_bytes(component, fullest)
@@ -281,8 +377,4 @@ def host_memory(component: Component, sizes: Sizes, cluster: ClusterConfig) -> d
         parts["weights (while others have the GPUs)"] = ranks * fullest.weights
     if component.engine is not None and component.engine.offload and component.engine_holds_weights:
         parts["policy weights (while sampling)"] = ranks * fullest.weights
-    if component.optimizer is not None:
-        # A resume reads the whole state into host memory first; a save that training waits for copies at most that, file by file.
-        copied = trained_bytes(component, fullest) // component.dp if component.saves_asynchronously else 0
-        parts["checkpoint being read or written"] = ranks * (fullest.optimizer + copied)
     return parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -15,19 +16,20 @@ from rich.table import Table
 
 from aligner.planner.config import ClusterConfig
 from aligner.planner.estimate import ComponentPlan
-from aligner.planner.memory import PhaseMemory, train_micro_batches
+from aligner.planner.memory import PhaseMemory, cache_tokens, decode_batch, seats, train_micro_batches
 from aligner.planner.schedule import MicroBatches
-from aligner.planner.timing import model_flops, step_seconds
+from aligner.planner.simulation import Simulated
+from aligner.planner.timing import model_flops
 from aligner.planner.workload import GIB, Component, Phase
 
 COLUMNS = {  # of the memory table, and the parts that each adds up
     "weights": ("weights", "reference"),
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),
-    "engine": ("engine weights", "refit buckets", "KV cache", "prefill and sampling"),
+    "engine": ("engine weights", "refit buckets", "KV cache", "prefill and sampling", "graph buffers"),
     "activations": ("activations", "backward workspace"),
     "logits": ("logits",),
-    "other": ("gather buffer", "exchange buffers", "lost between blocks", "context and communicators", "other components"),
+    "other": ("host copies", "gather buffer", "exchange buffers", "lost between blocks", "context and communicators", "other components"),
 }
 WIDTH = 140
 
@@ -41,20 +43,19 @@ class JobPlan:
     components: tuple[ComponentPlan, ...]
     alternatives: Mapping[str, Sequence[ComponentPlan]]  # by component; empty where no search was asked for
     problems: tuple[str, ...]  # why it does not fit; empty where it does
+    run: Simulated
     take_turns: bool = False  # all components are on the first one's GPUs
 
     @property
     def step_seconds(self) -> float:
-        seconds: dict[str, dict[Phase, float]] = {}
-        for plan in self.components:
-            seconds.setdefault(plan.component.process, {}).update({time.phase: time.total for time in plan.times})
-        return step_seconds(seconds, take_turns=self.take_turns)
+        return self.run.step_seconds
 
     @property
     def num_ranks(self) -> int:
         """GPUs of the job, one a rank."""
         counts = [plan.component.num_ranks for plan in self.components if not plan.component.within]
-        return max(counts) if self.take_turns else sum(counts)
+        own = sum(plan.component.engine.own_ranks for plan in self.components if plan.component.engine is not None)
+        return own + (max(counts) if self.take_turns else sum(counts))
 
 
 def console() -> Console:
@@ -75,7 +76,14 @@ def show(job: JobPlan, out: Console) -> None:
         _show_component(plan, out)
     for name, plans in job.alternatives.items():
         _show_alternatives(name, plans, out)
-    out.print(f"\nstep of the whole job: [bold]{seconds(job.step_seconds)}[/] (times are a model; docs/planning.md says what it assumes)")
+    run = job.run
+    out.print(
+        f"\nstep of the whole job: [bold]{seconds(job.step_seconds)}[/] ({_listed(run.phases, seconds)}); times are a model, "
+        "whose errors are in docs/planning.md"
+    )
+    if run.useful < 1:
+        whole = seconds(run.run_seconds) if math.isfinite(run.run_seconds) else "never done"
+        out.print(f"the whole run with failures: {whole}, {run.useful:.0%} of it useful")
     for problem in job.problems:
         out.print(f"[bold red]does not fit[/] {escape(problem)}")
     if not job.problems:
@@ -124,8 +132,23 @@ def _show_component(plan: ComponentPlan, out: Console) -> None:
     out.print(f"{plan.model_parameters:,} parameters, {per_rank} on a rank")
     out.print(_memory_table(plan))
     out.print(_stage_line(plan))
+    if (line := cache_line(plan)) is not None:
+        out.print(f"[yellow]{line}[/]")
     out.print(f"host memory of a node: {gib(sum(plan.host.values()))} GiB ({_listed(plan.host, gib)})")
     out.print(_time_table(plan))
+
+
+def cache_line(plan: ComponentPlan) -> str | None:
+    """What a cache that the plan made smaller costs, and the setting that a run needs for it; None where none was."""
+    component, engine = plan.component, plan.component.engine
+    if engine is None or not engine.wanted_cache_tokens:
+        return None
+    wanted = decode_batch(component, engine)
+    return (
+        f"fits with rollout.kv_cache_tokens={engine.kv_cache_tokens} (set it: a run does not shrink its cache by itself), in place of "
+        f"{engine.wanted_cache_tokens}: {seats(component, engine)} of {wanted} sequences of full length at a time; "
+        f"{seconds(plan.seconds)} a step instead of {seconds(plan.wanted_seconds)}"
+    )
 
 
 def _memory_table(plan: ComponentPlan) -> Table:
@@ -196,7 +219,11 @@ def settings(component: Component) -> list[str]:
     chosen = [f"{prefix}parallel.{name}={getattr(p, name)}" for name in ("tp", "pp", "vpp", "cp", "ep")]
     chosen.append(f"{prefix}parallel.sequence_parallel={str(p.sequence_parallel).lower()}")
     name = "micro_batch_tokens" if model.micro_batch_tokens else "micro_batch_size"
-    return [*chosen, f"{prefix}model.{name}={getattr(model, name)}", f"{prefix}model.recompute={model.recompute.value}"]
+    chosen += [f"{prefix}model.{name}={getattr(model, name)}", f"{prefix}model.recompute={model.recompute.value}"]
+    if component.engine is not None and component.engine.wanted_cache_tokens:
+        chosen.append(f"rollout.kv_cache_tokens={component.engine.kv_cache_tokens}")
+    uneven = [name for name in ("first_stage_layers", "last_stage_layers") if getattr(p, name)]
+    return chosen + [f"{prefix}parallel.{name}={getattr(p, name)}" for name in uneven]
 
 
 def problems(plan: ComponentPlan, cluster: ClusterConfig, helps: Sequence[tuple[str, int]]) -> list[str]:
@@ -243,6 +270,10 @@ def to_json(job: JobPlan) -> str:
         "fits": not job.problems,
         "problems": list(job.problems),
         "step_seconds": job.step_seconds,
+        "step_phases": dict(job.run.phases),
+        "run_seconds": job.run.run_seconds if math.isfinite(job.run.run_seconds) else None,
+        "useful": job.run.useful,
+        "preemptions": job.run.preemptions,
         "cluster": asdict(job.cluster),
         "components": {plan.component.name: _component_tree(plan) for plan in job.components},
         "alternatives": {name: [_component_tree(plan) for plan in plans] for name, plans in job.alternatives.items()},
@@ -256,12 +287,20 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} in a plan")
 
 
+def _cache_tree(component: Component) -> dict[str, int] | None:
+    engine = component.engine
+    if engine is None:
+        return None
+    tokens = cache_tokens(component, engine)
+    return {"tokens": tokens, "wanted_tokens": engine.wanted_cache_tokens or tokens, "sequences": seats(component, engine)}
+
+
 def _component_tree(plan: ComponentPlan) -> dict[str, Any]:
     component = plan.component
     passes = train_micro_batches(component) if component.optimizer is not None else None
     train = sum(time.total for time in plan.times if time.phase == Phase.train)
-    work = component.work.expected()
-    useful = model_flops(component, work.update_rows * work.num_updates * work.length, work.length)
+    work, length = component.work, component.work.mean_length()
+    useful = model_flops(component, work.update_rows * work.num_updates * length, length)
     return {
         "ranks": component.num_ranks,
         "dp": component.dp,
@@ -275,6 +314,7 @@ def _component_tree(plan: ComponentPlan) -> dict[str, Any]:
         "state_bytes": [asdict(state) for state in plan.sizes.stages],
         "engine_weight_bytes": plan.sizes.engine_weights,
         "layer_activation_bytes": plan.sizes.train.layer,
+        "cache": _cache_tree(component),
         "memory": [{"phase": m.phase, "stage": m.stage, "bytes": m.total, "parts": dict(m.parts)} for m in plan.memory],
         "peak_bytes": plan.peak.total,
         "limit_bytes": plan.limit,

@@ -8,12 +8,22 @@ from itertools import product
 
 from aligner.errors import ConfigError
 from aligner.models.config import Recompute
+from aligner.models.divisible import uneven_stages
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import dry_run
 from aligner.planner.buffers import Parameter, StateBytes, approximate_state_bytes, frozen_bytes
 from aligner.planner.config import ClusterConfig
 from aligner.planner.estimate import ComponentPlan, Scales, check, engine_weight_bytes, plan_component, replication
-from aligner.planner.memory import Sizes, decode_batch, inference_micro_batches, phase_memory, train_micro_batches
+from aligner.planner.memory import (
+    Sizes,
+    cache_tokens,
+    decode_batch,
+    inference_micro_batches,
+    page_tokens,
+    phase_memory,
+    sequence_tokens,
+    train_micro_batches,
+)
 from aligner.planner.schedule import stage_layers
 from aligner.planner.timing import phase_times
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase
@@ -215,10 +225,13 @@ def _changes(component: Component, cluster: ClusterConfig) -> Iterator[tuple[str
             if name == "tp" and size > cluster.gpus_per_node:
                 continue
             # With tensor parallelism the planner always means sequence parallelism too.
-            sequence = parallel.sequence_parallel or name == "tp"
-            changed = replace(component, parallel=replace(parallel, **{name: size, "sequence_parallel": sequence}))
-            also = f" {prefix}parallel.sequence_parallel=true" if sequence != parallel.sequence_parallel else ""
-            yield f"{prefix}parallel.{name}={size}{also}", replace(changed, engine=_engine(component, changed.parallel))
+            also: dict[str, int] = {"sequence_parallel": True} if name == "tp" and not parallel.sequence_parallel else {}
+            if name == "pp" and parallel.vpp == 1:
+                stages = {"first_stage_layers": 0, "last_stage_layers": 0} | uneven_stages(component.architecture.num_layers, size)
+                also |= {key: value for key, value in stages.items() if value != getattr(parallel, key)}
+            changed = replace(component, parallel=replace(parallel, **{name: size}, **also))
+            typed = (f"{prefix}parallel.{key}={str(value).lower()}" for key, value in ({name: size} | also).items())
+            yield " ".join(typed), replace(changed, engine=_engine(component, changed.parallel))
     for recompute in Recompute:
         yield f"{prefix}model.recompute={recompute.value}", replace(component, model=replace(model, recompute=recompute))
     if model.micro_batch_tokens:
@@ -234,5 +247,9 @@ def _changes(component: Component, cluster: ClusterConfig) -> Iterator[tuple[str
     if engine is not None:
         if not engine.asynchronous:
             yield "rollout.offload=true", replace(component, engine=replace(engine, offload=True))
+        for tokens in sorted({cache_tokens(component, engine) // share for share in (2, 4, 8)}):
+            whole = tokens // page_tokens(component, engine) * page_tokens(component, engine)
+            if whole >= sequence_tokens(component, engine):
+                yield f"rollout.kv_cache_tokens={whole}", replace(component, engine=replace(engine, kv_cache_tokens=whole))
         for size in sorted({max(1, decode_batch(component, engine) // share) for share in (2, 4, 8, 32)}):
             yield f"rollout.max_batch_size={size}", replace(component, engine=replace(engine, max_batch_size=size))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 from aligner.models.config import Architecture, ModelConfig
@@ -11,6 +10,7 @@ from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner.sampling import ResponseLengths
 from aligner.rollout.config import EngineKind, RolloutConfig
+from aligner.rollout.tensorrt_llm_config import CudaGraphs
 
 GIB = 2**30
 
@@ -50,12 +50,26 @@ class Work:
     extra_rows: int = 0  # sequences that are sampled and scored besides, and not trained on
     lengths: ResponseLengths | None = None  # None: all are as long as they may be
 
-    def expected(self) -> Work:
-        """The same with every response of the mean length."""
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens; of a recipe without responses 0."""
+        return max(0, self.length - self.response_length)
+
+    @property
+    def mean_prompt(self) -> float:
+        """Tokens."""
+        given = self.lengths.prompt if self.lengths is not None else 0.0
+        return min(given, self.longest_prompt) if given else self.longest_prompt
+
+    def responses(self, count: int, seed: int = 0) -> list[int]:
+        """Lengths of `count` responses, in tokens."""
         if self.lengths is None:
-            return self
-        mean = math.ceil(self.lengths.mean)
-        return replace(self, length=self.length - self.response_length + mean, response_length=mean, lengths=None)
+            return [self.response_length] * count
+        return self.lengths.drawn(count, self.response_length, seed)
+
+    def mean_length(self) -> float:
+        """Tokens of a sequence, on average."""
+        return self.length if self.lengths is None else self.mean_prompt + self.lengths.mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +85,8 @@ class Engine:
     asynchronous: bool = False  # it samples while the policy trains, with weights of its own
     on_gpu: bool = False  # whether its collectives are NCCL's
     settings: RolloutConfig = field(default_factory=RolloutConfig)  # which engine it is, and what it is asked for
+    own_ranks: int = 0  # GPUs that it has alone; 0: those of the component
+    wanted_cache_tokens: int = 0  # of a cache that the plan made smaller, what it would have room for; 0: it is as the run's
 
     @property
     def is_foreign(self) -> bool:
@@ -80,7 +96,23 @@ class Engine:
     @property
     def keeps_cache(self) -> bool:
         """Whether on a GPU its key-value cache stays allocated while the policy trains: graphs know the cache by its address."""
-        return not self.offload and (self.settings.cuda_graphs or self.settings.engine != EngineKind.megatron)
+        return not self.own_ranks and not self.offload and (self.settings.cuda_graphs or self.settings.engine != EngineKind.megatron)
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether on a GPU it decodes by CUDA graphs, whose buffers stay allocated with them."""
+        if not self.on_gpu:
+            return False
+        if self.settings.engine == EngineKind.vllm:
+            return not self.settings.vllm.enforce_eager
+        if self.settings.engine == EngineKind.tensorrt_llm:
+            return self.settings.tensorrt_llm.cuda_graphs is not CudaGraphs.never
+        return self.settings.cuda_graphs
+
+    @property
+    def keeps_graphs(self) -> bool:
+        """Whether they outlive a generation: vLLM's sleep is of weights and cache, the others forget them."""
+        return self.records_graphs and (not self.offload or self.settings.engine == EngineKind.vllm)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +153,9 @@ class Component:
     def engine_holds_weights(self) -> bool:
         """Whether sampling needs separate weights."""
         engine = self.engine
-        return engine is not None and (engine.asynchronous or engine.is_foreign or self.engine_reshards or self.model.lora.is_on)
+        return engine is not None and (
+            engine.own_ranks > 0 or engine.asynchronous or engine.is_foreign or self.engine_reshards or self.model.lora.is_on
+        )
 
     @property
     def engine_reshards(self) -> bool:

@@ -1,6 +1,6 @@
 """A run's effect on its model as one self-contained HTML file: curves, and responses to the same prompts before and after.
 
-templates/report.html is the page. Jinja2 escapes everything that models and data wrote: a response that is HTML is shown, not run.
+templates/report.html is the page.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from aligner.reporting.diagnosis import diagnose
 from aligner.reporting.diagnosis_rules import RULES
 from aligner.reporting.formats import number, seconds
 from aligner.reporting.jsonl import StepMetrics, read_metrics
+from aligner.reporting.pages import render_page
 from aligner.reporting.rollout_table import cell, read_rows
 from aligner.types import SampleRow
 
@@ -85,18 +83,9 @@ def text_of(before: Samples | None, after: Samples | None, max_chars: int = 240)
 
 def render(name: str, records: Sequence[StepMetrics], before: Samples | None, after: Samples | None) -> str:
     """The page. `records` are those of metrics.jsonl."""
-    environment = Environment(
-        loader=PackageLoader("aligner.reporting"),
-        autoescape=True,
-        finalize=_visible,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["number"] = number
-    return environment.get_template("report.html").render(
-        _FRAME,
+    return render_page(
+        "report.html",
+        **_FRAME,
         name=name,
         heading=_heading(records),
         charts=_charts(records),
@@ -105,13 +94,6 @@ def render(name: str, records: Sequence[StepMetrics], before: Samples | None, af
         after=after,
         pairs=_pairs(before, after) if before and after else [],
     )
-
-
-def _visible(value: Any) -> Any:
-    """A value as shown on the page: text without control characters other than line ends and tabs."""
-    if type(value) is not str:  # numbers, and what the page's own macros made
-        return value
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in value)
 
 
 def _heading(records: Sequence[StepMetrics]) -> str:

@@ -23,6 +23,7 @@ from typing import TypeGuard
 import numpy as np
 import torch
 
+from aligner import recording
 from aligner.errors import AlignerError, ConfigError
 from aligner.rewards.columns import called, is_trl
 from aligner.rewards.config import OnError, RewardFunctionConfig
@@ -130,6 +131,10 @@ class FunctionReward:
     def _score(self, rollouts: list[Rollout]) -> Scores:
         if not rollouts:
             return Scores.of(torch.zeros(0))
+        with recording.span("rewards", recording.rank_lane("reward function"), samples=len(rollouts)):
+            return self._scores_of(rollouts)
+
+    def _scores_of(self, rollouts: list[Rollout]) -> Scores:
         samples = Samples.of(rollouts, self._decode)
         deadline = time.monotonic() + self._timeout_seconds
         if self._on_error is OnError.stop:

@@ -301,22 +301,23 @@ class GatheredAttention:
 
 
 class FormedAttention:
-    """`PagedAttention` of layers with a window, capped scores or another scale, on copies of the pages, anywhere."""
+    """`PagedAttention` of layers with a window or chunks, capped scores, sinks [heads] or another scale, on copies of pages, anywhere."""
 
-    def __init__(self, page_size: int, form: Form, scale: float) -> None:
+    def __init__(self, page_size: int, form: Form, scale: float, sinks: Tensor | None = None) -> None:
         self.page_size = page_size
-        self._form, self._scale = form, scale
+        self._form, self._scale, self._sinks = form, scale, sinks
 
     def fresh(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         q = queries.flatten(2, 3).transpose(1, 2)
-        out = windowed_attend(q, keys.transpose(1, 2), values.transpose(1, 2), self._form, self._scale)
+        out = windowed_attend(q, keys.transpose(1, 2), values.transpose(1, 2), self._form, self._scale, self._sinks)
         return out.transpose(1, 2).view(queries.shape)
 
     def decode(self, queries: Tensor, cache: PagedKV, layer: int, plan: DecodePlan) -> Tensor:
         k, v = (tensor[layer][plan.pages].flatten(1, 2).transpose(1, 2) for tensor in (cache.keys, cache.values))
         places = torch.arange(k.shape[2], device=k.device)
         visible = sees(plan.positions[:, None], places, self._form)[:, None, None]
-        return masked(queries, k, v, visible, self._form, self._scale)
+        sinks = None if self._sinks is None else self._sinks.view(*queries.shape[1:3], 1)
+        return masked(queries, k, v, visible, self._form, self._scale, sinks)
 
     def prefill(self, queries: Tensor, cache: PagedKV, layer: int, part: Continued) -> Tensor:
         keys, values = (tensor[part.slots][None] for tensor in cache.slots(layer))

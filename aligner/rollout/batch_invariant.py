@@ -72,7 +72,7 @@ class BatchInvariantDecoder(Decoder):
     def _layers(self, tokens: Tensor, plan: PrefillPlan | DecodePlan, cache: PagedKV) -> Tensor:
         """Flat tokens [N] through all layers: [N, H]."""
         x = self._note(Operation.embedding, -1, self._embed(tokens, plan.positions))
-        rotary = None if self.rotary is None else tuple(table[plan.positions][:, None, None] for table in self.rotary)
+        rotary = self.rotary.at(plan.positions)[0]  # all layers are alike
         for number, layer in enumerate(self.weights.layers):
             normed = self._note(Operation.input_norm, number, self.exact_norm(x, layer.input_norm))
             mixed = self._queries_keys_values(layer, number, normed, rotary)

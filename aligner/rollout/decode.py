@@ -12,9 +12,8 @@ Feed-forward layers have the arithmetic of Megatron-Core's `MLP`; `aligner.rollo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.models import rope
+from aligner.models.activations import activation_of
 from aligner.models.build import rounded_scale
-from aligner.models.config import Activation, Architecture, ParallelResidual
+from aligner.models.config import Architecture, ParallelResidual
 from aligner.models.own_layer import neighbours_apart
 from aligner.models.tracing import Operation, Tap
 from aligner.models.windowed_attention import form_of
@@ -49,31 +49,10 @@ from aligner.rollout.native import library as native
 from aligner.rollout.native.step import NativeDecode, Outside
 from aligner.rollout.norms import norm_of, norm_of_heads
 from aligner.rollout.paged_kernels import flash_attention
+from aligner.rollout.rotary import Rotary
 from aligner.rollout.sampling import FusedDraw
 from aligner.rollout.weights import Affine, FeedForward, LayerWeights, ModelWeights, tensors
 from aligner.types import route_dtype
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.silu: F.silu,
-    Activation.gelu: F.gelu,
-    Activation.gelu_tanh: partial(F.gelu, approximate="tanh"),
-    Activation.squared_relu: _squared_relu,
-    Activation.relu: F.relu,
-}
-
-
-def expand(x: Tensor, weights: FeedForward, activation: Callable[[Tensor], Tensor], *, gated: bool) -> Tensor:
-    """This rank's share of the inner activations, [..., F / tp]: activation(gate x) * (up x), or activation(up x)."""
-    inner = F.linear(x, weights.up.weight, weights.up.bias)
-    if not gated:
-        return activation(inner)
-    gate, up = inner.chunk(2, dim=-1)
-    return activation(gate) * up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,10 +102,8 @@ class Decoder:
         if architecture.latent_size:  # all heads read what one group of keys and values holds
             self.latent = LatentHeads(architecture=architecture, heads=self.groups * self.queries, norm=self.norm)
             self.groups, self.queries, self.head_dim = 1, self.groups * self.queries, architecture.latent_size + architecture.rotated
-        self.activation = ACTIVATIONS[architecture.activation]
-        self.rotary = None if frequencies is None else self._rotary_tables(frequencies, architecture.rope_attention_factor)
-        local = architecture.rope_local_theta
-        self._rotary_local = self._rotary_tables(rope.frequencies(rope.local(architecture)), 1.0) if local else None
+        self.activate = activation_of(architecture)
+        self.rotary = Rotary(architecture, frequencies, weights.embedding, max_sequence_length)
         self._embedding_scale = rounded_scale(architecture.embedding_scale, weights.embedding.dtype)
         flash = flash_attention(weights.embedding, (self.groups, self.queries, self.head_dim)) if kernels == Kernels.auto else None
         self.attention: PagedAttention = flash or GatheredAttention(page_size or PAGE_SIZE)
@@ -219,15 +196,16 @@ class Decoder:
         return output
 
     def _attention_of(self, layer: int) -> PagedAttention:
-        """The layer's own where it sees a window, caps its scores or scales them otherwise."""
-        form, scale = form_of(self.architecture, layer), self.architecture.attention_scale
+        """The layer's own where it sees a window or chunk, caps its scores or scales them otherwise."""
+        form = form_of(self.architecture, layer).within(self.max_sequence_length)
+        scale = self.architecture.attention_scale
         if self.latent is not None:
             scale = rope.score_scale(self.architecture)
         if self.architecture.attention_scale_by_layer:
             scale = (scale or self.head_dim**-0.5) / (layer + 1)
         if form.is_plain and not scale:
             return self.attention
-        return FormedAttention(self.page_size, form, scale or self.head_dim**-0.5)
+        return FormedAttention(self.page_size, form, scale or self.head_dim**-0.5, self.weights.layers[layer].sinks)
 
     def _decode_graphs(self) -> DecodeGraphs:
         max_pages = -(-self.max_sequence_length // self.page_size)
@@ -238,22 +216,22 @@ class Decoder:
         library = native.load() if native.fits(self.weights, self.architecture) else None
         if library is None:
             return None
-        model = native.model_of(self.architecture, groups=self.groups, queries=self.queries, page_size=self.page_size, rotary=self.rotary)
+        model = native.model_of(
+            self.architecture, groups=self.groups, queries=self.queries, page_size=self.page_size, rotary=self.rotary.everywhere
+        )
         outside = Outside(embed=self._embed, reduce=self._sum, experts=self._experts)
         return NativeDecode(library, self.weights, model, outside, max_sequence_length=self.max_sequence_length)
 
     def _forward(self, tokens: Tensor, plan: PrefillPlan | DecodePlan, cache: PagedKV) -> Tensor:
         """Flat tokens [N] through all layers: [N, H]."""
         x = self._note(Operation.embedding, -1, self._embed(tokens, plan.positions))
-        everywhere = None if self.rotary is None else tuple(table[plan.positions][:, None, None] for table in self.rotary)
-        local = None if self._rotary_local is None else tuple(table[plan.positions][:, None, None] for table in self._rotary_local)
+        rotary = self.rotary.at(plan.positions)
         fixed = self.fixed_shapes and isinstance(plan, DecodePlan)
         self._recorded = None if cache.routes is None else (cache.routes, plan.slots)
         for number, layer in enumerate(self.weights.layers):
-            rotary = local if local is not None and self.architecture.window_of(number) else everywhere
-            rotary = rotary if rope.rotates(self.architecture, number) else None
             normed = self._note(Operation.input_norm, number, self._normed(x, layer.input_norm))
-            mixed = self._mixed(layer, number, normed, rotary) if self.latent is None else self.latent.mixed(normed, layer.latent, rotary)
+            tables = rotary[number]
+            mixed = self._mixed(layer, number, normed, tables) if self.latent is None else self.latent.mixed(normed, layer.latent, tables)
             attended = self._attend(layer, number, mixed, plan, cache)
             if self.architecture.parallel_residual != ParallelResidual.none:
                 self._note(Operation.attention_residual, number, x)  # what the feed-forward layer's norm reads
@@ -286,6 +264,8 @@ class Decoder:
             if self.architecture.rotary_interleaved:
                 q_and_k = neighbours_apart(q_and_k, rotary[0].shape[-1])
             q_and_k = rope.rotate(q_and_k, *rotary)
+            if self.architecture.qk_l2_norm:
+                q_and_k = F.rms_norm(q_and_k.float(), (self.head_dim,), eps=self.architecture.norm_eps).to(q_and_k.dtype)
         queries = self._note(Operation.queries, number, q_and_k[..., : self.queries, :])
         keys = self._note(Operation.keys, number, q_and_k[..., self.queries, :])
         return queries, keys, mixed[..., self.queries + 1, :]
@@ -294,10 +274,11 @@ class Decoder:
         self, layer: LayerWeights, number: int, mixed: tuple[Tensor, Tensor, Tensor], plan: PrefillPlan | DecodePlan, cache: PagedKV
     ) -> Tensor:
         queries, keys, values = mixed
+        queries = self.rotary.tempered(queries, number, plan.positions)
         for slot, own in zip(cache.slots(number), (keys, values), strict=True):
             slot.index_copy_(0, plan.slots, own)
         if isinstance(plan, PrefillPlan):
-            out = prefill_attention(mixed, cache, number, plan, self._attentions[number])
+            out = prefill_attention((queries, keys, values), cache, number, plan, self._attentions[number])
         else:
             out = self._attentions[number].decode(queries, cache, number, plan)
         own = out.reshape(queries.shape[0], -1) if layer.latent is None else self.latent.values(out, layer.latent)
@@ -340,11 +321,14 @@ class Decoder:
         if self._recorded is not None:
             routes, slots = self._recorded
             routes[number].flatten(0, 1).index_copy_(0, slots, routing[1].to(routes.dtype))
+        if architecture.weighted_expert_inputs:  # of the one expert that each token has
+            weights, chosen = routing
+            tokens, routing = (tokens * weights).to(x.dtype), (torch.ones_like(weights), chosen)
+        biased = self.shards.index == 0  # each rank has its share of every expert; their outputs are summed
         if (stack := self._stacks[number]) is not None:
-            return self._sum(mix_grouped(tokens, stack, routing, self.activation, gated=architecture.gated_mlp)).view_as(x)
-        # Each rank has its share of every expert; their outputs are summed, so one rank adds the biases.
+            return self._sum(mix_grouped(tokens, stack, routing, self.activate, biased=biased)).view_as(x)
         add_up = mix_all if fixed else mix
-        return self._sum(add_up(tokens, layer.experts, routing, self._expand, biased=self.shards.index == 0)).view_as(x)
+        return self._sum(add_up(tokens, layer.experts, routing, self._expand, biased=biased)).view_as(x)
 
     def _shared(self, layer: LayerWeights, x: Tensor) -> Tensor:
         """What every token passes beside its experts."""
@@ -352,7 +336,8 @@ class Decoder:
         return out if layer.shared_gate is None else out * F.linear(x, layer.shared_gate).sigmoid()
 
     def _expand(self, x: Tensor, weights: FeedForward) -> Tensor:
-        return expand(x, weights, self.activation, gated=self.architecture.gated_mlp)
+        """This rank's share of the inner activations, [..., F / tp]."""
+        return self.activate(F.linear(x, weights.up.weight, weights.up.bias))
 
     def _project(self, x: Tensor, weights: Affine) -> Tensor:
         """A matrix whose input is split over the ranks."""
@@ -380,11 +365,3 @@ class Decoder:
         if self.shards.count > 1:
             dist.all_reduce(x, group=self.shards.group)
         return x
-
-    def _rotary_tables(self, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        """cos and sign-folded sin, [T, R] for R rotated dimensions: x * cos + roll(x, R/2) * sin rotates the halves, as Megatron does.
-        Both are multiplied by `factor`."""
-        weight = self.weights.embedding
-        angles = torch.arange(self.max_sequence_length, device=weight.device, dtype=torch.float32)[:, None] * frequencies.to(weight.device)
-        cos, sin = angles.cos() * factor, angles.sin() * factor
-        return torch.cat([cos, cos], -1).to(weight.dtype), torch.cat([-sin, sin], -1).to(weight.dtype)

@@ -17,15 +17,16 @@ from torch import Tensor
 
 from aligner.models.config import Architecture
 from aligner.models.expert_groups import limited
-from aligner.rollout.weights import FeedForward
+from aligner.rollout.weights import Affine, FeedForward
 
 Inner = Callable[[Tensor, FeedForward], Tensor]  # an expert's inner activations [..., F / tp] of tokens [..., H]
 
 
-def route(x: Tensor, router: Tensor, bias: Tensor | None, architecture: Architecture) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, router: Affine, bias: Tensor | None, architecture: Architecture) -> tuple[Tensor, Tensor]:
     """(weights [N, k], experts int64 [N, k]) of tokens [N, H], in float32: the best experts and their scores, which sum to 1 where the
-    architecture says so; `bias` counts for the choice alone."""
-    logits, normalize, top_k = F.linear(x.float(), router.float()), architecture.normalize_expert_weights, architecture.experts_per_token
+    architecture says so; `bias` counts for the choice alone, the router's own for both."""
+    logits = F.linear(x.float(), router.weight.float(), None if router.bias is None else router.bias.float())
+    normalize, top_k = architecture.normalize_expert_weights, architecture.experts_per_token
     if normalize and not architecture.router_sigmoid:
         scores, experts = limited(logits, architecture).topk(top_k, dim=-1)
         return scores.softmax(dim=-1) * architecture.router_scale, experts
@@ -75,29 +76,30 @@ def mix_all(x: Tensor, experts: tuple[FeedForward, ...], routing: tuple[Tensor, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
-    """The matrices of a layer's experts without biases, as views: up [experts, inner (twice if gated), H], down [experts, H, inner].
+    """The weights of a layer's experts, as views: up [experts, inner (twice if gated), H], down [experts, H, inner], and their biases
+    [experts, rows].
 
     `is_backwards`: the last expert is the first one, as in Megatron-Core's buffers of trained weights.
     """
 
-    up: Tensor
-    down: Tensor
+    up: Affine
+    down: Affine
     is_backwards: bool = False
 
 
-def mix_grouped(x: Tensor, stack: Stack, routing: tuple[Tensor, Tensor], activation: Callable[[Tensor], Tensor], *, gated: bool) -> Tensor:
+def mix_grouped(x: Tensor, stack: Stack, routing: tuple[Tensor, Tensor], activate: Callable[[Tensor], Tensor], *, biased: bool) -> Tensor:
     """`mix` by two grouped matrix products. The same shapes for any routing, and nothing is read on the host."""
     weights, chosen = routing
-    top_k, last = chosen.shape[1], stack.up.shape[0] - 1
+    count, top_k = stack.up.weight.shape[0], chosen.shape[1]
+    last = count - 1
     experts, order = (last - chosen if stack.is_backwards else chosen).flatten().sort(stable=True)
-    ends = torch.searchsorted(experts, torch.arange(stack.up.shape[0], device=x.device), right=True).int()
-    inner = torch._grouped_mm(x[order // top_k], stack.up.mT, offs=ends)
-    if gated:
-        gate, up = inner.chunk(2, dim=-1)
-        inner = activation(gate) * up
-    else:
-        inner = activation(inner)
-    parts = torch._grouped_mm((inner * weights.flatten()[order, None]).to(x.dtype), stack.down.mT, offs=ends)
+    ends = torch.searchsorted(experts, torch.arange(count, device=x.device), right=True).int()
+    scales = weights.flatten()[order, None]
+    inner = torch._grouped_mm(x[order // top_k], stack.up.weight.mT, offs=ends)
+    inner = activate(inner if stack.up.bias is None else inner + stack.up.bias[experts])
+    parts = torch._grouped_mm((inner * scales).to(x.dtype), stack.down.weight.mT, offs=ends)
+    if biased and stack.down.bias is not None:
+        parts = parts + (scales * stack.down.bias[experts]).to(x.dtype)
     return torch.empty_like(parts).index_copy_(0, order, parts).view(-1, top_k, x.shape[1]).sum(dim=1)
 
 
@@ -107,16 +109,20 @@ def multiplies_groups(weight: Tensor) -> bool:
 
 
 def stack_of(experts: Sequence[FeedForward]) -> Stack | None:
-    """The experts' matrices where they lie, None if that is not at equal distances in one storage (`OwnWeights` sees to it, and training's
-    buffers mostly do), not aligned as the kernels want it, or if there are biases."""
-    if any(affine.bias is not None for expert in experts for affine in (expert.up, expert.down)):
-        return None
+    """The experts' weights where they lie, None if that is not at equal distances in one storage (`OwnWeights` sees to it, and training's
+    buffers mostly do), or not aligned as the kernels want it."""
     for is_backwards in (False, True):
         ordered = experts[::-1] if is_backwards else experts
-        up, down = (_stacked([getattr(expert, name).weight for expert in ordered]) for name in ("up", "down"))
+        up, down = (_stacked_affine([getattr(expert, name) for expert in ordered]) for name in ("up", "down"))
         if up is not None and down is not None:
             return Stack(up=up, down=down, is_backwards=is_backwards)
     return None
+
+
+def _stacked_affine(parts: Sequence[Affine]) -> Affine | None:
+    weight, biases = _stacked([part.weight for part in parts]), [part.bias for part in parts if part.bias is not None]
+    bias = _stacked(biases) if biases else None
+    return None if weight is None or (biases and bias is None) else Affine(weight=weight, bias=bias)
 
 
 _ALIGNMENT = 16  # bytes

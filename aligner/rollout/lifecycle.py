@@ -17,12 +17,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Protocol
 
+from aligner import recording
 from aligner.errors import EngineError
 from aligner.parallel.collectives import together
 from aligner.protocols import Replica
 from aligner.rollout.engine import ALL_MEMORY, Capabilities, Engine, GenRequest, GenResult, Memory, Refitted, Work
 from aligner.rollout.episodes import Conversing, Episodes, EpisodeWork
 from aligner.rollout.gate import Gate
+from aligner.rollout.requests import RecordedWork
 from aligner.types import Prompt, Rollout, SamplingConfig
 
 _WEIGHTS, _CACHE = frozenset({Memory.weights}), frozenset({Memory.kv_cache})
@@ -190,7 +192,9 @@ class PhasedEngine:
 
     def _results(self, work: Work, sampling: SamplingConfig) -> Iterator[list[GenResult]]:
         """What the engine gives, each of the weights that it should be of."""
-        for results in self.engine.generate(work, sampling):
+        requests = RecordedWork(work, self.replica)
+        for results in self.engine.generate(requests, sampling):
+            requests.ended(results)
             for result in results:
                 if result.weight_version != self.version and self.gate is None:
                     raise EngineError(f"the rollout engine sampled from weights of version {result.weight_version}, not of {self.version}")
@@ -220,9 +224,11 @@ class PhasedEngine:
 
     def _refill(self) -> None:
         try:
-            self.refitted = together(
-                lambda: self.engine.refit(self.version), f"the refit with the weights of version {self.version}", error=EngineError
-            )
+            with recording.span("refit", version=self.version) as said:
+                self.refitted = together(
+                    lambda: self.engine.refit(self.version), f"the refit with the weights of version {self.version}", error=EngineError
+                )
+                said["bytes"] = self.refitted.num_bytes
         except EngineError as error:
             self._poison = str(error)
             raise

@@ -16,7 +16,7 @@ from torch import Tensor
 from aligner.errors import EngineError
 from aligner.models.config import Architecture
 from aligner.models.families import weight_names
-from aligner.models.families.mapping import to_hf
+from aligner.models.families.mapping import hf_shapes
 
 _SHOWN = 3  # names in a message
 
@@ -56,9 +56,9 @@ def hf_manifest(architecture: Architecture, dtype: torch.dtype) -> Manifest:
     table, tensors = weight_names(architecture), {}
     for name in table.names(architecture):
         rule = table.find(name)
-        parts = to_hf(rule, torch.empty(_full_shape(name, architecture), device="meta"), architecture)
+        shapes = hf_shapes(rule, _full_shape(name, architecture), architecture)
         own = _dtype(name, dtype)
-        tensors |= {hf: TensorSpec(shape=tuple(part.shape), dtype=own) for hf, part in zip(rule.hf_names, parts, strict=True)}
+        tensors |= {hf: TensorSpec(shape=shape, dtype=own) for hf, shape in zip(rule.hf_names, shapes, strict=True)}
     return Manifest(tensors=tensors)
 
 
@@ -88,6 +88,7 @@ def _full_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
         "linear_kv_down_proj": (a.latent_size + a.rotated, a.hidden_size),
         "linear_kv_up_proj": (a.num_attention_heads * (a.head_dim - a.rotated + a.value_head_dim), a.latent_size),
         "kv_layernorm": (a.latent_size,),
+        "core_attention": (a.num_attention_heads,),
         "linear_fc1": (inner * (1 + a.gated_mlp), a.hidden_size),
         "linear_fc2": (a.hidden_size, inner),
         "router": (a.num_experts, a.hidden_size),

@@ -81,9 +81,13 @@ class VLLMEngine:
             os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(platform.device().index or 0)}
             launcher = {"distributed_executor_backend": "external_launcher"}
         memory = {"gpu_memory_utilization": self._memory_share()} if torch.cuda.is_available() else {}
+        own = {}
+        if model.architecture.no_rope_layers:  # else vLLM decides by the context's length, whatever the model's config says
+            own = {"override_generation_config": {"attn_temperature_tuning": model.architecture.attention_temperature > 0}}
         return (
             launcher
             | memory
+            | own
             | {
                 "load_format": "dummy",
                 "dtype": str(model.dtype).removeprefix("torch."),

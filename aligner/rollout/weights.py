@@ -64,7 +64,8 @@ class LayerWeights:
     post_attention_norm: Affine | None
     mlp_norm: Affine | None
     post_mlp_norm: Affine | None
-    router: Tensor | None
+    sinks: Tensor | None  # a learned score of each head of this rank, [heads]
+    router: Affine | None
     router_bias: Tensor | None
     experts: tuple[FeedForward, ...]
     shared: FeedForward | None  # what every token passes beside its experts
@@ -93,9 +94,9 @@ def tensors(weights: ModelWeights) -> Iterator[Tensor]:
     for layer in weights.layers:
         affines += [layer.attention_out]
         norms = layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm, layer.post_attention_norm, layer.post_mlp_norm
-        affines += [affine for affine in (layer.qkv, *norms) if affine is not None]
+        affines += [affine for affine in (layer.qkv, layer.router, *norms) if affine is not None]
         affines += [affine for expert in (*layer.experts, layer.shared) if expert for affine in (expert.up, expert.down)]
-        matrices = [layer.router, layer.router_bias, layer.shared_gate]
+        matrices = [layer.sinks, layer.router_bias, layer.shared_gate]
         if (latent := layer.latent) is not None:
             matrices += [latent.q_down, latent.q_up, latent.kv_down, latent.kv_up]
             affines += [norm for norm in (latent.q_norm, latent.kv_norm) if norm is not None]
@@ -132,7 +133,7 @@ def _layer(number: int, affine: Callable[..., Affine], tensors: Mapping[str, Ten
     def norm(name: str, present: bool) -> Affine | None:
         return affine(prefix + name, bias=norm_bias) if present else None
 
-    mlp_bias = bias or architecture.mlp_bias
+    mlp_bias = bias or (architecture.expert_biases if mixture else architecture.mlp_bias)
     experts = [f"mlp.experts.local_experts.{number}." for number in range(architecture.num_experts)] if mixture else ["mlp."]
 
     def feed_forward(mlp: str) -> FeedForward:
@@ -148,7 +149,8 @@ def _layer(number: int, affine: Callable[..., Affine], tensors: Mapping[str, Ten
         post_attention_norm=norm("post_attention_layernorm", behind),
         mlp_norm=norm("pre_mlp_layernorm", own_norm),
         post_mlp_norm=norm("post_mlp_layernorm", behind),
-        router=tensors[prefix + "mlp.router.weight"] if mixture else None,
+        sinks=tensors[prefix + "self_attention.core_attention.sinks"] if architecture.attention_sinks else None,
+        router=affine(prefix + "mlp.router", bias=architecture.expert_biases) if mixture else None,
         router_bias=tensors[prefix + "mlp.router.expert_bias"] if mixture and architecture.router_bias else None,
         experts=tuple(feed_forward(mlp) for mlp in experts),
         shared=feed_forward("mlp.shared_experts.") if mixture and architecture.shared_ffn_hidden_size else None,

@@ -6,12 +6,14 @@ import contextlib
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from aligner import recording
 from aligner.servers.config import RequestLimits
 from aligner.servers.kserve import AnswerError
 from aligner.servers.wire import Endpoint, Payload, Result
@@ -40,6 +42,7 @@ class Ticket:
     operation: Operation
     payload: Payload
     answer: Future[Answer] = field(default_factory=Future)
+    since: float = field(default_factory=time.perf_counter)  # on this process's clock
 
 
 class Intake:
@@ -83,6 +86,7 @@ class Intake:
 
     def answer(self, ticket: Ticket, answer: Answer | AnswerError) -> None:
         """Send the reply to a request that was taken, or the reason of its refusal."""
+        recording.add(ticket.operation.endpoint.name, ticket.since, "requests")
         with contextlib.suppress(InvalidStateError):  # its client has gone, or the supervisor has answered for a loop that hung
             if isinstance(answer, AnswerError):
                 ticket.answer.set_exception(answer)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from aligner import recording
 from aligner.errors import RequestRejected, ServerTimeout, ServerUnreachable
 from aligner.servers.access import Access
 from aligner.servers.config import ClientConfig
@@ -104,6 +105,10 @@ class ServiceLink:
             RequestRefused: the request does not fit to what the server was trained on.
             RequestRejected: the server's error message.
         """
+        with recording.span(endpoint.name, recording.rank_lane(f"calls to {self._name}")):
+            return self._call(server, endpoint, inputs, timeout_seconds)
+
+    def _call(self, server: Server, endpoint: Endpoint, inputs: Mapping[str, np.ndarray], timeout_seconds: float) -> dict[str, np.ndarray]:
         registration, what = server.registration, endpoint.name
         request = encode_request(inputs, endpoint.output_names)
         deadline = time.monotonic() + timeout_seconds

@@ -67,9 +67,9 @@ def run(name: str, folder: Path, settings: dict, parallel, topology) -> dict:
     mask[:, 0] = False
     batch = LabeledBatch(tokens=tokens, lengths=torch.full((len(tokens),), tokens.shape[1]), loss_mask=mask)
     result = {"weights": exported(policy.chunks), "logprobs": policy.logprobs(batch)}
-    result["responses"] = responses(policy, tokens, parallel.tp)
+    result["responses"] = responses(policy, tokens, 2 if parallel.ep > 1 else parallel.tp)
     check_checkpoint(folder / "checkpoints" / name, policy)
-    policy.train_step(batch, sft_loss)
+    result["norm"] = policy.train_step(batch, sft_loss)["optim/grad_norm"].value()
     parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
     for p in (p for p in parameters if p.requires_grad):
         p.data = p.main_grad.data

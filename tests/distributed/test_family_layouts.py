@@ -32,17 +32,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes,
 }
 
 
-MIXTURES = ["deepseek_v2_groups", "deepseek_v3", "qwen2_moe"]
+MIXTURES = ["deepseek_v2_groups", "deepseek_v3", "qwen2_moe", "gpt_oss", "llama4_text"]
 if LONG:
     MIXTURES += ["deepseek_v2", "deepseek_v3_plain", "glm4_moe", "glm4_moe_plain", "qwen2_moe_normalized"]
     MIXTURES += ["qwen2_moe_windows", "qwen3_moe_dense_layers"]
+    MIXTURES += ["gpt_oss_tied", "llama4_text_tied"]
 SPLIT_EXPERTS = {"tp": 2, "etp": 2, "sequence_parallel": True}
 MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2_etp2_packed": (2, SPLIT_EXPERTS, PACKED),
     "ep2_pp2_recompute": (4, {"ep": 2, "pp": 2}, {"recompute": "full"}),
+    "cp2_selective": (2, {"cp": 2}, {"recompute": "selective"}),
 }
 if LONG:
-    MIXTURE_LAYOUTS["cp2_selective"] = (2, {"cp": 2}, {"recompute": "selective"})
+    MIXTURE_LAYOUTS["cp2_packed"] = (2, {"cp": 2}, PACKED)
+    MIXTURE_LAYOUTS["tp2_ep2"] = (2, {"tp": 2, "ep": 2, "sequence_parallel": True}, {})
     MIXTURE_LAYOUTS["pp2_shared_prompts"] = (2, {"pp": 2}, PACKED | {"share_prompts": True})
 
 
@@ -65,7 +68,9 @@ def theirs(directory: Path, tokens: torch.Tensor) -> dict:
     (-logprobs.mean()).backward()
     options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": VOCAB + 5, "pad_token_id": 0}
     rows = [model.generate(row[None, : 5 + 6 * number], **options)[0].tolist() for number, row in enumerate(tokens)]
-    gradients = dict(by_expert((name, parameter.grad) for name, parameter in model.named_parameters()))
+    named = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    stacked = model.config.model_type in ("gpt_oss", "llama4_text")  # their files have all experts in one, too
+    gradients = dict(named if stacked else by_expert(named))
     if model.config.model_type == "gpt_neox" and "lm_head.weight" in gradients:  # what it is called in files
         gradients["embed_out.weight"] = gradients.pop("lm_head.weight")
     return {"logprobs": torch.nn.functional.pad(logprobs.detach(), (1, 0)), "gradients": gradients, "responses": rows}
@@ -102,6 +107,8 @@ def check(names, layout, models, tmp_path, run_distributed):
         got, source = torch.load(tmp_path / f"{name}.pt"), load_file(folder / name / "model.safetensors")
         assert got["weights"].keys() == source.keys() and all(torch.equal(got["weights"][key], tensor) for key, tensor in source.items())
         torch.testing.assert_close(got["logprobs"], expected[name]["logprobs"], rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        norm = torch.stack([gradient.norm() for gradient in expected[name]["gradients"].values()]).norm()
+        assert abs(got["norm"] / norm - 1) < 1e-4, name
         assert got["gradients"].keys() == expected[name]["gradients"].keys(), name
         for key, gradient in expected[name]["gradients"].items():
             error = (got["gradients"][key] - gradient).norm() / gradient.norm()

@@ -19,6 +19,7 @@ TINY = ["--rounds", "1", "--prompt-length", "8", "--response-length", "8"]
         ["grpo_vs_trl.py", "--ours-only", "--lengths", "varied", "--prompts", "2", "--group-size", "2", "--steps", "1", *TINY],
         ["rollout.py", "--sizes", "small", "--batches", "2", "--lengths", "varied", "--against", "dynamic", "--repeats", "1", *TINY],
         ["checks.py", "--size", "small", "--rows", "2", "--length", "16", "--pairs", "1"],
+        ["trace_cost.py", "--spans", "1000"],
         ["refit.py", "--size", "small", "--cases", "in_place", "--repeats", "1"],
     ],
     ids=lambda command: command[0].removesuffix(".py"),

@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from training_jobs import grpo_settings, metrics_of, run_job, script, series, write_task
 
+from aligner.recording import read_spans
+
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -36,3 +38,8 @@ def test_grpo_with_a_calculator(tmp_path: Path) -> None:
     assert all(errors < calls for errors, calls in zip(series(run, "rollout/tool_errors"), series(run, "rollout/tool_calls"), strict=True))
     assert max(series(run, "rollout/logprob_gap")) < 1e-4  # of what the policy wrote
     assert "validation/reward" in metrics_of(run)[-1].values
+    spans, _ = read_spans(run / "trace")
+    turns = [span for span in spans if span.lane == "rank 0 environment" and span.name == "step"]
+    assert len(turns) == sum(span.name == "response" for span in spans) > 2 * 128  # every turn of the policy is one of the environment
+    assert {span.arguments["turn"] for span in turns} == {1, 2, 3}
+    assert sum(span.name == "validate" for span in spans) == 1 and sum(span.name == "report" for span in spans) == 2

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,6 +28,11 @@ from training_jobs import (
     steps_of,
     write_task,
 )
+
+from aligner import cli
+from aligner.jobs.trace import step_of
+from aligner.recording import read_spans
+from aligner.spans import Span
 
 pytestmark = [pytest.mark.pytriton, pytest.mark.timeout(600)]
 NUM_STEPS = 40
@@ -72,6 +78,47 @@ def test_checkpoints_of_policy_and_critic_are_pairs(finished) -> None:
     for name in ("policy", "critic"):
         assert (checkpoints / name / "latest").read_text().strip() == "step_000040"
     assert json.loads((checkpoints / "critic" / "step_000040" / "aligner.json").read_text())["kind"] == "scalar"
+
+
+def test_its_trace_is_on_one_clock(finished) -> None:
+    """Every request that a server answered lies in the call of a client, and its computation in the request."""
+    spans, damaged = read_spans(finished[0] / "trace")
+    assert damaged == 0 and {span.component for span in spans} == {"actor", "critic", "reward"}
+    own = [span for span in spans if span.component == "actor" and span.lane == "rank 0"]
+    assert sorted(step_of(span) for span in own if step_of(span)) == list(range(1, NUM_STEPS + 1))
+    for name in ("generate", "train", "save checkpoint", "refit", "report"):
+        assert sum(span.name == name for span in own) >= 4, name
+    responses = [span for span in spans if span.lane == "replica 0"]
+    assert len(responses) == 128 * NUM_STEPS and all(1 <= span.arguments["tokens"] <= 8 for span in responses)
+    sampling = [span for span in own if span.name == "generate"]
+    assert all(any(_holds(one, span) for one in sampling) for span in responses)
+    calls = [span for span in spans if span.lane.startswith("rank 0 calls to ")]
+    assert {span.name for span in calls} >= {"critic_infer", "critic_train", "critic_save", "reward_model"}
+    requests = [span for span in spans if span.lane == "requests"]
+    computed = [span for span in spans if (span.component, span.lane, span.name) == ("critic", "rank 0", "critic_infer")]
+    assert requests and all(any(one.name == span.name and _holds(one, span) for one in calls) for span in requests)
+    assert len(computed) == sum(span.name == "critic_infer" for span in requests)
+    assert all(any(_holds(one, span) for one in requests) for span in computed)
+
+
+def _holds(outer: Span, inner: Span, tolerance: float = 0.005) -> bool:
+    return outer.start - tolerance <= inner.start and inner.end <= outer.end + tolerance
+
+
+def test_its_trace_and_its_plan_are_written(finished, tmp_path: Path, capsys) -> None:
+    assert cli.main(["trace", str(finished[0]), "--steps", "3", "--output", str(tmp_path / "trace.json")]) == 0
+    assert f"training steps {NUM_STEPS - 2} to {NUM_STEPS}" in capsys.readouterr().out
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"actor", "critic", "reward"}
+    command = [sys.executable, "-m", "aligner.cli", "plan", "--against", str(finished[0]), "--html", str(tmp_path / "plan.html")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout[done.stdout.index("plan against run") :].splitlines()]
+    for row in (["actor", "generate"], ["actor", "train"], ["critic", "values"], ["critic", "train"], ["job", "step"]):
+        (found,) = (line for line in lines if line[:2] == row)
+        assert found[3] in ("ms", "s") and found[5] in ("ms", "s") and float(found[6]) > 0  # planned, measured, their ratio
+    assert "peak memory of a rank: planned" in done.stdout and "</html>" in (tmp_path / "plan.html").read_text()
 
 
 def test_the_export_loads_in_transformers_and_says_the_string(finished) -> None:

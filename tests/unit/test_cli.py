@@ -287,14 +287,16 @@ def test_shells_are_told_how_to_complete(shell: str) -> None:
 def test_help_and_completion_load_nothing_heavy() -> None:
     program = """
 import json, sys
-from aligner import cli
+from aligner import cli, command_parts
 try:
     cli.main(["--help"])
 except SystemExit:
-    cli._configs(None, None, "")
+    command_parts.config_names(None, None, "")
     print(json.dumps(list(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
-    assert {name for name in loaded if name.startswith("aligner.")} == {"aligner.cli", "aligner.files"}
+    assert {name for name in loaded if name.startswith("aligner.")} == {
+        *("aligner.cli", "aligner.files", "aligner.command_parts", "aligner.plan_commands"),
+    }
     assert not loaded & {"torch", "hydra", "omegaconf", "rich", "jinja2", "numpy", "argparse"}

@@ -12,7 +12,7 @@ from aligner.loop.config import JobRun
 from aligner.loop.recipe import UsedModel
 from aligner.models.checkpoint_files import MARKER, read_marker, resolve
 from aligner.models.config import Architecture
-from aligner.models.hf_files import stored_tensors
+from aligner.models.hf_files import as_read, stored_tensors
 from aligner.models.scalar_head import HF_HEADS
 
 _LM_HEAD = "lm_head.weight"
@@ -61,7 +61,7 @@ def check_model(model: UsedModel) -> tuple[str, list[str]]:
             raise CheckpointError(f"{model.key}.path={model.config.path}: has no rm_head: its scores would be those of a random head")
         return f"{source}: a model of Megatron-LM or NeMo, read in place", []
     tensors, num_bytes = stored_tensors(source)
-    check_names(source, read_architecture(model.config, vocab_size=0), set(tensors), is_scalar=model.is_scalar)
+    check_names(source, read_architecture(model.config, vocab_size=0), set(as_read(tensors)), is_scalar=model.is_scalar)
     if model.needs_head and not any(name.startswith(HF_HEADS) for name in tensors):
         raise CheckpointError(f"{model.key}.path={model.config.path}: has no {HF_HEADS[0]}*: its scores would be those of a random head")
     return f"{source}: {len(tensors)} tensors, {num_bytes / 2**30:.1f} GiB", []
@@ -94,9 +94,10 @@ def check_names(directory: Path, architecture: Architecture, names: set[str], *,
     from aligner.models.families import weight_names
 
     table = weight_names(architecture)
+    names = {table.inner(name) for name in names}
     headless = not any(name.startswith(table.base_prefix) for name in names)
     present = {name if not headless or name.startswith((_LM_HEAD, *HF_HEADS)) else table.base_prefix + name for name in names}
-    missing = [name for name in _needed(architecture, is_scalar) if name not in present]
+    missing = [name for name in dict.fromkeys(_needed(architecture, is_scalar)) if name not in present]
     if missing:
         raise CheckpointError(f"{directory}: no tensor named {missing[0]}, and {len(missing) - 1} more are missing")
 

@@ -20,7 +20,9 @@ from aligner.models.families import (
     glm4_moe,
     gpt2,
     gpt_neox,
+    gpt_oss,
     llama,
+    llama4_text,
     ministral,
     mistral,
     mixtral,
@@ -61,25 +63,45 @@ FAMILIES = {
     Family.qwen2_moe: qwen2_moe,
     Family.cohere2: cohere2,
     Family.ministral: ministral,
+    Family.gpt_oss: gpt_oss,
+    Family.llama4_text: llama4_text,
 }
 
 
+# Models of images and text whose text part is of a family: its class, and what its text_config says.
+_WITH_IMAGES = {"llama4": ("Llama4ForConditionalGeneration", Family.llama4_text.value)}
+
+
 def architecture_from_hf(hf: dict[str, Any], *, where: str = "config.json") -> Architecture:
-    """Read a Hugging Face `config.json`, which messages call `where`.
+    """Read a Hugging Face `config.json`, which messages call `where`; of a model of images and text its text part.
 
     Raises ConfigError for a family that is not supported, and for a key whose value changes the numbers and is not computed here.
     """
     try:
+        hf = _text_part(hf)
         model_type = hf.get("model_type")
         if not isinstance(model_type, str) or model_type not in Family.__members__:
             raise ConfigError(f"model_type={model_type!r} is not supported; allowed: {', '.join(Family.__members__)}")
         config = HFConfig(hf)
         config.check_classes()
+        config.check_quantization()
         family = FAMILIES[Family[model_type]]
         config.only({key: values for key, values in UNCHANGED.items() if key not in getattr(family, "COMPUTED", ())})
         return family.from_hf(config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _text_part(hf: dict[str, Any]) -> dict[str, Any]:
+    """The config of the text part of a model of images and text, as it would be alone; any other as it is."""
+    model_type, text = hf.get("model_type"), hf.get("text_config")
+    if not isinstance(model_type, str) or model_type not in _WITH_IMAGES or not isinstance(text, dict):
+        return hf
+    whole, part = _WITH_IMAGES[model_type]
+    HFConfig(hf).only({"architectures": (None, [whole])})
+    if (found := text.get("model_type", part)) != part:
+        raise HFConfig(hf).refusal("text_config.model_type", found, f'"{part}"')
+    return text | {"model_type": part, "architectures": None, "quantization_config": hf.get("quantization_config")}
 
 
 def architecture_to_hf(architecture: Architecture) -> dict[str, Any]:

@@ -18,7 +18,10 @@ def from_hf(hf: HFConfig) -> Architecture:
     pattern = hf.size("sliding_window_pattern", absent=4)
     types = [windows.WINDOWED if (number + 1) % pattern else windows.FULL for number in range(hf.size("num_hidden_layers"))]
     seen = windows.from_hf(hf, hf.optional_size("sliding_window", absent=4096), types)
-    return replace(cohere.common_from_hf(hf, Family.cohere2, theta=1e4), rope_windows_only=True, **seen)
+    if not seen:
+        raise hf.refusal("layer_types", hf.value("layer_types"), f'at least one "{windows.WINDOWED}": no other layer has positions')
+    common = cohere.common_from_hf(hf, Family.cohere2, theta=1e4)
+    return replace(common, no_rope_layers=seen["full_attention_layers"], **seen)
 
 
 def to_hf(architecture: Architecture) -> dict[str, Any]:

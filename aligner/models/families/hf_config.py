@@ -21,7 +21,6 @@ T = TypeVar("T")
 UNCHANGED: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
-    "quantization_config": (None,),
     "per_layer_config": (None, {}),
     "pruned_heads": (None, {}),
     "attn_logit_softcapping": (None,),
@@ -51,6 +50,20 @@ class HFConfig:
         allowed = [(prefix + suffix).lower() for suffix in _CLASSES]
         if found is not None and not (isinstance(found, list) and all(str(name).lower() in allowed for name in found)):
             raise self.refusal("architectures", found, f"{prefix.capitalize()}... with {', '.join(_CLASSES)}")
+
+    def check_quantization(self) -> None:
+        """Refuse weights in few bits of kinds that are not read."""
+        found = self._values.get("quantization_config")
+        if found is None:
+            return
+        method = found.get("quant_method") if isinstance(found, dict) else None
+        if method not in ("mxfp4", "fp8"):
+            raise self.refusal("quantization_config.quant_method", method, '"mxfp4" or "fp8"')
+        if method == "fp8":
+            block = found.get("weight_block_size")
+            if not isinstance(block, list) or [type(size) for size in block] != [int, int] or min(block) < 1:
+                raise self.refusal("quantization_config.weight_block_size", block, "rows and columns of a block, such as [128, 128]")
+            self.part(**found).only({"fmt": ("e4m3",), "activation_scheme": ("dynamic",)})
 
     def only(self, unchanged: Mapping[str, tuple[Any, ...]]) -> None:
         """Refuse any other value of these keys; a key that is absent has its first one."""

@@ -31,13 +31,14 @@ class Layout(str, Enum):
     fused_qkv = "fused_qkv"  # one tensor, in Megatron's order
     gate_up = "gate_up"
     packed_gate_up = "packed_gate_up"  # one tensor, [gate; up]
+    alternating_gate_up = "alternating_gate_up"  # one tensor, [gate; up; gate; up; ...], row by row
     vocabulary = "vocabulary"
     by_head = "by_head"  # [heads, head_dim], flattened
 
     @property
     def blocks(self) -> int:
         """Parts of the Megatron tensor of each of which every tensor-parallel rank has a share."""
-        return 2 if self in (Layout.gate_up, Layout.packed_gate_up) else 1
+        return 2 if self in (Layout.gate_up, Layout.packed_gate_up, Layout.alternating_gate_up) else 1
 
     @property
     def is_qkv(self) -> bool:
@@ -52,6 +53,7 @@ class Rule:
     hf_names: tuple[str, ...]
     layout: Layout
     transposed: bool = False  # Hugging Face stores it as [in, out] (GPT-2's Conv1D)
+    expert: int | None = None  # whose part of tensors [experts, ...] it is; None: they are its own
 
 
 def rule(*hf_names: str, layout: Layout = Layout.plain, transposed: bool = False) -> Rule:
@@ -86,6 +88,12 @@ class NameTable:
     layer_prefix: str = "model.layers.{layer}."
     base_prefix: str = "model."  # what a file of the headless model leaves out of the names
     ignored: str = r".*rotary_emb\.inv_freq"
+    outer_prefix: str = ""  # what a file of a model of images and text puts before the names of its text part
+    images: str = r"(?!)"  # matches the other tensors of such a file, which are not read
+
+    def inner(self, name: str) -> str:
+        """A tensor's name in a file of the text part alone."""
+        return name.removeprefix(self.outer_prefix)
 
     def find(self, name: str) -> Rule:
         """The rule of a parameter with a global Megatron name. Raises ConfigError where the family's models have no such parameter."""
@@ -106,7 +114,10 @@ class NameTable:
         prefix = self.layer_prefix.format(layer=layer)
         number = "" if expert is None else expert[1]
         return Rule(
-            hf_names=tuple(prefix + hf.format(expert=number) for hf in found.hf_names), layout=found.layout, transposed=found.transposed
+            hf_names=tuple(prefix + hf.format(expert=number) for hf in found.hf_names),
+            layout=found.layout,
+            transposed=found.transposed,
+            expert=int(number) if number and _is_stacked(found) else None,
         )
 
     def names(self, architecture: Architecture) -> Iterator[str]:
@@ -118,17 +129,27 @@ class NameTable:
                 names = [name for name in names if not name.startswith("mlp.")] + list(self.dense)
             experts = [name for name in names if name.startswith(_EXPERT_TEMPLATE)]
             yield from (f"decoder.layers.{layer}.{name}" for name in names if name not in experts)
-            for expert in range(architecture.num_experts):
-                yield from (f"decoder.layers.{layer}.{name.format(expert=expert)}" for name in experts)
+            numbers = range(architecture.num_experts)
+            pairs = [(name, number) for number in numbers for name in experts]
+            if any(_is_stacked(self.layer[name]) for name in experts):  # one tensor of all experts after the other
+                pairs = [(name, number) for name in experts for number in numbers]
+            yield from (f"decoder.layers.{layer}.{name.format(expert=number)}" for name, number in pairs)
         yield from (name for name in self.after if name != OUTPUT_LAYER or not architecture.tied_embeddings)
 
 
+def _is_stacked(rule: Rule) -> bool:
+    """Whether the tensors of an expert's row are those of all experts."""
+    return "{expert}" not in rule.hf_names[0]
+
+
 def to_megatron(rule: Rule, tensors: list[Tensor], architecture: Architecture, padded_vocab_size: int) -> Tensor:
-    """Full Hugging Face tensors, in the order of the rule's names -> the full Megatron tensor."""
+    """Full Hugging Face tensors (an expert's part of those of all), in the order of the rule's names -> the full Megatron tensor."""
     if rule.transposed:
         tensors = [t.t() for t in tensors]
     if rule.layout == Layout.packed_qkv:
         tensors = list(tensors[0].split(_qkv_sizes(architecture)))
+    if rule.layout == Layout.alternating_gate_up:
+        tensors = [tensors[0][0::2], tensors[0][1::2]]
     if rule.layout in (Layout.qkv, Layout.packed_qkv):
         groups = architecture.num_key_value_heads
         q, k, v = (t.reshape(groups, -1, *t.shape[1:]) for t in tensors)
@@ -142,9 +163,15 @@ def to_megatron(rule: Rule, tensors: list[Tensor], architecture: Architecture, p
 
 
 def to_hf(rule: Rule, tensor: Tensor, architecture: Architecture) -> list[Tensor]:
-    """The full Megatron tensor -> full Hugging Face tensors, in the order of the rule's names."""
+    """The full Megatron tensor -> full Hugging Face tensors (an expert's part of those of all), in the order of the rule's names."""
     parts = _split(rule.layout, tensor, architecture)
     return [part.t() for part in parts] if rule.transposed else parts
+
+
+def hf_shapes(rule: Rule, shape: tuple[int, ...], architecture: Architecture) -> list[tuple[int, ...]]:
+    """Shapes of the full Hugging Face tensors of a full Megatron tensor of this shape."""
+    stack = () if rule.expert is None else (architecture.num_experts,)
+    return [(*stack, *part.shape) for part in to_hf(rule, torch.empty(shape, device="meta"), architecture)]
 
 
 def _split(layout: Layout, tensor: Tensor, architecture: Architecture) -> list[Tensor]:
@@ -156,6 +183,8 @@ def _split(layout: Layout, tensor: Tensor, architecture: Architecture) -> list[T
         return parts if layout == Layout.qkv else [torch.cat(parts)]
     if layout == Layout.gate_up:
         return list(tensor.chunk(2))
+    if layout == Layout.alternating_gate_up:
+        return [torch.stack(tensor.chunk(2), dim=1).flatten(0, 1)]
     if layout == Layout.vocabulary:
         return [tensor[: architecture.vocab_size]]
     if layout == Layout.by_head:

@@ -67,8 +67,8 @@ class Scaling:
 
 def _llama3(scaling: Scaling) -> dict[str, Any]:
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-    if low >= high:
-        raise scaling.file.refusal(f"{scaling.source}.low_freq_factor", low, f"less than high_freq_factor={high}")
+    if low > high:
+        raise scaling.file.refusal(f"{scaling.source}.low_freq_factor", low, f"at most high_freq_factor={high}")
     return {
         "rope_llama3_factor": scaling.factor(),
         "rope_original_length": scaling.original_length(),
@@ -115,6 +115,7 @@ ROPE_KINDS: Mapping[str, Callable[[Scaling], dict[str, Any]]] = {
     "yarn": _yarn,
     "dynamic": lambda scaling: {"rope_dynamic_factor": scaling.factor()},
 }
+UNFACTORED = tuple(kind for kind in ROPE_KINDS if kind != "yarn")  # those without a factor on cosines and sines
 
 
 def to_hf(a: Architecture) -> dict[str, Any]:

@@ -136,6 +136,8 @@ def test_experts_that_cannot_be_split():
         ConfigError, match="parallel.etp=5: does not divide the model's expert_ffn_hidden_size=24; allowed: 1, 2, 3, 4, 6, 8"
     ):
         check_divisible(Architecture(**MOE), ParallelConfig(ep=2, etp=5))
+    with pytest.raises(ConfigError, match="parallel.etp=2: with biases of experts it must be 1 or parallel.tp; allowed: 1, 4"):
+        check_divisible(Architecture(**MOE, expert_biases=True), ParallelConfig(tp=4, sequence_parallel=True, ep=2, etp=2))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_possible_layouts_of_large_models(model, parallel):
             {"rope_linear_factor": 2.0, "rope_yarn_factor": 4.0},
             "rope_yarn_factor=4.0: .* scaled one way; allowed with rope_linear_factor: 0",
         ),
-        ({"rope_low_freq_factor": 4.0}, "rope_low_freq_factor=4.0: must be above 0 and below rope_high_freq_factor=4.0"),
+        ({"rope_low_freq_factor": 4.5}, "rope_low_freq_factor=4.5: must be above 0 and not above rope_high_freq_factor=4.0"),
         ({"rope_original_length": 0}, "rope_original_length=0: must be finite and above 0"),
         ({"rope_short_factors": [1.0] * 16}, r"rope_long_factors=\[\]: must be 16 finite numbers above 0, one for each rotated pair"),
         ({"rope_long_factors": [1.0], "rope_yarn_factor": 4.0}, r"rope_long_factors=\[1.0\]: .* allowed with rope_yarn_factor: 0"),

@@ -52,6 +52,10 @@ FILES = {
     "glm4_moe": LLAMA | MIXTURE | {"model_type": "glm4_moe", "num_attention_heads": 8},
     "olmo3": LLAMA | {"model_type": "olmo3"},
     "qwen2_moe": LLAMA | {"model_type": "qwen2_moe", "num_attention_heads": 16} | EXPERTS,
+    "llama4_text": LLAMA
+    | {"model_type": "llama4_text", "num_attention_heads": 8, "intermediate_size_mlp": 40, "num_local_experts": 4}
+    | {"attention_chunk_size": 9},
+    "gpt_oss": LLAMA | {"model_type": "gpt_oss", "num_attention_heads": 8},
     "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 61},
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -110,8 +114,18 @@ def theirs(hf: dict) -> dict:
     if hf["model_type"].startswith("qwen") and hasattr(config, "mlp_only_layers"):
         listed, step = config.mlp_only_layers or [], config.decoder_sparse_step
         read |= {"dense_layers": [n for n in range(config.num_hidden_layers) if n in listed or (n + 1) % step]}
+    if hf["model_type"] == "gpt_oss":
+        read |= {"qkv_bias": config.attention_bias, "attention_out_bias": config.attention_bias, "glu_limit": config.swiglu_limit}
     if hf["model_type"] in ("glm4", "glm4_moe"):
         read |= {"qkv_bias": config.attention_bias}
+    if hf["model_type"] == "llama4_text":
+        numbers = range(config.num_hidden_layers)
+        chunked = "chunked_attention" in config.layer_types
+        read |= {"attention_chunk": config.attention_chunk_size if chunked else 0, "qk_l2_norm": config.use_qk_norm}
+        read |= {"no_rope_layers": [n for n in numbers if not config.no_rope_layers[n]]}
+        read |= {"dense_layers": [n for n in numbers if n not in config.moe_layers], "qkv_bias": config.attention_bias}
+        read |= {"attention_temperature": config.attn_scale if config.attn_temperature_tuning else 0.0}
+        read |= {"attention_temperature_length": config.floor_scale, "shared_ffn_hidden_size": config.intermediate_size}
     config.standardize_rope_params()  # as the model does once more, which then sees the keys that are not the family's own
     rope = config.rope_parameters
     if "full_attention" in rope:
@@ -132,7 +146,11 @@ def theirs(hf: dict) -> dict:
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None) if WINDOW in types else None
     full = [number for number, kind in enumerate(types) if kind != WINDOW]
-    read |= {"sliding_window": window or 0, "full_attention_layers": full if window else []}
+    if hf["model_type"] == "llama4_text":
+        full = [number for number, kind in enumerate(types) if kind == "full_attention" and read["attention_chunk"]]
+        read |= {"ffn_hidden_size": config.intermediate_size_mlp, "full_attention_layers": full}
+    else:
+        read |= {"sliding_window": window or 0, "full_attention_layers": full if window else []}
     if hasattr(config, "num_local_experts") or hasattr(config, "num_experts"):
         read |= {
             "num_experts": getattr(config, "num_local_experts", None) or config.num_experts,
@@ -193,7 +211,7 @@ READ = (
         (family, name, change)
         for family in SCALING
         for name, change in SCALED.items()
-        if (family, name) not in (("glm4", "yarn"), ("glm4_moe", "yarn"))
+        if (family, name) not in (("glm4", "yarn"), ("glm4_moe", "yarn"), ("llama4_text", "yarn"))
     ]
     + [(family, "heads", {"head_dim": 4, "num_key_value_heads": FILES[family]["num_attention_heads"] // 2}) for family in LLAMA_LIKE]
     + [
@@ -282,6 +300,19 @@ READ = (
     + [("olmo3", "v5", {"rope_parameters": {"full_attention": YARN | {"rope_theta": 3e4}, WINDOW: PLAIN}, "sliding_window": 9})]
     + [(family, "dense layers", {"mlp_only_layers": [1]}) for family in ("qwen2_moe", "qwen3_moe")]
     + [(family, "every other layer", {"decoder_sparse_step": 2}) for family in ("qwen2_moe", "qwen3_moe")]
+    + [
+        ("llama4_text", name, change)
+        for name, change in {
+            "Scout's step": {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0, "factor": 16.0}, "no_rope_layers": []},
+            "Maverick": {"num_hidden_layers": 8, "interleave_moe_layer_step": 2, "use_qk_norm": False},
+            "layers by number": {"num_hidden_layers": 4, "moe_layers": [1, 2], "no_rope_layers": [1, 0, 1, 1]},
+            "intervals": {"num_hidden_layers": 5, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 3},
+            "full layers alone": {"layer_types": ["full_attention"] * 2, "attention_bias": True},
+            "chunks without positions": {"layer_types": ["chunked_attention"] * 2, "no_rope_layers": [0, 1], "attn_scale": 0.3},
+            "no temperature": {"attn_temperature_tuning": False, "floor_scale": 16},
+        }.items()
+    ]
+    + [("gpt_oss", "its own", {"attention_bias": False, "swiglu_limit": 5.0, "layer_types": ["full_attention"] * 2, "sliding_window": 9})]
     + [("opt", "its width by name", {"word_embed_proj_dim": 64}), ("opt", "projected", {"word_embed_proj_dim": 32})]
     + [("opt", "norms behind", {"do_layer_norm_before": False}), ("opt", "spread", {"init_std": 0.006})]
     + [("gpt2", "inner", {"n_inner": 40}), ("gpt2", "null inner", {"n_inner": None}), ("gpt2", "no dropout", {"resid_pdrop": 0.0})]
@@ -297,6 +328,10 @@ def test_an_architecture_is_what_transformers_reads(family, change):
     ours = asdict(architecture_from_hf(hf))
     assert {name: ours[name] for name in expected} == expected
     assert hf == before
+
+
+def test_early_files_of_llama4_say_four_for_true():
+    assert architecture_from_hf(FILES["llama4_text"] | {"attn_temperature_tuning": 4}) == architecture_from_hf(FILES["llama4_text"])
 
 
 def test_the_number_of_experts_has_two_names():
@@ -343,7 +378,7 @@ REFUSED = [
     ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
     ("cohere", {"use_qk_norm": 1}, "use_qk_norm=1 is not supported for model_type cohere; allowed: true or false"),
     ("cohere2", {"sliding_window": None}, "layer_types="),
-    ("cohere2", {"layer_types": ["full_attention"] * 2}, "rope_windows_only=True: needs rotary positions and sliding_window > 0"),
+    ("cohere2", {"layer_types": ["full_attention"] * 2}, "layer_types="),
     ("cohere", {"logit_scale": 0.0}, "logits_scale=0.0: must be finite and above 0"),
     ("llama", {"rope_parameters": {"rope_type": "invented"}}, 'rope_parameters.rope_type="invented" is not supported for model_type llama'),
     *[("llama", {"rope_parameters": {"rope_type": kind}}, "rope_parameters.factor=null") for kind in ("linear", "dynamic", "yarn")],
@@ -355,7 +390,7 @@ REFUSED = [
     ("llama", {"rope_scaling": "yarn"}, 'rope_scaling="yarn"'),
     ("llama", {"rope_parameters": {"full_attention": PLAIN}}, "rope_parameters="),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor=null"),
-    ("llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "rope_scaling.low_freq_factor=1.0 is not supported"),
+    ("llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 0.5}}, "rope_scaling.low_freq_factor=1.0 is not supported"),
     ("llama", {"rope_scaling": LLAMA3 | {"factor": 0.5}}, "rope_scaling.factor=0.5"),
     ("llama", {"rope_theta": None}, "rope_theta=null"),
     ("llama", {"rope_theta": 0}, "rope_theta=0"),
@@ -392,15 +427,41 @@ REFUSED = [
     ("deepseek_v3", {"scoring_func": "softmax"}, 'scoring_func="softmax" is not supported for model_type deepseek_v3; allowed: "sigmoid"'),
     ("deepseek_v3", {"n_group": 8}, "router_group_best=2: must be from 1 to the 1 experts of a group"),
     ("deepseek_v3", {"topk_group": 3}, "router_groups_per_token=3: must be from 1 to router_groups=2"),
+    ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 is not supported for model_type gpt_oss; allowed: 1.702"),
+    *[("gpt_oss", {"swiglu_limit": limit}, f"swiglu_limit={shown}") for limit, shown in ((0, "0.0"), (None, "null"))],
+    ("gpt_oss", {"sliding_window": None}, "layer_types="),
     ("qwen3_moe", {"num_experts_per_tok": 5}, "experts_per_token=5: must be from 1 to num_experts=4"),
     ("qwen3_moe", {"num_local_experts": 8}, "num_experts=4 and num_local_experts=8"),
+    ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok=2 is not supported for model_type llama4_text; allowed: 1"),
+    ("llama4_text", {"moe_layers": []}, "moe_layers=[] is not supported for model_type llama4_text; allowed: a list of layers' numbers"),
+    ("llama4_text", {"moe_layers": [2]}, "moe_layers=[2] is not supported for model_type llama4_text; allowed: a list of layers' numbers"),
+    (
+        "llama4_text",
+        {"interleave_moe_layer_step": 3},
+        "interleave_moe_layer_step=3 is not supported for model_type llama4_text; allowed: at",
+    ),
+    *[("llama4_text", {"no_rope_layers": found}, f"no_rope_layers={found}") for found in ([1], [[1], 1], [2, 1])],
+    ("llama4_text", {"layer_types": [WINDOW, "full_attention"]}, "layer_types="),
+    ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size=null"),
+    ("llama4_text", {"attn_temperature_tuning": "yes"}, 'attn_temperature_tuning="yes"'),
+    ("llama4_text", {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"'),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention=true"),
     ("gpt2", {"activation_function": "tanh"}, 'activation_function="tanh"'),
     ("gpt2", {"attn_pdrop": 0.3}, "attn_pdrop=0.3"),
     ("gpt2", {"hidden_size": 128}, "n_embd=64 and hidden_size=128"),
     # Of every family.
     *[(family, {"is_causal": False}, "is_causal=false") for family in FILES],
-    ("llama", {"quantization_config": {"quant_method": "gptq"}}, 'quantization_config={"quant_method": "gptq"}'),
+    ("llama", {"quantization_config": {"quant_method": "gptq"}}, 'quantization_config.quant_method="gptq" is not supported'),
+    ("gpt_oss", {"quantization_config": True}, "quantization_config.quant_method=null"),
+    *[
+        ("llama", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]} | change}, message)
+        for change, message in (
+            ({"weight_block_size": None}, "quantization_config.weight_block_size=null is not supported"),
+            ({"weight_block_size": [128, 0]}, "quantization_config.weight_block_size=[128, 0]"),
+            ({"activation_scheme": "static"}, 'activation_scheme="static" is not supported for model_type llama; allowed: "dynamic"'),
+            ({"fmt": "e5m2"}, 'fmt="e5m2"'),
+        )
+    ],
     ("llama", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config="),
     ("qwen2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
     ("llama", {"residual_multiplier": 0.22}, "residual_multiplier=0.22"),
@@ -439,6 +500,8 @@ def test_a_size_that_is_missing_is_named(family):
     for key in FILES[family].keys() - {"model_type"}:
         rest = {name: value for name, value in FILES[family].items() if name != key}
         if family == "mixtral" and key in ("num_local_experts", "num_experts_per_tok") or key == "q_lora_rank":
+            continue
+        if family == "llama4_text" and key in ("num_local_experts", "intermediate_size_mlp", "attention_chunk_size"):
             continue
         with pytest.raises(ConfigError, match=f"there is no {key}, which every file of model_type {family} has"):
             architecture_from_hf(rest)
@@ -488,7 +551,7 @@ NO_MATTER = {
 def test_every_key_that_transformers_looks_at_is_looked_at_here(family):
     folder = family.removesuffix("_text")
     modeling = import_module(f"transformers.models.{folder}.modeling_{folder}")
-    source = inspect.getsource(modeling).split("class Gemma3MultiModalProjector")[0]  # images come after
+    source = re.split("class (?:Gemma3MultiModalProjector|Llama4CausalLMOutput)", inspect.getsource(modeling))[0]  # images come after
     used = set(re.findall(r"config\.([a-z_0-9]+)", source)) | set(re.findall(r'getattr\((?:self\.)?config, "([a-z_0-9]+)"', source))
     assert len(used) > 10
     mixture, latent = "n_routed_experts" in FILES[family], "kv_lora_rank" in FILES[family]
@@ -519,13 +582,14 @@ def test_what_we_write_is_read_as_it_was():
     changes |= {"nemotron": {"partial_rotary_factor": 0.5, "norm_eps": 1e-4, "head_dim": 4}, "gpt2": {"activation_function": "gelu"}}
     changes |= {"deepseek_v3": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}}
     changes |= {"deepseek_v2": {"rope_scaling": YARN | {"mscale": 0.7}, "q_lora_rank": None}, "olmo3": {"rope_scaling": YARN}}
+    changes |= {"llama4_text": {"interleave_moe_layer_step": 2, "attention_bias": True, "attn_temperature_tuning": False}}
     changes |= {
         "phi3": {"rope_scaling": LONGROPE | {"attention_factor": 1.5}},
         "cohere": {"use_qk_norm": True},
         "glm4": {"rope_scaling": YARN},
     }
     changes |= {"qwen2_moe": {"mlp_only_layers": [1], "use_sliding_window": True}, "cohere2": {"sliding_window": 9}}
-    changes |= {"qwen3_moe": {"norm_topk_prob": True}, "mixtral": {"num_key_value_heads": 2}}
+    changes |= {"qwen3_moe": {"norm_topk_prob": True}, "mixtral": {"num_key_value_heads": 2}, "gpt_oss": {"swiglu_limit": 5.0}}
     for family, change in changes.items():
         architecture = architecture_from_hf(FILES[family] | change)
         written = json.loads(json.dumps(architecture_to_hf(architecture)))

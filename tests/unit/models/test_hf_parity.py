@@ -27,6 +27,7 @@ MODELS += ["gemma2", "gemma2_plain", "gemma3_text", "olmo2", "olmo2_tied", "glm4
 MODELS += ["opt_projected", "opt_projected_untied", "ministral", "cohere_plus", "cohere2", "cohere2_untied"]
 MODELS += ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_plain", "glm4_moe", "glm4_moe_plain", "olmo3", "olmo3_tied"]
 MODELS += ["qwen2_moe", "qwen2_moe_normalized", "qwen2_moe_windows", "qwen3_moe_dense_layers"]
+MODELS += ["gpt_oss", "gpt_oss_tied", "llama4_text", "llama4_text_tied"]
 TOLERANCE = 2e-5  # of logits of order one
 
 

@@ -115,8 +115,8 @@ def test_scaling() -> None:
 
 
 # PEFT 0.21 takes layers called as the experts' projections for the experts, which transformers 5 has in one tensor.
-READ_BY_PEFT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), [LoraTarget.qkv, LoraTarget.proj])
-READ_BY_PEFT["qwen2_moe"] = [*READ_BY_PEFT["deepseek_v3"], LoraTarget.fc1, LoraTarget.fc2]
+READ_BY_PEFT = dict.fromkeys(("deepseek_v2", "deepseek_v3", "gpt_oss"), [LoraTarget.qkv, LoraTarget.proj])
+READ_BY_PEFT |= dict.fromkeys(("qwen2_moe", "llama4_text"), [*READ_BY_PEFT["deepseek_v3"], LoraTarget.fc1, LoraTarget.fc2])
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,8 @@ READ_BY_PEFT["qwen2_moe"] = [*READ_BY_PEFT["deepseek_v3"], LoraTarget.fc1, LoraT
         "deepseek_v2",
         "deepseek_v3",
         "qwen2_moe",
+        "llama4_text",
+        "gpt_oss",
     ],
 )
 def test_merged_and_peft_exports_give_the_same_logits(name, make_policy, hf_directory, tmp_path):
@@ -388,6 +390,10 @@ def test_what_cannot_be_is_refused(make_policy, hf_directory, tmp_path):
         make_policy(targets=[LoraTarget.experts])
     with pytest.raises(ConfigError, match="models of family gpt2 have q, k and v in one; allowed: qkv"):
         make_policy("gpt2", targets=[LoraTarget.v])
+    with pytest.raises(
+        ConfigError, match="model.lora.targets: models of family gpt_oss have all experts in one .* allowed: the other targets"
+    ):
+        make_policy("gpt_oss", targets=[LoraTarget.experts])
     with pytest.raises(CheckpointError, match="no adapter_config.json there"):
         load_peft(make_policy().chunks, tmp_path)
     save_peft(make_policy(rank=2, targets=[LoraTarget.q]).chunks, tmp_path, writer=True)

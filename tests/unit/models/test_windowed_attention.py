@@ -1,4 +1,4 @@
-"""Windows and capped scores: against the whole matrix of scores, in blocks, packed, with shared prompts, and in chunks in the engine."""
+"""Windows, chunks, capped scores, sinks: against the whole matrix of scores, in blocks, packed, with shared prompts, prefilled in parts."""
 
 from __future__ import annotations
 
@@ -7,37 +7,62 @@ import torch
 
 from aligner.errors import ConfigError
 from aligner.models import windowed_attention
+from aligner.models.attention import _attend_to_past
 from aligner.models.config import Architecture
-from aligner.models.windowed_attention import Form, attend
+from aligner.models.windowed_attention import Form, attend, with_sinks
 from aligner.types import LabeledBatch, Prompt, SamplingConfig
 
 
-def reference(q, k, v, form: Form, scale: float) -> torch.Tensor:
-    """Score by score: query i of L, at T - L + i, sees the keys j with i - W < j <= i."""
+def reference(q, k, v, form: Form, scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Score by score: query i of L, at T - L + i, sees the keys j with i - W < j <= i, those of its chunk, and the sink of its head."""
     share, past = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
     out = torch.zeros_like(q)
     for head in range(q.shape[1]):
         for i in range(q.shape[2]):
             seen = [j for j in range(past + i + 1) if not form.window or j > past + i - form.window]
+            seen = [j for j in seen if not form.chunk or j // form.chunk == (past + i) // form.chunk]
             scores = (k[:, head // share, seen] @ q[:, head, i, :, None])[..., 0] * scale
             if form.softcap:
                 scores = form.softcap * torch.tanh(scores / form.softcap)
-            out[:, head, i] = (scores.softmax(dim=-1)[..., None] * v[:, head // share, seen]).sum(dim=1)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head].expand(len(q), 1)], dim=-1)
+            out[:, head, i] = (scores.softmax(dim=-1)[:, : len(seen), None] * v[:, head // share, seen]).sum(dim=1)
     return out
 
 
-@pytest.mark.parametrize("form", [Form(window=1), Form(window=4), Form(window=40), Form(softcap=1.5), Form(window=5, softcap=0.7)])
+FORMS = [Form(window=1), Form(window=4), Form(window=40), Form(softcap=1.5), Form(window=5, softcap=0.7), Form(window=4, sinks=True)]
+FORMS += [Form(chunk=6), Form(chunk=1, softcap=0.7), Form(chunk=4, sinks=True)]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("length", [1, 7, 13])
 def test_attention_score_by_score(form, length, monkeypatch):
     monkeypatch.setattr(windowed_attention, "BLOCK", 5)
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, heads, size, 6, generator=generator).requires_grad_() for heads, size in ((4, length), (2, 13), (2, 13)))
     weights = torch.randn(2, 4, length, 6, generator=generator)
-    found, expected = attend(q, k, v, form, 0.4), reference(q, k, v, form, 0.4)
+    sinks = torch.randn(4, generator=generator).requires_grad_() if form.sinks else None
+    inputs = (q, k, v, sinks) if form.sinks else (q, k, v)
+    found, expected = attend(q, k, v, form, 0.4, sinks), reference(q, k, v, form, 0.4, sinks)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    pairs = zip(*(torch.autograd.grad((out * weights).sum(), (q, k, v)) for out in (found, expected)), strict=True)
+    pairs = zip(*(torch.autograd.grad((out * weights).sum(), inputs) for out in (found, expected)), strict=True)
     for got, wanted in pairs:
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-3)])
+def test_a_sink_is_a_key_with_the_value_0(dtype, tolerance):
+    """To a kernel without sinks. A sink of 9.99 is 10 in bfloat16; the scale is no power of 2."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, heads, size, 6, generator=generator).to(dtype).requires_grad_() for heads, size in ((4, 7), (2, 13), (2, 13)))
+    sinks, weights = torch.tensor([9.99, -3.0, 0.5, 1.7]).requires_grad_(), torch.randn(2, 4, 7, 6, generator=generator)
+    found = _attend_to_past(*with_sinks(q, k, v, sinks, 0.3), 0.3)[..., :6]
+    expected = attend(q.float(), k.float(), v.float(), Form(sinks=True), 0.3, sinks)
+    squares = ((x.square()).sum(dim=(0, 2, 3)) for x in (found - expected, expected))  # by head: beside a large sink weights are small
+    assert torch.div(*squares).max() < tolerance**2
+    pairs = zip(*(torch.autograd.grad((out * weights).sum(), (q, k, v, sinks)) for out in (found, expected)), strict=True)
+    for got, wanted in pairs:
+        torch.testing.assert_close(got.float(), wanted.float(), rtol=10 * tolerance, atol=10 * tolerance)
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
@@ -60,6 +85,8 @@ def test_attention_score_by_score(form, length, monkeypatch):
         "deepseek_v2",
         "deepseek_v3",
         "qwen2_moe",
+        "llama4_text",
+        "gpt_oss",
     ],
 )
 def test_packed_rows_give_the_same_logprobs(name, share_prompts, topology, hf_directory, load_policy):
@@ -76,7 +103,7 @@ def test_packed_rows_give_the_same_logprobs(name, share_prompts, topology, hf_di
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2_windows"])
+@pytest.mark.parametrize("name", ["mistral", "qwen2_windows", "gpt_oss", "llama4_text"])
 def test_the_engine_prefills_in_chunks(name, topology, hf_directory, load_policy):
     """Chunks that look back into the cache through the window: the same greedy responses."""
     from aligner.rollout.config import RolloutConfig
@@ -99,9 +126,18 @@ MIXTURE = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 8
     ("fields", "message"),
     [
         ({"sliding_window": -1}, "sliding_window=-1: must not be negative"),
-        ({"full_attention_layers": [0]}, r"full_attention_layers=\[0\]: needs sliding_window > 0; allowed without: \[\]"),
+        ({"full_attention_layers": [0]}, r"full_attention_layers=\[0\]: needs .* or attention_chunk > 0; allowed without: \[\]"),
         ({"sliding_window": 4, "full_attention_layers": [1, 0]}, r"full_attention_layers=\[1, 0\]: must be rising numbers from 0 to .*=3"),
         ({"sliding_window": 4, "full_attention_layers": [4]}, r"full_attention_layers=\[4\]: must be rising numbers"),
+        ({"attention_chunk": 4, "sliding_window": 4}, "attention_chunk=4: must not be negative, and be 0 with sliding_window > 0"),
+        ({"no_rope_layers": [4]}, r"no_rope_layers=\[4\]: must be rising numbers from 0 to num_layers-1=3"),
+        ({"no_rope_layers": [1], "position_embedding": "learned"}, r"no_rope_layers=\[1\]: allowed with position_embedding=rope"),
+        ({"qk_l2_norm": True, "rope_attention_factor": 1.2}, "qk_l2_norm=True: allowed with .* rope_attention_factor=1.0"),
+        ({"qk_l2_norm": True, "qk_norm": True}, "qk_l2_norm=True: allowed with qk_norm=False"),
+        ({"attention_temperature": -0.1}, "attention_temperature=-0.1: must be finite and not negative"),
+        ({"attention_temperature_length": 0}, "attention_temperature_length=0: must be at least 1"),
+        ({"weighted_expert_inputs": True}, "weighted_expert_inputs=True: needs num_experts > 0"),
+        (MIXTURE | {"weighted_expert_inputs": True}, "weighted_expert_inputs=True: .* allowed with experts_per_token=2: False"),
         ({"attention_softcap": -2.0}, "attention_softcap=-2.0: must be finite and not negative"),
         ({"dense_layers": [0]}, r"dense_layers=\[0\]: needs num_experts > 0; allowed without: \[\]"),
         (MIXTURE | {"dense_layers": [4]}, r"dense_layers=\[4\]: must be rising numbers from 0 to num_layers-1=3"),

@@ -7,7 +7,7 @@ from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
 from aligner.planner import memory, timing
 from aligner.planner.buffers import Parameter, Replication, StateBytes, approximate_state_bytes, state_bytes
-from aligner.planner.config import ClusterConfig
+from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes
 from aligner.planner.workload import Component, Head, Phase, Work
 
@@ -47,7 +47,7 @@ def test_the_reference_and_what_is_exchanged_are_the_adapters_alone() -> None:
     found = {m.phase: m.parts for m in memory.phase_memory(component(4), sizes, ClusterConfig(), (0,))}
     # 100 trained elements have 400 bytes of gradients and 200 of bfloat16 weights.
     assert found[Phase.ref_logprobs]["reference"] == 200
-    assert memory.host_memory(component(4), sizes, ClusterConfig(gpus_per_node=4))["reference"] == 800
+    assert memory.host_memory(component(4), sizes, ClusterConfig(device=Device.gpu, gpus_per_node=4))["reference"] == 800
     assert all(parts["gather buffer"] == 5 and parts["weights"] == 10_000 for parts in found.values())
     full = {m.phase: m.parts for m in memory.phase_memory(component(0), sizes, ClusterConfig(), (0,))}
     assert full[Phase.ref_logprobs]["reference"] == 10_000

@@ -12,12 +12,14 @@ from aligner.errors import ConfigError
 from aligner.files import conf_directory
 from aligner.models.config import Architecture, Dtype, ModelConfig, Recompute
 from aligner.models.optimizer import OptimizerConfig
+from aligner.parallel.micro_batches import MicroBatching, plan
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner import memory, report, schedule, search, timing
+from aligner.planner import decoding, kernels, layers, memory, report, schedule, search, timing
 from aligner.planner.buffers import StateBytes
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes
 from aligner.planner.estimate import check
+from aligner.planner.sampling import ResponseLengths
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
 from aligner.rollout.config import EngineKind, Kernels, RolloutConfig, RoutingReplay, VerifyRefit
 from aligner.types import SamplingConfig
@@ -34,8 +36,12 @@ CLUSTER = ClusterConfig(
     communicator_gib=0.5,
     achievable_flops=0.5,
     achievable_bandwidth=0.5,
+    achievable_link=0.5,
     collective_microseconds=0,
+    network_microseconds=0,
     launch_microseconds=0,
+    host_layer_microseconds=0,
+    host_pass_milliseconds=0,
 )
 ARCHITECTURE = Architecture(
     num_layers=8,
@@ -172,40 +178,118 @@ def test_memory_of_every_phase() -> None:
 
 def test_flops_of_a_layer() -> None:
     # q and output: 2 x 64 x 64 each, k and v: 64 x 32 each, three matrices of 64 x 128; 2 FLOPs each. Attention: 2 x 8 heads x 8 x length.
-    assert timing.layer_flops(component(), 100) == (2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128), 2 * 64 * 100)
+    assert layers.layer_flops(component(), 100) == (2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128), 2 * 64 * 100)
 
 
 def test_links_and_collectives() -> None:
-    assert timing.link(8, CLUSTER) == 50e9 and timing.link(9, CLUSTER) == 5e9
-    assert timing.all_gather(100e9, 4, 4, CLUSTER) == pytest.approx(75 / 50)
-    assert timing.all_reduce(100e9, 4, 16, CLUSTER) == pytest.approx(2 * 75 / 5)
-    assert timing.all_reduce(1e9, 1, 1, CLUSTER) == 0
+    k = kernels.Kernels(cluster=CLUSTER, itemsize=2)
+    assert k.link(8) == 50e9 and k.link(9) == 5e9
+    assert k.all_gather(100e9, 4, 4) == pytest.approx(75 / 50)
+    assert k.all_reduce(1e9, 1, 1) == 0
+    # Four ranks, one on each node: through their ports alone. Sixteen on two nodes: an eighth of it through each port, the rest inside.
+    assert k.all_reduce(100e9, 4, 32) == pytest.approx(2 * 75 / 5)
+    assert k.all_gather(80e9, 16, 16) == pytest.approx(10 * (1 / 2) / 5 + 80 * (7 / 8) / 50)
+    # Of 16 GB in 16 equal parts, eight go to the other node and seven to neighbours.
+    assert k.all_to_all(16e9, 16, 16) == pytest.approx(8 / 5 + 7 / 50)
+    assert k.all_to_all(8e9, 8, 8) == pytest.approx(7 / 50) and k.send(5e9, 9) == pytest.approx(1)
+
+
+def test_latencies_and_an_oversubscribed_network() -> None:
+    slow = replace(CLUSTER, collective_microseconds=10, network_microseconds=20, leaf_nodes=2, oversubscription=4)
+    k = kernels.Kernels(cluster=slow, itemsize=2)
+    assert k.latency(8) == pytest.approx(10e-6) and k.latency(16) == pytest.approx(30e-6) and k.latency(64) == pytest.approx(70e-6)
+    assert k.link(16) == 5e9 and k.link(17) == 1.25e9
+
+
+def test_kernels_by_shape() -> None:
+    """50 TFLOP/s, 500 GB/s. A product of 1000 rows of 2000 x 3000: 12 GFLOP, and (2 + 6 + 3) million numbers of 2 bytes."""
+    k = kernels.Kernels(cluster=CLUSTER, itemsize=2)
+    assert k.product(1000, 2000, 3000) == pytest.approx(12e9 / 50e12 + 22e6 / 500e9)
+    assert k.product(1, 2000, 3000) > 0.9 * 12e6 / 500e9  # of one row only the matrix counts
+    assert k.product(10, 20, 30, matrices=7) == pytest.approx(7 * k.product(10, 20, 30))
+    # 10 tokens, 100 keys, 8 heads of 16 + 16 numbers: 2 FLOPs each, at achievable_attention of the peak.
+    attention = kernels.Kernels(cluster=replace(CLUSTER, achievable_attention=0.25), itemsize=2).attention(10, 100, 8, 32)
+    assert attention == pytest.approx(2 * 10 * 100 * 8 * 32 / 25e12)
+    assert (
+        k.together(3.0, 2.0) == 3.0 and kernels.Kernels(cluster=replace(CLUSTER, device=Device.cpu), itemsize=4).together(3.0, 2.0) == 5.0
+    )
+
+
+def training(cluster: ClusterConfig = CLUSTER, **changes) -> dict[str, float]:
+    """Seconds of the training phase, by cause."""
+    own = component(**changes)
+    state = StateBytes(weights=0, gradients=0, optimizer=0)
+    block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
+    sizes = memory.Sizes(stages=(state,) * own.parallel.pp, train=block, inference=block, engine_weights=0)
+    (train,) = (t for t in timing.phase_times(own, sizes, cluster) if t.phase == Phase.train)
+    return dict(train.parts)
 
 
 def test_recomputation_and_bubble_cost_time() -> None:
+    none, full = training(), training(model={"recompute": Recompute.full})
+    assert full["layers"] == pytest.approx(none["layers"] * 4 / 3)
+    assert full["attention"] == pytest.approx(none["attention"] * 4.5 / 3.5)
+    # 2 updates x 1 micro-batch of 2 x 256 tokens through 8 layers: products 3 times, attention 3.5 times, at half of 100 TFLOP/s and 40 %.
+    linear, quadratic = layers.layer_flops(component(), 256)
+    assert none["attention"] == pytest.approx(2 * 512 * 8 * 3.5 * quadratic / 40e12)
+    k = kernels.Kernels(cluster=CLUSTER, itemsize=2)
+    shapes = ((64, 128), (64, 64), (64, 128), (64, 128), (128, 64))  # queries, keys and values; output; gate, up and down
+    assert none["layers"] == pytest.approx(2 * 8 * 3 * sum(k.product(512, *shape) for shape in shapes), rel=1e-3)
+    assert none["layers"] > 2 * 512 * 8 * 3 * linear / 50e12  # what the FLOPs alone would take
+    piped = training(parallel={"pp": 4})  # 4 replicas, 4 micro-batches: a bubble of 3 more
+    others = sum(seconds for name, seconds in piped.items() if name not in ("pipeline bubble", "stragglers", "data parallel", "optimizer"))
+    assert piped["pipeline bubble"] == pytest.approx(3 / 4 * others)
+
+
+def test_the_host_and_the_slowest_rank() -> None:
+    """One layer's kernels take the host 10 ms to start; with the backward pass 2.5 times that, for 8 layers and 2 updates."""
+    waiting = training(replace(CLUSTER, host_layer_microseconds=10_000, host_pass_milliseconds=0))
+    computing = sum(seconds for name, seconds in waiting.items() if name not in ("waiting for the host", "data parallel", "optimizer"))
+    assert computing + waiting["waiting for the host"] == pytest.approx(2 * 8 * 2.5 * 10e-3)
+    slow, even = training(replace(CLUSTER, straggling=0.1)), training()
+    assert slow["stragglers"] == pytest.approx(0.1 * (sum(even.values()) - even.get("data parallel", 0) - even.get("optimizer", 0)))
+
+
+def test_micro_batches_are_those_of_the_run() -> None:
+    """Prompts of 10 tokens and 4 responses: two replicas, rows packed into 40 tokens."""
+    lengths = ResponseLengths(mean=15, spread=0.5, prompt=10)
+    work = Work(phases=(Phase.train,), rows=4, length=50, response_length=40, update_rows=4, num_updates=1, lengths=lengths)
+    own = component(num_ranks=2, work=work, model={"micro_batch_tokens": 40, "packing": True})
+    whole = [10 + length for length in work.responses(4)]
+    dealt = plan(whole, MicroBatching(tokens=40, packed=True), num_replicas=2)
+    fullest = max(dealt, key=lambda batches: sum(whole[row] for batch in batches for row in batch))
+    found = layers.passes(own, 4)
+    tokens = [whole[row] for batch in fullest for row in batch]
+    assert found.count == len(fullest) and found.tokens * found.count == pytest.approx(sum(tokens))
+    assert found.length == pytest.approx(sum(length**2 for length in tokens) / sum(tokens))
+    assert found.selected / found.tokens == pytest.approx(15 / 25)
+    padded = layers.passes(replace(own, model=replace(own.model, packing=False, micro_batch_tokens=0, micro_batch_size=2)), 4)
+    first = [max(whole[:2])] * 2, [max(whole[2:])] * 2
+    assert padded.tokens == max(map(sum, first)) and padded.count == 1
+
+
+def test_experts_and_decoding() -> None:
+    """Of 8 experts, 2 for each token: one sequence reads 2 of them, two sequences on average 3.5."""
+    a = replace(ARCHITECTURE, num_experts=8, experts_per_token=2, expert_ffn_hidden_size=32)
+    engine = Engine(tp=1, max_batch_size=8, bucket_bytes=0, offload=False)
+    own = component(architecture=a, engine=engine, num_ranks=1)
+    experts = 8 * 8 * 3 * 64 * 32 * 2  # layers, experts, matrices, sizes, bytes
+    assert decoding.expert_bytes(own, 10**9, 1) == experts and decoding.expert_bytes(component(engine=engine), 10**9, 1) == 0
+    cluster = replace(CLUSTER, engine_step_milliseconds=0, engine_sequence_microseconds=0, achievable_experts=1.0)
     state = StateBytes(weights=0, gradients=0, optimizer=0)
     block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
-
-    def parts(**changes) -> dict[str, float]:
-        own = component(**changes)
-        sizes = memory.Sizes(stages=(state,) * own.parallel.pp, train=block, inference=block, engine_weights=0)
-        (train,) = (t for t in timing.phase_times(own, sizes, CLUSTER) if t.phase == Phase.train)
-        return dict(train.parts)
-
-    none, full = parts(), parts(model={"recompute": Recompute.full})
-    assert full["layers"] == pytest.approx(none["layers"] * 4 / 3)
-    # 2 updates x 1 micro-batch of 2 x 256 tokens, 3 passes, at 50 TFLOP/s.
-    linear, quadratic = timing.layer_flops(component(), 256)
-    assert none["layers"] == pytest.approx(2 * 512 * 8 * 3 * (linear + quadratic) / 50e12)
-    piped = parts(parallel={"pp": 4})  # 4 replicas, 4 micro-batches: a bubble of 3 more
-    assert piped["pipeline bubble"] == pytest.approx(3 / 4 * (piped["layers"] + piped["logits"] + piped["pipeline sends"]))
-
-
-def test_a_step_waits_for_the_slower_side() -> None:
-    actor = {Phase.generate: 10.0, Phase.logprobs: 1.0, Phase.ref_logprobs: 2.0, Phase.train: 4.0}
-    critic = {Phase.values: 12.0, Phase.train: 3.0}
-    assert timing.step_seconds({"actor": actor}) == 17
-    assert timing.step_seconds({"actor": actor, "critic": critic}) == 12 + 3 + 4
+    sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=10_000_000)
+    step = decoding.decode_step(own, engine, sizes, cluster)
+    chosen = step(2, 0) - step(1, 0)
+    flops = (8 * layers.layer_flops(own, 1)[0] + 2 * 64 * memory.padded_vocabulary(own)) / 50e12
+    logits = 6 * memory.padded_vocabulary(own) * 4 / 500e9
+    assert chosen == pytest.approx(experts * (0.4375 - 0.25) / 500e9 + flops + logits)
+    cached = memory.kv_bytes_per_token(own, engine) / 500e9 + 2 * 8 * (8 + 8) * 8 / 40e12
+    assert step(1, 1000) - step(1, 0) == pytest.approx(1000 * cached)
+    slow = replace(cluster, launch_microseconds=100, host_layer_microseconds=500)
+    assert decoding.decode_step(own, engine, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 100e-6)  # of mixtures twice
+    eager = replace(engine, settings=RolloutConfig(cuda_graphs=False))
+    assert decoding.decode_step(own, eager, sizes, slow)(1, 0) == pytest.approx(2 * 8 * 500e-6)
 
 
 def test_refused_sizes_name_the_component() -> None:

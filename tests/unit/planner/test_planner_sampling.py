@@ -3,63 +3,145 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from aligner.errors import ConfigError
-from aligner.jobs.plan import plan_job
-from aligner.planner.sampling import ResponseLengths, decode_seconds, slowest_replica
+from aligner.jobs.plan import measured_length, with_lengths
+from aligner.models.config import Architecture, Dtype, ModelConfig
+from aligner.parallel.topology import ParallelConfig
+from aligner.planner.config import PlanConfig
+from aligner.planner.sampling import ReplicaQueue, ResponseLengths, shares, turns_of
+from aligner.planner.workload import Component, Engine, Head, Phase, Work
 
-SIZES = ["cluster=dgx_h100", "num_processes=8", "model=llama3_8b", "data.max_prompt_length=100", "rollout.sampling.max_response_length=900"]
+
+def queue(seats: int = 2, capacity: float = 1000, static: bool = False, step=lambda active, cached: 1.0, prefill=lambda tokens: 0.0):
+    return ReplicaQueue(seats=seats, capacity=capacity, step=step, prefill=prefill, static=static)
+
+
+def sampled(lengths: list[int], prompt: float = 10, **settings) -> ReplicaQueue:
+    found = queue(**settings)
+    for number, length in enumerate(lengths):
+        found.add(number, [length], prompt)
+    return found
+
+
+def cache(active: int, cached: float) -> float:
+    return cached
 
 
 def test_steps_and_tokens_in_the_cache():
     """Prompts of 10 tokens, responses of 2 and 4. Side by side two steps read 22 tokens on average, and two more 13; one behind the other
     two steps read 11, and four 12."""
-
-    def count(active: int, cached: float) -> float:
-        return 1.0
-
-    def cache(active: int, cached: float) -> float:
-        return cached
-
-    assert decode_seconds([2, 4], 2, 10, count) == 4 and decode_seconds([2, 4], 1, 10, count) == 6
-    assert decode_seconds([2, 4], 2, 10, cache) == 2 * 22 + 2 * 13 and decode_seconds([2, 4], 1, 10, cache) == 2 * 11 + 4 * 12
+    assert sampled([2, 4]).until() == [(2.0, 0), (4.0, 1)]
+    assert sampled([2, 4], seats=1).until() == [(2.0, 0), (6.0, 1)]
+    for seats, seconds in ((2, 2 * 22 + 2 * 13), (1, 2 * 11 + 4 * 12)):
+        own = sampled([2, 4], seats=seats, step=cache)
+        own.until()
+        assert own.now == seconds
     # a seat that becomes free is taken at once: 3 runs from step 1 to step 4
-    assert decode_seconds([1, 2, 3], 2, 10, lambda active, cached: active) == 2 + 2 + 1 + 1
-    assert slowest_replica([5, 1, 1, 1], 2, sum) == 6
+    assert sampled([1, 2, 3], step=lambda active, cached: active).until() == [(2.0, 0), (4.0, 1), (6.0, 2)]
+    # in fixed batches it waits for 2: from step 2 to step 5
+    assert sampled([1, 2, 3], static=True).until() == [(1.0, 0), (2.0, 1), (5.0, 2)]
+    # prompts of 10 tokens, at 0.1 s each: both at first, then that of 3 while 2 waits
+    assert [round(end, 6) for end, _ in sampled([1, 2, 3], prefill=lambda tokens: tokens / 10).until()] == [3.0, 5.0, 7.0]
+
+
+def test_a_cache_that_is_too_small_takes_the_youngest_one_s_seat():
+    """Room for 26 tokens: two prompts of 10 and three steps. The second, with 3 of its 5 tokens, waits; the first has 2 to go, alone.
+    Then the second computes its 13 tokens again, and samples 2 more."""
+    computed: list[float] = []
+
+    def prefill(tokens: float) -> float:
+        computed.append(tokens)
+        return 0.0
+
+    own = sampled([5, 5], capacity=26, prefill=prefill)
+    assert own.until() == [(5.0, 0), (7.0, 1)]
+    assert own.preempted == 1 and computed == [20, 13]
+    # One sequence alone goes on whatever the cache holds.
+    assert sampled([50], capacity=5).until() == [(50.0, 0)]
+    many = sampled([40] * 30, seats=30, capacity=300)
+    assert len(many.until()) == 30 and many.preempted > 0 and many.idle
+
+
+def test_requests_that_come_later_and_turns():
+    own = queue()
+    own.add(0, [4], 10)
+    own.add(1, [2], 10, release=2.5)  # between two steps
+    assert own.until() == [(4.0, 0), (5.0, 1)]
+    own = queue()
+    own.add(0, [2, 3], 10)  # two turns, with a wait of 1.5 s between them
+    assert own.until(pause=1.5) == [(6.5, 0)]
+    own = queue()
+    own.add(0, [8], 10)
+    assert own.until(3.0) == [] and own.now == 3.0
+    own.wait_until(5.0)
+    assert own.until() == [(10.0, 0)]
+
+
+def test_turns_have_their_mean_and_all_tokens():
+    found = [turns_of(10, 2.5, number) for number in range(1000)]
+    assert all(sum(turns) == 10 for turns in found) and {len(turns) for turns in found} == {2, 3}
+    assert sum(map(len, found)) / 1000 == pytest.approx(2.5, abs=0.01)
+    assert turns_of(1, 3, 0) == [1] and turns_of(7, 1, 5) == [7]
 
 
 def test_lengths_have_their_mean_after_the_cut():
     for mean, longest in ((869, 3946), (3101, 3946), (10, 1000)):
         found = ResponseLengths(mean=mean).drawn(2048, longest)
         assert sum(found) / len(found) == pytest.approx(mean, rel=0.002) and max(found) <= longest and min(found) >= 1
-        assert found == ResponseLengths(mean=mean).drawn(2048, longest)
+        assert found == ResponseLengths(mean=mean).drawn(2048, longest) != ResponseLengths(mean=mean).drawn(2048, longest, seed=1)
     assert set(ResponseLengths(mean=900).drawn(16, 900)) == {900}
+    assert shares([5, 1, 2, 3], 3) == [[5, 3], [1], [2]] and len(shares([1, 2], 4)) == 2
 
 
-def planned(path: Path, *options: str) -> dict[str, Any]:
-    """In a process of its own, since a plan has a torch.distributed world."""
-    command = [sys.executable, "-m", "aligner.cli", "plan", "grpo", *SIZES, "--json", str(path), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert path.exists(), done.stderr
-    return json.loads(path.read_text())
+def component(engine: Engine | None = None) -> Component:
+    return Component(
+        name="actor",
+        head=Head.language,
+        num_ranks=1,
+        architecture=Architecture(vocab_size=100),
+        model=ModelConfig(dtype=Dtype.bfloat16),
+        parallel=ParallelConfig(),
+        optimizer=None,
+        work=Work(phases=(Phase.generate,), rows=8, length=256, response_length=128),
+        engine=engine,
+    )
 
 
-def test_a_mean_changes_times_and_no_memory(tmp_path: Path):
-    plain, shorter = planned(tmp_path / "plain.json"), planned(tmp_path / "shorter.json", "--response-length", "300")
-    assert shorter["step_seconds"] < 0.7 * plain["step_seconds"]
-    assert shorter["components"]["actor"]["memory"] == plain["components"]["actor"]["memory"]
-    in_full, mixed = (job["components"]["actor"]["seconds"]["generate"]["parts"]["decoding"] for job in (plain, shorter))
-    assert mixed > in_full / 3  # the longest responses take longer than the mean
+@pytest.fixture
+def found() -> list[Component]:
+    return [component(Engine(tp=1, max_batch_size=8, bucket_bytes=0, offload=False))]
 
 
-def test_lengths_that_no_response_has():
-    with pytest.raises(ConfigError, match="--response-length 901: allowed: 1 to rollout.sampling.max_response_length=900"):
-        plan_job("grpo", SIZES, response_length=901)
-    with pytest.raises(ConfigError, match="--response-length 5: this recipe samples no responses"):
-        plan_job("sft", SIZES[:3], response_length=5)
+def test_lengths_that_no_sequence_has(found):
+    with pytest.raises(
+        ConfigError, match="^plan.response_length=129: responses of 129 tokens; allowed: 1 to rollout.sampling.max_response_le"
+    ):
+        with_lengths(found, PlanConfig(response_length=129))
+    with pytest.raises(ConfigError, match="^plan.prompt_length=200: allowed: at most data.max_prompt_length=128"):
+        with_lengths(found, PlanConfig(prompt_length=200))
+    with pytest.raises(ConfigError, match="^plan.response_length=5: this recipe samples no responses"):
+        with_lengths([component()], PlanConfig(response_length=5))
+    (changed,) = with_lengths(found, PlanConfig(response_length=32, prompt_length=64))
+    assert changed.work.mean_length() == 96 and changed.work.length == 256  # memory is that of the longest
+    assert with_lengths(found, PlanConfig()) == found
+
+
+def test_lengths_of_a_run(tmp_path: Path, found):
+    lines = [{"step": step, "rollout/response_length": length} for step, length in enumerate((10.0, 30.0))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert measured_length(tmp_path) == measured_length(tmp_path / "metrics.jsonl") == 20
+    assert with_lengths(found, PlanConfig(lengths_of=str(tmp_path)))[0].work.lengths == ResponseLengths(mean=20)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match="no rollout/response_length in the last 20 lines of metrics.jsonl"):
+        measured_length(tmp_path)
+    with pytest.raises(ConfigError, match="plan.lengths_of=.*nowhere"):
+        measured_length(tmp_path / "nowhere")
+
+
+def test_work_without_lengths_is_the_longest():
+    work = Work(phases=(Phase.train,), rows=4, length=12, response_length=8)
+    assert work.responses(3) == [8, 8, 8] and work.mean_length() == 12 and work.mean_prompt == 4

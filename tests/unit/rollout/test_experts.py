@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from aligner.models.activations import activation_of
 from aligner.models.architecture import Architecture
 from aligner.rollout.experts import FeedForward, mix, mix_all, mix_grouped, multiplies_groups, route, stack_of
 from aligner.rollout.manifest import TensorSpec
@@ -29,14 +30,17 @@ def layer_of(*, gated: bool, biased: bool = False) -> tuple[FeedForward, ...]:
     shapes = {"linear_fc1": (INNER * (1 + gated), HIDDEN), "linear_fc2": (HIDDEN, INNER)}
     order = [5, 0, 1, 4, 2, 3]
     specs = {name.format(i, part): TensorSpec(shape=shape, dtype=torch.float32) for i in order for part, shape in shapes.items()}
+    if biased:
+        biases = {key.replace("weight", "bias"): TensorSpec(shape=one.shape[:1], dtype=one.dtype) for key, one in specs.items()}
+        specs |= biases
     tensors = allocated(specs | {"other": TensorSpec(shape=(3,), dtype=torch.float32)}, stacked=True)
     assert list(tensors) == [*specs, "other"] and tensors["other"].untyped_storage().nbytes() == 12
     for tensor in tensors.values():
         tensor.normal_()
 
     def affine(number: int, part: str) -> Affine:
-        bias = torch.randn(shapes[part][0], device=platform.device()) if biased else None
-        return Affine(weight=tensors[name.format(number, part)], bias=bias)
+        weight = name.format(number, part)
+        return Affine(weight=tensors[weight], bias=tensors[weight.replace("weight", "bias")] if biased else None)
 
     return tuple(FeedForward(up=affine(i, "linear_fc1"), down=affine(i, "linear_fc2")) for i in range(EXPERTS))
 
@@ -49,7 +53,7 @@ def routed(rows: int, *, normalize: bool) -> tuple[torch.Tensor, tuple[torch.Ten
     router[2] = -20 * x.mean(0).sign()
     x = x + x.mean(0).sign()
     sizes = {"num_experts": EXPERTS, "experts_per_token": TOP_K, "expert_ffn_hidden_size": INNER}
-    routing = route(x, router, None, Architecture(**sizes, normalize_expert_weights=normalize))
+    routing = route(x, Affine(weight=router, bias=None), None, Architecture(**sizes, normalize_expert_weights=normalize))
     assert not (routing[1] == 2).any()
     return x, routing
 
@@ -86,15 +90,17 @@ def test_what_overflows_for_tokens_of_others_does_not_count():
     assert torch.equal(mix_all(x, experts, routing, inner, biased=False), expected)
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("rows", [1, 9])
-def test_grouped_products_give_the_same(rows, gated, backwards):
+def test_grouped_products_give_the_same(rows, gated, backwards, biased):
     x, routing = routed(rows, normalize=gated)
-    experts = layer_of(gated=gated)[:: -1 if backwards else 1]
+    experts = layer_of(gated=gated, biased=biased)[:: -1 if backwards else 1]
+    activate = activation_of(Architecture(gated_mlp=gated))
     stack, first = stack_of(experts), experts[-1 if backwards else 0]
     assert stack.is_backwards == backwards
-    assert stack.up.data_ptr() == first.up.weight.data_ptr() and stack.down.data_ptr() == first.down.weight.data_ptr()
+    assert stack.up.weight.data_ptr() == first.up.weight.data_ptr() and stack.down.weight.data_ptr() == first.down.weight.data_ptr()
     real, syncs = torch._grouped_mm, HostSyncs()
 
     def on_device(*args, **options):
@@ -105,16 +111,19 @@ def test_grouped_products_give_the_same(rows, gated, backwards):
     with pytest.MonkeyPatch.context() as patch, syncs:
         if not x.is_cuda:
             patch.setattr(torch, "_grouped_mm", on_device)
-        found = mix_grouped(x, stack, routing, F.silu, gated=gated)
+        both = [mix_grouped(x, stack, routing, activate, biased=with_bias) for with_bias in (True, False)]
     assert syncs.found == []
-    torch.testing.assert_close(found, mix(x, experts, routing, inner_of(gated=gated), biased=True), rtol=1e-5, atol=1e-4)
+    for found, with_bias in zip(both, (True, False), strict=True):
+        torch.testing.assert_close(found, mix(x, experts, routing, inner_of(gated=gated), biased=with_bias), rtol=1e-5, atol=1e-4)
 
 
 def test_what_cannot_be_stacked():
     experts = layer_of(gated=True)
-    assert stack_of(layer_of(gated=True, biased=True)) is None
+    biased = layer_of(gated=True, biased=True)
+    alone = Affine(weight=biased[2].up.weight, bias=biased[2].up.bias.clone())
+    assert stack_of(biased[:3]) is not None and stack_of((*biased[:2], FeedForward(up=alone, down=biased[2].down))) is None
     assert stack_of((experts[1], experts[0], experts[2])) is None and stack_of((experts[0], experts[1], experts[3])) is None
-    assert stack_of(experts[1:5]).up.shape == (4, 2 * INNER, HIDDEN)
+    assert stack_of(experts[1:5]).up.weight.shape == (4, 2 * INNER, HIDDEN)
     apart = FeedForward(up=Affine(weight=experts[2].up.weight.clone(), bias=None), down=experts[2].down)
     assert stack_of((*experts[:2], apart)) is None
     assert not multiplies_groups(torch.zeros(1, dtype=torch.bfloat16))

@@ -108,9 +108,9 @@ def test_experts_in_one_tensor_are_filled_and_given_back_like_others(make_model,
         assert samples(engine) == samples(apart)
         for layer, own in zip(layers, apart.engine.decoder.weights.layers, strict=True):
             stack = stack_of(layer.experts)
-            assert stack_of(own.experts) is None and stack.up.untyped_storage().nbytes() == stack.up.nbytes
+            assert stack_of(own.experts) is None and stack.up.weight.untyped_storage().nbytes() == stack.up.weight.nbytes
             for number, expert in enumerate(own.experts):
-                assert torch.equal(stack.up[number], expert.up.weight) and torch.equal(stack.down[number], expert.down.weight)
+                assert torch.equal(stack.up.weight[number], expert.up.weight) and torch.equal(stack.down.weight[number], expert.down.weight)
         engine.sleep()
         assert bytes_of(engine) == 0 < weight_bytes(policy)
 
@@ -126,7 +126,7 @@ def test_experts_that_are_trained_in_place_can_be_multiplied_at_once(make_model,
         stack = stack_of(layer.experts)
         assert stack.is_backwards
         for number, expert in enumerate(reversed(layer.experts)):
-            assert torch.equal(stack.up[number], expert.up.weight) and torch.equal(stack.down[number], expert.down.weight)
+            assert torch.equal(stack.up.weight[number], expert.up.weight) and torch.equal(stack.down.weight[number], expert.down.weight)
 
 
 def test_asleep_it_holds_nothing_and_awake_the_newest_weights(make_model, own_weights):

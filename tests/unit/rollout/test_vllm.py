@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -177,9 +177,9 @@ def fake_vllm(monkeypatch) -> None:
         monkeypatch.setenv(name, "0")  # put back at the end of the test
 
 
-def make_engine(*, max_batch_size: int = 2, tp: int = 1, **sampling) -> VLLMEngine:
+def make_engine(*, max_batch_size: int = 2, tp: int = 1, architecture: Architecture = SIZES, **sampling) -> VLLMEngine:
     settings = SamplingConfig(**({"max_response_length": 6} | sampling))
-    model = VLLMModel(directory=Path("model"), architecture=SIZES, dtype=torch.float32, max_sequence_length=CONTEXT, eos_id=EOS)
+    model = VLLMModel(directory=Path("model"), architecture=architecture, dtype=torch.float32, max_sequence_length=CONTEXT, eos_id=EOS)
     return VLLMEngine(model, RolloutConfig(sampling=settings, max_batch_size=max_batch_size, vllm=VLLMConfig(enforce_eager=True)), tp=tp)
 
 
@@ -209,6 +209,14 @@ def test_versions_and_absence_are_errors_that_say_what_to_do(fake_vllm, monkeypa
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(EngineError, match="cannot be imported.*pip install"):
         make_engine().start()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.1])
+def test_the_temperature_of_layers_without_positions_is_the_models(temperature, fake_vllm):
+    sizes = replace(SIZES, no_rope_layers=[0], attention_temperature=temperature)
+    told = make_engine(architecture=sizes)._settings()["override_generation_config"]
+    assert told == {"attn_temperature_tuning": temperature > 0}
+    assert "override_generation_config" not in make_engine()._settings()
 
 
 def test_the_cache_has_the_size_that_the_sequences_need(fake_vllm):

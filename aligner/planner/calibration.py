@@ -1,0 +1,177 @@
+"""A cluster's parameters from measured times: those that a file's jobs agree with best, not far from what such machines usually have.
+
+Maximum a posteriori: the sum of squares of the logarithms of planned / measured, each over its tolerance, and of the logarithms of each
+parameter over its usual value, over how far it usually is from that. Few jobs thus move what they say something of, and nothing else. It is
+minimised by Levenberg and Marquardt's method (Marquardt 1963). Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+
+from aligner.planner.config import ClusterConfig, Device, PlanConfig
+from aligner.planner.kernels import GIGA
+from aligner.planner.memory import Sizes
+from aligner.planner.simulation import Habits, Part, Simulated, simulate
+from aligner.planner.timing import phase_times
+from aligner.planner.workload import Component
+
+STEP = "step"  # what the whole step is called among the times of a job
+
+# (usual value, standard deviation of its logarithm)
+USUAL_GPU: Mapping[str, tuple[float, float]] = {
+    "achievable_flops": (0.7, 0.12),
+    "achievable_attention": (0.55, 0.15),
+    "achievable_experts": (0.6, 0.3),
+    "achievable_bandwidth": (0.75, 0.12),
+    "achievable_link": (0.7, 0.12),
+    "storage_gb_per_second": (1.75, 0.1),
+    "collective_microseconds": (15.0, 0.3),
+    "network_microseconds": (20.0, 0.4),
+    "launch_microseconds": (40.0, 0.4),
+    "host_layer_microseconds": (400.0, 0.4),
+    "host_pass_milliseconds": (5.0, 0.6),
+    "engine_step_milliseconds": (2.0, 0.5),
+    "engine_sequence_microseconds": (10.0, 0.6),
+    "step_seconds": (5.0, 0.6),
+    "sequence_milliseconds": (10.0, 0.8),
+    "phase_seconds": (4.0, 0.5),
+    "straggling": (0.05, 0.6),
+    "expert_imbalance": (1.25, 0.12),
+}
+USUAL_CPU: Mapping[str, tuple[float, float]] = {
+    "achievable_flops": (0.5, 0.5),
+    "achievable_attention": (0.25, 0.7),
+    "achievable_bandwidth": (0.5, 0.4),
+    "launch_microseconds": (200.0, 0.7),
+    "host_layer_microseconds": (400.0, 0.7),
+    "host_pass_milliseconds": (2.0, 0.7),
+    "engine_step_milliseconds": (1.0, 0.7),
+    "engine_sequence_microseconds": (20.0, 0.7),
+    "collective_microseconds": (200.0, 0.7),
+    "step_seconds": (0.02, 1.0),
+    "sequence_milliseconds": (0.2, 1.0),
+    "concurrency": (0.8, 0.2),
+}
+OF_A_MACHINE = ("achievable_flops",)  # what each cluster of a file has for itself; the others are the same for all
+AT_MOST_ONE = ("achievable_flops", "achievable_attention", "achievable_experts", "achievable_bandwidth", "achievable_link", "concurrency")
+TOLERANCE, TOLERANCE_OF_PHASE = 0.05, 0.25  # standard deviations of the logarithm of planned / measured: a step's, a phase's beside it
+FURTHEST = 3.0  # standard deviations that a parameter may move
+ROUNDS = 12
+DIFFERENCE = 0.15  # standard deviations, for derivatives
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredJob:
+    """A job whose times somebody measured, on the cluster of that name: seconds by phase, or of the whole step (`STEP`)."""
+
+    name: str
+    cluster_name: str
+    cluster: ClusterConfig
+    components: Sequence[tuple[Component, Sizes]]  # the training one first
+    assumed: PlanConfig
+    habits: Habits
+    take_turns: bool
+    measured: Mapping[str, float]
+    written_gb: float = 0.0  # to storage in a step, besides
+
+    def simulated(self, cluster: ClusterConfig) -> Simulated:
+        """Its run on `cluster`."""
+        parts = []
+        for component, sizes in self.components:
+            times = phase_times(component, sizes, cluster)
+            parts.append(Part(component=component, sizes=sizes, seconds={time.phase: time.total for time in times}))
+        return simulate(parts, cluster, self.assumed, self.habits, take_turns=self.take_turns)
+
+    def planned(self, cluster: ClusterConfig) -> dict[str, float]:
+        """Seconds of what was measured."""
+        run = self.simulated(cluster)
+        written = self.written_gb * GIGA / (cluster.storage_gb_per_second * GIGA)
+        found = {name: run.step_seconds if name == STEP else run.phases.get(name, 0.0) for name in self.measured}
+        return {name: seconds + (written if name in (STEP, "train") else 0.0) for name, seconds in found.items()}
+
+    def factor(self, cluster: ClusterConfig) -> float:
+        """Planned / measured: of the step where it was measured, else of the phase that was."""
+        name = STEP if STEP in self.measured else next(iter(self.measured))
+        return self.planned(cluster)[name] / self.measured[name]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """`values`: by cluster, what differs from the cluster that it was given; planned / measured of each job before and after."""
+
+    values: Mapping[str, Mapping[str, float]]
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+
+
+def error(factor: float) -> float:
+    """How far planned / measured is from 1, in either direction: 0.25 for 1.25 and for 0.8."""
+    return math.exp(abs(math.log(factor))) - 1
+
+
+def median_and_worst(factors: Mapping[str, float]) -> tuple[float, float]:
+    """Of the errors."""
+    errors = [error(factor) for factor in factors.values()]
+    return median(errors), max(errors)
+
+
+def calibrate(jobs: Sequence[MeasuredJob], progress: Callable[[int, float], None] = lambda number, left: None) -> Fit:
+    """Fit the clusters' parameters to the jobs. `progress(round, sum of squares)` is called after each round."""
+    names = list(dict.fromkeys(job.cluster_name for job in jobs))
+    usual = USUAL_GPU if jobs[0].cluster.device == Device.gpu else USUAL_CPU
+    keys = [("", name) for name in usual if name not in OF_A_MACHINE]
+    keys += [(cluster, name) for cluster in names for name in OF_A_MACHINE if name in usual]
+
+    def values(x: Sequence[float], cluster: str) -> dict[str, float]:
+        found = {}
+        for (own, name), moved in zip(keys, x, strict=True):
+            if own in ("", cluster):
+                value = usual[name][0] * math.exp(moved * usual[name][1])
+                found[name] = min(1.0, value) if name in AT_MOST_ONE else max(1.0, value) if name == "expert_imbalance" else value
+        return found
+
+    def residuals(x: Sequence[float]) -> list[float]:
+        found = list(x)
+        for job in jobs:
+            planned = job.planned(replace(job.cluster, **values(x, job.cluster_name)))
+            for name, seconds in job.measured.items():
+                tolerance = TOLERANCE if name == STEP or len(job.measured) == 1 else TOLERANCE_OF_PHASE
+                found.append(math.log(max(planned[name], 1e-9) / seconds) / tolerance)
+        return found
+
+    best = _least_squares(residuals, [0.0] * len(keys), progress)
+    return Fit(
+        values={name: values(best, name) for name in names},
+        before={job.name: job.factor(job.cluster) for job in jobs},
+        after={job.name: job.factor(replace(job.cluster, **values(best, job.cluster_name))) for job in jobs},
+    )
+
+
+def _least_squares(
+    residuals: Callable[[Sequence[float]], list[float]], start: Sequence[float], progress: Callable[[int, float], None]
+) -> list[float]:
+    """Where the sum of squares is least, each coordinate within `FURTHEST`; derivatives are differences."""
+    x, damping = np.asarray(start), 1.0
+    found = np.asarray(residuals(list(x)))
+    for number in range(ROUNDS):
+        moved = [np.asarray(residuals(list(x + row))) for row in DIFFERENCE * np.eye(len(x))]
+        slopes = (np.stack(moved) - found) / DIFFERENCE
+        least = float(found @ found)
+        for _ in range(4):
+            step = np.linalg.solve(slopes @ slopes.T + damping * np.eye(len(x)), -slopes @ found)
+            tried = np.clip(x + step, -FURTHEST, FURTHEST)
+            there = np.asarray(residuals(list(tried)))
+            if there @ there < least:
+                x, found, damping = tried, there, damping / 3
+                break
+            damping *= 4
+        progress(number + 1, float(found @ found))
+        if least - found @ found < 1e-3 * least:
+            break
+    return [float(value) for value in x]

@@ -1,0 +1,371 @@
+"""A run, step by step: what each component computes when, and what it waits for. Deterministic for a seed. Pure.
+
+Replicas of the engine are followed event by event (`sampling`). What they have sampled goes to the servers, which take it in the order in
+which it comes; the trainer takes a step's rollouts when all are sampled and scored. Rollouts of a step may be sampled before the steps
+ahead of it have ended (`docs/asynchronous.md`): then sampler and trainer run beside each other, on GPUs of their own or on the same ones,
+where each has `cluster.concurrency` of its speed while both compute.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from aligner.planner.config import ClusterConfig, PlanConfig
+from aligner.planner.decoding import MAX_REPLICAS, MILLI, followed, refit_seconds, replica, replicas_of
+from aligner.planner.kernels import GIGA
+from aligner.planner.memory import Sizes
+from aligner.planner.sampling import ReplicaQueue, shares, turns_of
+from aligner.planner.timing import turn_seconds
+from aligner.planner.workload import Component, Engine, Phase
+from aligner.spans import Span
+
+SETTLING = 3  # steps, besides those that rollouts may be ahead, until the steps of an asynchronous run take equally long
+SHOWN_REQUESTS = 400  # of a step, as spans
+SLICE = 1.0  # seconds that the replicas of a stream sample before their ends are looked at
+MOST_TIMES = 100  # the run's own time, after which a run that fails too often is given up
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A component with its sizes and the seconds of its phases."""
+
+    component: Component
+    sizes: Sizes
+    seconds: Mapping[Phase, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Habits:
+    """What a run does beside its steps, and how far its rollouts may be ahead."""
+
+    max_staleness: int = 0
+    partial: bool = True  # responses under way go on with new weights
+    recompute: bool = False  # and their keys and values are computed anew
+    validate_every: int = 0
+    save_every: int = 0
+    saves_in_background: bool = False
+    max_steps: int = 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulated:
+    """A run as simulated. `phases`: seconds of an average step by what the trainer did or waited for; they add up to `step_seconds`."""
+
+    phases: Mapping[str, float]
+    useful: float  # part of the run's time that is not lost to failures
+    run_seconds: float  # of the whole run, failures included; infinite where it never gets done
+    preemptions: int  # sequences of a step that lost their seats in the replicas that were followed
+    spans: tuple[Span, ...] = field(default=(), repr=False)  # of the last step
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.phases.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Rollouts of one step: seconds until all are sampled, and until each of those that were followed is, which stand for `weight` each."""
+
+    seconds: float
+    ends: Sequence[float]
+    weight: float
+    spans: Sequence[Span]
+
+
+def simulate(parts: Sequence[Part], cluster: ClusterConfig, assumed: PlanConfig, habits: Habits, *, take_turns: bool) -> Simulated:
+    """`parts`: the training component first. `take_turns`: all of them are on its GPUs, one after the other."""
+    engine, kind = parts[0].component.engine, _Synchronous
+    if engine is not None and habits.max_staleness:
+        kind = _Streamed if engine.own_ranks and habits.partial else _Ahead
+    return kind(parts, cluster, assumed, habits, take_turns).simulated()
+
+
+class _Run:
+    """What all kinds of runs have: phases of the trainer, servers, what is beside the steps, and a record of it."""
+
+    def __init__(self, parts: Sequence[Part], cluster: ClusterConfig, assumed: PlanConfig, habits: Habits, take_turns: bool) -> None:
+        self.main, self.servers = parts[0], parts[1:]
+        self.component, self.work = self.main.component, self.main.component.work
+        self.cluster, self.assumed, self.habits, self.take_turns = cluster, assumed, habits, take_turns
+        self.spans: list[Span] = []
+        self.phases: dict[str, float] = {}
+        self.preempted = 0
+        self.is_shown = False
+
+    def steps(self) -> int:
+        """Simulate; how many steps `phases` adds up."""
+        raise NotImplementedError  # abstract
+
+    def simulated(self) -> Simulated:
+        """The whole run."""
+        steps = self.steps()
+        phases = {name: seconds / steps for name, seconds in self.phases.items()}
+        step, habits = sum(phases.values()), self.habits
+        if habits.validate_every and self.assumed.validation_responses:
+            phases["validation"] = self._validation() / habits.validate_every
+        if habits.save_every:
+            phases["checkpoints"] = self._saving(step) / habits.save_every
+        useful, seconds = self._failures(sum(phases.values()))
+        return Simulated(phases=phases, useful=useful, run_seconds=seconds, preemptions=self.preempted, spans=tuple(self.spans))
+
+    @property
+    def engine(self) -> Engine:
+        """Of a run that samples."""
+        assert self.component.engine is not None
+        return self.component.engine
+
+    # what the trainer does, each from `now`, returning when it is done
+
+    def prepared(self, now: float) -> float:
+        """The host's own work of a step, and that of each sequence of a replica."""
+        sequences = self.work.rows / max(1, self.component.dp)
+        return self.does(now, "host work", self.cluster.step_seconds + self.cluster.sequence_milliseconds * MILLI * sequences)
+
+    def refitted(self, now: float) -> float:
+        engine = self.component.engine
+        return self.does(now, "refit", refit_seconds(self.component, engine, self.main.sizes, self.cluster)) if engine else now
+
+    def trained(self, now: float) -> float:
+        """Log-probs and their like, then training, while the critic trains or, where all take turns, before it does."""
+        for phase in self.work.phases:
+            if phase not in (Phase.generate, Phase.train):
+                now = self.does(now, phase.value, self.main.seconds[phase])
+        begun, now = now, self.does(now, Phase.train.value, self.main.seconds.get(Phase.train, 0.0))
+        ends = now
+        for part in self.servers:
+            if seconds := part.seconds.get(Phase.train, 0.0):
+                start = ends if self.take_turns else begun
+                self.show("train", part.component.process, "rank 0", start, seconds)
+                ends = max(ends, start + seconds)
+        return self.waits(now, "waiting for the critic's training", ends)
+
+    def scored(self, sampled: float, began: float, found: _Round) -> float:
+        """Each server takes responses as they come, or all of them in its turn; reward functions run on the actor's ranks."""
+        ends = sampled
+        rows = self.work.rows + self.work.extra_rows
+        for process in dict.fromkeys(part.component.process for part in self.servers):
+            own = [part for part in self.servers if part.component.process == process]
+            service = sum(seconds for part in own for phase, seconds in part.seconds.items() if phase != Phase.train)
+            if self.take_turns:
+                self.show("score", process, "rank 0", ends, service)
+                ends += service
+            elif service:
+                done = _queued(found.ends, service / rows * found.weight)
+                self.show("score", process, "rank 0", began + found.ends[0], done - found.ends[0])
+                ends = max(ends, began + done)
+        if self.assumed.reward_seconds:
+            each = self.assumed.reward_seconds * found.weight / self.component.num_ranks
+            ends = max(ends, began + _queued(found.ends, each))
+        if self.take_turns and Phase.generate in self.component.turns:
+            ends += turn_seconds(self.component, self.main.sizes, self.cluster, Phase.generate)
+        return self.waits(sampled, "waiting for scores", ends)
+
+    # sampling
+
+    def round(self, number: int) -> _Round:
+        """All rollouts of a step, with nothing else to do."""
+        rows, engine = self.work.rows + self.work.extra_rows, self.engine
+        ends: list[float] = []
+        spans: list[Span] = []
+        slowest, self.preempted = 0.0, 0
+        lengths = self.work.responses(rows, self.assumed.seed + number)
+        chosen = followed(lengths, replicas_of(self.component, engine))
+        for place, own in enumerate(chosen):
+            queue = self.queue(engine)
+            for request, length in enumerate(own):
+                queue.add(request, turns_of(length, self.assumed.turns, request), self.work.mean_prompt)
+            found = queue.until(pause=self.assumed.environment_seconds)
+            ends += [moment for moment, _ in found]
+            slowest = max(slowest, queue.now)
+            self.preempted += queue.preempted
+            if self.is_shown:
+                shown = found[:: max(1, len(found) * len(chosen) // SHOWN_REQUESTS)]
+                spans += [Span("response", "engine", f"replica {place}", 0.0, end, {"tokens": own[request]}) for end, request in shown]
+        return _Round(slowest, sorted(ends), rows / len(ends), spans)
+
+    def queue(self, engine: Engine) -> ReplicaQueue:
+        return replica(self.component, engine, self.main.sizes, self.cluster, static=self.assumed.static_batches)
+
+    # beside the steps
+
+    def _validation(self) -> float:
+        engine = self.component.engine
+        if engine is None:
+            return 0.0
+        slowest = 0.0
+        replicas = replicas_of(self.component, engine)
+        for own in followed(self.work.responses(self.assumed.validation_responses), replicas):
+            queue = self.queue(engine)
+            for request, length in enumerate(own):
+                queue.add(request, turns_of(length, self.assumed.turns, request), self.work.mean_prompt)
+            queue.until(pause=self.assumed.environment_seconds)
+            slowest = max(slowest, queue.now)
+        return slowest
+
+    def _saving(self, step: float) -> float:
+        """A checkpoint of all that is trained; of one that is written in the background what the steps until the next do not cover."""
+        size = 0
+        for part in (self.main, *self.servers):
+            component = part.component
+            if component.optimizer is not None:
+                size += sum(state.optimizer for state in part.sizes.stages) * component.num_ranks // component.parallel.pp
+        seconds = size / (self.cluster.storage_gb_per_second * GIGA)
+        return max(0.0, seconds - step * self.habits.save_every) if self.habits.saves_in_background else seconds
+
+    def _failures(self, step: float) -> tuple[float, float]:
+        """(useful part, seconds) of the whole run: nodes fail at random, and what came after the last checkpoint is computed again."""
+        alone, assumed = step * self.habits.max_steps, self.assumed
+        if not assumed.node_mtbf_hours or not alone:
+            return 1.0, alone
+        ranks = sum(part.component.num_ranks for part in (self.main, *self.servers) if not part.component.within)
+        own = self.component.engine.own_ranks if self.component.engine else 0
+        nodes = math.ceil(((self.component.num_ranks if self.take_turns else ranks) + own) / self.cluster.gpus_per_node)
+        between, saved = assumed.node_mtbf_hours * 3600 / nodes, step * (self.habits.save_every or self.habits.max_steps)
+        draw, clock, done = random.Random(assumed.seed), 0.0, 0.0
+        while True:
+            lasts = draw.expovariate(1 / between)
+            if done + lasts >= alone:
+                clock += alone - done
+                return alone / clock, clock
+            clock += lasts + assumed.restart_minutes * 60
+            done = math.floor((done + lasts) / saved) * saved
+            if clock > MOST_TIMES * alone:
+                return done / clock, math.inf
+
+    # what is written down
+
+    def does(self, now: float, name: str, seconds: float) -> float:
+        """The trainer does this for `seconds`."""
+        if seconds > 0:
+            self.phases[name] = self.phases.get(name, 0.0) + seconds
+            self.show(name, self.component.name, "rank 0", now, seconds)
+        return now + max(0.0, seconds)
+
+    def waits(self, now: float, name: str, until: float) -> float:
+        """The trainer does nothing."""
+        return self.does(now, name, until - now)
+
+    def show(self, name: str, component: str, lane: str, start: float, seconds: float) -> None:
+        if self.is_shown and seconds > 0:
+            self.spans.append(Span(name, component, lane, start, seconds))
+
+
+class _Synchronous(_Run):
+    """Sample, score, train: one after the other."""
+
+    def steps(self) -> int:
+        varies = self.component.engine is not None and self.work.lengths is not None
+        steps, now = self.assumed.steps if varies else 1, 0.0
+        for number in range(steps):
+            self.is_shown = number == steps - 1
+            now = self.prepared(now)
+            if self.component.engine is not None and Phase.generate in self.work.phases:
+                now = self.refitted(now)
+                found = self.round(number)
+                self.spans += [replace(span, start=now) for span in found.spans]
+                began, now = now, self.does(now, Phase.generate.value, found.seconds + self.cluster.phase_seconds)
+                now = self.scored(now, began, found)
+            elif Phase.generate in self.work.phases:
+                now = self.does(now, Phase.generate.value, self.main.seconds[Phase.generate])
+            now = self.trained(now)
+        return steps
+
+
+class _Ahead(_Run):
+    """Round r is sampled once the steps until r - 1 - staleness are over; step r takes it when it is sampled and scored. Rounds are sampled
+    one after the other."""
+
+    def steps(self) -> int:
+        lag, total = self.habits.max_staleness, self.assumed.steps + self.habits.max_staleness + SETTLING
+        speed = 1.0 if self.engine.own_ranks else self.cluster.concurrency
+        done: list[float] = []  # when each step was over
+        sampler = trainer = 0.0
+        for number in range(total):
+            self.is_shown = number == total - 1
+            if number == total - self.assumed.steps:
+                self.phases = {}
+            begin = max(sampler, done[number - 1 - lag] if number > lag else 0.0)
+            found = self.round(number)
+            sampler = _beside(begin, found.seconds, trainer, speed)
+            self.spans += [replace(span, start=begin) for span in found.spans]
+            stretched = (sampler - begin) / found.seconds
+            found = replace(found, seconds=sampler - begin, ends=[end * stretched for end in found.ends])
+            now = self.waits(trainer, "waiting for rollouts", max(trainer, self._available(sampler, begin, found)))
+            now = self.trained(self.prepared(now))
+            if speed < 1 and lag:  # meanwhile the next round is sampled
+                now = self.does(now, "shared with the sampler", min(now - trainer, found.seconds) * (1 - speed))
+            trainer = self.refitted(now)
+            sampler += trainer - now
+            done.append(trainer)
+        return self.assumed.steps
+
+    def _available(self, sampled: float, began: float, found: _Round) -> float:
+        """When the round is scored, which the trainer has been waiting for since it was done with the one before."""
+        phases = dict(self.phases)
+        ends = self.scored(sampled, began, found)
+        self.phases = phases
+        return ends
+
+
+class _Streamed(_Run):
+    """Requests of the next rounds take the seats that those of a round leave: no replica waits for the longest response of a round."""
+
+    def steps(self) -> int:
+        engine = self.engine
+        lag, total = self.habits.max_staleness, self.assumed.steps + self.habits.max_staleness + SETTLING
+        replicas = replicas_of(self.component, engine)
+        queues = [self.queue(engine) for _ in range(min(replicas, MAX_REPLICAS))]
+        per_replica = math.ceil((self.work.rows + self.work.extra_rows) / replicas)
+        of_round = per_replica * len(queues)
+        ended: dict[int, list[float]] = {}
+        done: list[float] = []
+        trainer = 0.0
+        for number in range(total):
+            self.is_shown = number == total - 1
+            if number == total - self.assumed.steps:
+                self.phases = {}
+            for ahead in range(len(ended), number + lag + 1):
+                ended[ahead] = []
+                self._release(queues, ahead, per_replica, done[ahead - 1 - lag] if ahead > lag else 0.0)
+            while len(ended[number]) < of_round:
+                limit = min(queue.now for queue in queues if not queue.idle) + SLICE
+                for moment, request in (end for queue in queues for end in queue.until(limit, pause=self.assumed.environment_seconds)):
+                    ended[request // of_round].append(moment)
+            now = self.waits(trainer, "waiting for rollouts", max(trainer, *ended[number]))
+            now = self.trained(self.prepared(now))
+            trainer = self.refitted(now)
+            for queue in queues:
+                for moment, request in queue.until(now, pause=self.assumed.environment_seconds):
+                    ended[request // of_round].append(moment)
+                queue.wait_until(trainer)
+                if self.habits.recompute:
+                    queue.recompute()
+            done.append(trainer)
+        self.preempted = sum(queue.preempted for queue in queues) // total
+        return self.assumed.steps
+
+    def _release(self, queues: Sequence[ReplicaQueue], number: int, per_replica: int, moment: float) -> None:
+        lengths = self.work.responses(per_replica * len(queues), self.assumed.seed + number)
+        for place, (queue, own) in enumerate(zip(queues, shares(lengths, len(queues)), strict=True)):
+            for request, length in enumerate(own):
+                numbered = (number * len(queues) + place) * per_replica + request
+                queue.add(numbered, turns_of(length, self.assumed.turns, request), self.work.mean_prompt, release=moment)
+
+
+def _queued(arrivals: Sequence[float], service: float) -> float:
+    """When a server is done that takes requests one after the other, each for `service` seconds; `arrivals` rise."""
+    free = 0.0
+    for arrival in arrivals:
+        free = max(free, arrival) + service
+    return free
+
+
+def _beside(begin: float, seconds: float, busy_until: float, speed: float) -> float:
+    """When work of `seconds` is done that began at `begin`, at `speed` as long as the other side is busy."""
+    together = max(0.0, busy_until - begin)
+    if together * speed >= seconds:
+        return begin + seconds / speed
+    return begin + together + seconds - together * speed

@@ -1,0 +1,34 @@
+"""HTML pages of this package: one file each, with templates/style.html in it, and nothing from elsewhere.
+
+Jinja2 escapes everything that models, data and configs wrote: a response that is HTML is shown, not run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from aligner.reporting.formats import number
+
+
+def render_page(template: str, **values: Any) -> str:
+    """The page of a template in templates/, with these values."""
+    environment = Environment(
+        loader=PackageLoader("aligner.reporting"),
+        autoescape=True,
+        finalize=_visible,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["number"] = number
+    return environment.get_template(template).render(values)
+
+
+def _visible(value: Any) -> Any:
+    """A value as shown on a page: text without control characters other than line ends and tabs."""
+    if type(value) is not str:  # numbers, and what the page's own macros made
+        return value
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in value)

@@ -1,0 +1,175 @@
+"""Files in few bits: the numbers that transformers makes of them, and exports that are not quantised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import randomize
+from safetensors.torch import load_file, save_file
+
+from aligner.errors import CheckpointError, ModelFilesError
+from aligner.models.families import architecture_from_hf
+from aligner.models.quantised import fp8, mxfp4
+
+SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"vocab_size": 61, "max_position_embeddings": 128, "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+
+def bytes_of(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
+    return torch.randint(low, high, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(len(shape) + high))
+
+
+def test_mxfp4_by_hand():
+    """Byte 0x2F: the low four bits are 15, -6, the high ones 2, 1; times 2^(126-127). Each row of 32 becomes a column."""
+    numbers = mxfp4(torch.tensor([[[0x2F] * 16], [[0x07] * 16]], dtype=torch.uint8), torch.tensor([[126], [129]], dtype=torch.uint8))
+    assert numbers.shape == (32, 2) and numbers.dtype == torch.bfloat16
+    assert numbers[:2].tolist() == [[-3.0, 24.0], [0.5, 0.0]]
+
+
+def test_mxfp4_is_what_transformers_makes_of_it():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks, scales = bytes_of(3, 40, 5, 16), bytes_of(3, 40, 5)  # every byte, every exponent
+    expected = convert_moe_packed_tensors(blocks, scales)
+    found = torch.stack([mxfp4(*part) for part in zip(blocks, scales, strict=True)])
+    assert found.dtype == expected.dtype and found.isfinite().any() and expected.unique().numel() > 1000
+    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.fixture
+def quantised(tmp_path) -> Path:
+    """A directory as gpt-oss's published ones are: experts in MXFP4, the rest in bfloat16."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory = tmp_path / "published"
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **SIZES)).to(torch.bfloat16)
+    randomize(model, seed=1)
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = bytes_of(experts, outputs, inputs // 32, 16)
+        tensors[f"{name}_scales"] = bytes_of(experts, outputs, inputs // 32, low=121, high=126)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    change_config(directory, quantization_config=MXFP4)
+    return directory
+
+
+def change_config(directory: Path, **changes: object) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_a_published_model_is_read_and_written_unquantised(quantised, topology, load_policy, tmp_path):
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    from aligner.models.weights import save_hf
+
+    theirs = AutoModelForCausalLM.from_pretrained(quantised, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True))
+    policy = load_policy(quantised)
+    exported = dict(policy.export_weights())
+    expected = {name: tensor.float() for name, tensor in theirs.state_dict().items()}
+    assert exported.keys() == expected.keys() and all(torch.equal(exported[name].cpu(), tensor) for name, tensor in expected.items())
+    save_hf(policy.chunks, tmp_path / "export", writer=True)
+    assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
+    tokens = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(3))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, theirs.float()(tokens).logits, rtol=0, atol=1e-4)
+
+
+def test_a_pair_that_is_not_whole_is_refused(quantised, topology, load_policy):
+    tensors = load_file(quantised / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj_blocks"
+    save_file({key: one for key, one in tensors.items() if key != name}, quantised / "model.safetensors")
+    with pytest.raises(ModelFilesError, match=r"down_proj_scales is U8 \(1 such\): not read"):
+        load_policy(quantised)
+    save_file(tensors | {name: tensors[name][:, :-1].contiguous()}, quantised / "model.safetensors")
+    with pytest.raises(ModelFilesError, match="down_proj_blocks is U8"):
+        load_policy(quantised)
+    stacks = {key: one[:-1].contiguous() for key, one in tensors.items() if "down_proj_" in key}
+    save_file(tensors | stacks, quantised / "model.safetensors")
+    with pytest.raises(ModelFilesError, match=r"down_proj is \(2, 32, 64\), the model's config makes it \(3, 32, 64\)"):
+        load_policy(quantised)
+
+
+def test_the_preflight_knows_the_pairs(quantised):
+    from aligner.jobs.preflight.weights import check_names
+    from aligner.models.hf_files import as_read, stored_tensors
+
+    architecture = architecture_from_hf(json.loads((quantised / "config.json").read_text()))
+    names = set(as_read(stored_tensors(quantised)[0]))
+    check_names(quantised, architecture, names, is_scalar=False)
+    with pytest.raises(CheckpointError, match="no tensor named .*0.mlp.experts.down_proj, and 0 more"):
+        check_names(quantised, architecture, names - {"model.layers.0.mlp.experts.down_proj"}, is_scalar=False)
+
+
+# FP8 by blocks.
+
+
+def fp8_of(*shape: int) -> torch.Tensor:
+    """Every number of the format; two bytes of 256 are none."""
+    numbers = bytes_of(*shape)
+    return torch.where(numbers & 0x7F == 0x7F, 0, numbers).view(torch.float8_e4m3fn)
+
+
+def scales_of(rows: int, columns: int) -> torch.Tensor:
+    return torch.rand(rows, columns, generator=torch.Generator().manual_seed(rows)) * 0.001 + 1e-4
+
+
+def test_fp8_is_what_transformers_makes_of_it():
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    numbers, scales = fp8_of(48, 80), scales_of(3, 5)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = Fp8Dequantize(None)._dequantize_one(numbers, scales, dtype)
+        assert expected.unique().numel() > 500 and torch.equal(fp8(numbers, scales, (16, 16)).to(dtype), expected)
+
+
+def test_fp8_in_blocks_that_are_not_whole():
+    """3 rows in blocks of 2, 5 columns in blocks of 4: as DeepSeek-V3's 576 rows in blocks of 128."""
+    found = fp8(torch.ones(3, 5).to(torch.float8_e4m3fn), torch.tensor([[2.0, 3.0], [5.0, 7.0]]), (2, 4))
+    assert found.tolist() == [[2.0] * 4 + [3.0]] * 2 + [[5.0] * 4 + [7.0]]
+
+
+@pytest.fixture
+def in_fp8(tmp_path) -> Path:
+    """A directory as those of DeepSeek-V3 and Qwen3 in FP8 are; the blocks are smaller."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory, sizes = tmp_path / "fp8", SIZES | {"head_dim": 16, "intermediate_size": 48}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes)).to(torch.bfloat16)
+    randomize(model, seed=1)
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rows, columns = tensors[name].shape
+        tensors |= {name: fp8_of(rows, columns), f"{name}_scale_inv": scales_of(rows // 16, columns // 16)}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    own = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    change_config(directory, quantization_config=own)
+    return directory
+
+
+def test_a_model_in_fp8_is_read_and_written_unquantised(in_fp8, topology, load_policy):
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    own = FineGrainedFP8Config(dequantize=True, weight_block_size=(16, 16))
+    theirs = AutoModelForCausalLM.from_pretrained(in_fp8, dtype=torch.float32, quantization_config=own)
+    exported, expected = dict(load_policy(in_fp8).export_weights()), theirs.state_dict()
+    assert exported.keys() == expected.keys() and all(torch.equal(exported[name].cpu(), tensor) for name, tensor in expected.items())
+
+
+def test_scales_that_do_not_fit_are_refused(in_fp8, topology, load_policy):
+    tensors = load_file(in_fp8 / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {f"{name}_scale_inv": torch.ones(3, 3)}, in_fp8 / "model.safetensors")
+    with pytest.raises(ModelFilesError, match=rf"{name} has \(3, 3\) scales for \(48, 64\) in blocks of \(16, 16\)"):
+        load_policy(in_fp8)
+    save_file({key: one for key, one in tensors.items() if key != f"{name}_scale_inv"}, in_fp8 / "model.safetensors")
+    with pytest.raises(ModelFilesError, match=rf"{name} is F8_E4M3 \(1 such\): not read"):
+        load_policy(in_fp8)
