@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,35 +28,36 @@ if TYPE_CHECKING:
 @click.argument("config", required=False, default="", shell_complete=config_names)
 @overrides_argument
 @config_dir
-@click.option("--search", is_flag=True, help="Also show the fastest layouts of the same ranks that fit.")
-@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, metavar="N", help="How many layouts of each component.")
+@click.option("--search", is_flag=True, help="Find the fastest layouts, placement and shares of the GPUs instead; what is typed stays.")
+@click.option("--gpus", default=0, metavar="N", help="With --search: at most (default: the config's).")
+@click.option("--steps", type=click.IntRange(min=0), default=0, metavar="N", help="With --search: of training, that hours are counted for.")
+@click.option("--deadline", default="", metavar="TIME", help="With --search: the fewest GPUs that make the steps in 24h, 2d, 90m.")
+@click.option("--write", type=DIRECTORY, metavar="DIR", help="With --search: write the best one there, as a config and a Slurm script.")
+@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, metavar="N", help="With --search: rows of a table.")
 @click.option("--against", type=DIRECTORY, metavar="RUN", help="Compare with what this run measured (without CONFIG: its own config).")
 @click.option("--html", type=FILE, metavar="FILE", help="Write memory by phase and the timeline of a step as one page.")
 @click.option("--trace", type=FILE, metavar="FILE", help="Write a step as a trace for ui.perfetto.dev or chrome://tracing.")
 @click.option("--explain", is_flag=True, help="Also say what takes the time of a step, and what would shorten it by how much.")
 @click.option("--calibrate", type=FILE, metavar="FILE", help="Instead fit the cluster's parameters to the measured jobs of FILE.")
 @json_option
-def plan(
-    config: str,
-    overrides: tuple[str, ...],
-    search: bool,
-    top: int,
-    explain: bool,
-    calibrate: Path | None,
-    json_path: Path | None,
-    **outputs: Path | None,
-) -> int:
+def plan(config: str, overrides: tuple[str, ...], calibrate: Path | None, json_path: Path | None, **options: Any) -> int:
     """Memory and time of a job, before it is submitted; exit code 1 if it does not fit."""
     from aligner.jobs.plan import plan
     from aligner.jobs.plan_outputs import Outputs, config_and_overrides
+    from aligner.jobs.plan_search import Request, search
 
     if calibrate is not None:
         from aligner.jobs.calibrate import fit
 
         return fit(calibrate)
-    chosen = Outputs(**outputs)
+    chosen = Outputs(**{name: options.pop(name) for name in ("against", "html", "trace")})
     config, overrides = config_and_overrides(config, overrides, chosen.against)
-    return plan(config, overrides, searches=search, top=top, explains=explain, json_path=json_path, outputs=chosen)
+    explains, searches = options.pop("explain"), options.pop("search")
+    request = Request(**options, json_path=json_path)
+    if searches:
+        return search(config, overrides, request, chosen)
+    request.check_unused()
+    return plan(config, overrides, explains=explains, json_path=json_path, outputs=chosen)
 
 
 @click.command(cls=Command, epilog=RUN_DIRECTORY)

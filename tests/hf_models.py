@@ -36,6 +36,10 @@ _LLAMA4 = {"model_type": "llama4_text", "intermediate_size": 20, "intermediate_s
 _LLAMA3_STEP = _LLAMA3 | {"rope_theta": 1e3, "high_freq_factor": 1.0, "original_max_position_embeddings": 64}  # as Llama 4 Scout's file
 _GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7, "intermediate_size": 24}
 _GPT_OSS |= {"rope_parameters": _MLA_YARN | {"truncate": False}}
+_QWEN3_NEXT = {"model_type": "qwen3_next", "num_experts": 4, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
+_QWEN3_NEXT |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 14, "linear_value_head_dim": 22}
+_QWEN3_5 = {"num_key_value_heads": 1, "head_dim": 12, "rope_parameters": _HALF | {"mrope_section": [1, 1, 1], "mrope_interleaved": True}}
+_QWEN3_5 |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 14, "linear_value_head_dim": 22}
 HF_MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 10000.0},
     "llama_tied_llama3_rope": {"model_type": "llama", "tie_word_embeddings": True, "rope_parameters": _LLAMA3 | {"rope_theta": 1e6}},
@@ -154,6 +158,18 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss_tied": _GPT_OSS
     | {"tie_word_embeddings": True, "attention_bias": False, "layer_types": [_FULL] * 2, "head_dim": 8}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}},
+    "qwen3_next": _QWEN3_NEXT
+    | {"num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 12, "num_experts_per_tok": 3, "linear_conv_kernel_dim": 3}
+    | {"rope_parameters": _HALF, "mlp_only_layers": [1], "full_attention_interval": 3},
+    "qwen3_next_tied": _QWEN3_NEXT
+    | {"tie_word_embeddings": True, "head_dim": 16, "num_experts_per_tok": 2, "norm_topk_prob": False}
+    | {"layer_types": [_FULL, "linear_attention"], "linear_num_key_heads": 4},
+    "qwen3_5_text": _QWEN3_5
+    | {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "tie_word_embeddings": True, "linear_conv_kernel_dim": 3}
+    | {"layer_types": ["linear_attention", _FULL, "linear_attention", "linear_attention"]},
+    "qwen3_5_moe_text": _QWEN3_5
+    | {"model_type": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    | {"shared_expert_intermediate_size": 28, "layer_types": [_FULL, "linear_attention"], "linear_num_key_heads": 4},
     "nemotron": {"model_type": "nemotron"},
     "gpt2": _GPT2,
     "gpt2_scaled": _GPT2 | {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
@@ -165,10 +181,14 @@ def randomize(module: torch.nn.Module, seed: int) -> None:
     """Weights that matter everywhere: order-one logits, biases far from zero, norm weights far from one."""
     generator = torch.Generator().manual_seed(seed)
     router_biases = [named for named in module.named_buffers() if "e_score_correction_bias" in named[0]]
+    zero_centred = getattr(getattr(module, "config", None), "model_type", "").startswith(("qwen3_next", "qwen3_5"))
     for name, parameter in (*module.named_parameters(), *router_biases):
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name or ".ln_" in name:
-            parameter.copy_(1 + 0.3 * noise)
+            # Qwen3-Next and 3.5 multiply by 1 + these; around 2, their layers would make rounding errors larger than they are elsewhere.
+            parameter.copy_((0 if zero_centred and "linear_attn" not in name else 1) + 0.3 * noise)
+        elif name.endswith("A_log"):  # states that last for many tokens
+            parameter.copy_(noise - 3)
         else:
             parameter.copy_(noise * (0.5 if "bias" in name or "sinks" in name else 0.2))
 

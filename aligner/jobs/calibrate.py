@@ -85,7 +85,9 @@ def _written(path: Path) -> Mapping[str, Any]:
 def _job(path: Path, entry: Mapping[str, Any], sources: Mapping[str, Any]) -> MeasuredJob:
     if unknown := sorted(set(entry) - KEYS):
         raise ConfigError(f"unknown {', '.join(unknown)}; allowed: {', '.join(sorted(KEYS))}")
-    shared = sources.get(entry["source"], {}).get("settings", []) if "source" in entry else []
+    if "source" in entry and entry["source"] not in sources:
+        raise ConfigError(f"source: {entry['source']}: not under sources; allowed: {', '.join(sources) or 'none'}")
+    shared = sources[entry["source"]].get("settings", []) if "source" in entry else []
     config, settings, measured = entry.get("config", ""), [*shared, *entry.get("settings", [])], entry.get("published")
     if "run" in entry:
         config = str(run := path.parent / entry["run"])

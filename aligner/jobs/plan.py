@@ -42,14 +42,12 @@ def plan(
     name: str,
     overrides: Sequence[str],
     *,
-    searches: bool = False,
-    top: int = 5,
     explains: bool = False,
     json_path: Path | None = None,
     outputs: Outputs | None = None,
 ) -> int:
     """Plan the config `name`; prints tables, returns the exit code. Raises ConfigError if the sizes do not divide."""
-    job = plan_job(name, overrides, searches=searches, top=top)
+    job = plan_job(name, overrides)
     report.show(job, report.console())
     if explains:
         explain.show(job, explain.changes(job, lambda settings: plan_job(name, [*overrides, *settings])), report.console())
@@ -60,24 +58,26 @@ def plan(
     return DOES_NOT_FIT if job.problems else 0
 
 
-def plan_job(name: str, overrides: Sequence[str], *, searches: bool = False, top: int = 5) -> report.JobPlan:
+def plan_job(name: str, overrides: Sequence[str]) -> report.JobPlan:
     """As `plan`, without printing."""
     config = load(name, overrides)
-    cluster, scales = config.cluster, Scales(config.cluster.device)
-    plans = planned(config, scales)
+    return plan_config(name, config, Scales(config.cluster.device))
+
+
+def plan_config(name: str, config: JobRun, scales: Scales, *, advises: bool = True) -> report.JobPlan:
+    """The plan of a composed config. `scales` know what other plans have built; `advises`: what does not fit is told what would help."""
+    cluster, plans = config.cluster, planned(config, scales)
     take_turns, problems = any(one.component.turns for one in plans), []
     if take_turns:
         host = {f"{one.component.name}: {part}": size for one in plans for part, size in one.host.items()}
         problems += report.host_problems("all components together", host, cluster)
     for one in plans:
-        advice = [] if one.fits or one.component.within else search.advice(one.component, cluster, scales)
+        advice = search.advice(one.component, cluster, scales) if advises and not (one.fits or one.component.within) else []
         problems += report.problems(one, cluster, advice)
-    searched = [one.component for one in plans if searches and not one.component.within]
     return report.JobPlan(
         name=name,
         cluster=cluster,
         components=plans,
-        alternatives={part.name: search.search(part, cluster, scales, top=top) for part in searched},
         problems=tuple(problems),
         run=simulated(plans, config, take_turns=take_turns),
         take_turns=take_turns,
@@ -179,10 +179,11 @@ def _is_described(section: object) -> bool:
     return isinstance(section, ModelConfig) and section.architecture.vocab_size > 0
 
 
-def components(config: JobRun) -> list[Component]:
+def components(config: JobRun, *, checked: bool = True) -> list[Component]:
     """The components that a run of this config starts, the training one first. Unset lengths are as in the run.
 
-    Raises ConfigError for settings that the run would refuse (`JobRun.with_lengths`, `JobRun.check`).
+    Raises ConfigError for settings that the run would refuse (`JobRun.with_lengths`, `JobRun.check`); unless `checked`, layouts and ranks
+    may be any.
     """
     models = {key: _own_or_actors(attrgetter(key)(config), config.model) for key in config.readers()}
     contexts = {}
@@ -190,19 +191,20 @@ def components(config: JobRun) -> list[Component]:
         with in_section(key.rpartition(".")[0]):
             contexts[key] = create.context_length(model, _architecture(key, model))
     config = fill(config, contexts)
-    found = [_main(config), *(_server(config, server) for server in config.servers() if server.work is not None)]
+    found = [_main(config, checked), *(_server(config, server, checked) for server in config.servers() if server.work is not None)]
     guests = ((server.guest, server.name) for server in config.servers() if server.guest is not None)
-    found += [replace(_server(config, guest), within=name) for guest, name in guests if guest.work is not None]
-    for component in found if config.cluster.device is Device.gpu else ():
+    found += [replace(_server(config, guest, checked), within=name) for guest, name in guests if guest.work is not None]
+    for component in found if checked and config.cluster.device is Device.gpu else ():
         config.cluster.ranks_on_node(component.name, component.num_ranks)
     return found
 
 
-def _main(config: JobRun) -> Component:
+def _main(config: JobRun, checked: bool) -> Component:
     """The component that trains or writes."""
     traits, architecture = config.traits(), _architecture("model", config.model)
     with named(traits.role):
-        config.check(architecture, config.num_processes)
+        if checked:
+            config.check(architecture, config.num_processes)
         engine = _engine(config.rollout, config.parallel, config.cluster, config.plan.rollout_ranks) if traits.has_engine else None
     trains = Phase.train in traits.work.phases
     return Component(
@@ -228,14 +230,15 @@ def _actors_turns(config: JobRun) -> frozenset[Phase]:
     return frozenset({Phase.generate} | ({Phase.train} if any(server.optimizer for server in config.servers()) else set()))
 
 
-def _server(config: JobRun, server: Server) -> Component:
+def _server(config: JobRun, server: Server, checked: bool) -> Component:
     """A server component; without a model of its own it has the trained one."""
     key = f"{server.name}.model"
     model = _own_or_actors(server.model, config.model)
     with in_section(server.name):
         architecture, placed = _architecture(key, model), _model(model, config.cluster)
-    with named(server.name):
-        server.check(model, architecture, server.num_ranks)
+    if checked:
+        with named(server.name):
+            server.check(model, architecture, server.num_ranks)
     return Component(
         name=server.name,
         head=Head.scalar,

@@ -9,6 +9,7 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models import architecture_checks
+from aligner.models.attention_checks import OF_LINEAR, check_latent, check_linear
 from aligner.models.kinds import Activation, Normalization, ParallelResidual, PositionEmbedding
 
 
@@ -38,6 +39,9 @@ class Family(str, Enum):
     qwen2_moe = "qwen2_moe"
     gpt_oss = "gpt_oss"
     llama4_text = "llama4_text"
+    qwen3_next = "qwen3_next"
+    qwen3_5_text = "qwen3_5_text"
+    qwen3_5_moe_text = "qwen3_5_moe_text"
     cohere2 = "cohere2"
     ministral = "ministral"
 
@@ -147,6 +151,13 @@ class Architecture:
     latent_size: int = 0  # 0: off; else what each token's keys and values are made of (multi-head latent attention)
     query_latent_size: int = 0  # what its queries are made of; 0: of the residual stream
     value_head_dim: int = 0  # with latent_size: of each head's values; head_dim is of its queries and keys
+    attention_gate: bool = False  # what attention gives is multiplied by a sigmoid of each token's own
+    linear_attention_layers: list[int] = field(default_factory=list)  # numbers, from 0, of the layers that are gated delta nets instead
+    linear_key_heads: int = 0  # of a delta net's queries and keys: each serves linear_value_heads / linear_key_heads heads of values
+    linear_value_heads: int = 0  # of its values, and of its state
+    linear_key_head_dim: int = 0  # of each head's queries and keys
+    linear_value_head_dim: int = 0  # of each head's values
+    linear_conv_size: int = 0  # tokens, its own included, that each query, key and value is a convolution of
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -156,7 +167,8 @@ class Architecture:
         self._check_experts()
         architecture_checks.check_router(self)
         architecture_checks.check_positions_by_layer(self)
-        self._check_latent()
+        check_latent(self)
+        check_linear(self)
 
     def _check_sizes(self) -> None:
         for name in (
@@ -247,6 +259,15 @@ class Architecture:
         """Tokens that a token of this layer, counted from 0, attends to; 0: all before it."""
         return 0 if layer in self.full_attention_layers else self.sliding_window
 
+    def is_linear(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, is a gated delta net."""
+        return layer in self.linear_attention_layers
+
+    @property
+    def key_value_layers(self) -> int:
+        """Layers that keep a key and a value of every token; the others are delta nets."""
+        return self.num_layers - len(self.linear_attention_layers)
+
     def chunk_of(self, layer: int) -> int:
         """Positions of a chunk in this layer, counted from 0; 0: there are none."""
         return 0 if layer in self.full_attention_layers else self.attention_chunk
@@ -257,9 +278,10 @@ class Architecture:
 
     def with_layers(self, num_layers: int) -> Architecture:
         """The same with its first layers alone, or with more of them."""
-        names = ("full_attention_layers", "dense_layers", "no_rope_layers")
+        names = ("full_attention_layers", "dense_layers", "no_rope_layers", "linear_attention_layers")
         lists = {name: [layer for layer in getattr(self, name) if layer < num_layers] for name in names}
-        return replace(self, num_layers=num_layers, **lists)
+        sizes = {} if lists["linear_attention_layers"] else dict.fromkeys(OF_LINEAR, 0)
+        return replace(self, num_layers=num_layers, **lists, **sizes)
 
     def _check_windows(self) -> None:
         layers = self.full_attention_layers = list(self.full_attention_layers)
@@ -351,25 +373,3 @@ class Architecture:
                 "architecture.normalize_expert_weights=True: with experts_per_token=1 every weight is 1, which gives the router "
                 "no gradient; allowed: False"
             )
-
-    def _check_latent(self) -> None:
-        if not self.latent_size:
-            for name in ("query_latent_size", "value_head_dim"):
-                if getattr(self, name):
-                    raise ConfigError(f"architecture.{name}={getattr(self, name)}: needs latent_size > 0; allowed without: 0")
-            return
-        for name, least in (("latent_size", 1), ("query_latent_size", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"architecture.{name}={getattr(self, name)}: must not be negative (0 is none)")
-        if not 1 <= self.value_head_dim <= self.head_dim:
-            raise ConfigError(f"architecture.value_head_dim={self.value_head_dim}: must be from 1 to head_dim={self.head_dim}")
-        fixed = {
-            "num_key_value_heads": self.num_attention_heads,
-            "position_embedding": PositionEmbedding.rope,
-            "normalization": Normalization.rms_norm,
-            **dict.fromkeys(("qkv_bias", "qk_norm", "linear_bias"), False),
-        }
-        for name, value in fixed.items():
-            if getattr(self, name) != value:
-                shown, needed = (getattr(one, "value", one) for one in (getattr(self, name), value))
-                raise ConfigError(f"architecture.{name}={shown}: allowed with latent_size={self.latent_size}: {needed}")

@@ -53,6 +53,8 @@ def check_together(architecture: Architecture, model: ModelConfig, parallel: Par
             f"model.batch_invariant=true: not for mixtures of experts (num_experts={architecture.num_experts}): the sums over a token's "
             "experts have no invariant form here; allowed: dense models"
         )
+    if architecture.linear_attention_layers and parallel.cp > 1:
+        raise ConfigError(f"parallel.cp={parallel.cp}: the model's delta nets hand a state on from token to token; allowed: 1")
     if model.share_prompts and parallel.cp > 1:
         raise ConfigError(
             f"model.share_prompts=true: sequences that are split over parallel.cp={parallel.cp} ranks cannot share prompts; allowed: cp=1"
@@ -84,6 +86,8 @@ UNUSUAL: dict[str, tuple[Any, str]] = {
     "logits_scale": (1.0, "scaled logits"),
     "logits_softcap": (0.0, "capped logits"),
     "latent_size": (0, "latent attention"),
+    "linear_attention_layers": ([], "gated delta nets"),
+    "attention_gate": (False, "a gate on attention"),
     "dense_layers": ([], "layers without experts"),
     "shared_ffn_hidden_size": (0, "shared experts"),
     "glu_limit": (0.0, "cut activations"),
@@ -149,12 +153,14 @@ def _tensor_problem(architecture: Architecture, tp: int) -> str:
     for name in sizes:
         if getattr(architecture, name) % tp:
             return f"does not divide the model's {name}={getattr(architecture, name)}"
+    if architecture.linear_key_heads % tp:
+        return f"does not divide the model's linear_key_heads={architecture.linear_key_heads}"
     groups = architecture.num_key_value_heads
     if architecture.qk_norm_of_heads and groups % tp:
         return f"must divide the model's num_key_value_heads={groups}: each rank has the norms' weights of its heads"
     if groups % tp and tp % groups:
         return f"must divide, or be a multiple of, the model's num_key_value_heads={groups}"
-    rows = (architecture.num_attention_heads + 2 * groups) * architecture.head_dim
+    rows = (architecture.num_attention_heads * (1 + architecture.attention_gate) + 2 * groups) * architecture.head_dim
     return f"does not divide the {rows} rows of the query, key and value projections" if rows % tp else ""
 
 

@@ -18,7 +18,9 @@ from aligner.models.config import Normalization
 from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Layout, shard
 from aligner.models.scalar_head import HEAD
 
-_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
+_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight", "linear_out.weight")
+_DECAY = "self_attention.A_log"
+_ONES = ("self_attention.dt_bias", "self_attention.out_norm.weight")  # of a delta net, whose norm is no zero-centred one
 _GROUPED_EXPERT = re.compile(r"(.*\.mlp\.experts\.)(linear_fc[12]\.)(weight|bias)(\d+)")
 _FUSED_NORMS = {
     ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
@@ -34,6 +36,14 @@ def initialise(chunks: list[Any], seed: int) -> None:
                 continue
             with torch.no_grad():
                 _fill(chunk, name, parameter, seed)
+
+
+def _decays(chunk: Any, name: str, seed: int) -> Tensor:
+    """This rank's logarithms of a delta net's decays, which are uniform up to 16, as in transformers."""
+    generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    drawn = torch.empty(chunk.architecture.linear_value_heads, device="cpu").uniform_(0.01, 16, generator=generator)
+    group = chunk.pg_collection.tp
+    return drawn.log().chunk(group.size())[group.rank()]
 
 
 def global_name(chunk: Any, name: str) -> str:
@@ -57,7 +67,13 @@ def global_name(chunk: Any, name: str) -> str:
 
 def _fill(chunk: Any, name: str, parameter: Tensor, seed: int) -> None:
     unique = global_name(chunk, name)
+    if unique.endswith(_DECAY):
+        parameter.copy_(_decays(chunk, unique, seed))
+        return
     if parameter.dim() == 1:
+        if unique.endswith(_ONES):
+            parameter.fill_(1.0)
+            return
         is_norm = "norm" in unique and unique.endswith("weight")
         around_zero = chunk.architecture.normalization in (Normalization.layer_norm_1p, Normalization.rms_norm_1p)
         parameter.fill_(1.0 if is_norm and not around_zero else 0.0)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aligner.models.attention import CoreAttention
 from aligner.models.config import Architecture, Normalization, ParallelResidual
+from aligner.models.gated_delta_net import GatedAttention, GatedDeltaNet
 from aligner.models.latent_attention import LatentAttention
 from aligner.models.own_layer import HeadNorm, OwnLayer, OwnRotation, WholeNorm, needs_own_layer, needs_own_rotation
 from aligner.models.router import Router
@@ -157,7 +158,7 @@ def block_spec(
         norm = _norm(architecture, modules)
         numbers = {_kind(architecture, number): number for number in range(architecture.num_layers)}
         kinds = {kind: _local_layer(config, architecture, modules, number) for kind, number in numbers.items()}
-    for spec in (spec for (mixture, _), spec in kinds.items() if mixture):
+    for spec in (spec for (mixture, *_), spec in kinds.items() if mixture):
         submodules_of(spec.submodules.mlp).router = ModuleSpec(module=Router, params={"architecture": architecture})
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
@@ -166,8 +167,8 @@ def block_spec(
 
 
 def _kind(architecture: Architecture, layer: int) -> tuple[bool, bool]:
-    """Whether a layer, counted from 0, is a mixture of experts, and whether it has rotary positions."""
-    return architecture.has_experts(layer), architecture.rotates(layer)
+    """Whether a layer, counted from 0, is a mixture of experts, whether it has rotary positions, and whether it is a delta net."""
+    return architecture.has_experts(layer), architecture.rotates(layer), architecture.is_linear(layer)
 
 
 def finish_transformer_engine(decoder: torch.nn.Module) -> None:
@@ -192,7 +193,7 @@ def _norm(architecture: Architecture, modules: LayerModules) -> ModuleSpec:
 
 
 def _local_layer(config: TransformerConfig, architecture: Architecture, modules: LayerModules, number: int) -> Any:
-    mixture, rotates = _kind(architecture, number)
+    mixture, rotates, linear = _kind(architecture, number)
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if mixture else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -227,8 +228,13 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
     if mixture and architecture.expert_biases:
         experts = submodules_of(submodules_of(layer.submodules.mlp).experts)
         experts.linear_fc1, experts.linear_fc2 = biased(modules.column_linear), BiasedExpertOut
+    if architecture.attention_gate:
+        layer.submodules.self_attention.module = GatedAttention
+    if linear:
+        linears = {"column_linear": modules.column_linear, "row_linear": modules.row_linear}
+        layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"architecture": architecture, **linears})
     if not mixture:
         mlp = submodules_of(layer.submodules.mlp)
-        linear = modules.column_linear, modules.row_linear
-        mlp.linear_fc1, mlp.linear_fc2 = map(biased, linear) if architecture.mlp_bias else linear
+        plain = modules.column_linear, modules.row_linear
+        mlp.linear_fc1, mlp.linear_fc2 = map(biased, plain) if architecture.mlp_bias else plain
     return layer

@@ -43,7 +43,7 @@ from aligner.parallel.mcore import (
 from aligner.rows import upload
 
 _LINEAR = re.compile(
-    r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(experts\.local_experts\.\d+\.)?(?:shared_experts\.)?(linear_(?:qkv|proj|fc1|fc2|q_proj|q_up_proj|kv_up_proj))\.weight"
+    r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(experts\.local_experts\.\d+\.)?(?:shared_experts\.)?(linear_(?:qkv|proj|fc1|fc2|q_proj|q_up_proj|kv_up_proj|qkvz|ba|out))\.weight"
 )
 MERGED_ROWS = 1024  # of a weight that get their adapter at a time
 _WHOLE = "out"  # the one part of a layer that is one projection
@@ -58,6 +58,7 @@ _PARTS = {
 }
 _ALL_PARTS = {"linear_qkv": LoraTarget.qkv, "linear_proj": LoraTarget.proj, "linear_fc1": LoraTarget.fc1, "linear_fc2": LoraTarget.fc2}
 _ALL_PARTS |= dict.fromkeys(("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"), LoraTarget.qkv)  # of latent attention
+_ALL_PARTS |= {"linear_qkvz": LoraTarget.qkv, "linear_ba": LoraTarget.qkv, "linear_out": LoraTarget.proj}  # of delta nets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +200,11 @@ def pairs_of(weight: str, architecture: Architecture, targets: Sequence[LoraTarg
         return None
     is_expert, kind = match[1] is not None, match[2]
     rule = weight_names(architecture).find(weight)
+    if rule.layout not in _PARTS:  # a delta net's
+        if LoraTarget.qkv in targets:
+            allowed = ", ".join(name for name in LoraTarget.__members__ if name != LoraTarget.qkv.value)
+            raise ConfigError(f"model.lora.targets: qkv of family {architecture.family.value} is of its delta nets too; allowed: {allowed}")
+        return None
     parts = _PARTS[rule.layout]
     if rule.expert is not None and LoraTarget.experts in targets:
         raise ConfigError(
@@ -224,7 +230,9 @@ def pairs_of(weight: str, architecture: Architecture, targets: Sequence[LoraTarg
             )
     if not trained:
         return None
-    return Pairs(rule=rule, parts=parts, trained=trained, splits_output=kind not in ("linear_proj", "linear_fc2"), is_expert=is_expert)
+    return Pairs(
+        rule=rule, parts=parts, trained=trained, splits_output=kind not in ("linear_proj", "linear_fc2", "linear_out"), is_expert=is_expert
+    )
 
 
 def _site(chunk: Any, name: str, module: torch.nn.Module, lora: LoraConfig) -> AdapterSite | None:
@@ -241,7 +249,7 @@ def _site(chunk: Any, name: str, module: torch.nn.Module, lora: LoraConfig) -> A
             heads = architecture.num_key_value_heads
             raise ConfigError(f"model.lora.targets: adapters of q, k and v need parallel.tp={tp} to divide the {heads} key-value heads")
         keys = groups * architecture.head_dim
-        rows = [architecture.num_attention_heads * architecture.head_dim // tp, keys, keys]
+        rows = [architecture.num_attention_heads * architecture.head_dim * (1 + architecture.attention_gate) // tp, keys, keys]
     return AdapterSite(name=name, weight=module.weight, pairs=pairs, sizes=dict(zip(pairs.parts, rows, strict=True)), groups=groups)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from aligner.models import forward as passes
 from aligner.models import rope
 from aligner.models.build import LanguageModel, rounded_scale
+from aligner.models.gated_delta_net import GatedDeltaNet
 from aligner.models.latent_attention import LatentAttention
 from aligner.models.placement import Placement
 from aligner.models.tracing import SPLIT, Operation, Place, Tap, Trace
@@ -105,11 +106,15 @@ def _hooks(chunk: LanguageModel, tap: Tap) -> Iterator[None]:
 
 def _of_layer(layer: Any) -> list[_Hooked]:
     attention = layer.self_attention
+    of_attention: list[_Hooked] = []
+    if isinstance(attention, GatedDeltaNet):
+        of_attention = [(attention.linear_out, Operation.projection, False)]
+    else:
+        of_attention += [(attention.linear_qkv, Operation.qkv, False), (attention.core_attention, Operation.attention, False)]
+        of_attention += [(attention.linear_proj, Operation.projection, False)]
     found: list[_Hooked] = [
         (layer.input_layernorm, Operation.input_norm, False),
-        (attention.linear_qkv, Operation.qkv, False),
-        (attention.core_attention, Operation.attention, False),
-        (attention.linear_proj, Operation.projection, False),
+        *of_attention,
         (layer.pre_mlp_layernorm, Operation.attention_residual, True),
         (layer.pre_mlp_layernorm, Operation.mlp_norm, False),
         (layer.mlp, Operation.mlp, False),
@@ -123,7 +128,7 @@ def _of_layer(layer: Any) -> list[_Hooked]:
 
 
 def _query_norms(attention: Any) -> list[tuple[torch.nn.Module | None, Operation]]:
-    if isinstance(attention, LatentAttention):  # its norms are of what all heads share
+    if isinstance(attention, LatentAttention | GatedDeltaNet):  # its norms are of what all heads share, or of no queries
         return []
     return [(attention.q_layernorm, Operation.q_norm), (attention.k_layernorm, Operation.k_norm)]
 

@@ -63,6 +63,7 @@ with warnings.catch_warnings():
         set_tensor_model_parallel_attributes,
     )
     from megatron.core.tensor_parallel.mappings import (
+        all_gather_last_dim_from_tensor_parallel_region,
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
         reduce_from_tensor_model_parallel_region,
@@ -229,6 +230,7 @@ __all__ = [
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
+    "all_gather_last_dim_from_tensor_parallel_region",
     "build_module",
     "copy_to_tensor_model_parallel_region",
     "dist_checkpointing",

@@ -10,7 +10,7 @@ from aligner.parallel.topology import ParallelConfig
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.kernels import MICRO, TERA
 from aligner.planner.layers import LayerSeconds, Passes, kernels, launched_layers, layer_flops, layer_seconds
-from aligner.planner.memory import Sizes, cache_tokens, kv_bytes_per_token, padded_vocabulary
+from aligner.planner.memory import Sizes, cache_tokens, kv_bytes_per_token, padded_vocabulary, state_bytes
 from aligner.planner.sampling import ReplicaQueue, shares
 from aligner.planner.workload import GIB, Component, Engine
 
@@ -50,8 +50,8 @@ def _capacity(component: Component, engine: Engine, sizes: Sizes, cluster: Clust
     """Tokens in a replica's cache: as the run has it, or, on GPUs of its own, what its weights leave."""
     if not engine.own_ranks or engine.kv_cache_tokens:
         return cache_tokens(component, engine)
-    left = cluster.gpu_memory_gib * GIB * OWN_SHARE - sizes.engine_weights
-    return max(component.work.length, left / kv_bytes_per_token(component, engine))
+    left = cluster.gpu_memory_gib * GIB * OWN_SHARE - sizes.engine_weights - engine.max_batch_size * state_bytes(component, engine)
+    return max(component.work.length, left / max(1, kv_bytes_per_token(component, engine)))
 
 
 def _layer_of_engine(component: Component, shape: Passes, cluster: ClusterConfig, engine: Engine) -> LayerSeconds:
@@ -64,10 +64,10 @@ def decode_step(component: Component, engine: Engine, sizes: Sizes, cluster: Clu
     a, k, tp = component.architecture, kernels(component, cluster), engine.tp
     linear, _ = layer_flops(component, 1)
     vocabulary = padded_vocabulary(component) / tp
-    kv = kv_bytes_per_token(component, engine)
-    attention = 2.0 * a.num_attention_heads / tp * (a.head_dim + (a.value_head_dim if a.latent_size else a.head_dim)) * a.num_layers
+    kv, state = kv_bytes_per_token(component, engine), 2 * state_bytes(component, engine)  # read and written
+    attention = 2.0 * a.num_attention_heads / tp * (a.head_dim + (a.value_head_dim if a.latent_size else a.head_dim)) * a.key_value_layers
     of_experts = expert_bytes(component, sizes.engine_weights, tp)
-    replayed = engine.settings.cuda_graphs and cluster.device == Device.gpu
+    replayed = engine.settings.cuda_graphs and cluster.device == Device.gpu and not a.linear_attention_layers
     each = cluster.launch_microseconds if replayed else cluster.host_layer_microseconds
     floor = launched_layers(component, a.num_layers) * each * MICRO
 
@@ -76,7 +76,7 @@ def decode_step(component: Component, engine: Engine, sizes: Sizes, cluster: Clu
         chosen = 1 - (1 - a.experts_per_token / a.num_experts) ** active if a.num_experts else 1.0
         weights = sizes.engine_weights - of_experts + of_experts * chosen / cluster.achievable_experts
         products = active * (a.num_layers * linear + 2 * a.hidden_size * padded_vocabulary(component)) / tp / k.product_rate
-        computing = k.moving(weights) + products + k.moving(LOGIT_PASSES * active * vocabulary * 4)
+        computing = k.moving(weights + active * state) + products + k.moving(LOGIT_PASSES * active * vocabulary * 4)
         exchange = 2 * a.num_layers * k.all_reduce(active * a.hidden_size * component.dtype_bytes, tp, tp)
         host = cluster.engine_step_milliseconds * MILLI + active * cluster.engine_sequence_microseconds * MICRO
         return max(computing, floor) + exchange + host

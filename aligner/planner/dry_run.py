@@ -187,7 +187,9 @@ def _block(component: Component, num_layers: int, rows: int, length: int, device
 
 
 def _widest(architecture: Architecture) -> Architecture:
-    """Where only some layers have a window or chunks, all layers without: they keep the most."""
+    """Where only some layers have a window or chunks, all layers without; where some are delta nets, all of them: they keep the most."""
+    if architecture.linear_attention_layers:
+        return replace(architecture, linear_attention_layers=list(range(architecture.num_layers)))
     if not architecture.full_attention_layers:
         return architecture
     return replace(architecture, sliding_window=0, attention_chunk=0, full_attention_layers=[], rope_local_theta=0.0)

@@ -172,6 +172,7 @@ class Scales:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._known: dict[str, dry_run.BlockBytes] = {}
+        self._shards: dict[str, list[tuple[Parameter, ...]]] = {}
 
     def block(self, component: Component, passes: MicroBatches) -> dry_run.BlockBytes:
         """The activations of the component's layers at these micro-batches: measured, or listed for Transformer Engine's modules."""
@@ -185,6 +186,16 @@ class Scales:
             self._known[key] = replace(found, layer=found.layer + dry_run.expert_extra_bytes(component, passes.tokens))
         return self._known[key]
 
+    def shards(self, component: Component, stage: int) -> list[tuple[Parameter, ...]]:
+        """The parameters of every chunk on a rank of this stage; the number of replicas makes no difference."""
+        model = component.model
+        key = repr(
+            (component.architecture, component.head, model.dtype, model.lora, model.make_vocab_divisible_by, component.parallel, stage)
+        )
+        if key not in self._shards:
+            self._shards[key] = dry_run.shard_parameters(component, stage)
+        return self._shards[key]
+
     def scaled_block(self, component: Component, passes: MicroBatches) -> dry_run.BlockBytes:
         """As `block`, scaled from one row: activations are proportional to rows."""
         one = self.block(component, replace(passes, rows=1))
@@ -195,7 +206,7 @@ def plan_component(component: Component, cluster: ClusterConfig, scales: Scales)
     """Build one rank of every distinct stage, run its layers, and predict. Raises ConfigError if the sizes do not divide."""
     check(component)
     like = stages_to_build(component)
-    built = {stage: dry_run.shard_parameters(component, stage) for stage in sorted(set(like))}
+    built = {stage: scales.shards(component, stage) for stage in sorted(set(like))}
     shards = [built[stage] for stage in like]
     states = {stage: stage_state(component, chunks, cluster, stage=stage) for stage, chunks in built.items()}
     inference = scales.block(component, inference_micro_batches(component))

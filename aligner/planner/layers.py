@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from aligner.models.config import Architecture
 from aligner.parallel.micro_batches import MicroBatching, plan
 from aligner.planner.config import ClusterConfig
 from aligner.planner.kernels import Kernels
@@ -15,6 +16,7 @@ from aligner.planner.workload import Component
 
 HIDDEN_PASSES, INNER_PASSES = 16, 5  # how often a layer's small kernels read or write a hidden state, or a feed-forward layer's inside
 ROUTED_PASSES = 6  # and a token on its way to an expert and back
+CHUNK = 64  # tokens: `aligner.models.delta_rule`
 
 
 def kernels(component: Component, cluster: ClusterConfig) -> Kernels:
@@ -23,16 +25,38 @@ def kernels(component: Component, cluster: ClusterConfig) -> Kernels:
 
 
 def layer_flops(component: Component, length: float) -> tuple[float, float]:
-    """(matrix products, attention's quadratic part) of one token through one layer, forward; half of a causal square of `length`."""
+    """(matrix products, attention's quadratic part) of one token through one layer, forward; half of a causal square of `length`.
+
+    Where some layers are delta nets: the mean of all layers.
+    """
     a = component.architecture
+    with_keys = a.key_value_layers / a.num_layers
     attention, values = 2 * a.hidden_size * a.head_dim * (2 * a.num_attention_heads + 2 * a.num_key_value_heads), a.head_dim
     if a.latent_size:
         values, read, plain = a.value_head_dim, a.query_latent_size or a.hidden_size, a.head_dim - a.rotated
         of_heads = read * a.head_dim + a.latent_size * (plain + values) + values * a.hidden_size
         attention = 2 * (a.num_attention_heads * of_heads + a.hidden_size * (a.query_latent_size + a.latent_size + a.rotated))
+    attention += 2 * a.hidden_size * a.head_dim * a.num_attention_heads * a.attention_gate
+    if with_keys < 1:
+        delta = sum(2 * inputs * outputs for inputs, outputs in _delta_projections(a)) + _delta_rule_flops(a)
+        attention = with_keys * attention + (1 - with_keys) * delta
     feed_forward = 2 * a.hidden_size * a.token_ffn_size * (3 if a.gated_mlp else 2)
     router = 2 * a.hidden_size * a.num_experts
-    return float(attention + feed_forward + router), 1.0 * a.num_attention_heads * (a.head_dim + values) * length
+    return float(attention + feed_forward + router), with_keys * a.num_attention_heads * (a.head_dim + values) * length
+
+
+def _delta_projections(a: Architecture) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(inputs, outputs) of what is in front of a gated delta net, and of what is behind it."""
+    keys, values = a.linear_key_heads * a.linear_key_head_dim, a.linear_value_heads * a.linear_value_head_dim
+    return (a.hidden_size, 2 * keys + 2 * values + 2 * a.linear_value_heads), (values, a.hidden_size)
+
+
+def _delta_rule_flops(a: Architecture) -> int:
+    """Of one token, forward: the convolution, three products with the state, and those within a chunk (two of keys, the triangular system,
+    one of values)."""
+    key, value, heads = a.linear_key_head_dim, a.linear_value_head_dim, a.linear_value_heads
+    convolved = a.linear_conv_size * (2 * a.linear_key_heads * key + heads * value)
+    return 2 * (convolved + heads * (3 * key * value + CHUNK * (2 * key + (key + value) // 2 + value)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +154,7 @@ def layer_seconds(component: Component, shape: Passes, cluster: ClusterConfig, t
 
 
 def _attention_products(component: Component, tokens: float, k: Kernels, tp: int) -> float:
-    """Queries, keys, values and output of one layer."""
+    """Queries, keys, values and output of an average layer, and what a delta net computes between them."""
     a = component.architecture
     heads = a.num_attention_heads
     if a.latent_size:
@@ -138,8 +162,13 @@ def _attention_products(component: Component, tokens: float, k: Kernels, tp: int
         read, plain = a.query_latent_size or a.hidden_size, a.head_dim - a.rotated
         parts = ((a.hidden_size, whole), (read, heads * a.head_dim / tp), (a.latent_size, heads * (plain + a.value_head_dim) / tp))
         return sum(k.product(tokens, *part) for part in (*parts, (heads * a.value_head_dim / tp, a.hidden_size)))
-    outer = (heads + 2 * a.num_key_value_heads) * a.head_dim / tp
-    return k.product(tokens, a.hidden_size, outer) + k.product(tokens, heads * a.head_dim / tp, a.hidden_size)
+    outer = (heads * (1 + a.attention_gate) + 2 * a.num_key_value_heads) * a.head_dim / tp
+    plain = k.product(tokens, a.hidden_size, outer) + k.product(tokens, heads * a.head_dim / tp, a.hidden_size)
+    if not a.linear_attention_layers:
+        return plain
+    (hidden, rows), (values, out) = _delta_projections(a)
+    delta = k.product(tokens, hidden, rows / tp) + k.product(tokens, values / tp, out) + tokens * _delta_rule_flops(a) / tp / k.product_rate
+    return (a.key_value_layers * plain + len(a.linear_attention_layers) * delta) / a.num_layers
 
 
 def _mean_attention(component: Component, tokens: float, length: float, k: Kernels) -> float:
@@ -147,7 +176,7 @@ def _mean_attention(component: Component, tokens: float, length: float, k: Kerne
     a = component.architecture
     width = a.head_dim + (a.value_head_dim if a.latent_size else a.head_dim)
     keys = 0.0
-    for layer in range(a.num_layers):
+    for layer in (layer for layer in range(a.num_layers) if not a.is_linear(layer)):
         window = a.window_of(layer)
         keys += length / 2 if not window or window >= length else window * (1 - window / (2 * length))
     return k.attention(tokens, keys / a.num_layers, a.num_attention_heads, width)

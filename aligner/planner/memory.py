@@ -216,12 +216,20 @@ def _inference(component: Component, sizes: Sizes, stage: int) -> dict[str, int]
 
 
 def kv_bytes_per_token(component: Component, engine: Engine) -> int:
-    """Keys and values of one token on one rank of the engine (all layers, this rank's heads)."""
+    """Keys and values of one token on one rank of the engine (all layers that have some, this rank's heads)."""
     architecture = component.architecture
     if architecture.latent_size:  # the same for all heads
         return 2 * architecture.num_layers * (architecture.latent_size + architecture.rotated) * component.dtype_bytes
     groups = math.ceil(architecture.num_key_value_heads / engine.tp)
-    return 2 * architecture.num_layers * groups * architecture.head_dim * component.dtype_bytes
+    return 2 * architecture.key_value_layers * groups * architecture.head_dim * component.dtype_bytes
+
+
+def state_bytes(component: Component, engine: Engine) -> int:
+    """What delta nets remember of one sequence on one rank of the engine: states in float32, and the ends of the convolution's windows."""
+    a = component.architecture
+    keys, values = a.linear_key_heads * a.linear_key_head_dim, a.linear_value_heads * a.linear_value_head_dim
+    window = (a.linear_conv_size - 1) * (2 * keys + values) * component.dtype_bytes
+    return len(a.linear_attention_layers) * (4 * a.linear_key_head_dim * values + window) // engine.tp
 
 
 def decode_batch(component: Component, engine: Engine) -> int:
@@ -265,8 +273,10 @@ def seats(component: Component, engine: Engine) -> int:
 def _generation(component: Component, engine: Engine) -> dict[str, int]:
     """The built-in engine: its paged cache, one layer of a chunk of prompts or of a decode step, logits and the draw from them."""
     architecture, cache = component.architecture, cache_bytes(component, engine)
-    # A decode step may copy a layer's pages; so does a chunk that goes on in a prompt, for that prompt alone.
-    step = max(prefill_bytes(component, engine), cache // architecture.num_layers)
+    states = decode_batch(component, engine) * state_bytes(component, engine)
+    # A decode step may copy a layer's pages, or its states and the new ones; so does a chunk that goes on in a prompt, for that one alone.
+    copied = (cache - states) // max(1, architecture.key_value_layers), 2 * states // max(1, len(architecture.linear_attention_layers))
+    step = max(prefill_bytes(component, engine), *copied)
     logits = decode_batch(component, engine) * padded_vocabulary(component) * logit_bytes(component, engine)
     parts = {"KV cache": cache, "prefill and sampling": step + logits}
     if engine.records_graphs:
@@ -277,11 +287,12 @@ def _generation(component: Component, engine: Engine) -> dict[str, int]:
 
 
 def cache_bytes(component: Component, engine: Engine) -> int:
-    """The paged cache on one rank of the engine, with the experts that its tokens went to if they are recorded."""
+    """The paged cache on one rank of the engine, with the experts that its tokens went to if they are recorded, and delta nets' states."""
     architecture, routes = component.architecture, 0
     if engine.settings.records_routes:
         routes = architecture.num_layers * architecture.experts_per_token * route_dtype(architecture.num_experts).itemsize
-    return cache_tokens(component, engine) * (kv_bytes_per_token(component, engine) + routes)
+    pages = cache_tokens(component, engine) * (kv_bytes_per_token(component, engine) + routes)
+    return pages + decode_batch(component, engine) * state_bytes(component, engine)
 
 
 def logit_bytes(component: Component, engine: Engine) -> int:
@@ -324,7 +335,7 @@ def prefill_bytes(component: Component, engine: Engine) -> int:
     chunk = min(engine.prefill_chunk_tokens, decode_batch(component, engine) * prompt)
     size = chunk * (3 * architecture.hidden_size + 3 * feed_forward_size(component) // engine.tp) * item
     if prompt > chunk:
-        size += prompt * kv_bytes_per_token(component, engine) // architecture.num_layers + chunk * prompt * (1 + item)
+        size += prompt * kv_bytes_per_token(component, engine) // max(1, architecture.key_value_layers) + chunk * prompt * (1 + item)
     return size
 
 

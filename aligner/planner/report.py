@@ -41,7 +41,6 @@ class JobPlan:
     name: str
     cluster: ClusterConfig
     components: tuple[ComponentPlan, ...]
-    alternatives: Mapping[str, Sequence[ComponentPlan]]  # by component; empty where no search was asked for
     problems: tuple[str, ...]  # why it does not fit; empty where it does
     run: Simulated
     take_turns: bool = False  # all components are on the first one's GPUs
@@ -74,8 +73,6 @@ def show(job: JobPlan, out: Console) -> None:
     )
     for plan in job.components:
         _show_component(plan, out)
-    for name, plans in job.alternatives.items():
-        _show_alternatives(name, plans, out)
     run = job.run
     out.print(
         f"\nstep of the whole job: [bold]{seconds(job.step_seconds)}[/] ({_listed(run.phases, seconds)}); times are a model, "
@@ -188,30 +185,6 @@ def _listed(parts: Mapping[str, float], shown: Any) -> str:
     return ", ".join(f"{name} {shown(value)}" for name, value in sorted(parts.items(), key=lambda item: -item[1]))
 
 
-def _show_alternatives(name: str, plans: Sequence[ComponentPlan], out: Console) -> None:
-    if not plans:
-        out.print(f"\n[bold]{name}[/]: no layout of these ranks fits; give it more ranks")
-        return
-    columns = ("tp", "pp", "vpp", "cp", "ep", "dp", "micro-batch", "recompute", "step", "GiB", "free GiB")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=f"{name}: fastest layouts that fit", title_justify="left", title_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for plan in plans:
-        component, p = plan.component, plan.component.parallel
-        passes = train_micro_batches(component) if component.optimizer is not None else None
-        table.add_row(
-            *(str(size) for size in (p.tp, p.pp, p.vpp, p.cp, p.ep, component.dp)),
-            _shape(passes) if passes else "-",
-            component.model.recompute.value,
-            seconds(plan.seconds),
-            gib(plan.peak.total),
-            gib(plan.limit - plan.peak.total),
-        )
-    out.print()
-    out.print(table)
-    out.print(f"the first of them: {' '.join(settings(plans[0].component))}", soft_wrap=True)
-
-
 def settings(component: Component) -> list[str]:
     """The overrides that choose this layout."""
     prefix = "" if component.name in ("actor", "trainer") else f"{component.name}."
@@ -275,13 +248,12 @@ def to_json(job: JobPlan) -> str:
         "useful": job.run.useful,
         "preemptions": job.run.preemptions,
         "cluster": asdict(job.cluster),
-        "components": {plan.component.name: _component_tree(plan) for plan in job.components},
-        "alternatives": {name: [_component_tree(plan) for plan in plans] for name, plans in job.alternatives.items()},
+        "components": {plan.component.name: component_tree(plan) for plan in job.components},
     }
-    return json.dumps(tree, indent=2, default=_plain) + "\n"
+    return json.dumps(tree, indent=2, default=plain) + "\n"
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     if isinstance(value, Enum):
         return value.value
     raise TypeError(f"{type(value).__name__} in a plan")
@@ -295,7 +267,7 @@ def _cache_tree(component: Component) -> dict[str, int] | None:
     return {"tokens": tokens, "wanted_tokens": engine.wanted_cache_tokens or tokens, "sequences": seats(component, engine)}
 
 
-def _component_tree(plan: ComponentPlan) -> dict[str, Any]:
+def component_tree(plan: ComponentPlan) -> dict[str, Any]:
     component = plan.component
     passes = train_micro_batches(component) if component.optimizer is not None else None
     train = sum(time.total for time in plan.times if time.phase == Phase.train)

@@ -1,10 +1,9 @@
-"""Other layouts for the same ranks: estimates all that divide from one built layer each, and plans the fastest that fit in full."""
+"""Quick estimates of a component in other layouts, from one built layer each, and the single settings that lower a peak."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 from aligner.errors import ConfigError
 from aligner.models.config import Recompute
@@ -13,7 +12,7 @@ from aligner.parallel.topology import ParallelConfig
 from aligner.planner import dry_run
 from aligner.planner.buffers import Parameter, StateBytes, approximate_state_bytes, frozen_bytes
 from aligner.planner.config import ClusterConfig
-from aligner.planner.estimate import ComponentPlan, Scales, check, engine_weight_bytes, plan_component, replication
+from aligner.planner.estimate import Scales, check, engine_weight_bytes, replication
 from aligner.planner.memory import (
     Sizes,
     cache_tokens,
@@ -25,23 +24,10 @@ from aligner.planner.memory import (
     train_micro_batches,
 )
 from aligner.planner.schedule import stage_layers
-from aligner.planner.timing import phase_times
-from aligner.planner.workload import GIB, Component, Engine, Head, Phase
+from aligner.planner.workload import Component, Engine, Head
 
-MAX_VPP = 4
-MIN_CHUNK_TOKENS = 512  # of a context-parallel rank: shorter ones only add communication
-ROWS_PER_MICRO_BATCH = (1, 2, 4, 8)
 NOTICEABLE = 0.98  # of the peak: what lowers it less is no help
-VERIFIED = 4  # candidates planned in full for every one that is shown
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
-    """A candidate with its estimated peak and seconds."""
-
-    component: Component
-    peak: int
-    seconds: float
+NOTHING = dry_run.BlockBytes(layer=0, ends=0, backward=0, forward=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,37 +47,32 @@ class Estimator:
         self.scales = scales
         self._pieces: dict[str, _Pieces] = {}
 
-    @property
-    def limit(self) -> int:
-        return int(self.cluster.gpu_memory_gib * GIB)
-
-    def estimate(self, component: Component) -> Estimate | None:
-        """None for a layout whose weights and training state alone do not fit."""
-        stages = self._states(component)
-        resident = max(state.weights + state.gradients + state.optimizer for state in stages)
-        if resident > self.limit:
-            return None
-        return self._estimate(component, stages)
-
     def peak(self, component: Component) -> int:
         """Estimated peak, even if it does not fit."""
-        return self._estimate(component, self._states(component)).peak
+        return self.peak_of(component, self.measured(component, self.sizes(component)))
 
-    def _estimate(self, component: Component, stages: tuple[StateBytes, ...]) -> Estimate:
+    def peak_of(self, component: Component, sizes: Sizes) -> int:
+        """Estimated peak at these sizes: of the first stage, which has most in flight, the second, which may have more layers, and the last
+        with the logits."""
+        last = component.parallel.pp - 1
+        return max(moment.total for moment in phase_memory(component, sizes, self.cluster, {0, min(1, last), last}))
+
+    def sizes(self, component: Component) -> Sizes:
+        """Weights and training state; no activations, which `measured` adds and times do not depend on."""
+        return Sizes(stages=self._states(component), train=NOTHING, inference=NOTHING, engine_weights=self._engine_weights(component))
+
+    def measured(self, component: Component, sizes: Sizes) -> Sizes:
+        """The sizes with the activations of the component's micro-batches."""
         inference = self.scales.scaled_block(component, inference_micro_batches(component))
         train = inference if component.optimizer is None else self.scales.scaled_block(component, train_micro_batches(component))
-        sizes = Sizes(stages=stages, train=train, inference=inference, engine_weights=self._engine_weights(component))
-        ends = {0, component.parallel.pp - 1}  # the first has most in flight, the last the logits
-        peak = max(moment.total for moment in phase_memory(component, sizes, self.cluster, ends))
-        seconds = sum(time.total for time in phase_times(component, sizes, self.cluster))
-        return Estimate(component=component, peak=peak, seconds=seconds)
+        return replace(sizes, train=train, inference=inference)
 
     def _states(self, component: Component) -> tuple[StateBytes, ...]:
         pieces, layers = self._pieces_of(component), stage_layers(component.architecture.num_layers, component.parallel)
-        last = component.parallel.pp - 1
+        last, layer = component.parallel.pp - 1, self._state(component, pieces.layer)
         found = []
         for stage, count in enumerate(layers):
-            state = _times(self._state(component, pieces.layer), count)
+            state = _times(layer, count)
             if stage == 0:
                 state += self._state(component, pieces.embedding)
             if stage == last:
@@ -131,73 +112,10 @@ def _times(state: StateBytes, count: int) -> StateBytes:
     return StateBytes(weights=state.weights * count, gradients=state.gradients * count, optimizer=state.optimizer * count)
 
 
-def search(component: Component, cluster: ClusterConfig, scales: Scales, *, top: int) -> list[ComponentPlan]:
-    """The `top` layouts with the shortest step that fit, planned in full, fastest first; empty if none fits."""
-    estimator = Estimator(cluster, scales)
-    estimates = [found for candidate in candidates(component, cluster) if (found := estimator.estimate(candidate)) is not None]
-    fitting = sorted((found for found in estimates if found.peak <= estimator.limit), key=lambda found: found.seconds)
-    verified: list[ComponentPlan] = []
-    for found in _best_of_each_layout(fitting)[: top + VERIFIED]:
-        planned = plan_component(found.component, cluster, scales)
-        if planned.fits:
-            verified.append(planned)
-        if len(verified) == top:
-            break
-    return sorted(verified, key=lambda planned: planned.seconds)
-
-
-def _best_of_each_layout(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """The first of each set that differs only in micro-batch and recomputation."""
-    best: dict[str, Estimate] = {}
-    for found in estimates:
-        best.setdefault(repr(found.component.parallel), found)
-    return list(best.values())
-
-
-def candidates(component: Component, cluster: ClusterConfig) -> Iterator[Component]:
-    """The component in every layout and with every micro-batch and recomputation that its sizes and ranks allow."""
-    for parallel in layouts(component, cluster):
-        for rows, recompute in product(ROWS_PER_MICRO_BATCH, Recompute if component.optimizer is not None else [component.model.recompute]):
-            model = component.model
-            if model.micro_batch_tokens:
-                model = replace(model, micro_batch_tokens=rows * component.work.length * component.work.unit, recompute=recompute)
-            else:
-                model = replace(model, micro_batch_size=rows, recompute=recompute)
-            candidate = replace(component, parallel=parallel, model=model, engine=_engine(component, parallel))
-            if _is_possible(candidate, rows):
-                yield candidate
-
-
 def _engine(component: Component, parallel: ParallelConfig) -> Engine | None:
     """The engine keeps its own size, and follows the training layout if both were equal."""
     engine = component.engine
     return engine if engine is None or engine.tp != component.parallel.tp else replace(engine, tp=parallel.tp)
-
-
-def layouts(component: Component, cluster: ClusterConfig) -> Iterator[ParallelConfig]:
-    """Layouts of the component's ranks: tensor parallelism inside a node; every pipeline, context and expert size that divides."""
-    architecture, ranks = component.architecture, component.num_ranks
-    longest_cp = max(1, component.work.length // (2 * MIN_CHUNK_TOKENS))
-    for tp, cp in product(_powers(cluster.gpus_per_node), _powers(longest_cp)):
-        for pp in (n for n in range(1, architecture.num_layers + 1) if architecture.num_layers % n == 0 and ranks % (tp * cp * n) == 0):
-            for vpp in range(1, MAX_VPP + 1 if pp > 1 and component.optimizer is not None else 2):
-                for ep in _powers(max(1, architecture.num_experts)):
-                    yield ParallelConfig(tp=tp, sequence_parallel=tp > 1, pp=pp, vpp=vpp, cp=cp, ep=ep)
-
-
-def _powers(largest: int) -> list[int]:
-    return [2**n for n in range(largest.bit_length()) if 2**n <= largest]
-
-
-def _is_possible(candidate: Component, rows: int) -> bool:
-    try:
-        check(candidate)
-    except ConfigError:
-        return False
-    if candidate.optimizer is None or Phase.train not in candidate.work.phases:
-        return rows == 1 or inference_micro_batches(candidate).rows == rows
-    # A replica with fewer rows is the same as a smaller candidate.
-    return train_micro_batches(candidate).rows == rows * candidate.work.unit
 
 
 def advice(component: Component, cluster: ClusterConfig, scales: Scales) -> list[tuple[str, int]]:

@@ -7,7 +7,7 @@ A sequence's tokens lie in pages of `page_size` slots, named by its page table: 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,10 +28,24 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
+class RecurrentStates(Protocol):
+    """What layers without keys and values remember of sequences, by seat: `aligner.rollout.recurrent.SeatStates`."""
+
+    def reserve(self, seats: int) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
+
+    def at(self, layer: int, seats: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def put(self, layer: int, seats: Tensor, tails: Tensor, states: Tensor) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedKV:
-    """Keys and values of every layer, [layers, pages, page_size, groups, D] each; if they are recorded, the experts that the tokens went to
-    in each layer, `routes` [layers, pages, page_size, k] (`aligner.types.route_dtype`).
+    """Keys and values of every layer that has some, [layers, pages, page_size, groups, D] each; if they are recorded, the experts that the
+    tokens went to in each layer, `routes` [layers, pages, page_size, k] (`aligner.types.route_dtype`).
 
     The last page belongs to no sequence: rows that only fill up a batch of a fixed size write there. Slots that hold no token yet hold
     finite numbers: attention weighs them with 0.
@@ -40,6 +54,7 @@ class PagedKV:
     keys: Tensor
     values: Tensor
     routes: Tensor | None = None
+    states: RecurrentStates | None = None  # where some layers have no keys and values
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -67,6 +82,8 @@ class PagedKV:
         """As a new cache is: what was there before, of whatever weights, must not come up anywhere."""
         for tensor in self.tensors:
             tensor.zero_()
+        if self.states is not None:
+            self.states.clear()
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole pages, of all layers."""
@@ -86,23 +103,25 @@ class PrefillChunk:
     """Consecutive tokens of one sequence that go into the cache in one pass.
 
     The first is at position `start`; all before are in the cache, or are of a chunk of the same pass (sequences that share pages).
-    `pages` is the sequence's page table, at least up to the last of these tokens.
+    `pages` is the sequence's page table, at least up to the last of these tokens; what layers without keys remember of it is at `seat`.
     """
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
     wants_logits: bool
+    seat: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeBatch:
     """One token of each of B sequences: `tokens` int64 [B], their `positions` int64 [B] (as many tokens are in the cache before), and
-    `pages` int32 [B, P], the page tables, rows filled up with 0."""
+    `pages` int32 [B, P], the page tables, rows filled up with 0; `seats` int64 [B], where states are kept by seat."""
 
     tokens: Tensor
     positions: Tensor
     pages: Tensor
+    seats: Tensor | None = None
 
     def slots(self, page_size: int) -> Tensor:
         """Where the tokens go, int64 [B]."""
@@ -111,7 +130,8 @@ class DecodeBatch:
 
     def to(self, device: torch.device) -> DecodeBatch:
         """The same on the device."""
-        return DecodeBatch(tokens=self.tokens.to(device), positions=self.positions.to(device), pages=self.pages.to(device))
+        moved = {one.name: x.to(device) for one in fields(self) if (x := getattr(self, one.name)) is not None}
+        return DecodeBatch(**moved)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +165,9 @@ class PrefillPlan:
     slots: Tensor  # int64 [N]
     wanted: Tensor  # int64: flat tokens whose logits are wanted
     parts: tuple[Together | Continued, ...]
+    lengths: tuple[int, ...]  # of the chunks, in order
+    seats: Tensor  # int64 [chunks]
+    continues: Tensor  # bool [chunks]: whether a chunk goes on behind an earlier one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,6 +180,7 @@ class DecodePlan:
     lengths: Tensor  # int32 [B], the own token included
     bounds: tuple[Tensor, Tensor]  # int32 [B + 1] each: where queries and keys would begin, one sequence behind the other
     visible: Tensor  # bool [B, 1, 1, P * page_size]
+    seats: Tensor | None  # int64 [B]
 
 
 class PagedAttention(Protocol):
@@ -207,7 +231,16 @@ def plan_prefill(chunks: Sequence[PrefillChunk], page_size: int, device: torch.d
     parts += [_together(rows, device) for rows in fresh.values()]
     lists = np.array(tokens, np.int64), np.concatenate(positions), np.concatenate(slots), np.array(wanted, np.int64)
     flat, where, slot, last = (upload(values, device) for values in lists)
-    return PrefillPlan(tokens=flat, positions=where, slots=slot, wanted=last, parts=tuple(parts))
+    return PrefillPlan(
+        tokens=flat,
+        positions=where,
+        slots=slot,
+        wanted=last,
+        parts=tuple(parts),
+        lengths=tuple(len(chunk.tokens) for chunk in chunks),
+        seats=upload(np.array([chunk.seat for chunk in chunks], np.int64), device),
+        continues=upload(np.array([chunk.start > 0 for chunk in chunks]), device),
+    )
 
 
 def _together(rows: list[tuple[int, int]], device: torch.device) -> Together:
@@ -233,6 +266,7 @@ def plan_decode(batch: DecodeBatch, page_size: int) -> DecodePlan:
         lengths=lengths,
         bounds=(begins, F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))),
         visible=(places <= positions[:, None])[:, None, None],
+        seats=batch.seats,
     )
 
 

@@ -29,12 +29,14 @@ class Choice:
         return f"rollout.engine=auto: {self.engine.value}" + "".join(f"; not {reason}" for reason in self.reasons)
 
 
-def choose(config: RolloutConfig, *, tp: int, batch_invariant: bool = False) -> Choice:
-    """The engine for `config`, whose `engine` is auto, with replicas of `tp` ranks, on this machine."""
+def choose(config: RolloutConfig, *, tp: int, batch_invariant: bool = False, delta_nets: bool = False) -> Choice:
+    """The engine for `config`, whose `engine` is auto, with replicas of `tp` ranks, on this machine; `delta_nets`: the model has some."""
     reasons = []
     for kind, check in ((EngineKind.tensorrt_llm, _check_tensorrt_llm), (EngineKind.vllm, _check_vllm)):
         try:
             _check_needs(config, check, batch_invariant=batch_invariant)
+            if delta_nets:
+                raise EngineError("the model's delta nets are sampled from by the built-in engine alone")
             check_settings(replace(config, engine=kind.value), tp=tp)
         except AlignerError as error:
             reasons.append(f"{kind.value} ({error})")

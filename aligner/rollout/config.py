@@ -167,6 +167,10 @@ def check_engine(config: RolloutConfig, architecture: Architecture, *, tp: int, 
     check_splits(architecture, tp=tp, world_size=world_size)
     if config.records_routes and not architecture.num_experts:
         raise ConfigError(f"rollout.routing_replay={config.routing_replay.value}: the model is no mixture of experts; allowed: none")
+    if architecture.linear_attention_layers and config.engine not in (EngineKind.megatron, EngineKind.auto):
+        raise ConfigError(
+            f"rollout.engine={config.engine}: the model's delta nets are sampled from by the built-in engine alone; allowed: megatron"
+        )
     check_settings(config, tp=tp)
 
 
@@ -224,6 +228,8 @@ def check_splits(architecture: Architecture, *, tp: int, world_size: int) -> Non
     for name in (*sizes, "shared_ffn_hidden_size"):
         if getattr(architecture, name) % tp:
             raise ConfigError(f"rollout.tp={tp}: does not divide the model's {name}={getattr(architecture, name)}")
+    if architecture.linear_key_heads % tp:
+        raise ConfigError(f"rollout.tp={tp}: does not divide the model's linear_key_heads={architecture.linear_key_heads}")
     groups = architecture.num_key_value_heads
     if groups % tp and tp % groups:
         raise ConfigError(f"rollout.tp={tp}: must divide, or be a multiple of, the model's num_key_value_heads={groups}")

@@ -49,6 +49,7 @@ from aligner.rollout.native import library as native
 from aligner.rollout.native.step import NativeDecode, Outside
 from aligner.rollout.norms import norm_of, norm_of_heads
 from aligner.rollout.paged_kernels import flash_attention
+from aligner.rollout.recurrent import DeltaHeads, SeatStates
 from aligner.rollout.rotary import Rotary
 from aligner.rollout.sampling import FusedDraw
 from aligner.rollout.weights import Affine, FeedForward, LayerWeights, ModelWeights, tensors
@@ -102,6 +103,10 @@ class Decoder:
         if architecture.latent_size:  # all heads read what one group of keys and values holds
             self.latent = LatentHeads(architecture=architecture, heads=self.groups * self.queries, norm=self.norm)
             self.groups, self.queries, self.head_dim = 1, self.groups * self.queries, architecture.latent_size + architecture.rotated
+        # Which delta net a layer is, or else which of those with keys and values.
+        linear, layers = architecture.linear_attention_layers, range(architecture.num_layers)
+        self._cached = {layer: number for number, layer in enumerate(layer for layer in layers if layer not in linear)}
+        self.delta = DeltaHeads(architecture=architecture, number={layer: number for number, layer in enumerate(linear)})
         self.activate = activation_of(architecture)
         self.rotary = Rotary(architecture, frequencies, weights.embedding, max_sequence_length)
         self._embedding_scale = rounded_scale(architecture.embedding_scale, weights.embedding.dtype)
@@ -110,28 +115,30 @@ class Decoder:
         self.page_size = self.attention.page_size
         self._attentions = [self._attention_of(number) for number in range(len(weights.layers))]
         self._native = self._native_decode() if kernels == Kernels.auto else None
-        self._graphs = self._decode_graphs() if cuda_graphs and weights.embedding.is_cuda else None
+        self._graphs = self._decode_graphs() if cuda_graphs and weights.embedding.is_cuda and not linear else None
         self.fixed_shapes = weights.embedding.is_cuda  # of decode steps, whatever the routing: nothing is read on the host
         self._addresses: tuple[int, ...] = ()
         self._stacks: tuple[Stack | None, ...] = (None,) * len(weights.layers)  # of experts whose products are grouped
 
     @property
     def page_bytes(self) -> int:
-        """Device memory of one page of the cache: keys and values of all layers, this rank's share."""
+        """Device memory of one page of the cache: keys and values of all layers that have some, this rank's share."""
         weight = self.weights.embedding
         routes = route_dtype(self.architecture.num_experts).itemsize * self.architecture.experts_per_token * self.records_routes
-        return len(self.weights.layers) * self.page_size * (2 * self.groups * self.head_dim * weight.element_size() + routes)
+        pairs = len(self._cached) * 2 * self.groups * self.head_dim * weight.element_size()
+        return self.page_size * (pairs + len(self.weights.layers) * routes)
 
     def new_cache(self, num_pages: int) -> PagedKV:
         """An empty cache of `num_pages` pages, and the scratch page."""
         weight = self.weights.embedding
-        shape = (len(self.weights.layers), num_pages + 1, self.page_size, self.groups, self.head_dim)
+        architecture, size = self.architecture, (num_pages + 1, self.page_size)
+        shape = (len(self._cached), *size, self.groups, self.head_dim)
         keys, values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        states = SeatStates(architecture, self.shards.count, weight) if self.delta.number else None
         if not self.records_routes:
-            return PagedKV(keys=keys, values=values)
-        dtype = route_dtype(self.architecture.num_experts)
-        routes = torch.zeros(*shape[:3], self.architecture.experts_per_token, dtype=dtype, device=weight.device)
-        return PagedKV(keys=keys, values=values, routes=routes)
+            return PagedKV(keys=keys, values=values, states=states)
+        shape, dtype = (len(self.weights.layers), *size, architecture.experts_per_token), route_dtype(architecture.num_experts)
+        return PagedKV(keys=keys, values=values, states=states, routes=torch.zeros(shape, dtype=dtype, device=weight.device))
 
     @property
     def keeps_addresses(self) -> bool:
@@ -230,9 +237,8 @@ class Decoder:
         self._recorded = None if cache.routes is None else (cache.routes, plan.slots)
         for number, layer in enumerate(self.weights.layers):
             normed = self._note(Operation.input_norm, number, self._normed(x, layer.input_norm))
-            tables = rotary[number]
-            mixed = self._mixed(layer, number, normed, tables) if self.latent is None else self.latent.mixed(normed, layer.latent, tables)
-            attended = self._attend(layer, number, mixed, plan, cache)
+            read = self._attended(layer, number, normed, rotary[number], plan, cache)
+            attended = self._note(Operation.projection, number, self._project(read, layer.attention_out))
             if self.architecture.parallel_residual != ParallelResidual.none:
                 self._note(Operation.attention_residual, number, x)  # what the feed-forward layer's norm reads
                 read = normed if layer.mlp_norm is None else self._normed(x, layer.mlp_norm)
@@ -251,10 +257,13 @@ class Decoder:
         """As it is where the model has no norm there."""
         return x if weights is None else self.norm(x, weights)
 
-    def _mixed(self, layer: LayerWeights, number: int, normed: Tensor, rotary: tuple | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, groups, queries per group, D], keys and values [N, groups, D], rotated."""
+    def _mixed(self, layer: LayerWeights, number: int, normed: Tensor, rotary: tuple | None) -> tuple[Tensor, ...]:
+        """Queries [N, groups, queries per group, D], keys and values [N, groups, D], rotated; gates, shaped as queries, if it has some."""
         mixed = self._note(Operation.qkv, number, F.linear(normed, layer.qkv.weight, layer.qkv.bias))
-        mixed = mixed.view(normed.shape[0], self.groups, self.queries + 2, self.head_dim)
+        mixed, gates = mixed.view(normed.shape[0], self.groups, -1, self.head_dim), ()
+        if self.architecture.attention_gate:
+            heads = mixed[..., :-2, :].unflatten(-2, (self.queries, 2))
+            mixed, gates = torch.cat([heads[..., 0, :], mixed[..., -2:, :]], dim=-2), (heads[..., 1, :],)
         q_and_k = mixed[..., : self.queries + 1, :]
         if layer.q_norm is not None:
             q = self._note(Operation.q_norm, number, self._norm_of_heads(q_and_k[..., : self.queries, :], layer.q_norm))
@@ -268,22 +277,27 @@ class Decoder:
                 q_and_k = F.rms_norm(q_and_k.float(), (self.head_dim,), eps=self.architecture.norm_eps).to(q_and_k.dtype)
         queries = self._note(Operation.queries, number, q_and_k[..., : self.queries, :])
         keys = self._note(Operation.keys, number, q_and_k[..., self.queries, :])
-        return queries, keys, mixed[..., self.queries + 1, :]
+        return queries, keys, mixed[..., self.queries + 1, :], *gates
 
-    def _attend(
-        self, layer: LayerWeights, number: int, mixed: tuple[Tensor, Tensor, Tensor], plan: PrefillPlan | DecodePlan, cache: PagedKV
+    def _attended(
+        self, layer: LayerWeights, number: int, normed: Tensor, rotary: tuple | None, plan: PrefillPlan | DecodePlan, cache: PagedKV
     ) -> Tensor:
-        queries, keys, values = mixed
+        """What the layer behind attention reads, [N, heads * D]."""
+        if layer.delta is not None:
+            return self.delta.mixed(normed, number, layer.delta, plan, cache.states)
+        mixed = self._mixed(layer, number, normed, rotary) if self.latent is None else self.latent.mixed(normed, layer.latent, rotary)
+        (queries, keys, values), gates = mixed[:3], mixed[3:]
         queries = self.rotary.tempered(queries, number, plan.positions)
-        for slot, own in zip(cache.slots(number), (keys, values), strict=True):
+        place = self._cached[number]
+        for slot, own in zip(cache.slots(place), (keys, values), strict=True):
             slot.index_copy_(0, plan.slots, own)
         if isinstance(plan, PrefillPlan):
-            out = prefill_attention((queries, keys, values), cache, number, plan, self._attentions[number])
+            out = prefill_attention((queries, keys, values), cache, place, plan, self._attentions[number])
         else:
-            out = self._attentions[number].decode(queries, cache, number, plan)
+            out = self._attentions[number].decode(queries, cache, place, plan)
         own = out.reshape(queries.shape[0], -1) if layer.latent is None else self.latent.values(out, layer.latent)
-        attended = self._note(Operation.attention, number, own)
-        return self._note(Operation.projection, number, self._project(attended, layer.attention_out))
+        own = self._note(Operation.attention, number, own)
+        return own * gates[0].reshape(own.shape).float().sigmoid().to(own.dtype) if gates else own
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         weight = self.weights.embedding

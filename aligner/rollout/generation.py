@@ -5,7 +5,8 @@ pass; a decode step computes one more token of every running response. Prompts g
 a decode step costs nearly as much for a few responses as for many.
 
 A prompt is computed once for all responses to it (a GRPO group), and full pages of common prefixes are shared. If pages run
-out, the response that arrived last releases its own; its tokens so far are recomputed when there is room.
+out, the response that arrived last releases its own; its tokens so far are recomputed when there is room. Models with delta nets share
+a group's prompt alone (`aligner.rollout.recurrent`).
 
 If another thread gives the decoder new weights meanwhile (`Pauses`), running responses continue with them. Their keys and values stay
 those of the old weights (as in PipelineRL, Piche et al. 2025, 2509.19128), or are recomputed (as in AReaL, Fu et al. 2025, 2505.24298).
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -30,7 +32,7 @@ from aligner.rollout.attention import DecodeBatch, PagedKV, PrefillChunk, upload
 from aligner.rollout.engine import GenRequest, GenResult, Work
 from aligner.rollout.running import Ended, Fetch, RunningBatch, Transcript
 from aligner.rollout.sampling import FusedDraw, Sampler
-from aligner.rollout.scheduler import Counters, PagePool, Prefix, Response, Scheduler, copies
+from aligner.rollout.scheduler import Counters, PagePool, Prefix, Response, Scheduler, copies, seat_copies
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 _REFILL_PART = 8  # prompts are computed when this part of the seats is free, or all that wait can have one
@@ -140,9 +142,8 @@ class _Loop:
         num_seats, device, page_size = owner.max_batch_size, platform.device(), decoder.page_size
         self.device = device
         self.refill = max(1, num_seats // _REFILL_PART)
-        self.scheduler = Scheduler(
-            PagePool(0, page_size), num_seats=num_seats, chunk_tokens=owner.prefill_chunk_tokens, counters=owner.counters
-        )
+        pool = PagePool(0, page_size, shares=not decoder.architecture.linear_attention_layers)
+        self.scheduler = Scheduler(pool, num_seats=num_seats, chunk_tokens=owner.prefill_chunk_tokens, counters=owner.counters)
         self.sampler = Sampler(
             sampling,
             eos_id=owner.eos_id,
@@ -245,8 +246,14 @@ class _Loop:
         pool, owner = self.scheduler.pool, self.owner
         seats = min(len(self.scheduler.seated) + len(self.scheduler.waiting), owner.max_batch_size)
         wanted = owner.kv_cache_tokens // pool.page_size or seats * (self.most_pages + 1)
-        if wanted <= pool.num_pages:
-            return
+        if wanted > pool.num_pages:
+            self._grow(wanted)
+        if self.cache.states is not None:
+            self.cache.states.reserve(seats)
+
+    def _grow(self, wanted: int) -> None:
+        """Have so many pages, or more."""
+        pool, owner = self.scheduler.pool, self.owner
         if self.cache is not None:  # a shared queue gives a part at a time: not a copy for each
             wanted = max(wanted, min(2 * pool.num_pages, owner.max_batch_size * (self.most_pages + 1)))
         else:
@@ -257,6 +264,7 @@ class _Loop:
             if old is not None:
                 for before, after in zip(old.tensors, self.cache.tensors, strict=True):
                     after[:, : pool.num_pages] = before[:, : pool.num_pages]
+                self.cache = replace(self.cache, states=old.states)
         pool.extend(wanted)
 
     def _take_spare(self, num_pages: int) -> PagedKV | None:
@@ -277,6 +285,7 @@ class _Loop:
                     start=piece.start,
                     pages=piece.prefix.pages,
                     wants_logits=piece.is_last,
+                    seat=piece.prefix.waiting[0].seat,
                 )
                 for piece in pieces
             ]
@@ -285,6 +294,7 @@ class _Loop:
             complete = [piece.prefix for piece in pieces if piece.is_last]
             computed = [(p, response) for p, row in zip(complete, logits, strict=True) for response in self.scheduler.computed(p, row)]
             self._copy_pages(computed)
+            self._copy_states(computed)
             ready = ready + computed
             self.scheduler.forget_surplus()
         if ready:
@@ -294,6 +304,11 @@ class _Loop:
         sources, targets = copies(pairs)
         if sources:
             self.cache.copy_pages(sources, targets)
+
+    def _copy_states(self, pairs: list[tuple[Prefix, Response]]) -> None:
+        sources, targets = seat_copies(pairs)
+        if sources and self.cache.states is not None:
+            self.cache.states.copy(sources, targets)
 
     def _begin(self, ready: list[tuple[Prefix, Response]]) -> None:
         """Draw for responses whose tokens so far are in the cache; from now on they are decoded."""

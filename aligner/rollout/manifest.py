@@ -74,13 +74,18 @@ def _full_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
     if ".local_experts." in name or ".shared_experts." in name:
         inner = a.expert_ffn_hidden_size if ".local_experts." in name else a.shared_ffn_hidden_size
     queries, keys = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
+    delta_keys, delta_values = a.linear_key_heads * a.linear_key_head_dim, a.linear_value_heads * a.linear_value_head_dim
     shapes = {
         "word_embeddings": (a.vocab_size, a.vocabulary_width),
         "output_layer": (a.vocab_size, a.vocabulary_width),
         "projection": (a.hidden_size, a.vocabulary_width),
         "output_projection": (a.vocabulary_width, a.hidden_size),
         "position_embeddings": (a.max_position_embeddings + a.position_offset, a.hidden_size),
-        "linear_qkv": (queries + 2 * keys, a.hidden_size),
+        "linear_qkv": (queries * (1 + a.attention_gate) + 2 * keys, a.hidden_size),
+        "linear_qkvz": (2 * delta_keys + 2 * delta_values, a.hidden_size),
+        "linear_ba": (2 * a.linear_value_heads, a.hidden_size),
+        "linear_out": (a.hidden_size, delta_values),
+        "out_norm": (a.linear_value_head_dim,),
         "linear_proj": (a.hidden_size, a.num_attention_heads * a.value_head_dim if a.latent_size else queries),
         "linear_q_proj": (queries, a.hidden_size),
         "linear_q_down_proj": (a.query_latent_size, a.hidden_size),
@@ -101,8 +106,10 @@ def _full_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
         "final_layernorm": (a.hidden_size,),
     }
     module, kind = name.split(".")[-2:]
-    if kind == "gate_weight":
-        return (1, a.hidden_size)
+    own = {"gate_weight": (1, a.hidden_size), "conv_weight": (2 * delta_keys + delta_values, 1, a.linear_conv_size)}
+    own |= dict.fromkeys(("A_log", "dt_bias"), (a.linear_value_heads,))
+    if kind in own:
+        return own[kind]
     return shapes[module][:1] if kind.endswith("bias") else shapes[module]
 
 

@@ -34,6 +34,8 @@ class SequenceProbe:
         counts = [-(-len(sequence) // size) for sequence in self._sequences]
         self._pages = [list(range(sum(counts[:row]), sum(counts[: row + 1]))) for row in range(len(counts))]
         self._cache: PagedKV = decoder.new_cache(sum(counts))
+        if self._cache.states is not None:
+            self._cache.states.reserve(len(counts))
 
     def prefill(self, trace: Trace) -> None:
         """Trace all tokens through prefill passes. Collective over the replica."""
@@ -51,6 +53,7 @@ class SequenceProbe:
                 tokens=torch.tensor([self._sequences[row][t] for row, t in zip(rows, at, strict=True)], device=device),
                 positions=torch.tensor(at, device=device),
                 pages=torch.tensor([self._pages[r] + [0] * (most - len(self._pages[r])) for r in rows], dtype=torch.int32, device=device),
+                seats=torch.tensor(rows, device=device),
             )
             tokens = torch.tensor([row * width + t for row, t in zip(rows, at, strict=True)])
             with self._looking(trace, tokens, tokens):
@@ -60,7 +63,7 @@ class SequenceProbe:
         """The first `ends` tokens of each sequence, in passes of as many tokens as fit."""
         for pieces in _passes(ends, self._chunk_tokens):
             chunks = [
-                PrefillChunk(tokens=self._sequences[row][start:stop], start=start, pages=self._pages[row], wants_logits=True)
+                PrefillChunk(tokens=self._sequences[row][start:stop], start=start, pages=self._pages[row], wants_logits=True, seat=row)
                 for row, start, stop in pieces
             ]
             if trace is None:

@@ -79,7 +79,8 @@ class RunningBatch:
     def inputs(self) -> DecodeBatch:
         """The decoder's next inputs."""
         tables = self._tables[self._seats, : self._longest // self._page_size + 1]
-        return DecodeBatch(tokens=self._tokens, positions=upload(self._positions, self._device), pages=upload(tables, self._device))
+        positions, pages = upload(self._positions, self._device), upload(tables, self._device)
+        return DecodeBatch(tokens=self._tokens, positions=positions, pages=pages, seats=self.seats)
 
     def advance(self, draw: Draw) -> Fetch:
         """Every row has one more token."""

@@ -32,7 +32,8 @@ class PagePool:
     uses a page uses all the pages before it.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, *, shares: bool = True) -> None:
+        self.shares = shares  # false: nothing is published, since what a model remembers of a prefix is not all in pages
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))
@@ -83,6 +84,8 @@ class PagePool:
 
         Returns how many of these pages can be found.
         """
+        if not self.shares:
+            return 0
         before = _ROOT
         for number in range(len(tokens) // self.page_size):
             key = (before, tuple(tokens[number * self.page_size : (number + 1) * self.page_size]))
@@ -238,8 +241,8 @@ class Scheduler:
         return responses
 
     def forget_surplus(self) -> None:
-        """Keep no more prefixes than `KEPT_PREFIXES`."""
-        while len(self._prefixes) - len(self.prefilling) > KEPT_PREFIXES:
+        """Keep no more prefixes than `KEPT_PREFIXES`; none where the first response goes on in what is remembered of one."""
+        while len(self._prefixes) - len(self.prefilling) > (KEPT_PREFIXES if self.pool.shares else 0):
             self.forget_oldest()
 
     def forget_everything(self) -> None:
@@ -359,4 +362,16 @@ class Scheduler:
 def copies(pairs: Sequence[tuple[Prefix, Response]]) -> tuple[list[int], list[int]]:
     """(pages, the pages that they must be copied to) for responses that start from a computed prefix."""
     wanted = [(prefix.pages[-1], response.pages[-1]) for prefix, response in pairs if prefix.pages[-1] != response.pages[-1]]
+    return [source for source, _ in wanted], [target for _, target in wanted]
+
+
+def seat_copies(pairs: Sequence[tuple[Prefix, Response]]) -> tuple[list[int], list[int]]:
+    """(seats, the seats that what is remembered there must be copied to) for responses to prefixes that have just been computed.
+
+    Each was computed at the seat of the first of its responses.
+    """
+    first: dict[Prefix, int] = {}
+    for prefix, response in pairs:
+        first.setdefault(prefix, response.seat)
+    wanted = [(first[prefix], response.seat) for prefix, response in pairs if first[prefix] != response.seat]
     return [source for source, _ in wanted], [target for _, target in wanted]

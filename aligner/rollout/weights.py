@@ -52,12 +52,25 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaWeights:
+    """Of a gated delta net, this rank's heads: names as in `aligner.models.gated_delta_net`."""
+
+    qkvz: Tensor
+    ba: Tensor
+    conv: Tensor  # [channels, 1, W]
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
     """One layer's parameters on this rank; what the architecture lacks is None or empty. Without a router there is one expert: the MLP."""
 
     input_norm: Affine | None
-    qkv: Affine | None  # None with a latent
+    qkv: Affine | None  # None with a latent, and in a delta net
     latent: LatentWeights | None
+    delta: DeltaWeights | None
     q_norm: Affine | None
     k_norm: Affine | None
     attention_out: Affine
@@ -100,6 +113,8 @@ def tensors(weights: ModelWeights) -> Iterator[Tensor]:
         if (latent := layer.latent) is not None:
             matrices += [latent.q_down, latent.q_up, latent.kv_down, latent.kv_up]
             affines += [norm for norm in (latent.q_norm, latent.kv_norm) if norm is not None]
+        if (delta := layer.delta) is not None:
+            matrices += [delta.qkvz, delta.ba, delta.conv, delta.a_log, delta.dt_bias, delta.norm]
         yield from (matrix for matrix in matrices if matrix is not None)
     for affine in affines:
         yield affine.weight
@@ -133,6 +148,8 @@ def _layer(number: int, affine: Callable[..., Affine], tensors: Mapping[str, Ten
     def norm(name: str, present: bool) -> Affine | None:
         return affine(prefix + name, bias=norm_bias) if present else None
 
+    linear = architecture.is_linear(number)
+    attention_bias, out = bias or architecture.attention_out_bias, "linear_out" if linear else "linear_proj"
     mlp_bias = bias or (architecture.expert_biases if mixture else architecture.mlp_bias)
     experts = [f"mlp.experts.local_experts.{number}." for number in range(architecture.num_experts)] if mixture else ["mlp."]
 
@@ -141,11 +158,14 @@ def _layer(number: int, affine: Callable[..., Affine], tensors: Mapping[str, Ten
 
     return LayerWeights(
         input_norm=norm("input_layernorm", architecture.pre_norms),
-        qkv=None if architecture.latent_size else affine(prefix + "self_attention.linear_qkv", bias=bias or architecture.qkv_bias),
+        qkv=None
+        if architecture.latent_size or linear
+        else affine(prefix + "self_attention.linear_qkv", bias=bias or architecture.qkv_bias),
         latent=_latent(prefix + "self_attention.", affine, tensors, architecture) if architecture.latent_size else None,
-        q_norm=norm("self_attention.q_layernorm", architecture.qk_norm),
-        k_norm=norm("self_attention.k_layernorm", architecture.qk_norm),
-        attention_out=affine(prefix + "self_attention.linear_proj", bias=bias or architecture.attention_out_bias),
+        delta=_delta(prefix + "self_attention.", tensors) if linear else None,
+        q_norm=norm("self_attention.q_layernorm", architecture.qk_norm and not linear),
+        k_norm=norm("self_attention.k_layernorm", architecture.qk_norm and not linear),
+        attention_out=affine(f"{prefix}self_attention.{out}", bias=attention_bias and not linear),
         post_attention_norm=norm("post_attention_layernorm", behind),
         mlp_norm=norm("pre_mlp_layernorm", own_norm),
         post_mlp_norm=norm("post_mlp_layernorm", behind),
@@ -167,6 +187,17 @@ def _latent(prefix: str, affine: Callable[..., Affine], tensors: Mapping[str, Te
         kv_down=tensors[prefix + "linear_kv_down_proj.weight"],
         kv_norm=affine(prefix + "kv_layernorm", bias=False),
         kv_up=tensors[prefix + "linear_kv_up_proj.weight"],
+    )
+
+
+def _delta(prefix: str, tensors: Mapping[str, Tensor]) -> DeltaWeights:
+    return DeltaWeights(
+        qkvz=tensors[prefix + "linear_qkvz.weight"],
+        ba=tensors[prefix + "linear_ba.weight"],
+        conv=tensors[prefix + "conv_weight"],
+        a_log=tensors[prefix + "A_log"],
+        dt_bias=tensors[prefix + "dt_bias"],
+        norm=tensors[prefix + "out_norm.weight"],
     )
 
 
@@ -219,7 +250,8 @@ def _shardings(place: Place, architecture: Architecture, *, old_tp: int, tp: int
         return even(size, old_tp), padded(architecture.vocab_size, rows, tp)
     if layout.is_qkv:
         groups = architecture.num_key_value_heads
-        return even(size, old_tp), grouped(groups, architecture.num_attention_heads // groups, architecture.head_dim, tp)
+        heads = architecture.num_attention_heads * (1 + architecture.attention_gate)  # a gate is a head's width, and beside its query
+        return even(size, old_tp), grouped(groups, heads // groups, architecture.head_dim, tp)
     return even(size, old_tp, dim=dim, blocks=layout.blocks), even(size, tp, dim=dim, blocks=layout.blocks)
 
 

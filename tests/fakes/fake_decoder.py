@@ -17,7 +17,7 @@ class FakeDecoder:
     """Keys hold tokens and values hold positions. Logits are noise that a hash of all tokens of the sequence chooses."""
 
     def __init__(self, *, vocab_size: int = 13, page_size: int = 4, max_sequence_length: int = 64) -> None:
-        self.architecture = SimpleNamespace(vocab_size=vocab_size)
+        self.architecture = SimpleNamespace(vocab_size=vocab_size, linear_attention_layers=[])
         self.page_size = page_size
         self.max_sequence_length = max_sequence_length
         self.caches: list[int] = []  # pages of those that were made

@@ -34,7 +34,10 @@ from aligner.models.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5_moe_text,
+    qwen3_5_text,
     qwen3_moe,
+    qwen3_next,
 )
 from aligner.models.families.hf_config import UNCHANGED, HFConfig
 from aligner.models.families.mapping import NameTable
@@ -65,6 +68,9 @@ FAMILIES = {
     Family.ministral: ministral,
     Family.gpt_oss: gpt_oss,
     Family.llama4_text: llama4_text,
+    Family.qwen3_next: qwen3_next,
+    Family.qwen3_5_text: qwen3_5_text,
+    Family.qwen3_5_moe_text: qwen3_5_moe_text,
 }
 
 

@@ -48,7 +48,7 @@ class HFConfig:
         found = self._values.get("architectures")
         prefix = str(self.model_type).removesuffix("_text").replace("_", "")
         allowed = [(prefix + suffix).lower() for suffix in _CLASSES]
-        if found is not None and not (isinstance(found, list) and all(str(name).lower() in allowed for name in found)):
+        if found is not None and not (isinstance(found, list) and all(str(name).lower().replace("_", "") in allowed for name in found)):
             raise self.refusal("architectures", found, f"{prefix.capitalize()}... with {', '.join(_CLASSES)}")
 
     def check_quantization(self) -> None:

@@ -32,6 +32,9 @@ class Layout(str, Enum):
     gate_up = "gate_up"
     packed_gate_up = "packed_gate_up"  # one tensor, [gate; up]
     alternating_gate_up = "alternating_gate_up"  # one tensor, [gate; up; gate; up; ...], row by row
+    delta_conv = "delta_conv"  # one tensor, [q; k; v] of a delta net; Megatron's is by key head
+    delta_qkvz = "delta_qkvz"  # two tensors, [q; k; v] and the gates of a delta net
+    delta_ba = "delta_ba"  # two tensors, of a number each for every value head
     vocabulary = "vocabulary"
     by_head = "by_head"  # [heads, head_dim], flattened
 
@@ -85,6 +88,7 @@ class NameTable:
     dense: Mapping[str, Rule] = field(
         default_factory=dict
     )  # the feed-forward part of a mixture's layers without experts, instead of `layer`'s
+    linear: Mapping[str, Rule] = field(default_factory=dict)  # the attention of layers that are delta nets, instead of `layer`'s
     layer_prefix: str = "model.layers.{layer}."
     base_prefix: str = "model."  # what a file of the headless model leaves out of the names
     ignored: str = r".*rotary_emb\.inv_freq"
@@ -108,7 +112,7 @@ class NameTable:
     def _find_in_layer(self, layer: int, name: str) -> Rule | None:
         expert = _EXPERT_NAME.fullmatch(name)
         key = name if expert is None else _EXPERT_TEMPLATE + expert[2]
-        found = self.layer.get(key) or self.dense.get(key)
+        found = self.layer.get(key) or self.dense.get(key) or self.linear.get(key)
         if found is None:
             return None
         prefix = self.layer_prefix.format(layer=layer)
@@ -127,6 +131,8 @@ class NameTable:
             names = list(self.layer)
             if architecture.num_experts and not architecture.has_experts(layer):
                 names = [name for name in names if not name.startswith("mlp.")] + list(self.dense)
+            if architecture.is_linear(layer):
+                names = list(self.linear) + [name for name in names if not name.startswith("self_attention.")]
             experts = [name for name in names if name.startswith(_EXPERT_TEMPLATE)]
             yield from (f"decoder.layers.{layer}.{name}" for name in names if name not in experts)
             numbers = range(architecture.num_experts)
@@ -146,14 +152,13 @@ def to_megatron(rule: Rule, tensors: list[Tensor], architecture: Architecture, p
     """Full Hugging Face tensors (an expert's part of those of all), in the order of the rule's names -> the full Megatron tensor."""
     if rule.transposed:
         tensors = [t.t() for t in tensors]
-    if rule.layout == Layout.packed_qkv:
-        tensors = list(tensors[0].split(_qkv_sizes(architecture)))
     if rule.layout == Layout.alternating_gate_up:
         tensors = [tensors[0][0::2], tensors[0][1::2]]
-    if rule.layout in (Layout.qkv, Layout.packed_qkv):
-        groups = architecture.num_key_value_heads
-        q, k, v = (t.reshape(groups, -1, *t.shape[1:]) for t in tensors)
-        return torch.cat([q, k, v], dim=1).reshape(-1, *tensors[0].shape[1:])
+    groups, sizes = _by_group(rule.layout, architecture)
+    if groups:
+        parts = [part for tensor, own in zip(tensors, sizes, strict=True) for part in tensor.split(own)]
+        rest = tensors[0].shape[1:]
+        return torch.cat([part.reshape(groups, -1, *rest) for part in parts], dim=1).reshape(-1, *rest)
     if rule.layout == Layout.vocabulary:
         padding = tensors[0].new_zeros(padded_vocab_size - tensors[0].shape[0], tensors[0].shape[1])
         return torch.cat([tensors[0], padding])
@@ -175,12 +180,11 @@ def hf_shapes(rule: Rule, shape: tuple[int, ...], architecture: Architecture) ->
 
 
 def _split(layout: Layout, tensor: Tensor, architecture: Architecture) -> list[Tensor]:
-    if layout in (Layout.qkv, Layout.packed_qkv):
-        groups = architecture.num_key_value_heads
+    groups, sizes = _by_group(layout, architecture)
+    if groups:
         fused = tensor.reshape(groups, -1, *tensor.shape[1:])
-        parts = fused.split([size // groups for size in _qkv_sizes(architecture)], dim=1)
-        parts = [part.reshape(-1, *tensor.shape[1:]) for part in parts]
-        return parts if layout == Layout.qkv else [torch.cat(parts)]
+        parts = iter(fused.split([size // groups for own in sizes for size in own], dim=1))
+        return [torch.cat([next(parts).reshape(-1, *tensor.shape[1:]) for _ in own]) for own in sizes]
     if layout == Layout.gate_up:
         return list(tensor.chunk(2))
     if layout == Layout.alternating_gate_up:
@@ -192,10 +196,21 @@ def _split(layout: Layout, tensor: Tensor, architecture: Architecture) -> list[T
     return [tensor]
 
 
-def _qkv_sizes(architecture: Architecture) -> list[int]:
-    """Rows of the query, key and value projections."""
-    keys = architecture.num_key_value_heads * architecture.head_dim
-    return [architecture.num_attention_heads * architecture.head_dim, keys, keys]
+def _by_group(layout: Layout, a: Architecture) -> tuple[int, list[list[int]]]:
+    """Of a Megatron tensor whose rows are ordered by key-value group, or key head: how many there are, and the rows of the parts of each
+    Hugging Face tensor. (0, []) for others."""
+    if layout in (Layout.qkv, Layout.packed_qkv):
+        keys = a.num_key_value_heads * a.head_dim
+        sizes = [a.num_attention_heads * a.head_dim * (1 + a.attention_gate), keys, keys]  # a gate's rows follow those of its query
+        return a.num_key_value_heads, [[size] for size in sizes] if layout is Layout.qkv else [sizes]
+    keys, values = a.linear_key_heads * a.linear_key_head_dim, a.linear_value_heads * a.linear_value_head_dim
+    of_delta_nets = {
+        Layout.delta_conv: [[keys, keys, values]],
+        Layout.delta_qkvz: [[keys, keys, values], [values]],
+        Layout.delta_ba: [[a.linear_value_heads], [a.linear_value_heads]],
+    }
+    sizes_of = of_delta_nets.get(layout)
+    return (0, []) if sizes_of is None else (a.linear_key_heads, sizes_of)
 
 
 def shard(layout: Layout, tensor: Tensor, *, dim: int, num_shards: int, index: int) -> Tensor:

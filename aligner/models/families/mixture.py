@@ -73,8 +73,8 @@ def to_hf(a: Architecture) -> dict[str, Any]:
     }
 
 
-def of_qwen(hf: HFConfig) -> dict[str, Any]:
-    """The fields of Qwen's mixtures."""
+def of_qwen(hf: HFConfig, *, normalized: bool = False) -> dict[str, Any]:
+    """The fields of Qwen's mixtures; `normalized`: whether the weights of a file that does not say are."""
     layers = range(hf.size("num_hidden_layers"))
     step, listed = hf.size("decoder_sparse_step", absent=1), hf.value("mlp_only_layers") or []
     if not isinstance(listed, list) or any(isinstance(one, bool) or not isinstance(one, int) for one in listed):
@@ -83,7 +83,7 @@ def of_qwen(hf: HFConfig) -> dict[str, Any]:
         "num_experts": hf.size("num_experts", "num_local_experts"),  # transformers 5 writes the latter
         "experts_per_token": hf.size("num_experts_per_tok"),
         "expert_ffn_hidden_size": hf.size("moe_intermediate_size"),
-        "normalize_expert_weights": hf.flag("norm_topk_prob", False),
+        "normalize_expert_weights": hf.flag("norm_topk_prob", normalized),
         "dense_layers": [layer for layer in layers if layer in listed or (layer + 1) % step],
     }
 

@@ -11,13 +11,12 @@ from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.mapping import NameTable, llama_like, rule
 
 _GATE = {"mlp.shared_experts.gate_weight": rule("mlp.shared_expert_gate.weight")}
+EXPERTS = mapping.experts("mlp", gate="gate_proj", up="up_proj", down="down_proj") | mixture.shared("mlp.shared_expert") | _GATE
 
 
 def NAMES(architecture: Architecture) -> NameTable:  # noqa: N802 - a constant of most families
     """The names of its weights, with those of the biases that it has."""
-    routed = mapping.experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
-    experts = routed | mixture.shared("mlp.shared_expert") | _GATE
-    return llama_like(attention=mapping.QKV_BIAS if architecture.qkv_bias else {}, mlp=experts, dense=mapping.MLP)
+    return llama_like(attention=mapping.QKV_BIAS if architecture.qkv_bias else {}, mlp=EXPERTS, dense=mapping.MLP)
 
 
 def from_hf(hf: HFConfig) -> Architecture:

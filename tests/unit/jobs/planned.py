@@ -66,6 +66,4 @@ def planned_ppo(*, take_turns: bool = False, problems: tuple[str, ...] = ()) -> 
         "train": 5.0,
     }
     run = Simulated(phases=phases, useful=1.0, run_seconds=2000.0, preemptions=0, spans=SPANS)
-    return JobPlan(
-        name="ppo <8b>", cluster=config.cluster, components=tuple(found), alternatives={}, problems=problems, run=run, take_turns=take_turns
-    )
+    return JobPlan(name="ppo <8b>", cluster=config.cluster, components=tuple(found), problems=problems, run=run, take_turns=take_turns)

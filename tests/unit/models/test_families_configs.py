@@ -84,6 +84,21 @@ def test_what_published_files_of_long_contexts_say():
     assert architecture_from_hf(FILES["c4ai-command-r7b-12-2024"]["config"]).full_attention_layers == list(range(3, 32, 4))
 
 
+def test_qwen3_next_has_the_published_number_of_parameters(topology):
+    """80B-A3B: 36 delta nets, 12 layers of attention, a mixture in each. The hub's 81,324,862,720 count one more layer of attention, which
+    predicts further tokens, with a matrix of 2H x H and three norms: neither is read here."""
+    file = {"model_type": "qwen3_next", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 5120}
+    file |= {"vocab_size": 151936, "moe_intermediate_size": 512, "num_experts": 512, "num_experts_per_tok": 10}
+    architecture = architecture_from_hf(file | {"max_position_embeddings": 262144})
+    assert architecture.linear_attention_layers == [layer for layer in range(48) if layer % 4 != 3]
+    small = {"num_experts": 16}  # experts are all alike
+    one, two = (count(dataclasses.replace(architecture.with_layers(n), **small)) for n in (1, 2))
+    both = count(dataclasses.replace(architecture.with_layers(2), linear_attention_layers=[0], **small))
+    more_experts = (512 - 16) * (3 * 2048 * 512 + 2048)
+    further = both - one + more_experts + 2 * 2048**2 + 3 * 2048
+    assert one + 35 * (two - one) + 12 * (both - one) + 48 * more_experts == 81_324_862_720 - further
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_shipped_size_is_one_of_its_family(name):
     architecture = shipped(name).architecture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import json
 import re
 from dataclasses import asdict
@@ -56,6 +57,11 @@ FILES = {
     | {"model_type": "llama4_text", "num_attention_heads": 8, "intermediate_size_mlp": 40, "num_local_experts": 4}
     | {"attention_chunk_size": 9},
     "gpt_oss": LLAMA | {"model_type": "gpt_oss", "num_attention_heads": 8},
+    "qwen3_next": LLAMA | {"model_type": "qwen3_next", "num_hidden_layers": 5} | EXPERTS,
+    "qwen3_5_text": LLAMA | {"model_type": "qwen3_5_text", "num_hidden_layers": 5},
+    "qwen3_5_moe_text": {key: value for key, value in LLAMA.items() if key != "intermediate_size"}
+    | {"model_type": "qwen3_5_moe_text"}
+    | EXPERTS,
     "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 61},
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -116,6 +122,13 @@ def theirs(hf: dict) -> dict:
         read |= {"dense_layers": [n for n in range(config.num_hidden_layers) if n in listed or (n + 1) % step]}
     if hf["model_type"] == "gpt_oss":
         read |= {"qkv_bias": config.attention_bias, "attention_out_bias": config.attention_bias, "glu_limit": config.swiglu_limit}
+    if hasattr(config, "linear_num_key_heads"):
+        linear = [number for number, kind in enumerate(config.layer_types) if kind == "linear_attention"]
+        read |= {"linear_attention_layers": linear, "shared_ffn_hidden_size": getattr(config, "shared_expert_intermediate_size", 0)}
+        sizes = {"linear_key_heads": config.linear_num_key_heads, "linear_value_heads": config.linear_num_value_heads}
+        sizes |= {"linear_key_head_dim": config.linear_key_head_dim, "linear_value_head_dim": config.linear_value_head_dim}
+        sizes |= {"linear_conv_size": config.linear_conv_kernel_dim}
+        read |= sizes if linear else dict.fromkeys(sizes, 0)
     if hf["model_type"] in ("glm4", "glm4_moe"):
         read |= {"qkv_bias": config.attention_bias}
     if hf["model_type"] == "llama4_text":
@@ -142,7 +155,9 @@ def theirs(hf: dict) -> dict:
     if rope["rope_type"] == "llama3":
         read |= {"rope_low_freq_factor": rope["low_freq_factor"], "rope_high_freq_factor": rope["high_freq_factor"]}
     fraction = config.qk_rope_head_dim / config.qk_head_dim if hasattr(config, "qk_head_dim") else rope.get("partial_rotary_factor", 1.0)
-    read |= {"rotary_fraction": fraction, "ffn_hidden_size": config.intermediate_size}
+    read |= {"rotary_fraction": fraction}
+    if hf["model_type"] != "qwen3_5_moe_text":  # none of whose layers is dense
+        read |= {"ffn_hidden_size": config.intermediate_size}
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None) if WINDOW in types else None
     full = [number for number, kind in enumerate(types) if kind != WINDOW]
@@ -156,7 +171,7 @@ def theirs(hf: dict) -> dict:
             "num_experts": getattr(config, "num_local_experts", None) or config.num_experts,
             "experts_per_token": config.num_experts_per_tok,
         }
-        read |= {"expert_ffn_hidden_size": getattr(config, "moe_intermediate_size", config.intermediate_size)}
+        read |= {"expert_ffn_hidden_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size}
     if hasattr(config, "norm_topk_prob"):
         read |= {"normalize_expert_weights": config.norm_topk_prob}
     return read
@@ -199,6 +214,7 @@ USUAL = {
     "untied": {"tie_word_embeddings": False},
     "harmless keys": {"_name_or_path": "x", "torch_dtype": "float16", "use_cache": False, "made_up": 3, "architectures": None},
 }
+DELTA_NETS = [family for family in FILES if family.startswith(("qwen3_next", "qwen3_5"))]
 ROTATED = [family for family in FILES if family not in ("gpt2", "opt")]
 LLAMA_LIKE = [
     family for family in ROTATED if family not in ("gpt_neox", "gemma3_text", "olmo3", "deepseek_v2", "deepseek_v3")
@@ -211,9 +227,9 @@ READ = (
         (family, name, change)
         for family in SCALING
         for name, change in SCALED.items()
-        if (family, name) not in (("glm4", "yarn"), ("glm4_moe", "yarn"), ("llama4_text", "yarn"))
+        if (family, name) not in (("glm4", "yarn"), ("glm4_moe", "yarn"), ("llama4_text", "yarn"), *((one, "yarn") for one in DELTA_NETS))
     ]
-    + [(family, "heads", {"head_dim": 4, "num_key_value_heads": FILES[family]["num_attention_heads"] // 2}) for family in LLAMA_LIKE]
+    + [(family, "heads", {"head_dim": 8, "num_key_value_heads": FILES[family]["num_attention_heads"] // 2}) for family in LLAMA_LIKE]
     + [
         ("gemma3_text", name, change)
         for name, change in {
@@ -313,6 +329,24 @@ READ = (
         }.items()
     ]
     + [("gpt_oss", "its own", {"attention_bias": False, "swiglu_limit": 5.0, "layer_types": ["full_attention"] * 2, "sliding_window": 9})]
+    + [
+        (
+            "qwen3_5_text",
+            "several kinds of positions",
+            {"rope_parameters": PLAIN | {"mrope_section": [11, 11, 10], "mrope_interleaved": True}},
+        )
+    ]
+    + [("qwen3_5_moe_text", "types", {"layer_types": ["full_attention", "linear_attention"], "shared_expert_intermediate_size": 40})]
+    + [
+        ("qwen3_next", name, change)
+        for name, change in {
+            "types": {"layer_types": ["full_attention", *["linear_attention"] * 4]},
+            "an interval": {"full_attention_interval": 2, "mlp_only_layers": [1]},
+            "attention alone": {"layer_types": ["full_attention"] * 5, "norm_topk_prob": False},
+            "sizes": {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 9, "linear_value_head_dim": 11}
+            | {"linear_conv_kernel_dim": 3, "shared_expert_intermediate_size": 40},
+        }.items()
+    ]
     + [("opt", "its width by name", {"word_embed_proj_dim": 64}), ("opt", "projected", {"word_embed_proj_dim": 32})]
     + [("opt", "norms behind", {"do_layer_norm_before": False}), ("opt", "spread", {"init_std": 0.006})]
     + [("gpt2", "inner", {"n_inner": 40}), ("gpt2", "null inner", {"n_inner": None}), ("gpt2", "no dropout", {"resid_pdrop": 0.0})]
@@ -419,7 +453,7 @@ REFUSED = [
     ("qwen2_moe", {"layer_types": [WINDOW, "full_attention"]}, "layer_types="),
     *[(family, {"v_head_dim": 17}, "v_head_dim=17 is not supported") for family in ("deepseek_v2", "deepseek_v3")],
     *[(family, {"rope_scaling": {"type": "linear", "factor": 2}}, 'rope_type="linear"') for family in ("deepseek_v2", "deepseek_v3")],
-    *[(family, {"attention_bias": True}, "attention_bias=true") for family in ("deepseek_v2", "deepseek_v3", "olmo3")],
+    *[(family, {"attention_bias": True}, "attention_bias=true") for family in ("deepseek_v2", "deepseek_v3", "olmo3", *DELTA_NETS)],
     *[(family, {"norm_topk_prob": False}, "norm_topk_prob=false") for family in ("deepseek_v3", "glm4_moe")],
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=true"),
     ("deepseek_v2", {"topk_method": "noaux_tc"}, 'topk_method="noaux_tc"'),
@@ -427,6 +461,11 @@ REFUSED = [
     ("deepseek_v3", {"scoring_func": "softmax"}, 'scoring_func="softmax" is not supported for model_type deepseek_v3; allowed: "sigmoid"'),
     ("deepseek_v3", {"n_group": 8}, "router_group_best=2: must be from 1 to the 1 experts of a group"),
     ("deepseek_v3", {"topk_group": 3}, "router_groups_per_token=3: must be from 1 to router_groups=2"),
+    *[(family, {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"') for family in DELTA_NETS],
+    ("qwen3_next", {"layer_types": [WINDOW] * 5}, "layer_types="),
+    ("qwen3_next", {"layer_types": ["full_attention"]}, 'allowed: 5 of "full_attention" and "linear_attention", one for each layer'),
+    ("qwen3_next", {"linear_num_value_heads": 24}, "linear_key_heads=16: must divide linear_value_heads=24"),
+    ("qwen3_next", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0 is not supported for model_type qwen3_next"),
     ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 is not supported for model_type gpt_oss; allowed: 1.702"),
     *[("gpt_oss", {"swiglu_limit": limit}, f"swiglu_limit={shown}") for limit, shown in ((0, "0.0"), (None, "null"))],
     ("gpt_oss", {"sliding_window": None}, "layer_types="),
@@ -547,11 +586,16 @@ NO_MATTER = {
 }
 
 
+OF_IMAGES = re.compile(r"class Qwen3_5(Moe)?(Vision|Model\(|ForConditionalGeneration)")
+
+
 @pytest.mark.parametrize("family", FILES)
 def test_every_key_that_transformers_looks_at_is_looked_at_here(family):
     folder = family.removesuffix("_text")
     modeling = import_module(f"transformers.models.{folder}.modeling_{folder}")
-    source = re.split("class (?:Gemma3MultiModalProjector|Llama4CausalLMOutput)", inspect.getsource(modeling))[0]  # images come after
+    classes = re.split(r"\n(?=class )", inspect.getsource(modeling))
+    classes = list(itertools.takewhile(lambda one: not re.match("class (Gemma3MultiModalProjector|Llama4CausalLMOutput)", one), classes))
+    source = "\n".join(one for one in classes if not OF_IMAGES.match(one))  # what else is of images comes behind those
     used = set(re.findall(r"config\.([a-z_0-9]+)", source)) | set(re.findall(r'getattr\((?:self\.)?config, "([a-z_0-9]+)"', source))
     assert len(used) > 10
     mixture, latent = "n_routed_experts" in FILES[family], "kv_lora_rank" in FILES[family]
@@ -581,6 +625,8 @@ def test_what_we_write_is_read_as_it_was():
     changes = {"llama": {"rope_scaling": LLAMA3, "rope_theta": 5e5}, "qwen2": {"tie_word_embeddings": True}, "qwen3": {"head_dim": 16}}
     changes |= {"nemotron": {"partial_rotary_factor": 0.5, "norm_eps": 1e-4, "head_dim": 4}, "gpt2": {"activation_function": "gelu"}}
     changes |= {"deepseek_v3": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}}
+    changes |= {"qwen3_5_text": {"full_attention_interval": 2}, "qwen3_5_moe_text": {"linear_num_value_heads": 16}}
+    changes |= {"qwen3_next": {"linear_num_key_heads": 2, "full_attention_interval": 3, "partial_rotary_factor": 0.5}}
     changes |= {"deepseek_v2": {"rope_scaling": YARN | {"mscale": 0.7}, "q_lora_rank": None}, "olmo3": {"rope_scaling": YARN}}
     changes |= {"llama4_text": {"interleave_moe_layer_step": 2, "attention_bias": True, "attn_temperature_tuning": False}}
     changes |= {

@@ -99,3 +99,16 @@ def test_overlap_of_exchanges_names_what_it_needs(monkeypatch):
     monkeypatch.setattr(mcore, "transformer_engine_version", lambda: "2.9.0")
     monkeypatch.setattr(mcore, "importable_kernels", lambda: frozenset())
     assert transformer_config(architecture, ModelConfig(**packed), parallel, load=True).tp_comm_overlap
+
+
+def test_delta_nets_decay_at_different_rates_and_their_norm_is_of_ones():
+    """A_log is the logarithm of what is uniform up to 16; the other norms of such a model multiply by 1 + their weights."""
+    from aligner.models.config import Normalization
+
+    sizes = {"linear_key_heads": 16, "linear_value_heads": 64, "linear_key_head_dim": 4, "linear_value_head_dim": 4, "linear_conv_size": 4}
+    chunk = build(linear_attention_layers=[0], normalization=Normalization.rms_norm_1p, **sizes)
+    own = chunk.decoder.layers[0].self_attention
+    decays = own.A_log.exp()
+    assert 0 < decays.min() < 2 and 14 < decays.max() <= 16
+    assert own.dt_bias.tolist() == [1.0] * 64 and own.out_norm.weight.tolist() == [1.0] * 4
+    assert not chunk.decoder.layers[0].input_layernorm.weight.any() and own.conv_weight.std().item() == pytest.approx(0.1, rel=0.1)

@@ -115,8 +115,9 @@ def test_scaling() -> None:
 
 
 # PEFT 0.21 takes layers called as the experts' projections for the experts, which transformers 5 has in one tensor.
-READ_BY_PEFT = dict.fromkeys(("deepseek_v2", "deepseek_v3", "gpt_oss"), [LoraTarget.qkv, LoraTarget.proj])
+READ_BY_PEFT = dict.fromkeys(("deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_next"), [LoraTarget.qkv, LoraTarget.proj])
 READ_BY_PEFT |= dict.fromkeys(("qwen2_moe", "llama4_text"), [*READ_BY_PEFT["deepseek_v3"], LoraTarget.fc1, LoraTarget.fc2])
+READ_BY_PEFT["qwen3_5_text"] = [LoraTarget.q, LoraTarget.k, LoraTarget.v, LoraTarget.proj, LoraTarget.fc1, LoraTarget.fc2]
 
 
 @pytest.mark.parametrize(
@@ -142,6 +143,8 @@ READ_BY_PEFT |= dict.fromkeys(("qwen2_moe", "llama4_text"), [*READ_BY_PEFT["deep
         "qwen2_moe",
         "llama4_text",
         "gpt_oss",
+        "qwen3_next",
+        "qwen3_5_text",
     ],
 )
 def test_merged_and_peft_exports_give_the_same_logits(name, make_policy, hf_directory, tmp_path):
@@ -166,6 +169,11 @@ def test_merged_and_peft_exports_give_the_same_logits(name, make_policy, hf_dire
     peft = pytest.importorskip("peft")
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hf_directory(name)), tmp_path / "adapter")
     torch.testing.assert_close(hf_logprobs(theirs, batch), ours, rtol=0, atol=1e-4)
+
+
+def test_projections_that_a_delta_net_has_in_another_order_get_no_adapters(make_policy):
+    with pytest.raises(ConfigError, match="model.lora.targets: qkv of family qwen3_5_text is of its delta nets too; allowed: .*q, k, v"):
+        make_policy("qwen3_5_text", targets=[LoraTarget.qkv])
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,9 @@ def test_a_sink_is_a_key_with_the_value_0(dtype, tolerance):
         "qwen2_moe",
         "llama4_text",
         "gpt_oss",
+        "qwen3_next",
+        "qwen3_next_tied",
+        "qwen3_5_text",
     ],
 )
 def test_packed_rows_give_the_same_logprobs(name, share_prompts, topology, hf_directory, load_policy):
@@ -103,9 +106,9 @@ def test_packed_rows_give_the_same_logprobs(name, share_prompts, topology, hf_di
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2_windows", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("name", ["mistral", "qwen2_windows", "gpt_oss", "llama4_text", "qwen3_next"])
 def test_the_engine_prefills_in_chunks(name, topology, hf_directory, load_policy):
-    """Chunks that look back into the cache through the window: the same greedy responses."""
+    """Chunks that look back into the cache through the window, or go on from a state: the same greedy responses."""
     from aligner.rollout.config import RolloutConfig
     from aligner.rollout.create import create_engine
 

@@ -14,7 +14,7 @@ from aligner.models.config import Architecture, Dtype, ModelConfig, Recompute
 from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.micro_batches import MicroBatching, plan
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner import decoding, kernels, layers, memory, report, schedule, search, timing
+from aligner.planner import decoding, kernels, layers, memory, report, schedule, timing
 from aligner.planner.buffers import StateBytes
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes
@@ -104,6 +104,23 @@ def test_micro_batches() -> None:
     # Groups of pp: 6 passes become 8. Lengths: a multiple of 2 cp = 6 (258).
     assert cut(component(parallel={"pp": 4, "vpp": 2, "tp": 2}, model={"micro_batch_tokens": 1000}), 32).count == 8
     assert cut(component(num_ranks=3, parallel={"cp": 3}), 32).length == 258
+
+
+def test_delta_nets_have_states_instead_of_keys_and_values() -> None:
+    """As above with 6 of 8 layers delta nets of 4 key heads of 8 numbers and 8 value heads of 16, and windows of 4 tokens."""
+    sizes = {"linear_key_heads": 4, "linear_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_conv_size": 4}
+    engine = Engine(tp=2, max_batch_size=4, bucket_bytes=0, offload=False, prefill_chunk_tokens=100, kv_cache_tokens=1000)
+    plain = component(parallel={"tp": 2}, engine=engine)
+    own = replace(plain, architecture=replace(plain.architecture, linear_attention_layers=[0, 1, 2, 4, 5, 6], **sizes))
+    token = 2 * 2 * 2 * 8 * 2  # keys and values, layers, heads of a rank, numbers, bytes
+    state = 6 * (4 * (8 // 2) * 8 * 16 + 3 * (2 * 4 * 8 + 8 * 16) // 2 * 2)  # layers; a rank's states; three rows of its channels
+    assert memory.kv_bytes_per_token(own, engine) == token and memory.state_bytes(own, engine) == state
+    assert memory.cache_bytes(own, engine) == 1000 * token + 4 * state
+    linear, quadratic = layers.layer_flops(own, 100)
+    attention, feed_forward = 2 * (2 * 64 * 64 + 2 * 64 * 32), 2 * 3 * 64 * 128
+    rule = 8 * (3 * 8 * 16 + 64 * (2 * 8 + 12 + 16))
+    delta = 2 * (64 * (2 * 32 + 2 * 128 + 2 * 8) + 128 * 64 + 4 * (64 + 128) + rule)
+    assert linear == attention / 4 + delta * 3 / 4 + feed_forward and quadratic == 2 * 64 * 100 / 4
 
 
 def test_engine_weights_of_its_own() -> None:
@@ -304,16 +321,6 @@ def test_refused_sizes_name_the_component() -> None:
     foreign = RolloutConfig(engine=EngineKind.tensorrt_llm, verify_refit=VerifyRefit.checksum)  # and so no search proposes it
     with pytest.raises(ConfigError, match="^actor: rollout.verify_refit=checksum: rollout.engine=tensorrt_llm reads no"):
         check(component(engine=Engine(tp=2, max_batch_size=1, bucket_bytes=0, offload=False, settings=foreign)))
-
-
-def test_candidates_divide() -> None:
-    found = list(search.candidates(component(), CLUSTER))
-    assert {c.parallel.tp for c in found} == {1, 2, 4, 8}
-    assert {c.parallel.pp for c in found} == {1, 2, 4, 8}
-    assert {c.parallel.cp for c in found} == {1}  # sequences of 256 tokens are not worth splitting
-    assert all(c.parallel.sequence_parallel == (c.parallel.tp > 1) for c in found)
-    for candidate in found:
-        check(candidate)
 
 
 @pytest.mark.parametrize("value, text", [(0.5, "0.50 s"), (34.4, "34 s"), (310, "5 min 10 s"), (7500, "2 h 05 min")])

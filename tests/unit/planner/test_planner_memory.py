@@ -18,6 +18,7 @@ from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes
 from aligner.planner.estimate import Scales, predict, with_fitting_cache
 from aligner.planner.schedule import stage_layers
+from aligner.planner.simulation import Simulated
 from aligner.planner.workload import GIB, Component, Engine, Head, Phase, Work
 from aligner.rollout.config import EngineKind, RolloutConfig
 from aligner.rollout.tensorrt_llm_config import TensorRTLLMConfig
@@ -175,7 +176,8 @@ def test_a_cache_shrinks_to_what_is_left() -> None:
     line = report.cache_line(found)
     assert "rollout.kv_cache_tokens=768" in line and "in place of 2048: 3 of 4 sequences" in line
     assert "rollout.kv_cache_tokens=768" in report.settings(found.component)
-    job = report.JobPlan(name="x", cluster=cluster, components=(found,), alternatives={}, problems=())
+    run = Simulated(phases={"generate": found.seconds}, useful=1.0, run_seconds=1.0, preemptions=0)
+    job = report.JobPlan(name="x", cluster=cluster, components=(found,), problems=(), run=run)
     out = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
     report.show(job, out)
     assert line[:40] in out.export_text()

@@ -45,6 +45,11 @@ def test_without_a_gpu_it_is_the_built_in_one(installed, monkeypatch):
     assert found.engine == EngineKind.megatron and found.reasons == ("tensorrt_llm (it is for GPUs)", "vllm (it is for GPUs)")
 
 
+def test_delta_nets_are_left_to_the_built_in_one(installed):
+    found = choose(config_of(), tp=1, delta_nets=True)
+    assert found.engine == EngineKind.megatron and all("the model's delta nets are" in reason for reason in found.reasons)
+
+
 def test_versions_that_are_not_known_are_left_out(installed):
     installed["tensorrt_llm"] = "0.1.0"
     found = choose(config_of(), tp=1)

@@ -33,6 +33,7 @@ OTHERS = (
     "qwen2_moe",
     "llama4_text",
     "gpt_oss",
+    "qwen3_next",
     "llama_yarn",
 )
 LENGTHS = (3, 22, 9)
@@ -154,8 +155,8 @@ def test_nothing_is_found_where_nothing_is(made, family, kernels) -> None:
     seen = {one.place.operation.value for one in found.paths["prefill"]}
     # No second norm; no queries and keys by head; norms of sums alone.
     assert len(seen) >= {"cohere": 12, "cohere2": 12, "deepseek_v3": 12, "opt_projected": 11}.get(family, 14)
-    assert ("router" in seen) == (family in ("mixtral", "deepseek_v3", "qwen2_moe", "gpt_oss", "llama4_text"))
-    assert ("q_norm" in seen) == (family in ("qwen3", "gemma3_text", "olmo2", "olmo3", "cohere_plus"))
+    assert ("router" in seen) == (family in ("mixtral", "deepseek_v3", "qwen2_moe", "gpt_oss", "llama4_text", "qwen3_next"))
+    assert ("q_norm" in seen) == (family in ("qwen3", "gemma3_text", "olmo2", "olmo3", "cohere_plus", "qwen3_next"))
     assert all(one.num_tokens == 30 for one in found.paths["decode"])
     assert {one.num_tokens for one in found.paths["prefill"]} >= {30 + sum(LENGTHS)}
 

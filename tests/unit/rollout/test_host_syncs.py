@@ -62,14 +62,18 @@ def test_prefill_attention_waits_for_nothing_and_attends_to_each_sequence_alone(
         first = last
 
 
-@pytest.mark.parametrize("name", ["dense", "experts"])
+DELTA = {"linear_attention_layers": [0], "linear_key_heads": 2, "linear_value_heads": 4, "linear_key_head_dim": 4, "attention_gate": True}
+DELTA |= {"linear_value_head_dim": 6, "linear_conv_size": 4}
+
+
+@pytest.mark.parametrize("name", ["dense", "experts", "delta nets"])
 def test_a_decode_step_of_a_model_waits_for_nothing(topology, make_model, name):
     from aligner.rollout.config import Kernels
     from aligner.rollout.decode import Decoder, Shards
     from aligner.rollout.weights import by_role, named_parameters
 
     experts = {"num_experts": 5, "experts_per_token": 2, "expert_ffn_hidden_size": 24}
-    chunk = make_model("policy", architecture=experts if name == "experts" else {}).chunks[0]
+    chunk = make_model("policy", architecture={"experts": experts, "delta nets": DELTA}.get(name, {})).chunks[0]
     decoder = Decoder(
         by_role(named_parameters([chunk]), chunk.architecture),
         chunk.architecture,
@@ -80,8 +84,11 @@ def test_a_decode_step_of_a_model_waits_for_nothing(topology, make_model, name):
     )
     assert not decoder.fixed_shapes  # on a CPU each expert has its own tokens only
     cache, pages = decoder.new_cache(4), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
-    batch = DecodeBatch(tokens=torch.tensor([5, 6]), positions=torch.tensor([3, 17]), pages=pages)
+    batch = DecodeBatch(tokens=torch.tensor([5, 6]), positions=torch.tensor([3, 17]), pages=pages, seats=torch.tensor([0, 1]))
+    if cache.states is not None:
+        cache.states.reserve(2)
     expected = decoder.decode(batch, cache)
+    cache.clear()
     out, decoder.fixed_shapes = torch.empty_like(expected), True
     with HostSyncs() as syncs:
         decoder._step(batch, cache, out)
