@@ -32,6 +32,13 @@ RESPONSE_LENGTH = "rollout/response_length"
 REFIT = "refit"
 STEP, REST, HOST = "step", "everything else", "host work"
 _TIME = "time/"
+# What a run's phases include that the plan has apart: sampling ends when the last response is scored.
+_IN_A_RUN = {
+    "waiting for scores": Phase.generate.value,
+    "waiting for rollouts": Phase.generate.value,
+    "waiting for the critic's training": "critic_wait",
+}
+_BESIDE_STEPS = ("validation", "checkpoints")  # in the plan a mean over all steps; in a run not in `time/step`
 _OPERATIONS = {Phase.values: wire.CRITIC_INFER.name, Phase.train: wire.CRITIC_TRAIN.name, Phase.scores: wire.REWARD_MODEL.name}
 
 
@@ -76,7 +83,8 @@ def compare(job: JobPlan, directory: Path) -> Comparison:
     recorded = _Recorded(spans)
     if (refit := recorded.seconds(recorded.trained, REFIT)) is not None:
         measured[REFIT] = refit
-    planned = dict(job.run.phases)
+    planned = _planned(job)
+    step = sum(planned.values())
     host = planned.pop(HOST, None)
     rows = _rows(main.component.name, planned, measured)
     rest = (whole or 0.0) - sum(value or 0.0 for value in measured.values())
@@ -85,7 +93,7 @@ def compare(job: JobPlan, directory: Path) -> Comparison:
         own = {time.phase.value: time.total for time in server.times}
         seen = {time.phase.value: recorded.seconds(server.component.process, _OPERATIONS[time.phase]) for time in server.times}
         rows += _rows(server.component.name, own, seen)
-    rows.append(Row(component="job", phase=STEP, planned=job.step_seconds, measured=whole))
+    rows.append(Row(component="job", phase=STEP, planned=step, measured=whole))
     return Comparison(
         rows=tuple(rows),
         num_steps=len(steps),
@@ -93,6 +101,16 @@ def compare(job: JobPlan, directory: Path) -> Comparison:
         measured_peak=recorded.peak,
         has_trace=bool(spans),
     )
+
+
+def _planned(job: JobPlan) -> dict[str, float]:
+    """Planned seconds of the training component's phases, called as in a run, whose steps have neither validation nor checkpoint."""
+    planned: dict[str, float] = {}
+    for name, value in job.run.phases.items():
+        if name not in _BESIDE_STEPS:
+            known_as = _IN_A_RUN.get(name, name)
+            planned[known_as] = planned.get(known_as, 0.0) + value
+    return planned
 
 
 def measured_phases(directory: Path) -> dict[str, float]:

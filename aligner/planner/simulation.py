@@ -183,7 +183,8 @@ class _Run:
             self.preempted += queue.preempted
             if self.is_shown:
                 shown = found[:: max(1, len(found) * len(chosen) // SHOWN_REQUESTS)]
-                spans += [Span("response", "engine", f"replica {place}", 0.0, end, {"tokens": own[request]}) for end, request in shown]
+                where = "engine" if engine.own_ranks else self.component.name, f"replica {place}"
+                spans += [Span("response", *where, 0.0, end, {"tokens": own[request]}) for end, request in shown]
         return _Round(slowest, sorted(ends), rows / len(ends), spans)
 
     def queue(self, engine: Engine) -> ReplicaQueue:

@@ -63,7 +63,10 @@ def planned_ppo(*, take_turns: bool = False, problems: tuple[str, ...] = ()) -> 
         "waiting for scores": 1.5,
         "logprobs": 1.0,
         "ref_logprobs": 2.0,
-        "train": 5.0,
+        "train": 4.0,
+        "waiting for the critic's training": 1.0,
+        "validation": 3.0,
+        "checkpoints": 2.0,
     }
     run = Simulated(phases=phases, useful=1.0, run_seconds=2000.0, preemptions=0, spans=SPANS)
     return JobPlan(name="ppo <8b>", cluster=config.cluster, components=tuple(found), problems=problems, run=run, take_turns=take_turns)
