@@ -99,7 +99,9 @@ def main() -> int:
     if not demo.exists():
         print("demo", flush=True)
         run([str(ROOT / "examples" / "demo" / "run.py"), "--steps", str(STEPS), "--directory", str(demo)], demo)
-    jobs["held_out"] += [{"name": f"demo, {part}", "run": f"demo/{part}"} for part in ("sft", "reward_model", "ppo") if (demo / part).exists()]
+    jobs["held_out"] += [
+        {"name": f"demo, {part}", "run": f"demo/{part}"} for part in ("sft", "reward_model", "ppo") if (demo / part).exists()
+    ]
     (directory / "jobs.yaml").write_text(yaml.safe_dump(jobs, sort_keys=False))
     return fit(directory / "jobs.yaml")
 
