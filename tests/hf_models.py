@@ -24,6 +24,8 @@ _HALF = {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 _GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 9, "num_key_value_heads": 1, "sliding_window": 7, "intermediate_size": 40}
 _NO_SPECIAL = {"pad_token_id": 0, "eos_token_id": 2}
+_LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.3, 2.5], "long_factor": [1.1, 4.0, 9.5]}
+_PHI3_LONG = {"model_type": "phi3", "num_key_value_heads": 1, "partial_rotary_factor": 0.75, "rope_theta": 100.0, **_NO_SPECIAL}
 _GPT2 = {"model_type": "gpt2", "n_inner": 48, "bos_token_id": 0, "eos_token_id": 0}
 _QWEN3_MOE = {"model_type": "qwen3_moe", "tie_word_embeddings": False, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24}
 _MOE = {"n_routed_experts": 8, "moe_intermediate_size": 20, "n_shared_experts": 1, "first_k_dense_replace": 1}
@@ -64,10 +66,16 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe_window": _QWEN3_MOE | {"num_experts_per_tok": 2, "use_sliding_window": True, "sliding_window": 6},
     "phi3": {"model_type": "phi3", "num_key_value_heads": 1, "pad_token_id": 0, "eos_token_id": 2, "partial_rotary_factor": 0.5},
     "phi3_window": {"model_type": "phi3", "sliding_window": 7, "pad_token_id": 0, "eos_token_id": 2, "tie_word_embeddings": True},
-    "gpt_neox": {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 500, "eos_token_id": 0},
-    "gpt_neox_sequential": {"model_type": "gpt_neox", "use_parallel_residual": False, "tie_word_embeddings": True, "eos_token_id": 0},
+    "phi3_longrope": _PHI3_LONG | {"original_max_position_embeddings": 1, "rope_scaling": _LONGROPE | {"attention_factor": 1.3}},
+    "phi3_longrope_short": _PHI3_LONG
+    | {"original_max_position_embeddings": 128, "rope_scaling": _LONGROPE | {"factor": 32.0}, "tie_word_embeddings": True},
+    "gpt_neox": {"model_type": "gpt_neox", "hidden_act": "gelu_fast", "rotary_pct": 0.5, "rotary_emb_base": 500, "eos_token_id": 0},
+    "gpt_neox_sequential": {"model_type": "gpt_neox", "use_parallel_residual": False, "tie_word_embeddings": True, "eos_token_id": 0}
+    | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
     "opt": {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "opt_untied": {"model_type": "opt", "ffn_dim": 56, "word_embed_proj_dim": 32, "tie_word_embeddings": False},
+    "opt_projected": {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 20, "do_layer_norm_before": False},
+    "opt_projected_untied": {"model_type": "opt", "ffn_dim": 56, "word_embed_proj_dim": 24, "tie_word_embeddings": False},
     "gemma2": _GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
     "gemma2_plain": {"model_type": "gemma2", "head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}
     | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 4096},
@@ -77,9 +85,22 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     "olmo2": {"model_type": "olmo2", "tie_word_embeddings": False},
     "olmo2_tied": {"model_type": "olmo2", "tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 500},
     "glm4": {"model_type": "glm4", "head_dim": 12, "num_key_value_heads": 2, "rope_parameters": _HALF, **_NO_SPECIAL},
-    "glm4_tied": {"model_type": "glm4", "head_dim": 8, "attention_bias": False, "tie_word_embeddings": True, **_NO_SPECIAL},
+    "glm4_tied": {"model_type": "glm4", "head_dim": 8, "attention_bias": False, "tie_word_embeddings": True, **_NO_SPECIAL}
+    | {"rope_parameters": _MLA_YARN | {"partial_rotary_factor": 0.5}},
     "cohere": {"model_type": "cohere", "logit_scale": 0.5, "num_key_value_heads": 1, "eos_token_id": 2},
     "cohere_untied": {"model_type": "cohere", "logit_scale": 1.5, "tie_word_embeddings": False, "eos_token_id": 2},
+    "cohere_plus": {
+        "model_type": "cohere",
+        "use_qk_norm": True,
+        "logit_scale": 1.0,
+        "head_dim": 12,
+        "num_key_value_heads": 2,
+        "eos_token_id": 2,
+    },
+    "cohere2": {"model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 7, "sliding_window_pattern": 2}
+    | {"logit_scale": 0.5, "num_key_value_heads": 1, "eos_token_id": 2},
+    "cohere2_untied": {"model_type": "cohere2", "layer_types": [_FULL, _WINDOWED], "sliding_window": 9, "tie_word_embeddings": False}
+    | {"logit_scale": 1.5, "rope_theta": 100.0, "eos_token_id": 2},
     "deepseek_v2": _DEEPSEEK | {"model_type": "deepseek_v2", "q_lora_rank": None, "routed_scaling_factor": 1.5, "num_experts_per_tok": 3},
     "deepseek_v2_groups": _DEEPSEEK
     | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
@@ -101,7 +122,8 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     }
     | {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.0, "rope_parameters": _HALF},
     "glm4_moe_plain": _MOE
-    | {"model_type": "glm4_moe", "tie_word_embeddings": True, "num_experts_per_tok": 2, "first_k_dense_replace": 0, "n_shared_experts": 2},
+    | {"model_type": "glm4_moe", "tie_word_embeddings": True, "num_experts_per_tok": 2, "first_k_dense_replace": 0, "n_shared_experts": 2}
+    | {"rope_parameters": _MLA_YARN | {"partial_rotary_factor": 0.5}},
     "olmo3": {"model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 7, "num_key_value_heads": 4, **_NO_SPECIAL}
     | {"rope_parameters": {_WINDOWED: {"rope_type": "default", "rope_theta": 100.0}, _FULL: _MLA_YARN}},
     "olmo3_tied": {
@@ -111,6 +133,8 @@ HF_MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         **_NO_SPECIAL,
     },
+    "ministral": {"model_type": "ministral", "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 12, "sliding_window": 7}
+    | {"layer_types": [_FULL, _WINDOWED, _WINDOWED, _WINDOWED], "tie_word_embeddings": True},
     "qwen2_moe": {
         "model_type": "qwen2_moe",
         "num_experts": 6,
@@ -121,6 +145,8 @@ HF_MODELS: dict[str, dict[str, Any]] = {
     | {"shared_expert_intermediate_size": 28, "mlp_only_layers": [0], "num_key_value_heads": 1},
     "qwen2_moe_normalized": {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     | {"shared_expert_intermediate_size": 36, "qkv_bias": False, "norm_topk_prob": True},
+    "qwen2_moe_windows": {"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    | {"shared_expert_intermediate_size": 28, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     "llama4_text": _LLAMA4
     | {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2, "attention_chunk_size": 7, "head_dim": 12}
     | {"num_key_value_heads": 1, "floor_scale": 5, "attn_scale": 0.7, "rope_parameters": _LLAMA3_STEP},

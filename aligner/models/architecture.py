@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models import architecture_checks
 from aligner.models.attention_checks import OF_LINEAR, check_latent, check_linear
+from aligner.models.kinds import Activation, Normalization, ParallelResidual, PositionEmbedding
 
 
 class Family(str, Enum):
@@ -40,48 +42,8 @@ class Family(str, Enum):
     qwen3_next = "qwen3_next"
     qwen3_5_text = "qwen3_5_text"
     qwen3_5_moe_text = "qwen3_5_moe_text"
-
-
-class Activation(str, Enum):
-    """The non-linearity of the feed-forward layers; `gelu_tanh` is HF's `gelu_new` and `gelu_pytorch_tanh`, `squared_relu` its `relu2`,
-    `quick_gelu` x * sigmoid(1.702 x)."""
-
-    silu = "silu"
-    gelu = "gelu"
-    gelu_tanh = "gelu_tanh"
-    squared_relu = "squared_relu"
-    relu = "relu"
-    quick_gelu = "quick_gelu"
-
-
-class Normalization(str, Enum):
-    """The norm of every layer; stored weights of `..._1p` are around 0 (the layer multiplies by 1 + weight)."""
-
-    rms_norm = "rms_norm"
-    layer_norm = "layer_norm"
-    layer_norm_1p = "layer_norm_1p"
-    rms_norm_1p = "rms_norm_1p"
-    layer_norm_no_bias = "layer_norm_no_bias"
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether something is added to what is normalised."""
-        return self in (Normalization.layer_norm, Normalization.layer_norm_1p)
-
-
-class PositionEmbedding(str, Enum):
-    """Rotary, or a learned table of `max_position_embeddings` rows that is added to the token embeddings."""
-
-    rope = "rope"
-    learned = "learned"
-
-
-class ParallelResidual(str, Enum):
-    """Whether the feed-forward layer reads what attention reads, and both are added to it; through a norm of its own, or attention's."""
-
-    none = "none"
-    own_norm = "own_norm"
-    shared_norm = "shared_norm"
+    cohere2 = "cohere2"
+    ministral = "ministral"
 
 
 # Of mixtures of experts, and what they are in dense models.
@@ -101,6 +63,7 @@ OF_EXPERTS = {
     "weighted_expert_inputs": False,
 }
 ROPE_FACTORS = ("rope_llama3_factor", "rope_linear_factor", "rope_yarn_factor", "rope_dynamic_factor")
+NOT_SCALED: dict[str, Any] = dict.fromkeys(ROPE_FACTORS, 0.0) | {"rope_short_factors": [], "rope_long_factors": []}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -121,13 +84,15 @@ class Architecture:
     rope_linear_factor: float = 0.0  # 0: off; else every rotary frequency is divided by it
     rope_yarn_factor: float = 0.0  # 0: off; else the factor of YaRN's rotary scaling
     rope_dynamic_factor: float = 0.0  # 0: off; else the file's factor beyond max_position_embeddings, where no sequence here is
-    rope_original_length: int = 8192  # context length before Llama 3.1's or YaRN's scaling
+    rope_original_length: int = 8192  # context length before Llama 3.1's, YaRN's or LongRoPE's scaling
     rope_low_freq_factor: float = 1.0  # of Llama 3.1's scaling: turns in the original length up to which all of the factor counts
     rope_high_freq_factor: float = 4.0  # of Llama 3.1's scaling: turns in the original length from which nothing is scaled
     rope_beta_fast: float = 32.0  # of YaRN's scaling: turns in the original length from which nothing is scaled
     rope_beta_slow: float = 1.0  # of YaRN's scaling: turns in the original length up to which all of the factor counts
     rope_truncate: bool = True  # of YaRN's scaling: its bounds are rounded to whole dimensions
-    rope_attention_factor: float = 1.0  # of YaRN's scaling: cosines and sines are multiplied by it
+    rope_attention_factor: float = 1.0  # of YaRN's scaling and LongRoPE's: cosines and sines are multiplied by it
+    rope_short_factors: list[float] = field(default_factory=list)  # []: off; else LongRoPE's divisors of the frequencies, one for each
+    rope_long_factors: list[float] = field(default_factory=list)  # []: off; else those of a run whose context is beyond the original one
     rope_score_scale: float = 0.0  # of YaRN's scaling: scores are multiplied by (0.1 rope_score_scale ln(factor) + 1) squared
     norm_eps: float = 1e-5  # added to the variance in every norm
     tied_embeddings: bool = True  # the output layer is the token embedding
@@ -160,8 +125,11 @@ class Architecture:
     position_offset: int = 0  # row of the learned table that is position 0
     parallel_residual: ParallelResidual = ParallelResidual.none  # attention and feed-forward layer read the same and are added together
     pre_norms: bool = True  # norms in front of attention and of the feed-forward layer
+    residual_norms: bool = False  # norms of the sums, behind each addition to the residual stream, and none in front of the output layer
     post_norms: bool = False  # norms behind them, before they are added to the residual stream
     qk_norm_whole: bool = False  # the norm on queries, and that on keys, is of all heads together
+    qk_norm_by_head: bool = False  # every head has weights of its own in that norm
+    embedding_size: int = 0  # width of the token embeddings and the output layer, which matrices project; 0: hidden_size, and no matrices
     embedding_scale: float = 1.0  # token embeddings are multiplied by it
     logits_scale: float = 1.0  # the output layer's logits are multiplied by it
     logits_softcap: float = 0.0  # 0: off; else logits are cap * tanh(logit / cap)
@@ -245,7 +213,7 @@ class Architecture:
         if not 0 < self.rotary_fraction <= 1:
             raise ConfigError(f"architecture.rotary_fraction={self.rotary_fraction}: must be in (0, 1]")
         if self.position_embedding == PositionEmbedding.learned:
-            for name, neutral in (("rotary_fraction", 1.0), *dict.fromkeys(ROPE_FACTORS, 0.0).items()):
+            for name, neutral in (("rotary_fraction", 1.0), *NOT_SCALED.items()):
                 if getattr(self, name) != neutral:
                     raise ConfigError(
                         f"architecture.{name}={getattr(self, name)}: position_embedding=learned rotates nothing; allowed: {neutral}"
@@ -265,6 +233,16 @@ class Architecture:
     def rotated(self) -> int:
         """Dimensions of each head that are rotated."""
         return round(self.head_dim * self.rotary_fraction)
+
+    @property
+    def qk_norm_of_heads(self) -> bool:
+        """Whether the weights of the norm on queries, and of that on keys, are of all heads side by side."""
+        return self.qk_norm_whole or self.qk_norm_by_head
+
+    @property
+    def vocabulary_width(self) -> int:
+        """Of the token embeddings and the output layer."""
+        return self.embedding_size or self.hidden_size
 
     def has_experts(self, layer: int) -> bool:
         """Whether this layer, counted from 0, is a mixture of experts."""
@@ -333,19 +311,26 @@ class Architecture:
         if self.rotary_interleaved and learned:
             raise ConfigError("architecture.rotary_interleaved=True: position_embedding=learned rotates nothing; allowed: False")
         own = {"parallel_residual": self.parallel_residual != ParallelResidual.none, "post_norms": self.post_norms}
+        own |= {"residual_norms": self.residual_norms}
         for name in (name for name, is_on in own.items() if is_on and self.num_experts):
             raise ConfigError(f"architecture.{name}={getattr(self, name)}: is computed for dense models; allowed with num_experts=0")
         if own["parallel_residual"] and (self.post_norms or not self.pre_norms):
             raise ConfigError(
                 f"architecture.parallel_residual={self.parallel_residual.value}: allowed with pre_norms=True and post_norms=False"
             )
-        if not self.pre_norms and not self.post_norms:
+        if not self.pre_norms and not self.post_norms and not self.residual_norms:
             raise ConfigError("architecture.pre_norms=False: needs post_norms=True: else nothing in a layer is normalised")
+        if self.residual_norms and (self.pre_norms or self.post_norms):
+            raise ConfigError("architecture.residual_norms=True: allowed with pre_norms=False and post_norms=False")
+        if self.embedding_size < 0:
+            raise ConfigError(f"architecture.embedding_size={self.embedding_size}: must not be negative (0 is hidden_size)")
         if self.qk_norm_whole and not (self.qk_norm and self.normalization == Normalization.rms_norm):
             raise ConfigError("architecture.qk_norm_whole=True: needs qk_norm=True and normalization=rms_norm")
+        if self.qk_norm_by_head and not (self.qk_norm and self.normalization == Normalization.layer_norm_no_bias):
+            raise ConfigError("architecture.qk_norm_by_head=True: needs qk_norm=True and normalization=layer_norm_no_bias")
 
     def _check_rope_scaling(self) -> None:
-        scaled = {name: getattr(self, name) for name in ROPE_FACTORS if getattr(self, name)}
+        scaled = {name: getattr(self, name) for name in (*ROPE_FACTORS, "rope_long_factors") if getattr(self, name)}
         if len(scaled) > 1:
             name, value = list(scaled.items())[-1]
             raise ConfigError(f"architecture.{name}={value}: the rotary embedding is scaled one way; allowed with {next(iter(scaled))}: 0")
@@ -357,11 +342,12 @@ class Architecture:
                 f"architecture.rope_low_freq_factor={self.rope_low_freq_factor}: must be above 0 and not above "
                 f"rope_high_freq_factor={self.rope_high_freq_factor}"
             )
-        if self.rope_attention_factor != 1 and self.rotary_fraction != 1 and not self.latent_size:
-            raise ConfigError(
-                f"architecture.rope_attention_factor={self.rope_attention_factor}: is computed for heads that are rotated whole; "
-                f"allowed with rotary_fraction={self.rotary_fraction}: 1.0"
-            )
+        for name in ("rope_short_factors", "rope_long_factors"):
+            factors = list(getattr(self, name))
+            setattr(self, name, factors)
+            count = self.rotated // 2 if self.rope_short_factors or self.rope_long_factors else 0
+            if len(factors) != count or not all(0 < factor < math.inf for factor in factors):
+                raise ConfigError(f"architecture.{name}={factors}: must be {count} finite numbers above 0, one for each rotated pair")
 
     def _check_experts(self) -> None:
         if self.num_experts < 0:

@@ -185,7 +185,7 @@ class CoreAttention(MegatronModule):
             self.tempered = architecture
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         if architecture and not architecture.latent_size:  # the config's scale has the factor of layers without a base of their own
-            self.scale *= (rope.factor(architecture, layer_number - 1) / architecture.rope_attention_factor) ** 2
+            self.scale *= (rope.factor(architecture, layer_number - 1) / rope.factor_of_scores(architecture)) ** 2
         if architecture and architecture.attention_scale_by_layer:
             self.scale /= layer_number
         self.sinks = new_sinks(config) if self.form.sinks else None

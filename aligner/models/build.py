@@ -22,6 +22,7 @@ from aligner.models.initialise import initialise
 from aligner.models.layers import ORDINARY, block_spec, finish_transformer_engine
 from aligner.models.lora import attach
 from aligner.models.megatron_config import transformer_config
+from aligner.models.narrow_embedding import narrow
 from aligner.models.overlap import WeightGather
 from aligner.models.scalar_head import VALUES, ScalarHead
 from aligner.models.shared_prompts import SegmentedPackedSeqParams
@@ -124,10 +125,10 @@ class Transformer(GPTModel):
         if architecture.rope_local_theta:
             self.rotary_local = copy.copy(self.rotary_pos_emb)
             self.rotary_local.inv_freq = rope.frequencies(rope.local(architecture), self.rotary_pos_emb.inv_freq.device)
-        if (
-            rope.is_scaled(architecture) or architecture.latent_size
-        ):  # Megatron-Core knows Llama 3.1's scaling alone, and of that one set of constants
-            self.rotary_pos_emb.inv_freq = rope.frequencies(architecture, self.rotary_pos_emb.inv_freq.device)
+        if rope.is_scaled(architecture) or architecture.latent_size:
+            # Megatron-Core knows Llama 3.1's scaling alone, and of that one set of constants.
+            old = self.rotary_pos_emb.inv_freq
+            self.rotary_pos_emb.inv_freq = rope.frequencies(architecture, old.device, context=model.seq_length)
         if config.transformer_impl == "transformer_engine":
             finish_transformer_engine(self.decoder)
         if learned and stage.pre_process:
@@ -160,8 +161,14 @@ class Transformer(GPTModel):
         length = rotary.shape[0] if packed else rotary.shape[0] * self.config.context_parallel_size
         return torch.cat([rotary, self.rotary_local(length, packed_seq=packed)], dim=-1)
 
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Megatron-Core's, which ties the two, once they have the width of the model's vocabulary."""
+        if self.architecture.embedding_size:
+            narrow(self, self.architecture.embedding_size)
+        super().setup_embeddings_and_output_layer()
+
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
-        return hidden_states
+        return self.output_projection(hidden_states) if self.post_process and self.architecture.embedding_size else hidden_states
 
     def settle(self) -> None:
         """Wait for weights that an update has left under way between the replicas; whatever reads weights beside `forward` calls it."""
@@ -239,7 +246,7 @@ class ScalarModel(Transformer):
                 self.score_head.bias.copy_(factors[0] @ old.bias if several.has_bias else torch.zeros_like(self.score_head.bias))
 
     def _linear(self, head: ScalarHead, device: torch.device) -> torch.nn.Linear:
-        size = self.config.hidden_size
+        size = self.architecture.vocabulary_width
         return torch.nn.Linear(size, head.num_outputs, bias=head.has_bias, dtype=torch.float32, device=device)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from aligner.errors import ConfigError
 from aligner.hub.names import name_of
-from aligner.models import checkpoint
+from aligner.models import checkpoint, rope
 from aligner.models.build import Transformer, build_language_model, build_scalar_model
 from aligner.models.checkpoint_adapters import weights_digest
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.families import architecture_from_hf, architecture_to_hf
 from aligner.models.foreign.model import METADATA, NEMO_CONFIG, describe, is_foreign
-from aligner.models.fusions import fusions, say_once
+from aligner.models.fusions import fusions, note_once, say_once
 from aligner.models.guard import Guard, GuardConfig
 from aligner.models.hf_files import CONFIG_FILE, read_json
 from aligner.models.lora import initialise_adapters
@@ -156,9 +156,11 @@ def create_value_model(
 
 
 def _check(config: ModelConfig, architecture: Architecture, parallel: ParallelConfig, topology: Topology) -> None:
-    """Raise ConfigError for a model that cannot be built so; say in the log whose layers it gets, and what they fuse."""
+    """Raise ConfigError for a model that cannot be built so; say in the log whose layers it gets, what they fuse, and LongRoPE's choice."""
     check_divisible(architecture, parallel)
     say_once(fusions(architecture, config, resolve_dtype(config.dtype)), rank=topology.rank)
+    if architecture.rope_long_factors:
+        note_once(rope.choice(architecture, config.seq_length), rank=topology.rank)
 
 
 def head_of(config: ModelConfig) -> ScalarHead | None:

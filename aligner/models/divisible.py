@@ -77,8 +77,11 @@ UNUSUAL: dict[str, tuple[Any, str]] = {
     "position_offset": (0, "a table of positions that begins later"),
     "parallel_residual": (ParallelResidual.none, "attention and feed-forward layer side by side"),
     "pre_norms": (True, "no norms in front of its layers"),
+    "residual_norms": (False, "norms of the residual stream"),
+    "embedding_size": (0, "projected embeddings"),
     "post_norms": (False, "norms behind its layers"),
     "qk_norm_whole": (False, "norms of all heads together"),
+    "qk_norm_by_head": (False, "norms with weights of each head"),
     "embedding_scale": (1.0, "scaled embeddings"),
     "logits_scale": (1.0, "scaled logits"),
     "logits_softcap": (0.0, "capped logits"),
@@ -93,6 +96,7 @@ UNUSUAL: dict[str, tuple[Any, str]] = {
     "router_groups": (0, "groups of experts"),
     "weighted_expert_inputs": (False, "experts whose input is weighted"),
 }
+_FACTOR: dict[str, tuple[Any, str]] = {"rope_attention_factor": (1.0, "a factor on the rotary embedding")}
 _WITH_BIASES: dict[str, tuple[Any, str]] = dict.fromkeys(("attention_out_bias", "mlp_bias"), (False, "biases on some of its linear layers"))
 
 
@@ -110,12 +114,13 @@ def unusual(architecture: Architecture, fields: Mapping[str, tuple[Any, str]] = 
 
 def _variant_problem(architecture: Architecture) -> str:
     """What of the model the batch-invariant modules do not compute; empty where they compute all."""
-    return unusual(architecture, UNUSUAL | {"rope_attention_factor": (1.0, "a factor on the rotary embedding")})
+    return unusual(architecture, UNUSUAL | _FACTOR)
 
 
 def torch_layers_reason(architecture: Architecture) -> str:
     """What of the model only torch's layers compute here; empty where others may."""
-    found = unusual(architecture, UNUSUAL | _WITH_BIASES)
+    parted = {} if architecture.rotary_fraction == 1 else _FACTOR
+    found = unusual(architecture, UNUSUAL | _WITH_BIASES | parted)
     return f"the model has {found}, which torch's layers compute" if found else ""
 
 
@@ -151,7 +156,7 @@ def _tensor_problem(architecture: Architecture, tp: int) -> str:
     if architecture.linear_key_heads % tp:
         return f"does not divide the model's linear_key_heads={architecture.linear_key_heads}"
     groups = architecture.num_key_value_heads
-    if architecture.qk_norm_whole and groups % tp:
+    if architecture.qk_norm_of_heads and groups % tp:
         return f"must divide the model's num_key_value_heads={groups}: each rank has the norms' weights of its heads"
     if groups % tp and tp % groups:
         return f"must divide, or be a multiple of, the model's num_key_value_heads={groups}"

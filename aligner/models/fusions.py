@@ -139,7 +139,12 @@ _said: set[str] = set()
 
 def say_once(found: Fusions, *, rank: int) -> None:
     """Print the table on rank 0 of a GPU component, once for all of a process's models that share it."""
-    text = table(found)
-    if rank == 0 and torch.cuda.is_available() and text not in _said:
+    if torch.cuda.is_available():
+        note_once(table(found), rank=rank)
+
+
+def note_once(text: str, *, rank: int) -> None:
+    """Print on rank 0, once for all of a process's models."""
+    if rank == 0 and text not in _said:
         _said.add(text)
         print(text, flush=True)

@@ -16,7 +16,7 @@ from aligner.models.attention import CoreAttention
 from aligner.models.config import Architecture, Normalization, ParallelResidual
 from aligner.models.gated_delta_net import GatedAttention, GatedDeltaNet
 from aligner.models.latent_attention import LatentAttention
-from aligner.models.own_layer import InterleavedAttention, OwnLayer, WholeNorm, needs_own_layer
+from aligner.models.own_layer import HeadNorm, OwnLayer, OwnRotation, WholeNorm, needs_own_layer, needs_own_rotation
 from aligner.models.router import Router
 from aligner.parallel.mcore import (
     ColumnParallelLinear,
@@ -162,7 +162,8 @@ def block_spec(
         submodules_of(spec.submodules.mlp).router = ModuleSpec(module=Router, params={"architecture": architecture})
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    return TransformerBlockSubmodules(layer_specs=[kinds[_kind(architecture, number)] for number in numbers], layer_norm=norm)
+    specs = [kinds[_kind(architecture, number)] for number in numbers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=None if architecture.residual_norms else norm)
 
 
 def _kind(architecture: Architecture, layer: int) -> tuple[bool, bool]:
@@ -205,10 +206,9 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
         layer.submodules.pre_mlp_layernorm = IdentityOp
     if needs_own_layer(architecture):
         layer.module, layer.params = OwnLayer, {"architecture": architecture, "norm": norm}
-    if architecture.rotary_interleaved and rotates and not architecture.latent_size:
-        rotated = architecture.rotated
+    if needs_own_rotation(architecture):
         own = layer.submodules.self_attention
-        own.module, own.params = InterleavedAttention, own.params | {"rotated": rotated}
+        own.module, own.params = OwnRotation, own.params | {"architecture": architecture}
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = ModuleSpec(module=modules.core_attention, params={"architecture": architecture})
     attention.linear_qkv = modules.column_linear
@@ -217,10 +217,10 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
         attention.q_layernorm = attention.k_layernorm = norm
     if architecture.qk_l2_norm and rotates:
         attention.q_layernorm = attention.k_layernorm = UnitNorm
-    if architecture.qk_norm_whole:
+    if architecture.qk_norm_of_heads:
+        kind = WholeNorm if architecture.qk_norm_whole else HeadNorm
         heads = architecture.num_attention_heads, architecture.num_key_value_heads
-        whole = [ModuleSpec(module=WholeNorm, params={"heads": count}) for count in heads]
-        attention.q_layernorm, attention.k_layernorm = whole
+        attention.q_layernorm, attention.k_layernorm = (ModuleSpec(module=kind, params={"heads": count}) for count in heads)
     if architecture.latent_size:
         own = layer.submodules.self_attention
         own.module, attention.linear_qkv = LatentAttention, IdentityOp

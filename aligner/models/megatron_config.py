@@ -53,8 +53,8 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         add_qkv_bias=architecture.qkv_bias,
         attention_output_gate=architecture.attention_gate,
         hetereogenous_dist_checkpoint=bool(architecture.linear_attention_layers),  # layers that are alike would be saved as one tensor
-        # Megatron-Core sums such norms' gradients over tensor-parallel ranks; one of all heads has each rank's own weights.
-        qk_layernorm=architecture.qk_norm and not architecture.qk_norm_whole,
+        # Megatron-Core sums such norms' gradients over tensor-parallel ranks; those of all heads are each rank's own.
+        qk_layernorm=architecture.qk_norm and not architecture.qk_norm_of_heads,
         no_rope_freq=[int(not architecture.rotates(layer)) for layer in range(architecture.num_layers)]
         if architecture.no_rope_layers
         else None,
@@ -88,7 +88,7 @@ def softmax_scale(architecture: Architecture) -> float | None:
     """What scores are multiplied by; None is 1 / sqrt(head_dim). A factor on all cosines and sines is its square on scores."""
     if architecture.latent_size:  # Megatron-Core is told the values' size; of each head a part is rotated
         return rope.score_scale(architecture)
-    scale, factor = architecture.attention_scale, architecture.rope_attention_factor
+    scale, factor = architecture.attention_scale, rope.factor_of_scores(architecture)
     return (scale or 1 / math.sqrt(architecture.head_dim)) * factor**2 if scale or factor != 1 else None
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from aligner.models import rope
 from aligner.models.config import Architecture, ParallelResidual
 from aligner.parallel.mcore import (
     ModuleSpec,
@@ -27,7 +29,8 @@ from aligner.parallel.mcore import (
 
 def needs_own_layer(architecture: Architecture) -> bool:
     """Whether a layer of this architecture is an `OwnLayer`."""
-    return bool(architecture.parallel_residual != ParallelResidual.none or architecture.post_norms or architecture.rope_local_theta)
+    kinds = architecture.post_norms, architecture.residual_norms, architecture.rope_local_theta
+    return architecture.parallel_residual != ParallelResidual.none or any(kinds)
 
 
 class OwnLayer(TransformerLayer):
@@ -42,7 +45,8 @@ class OwnLayer(TransformerLayer):
         if architecture.rope_local_theta:
             self.angles = int(architecture.window_of(self.layer_number - 1) > 0)
         self.post_attention_layernorm = self.post_mlp_layernorm = torch.nn.Identity()
-        if architecture.post_norms:
+        self.norms_sums = architecture.residual_norms
+        if architecture.post_norms or architecture.residual_norms:
             sizes = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
             self.post_attention_layernorm, self.post_mlp_layernorm = (build_module(norm, config=config, **sizes) for _ in range(2))
 
@@ -64,24 +68,39 @@ class OwnLayer(TransformerLayer):
         if self.parallel != ParallelResidual.none:
             read = normed if self.parallel is ParallelResidual.shared_norm else self.pre_mlp_layernorm(hidden_states)
             return hidden_states + attended + _sum(self.mlp(read)), None
+        if self.norms_sums:
+            hidden_states = self.post_attention_layernorm(hidden_states + attended)
+            return self.post_mlp_layernorm(hidden_states + _sum(self.mlp(self.pre_mlp_layernorm(hidden_states)))), None
         hidden_states = hidden_states + self.post_attention_layernorm(attended)
         return hidden_states + self.post_mlp_layernorm(_sum(self.mlp(self.pre_mlp_layernorm(hidden_states)))), None
 
 
-class InterleavedAttention(SelfAttention):
+def needs_own_rotation(architecture: Architecture) -> bool:
+    """Whether attention of this architecture is an `OwnRotation`."""
+    factored = architecture.rope_attention_factor != rope.factor_of_scores(architecture)
+    return not architecture.latent_size and (architecture.rotary_interleaved or factored)
+
+
+class OwnRotation(SelfAttention):
     """Rotates neighbouring dimensions together: they are put half of the rotated ones apart, where Megatron-Core rotates them. Queries and
-    keys are reordered alike, so that scores do not change."""
+    keys are reordered alike, so that scores do not change. Of heads that are rotated in part it multiplies that part by its factor."""
 
-    rotated: int
-
-    def __init__(self, *args: Any, rotated: int, **options: Any) -> None:
+    def __init__(self, *args: Any, architecture: Architecture, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.rotated = rotated
+        self.rotated = architecture.rotated
+        self.interleaved = architecture.rotary_interleaved and architecture.rotates(self.layer_number - 1)
+        self.factor = architecture.rope_attention_factor / rope.factor_of_scores(architecture)
 
     def get_query_key_value_tensors(self, *args: Any, **options: Any) -> Any:
-        """Megatron-Core's, with the first dimensions of queries and keys reordered."""
+        """Megatron-Core's, with the first dimensions of queries and keys reordered and scaled."""
         query, key, *rest = super().get_query_key_value_tensors(*args, **options)
-        return neighbours_apart(query, self.rotated), neighbours_apart(key, self.rotated), *rest
+        return self._before_rotation(query), self._before_rotation(key), *rest
+
+    def _before_rotation(self, x: Tensor) -> Tensor:
+        x = neighbours_apart(x, self.rotated) if self.interleaved else x
+        if self.factor == 1:
+            return x
+        return torch.cat([x[..., : self.rotated] * self.factor, x[..., self.rotated :]], dim=-1)
 
 
 def neighbours_apart(x: Tensor, rotated: int) -> Tensor:
@@ -95,8 +114,9 @@ def _sum(output: tuple[Tensor, Tensor | None]) -> Tensor:
     return output[0] if output[1] is None else output[0] + output[1]
 
 
-class WholeNorm(torch.nn.Module):
-    """RMSNorm over the heads of the queries, or of the keys, side by side (OLMo 2, 2501.00656). Each tensor-parallel rank has its heads."""
+class NormOfHeads(torch.nn.Module):
+    """What norms of the queries, or of the keys, share whose weights are of all heads side by side. Each tensor-parallel rank has its
+    heads'."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int, **_: Any) -> None:
         super().__init__()
@@ -105,6 +125,14 @@ class WholeNorm(torch.nn.Module):
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.ones(self.size // self.ranks, dtype=config.params_dtype, device=device))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """For checkpoints: the weight by its rank's share."""
+        return split_for_checkpoint({"weight": self.weight}, prefix, sharded_offsets)
+
+
+class WholeNorm(NormOfHeads):
+    """RMSNorm over the heads of the queries, or of the keys, together (OLMo 2, 2501.00656)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., heads, D] of this rank."""
@@ -115,9 +143,14 @@ class WholeNorm(torch.nn.Module):
         normed = flat * torch.rsqrt(squares / self.size + self.eps)
         return (normed.to(x.dtype) * self.weight).view(x.shape)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """For checkpoints: the weight by its rank's share."""
-        return split_for_checkpoint({"weight": self.weight}, prefix, sharded_offsets)
+
+class HeadNorm(NormOfHeads):
+    """LayerNorm without biases over each head, which has weights of its own (Cohere's Command R+)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., heads, D] of this rank."""
+        normed = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
+        return (normed * self.weight.float().view(x.shape[-2:])).to(x.dtype)
 
 
 def split_for_checkpoint(tensors: dict[str, Tensor], prefix: str, sharded_offsets: tuple) -> dict:

@@ -90,7 +90,7 @@ def _hooks(chunk: LanguageModel, tap: Tap) -> Iterator[None]:
     """Show `tap` the outputs of a chunk's modules."""
     layers = chunk.decoder.layers
     hooked: list[tuple[int, _Hooked]] = [(layer.layer_number - 1, one) for layer in layers for one in _of_layer(layer)]
-    if chunk.post_process:
+    if chunk.post_process and chunk.decoder.final_layernorm is not None:
         hooked.append((chunk.architecture.num_layers, (chunk.decoder.final_layernorm, Operation.final_norm, False)))
     with ExitStack() as stack:
         if chunk.pre_process:

@@ -1,7 +1,11 @@
 """Frequencies of the rotary embedding, plain or scaled for longer contexts: one for each pair of rotated dimensions, float32.
 
 Linear (Chen et al. 2023, 2306.15595), by parts as in Llama 3.1, and YaRN (Peng et al. 2023, 2309.00071), whose factor on
-cosines and sines is `Architecture.rope_attention_factor`. Dynamic scaling begins beyond `max_position_embeddings`, where no sequence is.
+cosines and sines is `Architecture.rope_attention_factor`; LongRoPE (Ding et al. 2024, 2402.13753) has one too, and two sets of divisors.
+Dynamic scaling begins beyond `max_position_embeddings`, where no sequence is.
+
+Which of LongRoPE's sets is taken depends on the context length of the run alone, so that a token's log-prob depends on nothing but what is
+before it. transformers takes the long one where the longest row of a batch has more tokens than `rope_original_length`.
 """
 
 from __future__ import annotations
@@ -12,11 +16,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from aligner.models.config import ROPE_FACTORS, Architecture
+from aligner.models.config import NOT_SCALED, Architecture
 
 
-def frequencies(architecture: Architecture, device: torch.device | None = None) -> Tensor:
-    """Angle per position of each pair of rotated dimensions."""
+def frequencies(architecture: Architecture, device: torch.device | None = None, *, context: int = 0) -> Tensor:
+    """Angle per position of each pair of rotated dimensions, in a run that allows `context` tokens (0: the model's most)."""
     size = architecture.rotated
     plain = 1.0 / architecture.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)
     if architecture.rope_linear_factor:
@@ -25,10 +29,27 @@ def frequencies(architecture: Architecture, device: torch.device | None = None) 
         return _by_wavelength(plain, architecture)
     if architecture.rope_yarn_factor:
         return _yarn(plain, size, architecture)
+    if architecture.rope_long_factors:
+        factors = architecture.rope_long_factors if is_long(architecture, context) else architecture.rope_short_factors
+        return plain / torch.tensor(factors, dtype=torch.float32, device=device)
     return plain
 
 
-UNSCALED = dict.fromkeys(ROPE_FACTORS, 0.0) | {"rope_attention_factor": 1.0}
+def is_long(architecture: Architecture, context: int) -> bool:
+    """Whether a run whose sequences may have `context` tokens (0: the model's longest) has LongRoPE's long factors."""
+    return (context or architecture.max_position_embeddings) > architecture.rope_original_length
+
+
+def choice(architecture: Architecture, context: int) -> str:
+    """A line for the log: which of LongRoPE's sets of factors the run has, and why."""
+    kind, place = ("long", "beyond") if is_long(architecture, context) else ("short", "within")
+    length, original = context or architecture.max_position_embeddings, architecture.rope_original_length
+    return (
+        f"rotary embedding: LongRoPE's {kind} factors throughout (model.seq_length allows {length} tokens, {place} the {original} before)"
+    )
+
+
+UNSCALED = NOT_SCALED | {"rope_attention_factor": 1.0}
 
 
 def local(architecture: Architecture) -> Architecture:
@@ -38,12 +59,20 @@ def local(architecture: Architecture) -> Architecture:
 
 def is_scaled(architecture: Architecture) -> bool:
     """Whether the frequencies are others than the base gives."""
-    return bool(architecture.rope_linear_factor or architecture.rope_llama3_factor or architecture.rope_yarn_factor)
+    own = ("rope_linear_factor", "rope_llama3_factor", "rope_yarn_factor", "rope_long_factors")
+    return any(getattr(architecture, name) for name in own)
 
 
 def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
     """0.1 scale ln(factor) + 1, equation 22 of the paper; 1 where nothing is stretched."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def longrope_attention_factor(factor: float, original_length: int) -> float:
+    """sqrt(1 + ln(factor) / ln(original length)), as in the paper; 1 where nothing is stretched, 0 (none) for an original length of 1."""
+    if original_length == 1:
+        return 0.0
+    return math.sqrt(1 + math.log(factor) / math.log(original_length)) if factor > 1 else 1.0
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -55,10 +84,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([torch.addcmul(first * cos, first.roll(rotated // 2, -1), sin), rest], dim=-1)
 
 
+def factor_of_scores(architecture: Architecture) -> float:
+    """The factor on cosines and sines where its square can be one on scores; else, of heads that are rotated in part, 1."""
+    return architecture.rope_attention_factor if architecture.rotary_fraction == 1 else 1.0
+
+
 def factor(architecture: Architecture, layer: int) -> float:
-    """What the cosines and sines of a layer, counted from 0, are multiplied by."""
+    """The same of a layer, counted from 0."""
     local = architecture.rope_local_theta and architecture.window_of(layer)
-    return 1.0 if local else architecture.rope_attention_factor
+    return 1.0 if local else factor_of_scores(architecture)
 
 
 def temperature(architecture: Architecture, positions: Tensor) -> Tensor:

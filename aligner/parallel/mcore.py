@@ -59,6 +59,7 @@ with warnings.catch_warnings():
     from megatron.core.tensor_parallel.layers import (
         ColumnParallelLinear,
         RowParallelLinear,
+        VocabParallelEmbedding,
         set_tensor_model_parallel_attributes,
     )
     from megatron.core.tensor_parallel.mappings import (
@@ -221,6 +222,7 @@ __all__ = [
     "PackedSeqParams",
     "ProcessGroupCollection",
     "RowParallelLinear",
+    "VocabParallelEmbedding",
     "SelfAttention",
     "ShardedTensor",
     "ShardedTensorFactory",

@@ -65,7 +65,8 @@ class BatchInvariantDecoder(Decoder):
     def _last(self, x: Tensor) -> Tensor:
         """Logits of residual streams [N, H]."""
         depth = len(self.weights.layers)
-        normed = self._note(Operation.final_norm, depth, self.exact_norm(x, self.weights.final_norm))
+        norm = self.weights.final_norm
+        normed = x if norm is None else self._note(Operation.final_norm, depth, self.exact_norm(x, norm))
         return self._note(Operation.logits, depth, self._vocabulary_logits(normed))
 
     def _layers(self, tokens: Tensor, plan: PrefillPlan | DecodePlan, cache: PagedKV) -> Tensor:

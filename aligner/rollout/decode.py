@@ -47,7 +47,7 @@ from aligner.rollout.graphs import CudaCapture, DecodeGraphs
 from aligner.rollout.latent import LatentHeads
 from aligner.rollout.native import library as native
 from aligner.rollout.native.step import NativeDecode, Outside
-from aligner.rollout.norms import norm_of
+from aligner.rollout.norms import norm_of, norm_of_heads
 from aligner.rollout.paged_kernels import flash_attention
 from aligner.rollout.recurrent import DeltaHeads, SeatStates
 from aligner.rollout.rotary import Rotary
@@ -98,6 +98,7 @@ class Decoder:
         self.groups = max(architecture.num_key_value_heads // shards.count, 1)
         self.queries = architecture.num_attention_heads // shards.count // self.groups  # per key-value group on this rank
         self.norm = norm_of(architecture)
+        self._norm_of_heads = norm_of_heads(architecture, ranks=shards.count, add_up=self._sum)
         self.latent = None
         if architecture.latent_size:  # all heads read what one group of keys and values holds
             self.latent = LatentHeads(architecture=architecture, heads=self.groups * self.queries, norm=self.norm)
@@ -190,7 +191,9 @@ class Decoder:
     def _finish(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits of residual streams [N, H], float32 [N, V]; in `out` if it is given."""
         depth = len(self.weights.layers)
-        normed = self._note(Operation.final_norm, depth, self.norm(x, self.weights.final_norm))
+        normed = x if self.weights.final_norm is None else self._note(Operation.final_norm, depth, self.norm(x, self.weights.final_norm))
+        if self.weights.projections is not None:
+            normed = F.linear(normed, self.weights.projections[1])
         return self._note(Operation.logits, depth, self._logits(normed, out))
 
     def _note(self, operation: Operation, layer: int, output: Tensor) -> Tensor:
@@ -240,6 +243,9 @@ class Decoder:
                 self._note(Operation.attention_residual, number, x)  # what the feed-forward layer's norm reads
                 read = normed if layer.mlp_norm is None else self._normed(x, layer.mlp_norm)
                 x = x + attended + self._feed_forward(layer, number, read, fixed=fixed)
+            elif self.architecture.residual_norms:
+                x = self._note(Operation.attention_residual, number, self._normed(x + attended, layer.post_attention_norm))
+                x = self._normed(x + self._feed_forward(layer, number, x, fixed=fixed), layer.post_mlp_norm)
             else:
                 x = self._note(Operation.attention_residual, number, x + self._normed(attended, layer.post_attention_norm))
                 changed = self._feed_forward(layer, number, self._normed(x, layer.mlp_norm), fixed=fixed)
@@ -260,9 +266,8 @@ class Decoder:
             mixed, gates = torch.cat([heads[..., 0, :], mixed[..., -2:, :]], dim=-2), (heads[..., 1, :],)
         q_and_k = mixed[..., : self.queries + 1, :]
         if layer.q_norm is not None:
-            norm = self._whole_norm if self.architecture.qk_norm_whole else self.norm
-            q = self._note(Operation.q_norm, number, norm(q_and_k[..., : self.queries, :], layer.q_norm))
-            k = self._note(Operation.k_norm, number, norm(q_and_k[..., self.queries :, :], layer.k_norm))
+            q = self._note(Operation.q_norm, number, self._norm_of_heads(q_and_k[..., : self.queries, :], layer.q_norm))
+            k = self._note(Operation.k_norm, number, self._norm_of_heads(q_and_k[..., self.queries :, :], layer.k_norm))
             q_and_k = torch.cat([q, k], dim=-2)
         if rotary is not None:
             if self.architecture.rotary_interleaved:
@@ -273,13 +278,6 @@ class Decoder:
         queries = self._note(Operation.queries, number, q_and_k[..., : self.queries, :])
         keys = self._note(Operation.keys, number, q_and_k[..., self.queries, :])
         return queries, keys, mixed[..., self.queries + 1, :], *gates
-
-    def _whole_norm(self, x: Tensor, weights: Affine) -> Tensor:
-        """RMSNorm over this and the other ranks' heads, [N, groups, heads of each, D]."""
-        flat = x.flatten(1).float()
-        squares = self._sum(flat.square().sum(dim=-1, keepdim=True)) / (flat.shape[-1] * self.shards.count)
-        normed = flat * torch.rsqrt(squares + self.architecture.norm_eps)
-        return (normed.to(x.dtype) * weights.weight).view(x.shape)
 
     def _attended(
         self, layer: LayerWeights, number: int, normed: Tensor, rotary: tuple | None, plan: PrefillPlan | DecodePlan, cache: PagedKV
@@ -310,6 +308,8 @@ class Decoder:
             owned = (local >= 0) & (local < weight.shape[0])
             # `where`, not a product: a rank whose rows are all vocabulary padding may hold anything there, NaN too.
             x = self._sum(torch.where(owned[..., None], F.embedding(torch.where(owned, local, 0), weight), 0.0))
+        if self.weights.projections is not None:
+            x = F.linear(x, self.weights.projections[0])
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         if self.weights.positions is None:

@@ -76,8 +76,10 @@ def _full_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
     queries, keys = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
     delta_keys, delta_values = a.linear_key_heads * a.linear_key_head_dim, a.linear_value_heads * a.linear_value_head_dim
     shapes = {
-        "word_embeddings": (a.vocab_size, a.hidden_size),
-        "output_layer": (a.vocab_size, a.hidden_size),
+        "word_embeddings": (a.vocab_size, a.vocabulary_width),
+        "output_layer": (a.vocab_size, a.vocabulary_width),
+        "projection": (a.hidden_size, a.vocabulary_width),
+        "output_projection": (a.vocabulary_width, a.hidden_size),
         "position_embeddings": (a.max_position_embeddings + a.position_offset, a.hidden_size),
         "linear_qkv": (queries * (1 + a.attention_gate) + 2 * keys, a.hidden_size),
         "linear_qkvz": (2 * delta_keys + 2 * delta_values, a.hidden_size),
@@ -95,8 +97,8 @@ def _full_shape(name: str, architecture: Architecture) -> tuple[int, ...]:
         "linear_fc1": (inner * (1 + a.gated_mlp), a.hidden_size),
         "linear_fc2": (a.hidden_size, inner),
         "router": (a.num_experts, a.hidden_size),
-        "q_layernorm": (a.query_latent_size or (queries if a.qk_norm_whole else a.head_dim),),
-        "k_layernorm": (keys if a.qk_norm_whole else a.head_dim,),
+        "q_layernorm": (a.query_latent_size or (queries if a.qk_norm_of_heads else a.head_dim),),
+        "k_layernorm": (keys if a.qk_norm_of_heads else a.head_dim,),
         "input_layernorm": (a.hidden_size,),
         "post_attention_layernorm": (a.hidden_size,),
         "pre_mlp_layernorm": (a.hidden_size,),

@@ -15,7 +15,7 @@ from torch import Tensor
 from aligner.models.build import LanguageModel
 from aligner.models.config import Architecture, ParallelResidual, PositionEmbedding
 from aligner.models.families import weight_names
-from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, Layout
+from aligner.models.families.mapping import ADAPTER, EMBEDDING, OUTPUT_LAYER, OUTPUT_PROJECTION, PROJECTION, Layout
 from aligner.models.initialise import global_name
 from aligner.models.shards import Place, all_places, tensor_group
 from aligner.parallel.reshard import Move, Sharding, even, grouped, padded, replicated
@@ -92,8 +92,9 @@ class ModelWeights:
     embedding: Tensor
     positions: Tensor | None
     layers: tuple[LayerWeights, ...]
-    final_norm: Affine
+    final_norm: Affine | None
     output: Tensor
+    projections: tuple[Tensor, Tensor] | None = None  # behind the embedding, and in front of the output layer
 
 
 def tensors(weights: ModelWeights) -> Iterator[Tensor]:
@@ -101,7 +102,8 @@ def tensors(weights: ModelWeights) -> Iterator[Tensor]:
     yield from (weights.embedding, weights.output)
     if weights.positions is not None:
         yield weights.positions
-    affines = [weights.final_norm]
+    yield from weights.projections or ()
+    affines = [weights.final_norm] if weights.final_norm is not None else []
     for layer in weights.layers:
         affines += [layer.attention_out]
         norms = layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm, layer.post_attention_norm, layer.post_mlp_norm
@@ -130,8 +132,9 @@ def by_role(tensors: Mapping[str, Tensor], architecture: Architecture) -> ModelW
         embedding=tensors[EMBEDDING],
         positions=tensors[POSITIONS] if architecture.position_embedding == PositionEmbedding.learned else None,
         layers=tuple(_layer(number, affine, tensors, architecture) for number in range(architecture.num_layers)),
-        final_norm=affine("decoder.final_layernorm", bias=architecture.normalization.has_bias),
+        final_norm=None if architecture.residual_norms else affine("decoder.final_layernorm", bias=architecture.normalization.has_bias),
         output=tensors[EMBEDDING if architecture.tied_embeddings else OUTPUT_LAYER],
+        projections=(tensors[PROJECTION], tensors[OUTPUT_PROJECTION]) if architecture.embedding_size else None,
     )
 
 
@@ -139,6 +142,8 @@ def _layer(number: int, affine: Callable[..., Affine], tensors: Mapping[str, Ten
     prefix, mixture = f"decoder.layers.{number}.", architecture.has_experts(number)
     norm_bias, bias = architecture.normalization.has_bias, architecture.linear_bias
     own_norm = architecture.pre_norms and architecture.parallel_residual != ParallelResidual.shared_norm
+
+    behind = architecture.post_norms or architecture.residual_norms
 
     def norm(name: str, present: bool) -> Affine | None:
         return affine(prefix + name, bias=norm_bias) if present else None
@@ -161,9 +166,9 @@ def _layer(number: int, affine: Callable[..., Affine], tensors: Mapping[str, Ten
         q_norm=norm("self_attention.q_layernorm", architecture.qk_norm and not linear),
         k_norm=norm("self_attention.k_layernorm", architecture.qk_norm and not linear),
         attention_out=affine(f"{prefix}self_attention.{out}", bias=attention_bias and not linear),
-        post_attention_norm=norm("post_attention_layernorm", architecture.post_norms),
+        post_attention_norm=norm("post_attention_layernorm", behind),
         mlp_norm=norm("pre_mlp_layernorm", own_norm),
-        post_mlp_norm=norm("post_mlp_layernorm", architecture.post_norms),
+        post_mlp_norm=norm("post_mlp_layernorm", behind),
         sinks=tensors[prefix + "self_attention.core_attention.sinks"] if architecture.attention_sinks else None,
         router=affine(prefix + "mlp.router", bias=architecture.expert_biases) if mixture else None,
         router_bias=tensors[prefix + "mlp.router.expert_bias"] if mixture and architecture.router_bias else None,

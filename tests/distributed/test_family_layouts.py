@@ -19,8 +19,8 @@ LONG = bool(os.environ.get("ALIGNER_LONG_TESTS"))  # every mixture in every layo
 NAMES = ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn"]
 NAMES += ["mistral", "qwen2_windows", "qwen3_layer_types"]
 NAMES += ["gemma2", "gemma2_plain", "gemma3_text", "olmo2", "olmo2_tied", "glm4", "glm4_tied", "cohere", "cohere_untied"]
-NAMES += ["olmo3", "qwen3_5_text"]
-NAMES += ["gpt2_scaled", "phi3", "phi3_window", "gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
+NAMES += ["qwen3_5_text", "cohere_plus", "cohere2", "olmo3", "ministral", "opt_projected", "opt_projected_untied"]
+NAMES += ["gpt2_scaled", "phi3", "phi3_window", "phi3_longrope", "gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
 PACKED = {"packing": True, "micro_batch_tokens": 96}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes, parallel, model
     "tp2": (2, {"tp": 2}, {}),
@@ -34,7 +34,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes,
 
 MIXTURES = ["deepseek_v2_groups", "deepseek_v3", "qwen2_moe", "gpt_oss", "llama4_text", "qwen3_next"]
 if LONG:
-    MIXTURES += ["deepseek_v2", "deepseek_v3_plain", "glm4_moe", "glm4_moe_plain", "qwen2_moe_normalized", "qwen3_moe_dense_layers"]
+    MIXTURES += ["deepseek_v2", "deepseek_v3_plain", "glm4_moe", "glm4_moe_plain", "qwen2_moe_normalized"]
+    MIXTURES += ["qwen2_moe_windows", "qwen3_moe_dense_layers"]
     MIXTURES += ["gpt_oss_tied", "llama4_text_tied", "qwen3_next_tied", "qwen3_5_moe_text"]
 SPLIT_EXPERTS = {"tp": 2, "etp": 2, "sequence_parallel": True}
 MIXTURE_LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {

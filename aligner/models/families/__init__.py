@@ -11,6 +11,7 @@ from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
 from aligner.models.families import (
     cohere,
+    cohere2,
     deepseek_v2,
     deepseek_v3,
     gemma2,
@@ -22,6 +23,7 @@ from aligner.models.families import (
     gpt_oss,
     llama,
     llama4_text,
+    ministral,
     mistral,
     mixtral,
     nemotron,
@@ -62,6 +64,8 @@ FAMILIES = {
     Family.glm4_moe: glm4_moe,
     Family.olmo3: olmo3,
     Family.qwen2_moe: qwen2_moe,
+    Family.cohere2: cohere2,
+    Family.ministral: ministral,
     Family.gpt_oss: gpt_oss,
     Family.llama4_text: llama4_text,
     Family.qwen3_next: qwen3_next,

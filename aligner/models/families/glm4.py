@@ -9,7 +9,6 @@ from aligner.models.config import Architecture, Family
 from aligner.models.families import llama, mapping
 from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.mapping import NameTable, rule
-from aligner.models.families.rope_scaling import UNFACTORED
 
 _POST_ATTENTION = {"post_attention_layernorm.weight": rule("post_self_attn_layernorm.weight")}
 _POST_MLP = {"post_mlp_layernorm.weight": rule("post_mlp_layernorm.weight")}
@@ -24,10 +23,8 @@ def NAMES(architecture: Architecture) -> NameTable:  # noqa: N802 - a constant o
 
 
 def from_hf(hf: HFConfig) -> Architecture:
-    """The architecture in a Hugging Face config. Raises ConfigError for YaRN, whose factor is computed for heads that are rotated whole."""
-    common = llama.common_from_hf(
-        hf, Family.glm4, key_value_heads=2, head_dim=128, norm_eps=1.5625e-07, fraction=0.5, rope_kinds=UNFACTORED
-    )
+    """The architecture in a Hugging Face config."""
+    common = llama.common_from_hf(hf, Family.glm4, key_value_heads=2, head_dim=128, norm_eps=1.5625e-07, fraction=0.5)
     return replace(common, qkv_bias=hf.flag("attention_bias", True), post_norms=True, rotary_interleaved=True)
 
 

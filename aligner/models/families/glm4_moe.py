@@ -9,7 +9,6 @@ from aligner.models.config import Architecture, Family
 from aligner.models.families import llama, mapping, mixture
 from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.mapping import NameTable
-from aligner.models.families.rope_scaling import UNFACTORED
 
 _FIXED = {"norm_topk_prob": (True,)}
 
@@ -22,9 +21,9 @@ def NAMES(architecture: Architecture) -> NameTable:  # noqa: N802 - a constant o
 
 
 def from_hf(hf: HFConfig) -> Architecture:
-    """The architecture in a Hugging Face config. Raises ConfigError for YaRN, and for weights of experts that are not normalised."""
+    """The architecture in a Hugging Face config. Raises ConfigError for weights of experts that are not normalised."""
     hf.only(_FIXED)
-    common = llama.common_from_hf(hf, Family.glm4_moe, key_value_heads=8, norm_eps=1e-5, fraction=0.5, rope_kinds=UNFACTORED)
+    common = llama.common_from_hf(hf, Family.glm4_moe, key_value_heads=8, norm_eps=1e-5, fraction=0.5)
     routing = mixture.from_hf(hf, groups=hf.size("n_group", absent=1), best=2, dense=1, scale=1.0, sigmoid=True)
     return replace(common, qkv_bias=hf.flag("attention_bias", False), qk_norm=hf.flag("use_qk_norm", False), **routing)
 

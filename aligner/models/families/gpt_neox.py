@@ -27,6 +27,7 @@ _ACTIVATIONS = {
     "gelu": Activation.gelu,
     "gelu_new": Activation.gelu_tanh,
     "gelu_pytorch_tanh": Activation.gelu_tanh,
+    "gelu_fast": Activation.gelu_tanh,
     "relu": Activation.relu,
     "silu": Activation.silu,
 }
@@ -34,8 +35,7 @@ _FIXED = {"attention_bias": (True,), "attention_dropout": (0.0,), "hidden_dropou
 
 
 def from_hf(hf: HFConfig) -> Architecture:
-    """The architecture in a Hugging Face config. Raises ConfigError for dropout, attention without biases, and YaRN, whose factor is
-    computed for heads that are rotated whole."""
+    """The architecture in a Hugging Face config. Raises ConfigError for dropout and attention without biases."""
     hidden_size, heads = hf.size("hidden_size"), hf.size("num_attention_heads")
     hf.only(_FIXED | {"head_dim": (None, hidden_size // heads)})
     parallel = hf.flag("use_parallel_residual", True)
@@ -56,7 +56,7 @@ def from_hf(hf: HFConfig) -> Architecture:
         normalization=Normalization.layer_norm,
         linear_bias=True,
         parallel_residual=ParallelResidual.own_norm if parallel else ParallelResidual.none,
-        **hf.rope(fraction=0.25, names=("rotary_emb_base", "rotary_pct"), kinds=rope_scaling.UNFACTORED),
+        **hf.rope(fraction=0.25, names=("rotary_emb_base", "rotary_pct")),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from aligner.errors import ConfigError
-from aligner.models.families.rope_scaling import ROPE_KINDS, Scaling
+from aligner.models.families.rope_scaling import LONGROPE, ROPE_KINDS, Scaling
 
 T = TypeVar("T")
 
@@ -165,7 +165,7 @@ class HFConfig:
         given = Scaling(self, source, kind, {"original_max_position_embeddings": self._values.get("max_position_embeddings")} | rope)
         if "original_max_position_embeddings" in self._values:
             given.values["original_max_position_embeddings"] = self._values["original_max_position_embeddings"]
-        return fields | ROPE_KINDS[kind](given)
+        return fields | (ROPE_KINDS | LONGROPE)[kind](given)
 
     def _beside(self, rope: Mapping[str, Any], key: str, absent: float, name: str) -> Any:
         """The value in the rotary object, else at the file's top level under `name`."""

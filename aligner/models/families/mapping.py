@@ -36,6 +36,7 @@ class Layout(str, Enum):
     delta_qkvz = "delta_qkvz"  # two tensors, [q; k; v] and the gates of a delta net
     delta_ba = "delta_ba"  # two tensors, of a number each for every value head
     vocabulary = "vocabulary"
+    by_head = "by_head"  # [heads, head_dim], flattened
 
     @property
     def blocks(self) -> int:
@@ -65,6 +66,8 @@ def rule(*hf_names: str, layout: Layout = Layout.plain, transposed: bool = False
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+PROJECTION = "embedding.word_embeddings.projection.weight"  # of embeddings of another width than the residual stream
+OUTPUT_PROJECTION = "output_projection.weight"
 ADAPTER = ".adapter."  # in the name of every parameter of an adapter, behind the name of its linear layer; no rule is of them
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT_NAME = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
@@ -159,6 +162,8 @@ def to_megatron(rule: Rule, tensors: list[Tensor], architecture: Architecture, p
     if rule.layout == Layout.vocabulary:
         padding = tensors[0].new_zeros(padded_vocab_size - tensors[0].shape[0], tensors[0].shape[1])
         return torch.cat([tensors[0], padding])
+    if rule.layout == Layout.by_head:
+        return tensors[0].flatten()
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
@@ -186,6 +191,8 @@ def _split(layout: Layout, tensor: Tensor, architecture: Architecture) -> list[T
         return [torch.stack(tensor.chunk(2), dim=1).flatten(0, 1)]
     if layout == Layout.vocabulary:
         return [tensor[: architecture.vocab_size]]
+    if layout == Layout.by_head:
+        return [tensor.view(-1, architecture.head_dim)]
     return [tensor]
 
 

@@ -14,7 +14,7 @@ NAMES = llama_like()
 
 
 def from_hf(hf: HFConfig) -> Architecture:
-    """The architecture in a Hugging Face config. Raises ConfigError for layers that differ, which Ministral has."""
+    """The architecture in a Hugging Face config. Raises ConfigError for layers that differ, which are `ministral`'s."""
     hf.only({"layer_types": (None,)})
     common = llama.common_from_hf(hf, Family.mistral, key_value_heads=8)
     return replace(common, **windows.everywhere(hf, absent=4096))

@@ -6,36 +6,45 @@ from typing import Any
 
 from aligner.models.config import Activation, Architecture, Family, Normalization, PositionEmbedding
 from aligner.models.families.hf_config import HFConfig
-from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, Layout, NameTable, affine, rule
+from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, OUTPUT_PROJECTION, PROJECTION, Layout, NameTable, affine, rule
 
 _QKV = {
     f"self_attention.linear_qkv.{kind}": rule(*(f"self_attn.{name}_proj.{kind}" for name in "qkv"), layout=Layout.qkv)
     for kind in ("weight", "bias")
 }
-NAMES = NameTable(
-    before={
-        EMBEDDING: rule("model.decoder.embed_tokens.weight", layout=Layout.vocabulary),
-        "embedding.position_embeddings.weight": rule("model.decoder.embed_positions.weight"),
-    },
-    layer=affine("input_layernorm", "self_attn_layer_norm")
-    | _QKV
-    | affine("self_attention.linear_proj", "self_attn.out_proj")
-    | affine("pre_mlp_layernorm", "final_layer_norm")
-    | affine("mlp.linear_fc1", "fc1")
-    | affine("mlp.linear_fc2", "fc2"),
-    after=affine("decoder.final_layernorm", "model.decoder.final_layer_norm")
-    | {OUTPUT_LAYER: rule("lm_head.weight", layout=Layout.vocabulary)},
-    layer_prefix="model.decoder.layers.{layer}.",
-    base_prefix="model.",
-    ignored=r"(?!)",
-)
+_EMBEDDINGS = {
+    EMBEDDING: rule("model.decoder.embed_tokens.weight", layout=Layout.vocabulary),
+    "embedding.position_embeddings.weight": rule("model.decoder.embed_positions.weight"),
+}
+
+
+def NAMES(architecture: Architecture) -> NameTable:  # noqa: N802 - a constant of most families
+    """The names of its weights; norms may be behind the layers, and embeddings projected."""
+    behind, projected = architecture.residual_norms, bool(architecture.embedding_size)
+    norms = ("post_attention_layernorm", "post_mlp_layernorm") if behind else ("input_layernorm", "pre_mlp_layernorm")
+    final = {} if behind else affine("decoder.final_layernorm", "model.decoder.final_layer_norm")
+    return NameTable(
+        before=_EMBEDDINGS | ({PROJECTION: rule("model.decoder.project_in.weight")} if projected else {}),
+        layer=affine(norms[0], "self_attn_layer_norm")
+        | _QKV
+        | affine("self_attention.linear_proj", "self_attn.out_proj")
+        | affine(norms[1], "final_layer_norm")
+        | affine("mlp.linear_fc1", "fc1")
+        | affine("mlp.linear_fc2", "fc2"),
+        after=final
+        | ({OUTPUT_PROJECTION: rule("model.decoder.project_out.weight")} if projected else {})
+        | {OUTPUT_LAYER: rule("lm_head.weight", layout=Layout.vocabulary)},
+        layer_prefix="model.decoder.layers.{layer}.",
+        base_prefix="model.",
+        ignored=r"(?!)",
+    )
+
+
 OFFSET = 2
 _ACTIVATIONS = {"relu": Activation.relu, "gelu": Activation.gelu}
 _EPS = 1e-5  # LayerNorm's own: no file says it
-# The 350M model, whose norms follow its layers and whose embeddings are projected, is not computed. Dropout is not either, but every file
-# of OPT says 0.1.
+# Dropout is not computed, but every file of OPT says 0.1.
 _FIXED = {
-    "do_layer_norm_before": (True,),
     "_remove_final_layer_norm": (False,),
     "enable_bias": (True,),
     "layer_norm_elementwise_affine": (True,),
@@ -46,9 +55,10 @@ _FIXED = {
 
 
 def from_hf(hf: HFConfig) -> Architecture:
-    """The architecture in a Hugging Face config. Raises ConfigError for the 350M model's norms and projections, and without biases."""
+    """The architecture in a Hugging Face config. Raises ConfigError without biases."""
+    hf.only(_FIXED)
     hidden_size, heads = hf.size("hidden_size"), hf.size("num_attention_heads")
-    hf.only(_FIXED | {"word_embed_proj_dim": (None, hidden_size)})
+    width, before = hf.optional_size("word_embed_proj_dim", absent=None) or hidden_size, hf.flag("do_layer_norm_before", True)
     return Architecture(
         family=Family.opt,
         num_layers=hf.size("num_hidden_layers"),
@@ -66,6 +76,9 @@ def from_hf(hf: HFConfig) -> Architecture:
         gated_mlp=False,
         activation=hf.choice("activation_function", _ACTIVATIONS, "relu"),
         normalization=Normalization.layer_norm,
+        pre_norms=before,
+        residual_norms=not before,
+        embedding_size=width if width != hidden_size else 0,
         linear_bias=True,
     )
 
@@ -78,7 +91,8 @@ def to_hf(architecture: Architecture) -> dict[str, Any]:
         "architectures": ["OPTForCausalLM"],
         "num_hidden_layers": a.num_layers,
         "hidden_size": a.hidden_size,
-        "word_embed_proj_dim": a.hidden_size,
+        "do_layer_norm_before": a.pre_norms,
+        "word_embed_proj_dim": a.vocabulary_width,
         "num_attention_heads": a.num_attention_heads,
         "ffn_dim": a.ffn_hidden_size,
         "vocab_size": a.vocab_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,14 +22,19 @@ def from_hf(hf: HFConfig) -> Architecture:
 
 def upper_windows(hf: HFConfig) -> dict[str, Any]:
     """The windows of Qwen2 and Qwen3: where they are on, of the layers from `max_window_layers`."""
+    return switched_windows(hf, lambda number, bound: number >= bound)
+
+
+def switched_windows(hf: HFConfig, has_window: Callable[[int, int], bool]) -> dict[str, Any]:
+    """Windows with a switch. `has_window`: whether a layer, from 0, has one in a file that does not say, given its `max_window_layers`."""
     window = hf.optional_size("sliding_window", absent=4096) if hf.flag("use_sliding_window", False) else None
-    layers = hf.size("num_hidden_layers")
-    first = layers if window is None else int(hf.number("max_window_layers", 28))
-    return windows.from_hf(hf, window, [windows.FULL if number < first else windows.WINDOWED for number in range(layers)])
+    bound, layers = int(hf.number("max_window_layers", 28)), range(hf.size("num_hidden_layers"))
+    types = [windows.WINDOWED if window is not None and has_window(number, bound) else windows.FULL for number in layers]
+    return windows.from_hf(hf, window, types)
 
 
-def upper_windows_to_hf(architecture: Architecture) -> dict[str, Any]:
-    """The inverse of `upper_windows`."""
+def windows_to_hf(architecture: Architecture) -> dict[str, Any]:
+    """The inverse of `switched_windows`."""
     if not architecture.sliding_window:
         return {"use_sliding_window": False}
     types = windows.layer_types(architecture)
@@ -37,4 +43,4 @@ def upper_windows_to_hf(architecture: Architecture) -> dict[str, Any]:
 
 def to_hf(architecture: Architecture) -> dict[str, Any]:
     """The Hugging Face config of an architecture."""
-    return llama.common_to_hf(architecture) | {"architectures": ["Qwen2ForCausalLM"]} | upper_windows_to_hf(architecture)
+    return llama.common_to_hf(architecture) | {"architectures": ["Qwen2ForCausalLM"]} | windows_to_hf(architecture)

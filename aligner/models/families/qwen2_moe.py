@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from aligner.models.config import Architecture, Family
-from aligner.models.families import llama, mapping, mixture, windows
+from aligner.models.families import llama, mapping, mixture, qwen2
 from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.mapping import NameTable, llama_like, rule
 
 _GATE = {"mlp.shared_experts.gate_weight": rule("mlp.shared_expert_gate.weight")}
 EXPERTS = mapping.experts("mlp", gate="gate_proj", up="up_proj", down="down_proj") | mixture.shared("mlp.shared_expert") | _GATE
-_FIXED = {"use_sliding_window": (False,)}
 
 
 def NAMES(architecture: Architecture) -> NameTable:  # noqa: N802 - a constant of most families
@@ -21,13 +20,13 @@ def NAMES(architecture: Architecture) -> NameTable:  # noqa: N802 - a constant o
 
 
 def from_hf(hf: HFConfig) -> Architecture:
-    """The architecture in a Hugging Face config. Raises ConfigError for windows."""
-    hf.only(_FIXED | {"layer_types": (None, [windows.FULL] * hf.size("num_hidden_layers"))})
+    """The architecture in a Hugging Face config."""
     return replace(
         llama.common_from_hf(hf, Family.qwen2_moe, key_value_heads=16),
         qkv_bias=hf.flag("qkv_bias", True),
         shared_ffn_hidden_size=hf.size("shared_expert_intermediate_size", absent=5632),
         shared_expert_gate=True,
+        **qwen2.switched_windows(hf, lambda number, bound: number % 2 == 0 and number < bound),
         **mixture.of_qwen(hf),
     )
 
@@ -35,5 +34,5 @@ def from_hf(hf: HFConfig) -> Architecture:
 def to_hf(architecture: Architecture) -> dict[str, Any]:
     """The Hugging Face config of an architecture."""
     a = architecture
-    own = {"qkv_bias": a.qkv_bias, "shared_expert_intermediate_size": a.shared_ffn_hidden_size, "use_sliding_window": False}
+    own = {"qkv_bias": a.qkv_bias, "shared_expert_intermediate_size": a.shared_ffn_hidden_size} | qwen2.windows_to_hf(a)
     return llama.common_to_hf(a) | mixture.of_qwen_to_hf(a) | {"architectures": ["Qwen2MoeForCausalLM"]} | own

@@ -23,4 +23,4 @@ def from_hf(hf: HFConfig) -> Architecture:
 def to_hf(architecture: Architecture) -> dict[str, Any]:
     """The Hugging Face config of an architecture."""
     hf = llama.common_to_hf(architecture) | {"architectures": ["Qwen3ForCausalLM"]}
-    return hf | {"attention_bias": False} | qwen2.upper_windows_to_hf(architecture)
+    return hf | {"attention_bias": False} | qwen2.windows_to_hf(architecture)

@@ -8,11 +8,14 @@ from typing import Any, Protocol
 
 from aligner.errors import ConfigError
 from aligner.models.config import ROPE_FACTORS, Architecture
-from aligner.models.rope import yarn_attention_factor
+from aligner.models.rope import longrope_attention_factor, yarn_attention_factor
 
 
 class File(Protocol):
     """The config that the scaling is part of."""
+
+    def size(self, key: str) -> int:
+        """A whole number >= 1."""
 
     def refusal(self, key: str, value: Any, allowed: str) -> ConfigError:
         """The error for a value that is not computed here."""
@@ -45,6 +48,13 @@ class Scaling:
         if found < 1:
             raise self.file.refusal(f"{self.source}.factor", found, f'at least 1 where rope_type is "{self.kind}"')
         return found
+
+    def numbers(self, key: str) -> list[float]:
+        """A list of finite numbers > 0, not empty."""
+        found = self.values.get(key)
+        if not isinstance(found, list) or not found or not all(self.file.checked(f"{self.source}.{key}", value) for value in found):
+            raise self.file.refusal(f"{self.source}.{key}", found, f'a list of numbers > 0 where rope_type is "{self.kind}"')
+        return [float(value) for value in found]
 
     def original_length(self) -> int:
         """The context length before it was stretched."""
@@ -87,6 +97,18 @@ def _yarn(scaling: Scaling) -> dict[str, Any]:
     }
 
 
+def _longrope(scaling: Scaling) -> dict[str, Any]:
+    length = scaling.original_length()
+    attention = longrope_attention_factor(scaling.number("factor", scaling.file.size("max_position_embeddings") / length), length)
+    return {
+        "rope_short_factors": scaling.numbers("short_factor"),
+        "rope_long_factors": scaling.numbers("long_factor"),
+        "rope_original_length": length,
+        "rope_attention_factor": scaling.number("attention_factor", attention),
+    }
+
+
+LONGROPE = {"longrope": _longrope, "su": _longrope}  # its first name
 ROPE_KINDS: Mapping[str, Callable[[Scaling], dict[str, Any]]] = {
     "llama3": _llama3,
     "linear": lambda scaling: {"rope_linear_factor": scaling.factor()},
@@ -113,8 +135,15 @@ def to_hf(a: Architecture) -> dict[str, Any]:
             rope["attention_factor"] = a.rope_attention_factor
     if a.rope_llama3_factor or a.rope_yarn_factor:
         rope["original_max_position_embeddings"] = a.rope_original_length
-    fraction = {}
+    scaling: dict[str, Any] | None = rope if factor else None
+    if a.rope_long_factors:
+        factors = {"short_factor": a.rope_short_factors, "long_factor": a.rope_long_factors}
+        if a.rope_attention_factor != longrope_attention_factor(a.max_position_embeddings / a.rope_original_length, a.rope_original_length):
+            factors |= {"attention_factor": a.rope_attention_factor}
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": a.rope_original_length} | factors
+        scaling = {"type": "longrope"} | factors  # transformers 4 allows Phi-3 no other keys
+    fraction: dict[str, float] = {}
     if a.rotary_fraction != 1:
         rope["partial_rotary_factor"] = a.rotary_fraction
         fraction = {"partial_rotary_factor": a.rotary_fraction}
-    return fraction | {"rope_parameters": rope, "rope_theta": a.rope_theta, "rope_scaling": rope if factor else None}
+    return fraction | {"rope_parameters": rope, "rope_theta": a.rope_theta, "rope_scaling": scaling}

@@ -25,9 +25,12 @@ def from_hf(hf: HFConfig, window: int | None, default: list[str]) -> dict[str, A
 
 
 def everywhere(hf: HFConfig, *, absent: int | None) -> dict[str, Any]:
-    """The fields of a model whose layers are all alike; `absent` is the window of a file that does not say."""
+    """The fields of a model whose layers are all alike; `absent` is the window of a file that does not say.
+
+    A window that holds the longest sequence is none: Phi-3's files of 128k tokens say 262144.
+    """
     window = hf.optional_size("sliding_window", absent=absent)
-    return {} if window is None else {"sliding_window": window}
+    return {} if window is None or window >= hf.size("max_position_embeddings") else {"sliding_window": window}
 
 
 def layer_types(architecture: Architecture) -> list[str]:

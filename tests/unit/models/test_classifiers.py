@@ -77,7 +77,7 @@ def theirs(directory, auto) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2_tied", "qwen3", "mixtral", "nemotron", "gpt2", "phi3", "gpt_neox", "opt", "gemma2", "gpt_oss"]
+    "name", ["llama", "qwen2_tied", "qwen3", "mixtral", "nemotron", "gpt2", "phi3", "gpt_neox", "opt", "opt_projected", "gemma2", "gpt_oss"]
 )
 def test_sequence_scores_equal_transformers_both_ways(name, reward_model, tmp_path):
     from transformers import AutoModelForSequenceClassification

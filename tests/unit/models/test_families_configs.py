@@ -9,6 +9,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
+import yaml
 
 from aligner.config import from_yaml
 from aligner.errors import ConfigError
@@ -69,56 +70,26 @@ def of_two_kinds(architecture: Architecture) -> int:
     return first + (architecture.num_layers - dense - 1) * (two - first) + dense * (both - first)
 
 
-# Sizes in published files, and the number of parameters that the hubs give, without layers that predict further tokens.
-LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 4096}
-LLAMA4 = {"model_type": "llama4_text", "num_hidden_layers": 48, "hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8}
-LLAMA4 |= {"intermediate_size": 8192, "intermediate_size_mlp": 16384, "vocab_size": 202048, "max_position_embeddings": 262144}
-GPT_OSS = {"model_type": "gpt_oss", "hidden_size": 2880, "num_attention_heads": 64, "intermediate_size": 2880, "vocab_size": 201088}
-GPT_OSS |= {"max_position_embeddings": 131072}
-FILES: dict[str, tuple[int, dict]] = {
-    "DeepSeek-V2-Lite": (
-        15_706_484_224,
-        LATENT
-        | {"model_type": "deepseek_v2", "num_hidden_layers": 27, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 10944}
-        | {"vocab_size": 102400, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}
-        | {"first_k_dense_replace": 1, "q_lora_rank": None},
-    ),
-    "DeepSeek-V3": (
-        671_026_419_200,
-        LATENT
-        | {
-            "model_type": "deepseek_v3",
-            "num_hidden_layers": 61,
-            "hidden_size": 7168,
-            "num_attention_heads": 128,
-            "intermediate_size": 18432,
-        }
-        | {"vocab_size": 129280, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8}
-        | {"first_k_dense_replace": 3, "q_lora_rank": 1536, "n_group": 8, "topk_group": 4},
-    ),
-    "Qwen1.5-MoE-A2.7B": (
-        14_315_784_192,
-        {"model_type": "qwen2_moe", "num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 5632}
-        | {"vocab_size": 151936, "moe_intermediate_size": 1408, "num_experts": 60, "num_experts_per_tok": 4}
-        | {"shared_expert_intermediate_size": 5632, "max_position_embeddings": 8192},
-    ),
-    # The hub's 108,641,793,536 and 401,583,781,376 are with the same 871,932,416 of images.
-    "Llama-4-Scout-17B-16E": (108_641_793_536 - 871_932_416, LLAMA4 | {"interleave_moe_layer_step": 1, "num_local_experts": 16}),
-    "Llama-4-Maverick-17B-128E": (401_583_781_376 - 871_932_416, LLAMA4 | {"interleave_moe_layer_step": 2, "num_local_experts": 128}),
-    "gpt-oss-20b": (20_914_757_184, GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}),
-    "gpt-oss-120b": (116_829_156_672, GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}),
-}
+FILES = yaml.safe_load(Path(__file__).with_name("published_models.yaml").read_text())
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_mixtures_have_the_published_number_of_parameters(name, topology):
-    """Two kinds of layers: what a second layer of each adds, every further one adds."""
-    published, file = FILES[name]
-    architecture = architecture_from_hf(file)
-    mixture, two = (count(dataclasses.replace(architecture.with_layers(n), dense_layers=[])) for n in (1, 2))
-    both = count(dataclasses.replace(architecture.with_layers(2), dense_layers=[1]))
+def test_published_files_are_read_and_have_the_published_number_of_parameters(name, topology):
+    """Layers are alike, or of two kinds: what a second one adds, every further one of its kind adds."""
+    architecture = architecture_from_hf(FILES[name]["config"], where=name)
+    one, two = (count(dataclasses.replace(architecture.with_layers(n), dense_layers=[])) for n in (1, 2))
     dense = len(architecture.dense_layers)
-    assert mixture + (architecture.num_layers - dense - 1) * (two - mixture) + dense * (both - mixture) == published
+    both = count(dataclasses.replace(architecture.with_layers(2), dense_layers=[1])) if dense else 0
+    assert one + (architecture.num_layers - dense - 1) * (two - one) + dense * (both - one) == FILES[name]["parameters"]
+    assert architecture_from_hf(json.loads(json.dumps(architecture_to_hf(architecture)))) == architecture
+
+
+def test_what_published_files_of_long_contexts_say():
+    """Phi-4-mini's factor on cosines and sines is sqrt(1 + ln 32 / ln 4096); windows beyond the longest sequence are none."""
+    long, short = (architecture_from_hf(FILES[name]["config"]) for name in ("Phi-4-mini-instruct", "Ministral-8B-Instruct-2410"))
+    assert long.rope_attention_factor == pytest.approx(1.1902380714238083) and long.rotated == 96
+    assert long.sliding_window == short.sliding_window == 0
+    assert architecture_from_hf(FILES["c4ai-command-r7b-12-2024"]["config"]).full_attention_layers == list(range(3, 32, 4))
 
 
 def test_qwen3_next_has_the_published_number_of_parameters(topology):
@@ -228,7 +199,8 @@ def test_possible_layouts_of_large_models(model, parallel):
         ),
         ({"rope_low_freq_factor": 4.5}, "rope_low_freq_factor=4.5: must be above 0 and not above rope_high_freq_factor=4.0"),
         ({"rope_original_length": 0}, "rope_original_length=0: must be finite and above 0"),
-        ({"rope_attention_factor": 1.1, "rotary_fraction": 0.5}, "rope_attention_factor=1.1: .* allowed with rotary_fraction=0.5: 1.0"),
+        ({"rope_short_factors": [1.0] * 16}, r"rope_long_factors=\[\]: must be 16 finite numbers above 0, one for each rotated pair"),
+        ({"rope_long_factors": [1.0], "rope_yarn_factor": 4.0}, r"rope_long_factors=\[1.0\]: .* allowed with rope_yarn_factor: 0"),
         ({"num_experts": -1}, "architecture.num_experts=-1: must not be negative"),
         ({"num_experts": 4}, "architecture.experts_per_token=0: must be from 1 to num_experts=4"),
         ({"num_experts": 4, "experts_per_token": 5}, "architecture.experts_per_token=5: must be from 1 to num_experts=4"),
@@ -255,6 +227,16 @@ def test_what_transformer_engine_does_not_compute_here(fields, monkeypatch):
     assert choose_layers(Architecture(**fields), ModelConfig(), torch.bfloat16) == (False, ANY)
     with pytest.raises(ConfigError, match=rf"model.layers=transformer_engine: .*{name}=.*; allowed: auto, torch"):
         choose_layers(Architecture(**fields), ModelConfig(layers=Layers.transformer_engine), torch.bfloat16)
+
+
+def test_a_factor_on_part_of_each_head_wants_torchs_layers(monkeypatch):
+    from aligner.models.fusions import choose_layers
+    from aligner.parallel import mcore
+
+    monkeypatch.setattr(mcore, "transformer_engine_problem", lambda: "")
+    monkeypatch.setattr(mcore, "transformer_engine_version", lambda: "2.9.0")
+    whole, part = (Architecture(rope_attention_factor=1.2, rotary_fraction=fraction) for fraction in (1.0, 0.5))
+    assert choose_layers(whole, ModelConfig(), torch.bfloat16)[0] and not choose_layers(part, ModelConfig(), torch.bfloat16)[0]
 
 
 def test_what_has_no_batch_invariant_form():

@@ -34,6 +34,7 @@ FILES = {
     "qwen2": LLAMA | {"model_type": "qwen2"},
     "qwen3": LLAMA | {"model_type": "qwen3"},
     "mistral": LLAMA | {"model_type": "mistral"},
+    "ministral": LLAMA | {"model_type": "ministral"},
     "mixtral": LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": LLAMA | {"model_type": "qwen3_moe"} | EXPERTS,
     "nemotron": LLAMA | {"model_type": "nemotron", "hidden_size": 128},
@@ -46,6 +47,7 @@ FILES = {
     "olmo2": LLAMA | {"model_type": "olmo2"},
     "glm4": LLAMA | {"model_type": "glm4"},
     "cohere": LLAMA | {"model_type": "cohere"},
+    "cohere2": LLAMA | {"model_type": "cohere2"},
     "deepseek_v2": LATENT | {"model_type": "deepseek_v2"},
     "deepseek_v3": LATENT | GROUPED | {"model_type": "deepseek_v3"},
     "glm4_moe": LLAMA | MIXTURE | {"model_type": "glm4_moe", "num_attention_heads": 8},
@@ -73,6 +75,7 @@ _EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 
 def theirs(hf: dict) -> dict:
     """What transformers makes of a file, in our terms."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[hf["model_type"]].from_dict(copy.deepcopy(hf))
@@ -90,6 +93,8 @@ def theirs(hf: dict) -> dict:
         "norm_eps": next((getattr(config, key) for key in _EPSILONS if hasattr(config, key)), 1e-5),
     }
     if hf["model_type"] == "opt":
+        narrow, before = config.word_embed_proj_dim, config.do_layer_norm_before
+        read |= {"pre_norms": before, "residual_norms": not before, "embedding_size": narrow if narrow != config.hidden_size else 0}
         return read | {"ffn_hidden_size": config.ffn_dim}
     if hf["model_type"] == "gpt2":
         scales = {"attention_scale": 0.0 if config.scale_attn_weights else 1.0}
@@ -101,8 +106,8 @@ def theirs(hf: dict) -> dict:
             "logits_softcap": config.final_logit_softcapping or 0.0,
             "attention_scale": 0.0 if config.query_pre_attn_scalar == config.head_dim else config.query_pre_attn_scalar**-0.5,
         }
-    if hf["model_type"] == "cohere":
-        read |= {"logits_scale": config.logit_scale}
+    if hf["model_type"].startswith("cohere"):
+        read |= {"logits_scale": config.logit_scale, "qk_norm_by_head": getattr(config, "use_qk_norm", False)}
     if hasattr(config, "kv_lora_rank"):
         read |= {"head_dim": config.qk_head_dim, "value_head_dim": config.v_head_dim, "num_key_value_heads": heads}
         read |= {"latent_size": config.kv_lora_rank, "query_latent_size": config.q_lora_rank or 0}
@@ -140,9 +145,12 @@ def theirs(hf: dict) -> dict:
         read |= {"rope_local_theta": rope[WINDOW]["rope_theta"] if WINDOW in config.layer_types else 0.0}
         rope = rope["full_attention"]
     read |= {"rope_theta": rope["rope_theta"]} | dict.fromkeys(ROPE_FACTORS, 0.0)
-    if rope["rope_type"] != "default":
+    if rope["rope_type"] == "longrope":
+        read |= {f"rope_{kind}_factors": rope[f"{kind}_factor"] for kind in ("short", "long")}
+        read |= {"rope_attention_factor": ROPE_INIT_FUNCTIONS["longrope"](config)[1]}
+    elif rope["rope_type"] != "default":
         read |= {f"rope_{rope['rope_type']}_factor": rope["factor"]}
-    if rope["rope_type"] in ("llama3", "yarn"):
+    if rope["rope_type"] in ("llama3", "yarn", "longrope"):
         read |= {"rope_original_length": rope["original_max_position_embeddings"]}
     if rope["rope_type"] == "llama3":
         read |= {"rope_low_freq_factor": rope["low_freq_factor"], "rope_high_freq_factor": rope["high_freq_factor"]}
@@ -169,6 +177,7 @@ def theirs(hf: dict) -> dict:
     return read
 
 
+LONGROPE = {"type": "longrope", "short_factor": [1.5], "long_factor": [4]}
 ROPES = {
     "v4": {"rope_theta": 5e5},
     "v4 with null": {"rope_theta": 5e5, "rope_scaling": None},
@@ -234,7 +243,10 @@ READ = (
     ]
     + [("gemma2", "caps", {"attn_logit_softcapping": None, "final_logit_softcapping": 20.0, "query_pre_attn_scalar": 224})]
     + [("gemma2", "layers", {"layer_types": ["full_attention", WINDOW], "sliding_window": 9})]
+    + [("cohere2", "pattern", {"num_hidden_layers": 5, "sliding_window_pattern": 2, "sliding_window": 9, "logit_scale": 1.0})]
+    + [("cohere", "norms", {"use_qk_norm": True}), ("cohere2", "layers", {"layer_types": ["full_attention", WINDOW]})]
     + [("cohere", "scale", {"logit_scale": 1.0}), ("glm4", "no biases", {"attention_bias": False, "partial_rotary_factor": 1.0})]
+    + [(family, "yarn", {"rope_scaling": YARN}) for family in ("glm4", "glm4_moe")]
     + [(family, "null heads", {"num_key_value_heads": None}) for family in ("llama", "qwen2", "qwen3", "nemotron")]
     + [(family, "null head_dim", {"head_dim": None}) for family in ("llama", "mistral", "mixtral", "nemotron")]
     + [
@@ -247,7 +259,7 @@ READ = (
     + [("qwen2", "a window that is off", {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 0})]
     + [
         (family, f"windows: {change}", {"use_sliding_window": True} | change)
-        for family in ("qwen2", "qwen3")
+        for family in ("qwen2", "qwen3", "qwen2_moe")
         for change in (
             {"max_window_layers": 1},
             {"max_window_layers": 0, "sliding_window": 7},
@@ -257,17 +269,33 @@ READ = (
         )
     ]
     + [(family, f"window of {size}", {"sliding_window": size}) for family in ("mistral", "mixtral") for size in (None, 9)]
+    + [
+        ("ministral", "layers", {"layer_types": ["full_attention", WINDOW], "sliding_window": 9}),
+        ("ministral", "null", {"sliding_window": None}),
+    ]
     + [("qwen3_moe", "a window", {"use_sliding_window": True, "sliding_window": 9})]
     + [("qwen3", "full layers by name", {"layer_types": ["full_attention"] * 2})]
     + [("llama", "biases", {"attention_bias": True, "mlp_bias": True})]
     + [("llama", "the other name of silu", {"hidden_act": "swish"}), ("qwen3_moe", "normalised", {"norm_topk_prob": True})]
     + [("phi3", "fraction", {"partial_rotary_factor": 0.5, "head_dim": 4}), ("phi3", "a window", {"sliding_window": 9})]
     + [
+        ("phi3", name, {"max_position_embeddings": 131072, "rope_theta": 3e4} | change)
+        for name, change in {
+            "longrope": {"rope_scaling": LONGROPE, "original_max_position_embeddings": 8192},
+            "longrope, its length by default": {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 99}},
+            "longrope of v5": {"rope_parameters": LONGROPE | {"rope_theta": 5e5, "factor": 16.0}},
+            "longrope with a factor": {"rope_scaling": LONGROPE | {"attention_factor": 1.25, "factor": 2.0}},
+            "longrope, nothing stretched": {"rope_scaling": LONGROPE, "original_max_position_embeddings": 131072},
+            "longrope of a part": {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.5, "head_dim": 4, "hidden_size": 128},
+        }.items()
+    ]
+    + [
         ("gpt_neox", name, change)
         for name, change in {
             "its own names": {"rotary_pct": 0.5, "rotary_emb_base": 500},
             "v5": {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
             "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rotary_pct": 1.0},
+            "yarn": {"rope_scaling": YARN, "rotary_pct": 0.5},
             "names of others": {"rope_theta": 7.0, "partial_rotary_factor": 1.0},
         }.items()
     ]
@@ -319,7 +347,8 @@ READ = (
             | {"linear_conv_kernel_dim": 3, "shared_expert_intermediate_size": 40},
         }.items()
     ]
-    + [("opt", "its width by name", {"word_embed_proj_dim": 64}), ("opt", "spread", {"init_std": 0.006})]
+    + [("opt", "its width by name", {"word_embed_proj_dim": 64}), ("opt", "projected", {"word_embed_proj_dim": 32})]
+    + [("opt", "norms behind", {"do_layer_norm_before": False}), ("opt", "spread", {"init_std": 0.006})]
     + [("gpt2", "inner", {"n_inner": 40}), ("gpt2", "null inner", {"n_inner": None}), ("gpt2", "no dropout", {"resid_pdrop": 0.0})]
     + [("gpt2", "scales", {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True})]
 )
@@ -351,19 +380,22 @@ REFUSED = [
     *[
         (family, {"rope_parameters": PLAIN, "rope_scaling": YARN | {"rope_type": "longrope"}}, 'rope_type="longrope"')
         for family in LLAMA_LIKE
+        if family != "phi3"
     ],
     ("gemma3_text", {"rope_scaling": YARN | {"rope_type": "longrope"}}, 'rope_type="longrope"'),
-    *[(family, {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"') for family in ("glm4", "phi3")],
+    ("phi3", {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"'),
     *[(family, {"rope_scaling": LLAMA3}, 'rope_type="llama3"') for family in ("nemotron", "phi3")],
-    ("phi3", {"rope_scaling": {"type": "su", "long_factor": [1.0]}}, 'rope_scaling.rope_type="su" is not supported for model_type phi3'),
-    ("gpt_neox", {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"'),
+    ("phi3", {"rope_scaling": {"type": "su", "long_factor": [1.0]}}, "rope_scaling.short_factor=null is not supported for model_type phi3"),
+    ("phi3", {"rope_scaling": LONGROPE | {"long_factor": [1.0, -2.0]}}, "rope_scaling.long_factor=-2.0"),
+    ("phi3", {"rope_scaling": LONGROPE | {"long_factor": [1.0, 2.0]}}, "rope_long_factors=[1.0, 2.0]: must be 1 finite numbers above 0"),
+    ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 1}, "rope_scaling.attention_factor=0.0"),
     ("gpt_neox", {"rotary_pct": 1.5}, "rotary_fraction=1.5"),
     ("gpt_neox", {"attention_bias": False}, "attention_bias=false"),
     ("gpt_neox", {"head_dim": 16}, "head_dim=16"),
     ("gpt_neox", {"hidden_dropout": 0.1}, "hidden_dropout=0.1"),
     ("gpt_neox", {"use_parallel_residual": None}, "use_parallel_residual=null"),
-    ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=false is not supported for model_type opt; allowed: true"),
-    ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim=32 is not supported for model_type opt; allowed: null or 64"),
+    ("opt", {"do_layer_norm_before": None}, "do_layer_norm_before=null is not supported for model_type opt; allowed: true or false"),
+    ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim=0 is not supported for model_type opt; allowed: a whole number >= 1"),
     ("opt", {"enable_bias": False}, "enable_bias=false"),
     ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=false"),
     ("opt", {"activation_function": "tanh"}, 'activation_function="tanh"'),
@@ -378,7 +410,9 @@ REFUSED = [
     ("gemma3_text", {"rope_parameters": PLAIN}, "rope_parameters="),
     ("gemma3_text", {"rope_parameters": {WINDOW: YARN}}, 'rope_parameters.sliding_attention.rope_type="yarn"'),
     ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
-    ("cohere", {"use_qk_norm": True}, "use_qk_norm=true is not supported for model_type cohere; allowed: false or null"),
+    ("cohere", {"use_qk_norm": 1}, "use_qk_norm=1 is not supported for model_type cohere; allowed: true or false"),
+    ("cohere2", {"sliding_window": None}, "layer_types="),
+    ("cohere2", {"layer_types": ["full_attention"] * 2}, "layer_types="),
     ("cohere", {"logit_scale": 0.0}, "logits_scale=0.0: must be finite and above 0"),
     ("llama", {"rope_parameters": {"rope_type": "invented"}}, 'rope_parameters.rope_type="invented" is not supported for model_type llama'),
     *[("llama", {"rope_parameters": {"rope_type": kind}}, "rope_parameters.factor=null") for kind in ("linear", "dynamic", "yarn")],
@@ -400,7 +434,7 @@ REFUSED = [
     # Attention and feed-forward layers.
     *[
         (family, {"attention_bias": True}, "attention_bias=true")
-        for family in ("qwen3", "qwen3_moe", "nemotron", "gemma2", "olmo2", "cohere")
+        for family in ("qwen3", "qwen3_moe", "nemotron", "gemma2", "olmo2", "cohere", "cohere2")
     ],
     ("nemotron", {"mlp_bias": True}, "mlp_bias=true"),
     *[(family, {"use_sliding_window": 1}, "use_sliding_window=1") for family in ("qwen2", "qwen3", "qwen3_moe")],
@@ -408,13 +442,14 @@ REFUSED = [
     *[("qwen2", {"use_sliding_window": True, "layer_types": types}, "layer_types=") for types in ("x", [WINDOW], [WINDOW, "chunked"])],
     *[(family, {"sliding_window": 0}, "sliding_window=0 is not supported") for family in ("mistral", "mixtral")],
     ("mistral", {"layer_types": [WINDOW] * 2}, "layer_types="),
+    ("ministral", {"layer_types": [WINDOW] * 2, "sliding_window": None}, "layer_types="),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
     *[(family, {"hidden_act": "gelu"}, 'hidden_act="gelu"') for family in LLAMA_LIKE if family != "gemma2"],
     *[(family, {"hidden_activation": "silu"}, 'hidden_activation="silu"') for family in ("gemma2", "gemma3_text")],
     ("gpt_neox", {"hidden_act": "tanh"}, 'hidden_act="tanh"'),
     *[(family, {"attention_dropout": 0.1}, "attention_dropout=0.1") for family in ROTATED],
     ("qwen3_moe", {"mlp_only_layers": ["0"]}, 'mlp_only_layers=["0"] is not supported for model_type qwen3_moe; allowed: a list of'),
-    ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window=true"),
+    ("qwen2_moe", {"use_sliding_window": 1}, "use_sliding_window=1"),
     ("qwen2_moe", {"layer_types": [WINDOW, "full_attention"]}, "layer_types="),
     *[(family, {"v_head_dim": 17}, "v_head_dim=17 is not supported") for family in ("deepseek_v2", "deepseek_v3")],
     *[(family, {"rope_scaling": {"type": "linear", "factor": 2}}, 'rope_type="linear"') for family in ("deepseek_v2", "deepseek_v3")],
@@ -426,7 +461,7 @@ REFUSED = [
     ("deepseek_v3", {"scoring_func": "softmax"}, 'scoring_func="softmax" is not supported for model_type deepseek_v3; allowed: "sigmoid"'),
     ("deepseek_v3", {"n_group": 8}, "router_group_best=2: must be from 1 to the 1 experts of a group"),
     ("deepseek_v3", {"topk_group": 3}, "router_groups_per_token=3: must be from 1 to router_groups=2"),
-    *[(family, {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"') for family in ("glm4_moe", *DELTA_NETS)],
+    *[(family, {"rope_scaling": YARN}, 'rope_scaling.rope_type="yarn"') for family in DELTA_NETS],
     ("qwen3_next", {"layer_types": [WINDOW] * 5}, "layer_types="),
     ("qwen3_next", {"layer_types": ["full_attention"]}, 'allowed: 5 of "full_attention" and "linear_attention", one for each layer'),
     ("qwen3_next", {"linear_num_value_heads": 24}, "linear_key_heads=16: must divide linear_value_heads=24"),
@@ -534,7 +569,7 @@ NO_MATTER = {
     "use_cache",
     "text_config",  # of a Gemma 3 with images
     "is_decoder",  # in an example
-    "original_max_position_embeddings",  # of LongRoPE, which is refused, and of Llama 3.1's and YaRN's scaling, where it is looked at
+    "original_max_position_embeddings",  # of scaled rotary embeddings, where it is looked at
     "output_router_logits",  # `model.router_aux_loss_coef` is ours
     "router_aux_loss_coef",
     "sliding_window",  # where `use_sliding_window` is off (Mixtral's is looked at)
@@ -589,11 +624,17 @@ def test_transformers_own_defaults_are_read(family):
 def test_what_we_write_is_read_as_it_was():
     changes = {"llama": {"rope_scaling": LLAMA3, "rope_theta": 5e5}, "qwen2": {"tie_word_embeddings": True}, "qwen3": {"head_dim": 16}}
     changes |= {"nemotron": {"partial_rotary_factor": 0.5, "norm_eps": 1e-4, "head_dim": 4}, "gpt2": {"activation_function": "gelu"}}
-    changes |= {"deepseek_v3": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}, "qwen2_moe": {"mlp_only_layers": [1]}}
+    changes |= {"deepseek_v3": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}}
     changes |= {"qwen3_5_text": {"full_attention_interval": 2}, "qwen3_5_moe_text": {"linear_num_value_heads": 16}}
     changes |= {"qwen3_next": {"linear_num_key_heads": 2, "full_attention_interval": 3, "partial_rotary_factor": 0.5}}
     changes |= {"deepseek_v2": {"rope_scaling": YARN | {"mscale": 0.7}, "q_lora_rank": None}, "olmo3": {"rope_scaling": YARN}}
     changes |= {"llama4_text": {"interleave_moe_layer_step": 2, "attention_bias": True, "attn_temperature_tuning": False}}
+    changes |= {
+        "phi3": {"rope_scaling": LONGROPE | {"attention_factor": 1.5}},
+        "cohere": {"use_qk_norm": True},
+        "glm4": {"rope_scaling": YARN},
+    }
+    changes |= {"qwen2_moe": {"mlp_only_layers": [1], "use_sliding_window": True}, "cohere2": {"sliding_window": 9}}
     changes |= {"qwen3_moe": {"norm_topk_prob": True}, "mixtral": {"num_key_value_heads": 2}, "gpt_oss": {"swiglu_limit": 5.0}}
     for family, change in changes.items():
         architecture = architecture_from_hf(FILES[family] | change)

@@ -22,10 +22,12 @@ MODELS = ["llama", "llama_tied_llama3_rope", "llama_multi_head", "qwen2", "qwen2
 MODELS += ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "nemotron", "gpt2", "gpt2_scaled"]
 MODELS += ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn", "qwen2_dynamic_rope"]
 MODELS += ["mistral", "mistral_no_window", "qwen2_windows", "qwen3_layer_types", "mixtral_window", "qwen3_moe_window"]
-MODELS += ["phi3", "phi3_window", "gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
+MODELS += ["phi3", "phi3_window", "phi3_longrope", "phi3_longrope_short", "gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
 MODELS += ["gemma2", "gemma2_plain", "gemma3_text", "olmo2", "olmo2_tied", "glm4", "glm4_tied", "cohere", "cohere_untied"]
+MODELS += ["opt_projected", "opt_projected_untied", "ministral", "cohere_plus", "cohere2", "cohere2_untied"]
 MODELS += ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_plain", "glm4_moe", "glm4_moe_plain", "olmo3", "olmo3_tied"]
-MODELS += ["qwen2_moe", "qwen2_moe_normalized", "qwen3_moe_dense_layers", "gpt_oss", "gpt_oss_tied", "llama4_text", "llama4_text_tied"]
+MODELS += ["qwen2_moe", "qwen2_moe_normalized", "qwen2_moe_windows", "qwen3_moe_dense_layers"]
+MODELS += ["gpt_oss", "gpt_oss_tied", "llama4_text", "llama4_text_tied"]
 MODELS += ["qwen3_next", "qwen3_next_tied", "qwen3_5_text", "qwen3_5_moe_text"]
 TOLERANCE = 2e-5  # of logits of order one
 TOLERANCES = {
@@ -96,6 +98,29 @@ def test_llama3_rope_scaling_changes_these_logits(hf_directory, load_policy, tmp
     tokens = random_tokens(61, 100)
     scaled = our_logits(load_policy(hf_directory("llama_tied_llama3_rope")), tokens)
     assert (our_logits(load_policy(tmp_path), tokens) - scaled).abs().max() > 100 * TOLERANCE
+
+
+def test_longrope_is_chosen_by_the_context_of_the_run(hf_directory, load_policy, tmp_path, capsys, monkeypatch):
+    """What transformers makes of 60 tokens depends on the tokens behind them: 100 are beyond the original length. Here it depends on the
+    longest sequence that the run allows."""
+    from aligner.models import fusions
+
+    monkeypatch.setattr(fusions, "_said", set())
+    shutil.copytree(hf_directory("phi3_longrope"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["original_max_position_embeddings"] = 60
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = random_tokens(61, 100)
+    alone, beside = their_logits(tmp_path, tokens[:, :60]), their_logits(tmp_path, tokens)[:, :60]
+    assert (alone - beside).abs().max() > 100 * TOLERANCE
+    short, long = load_policy(tmp_path, config={"seq_length": 60}), load_policy(tmp_path)
+    assert (our_logits(short, tokens[:, :60]) - alone).abs().max() < TOLERANCE
+    assert (our_logits(long, tokens[:, :60]) - beside).abs().max() < TOLERANCE
+    said = [line for line in capsys.readouterr().out.splitlines() if "LongRoPE" in line]
+    assert said == [
+        "rotary embedding: LongRoPE's short factors throughout (model.seq_length allows 60 tokens, within the 60 before)",
+        "rotary embedding: LongRoPE's long factors throughout (model.seq_length allows 128 tokens, beyond the 60 before)",
+    ]
 
 
 @pytest.mark.shared

@@ -17,10 +17,13 @@ VOCAB, EOS = 61, 2
 NEW = ["llama_biases_llama3_rope", "llama_linear_rope", "llama_yarn", "qwen3_yarn", "qwen2_dynamic_rope"]
 NEW += ["mistral", "mistral_no_window", "qwen2_windows", "qwen3_layer_types", "mixtral_window"]
 NEW += ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_plain", "glm4_moe", "glm4_moe_plain", "olmo3", "olmo3_tied"]
-NEW += ["qwen2_moe", "qwen2_moe_normalized", "qwen3_moe_dense_layers", "gpt_oss", "gpt_oss_tied", "llama4_text", "llama4_text_tied"]
+NEW += ["qwen2_moe", "qwen2_moe_normalized", "qwen2_moe_windows", "qwen3_moe_dense_layers"]
+NEW += ["gpt_oss", "gpt_oss_tied", "llama4_text", "llama4_text_tied"]
 NEW += ["qwen3_next", "qwen3_next_tied", "qwen3_5_text", "qwen3_5_moe_text"]
 NEW += ["gemma2", "gemma2_plain", "gemma3_text", "olmo2", "olmo2_tied", "glm4", "glm4_tied", "cohere", "cohere_untied"]
-NEW += ["gpt2_scaled", "phi3", "phi3_window", "gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
+NEW += ["opt_projected", "opt_projected_untied", "ministral", "cohere_plus", "cohere2", "cohere2_untied"]
+NEW += ["gpt2_scaled", "phi3", "phi3_window", "phi3_longrope", "phi3_longrope_short"]
+NEW += ["gpt_neox", "gpt_neox_sequential", "opt", "opt_untied"]
 
 
 @pytest.fixture(autouse=True)
