@@ -58,6 +58,9 @@ def runs(model: Path, directory: Path) -> dict[str, dict[str, list[str]]]:
             "GRPO of 128 responses of 96 tokens, 2 ranks": grpo(2, *shorter(96, 16)),
             "GRPO of 32 responses, ahead": grpo(1, *shorter(64, 4), *AHEAD),
             "GRPO of 128 responses, ahead, 2 ranks": grpo(2, *shorter(64, 16), *AHEAD),
+            "SFT of 64 sums": sums(directory / "demo", 64),
+            "SFT of 512 sums": sums(directory / "demo", 512),
+            "PPO of 128 sums": ppo_of_sums(directory / "demo", 128),
         },
         "held_out": {
             "SFT": sft(1, 32, 512, 16),
@@ -68,6 +71,28 @@ def runs(model: Path, directory: Path) -> dict[str, dict[str, list[str]]]:
             "GRPO ahead, 2 ranks": grpo(2, *AHEAD),
         },
     }
+
+
+def sums(demo: Path, batch: int) -> list[str]:
+    """SFT of the demo's model on the demo's data."""
+    data = [f"model.tokenizer={demo / 'data' / 'tokenizer'}", f"data.train={demo / 'data' / 'sft.jsonl'}"]
+    return ["sft", "+experiment=demo", *data, f"algorithm.batch_size={batch}", f"model.micro_batch_size={batch}", f"loop.max_steps={STEPS}"]
+
+
+def ppo_of_sums(demo: Path, rollouts: int) -> list[str]:
+    """The demo's PPO with fewer rollouts."""
+    paths = {
+        "": "sft/checkpoints/policy",
+        "critic.": "reward_model/checkpoints/reward_model",
+        "reward.": "reward_model/checkpoints/reward_model",
+    }
+    models = [f"{name}model.path={demo / path}" for name, path in paths.items()]
+    sizes = [
+        f"algorithm.rollouts_per_step={rollouts}",
+        f"algorithm.mini_batch_size={rollouts // 2}",
+        f"critic.mini_batch_size={rollouts // 2}",
+    ]
+    return ["ppo", "+experiment=demo", *models, f"data.train={demo / 'data' / 'prompts.jsonl'}", *sizes, f"loop.max_steps={STEPS}"]
 
 
 def run(arguments: list[str], directory: Path) -> None:
@@ -88,6 +113,10 @@ def main() -> int:
     directory = arguments.directory.absolute()
     directory.mkdir(parents=True, exist_ok=True)
     jobs: dict[str, list[dict[str, str]]] = {}
+    demo = directory / "demo"
+    if not demo.exists():
+        print("demo", flush=True)
+        run([str(ROOT / "examples" / "demo" / "run.py"), "--steps", str(STEPS), "--directory", str(demo)], demo)
     for kind, own in runs(arguments.model.absolute(), directory).items():
         for number, (name, settings) in enumerate(own.items()):
             place = directory / f"{kind}{number}"
@@ -95,10 +124,6 @@ def main() -> int:
                 print(name, flush=True)
                 run(["-m", "aligner.cli", "launch", "local", *settings, f"run.directory={place}"], place)
             jobs.setdefault(kind, []).append({"name": name, "run": place.name})
-    demo = directory / "demo"
-    if not demo.exists():
-        print("demo", flush=True)
-        run([str(ROOT / "examples" / "demo" / "run.py"), "--steps", str(STEPS), "--directory", str(demo)], demo)
     jobs["held_out"] += [{"name": f"demo, {part}", "run": f"demo/{part}"} for part in ("sft", "reward_model", "ppo")]
     (directory / "jobs.yaml").write_text(yaml.safe_dump(jobs, sort_keys=False))
     return fit(directory / "jobs.yaml")

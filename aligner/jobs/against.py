@@ -68,9 +68,21 @@ class Comparison:
     has_trace: bool
 
 
-def response_length(directory: Path) -> float:
-    """Mean tokens of a response, the median of the run's steps; 0 if it samples none. Raises DataError without a run."""
-    return _median([step.values.get(RESPONSE_LENGTH) for step in _steps(directory)]) or 0.0
+def lengths(directory: Path) -> list[str]:
+    """The settings `plan.*` that say how long a run's sequences were. Raises DataError without a run.
+
+    Responses by the metrics (the median of the steps); prompts by the requests in the trace, their mean; sequences of data by their tokens.
+    """
+    steps = _steps(directory)
+    if (response := _median([step.values.get(RESPONSE_LENGTH) for step in steps])) is not None:
+        spans, _ = read_spans(RunDirectory(directory).trace)
+        prompts = [prompt for span in spans if isinstance(prompt := span.arguments.get("prompt"), int)]
+        found = [f"plan.response_length={response:g}"]
+        return found + ([f"plan.prompt_length={sum(prompts) / len(prompts):g}"] if prompts else [])
+    last = steps[-1].values
+    seconds = sum(last.get(_TIME + phase.value, 0.0) for phase in (Phase.ref_logprobs, Phase.logprobs, Phase.train))
+    tokens, rows = last.get("data/tokens_per_second", 0.0) * seconds, last.get("learnt/samples_seen", 0.0)
+    return [f"plan.example_length={tokens / rows:g}"] if tokens and rows else []
 
 
 def compare(job: JobPlan, directory: Path) -> Comparison:

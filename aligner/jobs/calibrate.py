@@ -21,12 +21,13 @@ from rich.table import Table
 
 from aligner.errors import ConfigError
 from aligner.jobs import plan
-from aligner.jobs.against import measured_phases, response_length
+from aligner.jobs.against import lengths, measured_phases
 from aligner.planner.calibration import STEP, MeasuredJob, calibrate, median_and_worst
 from aligner.planner.estimate import Scales
 from aligner.planner.report import console
 from aligner.planner.workload import Phase
 
+SMALLEST = 0.05  # part of a step, below which a phase of a run says nothing
 KINDS = ("calibration", "held_out")
 KEYS = {"name", "source", "config", "settings", "published", "planned", "written_gb", "run"}
 
@@ -92,9 +93,9 @@ def _job(path: Path, entry: Mapping[str, Any], sources: Mapping[str, Any]) -> Me
     if "run" in entry:
         config = str(run := path.parent / entry["run"])
         phases = measured_phases(run)
-        measured = {name: phases[name] for name in (STEP, *(phase.value for phase in Phase)) if phases.get(name)}
-        if length := response_length(run):
-            settings = [f"plan.response_length={length}", *settings]
+        known = (STEP, *(phase.value for phase in Phase))
+        measured = {name: phases[name] for name in known if phases.get(name, 0.0) >= SMALLEST * phases[STEP]}
+        settings = [*lengths(run), *settings]
     if not config or not measured or any(not isinstance(seconds, (int, float)) or seconds <= 0 for seconds in measured.values()):
         raise ConfigError("needs a config with settings and published (seconds above 0 by phase, or of the step), or a run")
     if wrong := sorted(set(measured) - {STEP, *(phase.value for phase in Phase)}):

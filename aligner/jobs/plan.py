@@ -116,6 +116,15 @@ def habits(config: JobRun) -> Habits:
 
 def with_lengths(found: Sequence[Component], assumed: PlanConfig) -> list[Component]:
     """With sequences of the mean lengths that `plan` has. Raises ConfigError where none are sampled, or none is so long."""
+    work = next((component.work for component in found if component.engine is not None), None)
+    if work is None and assumed.example_length:
+        own = found[0].work
+        if not own.unit <= assumed.example_length <= own.length * own.unit:
+            raise ConfigError(
+                f"plan.example_length={assumed.example_length:g}: allowed: {own.unit} to {own.length * own.unit}, by data.max_length"
+            )
+        lengths = ResponseLengths(mean=assumed.example_length / own.unit, spread=assumed.response_spread)
+        return [_with(component, lengths) for component in found]
     response, prompt, setting = assumed.response_length, assumed.prompt_length, f"plan.response_length={assumed.response_length:g}"
     measured: tuple[int, ...] = ()
     if assumed.lengths_of:
@@ -123,7 +132,6 @@ def with_lengths(found: Sequence[Component], assumed: PlanConfig) -> list[Compon
         setting = f"plan.lengths_of={assumed.lengths_of}"
     if not response and not prompt:
         return list(found)
-    work = next((component.work for component in found if component.engine is not None), None)
     if work is None:
         raise ConfigError(f"{setting}: this recipe samples no responses; allowed: 0")
     if prompt > work.longest_prompt:
@@ -132,7 +140,11 @@ def with_lengths(found: Sequence[Component], assumed: PlanConfig) -> list[Compon
     if not 1 <= response <= longest:
         raise ConfigError(f"{setting}: responses of {response:g} tokens; allowed: 1 to rollout.sampling.max_response_length={longest}")
     lengths = ResponseLengths(mean=response, spread=assumed.response_spread, prompt=prompt, measured=measured)
-    return [replace(component, work=replace(component.work, lengths=lengths)) for component in found]
+    return [_with(component, lengths) for component in found]
+
+
+def _with(component: Component, lengths: ResponseLengths) -> Component:
+    return replace(component, work=replace(component.work, lengths=lengths))
 
 
 def measured_lengths(path: Path) -> tuple[float, tuple[int, ...]]:

@@ -18,6 +18,8 @@ from aligner.loop.config import JobRun
 from aligner.planner import report
 from aligner.spans import chrome_trace
 
+LENGTHS = ("plan.response_length=", "plan.prompt_length=", "plan.example_length=", "plan.lengths_of=")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
@@ -54,9 +56,8 @@ def config_and_overrides(config: str, overrides: Sequence[str], against: Path | 
         config, overrides = "", (config, *overrides)
     if not config and against is None:
         raise ConfigError("aligner plan: name a config, such as ppo_70b, or the directory of a run, or one with --against")
-    if against is not None and not any(one.startswith(("plan.response_length=", "plan.lengths_of=")) for one in overrides):
-        if length := comparison.response_length(against):
-            overrides = (*overrides, f"plan.response_length={length}")
+    if against is not None and not any(one.startswith(LENGTHS) for one in overrides):
+        overrides = (*overrides, *comparison.lengths(against))
     return config or str(against), tuple(overrides)
 
 

@@ -45,10 +45,10 @@ USUAL_GPU: Mapping[str, tuple[float, float]] = {
     "expert_imbalance": (1.25, 0.12),
 }
 USUAL_CPU: Mapping[str, tuple[float, float]] = {
-    "achievable_flops": (0.5, 0.5),
-    "achievable_attention": (0.25, 0.7),
-    "achievable_bandwidth": (0.5, 0.4),
-    "launch_microseconds": (200.0, 0.7),
+    "achievable_flops": (0.2, 0.7),
+    "achievable_attention": (0.05, 0.7),
+    "achievable_bandwidth": (0.3, 0.7),
+    "launch_microseconds": (100.0, 0.7),
     "host_layer_microseconds": (400.0, 0.7),
     "host_pass_milliseconds": (2.0, 0.7),
     "engine_step_milliseconds": (1.0, 0.7),
@@ -62,7 +62,7 @@ OF_A_MACHINE = ("achievable_flops",)  # what each cluster of a file has for itse
 AT_MOST_ONE = ("achievable_flops", "achievable_attention", "achievable_experts", "achievable_bandwidth", "achievable_link", "concurrency")
 TOLERANCE, TOLERANCE_OF_PHASE = 0.05, 0.25  # standard deviations of the logarithm of planned / measured: a step's, a phase's beside it
 FURTHEST = 3.0  # standard deviations that a parameter may move
-ROUNDS = 12
+ROUNDS, TRIES = 20, 8  # of the fit, and of steps in a round, each shorter than the last
 DIFFERENCE = 0.15  # standard deviations, for derivatives
 
 
@@ -163,14 +163,14 @@ def _least_squares(
         moved = [np.asarray(residuals(list(x + row))) for row in DIFFERENCE * np.eye(len(x))]
         slopes = (np.stack(moved) - found) / DIFFERENCE
         least = float(found @ found)
-        for _ in range(4):
+        for _ in range(TRIES):
             step = np.linalg.solve(slopes @ slopes.T + damping * np.eye(len(x)), -slopes @ found)
             tried = np.clip(x + step, -FURTHEST, FURTHEST)
             there = np.asarray(residuals(list(tried)))
             if there @ there < least:
                 x, found, damping = tried, there, damping / 3
                 break
-            damping *= 4
+            damping *= 5
         progress(number + 1, float(found @ found))
         if least - found @ found < 1e-3 * least:
             break

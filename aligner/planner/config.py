@@ -117,6 +117,7 @@ class PlanConfig:
     response_length: float = 0.0  # mean tokens of a response; 0: all are as long as they may be
     response_spread: float = 0.7  # standard deviation of the logarithm of the responses' lengths
     prompt_length: float = 0.0  # mean tokens of a prompt; 0: all are as long as they may be
+    example_length: float = 0.0  # of recipes that sample nothing: mean tokens of an example (a pair's are of both); 0: the longest
     lengths_of: str = ""  # a run's directory or metrics.jsonl, whose last steps say the mean; or a text file with a length on each line
     rollout_ranks: int = 0  # GPUs of their own for the engine, beside the actor's: a plan of what no run has yet; 0: the actor's
     static_batches: bool = False  # the engine begins a batch when the last response of the one before has ended, as others' do

@@ -67,8 +67,9 @@ def decode_step(component: Component, engine: Engine, sizes: Sizes, cluster: Clu
     kv, state = kv_bytes_per_token(component, engine), 2 * state_bytes(component, engine)  # read and written
     attention = 2.0 * a.num_attention_heads / tp * (a.head_dim + (a.value_head_dim if a.latent_size else a.head_dim)) * a.key_value_layers
     of_experts = expert_bytes(component, sizes.engine_weights, tp)
-    replayed = engine.settings.cuda_graphs and cluster.device == Device.gpu and not a.linear_attention_layers
-    each = cluster.launch_microseconds if replayed else cluster.host_layer_microseconds
+    # Graphs on a GPU, compiled kernels on a CPU.
+    is_one_by_one = cluster.device == Device.gpu and (not engine.settings.cuda_graphs or bool(a.linear_attention_layers))
+    each = cluster.host_layer_microseconds if is_one_by_one else cluster.launch_microseconds
     floor = launched_layers(component, a.num_layers) * each * MICRO
 
     @cache
@@ -79,7 +80,7 @@ def decode_step(component: Component, engine: Engine, sizes: Sizes, cluster: Clu
         computing = k.moving(weights + active * state) + products + k.moving(LOGIT_PASSES * active * vocabulary * 4)
         exchange = 2 * a.num_layers * k.all_reduce(active * a.hidden_size * component.dtype_bytes, tp, tp)
         host = cluster.engine_step_milliseconds * MILLI + active * cluster.engine_sequence_microseconds * MICRO
-        return max(computing, floor) + exchange + host
+        return k.together(computing, floor) + exchange + host
 
     def step(active: int, cached: float) -> float:
         return batch(active) + k.moving(cached * kv) + cached * attention / (k.cluster.bf16_tflops * TERA * cluster.achievable_attention)

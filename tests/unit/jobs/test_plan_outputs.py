@@ -145,7 +145,7 @@ def test_runs_without_a_trace_and_without_steps(tmp_path: Path):
     with pytest.raises(DataError, match="has 1 timed steps; expected at least 2"):
         against.compare(planned_ppo(), write_run(tmp_path / "short", steps=1))
     with pytest.raises(DataError, match="has no metrics.jsonl"):
-        against.response_length(tmp_path)
+        against.lengths(tmp_path)
 
 
 def test_files_are_written_and_lengths_are_the_runs(tmp_path: Path, capsys):
@@ -157,8 +157,23 @@ def test_files_are_written_and_lengths_are_the_runs(tmp_path: Path, capsys):
     assert sum(event["ph"] == "X" for event in events) == 7 and (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
 
 
+def test_how_long_a_run_s_sequences_were(tmp_path: Path):
+    run = write_run(tmp_path / "run")
+    assert against.lengths(run) == ["plan.response_length=103"]
+    request = {"name": "response", "start": 1.7e9, "seconds": 1.0, "lane": "replica 0"}
+    lines = [json.dumps(request | {"arguments": {"prompt": prompt, "tokens": 9}}) + "\n" for prompt in (10, 20)]
+    (run / "trace" / "actor.1.jsonl").write_text("".join(lines))
+    assert against.lengths(run) == ["plan.response_length=103", "plan.prompt_length=15"]
+    # 2000 tokens a second in 3 s, for 40 examples.
+    sft = tmp_path / "sft"
+    sft.mkdir()
+    values = {"time/train": 3.0, "time/step": 4.0, "data/tokens_per_second": 2000.0, "learnt/samples_seen": 40.0}
+    (sft / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "time": 1.7e9 + step, **values}) + "\n" for step in (1, 2, 3)))
+    assert against.lengths(sft) == ["plan.example_length=150"] and against.measured_phases(sft) == {"train": 3.0, "step": 4.0}
+
+
 def test_which_config_is_planned(tmp_path: Path):
-    run, mean = write_run(tmp_path / "run"), "plan.response_length=103.0"
+    run, mean = write_run(tmp_path / "run"), "plan.response_length=103"
     assert config_and_overrides("ppo", ("a=1",), None) == ("ppo", ("a=1",))
     assert config_and_overrides("ppo", (), run) == ("ppo", (mean,))
     assert config_and_overrides("a=1", ("b=2",), run) == (str(run), ("a=1", "b=2", mean))

@@ -125,6 +125,9 @@ def test_lengths_that_no_sequence_has(found):
         with_lengths(found, PlanConfig(prompt_length=200))
     with pytest.raises(ConfigError, match="^plan.response_length=5: this recipe samples no responses"):
         with_lengths([component()], PlanConfig(response_length=5))
+    with pytest.raises(ConfigError, match="^plan.example_length=257: allowed: 1 to 256, by data.max_length"):
+        with_lengths([component()], PlanConfig(example_length=257))
+    assert with_lengths([component()], PlanConfig(example_length=64))[0].work.lengths == ResponseLengths(mean=64)
     (changed,) = with_lengths(found, PlanConfig(response_length=32, prompt_length=64))
     assert changed.work.mean_length() == 96 and changed.work.length == 256  # memory is that of the longest
     assert with_lengths(found, PlanConfig()) == found
