@@ -118,8 +118,10 @@ def test_experts(result) -> None:
 
 def test_search(result) -> None:
     found = result("search")
-    plans = found["plan"]["alternatives"]["trainer"]
-    assert len(plans) == 3 and all(plan["fits"] for plan in plans)
-    times = [sum(phase["total"] for phase in plan["seconds"].values()) for plan in plans]
-    assert times == sorted(times)
-    assert "trainer: fastest layouts that fit" in found["out"]
+    plan, rows = found["plan"], found["plan"]["pareto"]
+    assert found["code"] == 0 and plan["fits"] and plan["best"]["gpus"] <= plan["most_gpus"] == 8
+    assert [row["gpus"] for row in rows] == sorted({row["gpus"] for row in rows}) and rows[-1]["step_seconds"] == plan["best"][
+        "step_seconds"
+    ]
+    assert "num_processes=8" not in plan["best"]["settings"]  # it was typed
+    assert "the best one, " in found["out"]

@@ -1,0 +1,133 @@
+"""What a search may choose, and how a whole job is put together from its components."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from aligner.errors import ConfigError
+from aligner.jobs.plan_search import Request, _read
+from aligner.models.config import Architecture, Dtype, ModelConfig, Recompute
+from aligner.models.optimizer import OptimizerConfig
+from aligner.parallel.topology import ParallelConfig
+from aligner.planner.config import ClusterConfig, Device
+from aligner.planner.job_search import step_seconds
+from aligner.planner.role_search import Option
+from aligner.planner.space import Space, uneven
+from aligner.planner.workload import Component, Engine, Head, Phase, Work
+
+CLUSTER = ClusterConfig(device=Device.gpu, gpus_per_node=8)
+ARCHITECTURE = Architecture(
+    num_layers=6,
+    hidden_size=64,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    ffn_hidden_size=128,
+    vocab_size=1000,
+    max_position_embeddings=1024,
+)
+
+
+def component(**changes) -> Component:
+    return Component(
+        **{
+            "name": "actor",
+            "head": Head.language,
+            "num_ranks": 8,
+            "architecture": ARCHITECTURE,
+            "model": ModelConfig(dtype=Dtype.bfloat16),
+            "parallel": ParallelConfig(),
+            "optimizer": OptimizerConfig(),
+            "work": Work(phases=(Phase.generate, Phase.train), rows=64, length=256, response_length=128, update_rows=64, num_updates=1),
+            **changes,
+        }
+    )
+
+
+def space(*typed: str) -> Space:
+    return Space(cluster=CLUSTER, main="actor", typed=frozenset(typed))
+
+
+def test_sizes_are_parts_of_a_node_and_whole_nodes():
+    assert space().sizes(64) == [1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64]
+    assert space().sizes(40) == [1, 2, 3, 4, 6, 8, 16, 24, 32, 40] and space().sizes(4) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("layers", "pp", "ends"), [(94, 8, (11, 11)), (61, 16, (3, 2)), (6, 4, (1, 1)), (3, 8, (0, 0)), (5, 2, (3, 2))])
+def test_stages_where_layers_do_not_divide(layers: int, pp: int, ends: tuple[int, int]):
+    """All others have as many as the longest must."""
+    assert uneven(layers, pp) == ends
+    if ends[0]:
+        assert sum(ends) + (pp - 2) * -(-layers // pp) == layers
+
+
+def test_layouts_divide_and_have_uneven_stages():
+    found = [one.parallel for one in space().layouts(component(), 8)]
+    assert {(p.tp, p.pp) for p in found} == {(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) if tp * pp <= 8 and pp <= 6}
+    assert {(p.first_stage_layers, p.last_stage_layers) for p in found if p.pp == 4} == {(1, 1)}
+    assert all(p.vpp == 1 for p in found if p.pp == 4) and {p.vpp for p in found if p.pp == 2} == {1, 3}  # 3 layers a stage
+    assert all(p.sequence_parallel == (p.tp > 1) for p in found) and {p.cp for p in found} == {1}  # 256 tokens are not worth splitting
+
+
+def test_what_was_typed_stays():
+    fixed = space("parallel.pp", "model.recompute", "rollout.tp", "num_processes")
+    own = component(parallel=ParallelConfig(pp=2), model=ModelConfig(dtype=Dtype.bfloat16, recompute=Recompute.full))
+    assert {one.parallel.pp for one in fixed.layouts(own, 8)} == {2}
+    assert {model.recompute for model in fixed.models(own)} == {Recompute.full} and fixed.ranks(own, 64) == [8]
+    assert len({model.recompute for model in space().models(own)}) == 3 and space().ranks(own, 8) == [1, 2, 3, 4, 6, 8]
+    engine = Engine(tp=2, max_batch_size=64, bucket_bytes=0, offload=False)
+    assert {one.tp for one in fixed.engines(own, engine, 8)} == {2} and {one.tp for one in space().engines(own, engine, 8)} == {1, 2, 4, 8}
+    chosen = fixed.settings(replace(own, engine=engine))
+    assert "parallel.pp" not in chosen and "rollout.tp" not in chosen
+    assert chosen["parallel.tp"] == "1" and chosen["rollout.max_batch_size"] == "64" and chosen["optimizer.offload"] == "false"
+    critic = replace(own, name="critic")
+    assert fixed.settings(critic)["critic.parallel.pp"] == "2"  # the critic's was not typed
+
+
+def test_micro_batches_that_a_replica_can_fill():
+    """One row for each of 64 replicas: no larger micro-batch differs."""
+    assert {model.micro_batch_size for model in space().models(component(num_ranks=64))} == {1}
+    assert {model.micro_batch_size for model in space().models(component(num_ranks=16))} == {1, 2, 4}
+
+
+def option(ranks: int, **seconds: float) -> Option:
+    return Option(component=component(num_ranks=ranks), guest=None, times={Phase(name): value for name, value in seconds.items()}, host=0)
+
+
+def test_a_step_by_how_its_components_meet():
+    actor, critic = option(8, generate=10, ref_logprobs=2, train=4), option(4, values=12, train=6)
+    assert step_seconds([actor, critic], colocated=False, asynchronous=False) == 12 + 2 + 6
+    assert step_seconds([actor, critic], colocated=True, asynchronous=False) == 16 + 18
+    assert step_seconds([actor], colocated=False, asynchronous=True) == 10  # longer than 2 + 4
+    assert step_seconds([option(8, generate=3, ref_logprobs=2, train=4)], colocated=False, asynchronous=True) == 6
+
+
+@pytest.mark.parametrize(("deadline", "hours"), [("24h", 24), ("2d", 48), ("90m", 1.5), ("1d6h", 30), ("1.5h", 1.5), ("", 0)])
+def test_deadlines(deadline: str, hours: float):
+    assert Request(deadline=deadline, steps=10).hours() == hours
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(deadline="24", steps=1), "--deadline 24: allowed: a duration in days, hours or minutes, such as 2d, 24h or 90m"),
+        (Request(deadline="24h"), "--deadline 24h: needs --steps N"),
+        (Request(deadline="0h", steps=1), "--deadline 0h: must be above 0"),
+    ],
+)
+def test_deadlines_that_are_none(request_: Request, message: str):
+    with pytest.raises(ConfigError, match=message):
+        request_.hours()
+
+
+def test_options_without_a_search():
+    Request().check_unused()
+    with pytest.raises(ConfigError, match="^--gpus 8: goes with --search"):
+        Request(gpus=8).check_unused()
+
+
+def test_values_as_they_are_typed():
+    assert (
+        _read(True, "false") is False and _read(3, "4") == 4 and _read(Recompute.none, "full") is Recompute.full and _read("a", "b") == "b"
+    )
