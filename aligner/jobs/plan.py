@@ -312,9 +312,9 @@ def _model(model: ModelConfig, cluster: ClusterConfig) -> ModelConfig:
 
 def _vocabulary(model: ModelConfig) -> int:
     """Of the tokenizer of a model that has no weights yet, if it is here; 0 where the size is known from elsewhere, or not at all."""
-    if model.path or model.architecture.vocab_size or not Path(model.tokenizer_path or "-").is_dir():
+    if model.path or model.architecture.vocab_size or not (model.tokenizer and Path(model.tokenizer).is_dir()):
         return 0
-    return load_tokenizer(model.tokenizer_path).vocab_size
+    return load_tokenizer(model.tokenizer).vocab_size
 
 
 def _architecture(key: str, model: ModelConfig) -> Architecture:
