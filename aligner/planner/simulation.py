@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -83,7 +84,7 @@ def simulate(parts: Sequence[Part], cluster: ClusterConfig, assumed: PlanConfig,
     return kind(parts, cluster, assumed, habits, take_turns).simulated()
 
 
-class _Run:
+class _Run(ABC):
     """What all kinds of runs have: phases of the trainer, servers, what is beside the steps, and a record of it."""
 
     def __init__(self, parts: Sequence[Part], cluster: ClusterConfig, assumed: PlanConfig, habits: Habits, take_turns: bool) -> None:
@@ -95,9 +96,9 @@ class _Run:
         self.preempted = 0
         self.is_shown = False
 
+    @abstractmethod
     def steps(self) -> int:
         """Simulate; how many steps `phases` adds up."""
-        raise NotImplementedError  # abstract
 
     def simulated(self) -> Simulated:
         """The whole run."""
@@ -167,25 +168,31 @@ class _Run:
 
     def round(self, number: int) -> _Round:
         """All rollouts of a step, with nothing else to do."""
-        rows, engine = self.work.rows + self.work.extra_rows, self.engine
+        rows = self.work.rows + self.work.extra_rows
         ends: list[float] = []
         spans: list[Span] = []
         slowest, self.preempted = 0.0, 0
-        lengths = self.work.responses(rows, self.assumed.seed + number)
-        chosen = followed(lengths, replicas_of(self.component, engine))
-        for place, own in enumerate(chosen):
-            queue = self.queue(engine)
-            for request, length in enumerate(own):
-                queue.add(request, turns_of(length, self.assumed.turns, request), self.work.mean_prompt)
-            found = queue.until(pause=self.assumed.environment_seconds)
+        sampled = self.sampled(self.work.responses(rows, self.assumed.seed + number))
+        lane_of = self.component.name if not self.engine.own_ranks else "engine"
+        for place, (queue, own, found) in enumerate(sampled):
             ends += [moment for moment, _ in found]
             slowest = max(slowest, queue.now)
             self.preempted += queue.preempted
             if self.is_shown:
-                shown = found[:: max(1, len(found) * len(chosen) // SHOWN_REQUESTS)]
-                where = "engine" if engine.own_ranks else self.component.name, f"replica {place}"
-                spans += [Span("response", *where, 0.0, end, {"tokens": own[request]}) for end, request in shown]
+                shown = found[:: max(1, len(found) * len(sampled) // SHOWN_REQUESTS)]
+                spans += [Span("response", lane_of, f"replica {place}", 0.0, end, {"tokens": own[request]}) for end, request in shown]
         return _Round(slowest, sorted(ends), rows / len(ends), spans)
+
+    def sampled(self, lengths: Sequence[int]) -> list[tuple[ReplicaQueue, Sequence[int], list[tuple[float, int]]]]:
+        """The replicas that are followed, after they have sampled their shares of these responses: each with its share, and (when, number) of
+        each end."""
+        found = []
+        for own in followed(lengths, replicas_of(self.component, self.engine)):
+            queue = self.queue(self.engine)
+            for request, length in enumerate(own):
+                queue.add(request, turns_of(length, self.assumed.turns, request), self.work.mean_prompt)
+            found.append((queue, own, queue.until(pause=self.assumed.environment_seconds)))
+        return found
 
     def queue(self, engine: Engine) -> ReplicaQueue:
         return replica(self.component, engine, self.main.sizes, self.cluster, static=self.assumed.static_batches)
@@ -193,18 +200,9 @@ class _Run:
     # beside the steps
 
     def _validation(self) -> float:
-        engine = self.component.engine
-        if engine is None:
+        if self.component.engine is None:
             return 0.0
-        slowest = 0.0
-        replicas = replicas_of(self.component, engine)
-        for own in followed(self.work.responses(self.assumed.validation_responses), replicas):
-            queue = self.queue(engine)
-            for request, length in enumerate(own):
-                queue.add(request, turns_of(length, self.assumed.turns, request), self.work.mean_prompt)
-            queue.until(pause=self.assumed.environment_seconds)
-            slowest = max(slowest, queue.now)
-        return slowest
+        return max(queue.now for queue, _, _ in self.sampled(self.work.responses(self.assumed.validation_responses)))
 
     def _saving(self, step: float) -> float:
         """A checkpoint of all that is trained; of one that is written in the background what the steps until the next do not cover."""
