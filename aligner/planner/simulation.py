@@ -184,8 +184,8 @@ class _Run(ABC):
         return _Round(slowest, sorted(ends), rows / len(ends), spans)
 
     def sampled(self, lengths: Sequence[int]) -> list[tuple[ReplicaQueue, Sequence[int], list[tuple[float, int]]]]:
-        """The replicas that are followed, after they have sampled their shares of these responses: each with its share, and (when, number) of
-        each end."""
+        """The replicas that are followed, after they have sampled their shares of these responses; each with its share, and (when, number)
+        of every end."""
         found = []
         for own in followed(lengths, replicas_of(self.component, self.engine)):
             queue = self.queue(self.engine)
