@@ -29,7 +29,9 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "mutants.md"
 AREAS = tuple(
-    "losses masks data sampling optimizer checkpoints layouts refit servers config rewards algorithms guards families traces planner".split()
+    (
+        "losses masks data sampling optimizer checkpoints layouts refit servers config rewards algorithms guards families traces planner"
+    ).split()
 )
 COPIED = "aligner tests conf examples slurm docker docs benchmarks pyproject.toml setup.py README.md Makefile".split()
 _SURVIVED, _NOT_RUN = "**survived**", "not run yet"  # in the table

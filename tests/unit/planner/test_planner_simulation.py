@@ -107,9 +107,9 @@ def test_turns_and_static_batches():
     own = actor(work=work, engine=two)
     assert phases(own, assumed=PlanConfig(steps=1))["generate"] == max(first, second, min(first, second) + third)
     assert phases(own, assumed=PlanConfig(steps=1, static_batches=True))["generate"] == max(first, second) + third
-    seeds = [work.responses(3, seed) for seed in range(4)]  # each step has the lengths in another order
+    seeds = [work.responses(3, seed) for seed in range(8)]  # each step has the lengths in another order
     taken = [max(*two, min(two) + last) for *two, last in seeds]
-    assert len(set(taken)) > 1 and phases(own, assumed=PlanConfig(steps=4))["generate"] == sum(taken) / 4
+    assert len(set(taken)) > 1 and phases(own, assumed=PlanConfig(steps=8))["generate"] == sum(taken) / 8
 
 
 def ahead(own_ranks: int = 0, **habits) -> tuple[Part, Habits]:
