@@ -342,10 +342,10 @@ class Architecture:
                 f"architecture.rope_low_freq_factor={self.rope_low_freq_factor}: must be above 0 and not above "
                 f"rope_high_freq_factor={self.rope_high_freq_factor}"
             )
+        self.rope_short_factors, self.rope_long_factors = list(self.rope_short_factors), list(self.rope_long_factors)
+        count = self.rotated // 2 if self.rope_short_factors or self.rope_long_factors else 0
         for name in ("rope_short_factors", "rope_long_factors"):
-            factors = list(getattr(self, name))
-            setattr(self, name, factors)
-            count = self.rotated // 2 if self.rope_short_factors or self.rope_long_factors else 0
+            factors = getattr(self, name)
             if len(factors) != count or not all(0 < factor < math.inf for factor in factors):
                 raise ConfigError(f"architecture.{name}={factors}: must be {count} finite numbers above 0, one for each rotated pair")
 

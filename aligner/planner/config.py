@@ -72,9 +72,7 @@ class ClusterConfig:
     engine_sequence_microseconds: float = 10.0  # of it for each sequence of the batch
     step_seconds: float = 0.1  # host time of a training step besides its phases: data, rewards, advantages, metrics
     sequence_milliseconds: float = 0.5  # of it for each sequence, on the rank that handles most
-    phase_seconds: float = (
-        0.0  # to change from one phase on the same GPUs to the next: waits for all ranks, memory given back, caches filled
-    )
+    phase_seconds: float = 0.0  # to change from one phase to the next: waits for all ranks, memory given back, caches filled
     straggling: float = 0.0  # part by which the slowest of many ranks computes longer than the mean
     expert_imbalance: float = 1.2  # tokens of the most loaded rank of an expert-parallel group, relative to the mean
     concurrency: float = 0.5  # speed of sampling and of training, relative to alone, while both use the same ranks

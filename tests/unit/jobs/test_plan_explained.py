@@ -25,7 +25,7 @@ def test_causes_add_up_to_a_step():
     found = explain.causes(job)
     assert sum(found.values()) == pytest.approx(job.step_seconds) and list(found.values()) == sorted(found.values(), reverse=True)
     # Half of log-probs, reference and training is in layers.
-    assert found["layers"] == pytest.approx((1 + 2 + 5) / 2) and found["generate"] == 9.5 and found["waiting for scores"] == 1.5
+    assert found["layers"] == pytest.approx((1 + 2 + 4) / 2) and found["generate"] == 9.5 and found["waiting for scores"] == 1.5
 
 
 def test_settings_that_shorten_a_step():
@@ -50,8 +50,8 @@ def test_settings_that_shorten_a_step():
     out = Console(width=140, record=True, highlight=False)
     explain.show(job, found, out)
     lines = out.export_text().splitlines()
-    assert any(line.startswith("what a step is made of: generate 48%, layers 20%") for line in lines)
-    assert any("num_processes=" in line and "10 s, 50% less" in line for line in lines)
+    assert any(line.startswith("what a step is made of: generate 38%, layers 14%") for line in lines)
+    assert any("num_processes=" in line and "10 s, 60% less" in line for line in lines)
     out = Console(width=140, record=True, highlight=False)
     explain.show(job, [], out)
     assert "no single setting that was tried" in out.export_text()

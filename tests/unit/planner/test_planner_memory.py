@@ -12,7 +12,7 @@ from aligner.models.config import Activation, Architecture, Dtype, Layers, Model
 from aligner.models.divisible import check_divisible, uneven_stages
 from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
-from aligner.planner import layer_tensors, memory, report, search
+from aligner.planner import dry_run, layer_tensors, memory, report, search
 from aligner.planner.buffers import StateBytes
 from aligner.planner.config import ClusterConfig, Device
 from aligner.planner.dry_run import BlockBytes
@@ -140,12 +140,15 @@ def test_recomputation_of_fused_layers() -> None:
         (replace(LLAMA, attention_softcap=30.0), {}, False),
     ],
 )
-def test_whose_layers_are_planned(architecture: Architecture, model: dict, uses: bool) -> None:
+def test_whose_layers_are_planned(architecture: Architecture, model: dict, uses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are measured, which takes a process that is in no world."""
+    measured = BlockBytes(layer=1, ends=2, backward=3, forward=4)
+    monkeypatch.setattr(dry_run, "measure_block", lambda *_: measured)
     own = component(architecture, model=model)
     assert layer_tensors.uses_transformer_engine(own) == uses
     passes = memory.train_micro_batches(own)
     found = Scales(Device.gpu).block(own, passes)
-    assert (found == layer_tensors.block_bytes(own, passes.rows, passes.length)) == uses
+    assert found == (layer_tensors.block_bytes(own, passes.rows, passes.length) if uses else measured)
 
 
 def engine(**changes) -> Engine:
