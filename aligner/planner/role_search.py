@@ -17,6 +17,7 @@ from aligner.planner.space import Space, micro_batch_setting
 from aligner.planner.timing import phase_times
 from aligner.planner.workload import GIB, Component, Engine, Phase
 
+DIGITS = 9  # of seconds that count: sums in another order differ in the last bits
 COMMUNICATORS = 5  # of a rank of another component on the same GPU, about
 
 
@@ -195,7 +196,8 @@ class RoleSearch:
             Aim.ahead: [sampling, between + train],
             Aim.total: [sampling + between + train],
         }
-        return np.stack([np.broadcast_to(column, sampling.shape).ravel() for column in columns[self.aim]], axis=1)
+        stacked = np.stack([np.broadcast_to(column, sampling.shape).ravel() for column in columns[self.aim]], axis=1)
+        return np.round(stacked, DIGITS)
 
     def _pass_fits(self, place: _Place, one: _Pass) -> bool:
         """Whether it fits with all that may move away, before there is an engine; of a place nothing does where the smallest does not."""

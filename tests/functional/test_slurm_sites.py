@@ -86,6 +86,20 @@ def tried(cluster: SlurmCluster, *settings: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+def test_what_a_search_writes_is_taken(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The config and script of a job of 256 GPUs, by `aligner plan --search --write`: servers on the nodes of the actor."""
+    settings = {name: "256" for name in ("num_processes", "critic.num_processes", "reward.num_processes")} | {"placement": "colocated"}
+    code = (
+        "import sys; from pathlib import Path; from types import SimpleNamespace as N; from aligner.jobs.plan_write import write\n"
+        "job = N(components=[N(component=N(optimizer=None))])\n"
+        f"write(Path(sys.argv[1]), 'ppo_70b', [], N(gpus=256, seconds=1.0, settings={settings!r}, job=job), steps=0)"
+    )
+    slurm.run(sys.executable, "-c", code, str(tmp_path), environment=ENVIRONMENT, cwd=ROOT, timeout=120)
+    script = tmp_path / "ppo_70b_256_gpus.sub"
+    assert "--nodes=32 --ntasks-per-node=8 --gpus-per-node=8" in script.read_text()
+    assert "to start at" in slurm.accepts(script)
+
+
 @pytest.mark.parametrize("other_cluster", [{"num_gpus": 0}], indirect=True)
 def test_a_cluster_that_does_not_count_gpus(other_cluster: SlurmCluster) -> None:
     """It refuses every script that asks for GPUs; `slurm.gpu_request=auto` does not ask there."""

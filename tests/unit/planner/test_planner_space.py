@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from aligner.errors import ConfigError
-from aligner.jobs.plan_search import Request, _read
+from aligner.jobs.plan_search import Request, _read, _Search
 from aligner.models.config import Architecture, Dtype, ModelConfig, Recompute
 from aligner.models.optimizer import OptimizerConfig
 from aligner.parallel.topology import ParallelConfig
@@ -131,3 +131,17 @@ def test_values_as_they_are_typed():
     assert (
         _read(True, "false") is False and _read(3, "4") == 4 and _read(Recompute.none, "full") is Recompute.full and _read("a", "b") == "b"
     )
+
+
+def test_presets_leave_their_sections_free():
+    """Values do not: they are what the user wants."""
+    search = _Search("grpo", ["model=llama3_8b", "cluster=dgx_h100", "parallel.tp=4", "reward={serve: false}"], Request(gpus=8))
+    assert search.space.typed == {"parallel.tp", "reward"}
+    assert search.space.is_free("model.recompute") and not search.space.is_free("reward.serve")
+    with pytest.raises(ConfigError, match="--gpus 12: must fill nodes of cluster.gpus_per_node=8; allowed: 1, 2, 4, 8, 16, 24, ..."):
+        replace_gpus(search, 12)
+
+
+def replace_gpus(search: _Search, gpus: int) -> None:
+    search.request = replace(search.request, gpus=gpus)
+    search.found(0.0)
