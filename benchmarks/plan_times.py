@@ -52,6 +52,7 @@ def runs(model: Path, directory: Path) -> dict[str, dict[str, list[str]]]:
         "calibration": {
             "SFT of 16 rows": sft(1, 16, 512, 8),
             "SFT of 64 rows, cut at 256": sft(1, 64, 256, 16),
+            "SFT of 48 rows, cut at 448": sft(1, 48, 448, 16),
             "SFT of 64 rows, 2 ranks": sft(2, 64, 384, 16),
             "GRPO of 32 responses of 48 tokens": grpo(1, *shorter(48, 4)),
             "GRPO of 128 responses of 64 tokens": grpo(1, *shorter(64, 16)),

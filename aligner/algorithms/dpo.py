@@ -34,6 +34,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.loop.config import TrainerRun, check_best_metric
 from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_batch_sizes, check_reference
+from aligner.loop.learnt import of_lengths
 from aligner.loop.loop import Clock, StepResult
 from aligner.loop.recipe import Built, Recipe, Traits, named, resolve, text_of
 from aligner.losses.preference import DPOVariant, LogRatios, UserPairLoss, dpo_loss
@@ -188,8 +189,8 @@ class DPO(Stateless):
             batch = self._with_reference(pairs)
         with clock.phase("train"):
             metrics = values(self.policy.train_step(batch, self.loss))
-        metrics["data/tokens_per_second"] = int(batch.lengths.sum()) / (clock.seconds["time/ref_logprobs"] + clock.seconds["time/train"])
-        return StepResult(metrics=metrics | self.order.metrics(step))
+        found = of_lengths(batch.lengths, clock.seconds["time/ref_logprobs"] + clock.seconds["time/train"])
+        return StepResult(metrics=metrics | found | self.order.metrics(step))
 
     def validate(self) -> Mapping[str, float]:
         """Loss and metrics on the validation pairs, as `validation/*`."""

@@ -28,7 +28,7 @@ from aligner.data.unpaired import MismatchedSteps, UnpairedExample, load_unpaire
 from aligner.errors import ConfigError, DataError
 from aligner.loop.config import TrainerRun, check_best_metric
 from aligner.loop.epochs import ReferenceLogprobs, Stateless, check_reference
-from aligner.loop.learnt import of_mask
+from aligner.loop.learnt import of_lengths, of_mask
 from aligner.loop.loop import Clock, StepResult
 from aligner.loop.recipe import Built, Recipe, Traits
 from aligner.losses.aggregation import require
@@ -158,8 +158,8 @@ class KTO(Stateless):
         with clock.phase("train"):
             metrics = values(self.policy.train_step(judged.matched, partial(self.loss, kl=kl)))
         seconds = sum(clock.seconds[f"time/{phase}"] for phase in ("ref_logprobs", "logprobs", "train"))
-        metrics["data/tokens_per_second"] = int(judged.matched.lengths.sum()) / seconds
-        return StepResult(metrics=metrics | of_mask(judged.matched.loss_mask) | self.order.metrics(step))
+        found = of_lengths(judged.matched.lengths, seconds) | of_mask(judged.matched.loss_mask)
+        return StepResult(metrics=metrics | found | self.order.metrics(step))
 
     def validate(self) -> Mapping[str, float]:
         """Loss and metrics on the validation responses, as `validation/*`; z covers all of them."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import NormalDist, median
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -30,6 +30,7 @@ from aligner.spans import Span
 
 RESPONSE_LENGTH = "rollout/response_length"
 REFIT = "refit"
+WIDEST = 5.0  # standard deviation of the logarithm of lengths
 STEP, REST, HOST = "step", "everything else", "host work"
 _TIME = "time/"
 # What a run's phases include that the plan has apart: sampling ends when the last response is scored.
@@ -71,18 +72,41 @@ class Comparison:
 def lengths(directory: Path) -> list[str]:
     """The settings `plan.*` that say how long a run's sequences were. Raises DataError without a run.
 
-    Responses by the metrics (the median of the steps); prompts by the requests in the trace, their mean; sequences of data by their tokens.
+    Responses by the metrics (medians of the steps: the mean, the spread by the longest); prompts by the requests in the trace, their mean;
+    sequences of data by their tokens.
     """
     steps = _steps(directory)
-    if (response := _median([step.values.get(RESPONSE_LENGTH) for step in steps])) is not None:
+
+    def typical(name: str) -> float | None:
+        return _median([step.values.get(name) for step in steps])
+
+    if (response := typical(RESPONSE_LENGTH)) is not None:
+        longest, count = typical("rollout/response_length_max"), typical("learnt/samples_seen")
+        spread = _spread(response, longest, count, typical("rollout/truncated_fraction"))
         spans, _ = read_spans(RunDirectory(directory).trace)
         prompts = [prompt for span in spans if isinstance(prompt := span.arguments.get("prompt"), int)]
-        found = [f"plan.response_length={response:g}"]
+        found = [f"plan.response_length={response:g}", *spread]
         return found + ([f"plan.prompt_length={sum(prompts) / len(prompts):g}"] if prompts else [])
     last = steps[-1].values
     seconds = sum(last.get(_TIME + phase.value, 0.0) for phase in (Phase.ref_logprobs, Phase.logprobs, Phase.train))
     tokens, rows = last.get("data/tokens_per_second", 0.0) * seconds, last.get("learnt/samples_seen", 0.0)
-    return [f"plan.example_length={tokens / rows:g}"] if tokens and rows else []
+    spread = _spread(typical("data/length"), typical("data/length_max"), rows)
+    return [f"plan.example_length={tokens / rows:g}", *spread] if tokens and rows else []
+
+
+def _spread(mean: float | None, longest: float | None, count: float | None, cut: float | None = 0.0) -> list[str]:
+    """`plan.response_spread` of log-normal lengths, of which the longest of `count`, or the part `cut` of all, reach `longest`, and whose
+    mean is `mean` where they are cut there."""
+    if not mean or not longest or not count or count < 2:
+        return []
+    normal, share = NormalDist(), max(cut or 0.0, 0.5 / count)
+    low, high = 0.0, WIDEST if mean < longest and share < 1 else 0.0
+    for _ in range(40):  # the cut mean falls with the spread
+        spread = (low + high) / 2
+        z = normal.inv_cdf(1 - share) if high else 0.0
+        cut_mean = longest * (share + normal.pdf(z) * normal.cdf(z - spread) / normal.pdf(z - spread))
+        low, high = (spread, high) if cut_mean > mean else (low, spread)
+    return [f"plan.response_spread={high:.3g}"]
 
 
 def compare(job: JobPlan, directory: Path) -> Comparison:

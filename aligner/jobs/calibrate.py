@@ -3,7 +3,7 @@
 The file is YAML. Under `calibration` (and `held_out`, which nothing is fitted to) it lists jobs, each with its `name` and either
 
 * `config` and `settings` (as typed after `aligner plan`), and `published`: seconds of the `step`, or of phases; or
-* `run`: the directory of a run of one's own, whose config and `metrics.jsonl` say both.
+* `run`: the directory of a run of one's own, whose config and `metrics.jsonl` say both; of an asynchronous one only the step counts.
 
 `sources` may name settings that several jobs share (benchmarks/published_steps.yaml is such a file).
 """
@@ -101,7 +101,9 @@ def _job(path: Path, entry: Mapping[str, Any], sources: Mapping[str, Any]) -> Me
     if wrong := sorted(set(measured) - {STEP, *(phase.value for phase in Phase)}):
         raise ConfigError(f"published.{wrong[0]}: allowed: {STEP}, {', '.join(phase.value for phase in Phase)}")
     loaded = plan.load(config, settings)
-    plans = plan.planned(loaded, Scales(loaded.cluster.device))
+    plans, habits = plan.planned(loaded, Scales(loaded.cluster.device)), plan.habits(loaded)
+    if "run" in entry and habits.max_staleness:
+        measured = {STEP: measured[STEP]}  # its phases were slower than they are alone
     named = next((one.partition("=")[2] for one in reversed(settings) if one.startswith("cluster=")), "")
     return MeasuredJob(
         name=entry["name"],
@@ -109,7 +111,7 @@ def _job(path: Path, entry: Mapping[str, Any], sources: Mapping[str, Any]) -> Me
         cluster=loaded.cluster,
         components=[(one.component, one.sizes) for one in plans],
         assumed=loaded.plan,
-        habits=plan.habits(loaded),
+        habits=habits,
         take_turns=any(one.component.turns for one in plans),
         measured=measured,
         written_gb=entry.get("written_gb", 0.0),

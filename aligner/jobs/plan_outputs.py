@@ -57,7 +57,7 @@ def config_and_overrides(config: str, overrides: Sequence[str], against: Path | 
     if not config and against is None:
         raise ConfigError("aligner plan: name a config, such as ppo_70b, or the directory of a run, or one with --against")
     if against is not None and not any(one.startswith(LENGTHS) for one in overrides):
-        overrides = (*overrides, *comparison.lengths(against))
+        overrides = (*comparison.lengths(against), *overrides)
     return config or str(against), tuple(overrides)
 
 

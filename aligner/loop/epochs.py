@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from aligner.data.order import order_of
 from aligner.errors import ConfigError
-from aligner.loop.learnt import of_mask
+from aligner.loop.learnt import of_lengths, of_mask
 from aligner.loop.loop import Clock, StepResult
 from aligner.metrics import values
 from aligner.protocols import Loss, Trainable
@@ -122,9 +122,8 @@ class EpochTraining(Stateless, ABC, Generic[Config, Example, Collated, Model]):
             batch = self.collate(self.examples_of(step))
         with clock.phase("train"):
             metrics = values(self.model.train_step(batch, self.loss))
-        metrics["data/tokens_per_second"] = int(batch.lengths.sum()) / clock.seconds["time/train"]
         found = of_mask(batch.loss_mask, unit=2 if isinstance(batch, PreferenceBatch) else 1)
-        return StepResult(metrics=metrics | found | self.order.metrics(step))
+        return StepResult(metrics=metrics | of_lengths(batch.lengths, clock.seconds["time/train"]) | found | self.order.metrics(step))
 
     def examples_of(self, step: int) -> list[Example]:
         """Examples of `step` (from 1)."""

@@ -22,6 +22,12 @@ from aligner.parallel.collectives import gather_objects
 from aligner.reporting.summary import LEFT_OUT, SAMPLES, SEEN, TOKENS, TOKENS_SEEN, is_empty, reasons, totals
 
 
+def of_lengths(lengths: Tensor, seconds: float) -> dict[str, float]:
+    """Tokens per second of a data batch that was computed in `seconds`, and the mean and largest length of its rows. `lengths`: int [B]."""
+    tokens, longest = int(lengths.sum()), int(lengths.max())
+    return {"data/tokens_per_second": tokens / seconds, "data/length": tokens / len(lengths), "data/length_max": float(longest)}
+
+
 def accounted(*, samples: int, seen: int, **left_out: int) -> dict[str, float]:
     """The metrics of these counts, without reasons whose count is 0."""
     return {SAMPLES: float(samples), SEEN: float(seen)} | {LEFT_OUT + why: float(count) for why, count in left_out.items() if count}

@@ -53,9 +53,12 @@ USUAL_CPU: Mapping[str, tuple[float, float]] = {
     "host_pass_milliseconds": (2.0, 0.7),
     "engine_step_milliseconds": (1.0, 0.7),
     "engine_sequence_microseconds": (20.0, 0.7),
+    "engine_request_microseconds": (200.0, 0.7),
+    "layer_token_microseconds": (2.0, 0.7),
     "collective_microseconds": (200.0, 0.7),
     "step_seconds": (0.02, 1.0),
     "sequence_milliseconds": (0.2, 1.0),
+    "straggling": (0.05, 0.7),
     "concurrency": (0.8, 0.2),
 }
 OF_A_MACHINE = ("achievable_flops",)  # what each cluster of a file has for itself; the others are the same for all

@@ -28,6 +28,8 @@ _ZERO_ALLOWED = (
     "host_pass_milliseconds",
     "engine_step_milliseconds",
     "engine_sequence_microseconds",
+    "engine_request_microseconds",
+    "layer_token_microseconds",
     "step_seconds",
     "sequence_milliseconds",
     "phase_seconds",
@@ -67,9 +69,11 @@ class ClusterConfig:
     network_microseconds: float = 20.0  # more of it for each doubling of the nodes
     launch_microseconds: float = 50.0  # of the kernels of one layer of a decode step, below which no layer gets
     host_layer_microseconds: float = 400.0  # host time that starts the kernels of one layer's forward pass in training
+    layer_token_microseconds: float = 0.0  # of a layer's small kernels for one token besides its bytes: what short rows cost a CPU
     host_pass_milliseconds: float = 2.0  # host time of a micro-batch's forward pass besides its layers
     engine_step_milliseconds: float = 1.0  # host time of a decode step: scheduling, the draw, stop strings
     engine_sequence_microseconds: float = 10.0  # of it for each sequence of the batch
+    engine_request_microseconds: float = 0.0  # host time of a response: its request, the first pages, the text
     step_seconds: float = 0.1  # host time of a training step besides its phases: data, rewards, advantages, metrics
     sequence_milliseconds: float = 0.5  # of it for each sequence, on the rank that handles most
     phase_seconds: float = 0.0  # to change from one phase to the next: waits for all ranks, memory given back, caches filled

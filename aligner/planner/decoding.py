@@ -42,6 +42,7 @@ def replica(component: Component, engine: Engine, sizes: Sizes, cluster: Cluster
         capacity=_capacity(component, engine, sizes, cluster),
         step=step,
         prefill=prefill,
+        seating=cluster.engine_request_microseconds * MICRO,
         static=static,
     )
 
@@ -110,6 +111,13 @@ def refit_seconds(component: Component, engine: Engine, sizes: Sizes, cluster: C
     return copied + (sizes.engine_weights / k.link(component.num_ranks) if component.engine_reshards else 0.0)
 
 
+def away_seconds(component: Component, engine: Engine, sizes: Sizes, cluster: ClusterConfig) -> float:
+    """`rollout.offload`: the policy's weights to host memory before sampling, and back. Components that take turns move them anyway."""
+    if not engine.offload or not component.engine_holds_weights or component.turns:
+        return 0.0
+    return 2 * max(state.weights for state in sizes.stages) / kernels(component, cluster).host_rate
+
+
 def generation(component: Component, engine: Engine, sizes: Sizes, cluster: ClusterConfig) -> dict[str, float]:
     """The slowest replica's queue, with each response sampled in one turn."""
     work, prompt = component.work, component.work.mean_prompt
@@ -120,7 +128,8 @@ def generation(component: Component, engine: Engine, sizes: Sizes, cluster: Clus
             queue.add(number, [length], prompt)
         queue.until()
         slowest = max(slowest, queue.now)
-    return {"sampling": slowest, "refit": refit_seconds(component, engine, sizes, cluster)}
+    away = away_seconds(component, engine, sizes, cluster)
+    return {"sampling": slowest, "refit": refit_seconds(component, engine, sizes, cluster), "policy to host memory and back": away}
 
 
 def followed(lengths: Sequence[int], replicas: int) -> list[Sequence[int]]:

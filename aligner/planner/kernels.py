@@ -54,6 +54,11 @@ class Kernels:
         """A GPU computes while the host starts what follows; a CPU does one after the other."""
         return max(computing, launching) if self.cluster.device == Device.gpu else computing + launching
 
+    @property
+    def host_rate(self) -> float:
+        """Bytes per second to host memory."""
+        return self.cluster.host_gb_per_second * GIGA * self.cluster.achievable_link
+
     def link(self, span: int) -> float:
         """Bytes per second of a rank in a group whose furthest ranks are `span` apart."""
         cluster = self.cluster

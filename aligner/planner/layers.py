@@ -9,7 +9,7 @@ from functools import lru_cache
 from aligner.models.config import Architecture
 from aligner.parallel.micro_batches import MicroBatching, plan
 from aligner.planner.config import ClusterConfig
-from aligner.planner.kernels import Kernels
+from aligner.planner.kernels import MICRO, Kernels
 from aligner.planner.sampling import ResponseLengths
 from aligner.planner.schedule import micro_batches
 from aligner.planner.workload import Component
@@ -146,7 +146,7 @@ def layer_seconds(component: Component, shape: Passes, cluster: ClusterConfig, t
     return LayerSeconds(
         products=products,
         attention=_mean_attention(component, tokens, shape.length, k) / tp,
-        small=k.moving(small),
+        small=k.moving(small) + tokens / split * cluster.layer_token_microseconds * MICRO,
         tensor=2 * k.all_reduce(hidden, tp, tp),
         context=k.all_gather(kv, p.cp, tp * p.cp),
         experts=experts,

@@ -68,8 +68,11 @@ class ReplicaQueue:
     cache grows evenly, so these decode steps are taken at once. With `static` all seats are taken anew when all of a batch have ended.
     """
 
-    def __init__(self, *, seats: int, capacity: float, step: Step, prefill: Callable[[float], float], static: bool = False) -> None:
+    def __init__(
+        self, *, seats: int, capacity: float, step: Step, prefill: Callable[[float], float], seating: float = 0.0, static: bool = False
+    ) -> None:
         self.seats, self.capacity, self.static = seats, capacity, static
+        self._seating = seating  # seconds besides its tokens, each time a request gets a seat
         self._step, self._prefill = step, prefill
         self.now = 0.0  # seconds
         self.preempted = 0
@@ -146,6 +149,7 @@ class ReplicaQueue:
             heapq.heappush(self._ends, (self._steps + request.turns[0], request.number))
             self._cached += request.held
             computed += request.held
+            self.now += self._seating
         if computed:
             self.now += self._prefill(computed)
 

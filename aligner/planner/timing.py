@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from aligner.models.config import Recompute
 from aligner.planner.config import ClusterConfig
 from aligner.planner.decoding import LOGIT_PASSES, MILLI, generation
-from aligner.planner.kernels import GIGA, Kernels
+from aligner.planner.kernels import Kernels
 from aligner.planner.layers import LayerSeconds, Passes, kernels, launched_layers, layer_flops, layer_seconds, passes
 from aligner.planner.memory import Sizes, padded_vocabulary, trained_bytes
 from aligner.planner.schedule import pipeline_slots, stage_layers
@@ -65,12 +65,7 @@ def turn_seconds(component: Component, sizes: Sizes, cluster: ClusterConfig, pha
     """Weights to host memory and back, in training the optimizer's state too."""
     fullest = max(sizes.stages, key=lambda state: state.weights + state.optimizer)
     moved = fullest.weights + (fullest.optimizer if phase == Phase.train else 0)
-    return 2 * moved / host_rate(cluster)
-
-
-def host_rate(cluster: ClusterConfig) -> float:
-    """Bytes per second to host memory."""
-    return cluster.host_gb_per_second * GIGA * cluster.achievable_link
+    return 2 * moved / kernels(component, cluster).host_rate
 
 
 def model_flops(component: Component, tokens: float, length: float) -> float:
@@ -98,7 +93,11 @@ def _training(component: Component, sizes: Sizes, cluster: ClusterConfig) -> dic
     shape = passes(component, component.work.update_rows)
     parts = _through_pipeline(component, shape, cluster, trains=True)
     parts |= _update(component, sizes, cluster)
-    return {name: seconds * component.work.num_updates for name, seconds in parts.items()}
+    found = {name: seconds * component.work.num_updates for name, seconds in parts.items()}
+    if component.optimizer is not None and component.optimizer.offload and Phase.train not in component.turns:
+        moved = 2 * max(state.optimizer for state in sizes.stages)
+        found["optimizer to host memory and back"] = moved / kernels(component, cluster).host_rate
+    return found
 
 
 def _inference(component: Component, cluster: ClusterConfig) -> dict[str, float]:

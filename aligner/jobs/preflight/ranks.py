@@ -14,10 +14,11 @@ import torch
 from aligner import __version__
 from aligner.algorithms.registry import composed
 from aligner.config import fetch_named, fingerprint
-from aligner.errors import ConfigError, LaunchError
+from aligner.errors import AlignerError, ConfigError, LaunchError
 from aligner.hub.names import name_of
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
 from aligner.loop.config import JobRun
+from aligner.models.config import ModelConfig
 from aligner.rollout.config import EngineKind
 from aligner.servers.components import SERVERS, in_section
 
@@ -124,7 +125,18 @@ def _chosen_engine(config: JobRun) -> str:
         return ""
     from aligner.rollout.choice import choose
 
-    return str(choose(rollout, tp=rollout.tp or config.parallel.tp, batch_invariant=config.models()[0].config.batch_invariant))
+    model = config.models()[0].config
+    tp, delta_nets = rollout.tp or config.parallel.tp, _has_delta_nets(model)
+    return str(choose(rollout, tp=tp, batch_invariant=model.batch_invariant, delta_nets=delta_nets))
+
+
+def _has_delta_nets(model: ModelConfig) -> bool:
+    from aligner.models.create import read_architecture  # Megatron-Core comes with it
+
+    try:
+        return bool(read_architecture(model, vocab_size=0).linear_attention_layers)
+    except (AlignerError, OSError):  # what is wrong with the model another item says
+        return False
 
 
 def wanted_ranks(config: JobRun) -> dict[str, int]:

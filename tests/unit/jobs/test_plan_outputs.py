@@ -6,6 +6,7 @@ import json
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from rich.console import Console
@@ -19,6 +20,7 @@ from aligner.errors import ConfigError, DataError
 from aligner.jobs import against, plan
 from aligner.jobs.plan_outputs import Outputs, config_and_overrides
 from aligner.jobs.plan_page import MOST_ROWS, MOST_SPANS, report_html, timeline
+from aligner.planner.sampling import ResponseLengths
 from aligner.planner.workload import GIB
 from aligner.spans import Span
 
@@ -172,11 +174,31 @@ def test_how_long_a_run_s_sequences_were(tmp_path: Path):
     assert against.lengths(sft) == ["plan.example_length=150"] and against.measured_phases(sft) == {"train": 3.0, "step": 4.0}
 
 
+def test_how_much_the_lengths_of_a_run_s_sequences_differed(tmp_path: Path):
+    def spread(prefix: str, **values: float) -> float:
+        run = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        run.mkdir()
+        all_of = {f"{prefix}/{name}": value for name, value in values.items()} | {"learnt/samples_seen": 512.0, "time/step": 4.0}
+        own = {"time/train": 3.0, "data/tokens_per_second": 2000.0} if prefix == "data" else {}
+        (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "time": 1.0, **all_of, **own}) + "\n" for step in (1, 2)))
+        return float(against.lengths(run)[-1].removeprefix("plan.response_spread="))
+
+    for true in (0.3, 0.7, 1.1):
+        lengths = ResponseLengths(mean=800, spread=true).drawn(512, 10**6)
+        assert spread("data", length=mean(lengths), length_max=max(lengths)) == pytest.approx(true, abs=0.02)
+        cut = [min(length, 1500) for length in lengths]
+        part = cut.count(1500) / 512
+        sampled = spread("rollout", response_length=mean(cut), response_length_max=max(cut), truncated_fraction=part)
+        assert sampled == pytest.approx(true, abs=0.05)
+    assert spread("data", length=9, length_max=9) == 0
+    assert spread("rollout", response_length=64, response_length_max=64, truncated_fraction=1.0) == 0
+
+
 def test_which_config_is_planned(tmp_path: Path):
-    run, mean = write_run(tmp_path / "run"), "plan.response_length=103"
+    run, length = write_run(tmp_path / "run"), "plan.response_length=103"
     assert config_and_overrides("ppo", ("a=1",), None) == ("ppo", ("a=1",))
-    assert config_and_overrides("ppo", (), run) == ("ppo", (mean,))
-    assert config_and_overrides("a=1", ("b=2",), run) == (str(run), ("a=1", "b=2", mean))
+    assert config_and_overrides("ppo", (), run) == ("ppo", (length,))
+    assert config_and_overrides("a=1", ("b=2",), run) == (str(run), (length, "a=1", "b=2"))
     assert config_and_overrides("", ("plan.response_length=9",), run) == (str(run), ("plan.response_length=9",))
     with pytest.raises(ConfigError, match="name a config, such as ppo_70b, or the directory of a run"):
         config_and_overrides("", (), None)

@@ -258,11 +258,37 @@ def test_recomputation_and_bubble_cost_time() -> None:
     assert piped["pipeline bubble"] == pytest.approx(3 / 4 * others)
 
 
+def test_what_waits_in_host_memory_is_moved() -> None:
+    """30 GB there and back at 80 % of 25 GB/s. Components that take turns on the same GPUs move theirs anyway."""
+    state = StateBytes(weights=20 * 10**9, gradients=0, optimizer=30 * 10**9)
+    block = BlockBytes(layer=0, ends=0, backward=0, forward=0)
+    sizes = memory.Sizes(stages=(state,), train=block, inference=block, engine_weights=10**9)
+    cluster = replace(CLUSTER, host_gb_per_second=25.0, achievable_link=0.8)
+
+    def seconds(phase: Phase, **changes) -> float:
+        own = component(num_ranks=4, **changes)
+        return next(time.total for time in timing.phase_times(own, sizes, cluster) if time.phase == phase)
+
+    away = OptimizerConfig(offload=True)
+    assert seconds(Phase.train, optimizer=away) - seconds(Phase.train) == pytest.approx(2 * 30 / 20)
+    turns = frozenset([Phase.train])
+    assert seconds(Phase.train, optimizer=away, turns=turns) == seconds(Phase.train, turns=turns)
+    # Of an engine with its own weights, the policy's 20 GB.
+    engines = [Engine(tp=1, max_batch_size=8, bucket_bytes=0, offload=offload) for offload in (False, True)]
+    kept, moved = (seconds(Phase.generate, engine=engine, parallel={"tp": 2}) for engine in engines)
+    assert moved - kept == pytest.approx(2 * 20 / 20)
+    in_turns = component(engine=engines[1], turns=frozenset([Phase.generate]))
+    assert decoding.away_seconds(in_turns, engines[1], sizes, cluster) == 0
+
+
 def test_the_host_and_the_slowest_rank() -> None:
     """One layer's kernels take the host 10 ms to start; with the backward pass 2.5 times that, for 8 layers and 2 updates."""
     waiting = training(replace(CLUSTER, host_layer_microseconds=10_000, host_pass_milliseconds=0))
     computing = sum(seconds for name, seconds in waiting.items() if name not in ("waiting for the host", "data parallel", "optimizer"))
     assert computing + waiting["waiting for the host"] == pytest.approx(2 * 8 * 2.5 * 10e-3)
+    # Each of 2 x 512 tokens takes each layer's small kernels 3 us more, forward and, at twice that, backward.
+    short = training(replace(CLUSTER, layer_token_microseconds=3))["small kernels"] - training()["small kernels"]
+    assert short == pytest.approx(2 * 512 * 8 * 3 * 3e-6)
     slow, even = training(replace(CLUSTER, straggling=0.1)), training()
     assert slow["stragglers"] == pytest.approx(0.1 * (sum(even.values()) - even.get("data parallel", 0) - even.get("optimizer", 0)))
 

@@ -16,8 +16,8 @@ from aligner.planner.sampling import ReplicaQueue, ResponseLengths, shares, turn
 from aligner.planner.workload import Component, Engine, Head, Phase, Work
 
 
-def queue(seats: int = 2, capacity: float = 1000, static: bool = False, step=lambda active, cached: 1.0, prefill=lambda tokens: 0.0):
-    return ReplicaQueue(seats=seats, capacity=capacity, step=step, prefill=prefill, static=static)
+def queue(seats: int = 2, capacity: float = 1000, step=lambda active, cached: 1.0, prefill=lambda tokens: 0.0, **settings):
+    return ReplicaQueue(seats=seats, capacity=capacity, step=step, prefill=prefill, **settings)
 
 
 def sampled(lengths: list[int], prompt: float = 10, **settings) -> ReplicaQueue:
@@ -44,6 +44,8 @@ def test_steps_and_tokens_in_the_cache():
     assert sampled([1, 2, 3], step=lambda active, cached: active).until() == [(2.0, 0), (4.0, 1), (6.0, 2)]
     # in fixed batches it waits for 2: from step 2 to step 5
     assert sampled([1, 2, 3], static=True).until() == [(1.0, 0), (2.0, 1), (5.0, 2)]
+    # a seat costs 0.5 s: both at first, then that of 3 while 2 waits
+    assert [end for end, _ in sampled([1, 2, 3], seating=0.5).until()] == [2.0, 3.5, 5.5]
     # prompts of 10 tokens, at 0.1 s each: both at first, then that of 3 while 2 waits
     assert [round(end, 6) for end, _ in sampled([1, 2, 3], prefill=lambda tokens: tokens / 10).until()] == [3.0, 5.0, 7.0]
 

@@ -79,6 +79,8 @@ def test_one_thing_after_the_other():
     assert phases(actor()) == {"generate": 10, "ref_logprobs": 2, "train": 5}
     host = replace(CLUSTER, step_seconds=1, sequence_milliseconds=500, phase_seconds=3)
     assert phases(actor(), cluster=host) == {"host work": 2, "generate": 13, "ref_logprobs": 2, "train": 5}
+    seating = replace(CLUSTER, engine_request_microseconds=250_000)  # of both responses
+    assert phases(actor(), cluster=seating)["generate"] == 10.5
     assert phases(replace(actor(engine=None), seconds={Phase.generate: 0.0, Phase.ref_logprobs: 0.0, Phase.train: 4.0})) == {"train": 4}
 
 

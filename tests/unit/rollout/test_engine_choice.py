@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hf_models import write
 
 from aligner.errors import EngineError
+from aligner.models.config import ModelConfig
 from aligner.rollout import choice
 from aligner.rollout.choice import choose
 from aligner.rollout.config import AsynchronousConfig, EngineKind, RolloutConfig, VerifyRefit
@@ -114,14 +116,16 @@ def test_ranks_that_find_different_engines_are_told(topology, make_model, monkey
         create.create_engine(make_model("policy"), config_of(), eos_id=2)
 
 
-def test_the_preflight_names_it():
+def test_the_preflight_names_it(tmp_path, installed):
     from aligner.jobs.preflight.ranks import _chosen_engine
 
-    run = SimpleNamespace(
-        rollout=config_of(),
-        parallel=SimpleNamespace(tp=1),
-        models=lambda: [SimpleNamespace(config=SimpleNamespace(batch_invariant=False))],
-    )
-    assert _chosen_engine(run).startswith("rollout.engine=auto: megatron; not tensorrt_llm")
+    model = ModelConfig()
+    run = SimpleNamespace(rollout=config_of(), parallel=SimpleNamespace(tp=1), models=lambda: [SimpleNamespace(config=model)])
+    assert _chosen_engine(run) == "rollout.engine=auto: tensorrt_llm"
+    write("qwen3_next", tmp_path / "model")
+    model.path = str(tmp_path / "model")
+    assert _chosen_engine(run).startswith("rollout.engine=auto: megatron; not tensorrt_llm (the model's delta nets are sampled from by")
+    model.path = str(tmp_path / "nowhere")
+    assert _chosen_engine(run) == "rollout.engine=auto: tensorrt_llm"
     run.rollout = RolloutConfig()
     assert _chosen_engine(run) == "" == _chosen_engine(SimpleNamespace())
