@@ -1,12 +1,13 @@
 """Runs the tests of all model families and writes what passed into docs/models.md, a row for each family.
 
-usage: ALIGNER_LONG_TESTS=1 python tests/model_table.py [JUNIT_XML]    (with a file: of a run that has been made)
+usage: python tests/model_table.py [JUNIT_XML]    (with a file: of a run that has been made with ALIGNER_LONG_TESTS=1)
 
 Columns are tests; a cell counts the family's models of `hf_models.py` that a test passed with, of those that it ran with.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "distributed")]
+
+os.environ["ALIGNER_LONG_TESTS"] = "1"  # all models in the layouts, here and in the tests
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"

@@ -111,7 +111,7 @@ def refit_seconds(component: Component, engine: Engine, sizes: Sizes, cluster: C
     return copied + (sizes.engine_weights / k.link(component.num_ranks) if component.engine_reshards else 0.0)
 
 
-def away_seconds(component: Component, engine: Engine, sizes: Sizes, cluster: ClusterConfig) -> float:
+def policy_away_seconds(component: Component, engine: Engine, sizes: Sizes, cluster: ClusterConfig) -> float:
     """`rollout.offload`: the policy's weights to host memory before sampling, and back. Components that take turns move them anyway."""
     if not engine.offload or not component.engine_holds_weights or component.turns:
         return 0.0
@@ -128,7 +128,7 @@ def generation(component: Component, engine: Engine, sizes: Sizes, cluster: Clus
             queue.add(number, [length], prompt)
         queue.until()
         slowest = max(slowest, queue.now)
-    away = away_seconds(component, engine, sizes, cluster)
+    away = policy_away_seconds(component, engine, sizes, cluster)
     return {"sampling": slowest, "refit": refit_seconds(component, engine, sizes, cluster), "policy to host memory and back": away}
 
 

@@ -6,11 +6,11 @@ component. Times are estimates here; who asks plans the first candidates in full
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from aligner.planner.role_search import Aim, Option, RoleSearch
+from aligner.planner.role_search import Aim, Option, RoleSearch, undominated
 from aligner.planner.search import Estimator
 from aligner.planner.space import Space
 from aligner.planner.workload import GIB, Component, Phase
@@ -98,7 +98,7 @@ class JobSearch:
             options = [option for ranks in sizes for option in server.front(ranks)]
             longer = [(*before, option) for before, option in product(found, options)]
             placed = [one for one in longer if self.arrangement.colocated or _ranks(one) <= room]
-            found = _undominated(placed, _cost_in_turn if self.arrangement.colocated else _cost_at_once)
+            found = undominated(placed, _cost_in_turn if self.arrangement.colocated else _cost_at_once)
         return found
 
     def _are_placeable(self, sizes: Sequence[int]) -> bool:
@@ -128,12 +128,3 @@ def _cost_at_once(options: tuple[Option, ...]) -> tuple[float, ...]:
 
 def _cost_in_turn(options: tuple[Option, ...]) -> tuple[float, ...]:
     return sum(sum(one.times.values()) for one in options), sum(one.host for one in options)
-
-
-def _undominated(found: list[tuple[Option, ...]], cost: Callable[[tuple[Option, ...]], tuple[float, ...]]) -> list[tuple[Option, ...]]:
-    """Without those that another one is not worse than in any cost."""
-    best: list[tuple[tuple[float, ...], tuple[Option, ...]]] = []
-    for own, options in sorted(((cost(one), one) for one in found), key=lambda pair: pair[0]):
-        if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other, _ in best):
-            best.append((own, options))
-    return [options for _, options in best]

@@ -4,20 +4,23 @@ what is still worth it, since a time is arithmetic and an activation has to be m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any, TypeVar
 
 import numpy as np
 
 from aligner.models.config import ModelConfig, Recompute
+from aligner.planner.decoding import policy_away_seconds
 from aligner.planner.memory import Sizes, host_memory, resting_bytes
 from aligner.planner.search import Estimator
 from aligner.planner.space import Space, micro_batch_setting
-from aligner.planner.timing import phase_times
+from aligner.planner.timing import optimizer_away_seconds, phase_times
 from aligner.planner.workload import GIB, Component, Engine, Phase
 
 DIGITS = 9  # of seconds that count: sums in another order differ in the last bits
+T = TypeVar("T")
 COMMUNICATORS = 5  # of a rank of another component on the same GPU, about
 
 
@@ -107,10 +110,11 @@ class RoleSearch:
                 alive &= (pass_of != pass_of[number]) if place.fits else (place_of != one.place)
             elif engine is not None and not self._engine_fits(place, engine, index):
                 alive &= (place_of != one.place) | (engine_of != index)
-            elif (option := self._option(place, one, engine, float(sampling[pass_of[number], index]))) is not None:
-                found.append(option)
-                alive &= (costs < costs[number]).any(axis=1)
-        return found
+            else:  # what moves away makes it slower than `costs`, so that a later one may still be faster
+                for option in self._options(place, one, engine, float(sampling[pass_of[number], index])):
+                    found.append(option)
+                    alive &= (costs < self._cost(option)).any(axis=1)
+        return undominated(found, self._cost)
 
     def _places(self, ranks: int) -> list[_Place]:
         """Layouts whose weights and training state fit, as far as they cannot move away."""
@@ -142,10 +146,11 @@ class RoleSearch:
     def _passes(self, number: int, place: _Place) -> list[_Pass]:
         work = place.component.work
         others = replace(work, phases=tuple(phase for phase in work.phases if phase != Phase.generate))
+        optimizer = place.component.optimizer and replace(place.component.optimizer, offload=False)  # `_options` adds what it costs
         found = []
         for model in self.space.models(place.component):
             component = replace(place.component, model=model, work=others)
-            times, guest = self._seconds(component, place.sizes), None
+            times, guest = self._seconds(replace(component, optimizer=optimizer), place.sizes), None
             if place.guest is not None and place.guest_sizes is not None:
                 guest = self._following(place.guest, model)
                 times |= self._seconds(guest, place.guest_sizes)
@@ -168,7 +173,7 @@ class RoleSearch:
         for place in places:
             row = []
             for index, engine in enumerate(engines):
-                component = self._with_engine(place.component, engine, turns=False)
+                component = self._with_engine(place.component, replace(engine, offload=False), turns=False)
                 key = (index, component.engine_reshards)
                 if key not in known:
                     one = replace(component, work=replace(component.work, phases=(Phase.generate,)))
@@ -191,13 +196,21 @@ class RoleSearch:
     def _costs(self, passes: list[_Pass], sampling: np.ndarray) -> np.ndarray:
         train = np.array([one.times.get(Phase.train, 0.0) for one in passes])[:, None]
         between = np.array([sum(one.times.values()) for one in passes])[:, None] - train
+        columns = [np.broadcast_to(column, sampling.shape).ravel() for column in self._columns(sampling, between, train)]
+        return np.round(np.stack(columns, axis=1), DIGITS)
+
+    def _cost(self, option: Option) -> tuple[float, ...]:
+        sampling, train = (option.times.get(phase, 0.0) for phase in (Phase.generate, Phase.train))
+        return tuple(round(seconds, DIGITS) for seconds in self._columns(sampling, option.between, train))
+
+    def _columns(self, sampling: Any, between: Any, train: Any) -> list[Any]:
+        """What the aim compares, of numbers or of arrays."""
         columns = {
             Aim.phases: [sampling, between, train],
             Aim.ahead: [sampling, between + train],
             Aim.total: [sampling + between + train],
         }
-        stacked = np.stack([np.broadcast_to(column, sampling.shape).ravel() for column in columns[self.aim]], axis=1)
-        return np.round(stacked, DIGITS)
+        return columns[self.aim]
 
     def _pass_fits(self, place: _Place, one: _Pass) -> bool:
         """Whether it fits with all that may move away, before there is an engine; of a place nothing does where the smallest does not."""
@@ -225,8 +238,8 @@ class RoleSearch:
             place.engines[index] = self._peak(component, self._engine_sizes(component, place.sizes), place) <= self.limit
         return place.engines[index]
 
-    def _option(self, place: _Place, one: _Pass, engine: Engine | None, sampling: float) -> Option | None:
-        """With as little in host memory as fits; None where nothing does."""
+    def _options(self, place: _Place, one: _Pass, engine: Engine | None, sampling: float) -> Iterator[Option]:
+        """With what fits of all that may move to host memory, whose moves take time."""
         component = one.component if engine is None else self._with_engine(one.component, engine)
         sizes = place.sizes if engine is None else self._engine_sizes(component, place.sizes)
         times = one.times | ({Phase.generate: sampling} if engine is not None else {})
@@ -237,8 +250,15 @@ class RoleSearch:
             host = sum(host_memory(chosen, sizes, self.space.cluster).values())
             host += sum(host_memory(one.guest, place.guest_sizes, self.space.cluster).values()) if one.guest and place.guest_sizes else 0
             if host <= self.space.cluster.host_memory_gib * GIB:
-                return Option(component=chosen, guest=one.guest, times=times, host=host)
-        return None
+                yield Option(component=chosen, guest=one.guest, times=self._with_moves(times, chosen, sizes), host=host)
+
+    def _with_moves(self, times: Mapping[Phase, float], component: Component, sizes: Sizes) -> dict[Phase, float]:
+        found, cluster = dict(times), self.space.cluster
+        if Phase.train in found:
+            found[Phase.train] += optimizer_away_seconds(component, sizes, cluster)
+        if component.engine is not None:
+            found[Phase.generate] += policy_away_seconds(component, component.engine, sizes, cluster)
+        return found
 
     def _peak(self, component: Component, sizes: Sizes, place: _Place) -> int:
         held = resting_bytes(place.guest, place.guest_sizes) if place.guest is not None and place.guest_sizes is not None else 0
@@ -250,3 +270,12 @@ class RoleSearch:
             return 0
         guest = replace(guest, beside_bytes=self.beside + resting_bytes(component, sizes))
         return self.estimator.peak_of(guest, self.estimator.measured(guest, place.guest_sizes))
+
+
+def undominated(found: Sequence[T], cost: Callable[[T], tuple[float, ...]]) -> list[T]:
+    """Without those that another one is not worse than in any cost."""
+    best: list[tuple[tuple[float, ...], T]] = []
+    for own, one in sorted(((cost(one), one) for one in found), key=lambda pair: pair[0]):
+        if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other, _ in best):
+            best.append((own, one))
+    return [one for _, one in best]

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from aligner.planner.config import ClusterConfig, PlanConfig
-from aligner.planner.decoding import MAX_REPLICAS, MILLI, away_seconds, followed, refit_seconds, replica, replicas_of
+from aligner.planner.decoding import MAX_REPLICAS, MILLI, followed, policy_away_seconds, refit_seconds, replica, replicas_of
 from aligner.planner.kernels import GIGA
 from aligner.planner.memory import Sizes
 from aligner.planner.sampling import ReplicaQueue, shares, turns_of
@@ -263,7 +263,7 @@ class _Synchronous(_Run):
             now = self.prepared(now)
             if self.component.engine is not None and Phase.generate in self.work.phases:
                 now = self.refitted(now)
-                away = away_seconds(self.component, self.engine, self.main.sizes, self.cluster)
+                away = policy_away_seconds(self.component, self.engine, self.main.sizes, self.cluster)
                 found = self.round(number)
                 self.spans += [replace(span, start=now) for span in found.spans]
                 began, now = now, self.does(now, Phase.generate.value, found.seconds + away + self.cluster.phase_seconds)

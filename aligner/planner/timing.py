@@ -94,10 +94,15 @@ def _training(component: Component, sizes: Sizes, cluster: ClusterConfig) -> dic
     parts = _through_pipeline(component, shape, cluster, trains=True)
     parts |= _update(component, sizes, cluster)
     found = {name: seconds * component.work.num_updates for name, seconds in parts.items()}
-    if component.optimizer is not None and component.optimizer.offload and Phase.train not in component.turns:
-        moved = 2 * max(state.optimizer for state in sizes.stages)
-        found["optimizer to host memory and back"] = moved / kernels(component, cluster).host_rate
-    return found
+    return found | {"optimizer to host memory and back": optimizer_away_seconds(component, sizes, cluster)}
+
+
+def optimizer_away_seconds(component: Component, sizes: Sizes, cluster: ClusterConfig) -> float:
+    """`optimizer.offload`: its state from host memory before training, and back. Components that take turns move it anyway."""
+    if component.optimizer is None or not component.optimizer.offload or Phase.train in component.turns:
+        return 0.0
+    moved = 2 * max(state.optimizer for state in sizes.stages)
+    return moved / kernels(component, cluster).host_rate
 
 
 def _inference(component: Component, cluster: ClusterConfig) -> dict[str, float]:

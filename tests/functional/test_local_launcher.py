@@ -33,8 +33,8 @@ _QUICK = LocalLauncherConfig(grace_seconds=1.0, shutdown_timeout_seconds=1.0, re
 _DONE = """
 import os
 done = os.path.join(os.path.dirname(os.environ['ALIGNER_LEASE']), 'done.json')
-open(done + os.environ['RANK'], 'w').close()
-os.replace(done + os.environ['RANK'], done)
+open(own := f'{done}.{os.getpid()}', 'w').close()  # of two components both have a rank 0
+os.replace(own, done)
 """
 
 
@@ -101,9 +101,9 @@ def test_the_run_ends_with_the_main_component(tmp_path: Path) -> None:
 
 def test_ranks_of_a_component_share_a_port_that_other_components_do_not_have(tmp_path: Path) -> None:
     show = "import os; print('port', os.environ['MASTER_PORT'])"
-    code, _, run = _run(tmp_path, _main("a", show, num_processes=2), _main("b", show))
+    code, output, run = _run(tmp_path, _main("a", show, num_processes=2), _main("b", show))
     ports = [run.log(name, rank).read_text() for name, rank in (("a", 0), ("a", 1), ("b", 0))]
-    assert code == 0
+    assert code == 0, output
     assert ports[0] == ports[1] != ports[2]
 
 

@@ -278,7 +278,7 @@ def test_what_waits_in_host_memory_is_moved() -> None:
     kept, moved = (seconds(Phase.generate, engine=engine, parallel={"tp": 2}) for engine in engines)
     assert moved - kept == pytest.approx(2 * 20 / 20)
     in_turns = component(engine=engines[1], turns=frozenset([Phase.generate]))
-    assert decoding.away_seconds(in_turns, engines[1], sizes, cluster) == 0
+    assert decoding.policy_away_seconds(in_turns, engines[1], sizes, cluster) == 0
 
 
 def test_the_host_and_the_slowest_rank() -> None:

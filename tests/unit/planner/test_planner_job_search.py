@@ -75,13 +75,13 @@ def cluster(gib: float) -> ClusterConfig:
 
 
 def everything(role: Component, space: Space, estimator: Estimator, *, room: int, beside: int) -> list[Option]:
-    """All that fit on up to `room` ranks; of what may move to host memory all of it does, which costs no time."""
+    """All that fit on up to `room` ranks, with all that may move to host memory and without."""
     found, limit = [], space.cluster.gpu_memory_gib * GIB
     for ranks in space.ranks(role, room):
         engines = space.engines(role, role.engine, ranks) if role.engine is not None else [None]
         for layout in space.layouts(role, ranks):
-            for model, engine in product(space.models(layout), engines):
-                one = space.reliefs(role)[-1](replace(layout, model=model, engine=engine, work=role.work, beside_bytes=beside))
+            for model, engine, relieved in product(space.models(layout), engines, space.reliefs(role)):
+                one = relieved(replace(layout, model=model, engine=engine, work=role.work, beside_bytes=beside))
                 sizes = estimator.sizes(one)
                 if estimator.peak_of(one, estimator.measured(one, sizes)) <= limit:
                     times = {time.phase: time.total for time in phase_times(one, sizes, space.cluster)}
