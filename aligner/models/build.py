@@ -100,16 +100,23 @@ class Transformer(GPTModel):
         self._embedding_needs_gradient = model.lora.is_on and model.recompute is Recompute.full
         positions = architecture.max_position_embeddings
         learned = architecture.position_embedding == PositionEmbedding.learned
+        spec = block_spec(
+            config,
+            vp_stage=stage.vp_stage,
+            architecture=architecture,
+            share_prompts=model.share_prompts,
+            split_norms=model.lora.is_on,
+            modules=INVARIANT if model.batch_invariant else ORDINARY,
+        )
+        # Megatron-Core 0.19 takes the specification's norms of queries and keys only where its config says that there are some. But it
+        # sums their gradients over tensor-parallel ranks there, of which these have their own (`megatron_config`), or none at all.
+        says_norms, config.qk_layernorm = (
+            config.qk_layernorm,
+            config.qk_layernorm or architecture.qk_norm_of_heads or architecture.qk_l2_norm,
+        )
         super().__init__(
             config,
-            block_spec(
-                config,
-                vp_stage=stage.vp_stage,
-                architecture=architecture,
-                share_prompts=model.share_prompts,
-                split_norms=model.lora.is_on,
-                modules=INVARIANT if model.batch_invariant else ORDINARY,
-            ),
+            spec,
             vocab_size=padded_vocab_size(architecture.vocab_size, divisor=model.make_vocab_divisible_by, tp=parallel.tp),
             max_sequence_length=positions + architecture.position_offset if learned else model.seq_length or positions,
             pre_process=stage.pre_process,
@@ -120,6 +127,7 @@ class Transformer(GPTModel):
             share_embeddings_and_output_weights=tied,
             vp_stage=stage.vp_stage,
         )
+        config.qk_layernorm = says_norms
         if learned:
             self.max_sequence_length = positions
         if architecture.rope_local_theta:

@@ -23,11 +23,12 @@ def limited(scores: Tensor, architecture: Architecture) -> Tensor:
     return grouped.masked_fill(others[..., None], -torch.inf).flatten(-2)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GroupLimit:
     """What Megatron-Core's router asks for its choice: its own groups are scored by another number of their experts."""
 
     architecture: Architecture
+    layer_number: int = 0  # Megatron-Core 0.19 tells it
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]
