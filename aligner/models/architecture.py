@@ -235,6 +235,11 @@ class Architecture:
         return round(self.head_dim * self.rotary_fraction)
 
     @property
+    def qk_norm_shared(self) -> bool:
+        """Whether all heads have the same norm on queries, and on keys."""
+        return self.qk_norm and not self.qk_norm_of_heads
+
+    @property
     def qk_norm_of_heads(self) -> bool:
         """Whether the weights of the norm on queries, and of that on keys, are of all heads side by side."""
         return self.qk_norm_whole or self.qk_norm_by_head

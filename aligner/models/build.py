@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,15 @@ def stages(parallel: ParallelConfig) -> list[Stage]:
 WHOLE = Stage()
 
 
+@contextmanager
+def _naming_norms(config: TransformerConfig, architecture: Architecture) -> Iterator[None]:
+    """While a model is made: Megatron-Core 0.19 takes the specification's norms of queries and keys only where its config has some. But in
+    training it sums their gradients over tensor-parallel ranks there, each of which has its own of norms of all heads."""
+    has_norms, config.qk_layernorm = config.qk_layernorm, architecture.qk_norm or architecture.qk_norm_of_heads or architecture.qk_l2_norm
+    yield
+    config.qk_layernorm = has_norms
+
+
 class Transformer(GPTModel):
     """A GPTModel that ends at the hidden states; the output layer holds weights only."""
 
@@ -100,34 +110,27 @@ class Transformer(GPTModel):
         self._embedding_needs_gradient = model.lora.is_on and model.recompute is Recompute.full
         positions = architecture.max_position_embeddings
         learned = architecture.position_embedding == PositionEmbedding.learned
-        spec = block_spec(
-            config,
-            vp_stage=stage.vp_stage,
-            architecture=architecture,
-            share_prompts=model.share_prompts,
-            split_norms=model.lora.is_on,
-            modules=INVARIANT if model.batch_invariant else ORDINARY,
-        )
-        # Megatron-Core 0.19 takes the specification's norms of queries and keys only where its config says that there are some. But it
-        # sums their gradients over tensor-parallel ranks there, of which these have their own (`megatron_config`), or none at all.
-        says_norms, config.qk_layernorm = (
-            config.qk_layernorm,
-            config.qk_layernorm or architecture.qk_norm_of_heads or architecture.qk_l2_norm,
-        )
-        super().__init__(
-            config,
-            spec,
-            vocab_size=padded_vocab_size(architecture.vocab_size, divisor=model.make_vocab_divisible_by, tp=parallel.tp),
-            max_sequence_length=positions + architecture.position_offset if learned else model.seq_length or positions,
-            pre_process=stage.pre_process,
-            post_process=stage.post_process,
-            position_embedding_type="learned_absolute" if learned else "rope",
-            rotary_percent=architecture.rotary_fraction,
-            rotary_base=architecture.rope_theta,
-            share_embeddings_and_output_weights=tied,
-            vp_stage=stage.vp_stage,
-        )
-        config.qk_layernorm = says_norms
+        with _naming_norms(config, architecture):
+            super().__init__(
+                config,
+                block_spec(
+                    config,
+                    vp_stage=stage.vp_stage,
+                    architecture=architecture,
+                    share_prompts=model.share_prompts,
+                    split_norms=model.lora.is_on,
+                    modules=INVARIANT if model.batch_invariant else ORDINARY,
+                ),
+                vocab_size=padded_vocab_size(architecture.vocab_size, divisor=model.make_vocab_divisible_by, tp=parallel.tp),
+                max_sequence_length=positions + architecture.position_offset if learned else model.seq_length or positions,
+                pre_process=stage.pre_process,
+                post_process=stage.post_process,
+                position_embedding_type="learned_absolute" if learned else "rope",
+                rotary_percent=architecture.rotary_fraction,
+                rotary_base=architecture.rope_theta,
+                share_embeddings_and_output_weights=tied,
+                vp_stage=stage.vp_stage,
+            )
         if learned:
             self.max_sequence_length = positions
         if architecture.rope_local_theta:

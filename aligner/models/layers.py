@@ -147,7 +147,7 @@ def block_spec(
     if config.transformer_impl == "transformer_engine":
         layer, norm = transformer_engine_specs(
             num_experts=config.num_moe_experts,
-            qk_layernorm=config.qk_layernorm,
+            qk_layernorm=architecture.qk_norm_shared,
             grouped_experts=config.moe_grouped_gemm,
             split_norms=split_norms,
         )
@@ -197,7 +197,7 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if mixture else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
+        qk_layernorm=architecture.qk_norm_shared,
         normalization=config.normalization,
     )
     layer, norm = copy.deepcopy(spec), _norm(architecture, modules)
@@ -213,7 +213,7 @@ def _local_layer(config: TransformerConfig, architecture: Architecture, modules:
     attention.core_attention = ModuleSpec(module=modules.core_attention, params={"architecture": architecture})
     attention.linear_qkv = modules.column_linear
     attention.linear_proj = biased(modules.row_linear) if architecture.attention_out_bias else modules.row_linear
-    if config.qk_layernorm:
+    if architecture.qk_norm_shared:
         attention.q_layernorm = attention.k_layernorm = norm
     if architecture.qk_l2_norm and rotates:
         attention.q_layernorm = attention.k_layernorm = UnitNorm

@@ -54,7 +54,7 @@ def transformer_config(architecture: Architecture, model: ModelConfig, parallel:
         attention_output_gate=architecture.attention_gate,
         hetereogenous_dist_checkpoint=bool(architecture.linear_attention_layers),  # layers that are alike would be saved as one tensor
         # Megatron-Core sums such norms' gradients over tensor-parallel ranks; those of all heads are each rank's own.
-        qk_layernorm=architecture.qk_norm and not architecture.qk_norm_of_heads,
+        qk_layernorm=architecture.qk_norm_shared,
         no_rope_freq=[int(not architecture.rotates(layer)) for layer in range(architecture.num_layers)]
         if architecture.no_rope_layers
         else None,

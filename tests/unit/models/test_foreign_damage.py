@@ -16,10 +16,11 @@ from typing import Any
 import megatron_files
 import pytest
 import torch
-from megatron_files import chunks_of
+from megatron_files import chunks_of, with_common_file
 
 from aligner.errors import CheckpointError
 
+pytestmark = pytest.mark.cpu  # files, which no device reads
 NEMO = megatron_files.nemo_config("llama")
 
 
@@ -126,10 +127,10 @@ def no_shards(path: Path) -> None:
     [
         (damage_marker, "metadata.json: sharded_backend='fsdp_dtensor' is not read; allowed: torch_dist, zarr"),
         (damage_shard, r"__0_\d.distcp is cut short"),
-        (damage_common, "common.pt: is refused or damaged: File is not a zip file"),
+        pytest.param(damage_common, "common.pt: is refused or damaged: File is not a zip file", marks=with_common_file),
         (no_arguments, "common.pt: holds no args of Megatron-LM, which say what kind of model it is"),
         (no_shards, r"__0_\d.distcp is missing"),
-        (lambda path: (path / "common.pt").unlink(), "has neither common.pt nor a common state"),
+        pytest.param(lambda path: (path / "common.pt").unlink(), "has neither common.pt nor a common state", marks=with_common_file),
         (lambda path: (path / ".metadata").unlink(), r"\.metadata is missing"),
         (lambda path: (path / "metadata.json").unlink(), "metadata.json is missing: not a distributed checkpoint"),
     ],
@@ -152,6 +153,7 @@ def test_damaged_archives(copy: Path, tmp_path: Path):
         assert "\n" not in str(raised.value)
 
 
+@with_common_file
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [

@@ -9,10 +9,11 @@ from typing import Any
 import megatron_files
 import pytest
 import torch
-from megatron_files import ARGUMENTS, ROWS, chunks_of
+from megatron_files import ARGUMENTS, ROWS, chunks_of, with_common_file
 
 from aligner.errors import AlignerError, CheckpointError, ConfigError
 
+pytestmark = pytest.mark.cpu  # the model that is compared is Megatron-Core's own, as it was made
 TOKENS = torch.arange(3, 27)[None]
 
 
@@ -72,8 +73,11 @@ def test_rope_scaling_is_llama_3s(megatron_lm):
     assert (found.rope_llama3_factor, found.rope_original_length, found.rope_low_freq_factor) == (4.0, 8192, 1.0)
 
 
+FORMS = ("latest", "nemo", "gzip", "unpacked")
+
+
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-@pytest.mark.parametrize("form", ["apart", "no_common_file", "latest", "nemo", "gzip", "unpacked", "zarr"])
+@pytest.mark.parametrize("form", ["apart", *(pytest.param(one, marks=with_common_file) for one in ("no_common_file", "zarr")), *FORMS])
 def test_every_form_has_the_same_bits(name: str, form: str, megatron_lm, tmp_path: Path):
     """Layers and halves of gated layers with names of their own, as they are without stacking; NeMo's archive; the former backend."""
     path, model = megatron_lm(name)
@@ -107,6 +111,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return TorchDist(Files(path), "").shapes()
 
 
+@with_common_file
 def test_bfloat16_in_both_forms(megatron_lm, tmp_path: Path):
     from aligner.models.foreign.model import describe, open_weights
 

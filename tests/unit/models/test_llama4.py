@@ -44,9 +44,10 @@ def test_the_text_part_of_a_model_with_images(directory, load_policy, tmp_path, 
     text = {name: inner for name, inner in names.items() if inner != name}
     assert said == [f"{directory}: {len(names) - len(text)} tensors are of images, and not read: the model is its text part"]
     with torch.no_grad():
-        hidden = again.eval()(tokens, positions, None)
+        device = again.vocabulary_weight()[0].device
+        hidden = again.eval()(tokens.to(device), positions.to(device), None)
         theirs = Llama4ForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).language_model(input_ids=tokens).logits
-    logits = (hidden @ again.vocabulary_weight()[0].t()).transpose(0, 1)
+    logits = (hidden @ again.vocabulary_weight()[0].t()).transpose(0, 1).cpu()
     assert theirs.std() > 0.5 and (logits - theirs).abs().max() < 2e-5
     save_hf([chunk], tmp_path / "export", writer=True)
     assert json.loads((tmp_path / "export" / "config.json").read_text())["model_type"] == "llama4_text"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from aligner.errors import ConfigError
+from aligner.parallel import platform
 from aligner.rollout.config import RolloutConfig, check_engine
 from aligner.types import LabeledBatch, Prompt, SamplingConfig
 
@@ -84,7 +85,7 @@ def test_seats_are_made_as_they_are_needed_and_keep_what_they_have(policy):
     decoder = create_engine(policy, RolloutConfig(), eos_id=VOCAB + 5).engine.decoder
     states = decoder.new_cache(2).states
     states.reserve(2)
-    one = torch.tensor([1])
+    one = torch.tensor([1], device=platform.device())
     tails, state = states.at(0, one)
     assert tails.shape[0] == 1 and state.shape[1:] == (4, 14, 22) and decoder.new_cache(2).keys.shape[0] == 1  # of four layers one has keys
     states.put(0, one, tails + 2, state + 3)
