@@ -51,6 +51,10 @@ def launched(slurm: SlurmCluster, run: SlurmRun, *settings: str, **variables: st
     return slurm.job(number, run.directory.parent, run.directory / "logs")
 
 
+LONG = pytest.mark.skipif(not os.environ.get("ALIGNER_LONG_TESTS"), reason="one to five minutes: ALIGNER_LONG_TESTS=1 runs it")
+
+
+@LONG
 def test_a_site_where_nothing_is_exported(slurm: SlurmCluster, task: Path) -> None:
     """`--export=NONE` by rule: the choices of the submitter, the preflight, servers and the next job all get what they need."""
     run = SlurmRun(slurm, task, "nothing", run_settings(task, NUM_STEPS))
@@ -132,6 +136,7 @@ def asked_of(slurm: SlurmCluster, job: Job) -> list[dict[str, str]]:
     return found
 
 
+@LONG
 def test_following_jobs_ask_for_what_the_first_one_did(slurm: SlurmCluster, task: Path) -> None:
     """After a hand-over, and after a crash: the job goes on with every wish of whoever submitted it."""
     run = SlurmRun(slurm, task, "wishes", [*run_settings(task, NUM_STEPS), "slurm.on_actor_failure=end"])
@@ -159,6 +164,7 @@ def test_following_jobs_ask_for_what_the_first_one_did(slurm: SlurmCluster, task
     assert steps_of(run.directory) == list(range(1, NUM_STEPS + 1))
 
 
+@LONG
 @pytest.mark.parametrize("other_cluster", [{"scheduler": "sched/builtin", "num_phantoms": 0}], indirect=True)
 def test_a_site_without_heterogeneous_jobs(other_cluster: SlurmCluster, task: Path) -> None:
     """`--separate`: a job for each component. They begin, hand over, crash and end together."""
@@ -237,7 +243,6 @@ def test_a_cancelled_run_takes_no_nodes_again(slurm: SlurmCluster, task: Path) -
     assert json.loads((run.directory / "attempts.jsonl").read_text().splitlines()[-1])["event"] == "not_continued"
 
 
-LONG = pytest.mark.skipif(not os.environ.get("ALIGNER_LONG_TESTS"), reason="a minute each: ALIGNER_LONG_TESTS=1 runs it")
 OLD_PYTHON = '#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.6.8" && exit 0\nexit 1\n'
 SITES = {
     "as it is": ({}, (), {}),
