@@ -80,8 +80,10 @@ def _naming_norms(config: TransformerConfig, architecture: Architecture) -> Iter
     """While a model is made: Megatron-Core 0.19 takes the specification's norms of queries and keys only where its config has some. But in
     training it sums their gradients over tensor-parallel ranks there, each of which has its own of norms of all heads."""
     has_norms, config.qk_layernorm = config.qk_layernorm, architecture.qk_norm or architecture.qk_norm_of_heads or architecture.qk_l2_norm
-    yield
-    config.qk_layernorm = has_norms
+    try:
+        yield
+    finally:
+        config.qk_layernorm = has_norms
 
 
 class Transformer(GPTModel):

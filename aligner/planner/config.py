@@ -39,7 +39,7 @@ _ZERO_ALLOWED = (
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
-    """Nodes of one kind. Only `aligner plan` reads it; the defaults are a laptop, conf/cluster/ holds machines.
+    """Nodes of one kind. Only `aligner plan` reads it; the defaults are a CPU's, conf/cluster/ holds machines.
 
     Rates are of one GPU. Link rates count one direction; FLOP/s are dense (without sparsity).
     """
