@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -228,8 +229,9 @@ def _apply(node: DictConfig, override: Override) -> None:
         node.merge_with(value)
 
 
+@cache
 def _structured(schema: type) -> DictConfig:
-    """The schema as a typed node that holds the *written* defaults of every nested dataclass.
+    """The schema as a typed node that holds the *written* defaults of every nested dataclass. It is shared: Hydra and OmegaConf copy it.
 
     OmegaConf alone takes nested defaults from an instance. A `__post_init__` that fills in a derived field would then freeze what it
     derived from the defaults, whatever the user overrides later.
