@@ -20,10 +20,10 @@ AGAINST_ALL := --against 'ours (torch)' dynamic static continuous vllm --make-vl
 # One thread per process: several ranks share the machine's cores.
 RUN_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 ARGS ?=
-# A file of tests stays in one process (its fixtures are whole jobs); the files are shared out, over one process more than there are cores:
-# tests of servers and of Slurm mostly wait. TEST_PROCESSES=0 runs all in one.
+# A file of tests stays in one process (its fixtures are whole jobs); the files are shared out in the order of tests/conftest.py, over one
+# process more than there are cores: tests of servers and of Slurm mostly wait. TEST_PROCESSES=0 runs all in one.
 TEST_PROCESSES ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
-PYTEST = $(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=4 --dist=loadfile
+PYTEST = $(BIN)/python -m pytest -q --numprocesses=$(TEST_PROCESSES) --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 HAS_GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 NO_TESTS := 5# pytest's exit code where ARGS choose none
 

@@ -71,6 +71,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             reason = reasons[mark.name]
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=f"{mark.name}: {reason}"))
+    items[:] = _mixed(items)
+
+
+def _mixed(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Files of tests that start runs, which mostly wait, evenly among those that compute: so some process always has work for a core."""
+    kinds: tuple[dict[Path, list[pytest.Item]], ...] = ({}, {})
+    for item in items:
+        kinds[item.path.parent in ON_CPU].setdefault(item.path, []).append(item)
+    placed = [((number + 0.5) / len(files), own) for files in kinds for number, own in enumerate(files.values())]
+    return [item for _, own in sorted(placed, key=lambda pair: pair[0]) for item in own]
 
 
 @pytest.fixture(scope="session")
