@@ -5,7 +5,8 @@ The file is YAML. Under `calibration` (and `held_out`, which nothing is fitted t
 * `config` and `settings` (as typed after `aligner plan`), and `published`: seconds of the `step`, or of phases; or
 * `run`: the directory of a run of one's own, whose config and `metrics.jsonl` say both; of an asynchronous one only the step counts.
 
-`sources` may name settings that several jobs share (benchmarks/published_steps.yaml is such a file).
+`sources` may name settings that several jobs share (benchmarks/published_steps.yaml is such a file, where `synchronous` of an asynchronous
+job names the one that it is compared with).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from aligner.planner.workload import Phase
 
 SMALLEST = 0.05  # part of a step, below which a phase of a run says nothing
 KINDS = ("calibration", "held_out")
-KEYS = {"name", "source", "config", "settings", "published", "planned", "written_gb", "run"}
+KEYS = {"name", "source", "config", "settings", "published", "planned", "written_gb", "run", "synchronous"}
 
 
 def read(path: Path, kind: str) -> list[MeasuredJob]:
