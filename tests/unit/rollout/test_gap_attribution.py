@@ -206,8 +206,11 @@ def test_a_decode_step_that_forgets_a_token(made, monkeypatch) -> None:
         later = torch.arange(plan.visible.shape[-1], device=plan.visible.device) > 0
         return right(queries, cache, layer, replace(plan, visible=plan.visible & later))
 
-    monkeypatch.setattr(attention, "decode", forgetful)
-    found = report(policy, engine, config)
+    engine.engine.decoder.release()  # graphs that were recorded without it, and with it
+    with monkeypatch.context() as patched:
+        patched.setattr(attention, "decode", forgetful)
+        found = report(policy, engine, config)
+    engine.engine.decoder.release()
     assert first(found) == ("decode", 0, "attention")
     assert not any(found.is_beyond(one) for one in found.paths["prefill"])
 
