@@ -25,7 +25,7 @@ from aligner.spans import Span
 
 SETTLING = 3  # steps, besides those that rollouts may be ahead, until the steps of an asynchronous run take equally long
 SHOWN_REQUESTS = 400  # of a step, as spans
-SLICE = 1.0  # seconds that the replicas of a stream sample before their ends are looked at
+SLICE = 0.01  # of a step, but at least a second: what the replicas of a stream sample before their ends are looked at
 MOST_TIMES = 100  # the run's own time, after which a run that fails too often is given up
 
 
@@ -330,8 +330,9 @@ class _Streamed(_Run):
             for ahead in range(len(ended), number + lag + 1):
                 ended[ahead] = []
                 self._release(queues, ahead, per_replica, done[ahead - 1 - lag] if ahead > lag else 0.0)
+            several = max(1.0, SLICE * (done[-1] - done[-2])) if len(done) > 1 else 1.0
             while len(ended[number]) < of_round:
-                limit = min(queue.now for queue in queues if not queue.idle) + SLICE
+                limit = min(queue.now for queue in queues if not queue.idle) + several
                 for moment, request in (end for queue in queues for end in queue.until(limit, pause=self.assumed.environment_seconds)):
                     ended[request // of_round].append(moment)
             now = self.waits(trainer, "waiting for rollouts", max(trainer, *ended[number]))
