@@ -40,6 +40,7 @@ from aligner.files import conf_directory, configs
 from aligner.jobs.local import launch_local
 from aligner.loop.config import RunConfig
 from aligner.models.config import ModelConfig
+from aligner.presets import check_preset
 from aligner.rewards.config import RewardFunctionConfig
 from aligner.schema import named_as, schema_keys
 from aligner.servers.components import CriticConfig, RewardConfig
@@ -136,13 +137,17 @@ def choice(recipe: str, file: Path) -> str:
 
 @pytest.mark.parametrize("file", PRESETS, ids=str)
 def test_a_preset_is_refused_by_every_other_recipe(file: Path) -> None:
-    """Some set nothing, or what several recipes have: without a word a run of one would get another's name, or its settings."""
+    """Some set nothing, or what several recipes have: without a word a run of one would get another's name, or its settings. Composition
+    asks the same check; that it does is seen of two recipes, others for each file."""
     namesakes = {name for other in PRESETS if other.parts[1:] == file.parts[1:] for name in takers(other)}
-    for recipe in SCHEMAS.keys() - namesakes:
-        with pytest.raises(
-            ConfigError, match=rf"^{file.parent.name}={file.stem}: a preset of .*\b{file.parts[0]}\b.*, given to {recipe}; allowed: "
-        ):
-            composed(recipe, [*GIVEN, choice(recipe, file)])
+    others = sorted(SCHEMAS.keys() - namesakes)
+    for number, recipe in enumerate(others):
+        refused = rf"^{file.parent.name}={file.stem}: a preset of .*\b{file.parts[0]}\b.*, given to {recipe}; allowed: "
+        with pytest.raises(ConfigError, match=refused):
+            check_preset(recipe, f"{file.parent.name}/{file.stem}", recipes()[recipe].folders())
+        if (number - PRESETS.index(file)) % len(others) in (0, len(others) // 2):
+            with pytest.raises(ConfigError, match=refused):
+                composed(recipe, [*GIVEN, choice(recipe, file)])
 
 
 @pytest.mark.parametrize("command", ["plan", "launch local", "launch slurm --dry-run", "data validate", "gap"])
