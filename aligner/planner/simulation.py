@@ -330,9 +330,9 @@ class _Streamed(_Run):
             for ahead in range(len(ended), number + lag + 1):
                 ended[ahead] = []
                 self._release(queues, ahead, per_replica, done[ahead - 1 - lag] if ahead > lag else 0.0)
-            several = max(1.0, SLICE * (done[-1] - done[-2])) if len(done) > 1 else 1.0
+            slice_seconds = max(1.0, SLICE * (done[-1] - done[-2])) if len(done) > 1 else 1.0
             while len(ended[number]) < of_round:
-                limit = min(queue.now for queue in queues if not queue.idle) + several
+                limit = min(queue.now for queue in queues if not queue.idle) + slice_seconds
                 for moment, request in (end for queue in queues for end in queue.until(limit, pause=self.assumed.environment_seconds)):
                     ended[request // of_round].append(moment)
             now = self.waits(trainer, "waiting for rollouts", max(trainer, *ended[number]))
