@@ -7,6 +7,7 @@ import os
 import time
 import uuid
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 from aligner.errors import ConfigError, LaunchError, describe_os_error
@@ -26,6 +27,11 @@ class RunDirectory:
 
     def __fspath__(self) -> str:
         return str(self.path)
+
+    @property
+    def tokenizer(self) -> Path:
+        """The model's tokenizer with the chat template of `data.chat_template`, where that is set: what checkpoints and exports get."""
+        return self.path / "tokenizer"
 
     @property
     def config(self) -> Path:
@@ -217,10 +223,17 @@ class RunDirectory:
 
     def run_id(self) -> str:
         """The run's id, 32 hexadecimal digits. Raises LaunchError if `create` has not been called, or the file is damaged."""
+        return self._identified("run_id")
+
+    def first_day(self) -> date:
+        """The day on which the run was begun. Raises as `run_id`."""
+        return date.fromisoformat(self._identified("created")[:10])
+
+    def _identified(self, name: str) -> str:
         try:
-            return str(json.loads(self.identity.read_text())["run_id"])
+            return str(json.loads(self.identity.read_text())[name])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise LaunchError(f"{self.identity}: cannot read the run's id: {error}") from error
+            raise LaunchError(f"{self.identity}: cannot read the run's {name}: {error}") from error
 
     def _identify(self) -> None:
         """Choose the run's id if it has none. Of several concurrent processes, the first to link its file wins."""

@@ -152,6 +152,7 @@ def _key(load: Any, location: str, config: Any, tokenizer: Tokenizer, first: int
         "location": location,
         "first": first,
         "files": [[str(path), _known_digest(path, Path(config.cache), heartbeat)] for path in _files(location)],
+        "templates": tokenizer.chat_digest,
         "tokenizer": [tokenizer.digest, *([path.name, _digest(path)] for path in _tokenizer_files(Path(tokenizer.path)))],
         "settings": {name: value.name if isinstance(value, Enum) else value for name, value in settings.items()},
         "named": [_digest(Path(value)) for value in named],

@@ -65,6 +65,14 @@ class Thinking(str, Enum):
     drop = "drop"  # none
 
 
+class SpecialText(str, Enum):
+    """How to read special tokens that frame turns (begin, end, padding, what the chat template writes) and stand in a record's text."""
+
+    plain = "plain"  # as text, and count the records
+    refuse = "refuse"  # as a bad record
+    keep = "keep"  # as the tokens, and count the records
+
+
 def _require_at_least(minimum: int, **sizes: int) -> None:
     for name, value in sizes.items():
         if value < minimum:
@@ -92,9 +100,10 @@ def _require_member(enum: type[Enum], **choices: Enum) -> None:
             raise ConfigError(f"data.{name} is {value!r}, allowed: {', '.join(member.name for member in enum)} (of {enum.__name__})")
 
 
-def _require_chat(template: str, thinking: Thinking) -> None:
+def _require_chat(template: str, thinking: Thinking, special_text: SpecialText) -> None:
     check_template(template)
     _require_member(Thinking, thinking=thinking)
+    _require_member(SpecialText, special_text=special_text)
 
 
 def _require_form(form: RecordForm, **fields: str) -> None:
@@ -125,11 +134,12 @@ class PromptDataConfig:
     overlong: Overlong = Overlong.drop  # what is longer: drop (and count), truncate (its beginning) or refuse
     prompt_field: str = ""  # name of the field with the prompt; empty: `prompt`, `messages`, `text` or `instruction`, whichever is there
     form: RecordForm = RecordForm.auto  # in which form records are (docs/data.md); auto: recognised by their fields
-    chat_template: str = ""  # chatml, llama3, ... (docs/data.md) or a file that ends in .jinja; empty: the tokenizer's own
+    chat_template: str = ""  # chatml, llama3, ... (docs/data.md), a file that ends in .jinja, or tokenizer:NAME; empty: the tokenizer's own
     thinking: Thinking = Thinking.template  # of assistant turns: as the template has it, keep or drop
+    special_text: SpecialText = SpecialText.plain  # turn marks (<|im_end|>, </s>) in a record's text: plain text, refuse or keep as tokens
     answer_field: str = "answer"  # name of the field with the reference answer, which reward functions get
     apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
-    add_bos: bool = True  # for plain text, where the tokenizer has one; a chat template brings its own
+    add_bos: bool | None = None  # begin plain text with the begin token: null: as the tokenizer itself does; a chat template brings its own
     bad_lines: BadLines = BadLines.fail  # records that cannot be used: fail: list them and do not start; skip: drop and count them
     mixture_temperature: float = 1.0  # T: sources without weights get shares like size^(1/T); 1: as one data set, larger: more equal shares
     cache: str = ""  # directory of tokenized data, which later runs find and map into memory; empty: tokenized into memory by every process
@@ -141,7 +151,7 @@ class PromptDataConfig:
         _require_at_least(1, num_validation_prompts=self.num_validation_prompts)
         _require_member(BadLines, bad_lines=self.bad_lines)
         _require_member(Overlong, overlong=self.overlong)
-        _require_chat(self.chat_template, self.thinking)
+        _require_chat(self.chat_template, self.thinking, self.special_text)
         _require_form(self.form, prompt_field=self.prompt_field)
         if not self.answer_field:
             raise ConfigError("data.answer_field is '', allowed: the name of a field (it may be absent from the records)")
@@ -160,12 +170,13 @@ class ExampleDataConfig:
     mixture_temperature: float = 1.0  # T: sources without weights get shares like size^(1/T); 1: as one data set, larger: more equal shares
     cache: str = ""  # directory of tokenized data, which later runs find and map into memory; empty: tokenized into memory by every process
     num_workers: int = 0  # processes that tokenize, with data.cache; 0: as many as CPUs, at most 16
-    chat_template: str = ""  # chatml, llama3, ... (docs/data.md) or a file that ends in .jinja; empty: the tokenizer's own
+    chat_template: str = ""  # chatml, llama3, ... (docs/data.md), a file that ends in .jinja, or tokenizer:NAME; empty: the tokenizer's own
     thinking: Thinking = Thinking.template  # of assistant turns: as the template has it, keep or drop
+    special_text: SpecialText = SpecialText.plain  # turn marks (<|im_end|>, </s>) in a record's text: plain text, refuse or keep as tokens
 
     def __post_init__(self) -> None:
         _check_sources(self)
-        _require_chat(self.chat_template, self.thinking)
+        _require_chat(self.chat_template, self.thinking, self.special_text)
         _require_length(2, max_length=self.max_length)
         _require_member(BadLines, bad_lines=self.bad_lines)
         _require_member(Overlong, overlong=self.overlong)
@@ -180,7 +191,7 @@ class SFTDataConfig(ExampleDataConfig):
     form: RecordForm = RecordForm.auto  # in which form records are (docs/data.md); auto: recognised by their fields
     learn: Learn = Learn.responses  # which text is learnt: every response, the last response alone, or everything but the first token
     apply_chat_template: bool = False  # wrap plain-text prompt and response as a user and an assistant message
-    add_bos: bool = True  # for plain text, where the tokenizer has one; a chat template brings its own
+    add_bos: bool | None = None  # begin plain text with the begin token: null: as the tokenizer itself does; a chat template brings its own
 
     def __post_init__(self) -> None:
         ExampleDataConfig.__post_init__(self)
@@ -199,7 +210,7 @@ class PreferenceDataConfig(ExampleDataConfig):
 
     form: RecordForm = RecordForm.auto  # in which form records are (docs/data.md); auto: recognised by their fields
     apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
-    add_bos: bool = True  # for plain text, where the tokenizer has one; a chat template brings its own
+    add_bos: bool | None = None  # begin plain text with the begin token: null: as the tokenizer itself does; a chat template brings its own
 
     def __post_init__(self) -> None:
         ExampleDataConfig.__post_init__(self)
@@ -244,7 +255,7 @@ class ProposalDataConfig(ExampleDataConfig):
     """Several responses to each prompt, with log-probs; `max_length` holds for each row."""
 
     num_responses: int = 0  # the first so many of each record; 0: all, and all records have as many
-    add_bos: bool = True  # begin every row with the beginning-of-sequence token, where the tokenizer has one
+    add_bos: bool | None = None  # begin every row with the begin token; null: as the tokenizer itself does
 
     def __post_init__(self) -> None:
         ExampleDataConfig.__post_init__(self)

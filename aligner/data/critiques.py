@@ -169,9 +169,9 @@ class Question:
 
 
 class Framing:
-    """Token ids of the questions. Texts are encoded with a begin token if `add_bos` is set and the tokenizer has one."""
+    """Token ids of the questions. Texts are encoded with a begin token as `data.add_bos` says."""
 
-    def __init__(self, tokenizer: Tokenizer, constitution: Constitution, *, add_bos: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, constitution: Constitution, *, add_bos: bool | None) -> None:
         self._tokenizer = tokenizer
         self._style = PromptStyle(apply_chat_template=False, add_bos=add_bos)
         examples, comparisons = constitution.examples, constitution.comparisons

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aligner.data.labelled import LabelledRecord
 from aligner.data.messages import Conversation, Message, turns_of
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
+
+_THINKING_MARKS = re.compile(r"</?think>|\[/?THINK\]|<\|(START|END)_THINKING\|>")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +27,7 @@ class PromptStyle:
     """How prompts are dressed: as one user message of a chat, and with a begin token (plain text only: a template brings its own)."""
 
     apply_chat_template: bool
-    add_bos: bool
+    add_bos: bool | None = None  # None: as the tokenizer itself does
 
 
 def as_conversation(prompt: str | Conversation, style: PromptStyle) -> Conversation | None:
@@ -41,22 +44,32 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Conversation, style: Promp
         tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         _check_begin(tokenizer, tokens)
         return tokens
-    return _begin(tokenizer, tokenizer.encode(str(prompt)), style)
+    return _begin(tokenizer, tokenizer.encode(plain_text(tokenizer, str(prompt))), style)
+
+
+def plain_text(tokenizer: Tokenizer, text: str, *, behind: str = "") -> str:
+    """A record's text, `behind` its prompt, as it is encoded: special tokens in it as `data.special_text` says.
+
+    A text, or a prompt, that begins with one is a rendered conversation, whose special tokens are meant.
+    """
+    return text if tokenizer.is_framed(behind or text) else tokenizer.protected(text)
 
 
 def encode_response(tokenizer: Tokenizer, prompt: str | Conversation, response: str | Conversation, style: PromptStyle) -> Encoded:
     """Prompt and response, only the response (with its end token) in the mask; of several turns those of the assistant.
 
-    Turns that answer a text make a conversation of it.
+    Turns that answer a text make a conversation of it. The end token may stand at the end of a response's text.
     """
     messages = as_conversation(prompt, style) if isinstance(response, str) else turns_of(prompt, "user")
     if messages is not None:
         turns = turns_of(response, "assistant")
         learnt = [len(messages) + position for position, turn in enumerate(turns) if turn.role == "assistant"]
         return _encode_turns(tokenizer, (*messages, *turns), learnt)
-    head, tail = encode_prompt(tokenizer, prompt, style), tokenizer.continuation(str(prompt), str(response))
-    if head == [tokenizer.bos_id] == tail[:1]:  # an empty prompt before a text with a begin token of its own
-        tail = tail[1:]
+    head, said = encode_prompt(tokenizer, prompt, style), str(response)
+    said = said.removesuffix(tokenizer.end_text) or said
+    tail = tokenizer.continuation(plain_text(tokenizer, str(prompt)), plain_text(tokenizer, said, behind=str(prompt)))
+    if head == _begin(tokenizer, [], style) == tail[: len(head)]:  # an empty prompt before a text with a begin token of its own
+        tail = tail[len(head) :]
     if tail[-1:] != [tokenizer.eos_id]:
         tail.append(tokenizer.eos_id)
     return _masked([*head, *tail], [(len(head), len(head) + len(tail))])
@@ -70,7 +83,7 @@ def encode_conversation(tokenizer: Tokenizer, messages: Conversation, *, last_on
 
 def encode_plain(tokenizer: Tokenizer, text: str, style: PromptStyle, *, ends: bool = False) -> Encoded:
     """A text as it is, without an end token unless it `ends`; all of it in the mask."""
-    tokens = _begin(tokenizer, tokenizer.encode(text), style)
+    tokens = _begin(tokenizer, tokenizer.encode(plain_text(tokenizer, text)), style)
     if ends and tokens[-1:] != [tokenizer.eos_id]:
         tokens.append(tokenizer.eos_id)
     return _masked(tokens, [(0, len(tokens))])
@@ -96,6 +109,7 @@ def encode_labelled(tokenizer: Tokenizer, record: LabelledRecord, style: PromptS
     `ends`: False if the last turn was cut off: nothing says then that it is over.
     """
     written, tokens, spans = "", _begin(tokenizer, [], style), []
+    record = as_text(tokenizer, record)
     for text, learnt in record.segments(ends=ends):
         ids = tokenizer.continuation(written, text) if written else tokenizer.encode(text)
         if learnt:
@@ -107,10 +121,17 @@ def encode_labelled(tokenizer: Tokenizer, record: LabelledRecord, style: PromptS
     return _masked(tokens, spans)
 
 
+def as_text(tokenizer: Tokenizer, record: LabelledRecord) -> LabelledRecord:
+    """The same record; special tokens in its texts are read as `data.special_text` says."""
+    turns = tuple(replace(turn, text=tokenizer.protected(turn.text)) for turn in record.turns)
+    return replace(record, system=tokenizer.protected(record.system), turns=turns)
+
+
 def _begin(tokenizer: Tokenizer, tokens: list[int], style: PromptStyle) -> list[int]:
-    if style.add_bos and tokenizer.bos_id is not None and tokens[:1] != [tokenizer.bos_id]:
-        return [tokenizer.bos_id, *tokens]
-    return tokens
+    begin = list(tokenizer.begin_ids)
+    if style.add_bos is not None:
+        begin = (begin or [tokenizer.bos_id] if tokenizer.bos_id is not None else begin) if style.add_bos else []
+    return tokens if tokens[: len(begin)] == begin else [*begin, *tokens]
 
 
 def _check_begin(tokenizer: Tokenizer, tokens: list[int]) -> None:
@@ -123,14 +144,15 @@ def _check_begin(tokenizer: Tokenizer, tokens: list[int]) -> None:
 
 def _encode_turns(tokenizer: Tokenizer, messages: Conversation, learnt: Sequence[int]) -> Encoded:
     """Mask the turns whose positions are `learnt`, the last of which ends the tokens."""
+    tokenizer = tokenizer.choosing(messages)
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
     _check_begin(tokenizer, tokens)
     spans = _written(tokenizer, messages, learnt) or [_turn_span(tokenizer, messages, position, tokens) for position in learnt]
     start, end = spans[-1]
     tokens = tokens[:end]
-    if tokenizer.eos_id not in tokens[start:]:
+    if not any(token in tokenizer.end_ids for token in tokens[start:]):
         tokens.append(tokenizer.eos_id)
-        spans[-1] = (spans[-1][0], end + 1)
+        spans[-1] = (start, end + 1)
     return _masked(tokens, spans)
 
 
@@ -149,25 +171,43 @@ def _written(tokenizer: Tokenizer, messages: Conversation, learnt: Sequence[int]
 
 
 def _turn_span(tokenizer: Tokenizer, messages: Conversation, position: int, tokens: list[int]) -> tuple[int, int]:
-    """[start, stop) of one assistant turn: from behind its generation prompt to its end token, or to where the template ends it.
+    """[start, stop) of one assistant turn: from behind its generation prompt to the mark that ends it, or to where the template ends it.
 
-    Templates may render a turn differently once others follow (thinking removed), so only the part before the turn must agree, and the
-    part up to it only if the template writes no end token.
+    What is proven on this record: the tokens before the turn are those of the messages before it with their generation prompt, and the
+    turn ends where the tokens of the messages up to it do. A template that writes the turn otherwise once others follow (Phi-3 ends the
+    last one with one more token, Qwen3 leaves out earlier thinking) ends it by the first mark that ends turns. The turn's text is in it.
     """
-    head = tokenizer.apply_chat_template(messages[:position], add_generation_prompt=True)
-    if tokens[: len(head)] != head:
+    start, refused = _turn_start(tokenizer, messages, position, tokens), f"message {position}: the chat template of {tokenizer.path}"
+    if start is None:
         raise DataError(
-            f"message {position}: the chat template of {tokenizer.path} does not write an assistant turn behind its own generation prompt, "
+            f"{refused} does not write an assistant turn behind its own generation prompt, "
             "so the turn's tokens cannot be told apart; expected a template that does"
         )
     whole = tokenizer.apply_chat_template(messages[: position + 1], add_generation_prompt=False)
-    is_prefix = tokens[: len(whole)] == whole
-    stop = len(whole) if is_prefix else len(tokens)
-    if tokenizer.eos_id in tokens[len(head) : stop]:
-        return len(head), tokens.index(tokenizer.eos_id, len(head)) + 1
-    if not is_prefix:
-        raise DataError(f"message {position}: the chat template of {tokenizer.path} does not show where the assistant turn ends")
-    return len(head), stop
+    if tokens[: len(whole)] == whole:
+        frames = [place + 1 for place in range(start, len(whole)) if tokenizer.is_frame(tokens[place])]
+        is_ended = any(token in tokenizer.end_ids for token in tokens[len(whole) : len(whole) + 1])  # by the mark of the next speaker (GLM)
+        ends = [*frames[-1:], len(whole) + is_ended]
+    else:
+        ends = [place + 1 for place in range(start, len(tokens)) if tokenizer.ends_turn(tokens[place])][:1]
+    said = messages[position].content.rpartition("</think>")[2].strip()
+    normalised = tokenizer.decode(tokenizer.encode(tokenizer.protected(said)), skip_special=False).strip()
+    for stop in ends:
+        written = tokenizer.decode(tokens[start:stop], skip_special=False)
+        if said in written or normalised in written:
+            return start, stop
+    raise DataError(f"{refused} does not show where the assistant turn ends")
+
+
+def _turn_start(tokenizer: Tokenizer, messages: Conversation, position: int, tokens: list[int]) -> int | None:
+    """Where a turn begins: behind its generation prompt, or what of that is there if only marks of thinking are not; None if unknown."""
+    head = tokenizer.apply_chat_template(messages[:position], add_generation_prompt=True)
+    if tokens[: len(head)] == head:
+        return len(head)
+    before = tokenizer.apply_chat_template(messages[:position], add_generation_prompt=False)
+    start = next((place for place, (one, other) in enumerate(zip(head, tokens, strict=False)) if one != other), len(tokens))
+    missing = _THINKING_MARKS.sub("", tokenizer.decode(head[start:], skip_special=False)).strip()
+    return start if tokens[: len(before)] == before and start >= len(before) and not missing else None
 
 
 def _masked(tokens: list[int], spans: Sequence[tuple[int, int]]) -> Encoded:

@@ -15,7 +15,7 @@ from aligner.errors import DataError
 
 ROLES = ("system", "user", "assistant", "tool")
 _SAME_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
 MAX_SHOWN = 80  # characters of an offending value that are repeated in the message
 
@@ -33,15 +33,16 @@ class Message:
     name: str = ""
     tool_call_id: str = ""
 
-    def as_json(self) -> dict[str, Any]:
-        """As chat templates read it, without what is empty."""
+    def as_json(self, thought: str = THOUGHTS[0], parts: bool = False) -> dict[str, Any]:
+        """As chat templates read it, without what is empty; thinking in the field `thought`, the content as OpenAI's list of `parts`."""
         more = {
-            "reasoning_content": self.thinking,
+            thought: self.thinking,
             "tool_calls": list(self.tool_calls),
             "name": self.name,
             "tool_call_id": self.tool_call_id,
         }
-        return {"role": self.role, "content": self.content} | {name: value for name, value in more.items() if value}
+        content = [{"type": "text", "text": self.content}] if parts else self.content
+        return {"role": self.role, "content": content} | {name: value for name, value in more.items() if value}
 
     @property
     def is_plain(self) -> bool:
@@ -130,7 +131,7 @@ def _assistant(turn: dict[str, Any], what: str) -> Message:
     content = text_of("" if content is None and calls else content, f"{what}: content", empty=bool(calls))
     if not content.strip() and not calls:
         raise DataError(f"{what}: content is {shown(content)}, expected a response: there is only white space")
-    thinking = next((turn[name] for name in _THOUGHTS if isinstance(dict.get(turn, name), str)), "")
+    thinking = next((turn[name] for name in THOUGHTS if isinstance(dict.get(turn, name), str)), "")
     return Message(role="assistant", content=content, thinking=text_of(thinking, f"{what}: thinking", empty=True), tool_calls=calls)
 
 

@@ -31,6 +31,7 @@ SETTINGS = (
     "apply_chat_template",
     "chat_template",
     "thinking",
+    "special_text",
     "add_bos",
     "overlong",
     "bad_lines",
@@ -203,6 +204,7 @@ def _like(now: Any, value: Any, key: str) -> Any:
         if not isinstance(value, (str, Enum)) or (text := value.name if isinstance(value, Enum) else value) not in options:
             raise ConfigError(f"{key} is {value!r}, allowed: {', '.join(options)}")
         return options[text]
-    if not isinstance(value, type(now)):
-        raise ConfigError(f"{key} is {value!r}, allowed: {'true, false' if isinstance(now, bool) else 'a text'}")
+    flag = now is None or isinstance(now, bool)  # `add_bos` may be null
+    if not isinstance(value, (bool, type(now)) if flag else str):
+        raise ConfigError(f"{key} is {value!r}, allowed: {'true, false' if flag else 'a text'}")
     return value

@@ -201,7 +201,7 @@ def _encode(tokenizer: Tokenizer, found: Responses, number: int, quantity: Quant
     style = PromptStyle(apply_chat_template=False, add_bos=config.add_bos)
     record, whole = found.conversations[number], found.whole[number]
     if quantity is Quantity.attributes:
-        return encode_plain(tokenizer, attribute_text(record, len(record.turns) - 1), style)
+        return encode_plain(tokenizer, attribute_text(tokenizer, record, len(record.turns) - 1), style)
     if quantity is Quantity.proposal:
         return encode_labelled(tokenizer, record, style, ends=whole)
     if not config.apply_chat_template:

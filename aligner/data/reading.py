@@ -86,7 +86,7 @@ def reads_sources(load: Callable[..., tuple[Sequence[Example], LoadReport]]) -> 
         named, found = sources(config, location), []
         for one in named:
             own = one.config(config)
-            chats = tokenizer.chatting(own.chat_template, own.thinking) if one.settings else tokenizer
+            chats = tokenizer.chatting(own) if one.settings else tokenizer
             found.append(read_one(one.path, own, chats, one.max_records or None))
         return _mixed(named, config, found)
 

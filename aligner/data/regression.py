@@ -9,7 +9,7 @@ import torch
 
 from aligner.data.collate import supervised_batch
 from aligner.data.config import RegressionDataConfig
-from aligner.data.encoding import Encoded, PromptStyle, encode_conversation, encode_plain, encode_response
+from aligner.data.encoding import Encoded, PromptStyle, as_text, encode_conversation, encode_plain, encode_response
 from aligner.data.forms import Purpose, recognised
 from aligner.data.labelled import LABEL_START, TURN_START, LabelledRecord, is_labelled, parse_labelled, parse_labels
 from aligner.data.reading import reads_sources
@@ -70,9 +70,9 @@ def labelled_batch(examples: Sequence[LabelledExample], pad_id: int) -> LabeledB
     return replace(supervised_batch([example.row for example in examples], pad_id), labels=labels)
 
 
-def attribute_text(record: LabelledRecord, turn: int) -> str:
+def attribute_text(tokenizer: Tokenizer, record: LabelledRecord, turn: int) -> str:
     """The text that an attribute model scores for a turn: the conversation up to it, without labels, and the mark of one."""
-    written = replace(record, turns=record.turns[: turn + 1]).unlabelled()
+    written = as_text(tokenizer, replace(record, turns=record.turns[: turn + 1])).unlabelled()
     return "".join(text for text, _ in written.segments()).removesuffix(TURN_START) + LABEL_START
 
 
@@ -104,7 +104,7 @@ def _judged_turns(
         raise DataError("field 'conversations' has no turn with a label, expected at least one")
     for number in judged:
         labels = parse_labels(parsed.turns[number].label, attributes, f"field 'conversations[{number}]': label")
-        yield encode_plain(tokenizer, attribute_text(parsed, number), style), labels
+        yield encode_plain(tokenizer, attribute_text(tokenizer, parsed, number), style), labels
 
 
 def _label(record: dict[str, object]) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from aligner.data.config import BadLines, Overlong
 from aligner.data.forms import Recast
+from aligner.data.framing import NOTED
 from aligner.data.sources import Fields, RawRecord
 from aligner.errors import DataError
 
@@ -41,13 +43,14 @@ class LoadReport:
     problems: tuple[str, ...]
     unused: dict[str, int]  # name of a field that nothing was asked of -> in how many of the records used
     said_of_unused: str = "that are not used"
+    special_text: dict[str, int] = field(default_factory=dict)  # special token -> in the text of how many of the records it stands
     forms: dict[str, int] = field(default_factory=dict)  # in which form how many of the records used are
     uses: dict[str, str] = field(default_factory=dict)  # field of a record -> field of ours that is made of it
     parts: tuple[LoadReport, ...] = ()  # of each of several sources
     shares: str = ""  # of these, as `Mixture.summary` says them
 
     def summary(self) -> str:
-        """One line for the log, and a second one if records have fields that are not used; for several sources those of each."""
+        """One line for the log, and one each if texts hold special tokens and if fields are not used; for several sources those of each."""
         if self.parts:
             return "\n".join([*(part.summary() for part in self.parts), self.shares])
         parts = [f"{self.location}: {self.num_kept} of {self.num_records} records used", *self.long_texts()]
@@ -55,7 +58,8 @@ class LoadReport:
             if count:
                 parts.append(f"{count} {what}")
         said = ", ".join(parts) + (f" (first: {self.problems[0]})" if self.problems else "")
-        return f"{said}\n{self.location}: {self.unused_text()}" if self.unused else said
+        more = [*([self.special_words()] if self.special_text else []), *([self.unused_text()] if self.unused else [])]
+        return "\n".join([said, *(f"{self.location}: {line}" for line in more)])
 
     def long_texts(self) -> list[str]:
         """Describes records that were too long, by limit: `12 left out: longer than 512 tokens (data.max_length), they have 530 to 911`."""
@@ -67,6 +71,11 @@ class LoadReport:
             for limit, found in lengths.items()
         ]
 
+    def special_words(self) -> str:
+        """The special tokens that stand in the text of records, each with the number of records."""
+        found = ", ".join(f"{name!r} ({count} records)" for name, count in self.special_text.items())
+        return f"special tokens in texts, read as data.special_text says: {found}"
+
     def unused_text(self) -> str:
         """The fields that are not used, each with the number of records that have it."""
         return f"fields {self.said_of_unused}: " + ", ".join(f"{name} ({count} records)" for name, count in self.unused.items())
@@ -75,6 +84,7 @@ class LoadReport:
 def combined(reports: Sequence[LoadReport], shares: str) -> LoadReport:
     """One report of several sources."""
     unused, forms = _added([report.unused for report in reports]), _added([report.forms for report in reports])
+    special_text = _added([report.special_text for report in reports])
     uses = {name: use for report in reports for name, use in report.uses.items()}
     counts = ("num_records", "num_kept", "num_too_long", "num_truncated", "num_bad")
     return replace(
@@ -83,6 +93,7 @@ def combined(reports: Sequence[LoadReport], shares: str) -> LoadReport:
         too_long=tuple(one for report in reports for one in report.too_long),
         problems=tuple(one for report in reports for one in report.problems),
         unused=unused,
+        special_text=special_text,
         forms=forms,
         uses=uses,
         parts=tuple(reports),
@@ -155,6 +166,7 @@ class Tally:
         self._too_long: list[LongRecord] = []
         self._problems: list[str] = []
         self._unused: dict[str, int] = {}
+        self._special_text: dict[str, int] = {}
         self._forms: dict[str, int] = {}
         self._uses: dict[str, str] = {}
         self._latest = -1  # index of the last record whose fields were looked at
@@ -180,6 +192,7 @@ class Tally:
         converted: list[Out] = []
         for item in items:
             self._records += 1
+            token = NOTED.set(noted := Counter())
             try:
                 found = conversion(item)
                 converted += found if isinstance(found, list) else [found]
@@ -190,6 +203,10 @@ class Tally:
                 self._too_long.append(LongRecord(source=records(item)[0].source, length=found.length, limit=found.limit))
             except DataError as error:
                 self._problems.append(f"{records(item)[0].source}: {error}")
+            finally:
+                NOTED.reset(token)
+            for name in noted:
+                self._special_text[name] = self._special_text.get(name, 0) + 1
         return converted
 
     def listed(self) -> dict[str, int]:
@@ -240,6 +257,7 @@ class Tally:
             problems=tuple(self._problems),
             unused=dict(sorted(self._unused.items(), key=lambda entry: (-entry[1], entry[0]))),
             said_of_unused=self._said_of_unused,
+            special_text=dict(sorted(self._special_text.items())),
             forms=self._forms,
             uses=self._uses,
         )

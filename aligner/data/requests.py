@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from aligner.data.config import AnnotateDataConfig, RequestDataConfig
-from aligner.data.encoding import PromptStyle, encode_plain
+from aligner.data.encoding import PromptStyle, as_text, encode_plain
 from aligner.data.forms import Purpose, recast, recognised
 from aligner.data.labelled import LABEL_START, TURN_START, VALUE_TO_TEXT, LabelledRecord, Turn, is_labelled, parse_labelled
 from aligner.data.messages import Message, turns_of
@@ -88,7 +88,7 @@ def load_requests(
 
 def encode_request(tokenizer: Tokenizer, record: LabelledRecord, label: str, style: PromptStyle) -> list[int]:
     """The conversation and the head of a turn with this label, tokenized piece by piece, as the same turn is for training."""
-    pieces = [text for text, _ in record.segments()] + [f"{ASSISTANT}\n{LABEL_START}{label}\n"]
+    pieces = [text for text, _ in as_text(tokenizer, record).segments()] + [f"{ASSISTANT}\n{LABEL_START}{label}\n"]
     tokens, written = list(encode_plain(tokenizer, pieces[0], style).tokens), pieces[0]
     for text in pieces[1:]:
         tokens, written = [*tokens, *tokenizer.continuation(written, text)], written + text
@@ -132,7 +132,7 @@ def load_unlabelled(
         numbers = tuple(number for number, turn in enumerate(record.turns) if turn.learnt)
         rows, cut = [], 0
         for number in numbers:
-            encoded = encode_plain(tokenizer, attribute_text(record, number), style)
+            encoded = encode_plain(tokenizer, attribute_text(tokenizer, record, number), style)
             fitted = fit_length(encoded, config.max_length, config.overlong)
             cut += fitted is not encoded
             rows.append(fitted.tokens)

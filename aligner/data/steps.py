@@ -9,7 +9,7 @@ import torch
 
 from aligner.data.collate import supervised_batch
 from aligner.data.config import Overlong, StepDataConfig
-from aligner.data.encoding import PromptStyle, encode_prompt
+from aligner.data.encoding import PromptStyle, encode_prompt, plain_text
 from aligner.data.forms import Purpose, recognised
 from aligner.data.labelled import MISSING, parse_step_labels
 from aligner.data.messages import Conversation, shown, text_of
@@ -85,11 +85,13 @@ def _parse(raw: RawRecord) -> _Record:
 def _encode(record: _Record, source: str, separator: str, tokenizer: Tokenizer, style: PromptStyle) -> SteppedExample:
     """Each step with its separator is the continuation of what is before it; the prompt's text is what a plain prompt has."""
     tokens = encode_prompt(tokenizer, record.prompt, style)
-    written = record.prompt if isinstance(record.prompt, str) and not style.apply_chat_template else ""
+    prompt = record.prompt if isinstance(record.prompt, str) and not style.apply_chat_template else ""
+    written = plain_text(tokenizer, prompt)
     mask = [False] * len(tokens)
     for step, label in zip(record.steps, record.labels, strict=True):
-        ids = tokenizer.continuation(written or "\n", step + separator)  # nothing is the beginning of a text here
-        tokens, written = [*tokens, *ids], written + step + separator
+        text = plain_text(tokenizer, step, behind=prompt) + separator
+        ids = tokenizer.continuation(written or "\n", text)  # nothing is the beginning of a text here
+        tokens, written = [*tokens, *ids], written + text
         mask += [False] * (len(ids) - 1) + [label != MISSING]
     row = SupervisedExample(tokens=tuple(tokens), loss_mask=tuple(mask), source=source)
     return SteppedExample(row=row, labels=tuple(label for label in record.labels if label != MISSING))

@@ -11,6 +11,9 @@ from pathlib import Path
 from aligner.errors import ConfigError
 
 SUFFIX = ".jinja"
+OWN_TEMPLATE = "tokenizer:"  # before the name of one that the tokenizer brings
+TEMPLATE_FILE = "chat_template.jinja"
+DEFAULT, TOOL_USE = "default", "tool_use"  # names that `transformers` gives
 _BEGIN = "{{ bos_token or '' }}"
 _TAKE_TURNS = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -140,8 +143,9 @@ TEMPLATES = {
 
 def check_template(name: str) -> None:
     """Raise ConfigError for a `data.chat_template` that is neither a name nor a file's."""
-    if name and name not in TEMPLATES and not name.endswith(SUFFIX):
-        raise ConfigError(f"data.chat_template is {name!r}, allowed: {', '.join(TEMPLATES)}, or a file of Jinja that ends in {SUFFIX}")
+    if name and name not in TEMPLATES and not name.endswith(SUFFIX) and not name.startswith(OWN_TEMPLATE):
+        others = f"a file of Jinja that ends in {SUFFIX}, or {OWN_TEMPLATE}NAME for one of the tokenizer's own"
+        raise ConfigError(f"data.chat_template is {name!r}, allowed: {', '.join(TEMPLATES)}, {others}")
 
 
 def template_text(name: str) -> str:

@@ -1,18 +1,24 @@
-"""The tokenizer of a model directory, reduced to this package's needs, without unrequested special tokens."""
+"""The tokenizer of a model directory, with its chat template: what becomes of a text, and of a conversation, as token ids."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from copy import copy
+from datetime import date
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aligner.data.config import Thinking
-from aligner.data.messages import Message, Tools
-from aligner.data.templates import TEMPLATES, template_text
+from aligner.data.config import SpecialText, Thinking
+from aligner.data.framing import Framing
+from aligner.data.messages import THOUGHTS, Message, Tools, shown
+from aligner.data.rendering import Rendered, render, writes_dates
+from aligner.data.templates import DEFAULT, OWN_TEMPLATE, TEMPLATE_FILE, TEMPLATES, TOOL_USE, template_text
 from aligner.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -20,6 +26,7 @@ if TYPE_CHECKING:
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_SAMPLES = ("hello world, how are you", "def fib(n):\n    if n < 2:\n        return n", "12 + 345 = 357; caf\u00e9, \u4f60\u597d")
 
 
 class Tokenizer:
@@ -34,21 +41,34 @@ class Tokenizer:
         self.path = path
         self.bos_id: int | None = backend.bos_token_id
         self.eos_id: int = backend.eos_token_id
+        self.end_ids: tuple[int, ...] = (self.eos_id,)
         self.pad_id: int = backend.eos_token_id if backend.pad_token_id is None else backend.pad_token_id
         self.vocab_size: int = len(backend)
         self._backend = backend
         self._tools: Tools = ()
-        self._own_template = ""  # in place of the backend's
+        found = backend.chat_template or {}
+        self._templates: dict[str, str] = dict(found) if isinstance(found, Mapping) else {DEFAULT: found}
         self._thinking = Thinking.template
+        self._special_text = SpecialText.plain
+        self._day = date.today()
+        self._framing = Framing(backend, self._templates, self._day)
 
-    def chatting(self, template: str, thinking: Thinking) -> Tokenizer:
-        """The same tokenizer with the chat template of that name or file (`aligner.data.templates`; empty: its own).
+    def chatting(self, data: Any, *, day: date | None = None) -> Tokenizer:
+        """The same tokenizer with the `chat_template` (a name or a file; empty: its own), `thinking` and `special_text` of a data config.
 
-        Raises ConfigError if there is no such file.
+        `day`: what templates take for today. Raises ConfigError if there is no such template.
         """
         chats = copy(self)
-        chats._own_template = template_text(template) if template else ""
-        chats._thinking = thinking
+        if data.chat_template.startswith(OWN_TEMPLATE):
+            name = data.chat_template.removeprefix(OWN_TEMPLATE)
+            if name not in self._templates:
+                there = ", ".join(self._templates) or "none"
+                raise ConfigError(f"data.chat_template={data.chat_template}: the chat templates of tokenizer {self.path} are: {there}")
+            chats._templates = {DEFAULT: self._templates[name]}
+        elif data.chat_template:
+            chats._templates = {DEFAULT: template_text(data.chat_template)}
+        chats._thinking, chats._special_text, chats._day = data.thinking, data.special_text, day or self._day
+        chats._framing = Framing(self._backend, chats._templates, chats._day)
         return chats
 
     def offering(self, tools: Tools) -> Tokenizer:
@@ -70,8 +90,54 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(sorted(self._backend.get_vocab().items())).encode()).hexdigest()
 
     @property
+    def chat_digest(self) -> str:
+        """Equal for tokenizers that write conversations alike, on the same day if that matters."""
+        return hashlib.sha256(json.dumps([self._templates, str(self._day) if self.writes_dates else ""]).encode()).hexdigest()
+
+    @property
     def has_chat_template(self) -> bool:
-        return bool(self._template())
+        return bool(self._templates)
+
+    @property
+    def writes_dates(self) -> bool:
+        """Whether a chat template writes the day."""
+        return any(map(writes_dates, self._templates.values()))
+
+    @cached_property
+    def begin_ids(self) -> tuple[int, ...]:
+        """What the tokenizer itself puts before a text: a begin token, or nothing (GPT-2, Qwen), or more (GLM)."""
+        whole, bare = self.encode("a", add_special=True), self.encode("a")
+        starts = [place for place in range(len(whole)) if whole[place : place + len(bare)] == bare]
+        return tuple(whole[: starts[0]]) if starts else ()
+
+    def protected(self, text: str) -> str:
+        """A text from outside whose special tokens do not frame a conversation, as `data.special_text` says (`aligner.data.framing`).
+
+        `encode`, `continuation` and the chat template take the result. Raises DataError if the text is to be refused.
+        """
+        found = self._framing.found(text)
+        if not found or self._special_text is SpecialText.keep:
+            return text
+        if self._special_text is SpecialText.refuse:
+            raise DataError(f"a text holds {found[0]!r}, which frames texts for this tokenizer, expected none (data.special_text=refuse)")
+        return self._framing.escaped(text, found)
+
+    def is_framed(self, text: str) -> bool:
+        """Whether a text begins as a rendered conversation does, so that its special tokens are meant."""
+        return self._framing.begins(text)
+
+    def ends_turn(self, token: int) -> bool:
+        """Whether the token ends an assistant's turn."""
+        return token in self.end_ids or token in self._framing.turn_ends
+
+    def is_frame(self, token: int) -> bool:
+        """Whether the token is one of those that frame texts."""
+        return token in self._framing.ids
+
+    @property
+    def end_text(self) -> str:
+        """The end token, written out."""
+        return str(self._backend.eos_token)
 
     def encode(self, text: str, *, add_special: bool = False, plain: bool = False) -> list[int]:
         """Token ids of `text`; with `add_special`, with the tokenizer's own additions (usually a begin token).
@@ -80,6 +146,8 @@ class Tokenizer:
         """
         if not text:
             return []
+        if not (add_special or plain):
+            return self._framing.encode(Rendered(text, ()))[0]
         options = {"split_special_tokens": True} if plain else {}
         return list(self._backend.encode(text, add_special_tokens=add_special, verbose=False, **options))
 
@@ -113,49 +181,69 @@ class Tokenizer:
 
         Raises: ConfigError if the tokenizer has no template; DataError if the template refuses the messages.
         """
-        return list(self._apply(messages, tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False))
+        return self._framing.encode(self._rendered(messages, add_generation_prompt=add_generation_prompt))[0]
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """The text of a conversation in the model's own format. Raises as `apply_chat_template` does."""
-        return self._apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return self._rendered(messages, add_generation_prompt=add_generation_prompt).text
 
     def written_spans(self, messages: Sequence[Message]) -> list[tuple[int, int]] | None:
         """[start, stop) of what each assistant turn wrote among the tokens of a conversation, its end mark included.
 
         None if the template does not say, by `{% generation %}`. Raises as `apply_chat_template` does.
         """
-        if not (self._backend.is_fast and _GENERATION.search(self._template())):
+        if not (self._backend.is_fast and _GENERATION.search(self._template(messages))):
             return None
-        found = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        mask = [False, *map(bool, found["assistant_masks"]), False]
-        edges = [position for position in range(len(mask) - 1) if mask[position] != mask[position + 1]]
+        mask = self._framing.encode(self._rendered(messages, add_generation_prompt=False))[1]
+        edges = [position for position, (before, now) in enumerate(pairwise([False, *mask, False])) if before != now]
         return list(zip(edges[::2], edges[1::2], strict=True))
 
-    def _template(self) -> str:
-        return self._own_template or str(self._backend.chat_template or "")
-
-    def _apply(self, messages: Sequence[Message], **options: bool) -> Any:
-        if not self.has_chat_template:
+    def _template(self, messages: Sequence[Message]) -> str:
+        """That for these messages: `tool_use` if they are about tools and there is one."""
+        if not self._templates:
             raise ConfigError(
                 f"tokenizer {self.path} has no chat template: looked for chat_template in its tokenizer_config.json "
-                f"and for chat_template.jinja; allowed: data.chat_template={'|'.join(TEMPLATES)}, "
+                f"and for {TEMPLATE_FILE}; allowed: data.chat_template={'|'.join(TEMPLATES)}, "
                 "plain text records with apply_chat_template=false, or a tokenizer with a template"
             )
-        from jinja2 import TemplateError
+        name = TOOL_USE if self._wanted(messages) and TOOL_USE in self._templates else DEFAULT
+        if name not in self._templates:
+            named = ", ".join(f"data.chat_template={OWN_TEMPLATE}{one}" for one in self._templates)
+            raise DataError(f"tokenizer {self.path} has no chat template that is its default, allowed: {named}")
+        return self._templates[name]
 
+    def choosing(self, messages: Sequence[Message]) -> Tokenizer:
+        """The same tokenizer with the one template that a conversation takes, also for the beginning of it."""
+        if list(self._templates) in ([], [DEFAULT]):
+            return self
+        chosen = copy(self)
+        chosen._templates = {DEFAULT: self._template(messages)}
+        return chosen
+
+    def _rendered(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> Rendered:
         messages = self._thinking_as_set(messages)
-        if lost := next((word for word in self._wanted(messages) if word not in self._template()), ""):
+        template = self._template(messages)
+        if lost := next((word for word in self._wanted(messages) if word not in template), ""):
             raise DataError(f"the chat template of {self.path} has no place for {lost}, expected one that has (data.chat_template)")
-        more: dict[str, Any] = {"tools": list(self._tools)} if self._tools else {}
-        if self._own_template:
-            more["chat_template"] = self._own_template
-        turns = [message.as_json() for message in messages]
+        thought, parts = _thought_field(template) or THOUGHTS[0], self._framing.wants_parts
+        turns, tools = (self._protected_json(it) for it in ([message.as_json(thought, parts) for message in messages], list(self._tools)))
+        variables = {**self._backend.special_tokens_map, "tools": tools or None, "documents": None}
         try:
+            found = render(template, turns, day=self._day, add_generation_prompt=add_generation_prompt, **variables)
+            self._check_contents(messages, found.text)
             if self._thinking is Thinking.keep:
-                self._check_thoughts(messages, self._backend.apply_chat_template(turns, tokenize=False, **more))
-            return self._backend.apply_chat_template(turns, **more, **options)
-        except TemplateError as error:
-            raise DataError(f"the chat template of {self.path} refuses the messages: {error}") from error
+                whole = render(template, turns, day=self._day, add_generation_prompt=False, **variables) if add_generation_prompt else found
+                self._check_thoughts(messages, whole.text)
+        except (DataError, ConfigError) as error:
+            raise type(error)(str(error).replace("the chat template", f"the chat template of {self.path}", 1)) from error
+        return found
+
+    def _protected_json(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.protected(value)
+        if isinstance(value, Mapping):
+            return {self.protected(name): self._protected_json(one) for name, one in value.items()}
+        return [self._protected_json(one) for one in value] if isinstance(value, list) else value
 
     def _wanted(self, messages: Sequence[Message]) -> list[str]:
         """What a template has to know of, or it would leave it out."""
@@ -164,27 +252,49 @@ class Tokenizer:
     def _thinking_as_set(self, messages: Sequence[Message]) -> Sequence[Message]:
         if self._thinking is Thinking.drop:
             return [message.without_thinking() for message in messages]
-        if self._thinking is Thinking.keep and "reasoning_content" not in self._template():
+        if self._thinking is Thinking.keep and not _thought_field(self._template(messages)):
             return [message.with_thinking_in_text() for message in messages]
         return messages
 
+    def _check_contents(self, messages: Sequence[Message], text: str) -> None:
+        """Raise DataError if the template leaves out what somebody said; an assistant's thinking may be."""
+        for position, message in enumerate(messages):
+            said = message.content if message.role != "assistant" else message.content.rpartition("</think>")[2]
+            for what in (said.strip(), *(call["function"]["name"] for call in message.tool_calls)):
+                words = self.protected(what)
+                if words not in text and json.dumps(words, ensure_ascii=False)[1:-1] not in text:
+                    raise DataError(
+                        f"message {position}: the chat template leaves out {shown(what)} of role {message.role!r}, or changes it, "
+                        "expected one that has a place for it (data.chat_template)"
+                    )
+
     def _check_thoughts(self, messages: Sequence[Message], text: str) -> None:
         for position, message in enumerate(messages):
-            if any(thought not in text for thought in message.thoughts()):
+            if any(self.protected(thought) not in text for thought in message.thoughts()):
                 raise DataError(
                     f"message {position}: the chat template of {self.path} leaves out its thinking (data.thinking=keep), "
                     "allowed: data.thinking=template or drop, or another data.chat_template"
                 )
+
+    def save_template(self, directory: Path) -> None:
+        """Write the chat template beside a copy of the tokenizer's files, as the only one there."""
+        (directory / TEMPLATE_FILE).write_text(self._templates[DEFAULT], encoding="utf-8")
+        shutil.rmtree(directory / "additional_chat_templates", ignore_errors=True)
 
     def save(self, directory: str | Path) -> None:
         """Write it in the form that `load_tokenizer` and `transformers` load."""
         self._backend.save_pretrained(str(directory))
 
 
+def _thought_field(template: str) -> str:
+    """Where the template looks for an assistant's thinking; '' if it does not."""
+    return next((name for name in THOUGHTS if re.search(rf"""(\.|\[?["']){name}\b""", template)), "")
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load from a local directory; never from the network, never running code from it.
 
-    Raises: ConfigError naming the missing files.
+    Raises: ConfigError naming the missing files, or a text of which `transformers` makes other tokens than tokenizer.json says.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -197,7 +307,27 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         backend = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception for a damaged file
         raise ConfigError(f"tokenizer in {directory.absolute()} does not load: {type(error).__name__}: {error}") from error
+    if backend.is_fast and (directory / "tokenizer.json").is_file():
+        _compare(backend, directory / "tokenizer.json")
     return Tokenizer(backend, str(path))
+
+
+def _compare(backend: PreTrainedTokenizerBase, file: Path) -> None:
+    """Raise ConfigError if `transformers` encodes otherwise than the file says, but for a space before the first word."""
+    import transformers
+    from tokenizers import Tokenizer as Written
+
+    written = Written.from_file(str(file))
+    written.no_truncation()
+    written.no_padding()
+    for text in _SAMPLES:
+        ids = backend.encode(text, add_special_tokens=False)
+        if ids not in (expected := [written.encode(begin + text, add_special_tokens=False).ids for begin in ("", " ")]):
+            raise ConfigError(
+                f"tokenizer in {file.parent.absolute()}: as {type(backend).__name__} transformers {transformers.__version__} "
+                f"encodes {text!r} as {shown(ids)} ({backend.decode(ids)!r}); tokenizer.json says {shown(expected[0])}; allowed: another "
+                "version of transformers, or the right tokenizer_class in tokenizer_config.json"
+            )
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:

@@ -45,7 +45,7 @@ def inspect_data(target: str, overrides: Sequence[str], options: Options) -> int
             config = config_of(location, overrides, Options(kind=kinds[0], tokenizer=config.model.tokenizer))
         if not options.tokenizer or not tokenizer.has_chat_template:
             config.data.chat_template = config.data.chat_template or "chatml"
-        tokenizer = tokenizer.chatting(config.data.chat_template, config.data.thinking)
+        tokenizer = tokenizer.chatting(config.data)
         return _show(config, location, tokenizer, kinds, options)
 
 
@@ -57,6 +57,8 @@ def _show(config: object, location: str, tokenizer: Tokenizer, kinds: Sequence[s
         print(f"  {line}")
     if report.unused:
         print(f"  {report.unused_text()}")
+    if report.special_text:
+        print(f"  {report.special_words()}")
     for problem in report.problems[: options.num_samples]:
         print(f"bad: {problem}")
     print(f"  {report.num_kept} of the first {report.num_records} records can be used, {report.num_bad} bad")

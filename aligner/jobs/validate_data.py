@@ -130,6 +130,8 @@ def show(finding: Finding, out: TextIO, *, lists_all: bool = False) -> None:
         print(f"  bad: {len(problems)} records: {kind}", file=out)
     for text in report.long_texts():
         print(f"  {text}", file=out)
+    if report.special_text:
+        print(f"  {report.special_words()}", file=out)
     if report.unused:
         print(f"  {report.unused_text()}", file=out)
     _show_lengths(finding, out)
@@ -192,4 +194,4 @@ def _tokenizer(config: JobRun) -> Tokenizer:
     """The tokenizer of the data's model, also beside a checkpoint."""
     path = Path(config.model.tokenizer_path)
     tokenizer = load_tokenizer(resolve(path) if not config.model.tokenizer and (path / LATEST).exists() else path)
-    return tokenizer.chatting(config.data.chat_template, config.data.thinking)
+    return tokenizer.chatting(config.data)

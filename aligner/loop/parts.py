@@ -17,7 +17,6 @@ import yaml
 
 from aligner.cluster.exit_codes import ExitCode
 from aligner.data.report import LoadReport
-from aligner.data.templates import template_text
 from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from aligner.errors import AlignerError, ConfigError, RunHalted, describe_os_error
 from aligner.files import publish
@@ -117,14 +116,34 @@ def load_sets(
     return sets[0], sets[1] if data.validation else []
 
 
-def load_model_files(config: ModelConfig, data: Any = None) -> tuple[Tokenizer, Architecture]:
-    """The tokenizer and the architecture of a model, checked against each other; with the chat template that `data` names."""
+def load_model_files(config: ModelConfig, data: Any = None, session: Session | None = None) -> tuple[Tokenizer, Architecture]:
+    """The tokenizer and the architecture of a model, checked against each other; with the chat template that `data` names.
+
+    A template that writes the date gets that of the first day of the session's run, or today's.
+    """
     tokenizer = load_tokenizer(str(tokenizer_directory(config)))
     if data is not None:
-        tokenizer = tokenizer.chatting(data.chat_template, data.thinking)
+        tokenizer = tokenizer.chatting(data, day=session.directory.first_day() if session else None)
+    if session and tokenizer.writes_dates:
+        session.say(f"the chat template writes the date: that of the run's first day, {session.directory.first_day()}, on every day")
     architecture = create.read_architecture(config, vocab_size=tokenizer.vocab_size)
     check_vocabulary(tokenizer, architecture.vocab_size)
     return tokenizer, architecture
+
+
+def run_tokenizer(session: Session, config: JobRun, model: ModelConfig) -> Path:
+    """Where checkpoints and exports of a run take their tokenizer from: the model's, with the chat template of `data.chat_template`."""
+    source, target = tokenizer_directory(model), session.directory.tokenizer
+
+    def write() -> None:
+        target.mkdir(exist_ok=True)
+        copy_tokenizer(source, target)
+        load_tokenizer(source).chatting(config.data).save_template(target)
+
+    if not config.data.chat_template:
+        return source
+    from_rank_0(write)
+    return target
 
 
 def tokenizer_directory(config: ModelConfig) -> Path:
@@ -270,8 +289,6 @@ def export_at_end(
     if session.is_first:
         copy_tokenizer(tokenizer, session.directory.export)
         name_special_tokens(session.directory.export)
-        if config.data.chat_template:
-            (session.directory.export / "chat_template.jinja").write_text(template_text(config.data.chat_template), encoding="utf-8")
     session.say(f"Hugging Face model written to {session.directory.export}")
     if chunks[0].lora.is_on:
         save_peft(chunks, session.directory.adapter, writer=session.is_first)

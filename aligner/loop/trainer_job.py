@@ -13,7 +13,7 @@ from aligner.data.report import LoadReport
 from aligner.data.stored import row_counts
 from aligner.data.tokenizer import Tokenizer
 from aligner.loop.config import TrainerRun
-from aligner.loop.parts import load_model_files, load_sets, tokenizer_directory, train_to_end, with_lengths
+from aligner.loop.parts import load_model_files, load_sets, run_tokenizer, train_to_end, with_lengths
 from aligner.loop.recipe import Built, Recipe
 from aligner.loop.session import Session, open_session
 from aligner.loop.sources import pinned, pinned_base
@@ -87,13 +87,13 @@ def train(recipe: Recipe, config: TrainerRun) -> int:
     with open_session(config, config.run, config.parallel, component=recipe.component or recipe.name) as session:
         pin = pinned if config.has_frozen_start else pinned_base
         config = replace(config, model=pin(session, "model", config.model))
-        tokenizer, architecture = load_model_files(config.model, config.data)
+        tokenizer, architecture = load_model_files(config.model, config.data, session)
         config.check(architecture, session.topology.world_size)
         job = TrainerJob(session=session, config=with_lengths(config), tokenizer=tokenizer, architecture=architecture)
         built: Built | None = recipe.build(job)
         if built is None:
             return ExitCode.stopped
-        code = train_to_end(session, job.config, built, tokenizer=tokenizer_directory(config.model), shown=recipe.columns)
+        code = train_to_end(session, job.config, built, tokenizer=run_tokenizer(session, config, config.model), shown=recipe.columns)
     return code
 
 

@@ -233,12 +233,17 @@ def read_state(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "state.json").read_text())
 
 
+NAMED_TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer
+
+
 def copy_tokenizer(source: Path, destination: Path) -> None:
     """Copy the files of a tokenizer (not weights, not the model's config)."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "vocab.json", "merges.txt")
     for name in (*names, "added_tokens.json", "chat_template.jinja", "generation_config.json"):
         if (source / name).exists():
             shutil.copyfile(source / name, destination / name)
+    if (source / NAMED_TEMPLATES).is_dir():
+        shutil.copytree(source / NAMED_TEMPLATES, destination / NAMED_TEMPLATES, dirs_exist_ok=True)
 
 
 def _layout(model: TrainableModel) -> dict[str, int]:

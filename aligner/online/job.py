@@ -22,7 +22,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.environments.exchange import environment_follow_up
 from aligner.environments.reward import EnvironmentReward
 from aligner.errors import ConfigError, describe_os_error
-from aligner.loop.parts import load_model_files, load_sets, tokenizer_directory, train_to_end, with_lengths
+from aligner.loop.parts import load_model_files, load_sets, run_tokenizer, train_to_end, with_lengths
 from aligner.loop.recipe import Built, Recipe
 from aligner.loop.session import Session, announced, open_session
 from aligner.loop.sources import frozen_model, pinned, pinned_base
@@ -120,7 +120,7 @@ class OnlineJob(Generic[C]):
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The policy's."""
-        return load_model_files(self.config.model, self.config.data)[0]
+        return load_model_files(self.config.model, self.config.data, self.session)[0]
 
     @property
     def context(self) -> int:
@@ -224,7 +224,7 @@ def build_task(
         session.say(f"warning: rollout.sampling: {', '.join(reshaping)}: other than the policy that is trained (docs/sampling.md)")
     config.check_complete()
     model = (pinned if with_reference else pinned_base)(session, "model", config.model)
-    tokenizer, architecture = load_model_files(model, config.data)
+    tokenizer, architecture = load_model_files(model, config.data, session)
     config.check(architecture, session.topology.world_size)
     if platform.backend() == "nccl":
         check_ahead(config.rollout, tp=config.rollout.tp or config.parallel.tp)
@@ -271,7 +271,7 @@ def build_task(
         shared=shared,
         keep_samples=validation_samples(session),
     )
-    return task, policy, tokenizer_directory(model)
+    return task, policy, run_tokenizer(session, config, model)
 
 
 def load_prompt_sets(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> tuple[Sequence[Prompt], Sequence[Prompt]]:

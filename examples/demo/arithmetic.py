@@ -121,12 +121,13 @@ def wrong_answer(rng: random.Random, answer: int) -> str:
 
 def write_tokenizer(directory: Path) -> None:
     """A directory that `transformers.AutoTokenizer` loads: one token per character, decoded without spaces in between."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (PAD, BOS, EOS, UNK)])
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, TOKENS.index(BOS))])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     names = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS, "unk_token": UNK}

@@ -205,7 +205,7 @@ def request(who: str, level: int) -> dict:
 
 def write_tokenizer(folder: Path) -> None:
     """One token per word, mark and line break, as a Hugging Face tokenizer."""
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as Backend
 
     vocabulary = {token: number for number, token in enumerate((*SPECIAL.values(), *FORMAT, *WORDS))}
@@ -213,6 +213,7 @@ def write_tokenizer(folder: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"<extra_id_\d>| ?[A-Za-z]+|[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL.values()])
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])])
     folder.mkdir(exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}))

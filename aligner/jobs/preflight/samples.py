@@ -57,7 +57,7 @@ def fitted(config: JobRun) -> JobRun:
 
 def load_sample(config: JobRun, location: str, tokenizer: Tokenizer, first: int | None = NUM_RECORDS) -> tuple[Sequence[Any], LoadReport]:
     """The usable ones of the first records (None: of all), and the report. Raises DataError listing the bad lines."""
-    return config.read(location, tokenizer.chatting(config.data.chat_template, config.data.thinking), first=first)
+    return config.read(location, tokenizer.chatting(config.data), first=first)
 
 
 def _observe_data(context: Context) -> Sample:

@@ -45,7 +45,7 @@ def _observe(context: Context) -> Tokens:
     for model in context.config.models():
         try:
             data = context.config.data
-            tokenizer = tokenizer_of(model).chatting(data.chat_template, data.thinking)
+            tokenizer = tokenizer_of(model).chatting(data)
             described[model.component], found = look(tokenizer, context.config)
         except ConfigError as error:
             raise ConfigError(f"{model.component} ({model.key}): {error}") from error

@@ -80,7 +80,13 @@ RECORD = {
 class Characters:
     """One id per character."""
 
-    bos_id, eos_id, path = 1, 2, "x"
+    bos_id, begin_ids, eos_id, path = 1, (1,), 2, "x"
+
+    def protected(self, text: str) -> str:
+        return text
+
+    def is_framed(self, text: str) -> bool:
+        return False
 
     def encode(self, text: str, **_: object) -> list[int]:
         return [ord(c) for c in text]

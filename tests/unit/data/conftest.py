@@ -21,13 +21,15 @@ TEMPLATE = (
 
 def write_tokenizer(directory: Path, **settings: object) -> Path:
     """One token per printable ASCII character; `settings` go to tokenizer_config.json."""
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as Backend
 
     backend = Backend(models.WordLevel({token: i for i, token in enumerate([*SPECIAL, *PRINTABLE])}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    if "bos_token" in settings:  # as the tokenizers of Llama and Gemma
+        backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     directory.mkdir()
     backend.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **settings}))

@@ -27,6 +27,10 @@ def plain(make_tokenizer_dir) -> Tokenizer:
     return load_tokenizer(make_tokenizer_dir(pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"))
 
 
+def settings(template: str, thinking: Thinking = Thinking.template) -> SFTDataConfig:
+    return SFTDataConfig(train="x", chat_template=template, thinking=thinking)
+
+
 def text(tokenizer: Tokenizer, row, *, learnt: bool = False) -> str:
     return tokenizer.decode([token for token, on in zip(row.tokens, row.loss_mask, strict=True) if on or not learnt], skip_special=False)
 
@@ -34,7 +38,7 @@ def text(tokenizer: Tokenizer, row, *, learnt: bool = False) -> str:
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_masks_are_those_of_transformers(name, plain):
     """Up to the last assistant turn, where a row ends, with an end token behind a template that writes another mark."""
-    tokenizer = plain.chatting(name, Thinking.template)
+    tokenizer = plain.chatting(settings(name))
     turns = [turn.as_json() for turn in TURNS]
     found = plain._backend.apply_chat_template(turns, chat_template=TEMPLATES[name], return_dict=True, return_assistant_tokens_mask=True)
     row = encode_conversation(tokenizer, TURNS)
@@ -49,30 +53,30 @@ def test_masks_are_those_of_transformers(name, plain):
 def test_a_template_by_name_in_a_file_or_unknown(plain, jsonl, tmp_path):
     path = jsonl({"prompt": "a", "response": "b"})
     config = SFTDataConfig(train=path, apply_chat_template=True, chat_template="zephyr")
-    (row,), _ = load_supervised(path, config, plain.chatting(config.chat_template, config.thinking))
+    (row,), _ = load_supervised(path, config, plain.chatting(config))
     assert text(plain, row) == "<|user|>\na<eos>\n<|assistant|>\nb<eos>" and text(plain, row, learnt=True) == "b<eos>"
     file = tmp_path / "own.jinja"
     file.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
-    (row,), _ = load_supervised(path, config, plain.chatting(str(file), Thinking.template))
+    (row,), _ = load_supervised(path, config, plain.chatting(settings(str(file))))
     assert text(plain, row) == "<user>a<assistant>b<eos>" and text(plain, row, learnt=True) == "b<eos>"
     with pytest.raises(ConfigError, match="no chat template: .* allowed: data.chat_template=chatml|"):
         load_supervised(path, config, plain)
     with pytest.raises(ConfigError, match="data.chat_template is 'chat-ml', allowed: chatml, qwen2_5, llama2, "):
         PromptDataConfig(train=path, chat_template="chat-ml")
     with pytest.raises(ConfigError, match="data.chat_template is .*none.jinja': .*No such file"):
-        plain.chatting(str(tmp_path / "none.jinja"), Thinking.template)
+        plain.chatting(settings(str(tmp_path / "none.jinja")))
 
 
 def test_a_template_that_has_no_place_for_tools_is_refused(plain):
     tools = ({"type": "function", "function": {"name": "add"}},)
     called = (TURNS[0], Message(role="assistant", content="", tool_calls=tools), Message(role="tool", content="2"), TURNS[3])
     with pytest.raises(DataError, match="has no place for tool_calls"):
-        encode_conversation(plain.chatting("chatml", Thinking.template), called)
+        encode_conversation(plain.chatting(settings("chatml")), called)
     with pytest.raises(DataError, match="has no place for tools"):
-        encode_conversation(plain.chatting("chatml", Thinking.template).offering(tools), TURNS)
+        encode_conversation(plain.chatting(settings("chatml")).offering(tools), TURNS)
     call = ({"type": "function", "function": {"name": "add", "arguments": {"x": 1}}},)
     called = (called[0], Message(role="assistant", content="", tool_calls=call), *called[2:])
-    row = encode_conversation(plain.chatting("qwen2_5", Thinking.template).offering(tools), called)
+    row = encode_conversation(plain.chatting(settings("qwen2_5")).offering(tools), called)
     assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>' in text(plain, row)
     learnt = text(plain, row, learnt=True)
     assert learnt.startswith('\n<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call><|im_end|>ef<|im_end|>')
@@ -87,12 +91,12 @@ def test_thinking_is_kept_or_dropped(plain, tmp_path, in_text):
 
     file = tmp_path / "reasons.jinja"
     file.write_text(REASONS)
-    kept, dropped = (plain.chatting("chatml", thinking) for thinking in (Thinking.keep, Thinking.drop))
+    kept, dropped = (plain.chatting(settings("chatml", thinking)) for thinking in (Thinking.keep, Thinking.drop))
     assert text(plain, encode_conversation(kept, turns("x", "y"))).count("<think>") == 2
     assert "<think>\nx\n</think>\n\nb<|im_end|>" in text(plain, encode_conversation(kept, turns("x", "y")), learnt=True)
     assert "think" not in text(plain, encode_conversation(dropped, turns("x", "y")))
     if not in_text:
-        usual, strict = (plain.chatting(str(file), thinking) for thinking in (Thinking.template, Thinking.keep))
+        usual, strict = (plain.chatting(settings(str(file), thinking)) for thinking in (Thinking.template, Thinking.keep))
         assert text(plain, encode_conversation(usual, turns("x", "y")), learnt=True) == "b<eos><think>y</think>b<eos>"
         assert text(plain, encode_conversation(strict, turns("y")), learnt=True) == "<think>y</think>b<eos>"
         with pytest.raises(DataError, match="message 1: the chat template of .* leaves out its thinking"):
@@ -105,4 +109,4 @@ def test_marks_that_do_not_fit_the_turns_are_refused(plain, tmp_path):
     file = tmp_path / "one.jinja"
     file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}x{% endgeneration %}")
     with pytest.raises(DataError, match="marks 1 parts as written by an assistant, expected 2"):
-        encode_conversation(plain.chatting(str(file), Thinking.template), TURNS)
+        encode_conversation(plain.chatting(settings(str(file))), TURNS)

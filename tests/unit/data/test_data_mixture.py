@@ -14,7 +14,6 @@ from aligner.data.config import (
     PreferenceDataConfig,
     PromptDataConfig,
     SFTDataConfig,
-    Thinking,
     UnpairedDataConfig,
 )
 from aligner.data.distillation import load_distillation
@@ -143,7 +142,7 @@ def test_sources_are_read_with_settings_of_their_own(jsonl, chars):
 
 def test_sources_of_several_forms_and_chat_templates(jsonl, make_tokenizer_dir):
     tokenizer = load_tokenizer(make_tokenizer_dir(pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")).chatting(
-        "zephyr", Thinking.template
+        SFTDataConfig(train="x", chat_template="zephyr")
     )
     chat = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     paths = [jsonl({"conversations": chat}, name=f"{name}.jsonl") for name in "xy"]

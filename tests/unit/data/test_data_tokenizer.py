@@ -1,12 +1,25 @@
+# ruff: noqa: E501  (templates are lines)
+
 from __future__ import annotations
 
+import json
 import shutil
+from datetime import date
+from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer as Written
+from tokenizers import pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from aligner.cluster.run_directory import RunDirectory
+from aligner.data.config import SFTDataConfig
+from aligner.data.encoding import PromptStyle, encode_conversation, encode_prompt, encode_response
 from aligner.data.messages import Message
 from aligner.data.tokenizer import check_vocabulary, load_tokenizer
 from aligner.errors import ConfigError, DataError
+from aligner.loop.parts import load_model_files
+from aligner.models.config import ModelConfig
 
 
 def test_encode_adds_nothing_unless_asked_and_decode_gives_the_text_back(chars):
@@ -98,3 +111,143 @@ def test_damaged_tokenizer_directory_without_json_config(shared_data, tmp_path):
     shutil.copy(shared_data("stories260k") / "tokenizer.json", tmp_path)
     with pytest.raises(ConfigError, match="no end-of-sequence token|does not load"):
         load_tokenizer(tmp_path)
+
+
+def write_chat(folder, template, **settings):
+    """A byte-level tokenizer with this template, or these by name."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>", "[gMASK]", "<sop>")])
+    if begin := settings.pop("adds", ()):
+        added = [(token, backend.token_to_id(token)) for token in begin]
+        backend.post_processor = processors.TemplateProcessing(single=f"{' '.join(begin)} $A", special_tokens=added)
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | settings))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("adds", "bos", "add_bos", "begin"),
+    [
+        ((), None, None, []),
+        ((), "<s>", None, []),  # GPT-2, Pythia, SmolLM2: there is a begin token, and nothing puts it there
+        ((), "<s>", True, ["<s>"]),
+        (("<s>",), "<s>", None, ["<s>"]),  # Llama, Gemma
+        (("<s>",), "<s>", False, []),
+        (("[gMASK]", "<sop>"), None, None, ["[gMASK]", "<sop>"]),  # GLM
+        ((), None, True, []),
+    ],
+)
+def test_a_text_begins_as_the_tokenizer_itself_begins_it(tmp_path, adds, bos, add_bos, begin):
+    tokenizer = load_tokenizer(write_chat(tmp_path / "t", "", adds=adds, **({"bos_token": bos} if bos else {})))
+    style = PromptStyle(apply_chat_template=False, add_bos=add_bos)
+    ids = [tokenizer._backend.convert_tokens_to_ids(token) for token in begin]
+    text = tokenizer._backend.encode("hi", add_special_tokens=False)
+    assert encode_prompt(tokenizer, "hi", style) == [*ids, *text]
+    assert encode_response(tokenizer, "hi", "!", style).tokens == (*ids, *text, *tokenizer.encode("!"), tokenizer.eos_id)
+    if add_bos is None:
+        assert encode_prompt(tokenizer, "hi", style) == tokenizer._backend.encode("hi")  # what `transformers` makes of it
+    if begin:  # once, if the text has it already
+        assert encode_prompt(tokenizer, "".join(begin) + "hi", style) == [*ids, *text]
+
+
+DEFAULT = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+TOOLS = (
+    DEFAULT.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}")
+    + "{{ tools | tojson if tools else '' }}"
+)
+CALL = ({"type": "function", "function": {"name": "get", "arguments": {"x": None}}},)
+CALLS = tuple(
+    Message(role=role, content="c", **more)
+    for role, more in (("user", {}), ("assistant", {"tool_calls": CALL}), ("tool", {}), ("assistant", {}))
+)
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_the_template_for_tools_is_taken_for_tools_and_their_calls(tmp_path, in_files):
+    named = [{"name": "default", "template": DEFAULT}, {"name": "tool_use", "template": TOOLS}]
+    folder = write_chat(tmp_path / "t", "" if in_files else named)
+    if in_files:  # as `transformers` writes them
+        (folder / "chat_template.jinja").write_text(DEFAULT)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TOOLS)
+    tokenizer = load_tokenizer(folder)
+    row = encode_conversation(tokenizer, CALLS)
+    assert '"name": "get", "arguments": {"x": null}' in tokenizer.decode([t for t, on in zip(row.tokens, row.loss_mask, strict=True) if on])
+    told = ({"type": "function", "function": {"name": "get"}},)
+    assert tokenizer.decode(encode_prompt(tokenizer.offering(told), CALLS[:1], PromptStyle(apply_chat_template=True))).endswith(
+        '"name": "get"}}]'
+    )
+    assert tokenizer.decode(encode_prompt(tokenizer, CALLS[:1], PromptStyle(apply_chat_template=True))) == "uca"
+    own = tokenizer.chatting(SFTDataConfig(train="x", chat_template="tokenizer:tool_use"))
+    assert own.has_chat_template and encode_conversation(own, CALLS) == row
+    with pytest.raises(ConfigError, match="data.chat_template=tokenizer:rag: the chat templates of tokenizer .* are: default, tool_use"):
+        tokenizer.chatting(SFTDataConfig(train="x", chat_template="tokenizer:rag"))
+
+
+def test_without_a_default_template_others_are_named(tmp_path):
+    tokenizer = load_tokenizer(write_chat(tmp_path / "t", [{"name": "tool_use", "template": TOOLS}, {"name": "rag", "template": TOOLS}]))
+    assert encode_conversation(tokenizer, CALLS).tokens  # that is for calls
+    with pytest.raises(
+        DataError,
+        match="no chat template that is its default, allowed: data.chat_template=tokenizer:tool_use, data.chat_template=tokenizer:rag",
+    ):
+        encode_conversation(tokenizer, (CALLS[0], CALLS[3]))
+
+
+def test_templates_that_write_the_day_get_the_one_that_is_given(tmp_path):
+    dated = "{{ strftime_now('%d %b %Y') }}" + DEFAULT
+    tokenizer = load_tokenizer(write_chat(tmp_path / "t", dated))
+    config, style = SFTDataConfig(train="x"), PromptStyle(apply_chat_template=True)
+    first = tokenizer.chatting(config, day=date(2024, 7, 26))
+    assert first.writes_dates and tokenizer.decode(encode_prompt(first, "hi", style)) == "26 Jul 2024uhia"
+    later = tokenizer.chatting(config, day=date(2024, 7, 27))
+    assert first.chat_digest != later.chat_digest and first.chatting(config).chat_digest == first.chat_digest  # for the cache
+    plain = load_tokenizer(write_chat(tmp_path / "p", DEFAULT))
+    assert plain.chatting(config, day=date(2024, 1, 1)).chat_digest == plain.chat_digest != first.chat_digest
+
+
+def test_the_day_of_a_run_is_its_first_and_is_said_once(tmp_path):
+    folder = write_chat(tmp_path / "t", "{{ strftime_now('%Y') }}" + DEFAULT)
+    run = RunDirectory(tmp_path / "run").create()
+    made = json.loads(run.identity.read_text())
+    run.identity.write_text(json.dumps(made | {"created": "2023-05-06T23:59:59+0200"}))
+    said: list[str] = []
+    session = SimpleNamespace(directory=run, say=said.append)
+    model = ModelConfig(tokenizer=str(folder))
+    tokenizer, _ = load_model_files(model, SFTDataConfig(train="x"), session)
+    assert tokenizer.decode(encode_prompt(tokenizer, "hi", PromptStyle(apply_chat_template=True))).startswith("2023u")
+    assert said == ["the chat template writes the date: that of the run's first day, 2023-05-06, on every day"]
+
+
+def test_what_transformers_makes_of_a_tokenizer_is_compared_with_its_file(tmp_path, monkeypatch):
+    """As transformers 5.0 to 5.3 did of LlamaTokenizerFast with a byte-level file: every space was lost."""
+    folder = write_chat(tmp_path / "t", "")
+    load_tokenizer(folder)
+    other = Written.from_file(str(folder / "tokenizer.json"))
+    other.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    wrong = PreTrainedTokenizerFast(tokenizer_object=other, eos_token="</s>")
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: wrong)
+    with pytest.raises(ConfigError, match=r"as \w+ transformers .* encodes 'hello world, how are you' as .*tokenizer.json says"):
+        load_tokenizer(folder)
+    spaced = Written.from_file(str(folder / "tokenizer.json"))  # a space before the first word may be a setting
+    spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    monkeypatch.setattr(
+        AutoTokenizer, "from_pretrained", lambda *_, **__: PreTrainedTokenizerFast(tokenizer_object=spaced, eos_token="</s>")
+    )
+    load_tokenizer(folder)
+
+
+def test_a_tokenizer_file_that_cuts_or_pads_is_compared_whole(tmp_path):
+    folder = write_chat(tmp_path / "t", "")
+    file = Written.from_file(str(folder / "tokenizer.json"))
+    file.enable_truncation(3)
+    file.enable_padding(length=64)
+    file.save(str(folder / "tokenizer.json"))
+    assert len(load_tokenizer(folder).encode("hello")) == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -109,7 +110,8 @@ def first_refusal(recipe: str, component: str, config: object, monkeypatch: pyte
     def session(config, run, parallel, **_):
         parallel.check_world(8)
         topology = SimpleNamespace(world_size=8, rank=0, dp_size=8 // parallel.replica_size)
-        yield SimpleNamespace(topology=topology, is_first=True, say=lambda text: None)
+        directory = SimpleNamespace(first_day=date.today)
+        yield SimpleNamespace(topology=topology, is_first=True, say=lambda text: None, directory=directory)
 
     @contextmanager
     def announced(*_, **__):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,8 @@ def test_what_the_judge_is_asked(task: Path, template: str, tmp_path: Path) -> N
     tokenizer = load_tokenizer(task / "tokenizer")
     config = config_of(task, template)
     assert asked(config, tokenizer)[0] == "q 0+1= a 42 s "
-    tokenizer._backend.chat_template = CHAT
+    (tmp_path / "chat.jinja").write_text(CHAT)
+    tokenizer = tokenizer.chatting(replace(config.data, chat_template=str(tmp_path / "chat.jinja")))
     turns = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns[1:]}) + "\n" + json.dumps({"prompt": "1+1="}) + "\n")
     config.data.train = str(tmp_path / "chats.jsonl")
