@@ -65,13 +65,11 @@ def encode_response(tokenizer: Tokenizer, prompt: str | Conversation, response: 
         turns = turns_of(response, "assistant")
         learnt = [len(messages) + position for position, turn in enumerate(turns) if turn.role == "assistant"]
         return _encode_turns(tokenizer, (*messages, *turns), learnt)
-    head, said = encode_prompt(tokenizer, prompt, style), str(response)
-    said = said.removesuffix(tokenizer.end_text) or said
+    head, said = encode_prompt(tokenizer, prompt, style), str(response).removesuffix(tokenizer.end_text)
     tail = tokenizer.continuation(plain_text(tokenizer, str(prompt)), plain_text(tokenizer, said, behind=str(prompt)))
     if head == _begin(tokenizer, [], style) == tail[: len(head)]:  # an empty prompt before a text with a begin token of its own
         tail = tail[len(head) :]
-    if tail[-1:] != [tokenizer.eos_id]:
-        tail.append(tokenizer.eos_id)
+    tail.append(tokenizer.eos_id)
     return _masked([*head, *tail], [(len(head), len(head) + len(tail))])
 
 
@@ -183,7 +181,8 @@ def _turn_span(tokenizer: Tokenizer, messages: Conversation, position: int, toke
             f"{refused} does not write an assistant turn behind its own generation prompt, "
             "so the turn's tokens cannot be told apart; expected a template that does"
         )
-    whole = tokenizer.apply_chat_template(messages[: position + 1], add_generation_prompt=False)
+    is_last = position == len(messages) - 1
+    whole = tokens if is_last else tokenizer.apply_chat_template(messages[: position + 1], add_generation_prompt=False)
     if tokens[: len(whole)] == whole:
         frames = [place + 1 for place in range(start, len(whole)) if tokenizer.is_frame(tokens[place])]
         is_ended = any(token in tokenizer.end_ids for token in tokens[len(whole) : len(whole) + 1])  # by the mark of the next speaker (GLM)
@@ -191,11 +190,11 @@ def _turn_span(tokenizer: Tokenizer, messages: Conversation, position: int, toke
     else:
         ends = [place + 1 for place in range(start, len(tokens)) if tokenizer.ends_turn(tokens[place])][:1]
     said = messages[position].content.rpartition("</think>")[2].strip()
-    normalised = tokenizer.decode(tokenizer.encode(tokenizer.protected(said)), skip_special=False).strip()
-    for stop in ends:
-        written = tokenizer.decode(tokens[start:stop], skip_special=False)
-        if said in written or normalised in written:
-            return start, stop
+    for normalises in (False, True):  # a tokenizer may change a text
+        text = tokenizer.decode(tokenizer.encode(tokenizer.protected(said)), skip_special=False).strip() if normalises else said
+        for stop in ends:
+            if text in tokenizer.decode(tokens[start:stop], skip_special=False):
+                return start, stop
     raise DataError(f"{refused} does not show where the assistant turn ends")
 
 

@@ -51,7 +51,7 @@ class Message:
 
     def without_thinking(self) -> Message:
         """The same turn without what an assistant thought. Raises DataError if nothing else is in it."""
-        content = _THOUGHT.sub("", self.content) if self.role == "assistant" else self.content
+        content = _without_thoughts(self.content) if self.role == "assistant" else self.content
         if self.content and not content.strip() and not self.tool_calls:
             raise DataError(f"an assistant's message is {shown(self.content)}, expected something besides thinking (data.thinking=drop)")
         return replace(self, content=content, thinking="")
@@ -62,8 +62,19 @@ class Message:
 
     def thoughts(self) -> list[str]:
         """What an assistant thought, wherever it is."""
-        found = [self.thinking, *_THOUGHT.findall(self.content)] if self.role == "assistant" else []
+        found = [self.thinking, *_THOUGHT.findall(self.content[: _end_of_thoughts(self.content)])] if self.role == "assistant" else []
         return [thought.strip() for thought in found if thought.strip()]
+
+
+def _end_of_thoughts(text: str) -> int:
+    """Behind the last `</think>` and white space: for each `<think>` from here on the whole rest would be searched in vain."""
+    _, mark, behind = text.rpartition("</think>")
+    return len(text) - len(behind.lstrip()) if mark else 0
+
+
+def _without_thoughts(text: str) -> str:
+    end = _end_of_thoughts(text)
+    return _THOUGHT.sub("", text[:end]) + text[end:]
 
 
 Conversation = tuple[Message, ...]
