@@ -35,6 +35,7 @@ class Tokenizer:
         self.bos_id: int | None = backend.bos_token_id
         self.eos_id: int = backend.eos_token_id
         self.pad_id: int = backend.eos_token_id if backend.pad_token_id is None else backend.pad_token_id
+        self.end_ids: tuple[int, ...] = (self.eos_id,)  # all that end a response; the first is put behind those of training data
         self.vocab_size: int = len(backend)
         self._backend = backend
         self._tools: Tools = ()
@@ -62,7 +63,12 @@ class Tokenizer:
     @property
     def max_token_id(self) -> int:
         """The largest id it can produce; more than `vocab_size - 1` if its ids have gaps."""
-        return max(self._backend.get_vocab().values())
+        return max(self.token_ids)
+
+    @property
+    def token_ids(self) -> frozenset[int]:
+        """The ids that stand for a token."""
+        return frozenset(self._backend.get_vocab().values())
 
     @property
     def digest(self) -> str:
@@ -95,9 +101,19 @@ class Tokenizer:
                 return whole[len(head) :]
         return self.encode(text, plain=plain)
 
+    def missing_ids(self, num_rows: int) -> list[int]:
+        """The ids below `num_rows` that stand for no token: what a model's padded vocabulary adds, and gaps."""
+        return sorted(set(range(num_rows)) - self.token_ids)
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of the ids, spaces left as they are."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+        """Text of the ids, spaces left as they are: what a model wrote. Special tokens are text in it (`<think>`, marks of tool calls),
+        all but end tokens and padding, which are left out unless `skip_special` is false."""
+        shown = [token for token in ids if token != self.pad_id and token not in self.end_ids] if skip_special else list(ids)
+        return self._backend.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def has_special(self, ids: Sequence[int]) -> bool:
+        """Whether any of them is a special token."""
+        return self._backend.decode(list(ids), skip_special_tokens=True) != self._backend.decode(list(ids), skip_special_tokens=False)
 
     def decode_after(self, prefix: Sequence[int], ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids` behind `prefix`, such that `continuation` gives them again.
@@ -181,10 +197,12 @@ class Tokenizer:
         self._backend.save_pretrained(str(directory))
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, model: Path | None = None) -> Tokenizer:
     """Load from a local directory; never from the network, never running code from it.
 
-    Raises: ConfigError naming the missing files.
+    What ends a response is read from its settings and, if the model's files are elsewhere, from those in the directory `model`.
+
+    Raises: ConfigError naming the missing files, or a setting that names no end token.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -197,7 +215,41 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         backend = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception for a damaged file
         raise ConfigError(f"tokenizer in {directory.absolute()} does not load: {type(error).__name__}: {error}") from error
-    return Tokenizer(backend, str(path))
+    tokenizer = Tokenizer(backend, str(path))
+    more = [one for folder in dict.fromkeys([directory, model or directory]) for one in model_end_ids(folder)]
+    tokenizer.end_ids = tuple(dict.fromkeys([tokenizer.eos_id, *more]))
+    return tokenizer
+
+
+def listed(ids: Any) -> list[Any]:
+    """What a setting names, alone or in a list."""
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
+
+def model_end_ids(directory: Path) -> list[int]:
+    """Every `eos_token_id`, a number or a list, of a directory's generation_config.json and config.json, as far as they are there.
+
+    Raises: ConfigError naming file and value for one that is no id of the model.
+    """
+    found: list[int] = []
+    rows = 0
+    for name in ("config.json", "generation_config.json"):
+        path = directory / name
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON: {error}") from error
+        for part in (settings, settings.get("text_config")) if isinstance(settings, dict) else ():
+            if not isinstance(part, dict):
+                continue
+            rows = part.get("vocab_size") or rows
+            value = part.get("eos_token_id")
+            ids = listed(value)
+            if any(type(one) is not int or one < 0 or (type(rows) is int and 0 < rows <= one) for one in ids):
+                limit = f" below {rows} (vocab_size)" if rows else ""
+                raise ConfigError(f"{path}: eos_token_id is {value!r}, allowed: an id{limit}, a list of ids, or null")
+            found += ids
+    return found
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:

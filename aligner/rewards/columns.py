@@ -1,6 +1,7 @@
 """How a reward function is called, by the names of its parameters: texts, fields of the records, or TRL's signature.
 
-- `f(prompts, responses, answers)`, and behind these any field of the records by its name, or all of them as `**columns`;
+- `f(prompts, responses, answers)`, and behind these any field of the records by its name, or all of them as `**columns`; `reasoning` and
+  `answer_text`, which no record has, are parts of the responses, here and below;
 - TRL's `f(completions, **columns)`: a parameter `completions` says so, and all arguments are passed by name. A conversation's prompt and
   completion are lists of messages then, as there. An entry of the result may be None: the function has nothing to say of that sample.
 """
@@ -14,6 +15,7 @@ from typing import Any
 from aligner.rewards.forms import OnSamples, Sample
 
 _TEXTS = 3  # prompts, responses, answers
+_PARTS = ("reasoning", "answer_text")  # of a Sample
 _OWN = ("prompt", "completion", "completion_ids")  # TRL passes these in the plural, or makes them
 
 
@@ -83,6 +85,8 @@ def _by_name(
     for name in wanted:
         if name in columns:
             found[name] = columns[name]
+        elif name in _PARTS:
+            found[name] = [getattr(sample, name) for sample in samples]
         elif parameters[name].default is inspect.Parameter.empty:
             raise TypeError(f"it takes {name!r}, which is no field of the records (there are {', '.join(sorted(there)) or 'none'})")
     return found
