@@ -106,10 +106,12 @@ class Tokenizer:
         return sorted(set(range(num_rows)) - self.token_ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of the ids, spaces left as they are: what a model wrote. Special tokens are text in it (`<think>`, marks of tool calls),
-        all but end tokens and padding, which are left out unless `skip_special` is false."""
-        shown = [token for token in ids if token != self.pad_id and token not in self.end_ids] if skip_special else list(ids)
-        return self._backend.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        """Text of the ids, spaces left as they are: what a model wrote. Special tokens are text in it (`<think>`, marks of tool calls);
+        left out are end tokens, padding and a begin token at the start, unless `skip_special` is false."""
+        ids = list(ids)
+        if skip_special:
+            ids = [token for token in ids[ids[:1] == [self.bos_id] :] if token not in (self.pad_id, *self.end_ids)]
+        return self._backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def has_special(self, ids: Sequence[int]) -> bool:
         """Whether any of them is a special token."""
@@ -226,29 +228,30 @@ def listed(ids: Any) -> list[Any]:
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
+def model_settings(path: Path) -> dict[str, Any]:
+    """What a model's JSON file says, a text part's settings among the others; nothing if there is no such file. Raises ConfigError."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    settings = settings if isinstance(settings, dict) else {}
+    text = settings.get("text_config")
+    return (text if isinstance(text, dict) else {}) | {name: value for name, value in settings.items() if value is not None}
+
+
 def model_end_ids(directory: Path) -> list[int]:
     """Every `eos_token_id`, a number or a list, of a directory's generation_config.json and config.json, as far as they are there.
 
     Raises: ConfigError naming file and value for one that is no id of the model.
     """
     found: list[int] = []
-    rows = 0
-    for name in ("config.json", "generation_config.json"):
-        path = directory / name
-        try:
-            settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}") from error
-        for part in (settings, settings.get("text_config")) if isinstance(settings, dict) else ():
-            if not isinstance(part, dict):
-                continue
-            rows = part.get("vocab_size") or rows
-            value = part.get("eos_token_id")
-            ids = listed(value)
-            if any(type(one) is not int or one < 0 or (type(rows) is int and 0 < rows <= one) for one in ids):
-                limit = f" below {rows} (vocab_size)" if rows else ""
-                raise ConfigError(f"{path}: eos_token_id is {value!r}, allowed: an id{limit}, a list of ids, or null")
-            found += ids
+    rows = model_settings(directory / "config.json").get("vocab_size")
+    for path in (directory / "generation_config.json", directory / "config.json"):
+        ids = listed(value := model_settings(path).get("eos_token_id"))
+        if any(type(one) is not int or one < 0 or (type(rows) is int and one >= rows) for one in ids):
+            limit = f" below {rows} (vocab_size of config.json)" if type(rows) is int else ""
+            raise ConfigError(f"{path}: eos_token_id is {value!r}, allowed: an id{limit}, a list of ids, or null")
+        found += ids
     return found
 
 

@@ -22,6 +22,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from aligner.data.tokenizer import listed, model_end_ids
-from aligner.errors import CheckpointError, describe_os_error
+from aligner.data.tokenizer import listed, model_end_ids, model_settings
+from aligner.errors import CheckpointError, ConfigError, describe_os_error
 from aligner.models import (
     async_save,
     checkpoint_adapters,
@@ -48,7 +49,7 @@ from aligner.models.checkpoint_files import BEST, LATEST, MARKER, read_marker, r
 from aligner.models.checkpoint_weights import kind_of, load_same, load_source, load_weights, read, sharded_state
 from aligner.models.families import architecture_to_hf
 from aligner.models.generators import generator_state, set_generator_state
-from aligner.models.hf_files import CONFIG_FILE, read_json
+from aligner.models.hf_files import CONFIG_FILE
 from aligner.models.trainable import TrainableModel
 from aligner.parallel.collectives import broadcast_object, from_rank_0, gather_objects, raise_everywhere
 
@@ -248,13 +249,16 @@ def copy_tokenizer(source: Path, destination: Path, model: Path | None = None) -
 
 def special_ids(tokenizer: Path | None, model: Path | None = None) -> dict[str, Any]:
     """The begin, end and padding ids of the model's config.json (None: of that beside the tokenizer), as far as they are there; with
-    what ends a response by the settings beside the tokenizer."""
+    what ends a response by the settings beside the tokenizer. What cannot be read is left out."""
     source = model or tokenizer
-    config = read_json(source / CONFIG_FILE) if source is not None and (source / CONFIG_FILE).is_file() else {}
-    config = (config.get("text_config") or {}) | config
-    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(name) is not None}
-    others = model_end_ids(tokenizer) if model is not None and tokenizer is not None and model != tokenizer else []
-    return ids | ({"eos_token_id": list(dict.fromkeys([*listed(ids.get("eos_token_id")), *others]))} if others else {})
+    if source is None:
+        return {}
+    with suppress(ConfigError):
+        config = model_settings(source / CONFIG_FILE)
+        ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+        others = model_end_ids(tokenizer) if tokenizer not in (source, None) else []
+        return ids | ({"eos_token_id": list(dict.fromkeys([*listed(ids.get("eos_token_id")), *others]))} if others else {})
+    return {}
 
 
 def _layout(model: TrainableModel) -> dict[str, int]:

@@ -61,6 +61,6 @@ def _channels(text: str, prompt: str) -> tuple[str, str] | None:
             name, body, begun = text[begun:at] if begun >= 0 else "", mark.end(), -1
     if not any(name in ("analysis", "commentary", "final") for name, *_ in found):
         return None
-    thought = [part for part in found if part[0] == "analysis"]
-    said = [text[begin:stop] for name, begin, stop in found if name == "final"]
-    return text[thought[0][1] : thought[-1][2]].strip() if thought else "", _answer(said[-1]) if said else ""
+    _, begin, stop = next((part for part in reversed(found) if part[0] == "final"), ("", len(text), len(text)))
+    thought = [part for part in found if part[0] == "analysis" and part[1] < begin]
+    return text[thought[0][1] : thought[-1][2]].strip() if thought else "", _answer(text[begin:stop])
