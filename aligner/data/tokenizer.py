@@ -202,7 +202,7 @@ class Tokenizer:
 def load_tokenizer(path: str | Path, model: Path | None = None) -> Tokenizer:
     """Load from a local directory; never from the network, never running code from it.
 
-    What ends a response is read from its settings and, if the model's files are elsewhere, from those in the directory `model`.
+    What ends a response is read from the model's settings: in the directory `model`, else in the same.
 
     Raises: ConfigError naming the missing files, or a setting that names no end token.
     """
@@ -218,8 +218,7 @@ def load_tokenizer(path: str | Path, model: Path | None = None) -> Tokenizer:
     except Exception as error:  # tokenizers raises bare Exception for a damaged file
         raise ConfigError(f"tokenizer in {directory.absolute()} does not load: {type(error).__name__}: {error}") from error
     tokenizer = Tokenizer(backend, str(path))
-    more = [one for folder in dict.fromkeys([directory, model or directory]) for one in model_end_ids(folder)]
-    tokenizer.end_ids = tuple(dict.fromkeys([tokenizer.eos_id, *more]))
+    tokenizer.end_ids = tuple(dict.fromkeys([tokenizer.eos_id, *model_end_ids(model or directory)]))
     return tokenizer
 
 

@@ -273,7 +273,7 @@ def export_at_end(
     save_hf(chunks, session.directory.export, writer=session.is_first)
     if session.is_first:
         copy_tokenizer(tokenizer, session.directory.export, source)
-        name_special_tokens(session.directory.export, special_ids(tokenizer, source))
+        name_special_tokens(session.directory.export, special_ids(source or tokenizer))
         if config.data.chat_template:
             (session.directory.export / "chat_template.jinja").write_text(template_text(config.data.chat_template), encoding="utf-8")
     session.say(f"Hugging Face model written to {session.directory.export}")

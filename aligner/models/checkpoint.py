@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from aligner.data.tokenizer import listed, model_end_ids, model_settings
+from aligner.data.tokenizer import model_settings
 from aligner.errors import CheckpointError, ConfigError, describe_os_error
 from aligner.models import (
     async_save,
@@ -247,18 +247,12 @@ def copy_tokenizer(source: Path, destination: Path, model: Path | None = None) -
             shutil.copyfile(own / name, destination / name)
 
 
-def special_ids(tokenizer: Path | None, model: Path | None = None) -> dict[str, Any]:
-    """The begin, end and padding ids of the model's config.json (None: of that beside the tokenizer), as far as they are there; with
-    what ends a response by the settings beside the tokenizer. What cannot be read is left out."""
-    source = model or tokenizer
-    if source is None:
-        return {}
+def special_ids(source: Path | None) -> dict[str, Any]:
+    """The begin, end and padding ids of the config.json in a model's directory, as far as they can be read."""
+    config: dict[str, Any] = {}
     with suppress(ConfigError):
-        config = model_settings(source / CONFIG_FILE)
-        ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
-        others = model_end_ids(tokenizer) if tokenizer not in (source, None) else []
-        return ids | ({"eos_token_id": list(dict.fromkeys([*listed(ids.get("eos_token_id")), *others]))} if others else {})
-    return {}
+        config = {} if source is None else model_settings(source / CONFIG_FILE)
+    return {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
 
 
 def _layout(model: TrainableModel) -> dict[str, int]:
@@ -307,7 +301,7 @@ def _start(final: Path, model: TrainableModel, request: SaveRequest, generators:
         if request.tokenizer is not None:
             copy_tokenizer(request.tokenizer, writing, request.source)
         hf_config = architecture_to_hf(model.chunks[0].architecture) | {"dtype": str(model.config.params_dtype).removeprefix("torch.")}
-        hf_config |= special_ids(request.tokenizer, request.source)
+        hf_config |= special_ids(request.source or request.tokenizer)
         files.write_text(writing / "config.json", json.dumps(hf_config, indent=2) + "\n")
         files.write_text(writing / "config.yaml", request.config_yaml)
         files.write_text(writing / "state.json", state_json)

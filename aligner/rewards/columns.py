@@ -77,7 +77,8 @@ def _by_name(
     """The arguments that are passed by name: those of `made`, and a field of the records, None where a record lacks it."""
     records = [sample.rollout.prompt.columns for sample in samples]
     there = list(dict.fromkeys(name for record in records for name in record))
-    columns = {name: [record.get(name) for record in records] for name in there if not made or name not in _OWN} | made
+    parts = {name: [getattr(sample, name) for sample in samples] for name in _PARTS if name in parameters and name not in there}
+    columns = {name: [record.get(name) for record in records] for name in there if not made or name not in _OWN} | parts | made
     taken = list(parameters)[:_TEXTS] if not made else []
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return {name: values for name, values in columns.items() if name not in taken}
@@ -85,8 +86,6 @@ def _by_name(
     for name in wanted:
         if name in columns:
             found[name] = columns[name]
-        elif name in _PARTS:
-            found[name] = [getattr(sample, name) for sample in samples]
         elif parameters[name].default is inspect.Parameter.empty:
             raise TypeError(f"it takes {name!r}, which is no field of the records (there are {', '.join(sorted(there)) or 'none'})")
     return found

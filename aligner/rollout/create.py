@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
@@ -118,14 +118,12 @@ def _streamed(policy: MegatronPolicy, config: RolloutConfig, *, tp: int, eos_id:
     )
     manifest = hf_manifest(sizes, dtype)
 
-    def export() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in policy.export_weights():
-            shape = manifest.tensors[name].shape if name in manifest.tensors else ()
-            yield name, tensor[: shape[0]] if shape else tensor
-            del tensor
+    def cut(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
+        name, tensor = named
+        return name, tensor[: manifest.tensors[name].shape[0]] if name in manifest.tensors else tensor
 
     stream = WeightStream(
-        export=export,
+        export=lambda: map(cut, policy.export_weights()),
         manifest=manifest,
         bucket_bytes=config.refit_bucket_mib * MIB,
         verified=config.verify_refit == VerifyRefit.checksum,

@@ -162,8 +162,8 @@ class PhasedEngine:
         ]
         sampling = sampling or self.sampling
         given = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
-        given["stop_token_ids"] = [*sampling.stop_token_ids, *self._end_ids]
-        sampling = EngineSampling(**given, missing_ids=tuple(sorted(self._missing)))
+        given |= {"stop_token_ids": [*sampling.stop_token_ids, *self._end_ids], "missing_ids": tuple(sorted(self._missing))}
+        sampling = EngineSampling(**given)
         if self.conversing is None:
             return self._rollouts(requests, prompts, sampling)
         return self._episodes(requests, prompts, sampling, self.conversing)
