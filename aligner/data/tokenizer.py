@@ -35,7 +35,7 @@ class Tokenizer:
         self.bos_id: int | None = backend.bos_token_id
         self.eos_id: int = backend.eos_token_id
         self.pad_id: int = backend.eos_token_id if backend.pad_token_id is None else backend.pad_token_id
-        self.end_ids: tuple[int, ...] = (self.eos_id,)  # all that end a response; the first is put behind those of training data
+        self.end_ids: tuple[int, ...] = (self.eos_id,)  # what ends a response; the first also ends training data
         self.vocab_size: int = len(backend)
         self._backend = backend
         self._tools: Tools = ()
@@ -108,9 +108,9 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of the ids, spaces left as they are: what a model wrote. Special tokens are text in it (`<think>`, marks of tool calls);
         left out are end tokens, padding and a begin token at the start, unless `skip_special` is false."""
-        ids = list(ids)
+        ids, left_out = list(ids), {self.pad_id, *self.end_ids}
         if skip_special:
-            ids = [token for token in ids[ids[:1] == [self.bos_id] :] if token not in (self.pad_id, *self.end_ids)]
+            ids = [token for token in ids[ids[:1] == [self.bos_id] :] if token not in left_out]
         return self._backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def has_special(self, ids: Sequence[int]) -> bool:

@@ -15,10 +15,7 @@ TextFunction = Callable[[list[str], list[str], list[str | None]], list[float] | 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One response: its texts, where its prompt came from (`file:line`), and the rollout with its tokens and why it ended.
-
-    The response is what the model wrote, special tokens too, without end tokens.
-    """
+    """One response: its texts (special tokens too, without ends), where its prompt came from (`file:line`), and the rollout."""
 
     prompt: str
     response: str

@@ -161,9 +161,10 @@ class PhasedEngine:
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         sampling = sampling or self.sampling
-        given = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
-        given |= {"stop_token_ids": [*sampling.stop_token_ids, *self._end_ids], "missing_ids": tuple(sorted(self._missing))}
-        sampling = EngineSampling(**given)
+        if self._end_ids or self._missing:
+            given = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+            given |= {"stop_token_ids": [*sampling.stop_token_ids, *self._end_ids], "missing_ids": tuple(sorted(self._missing))}
+            sampling = EngineSampling(**given)
         if self.conversing is None:
             return self._rollouts(requests, prompts, sampling)
         return self._episodes(requests, prompts, sampling, self.conversing)

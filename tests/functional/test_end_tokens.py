@@ -99,3 +99,14 @@ def test_an_end_that_is_no_id_of_the_model_is_refused(tmp_path):
     with Job(script("train_grpo.py"), tmp_path / "run", settings_of(tmp_path, model, "", tmp_path / "seen")) as job:
         output = job.finish(expected=2)
     assert "generation_config.json: eos_token_id is [2, 32], allowed: an id below 32 (vocab_size of config.json), a list of ids" in output
+
+
+def test_a_job_that_writes_responses_leaves_every_end_out(tmp_path):
+    """The end tokens 7, 9 and 11 of this model are the characters 3, 5 and 7."""
+    write_task(tmp_path)
+    model = write_model(tmp_path / "model", tmp_path / "model")
+    where = [f"model.path={model}", f"data.train={tmp_path / 'prompts.jsonl'}", "data.max_prompt_length=8"]
+    run_job(script("generate.py"), tmp_path / "run", [*where, "rollout.sampling.max_response_length=8", "algorithm.num_samples=8"])
+    records = [json.loads(line) for line in (tmp_path / "run" / "written" / "records.jsonl").read_text().splitlines()]
+    assert len(records) == 512 and {one["finish_reason"] for one in records} == {"stop", "length"}
+    assert not any(set(one["response"]) & set("357") for one in records)
