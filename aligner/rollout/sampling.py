@@ -187,9 +187,11 @@ class Sampler:
         """In the block the logits of ids that stand for no token are -inf; gives what they are otherwise, [B, ids]. Few columns are
         written, and no pass over the vocabulary is made."""
         beyond = logits.index_select(1, self._missing)
-        logits.index_fill_(1, self._missing, -torch.inf)
+        if len(self._missing):
+            logits.index_fill_(1, self._missing, -torch.inf)
         yield beyond
-        logits.index_copy_(1, self._missing, beyond)
+        if len(self._missing):
+            logits.index_copy_(1, self._missing, beyond)
 
     def _over_all(self, logprobs: Tensor, tokens: Tensor, z: Tensor, beyond: Tensor) -> Tensor:
         """The log-probs over the whole vocabulary, from those among tokens; `beyond` are the `z` of ids that stand for none."""
