@@ -91,7 +91,7 @@ def build(job: WriterJob[Generate]) -> int:
     scorers = Scorers(reward=NoReward(), pad_id=tokenizer.pad_id, heartbeat=job.session.progress.heartbeat)
 
     def read(prompt: Sequence[int], response: Sequence[int]) -> str:
-        whole = response[:-1] if response[-1] == tokenizer.eos_id else response  # else a mark is what ended it, or the length
+        whole = response[:-1] if response[-1] in tokenizer.end_ids else response  # else a mark is what ended it, or the length
         text = tokenizer.decode_after(prompt, whole, skip_special=not asks)
         return response_text(text) if asks else text
 

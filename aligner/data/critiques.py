@@ -203,7 +203,7 @@ class Framing:
         """
         text = self._tokenizer.decode(response)
         body = response[:-1] if ended else response
-        has_special = self._tokenizer.decode(body) != self._tokenizer.decode(body, skip_special=False)
+        has_special = self._tokenizer.has_special(body)
         if not chat:
             cut = min((at for at in map(text.find, MARKS) if at >= 0), default=len(text))
             ended, text = ended or cut < len(text), text[:cut]

@@ -31,10 +31,11 @@ _CONTENT = re.compile(
 
 
 class Framing:
-    """What frames texts for a tokenizer with these chat templates: `templates` by name, the usual one first; none for plain text."""
+    """What frames texts for a tokenizer: `templates` by name, the usual one first, none for plain text; `end_ids` end a response."""
 
-    def __init__(self, backend: PreTrainedTokenizerBase, templates: Mapping[str, str], day: date) -> None:
+    def __init__(self, backend: PreTrainedTokenizerBase, templates: Mapping[str, str], day: date, end_ids: Sequence[int]) -> None:
         self._backend = backend
+        self._end_ids = end_ids
         self._templates = templates
         self._day = day
         self._beginnings = tuple({content[:3] for content in self._added})
@@ -52,7 +53,7 @@ class Framing:
         Not those for content, such as `<think>`, `<tool_call>` and the slots of images.
         """
         backend = self._backend
-        ends = {backend.bos_token_id, backend.eos_token_id, backend.pad_token_id}
+        ends = {backend.bos_token_id, backend.pad_token_id, *self._end_ids}
         found = [rendered.text for messages in PROBES if (rendered := self._probe(messages))]
         written = "\n".join([*self._templates.values(), *found])
         return {text: number for text, number in self._added.items() if number in ends or (text in written and not _CONTENT.search(text))}

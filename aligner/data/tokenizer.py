@@ -32,7 +32,7 @@ _SAMPLES = ("hello world, how are you", "def fib(n):\n    if n < 2:\n        ret
 class Tokenizer:
     """A Hugging Face tokenizer. `bos_id` may be None; `eos_id` always exists; `pad_id` is the end token if none is defined."""
 
-    def __init__(self, backend: PreTrainedTokenizerBase, path: str) -> None:
+    def __init__(self, backend: PreTrainedTokenizerBase, path: str, ends: Sequence[int] = ()) -> None:
         if backend.eos_token_id is None:
             raise ConfigError(
                 f"tokenizer {path} defines no end-of-sequence token: looked for eos_token in its tokenizer_config.json "
@@ -41,8 +41,8 @@ class Tokenizer:
         self.path = path
         self.bos_id: int | None = backend.bos_token_id
         self.eos_id: int = backend.eos_token_id
-        self.end_ids: tuple[int, ...] = (self.eos_id,)
         self.pad_id: int = backend.eos_token_id if backend.pad_token_id is None else backend.pad_token_id
+        self.end_ids = tuple(dict.fromkeys([self.eos_id, *ends]))  # what ends a response; the first also ends training data
         self.vocab_size: int = len(backend)
         self._backend = backend
         self._tools: Tools = ()
@@ -51,7 +51,7 @@ class Tokenizer:
         self._thinking = Thinking.template
         self._special_text = SpecialText.plain
         self._day = date.today()
-        self._framing = Framing(backend, self._templates, self._day)
+        self._framing = Framing(backend, self._templates, self._day, self.end_ids)
 
     def chatting(self, data: Any, *, day: date | None = None) -> Tokenizer:
         """The same tokenizer with the `chat_template` (a name or a file; empty: its own), `thinking` and `special_text` of a data config.
@@ -68,7 +68,7 @@ class Tokenizer:
         elif data.chat_template:
             chats._templates = {DEFAULT: template_text(data.chat_template)}
         chats._thinking, chats._special_text, chats._day = data.thinking, data.special_text, day or self._day
-        chats._framing = Framing(self._backend, chats._templates, chats._day)
+        chats._framing = Framing(self._backend, chats._templates, chats._day, self.end_ids)
         return chats
 
     def offering(self, tools: Tools) -> Tokenizer:
@@ -82,7 +82,12 @@ class Tokenizer:
     @property
     def max_token_id(self) -> int:
         """The largest id it can produce; more than `vocab_size - 1` if its ids have gaps."""
-        return max(self._backend.get_vocab().values())
+        return max(self.token_ids)
+
+    @property
+    def token_ids(self) -> frozenset[int]:
+        """The ids that stand for a token."""
+        return frozenset(self._backend.get_vocab().values())
 
     @property
     def digest(self) -> str:
@@ -163,9 +168,21 @@ class Tokenizer:
                 return whole[len(head) :]
         return self.encode(text, plain=plain)
 
+    def missing_ids(self, num_rows: int) -> list[int]:
+        """The ids below `num_rows` that stand for no token: what a model's padded vocabulary adds, and gaps."""
+        return sorted(set(range(num_rows)) - self.token_ids)
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of the ids, spaces left as they are."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+        """Text of the ids, spaces left as they are: what a model wrote. Special tokens are text in it (`<think>`, marks of tool calls);
+        left out are end tokens, padding and a begin token at the start, unless `skip_special` is false."""
+        ids, left_out = list(ids), {self.pad_id, *self.end_ids}
+        if skip_special:
+            ids = [token for token in ids[ids[:1] == [self.bos_id] :] if token not in left_out]
+        return self._backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def has_special(self, ids: Sequence[int]) -> bool:
+        """Whether any of them is a special token."""
+        return self._backend.decode(list(ids), skip_special_tokens=True) != self._backend.decode(list(ids), skip_special_tokens=False)
 
     def decode_after(self, prefix: Sequence[int], ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids` behind `prefix`, such that `continuation` gives them again.
@@ -291,10 +308,13 @@ def _thought_field(template: str) -> str:
     return next((name for name in THOUGHTS if re.search(rf"""(\.|\[?["']){name}\b""", template)), "")
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, model: Path | None = None) -> Tokenizer:
     """Load from a local directory; never from the network, never running code from it.
 
-    Raises: ConfigError naming the missing files, or a text of which `transformers` makes other tokens than tokenizer.json says.
+    What ends a response is read from the model's settings: in the directory `model`, else in the same.
+
+    Raises: ConfigError naming the missing files, a setting that names no end token, or a text of which `transformers` makes other tokens
+    than tokenizer.json says.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -309,7 +329,39 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ConfigError(f"tokenizer in {directory.absolute()} does not load: {type(error).__name__}: {error}") from error
     if backend.is_fast and (directory / "tokenizer.json").is_file():
         _compare(backend, directory / "tokenizer.json")
-    return Tokenizer(backend, str(path))
+    return Tokenizer(backend, str(path), model_end_ids(model or directory))
+
+
+def listed(ids: Any) -> list[Any]:
+    """What a setting names, alone or in a list."""
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
+
+def model_settings(path: Path) -> dict[str, Any]:
+    """What a model's JSON file says, a text part's settings among the others; nothing if there is no such file. Raises ConfigError."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    settings = settings if isinstance(settings, dict) else {}
+    text = settings.get("text_config")
+    return (text if isinstance(text, dict) else {}) | {name: value for name, value in settings.items() if value is not None}
+
+
+def model_end_ids(directory: Path) -> list[int]:
+    """Every `eos_token_id`, a number or a list, of a directory's generation_config.json and config.json, as far as they are there.
+
+    Raises: ConfigError naming file and value for one that is no id of the model.
+    """
+    found: list[int] = []
+    rows = model_settings(directory / "config.json").get("vocab_size")
+    for path in (directory / "generation_config.json", directory / "config.json"):
+        ids = listed(value := model_settings(path).get("eos_token_id"))
+        if any(type(one) is not int or one < 0 or (type(rows) is int and one >= rows) for one in ids):
+            limit = f" below {rows} (vocab_size of config.json)" if type(rows) is int else ""
+            raise ConfigError(f"{path}: eos_token_id is {value!r}, allowed: an id{limit}, a list of ids, or null")
+        found += ids
+    return found
 
 
 def _compare(backend: PreTrainedTokenizerBase, file: Path) -> None:

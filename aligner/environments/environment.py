@@ -12,7 +12,7 @@ from aligner.types import Prompt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What the policy wrote before it stopped: its tokens (the stop token among them) and their text without special tokens."""
+    """What the policy wrote before it stopped: its tokens (the stop token among them) and their text, end tokens left out."""
 
     text: str
     tokens: tuple[int, ...]

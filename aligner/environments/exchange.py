@@ -101,10 +101,11 @@ class EpisodeError(AlignerError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Converting:
-    """Converts tokens to text, and observations to the tokens after a turn with a given last token."""
+    """Converts tokens to text, and observations to the tokens after a turn with a given last token; None: any id is a token's."""
 
     decode: Callable[[Sequence[int]], str]
     observe: Callable[[str, int], tuple[int, ...]]
+    token_ids: frozenset[int] | None = None
 
 
 class EnvironmentFollowUp:
@@ -210,6 +211,9 @@ class _Exchange:
             return f"raised {type(outcome.error).__name__}: {outcome.error}"
         if not isinstance(outcome.value, Observation):
             return f"returned a {type(outcome.value).__name__} from step, expected an Observation"
+        known, given = self.owner.converting.token_ids, outcome.value.tokens or ()
+        if known is not None and (strange := [token for token in given if token not in known]):
+            return f"returned ids from step that stand for no token: {strange[:5]}, expected the tokenizer's, from 0 to {max(known)}"
         return ""
 
 
@@ -241,7 +245,7 @@ def environment_follow_up(config: EnvironmentConfig, tokenizer: Tokenizer, promp
 
     return EnvironmentFollowUp(
         build_environment(config),
-        Converting(decode=tokenizer.decode, observe=observe),
+        Converting(decode=tokenizer.decode, observe=observe, token_ids=tokenizer.token_ids),
         max_turns=config.max_turns,
         timeout_seconds=config.timeout_seconds,
         num_workers=config.num_workers,

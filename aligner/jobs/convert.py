@@ -181,7 +181,7 @@ def _finish(tokenizer: Path | None, target: Path) -> None:
     if tokenizer is not None:
         checkpoint.copy_tokenizer(tokenizer, target)
     if (target / "tokenizer_config.json").exists():
-        name_special_tokens(target)
+        name_special_tokens(target, checkpoint.special_ids(tokenizer))
 
 
 def _world(parallel: ParallelConfig) -> Topology:

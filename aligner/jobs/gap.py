@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -124,7 +123,7 @@ def compare(config: OnlineRun, layout: topology.Topology, options: Options) -> G
     config = fill(config, {"model": create.context_length(config.model, architecture)})
     training = create.training(config.model, None, temperature=_temperature(config, options), replay_routes=config.rollout.replays_routes)
     policy = create.create_policy(config.model, architecture, config.parallel, layout, training)
-    engine = create_engine(policy, config.rollout, eos_id=tokenizer.eos_id, decode=partial(tokenizer.decode, skip_special=False))
+    engine = create_engine(policy, config.rollout, tokenizer=tokenizer)
     prompts = _prompts(config, options, tokenizer, architecture)
     rollouts = _sample(engine, config, prompts, options)
     if rollouts[0].logprob_kind is LogprobKind.raw:

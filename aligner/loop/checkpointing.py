@@ -53,6 +53,7 @@ class RunCheckpointer:
         *,
         name: str,
         tokenizer: Path,
+        source: Path | None = None,
         config: CheckpointConfig,
         critic: Critic | None = None,
         given_away: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -63,7 +64,7 @@ class RunCheckpointer:
         self._config = config
         self._damaged = damaged
         self._folders = [session.directory.checkpoints / folder for folder in ((name, CRITIC) if critic is not None else (name,))]
-        self._tokenizer = tokenizer
+        self._copied = {"tokenizer": tokenizer, "source": source}
         self._critic = critic
         self._given_away = given_away
         self._published = 0
@@ -130,9 +131,8 @@ class RunCheckpointer:
         return self._model.version
 
     def _start(self, step: int, state: dict[str, Any], validation: Mapping[str, float]) -> checkpoint.PendingSave:
-        request = checkpoint.SaveRequest(
-            step=step, state=state, config_yaml=self._session.config_yaml, tokenizer=self._tokenizer, validation=validation
-        )
+        config_yaml = self._session.config_yaml
+        request = checkpoint.SaveRequest(step=step, state=state, config_yaml=config_yaml, validation=validation, **self._copied)
         return checkpoint.start_save(
             self._folders[0], self._model, request, in_background=self._config.asynchronous, read_back=self._config.read_back
         )

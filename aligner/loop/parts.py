@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ import yaml
 
 from aligner.cluster.exit_codes import ExitCode
 from aligner.data.report import LoadReport
-from aligner.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from aligner.data.tokenizer import Tokenizer, check_vocabulary, listed, load_tokenizer
 from aligner.errors import AlignerError, ConfigError, RunHalted, describe_os_error
 from aligner.files import publish
 from aligner.loop import lengths, loop
@@ -29,7 +29,7 @@ from aligner.loop.recipe import Built
 from aligner.loop.session import Session
 from aligner.models import create
 from aligner.models.build import Transformer
-from aligner.models.checkpoint import copy_tokenizer
+from aligner.models.checkpoint import copy_tokenizer, special_ids
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.foreign.model import is_foreign
 from aligner.models.guard import GuardConfig
@@ -121,7 +121,7 @@ def load_model_files(config: ModelConfig, data: Any = None, session: Session | N
 
     A template that writes the date gets that of the first day of the session's run, or today's.
     """
-    tokenizer = load_tokenizer(str(tokenizer_directory(config)))
+    tokenizer = load_tokenizer(str(tokenizer_directory(config)), create.source_directory(config))
     if data is not None:
         tokenizer = tokenizer.chatting(data, day=session.directory.first_day() if session else None)
     if session and tokenizer.writes_dates:
@@ -159,11 +159,13 @@ def train_to_end(session: Session, config: Any, built: Built, *, tokenizer: Path
 
     Returns the exit code: 0, or 75 if a signal or the time limit stopped the run before the last step. Every rank calls it.
     """
+    source = create.source_directory(config.model)
     keeper = RunCheckpointer(
         session,
         built.model,
         name=built.checkpoint,
         tokenizer=tokenizer,
+        source=source,
         config=config.checkpoint,
         critic=built.critic,
         given_away=built.given_away,
@@ -171,7 +173,7 @@ def train_to_end(session: Session, config: Any, built: Built, *, tokenizer: Path
     )
     logging, guard = config.logging, config.guard
     last = run_loop(session, built.algorithm, keeper, config.loop, logging=logging, shown=shown, guard=guard, model=built.model)
-    export_at_end(session, config, last, built.model.chunks, tokenizer)
+    export_at_end(session, config, last, built.model.chunks, tokenizer, source)
     return conclude(session, last, config.loop.max_steps)
 
 
@@ -276,8 +278,10 @@ def export_at_end(
     last_step: int,
     chunks: Sequence[Transformer],
     tokenizer: Path,
+    source: Path | None,
 ) -> None:
-    """Write the model as a Hugging Face one, with its tokenizer, to the run's export directory. Every rank calls it.
+    """Write the model as a Hugging Face one, with its tokenizer and the settings of the model in `source`, to the run's export directory.
+    Every rank calls it.
 
     Trained adapters are merged into these weights, and also written separately for PEFT.
 
@@ -287,16 +291,17 @@ def export_at_end(
         return
     save_hf(chunks, session.directory.export, writer=session.is_first)
     if session.is_first:
-        copy_tokenizer(tokenizer, session.directory.export)
-        name_special_tokens(session.directory.export)
+        copy_tokenizer(tokenizer, session.directory.export, source)
+        name_special_tokens(session.directory.export, special_ids(source or tokenizer))
     session.say(f"Hugging Face model written to {session.directory.export}")
     if chunks[0].lora.is_on:
         save_peft(chunks, session.directory.adapter, writer=session.is_first)
         session.say(f"PEFT adapter written to {session.directory.adapter}")
 
 
-def name_special_tokens(directory: Path) -> None:
-    """Put the tokenizer's begin, end and padding ids into an exported config.json: `generate` of other tools stops at the end id.
+def name_special_tokens(directory: Path, own: Mapping[str, Any] | None = None) -> None:
+    """Put begin, end and padding ids into an exported config.json: the model's own where it has them, else the tokenizer's. The
+    tokenizer's end token, which ends what was trained on, is always among them: `generate` of other tools stops there.
 
     If one token both ends and pads, a model that scores sequences gets no padding token: transformers scores the last token that is
     not padding, which would be the one before the end token. Such a model takes one sequence at a time.
@@ -304,8 +309,9 @@ def name_special_tokens(directory: Path) -> None:
     tokenizer = load_tokenizer(str(directory))
     path = directory / "config.json"
     config = json.loads(path.read_text())
-    pad = tokenizer.pad_id
-    if pad == tokenizer.eos_id and config["architectures"][0].endswith("ForSequenceClassification"):
-        pad = None
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": pad}
+    ids = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id} | dict(own or {})
+    if tokenizer.eos_id not in (ends := listed(ids["eos_token_id"])):
+        ids["eos_token_id"] = [tokenizer.eos_id, *ends]
+    if ids["pad_token_id"] == tokenizer.eos_id and config["architectures"][0].endswith("ForSequenceClassification"):
+        ids["pad_token_id"] = None
     path.write_text(json.dumps(config | ids, indent=2) + "\n")

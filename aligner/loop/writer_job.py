@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -84,8 +83,7 @@ class WriterJob(Generic[C]):
 
     def engine(self, policy: MegatronPolicy, rollout: RolloutConfig) -> RolloutEngine:
         """An engine on the policy's weights."""
-        decode = partial(self.tokenizer.decode, skip_special=False)
-        return create_engine(policy, rollout, eos_id=self.tokenizer.eos_id, decode=decode)
+        return create_engine(policy, rollout, tokenizer=self.tokenizer)
 
     @contextmanager
     def attribute_scorer(self) -> Iterator[Score]:

@@ -22,6 +22,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from aligner.errors import CheckpointError, describe_os_error
+from aligner.data.tokenizer import model_settings
+from aligner.errors import CheckpointError, ConfigError, describe_os_error
 from aligner.models import (
     async_save,
     checkpoint_adapters,
@@ -47,6 +49,7 @@ from aligner.models.checkpoint_files import BEST, LATEST, MARKER, read_marker, r
 from aligner.models.checkpoint_weights import kind_of, load_same, load_source, load_weights, read, sharded_state
 from aligner.models.families import architecture_to_hf
 from aligner.models.generators import generator_state, set_generator_state
+from aligner.models.hf_files import CONFIG_FILE
 from aligner.models.trainable import TrainableModel
 from aligner.parallel.collectives import broadcast_object, from_rank_0, gather_objects, raise_everywhere
 
@@ -57,6 +60,7 @@ __all__ = [
     "PendingSave",
     "SaveRequest",
     "copy_tokenizer",
+    "special_ids",
     "load",
     "load_same",
     "load_source",
@@ -82,6 +86,7 @@ class SaveRequest:
     state: dict[str, Any]  # JSON-able: data position, controllers
     config_yaml: str = ""
     tokenizer: Path | None = None  # directory whose files are copied, so that the checkpoint stands alone
+    source: Path | None = None  # directory of the model that it began with, where that is not the tokenizer's
     validation: Mapping[str, float] = field(default_factory=dict)  # metrics of this step, where it was validated
     weights_only: bool = False  # without the optimizer: it can initialise a model but not continue a run
 
@@ -236,14 +241,23 @@ def read_state(directory: Path) -> dict[str, Any]:
 NAMED_TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer
 
 
-def copy_tokenizer(source: Path, destination: Path) -> None:
-    """Copy the files of a tokenizer (not weights, not the model's config)."""
+def copy_tokenizer(source: Path, destination: Path, model: Path | None = None) -> None:
+    """Copy the files of a tokenizer (not weights, not the model's config), and the settings for generation of the model in `model`."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "vocab.json", "merges.txt")
     for name in (*names, "added_tokens.json", "chat_template.jinja", "generation_config.json"):
-        if (source / name).exists():
-            shutil.copyfile(source / name, destination / name)
+        own = model if model is not None and name == "generation_config.json" else source
+        if (own / name).exists():
+            shutil.copyfile(own / name, destination / name)
     if (source / NAMED_TEMPLATES).is_dir():
         shutil.copytree(source / NAMED_TEMPLATES, destination / NAMED_TEMPLATES, dirs_exist_ok=True)
+
+
+def special_ids(source: Path | None) -> dict[str, Any]:
+    """The begin, end and padding ids of the config.json in a model's directory, as far as they can be read."""
+    config: dict[str, Any] = {}
+    with suppress(ConfigError):
+        config = {} if source is None else model_settings(source / CONFIG_FILE)
+    return {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
 
 
 def _layout(model: TrainableModel) -> dict[str, int]:
@@ -290,8 +304,9 @@ def _start(final: Path, model: TrainableModel, request: SaveRequest, generators:
         for name in ("weights", "optimizer") if _has_optimizer_state(model) and not request.weights_only else ("weights",):
             (writing / name).mkdir()
         if request.tokenizer is not None:
-            copy_tokenizer(request.tokenizer, writing)
+            copy_tokenizer(request.tokenizer, writing, request.source)
         hf_config = architecture_to_hf(model.chunks[0].architecture) | {"dtype": str(model.config.params_dtype).removeprefix("torch.")}
+        hf_config |= special_ids(request.source or request.tokenizer)
         files.write_text(writing / "config.json", json.dumps(hf_config, indent=2) + "\n")
         files.write_text(writing / "config.yaml", request.config_yaml)
         files.write_text(writing / "state.json", state_json)

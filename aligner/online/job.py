@@ -245,8 +245,7 @@ def build_task(
     policy = create.create_policy(model, architecture, config.parallel, session.topology, training)
     if shared is not None:
         shared.holds(policy.model)
-    decode = partial(tokenizer.decode, skip_special=False)
-    engine = create_engine(policy, config.rollout, eos_id=tokenizer.eos_id, decode=decode, follow_up=follow_up)
+    engine = create_engine(policy, config.rollout, tokenizer=tokenizer, follow_up=follow_up)
     task = OnlineTask(
         engine=engine,
         reference=ReferencePolicy(policy) if with_reference else None,

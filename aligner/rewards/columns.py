@@ -1,6 +1,7 @@
 """How a reward function is called, by the names of its parameters: texts, fields of the records, or TRL's signature.
 
-- `f(prompts, responses, answers)`, and behind these any field of the records by its name, or all of them as `**columns`;
+- `f(prompts, responses, answers)`, and behind these any field of the records by its name, or all of them as `**columns`; `reasoning` and
+  `answer_text`, which no record has, are parts of the responses, here and below;
 - TRL's `f(completions, **columns)`: a parameter `completions` says so, and all arguments are passed by name. A conversation's prompt and
   completion are lists of messages then, as there. An entry of the result may be None: the function has nothing to say of that sample.
 """
@@ -14,6 +15,7 @@ from typing import Any
 from aligner.rewards.forms import OnSamples, Sample
 
 _TEXTS = 3  # prompts, responses, answers
+_PARTS = ("reasoning", "answer_text")  # of a Sample
 _OWN = ("prompt", "completion", "completion_ids")  # TRL passes these in the plural, or makes them
 
 
@@ -75,7 +77,8 @@ def _by_name(
     """The arguments that are passed by name: those of `made`, and a field of the records, None where a record lacks it."""
     records = [sample.rollout.prompt.columns for sample in samples]
     there = list(dict.fromkeys(name for record in records for name in record))
-    columns = {name: [record.get(name) for record in records] for name in there if not made or name not in _OWN} | made
+    parts = {name: [getattr(sample, name) for sample in samples] for name in _PARTS if name in parameters and name not in there}
+    columns = {name: [record.get(name) for record in records] for name in there if not made or name not in _OWN} | parts | made
     taken = list(parameters)[:_TEXTS] if not made else []
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return {name: values for name, values in columns.items() if name not in taken}

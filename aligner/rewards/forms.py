@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from aligner.rewards.reasoning import split_reasoning
 from aligner.types import Rollout
 
 # reward(prompts, responses, answers) -> one number per response. May be `async def`.
@@ -14,13 +15,23 @@ TextFunction = Callable[[list[str], list[str], list[str | None]], list[float] | 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One response: its texts, where its prompt came from (`file:line`), and the rollout with its tokens and why it ended."""
+    """One response: its texts (special tokens too, without ends), where its prompt came from (`file:line`), and the rollout."""
 
     prompt: str
     response: str
     answer: str | None
     source: str
     rollout: Rollout
+
+    @property
+    def reasoning(self) -> str:
+        """What the model wrote before its answer, by the marks that published models use; empty if none (`aligner.rewards.reasoning`)."""
+        return split_reasoning(self.response, self.prompt)[0]
+
+    @property
+    def answer_text(self) -> str:
+        """The response without its reasoning; empty if the reasoning did not end."""
+        return split_reasoning(self.response, self.prompt)[1]
 
 
 @dataclass(frozen=True, slots=True)

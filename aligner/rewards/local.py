@@ -47,7 +47,7 @@ class Samples:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], decode: Callable[[Sequence[int]], str]) -> Samples:
-        """Their texts, without special tokens if `decode` leaves them out."""
+        """Their texts, as `decode` reads tokens."""
         samples = tuple(
             Sample(
                 prompt=rollout.prompt.text or decode(rollout.prompt.tokens),
@@ -87,7 +87,7 @@ class FunctionReward:
     """A `RewardModel` (aligner.protocols) made of a Python function (aligner.rewards.forms), which gets the samples of one `score` call.
 
     Calls run in separate threads, `num_threads` at a time: with one, the function need not be thread-safe. `decode` turns tokens
-    into text, without special tokens. `name` stands for the function in messages.
+    into text. `name` stands for the function in messages.
 
     With `on_error=invalid` the samples that the function fails for, when it is called with each alone, have no reward, and neither have
     those that it gives NaN or infinity. The first of them is reported once per policy version.

@@ -60,6 +60,18 @@ class Refitted:
     seconds: float  # until this rank's device had done it
 
 
+@dataclass(kw_only=True, slots=True)
+class EngineSampling(SamplingConfig):
+    """The settings that an engine is given, with every end token among `stop_token_ids`. Ids that stand for no token are never drawn."""
+
+    missing_ids: tuple[int, ...] = ()  # those that the engine's model has rows for
+
+
+def missing_ids(sampling: SamplingConfig) -> tuple[int, ...]:
+    """Ids that are never drawn; none if nobody said which."""
+    return sampling.missing_ids if isinstance(sampling, EngineSampling) else ()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenRequest:
     """One response that is wanted; `index` is the caller's name for it."""

@@ -15,13 +15,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import fields
 from typing import Protocol
 
 from aligner import recording
 from aligner.errors import EngineError
 from aligner.parallel.collectives import together
 from aligner.protocols import Replica
-from aligner.rollout.engine import ALL_MEMORY, Capabilities, Engine, GenRequest, GenResult, Memory, Refitted, Work
+from aligner.rollout.engine import ALL_MEMORY, Capabilities, Engine, EngineSampling, GenRequest, GenResult, Memory, Refitted, Work
 from aligner.rollout.episodes import Conversing, Episodes, EpisodeWork
 from aligner.rollout.gate import Gate
 from aligner.rollout.requests import RecordedWork
@@ -42,7 +43,8 @@ class PhasedEngine:
 
     `offload`: device memory is released between generations; the engine's starts out asleep. Otherwise everything is awake, and
     constructing this refits for the first time. `gate`: `generate` is called in another thread than everything else, validation aside.
-    `conversing`: samples multi-turn episodes with an environment.
+    `conversing`: samples multi-turn episodes with an environment. `end_ids` end a response besides the sampling's own stop tokens; ids
+    in `missing` stand for no token: an engine that samples one fails.
     """
 
     def __init__(
@@ -54,11 +56,14 @@ class PhasedEngine:
         offload: bool,
         gate: Gate | None = None,
         conversing: Conversing | None = None,
+        end_ids: Sequence[int] = (),
+        missing: Sequence[int] = (),
     ) -> None:
         self.engine = engine
         self.gate = gate
         self.conversing = conversing
         self.sampling = sampling
+        self._end_ids, self._missing = tuple(end_ids), frozenset(missing)
         self.version = 0
         self.refitted = Refitted(num_bytes=0, seconds=0.0)  # what the last refit moved
         self._sharing = sharing
@@ -156,6 +161,10 @@ class PhasedEngine:
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         sampling = sampling or self.sampling
+        if self._end_ids or self._missing:
+            given = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+            given |= {"stop_token_ids": [*sampling.stop_token_ids, *self._end_ids], "missing_ids": tuple(sorted(self._missing))}
+            sampling = EngineSampling(**given)
         if self.conversing is None:
             return self._rollouts(requests, prompts, sampling)
         return self._episodes(requests, prompts, sampling, self.conversing)
@@ -196,6 +205,8 @@ class PhasedEngine:
         for results in self.engine.generate(requests, sampling):
             requests.ended(results)
             for result in results:
+                if ids := sorted(self._missing.intersection(result.tokens)):
+                    raise EngineError(f"{self.capabilities.name} sampled ids that stand for no token of the tokenizer: {ids[:5]}")
                 if result.weight_version != self.version and self.gate is None:
                     raise EngineError(f"the rollout engine sampled from weights of version {result.weight_version}, not of {self.version}")
             yield results

@@ -4,13 +4,15 @@ Each draw uses one uniform number that is a pure function of (the sample's seed,
 whatever else is in the batch, on whichever rank it runs, and after it was preempted.
 
 The order is Hugging Face's: repetition penalty (Keskar et al. 2019), frequency and presence penalties (OpenAI's), no stop token before
-`min_response_length`, temperature, top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). Log-probs know nothing of these: they
-are log softmax(logits / temperature) over the whole vocabulary, the number that the trainer's ratio compares with.
+`min_response_length`, temperature, top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). Ids that stand for no token are out
+before all of these. Log-probs know nothing of all this: they are log softmax(logits / temperature) over the whole vocabulary, the number
+that the trainer's ratio compares with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +24,7 @@ from torch import Tensor
 from aligner.errors import ConfigError
 from aligner.parallel.logprobs import log_normalizer, row_sums
 from aligner.rollout.attention import upload
+from aligner.rollout.engine import missing_ids
 from aligner.rollout.stopping import StopStrings
 from aligner.types import SamplingConfig
 
@@ -83,6 +86,7 @@ class Sampler:
         stop_ids = sorted({eos_id, *sampling.stop_token_ids})
         self._stop_ids = upload(np.array(stop_ids, np.int64), device)
         self._forbidden = upload(np.array([i for i in stop_ids if i < vocab_size], np.int64), device)
+        self._missing = upload(np.array(missing_ids(sampling), np.int64), device)
         self._arrived: dict[int, tuple[int, int, int]] = {}  # by seat, since the last draw: seed, position (of the next token), limit
         self._state = torch.zeros(4, num_seats, dtype=torch.int64, device=device)  # of all seats: these, and where its uniforms begin
         self._uniforms = torch.zeros(num_seats, WINDOW, dtype=torch.float64, device=device)  # for its next positions
@@ -125,7 +129,11 @@ class Sampler:
         """
         self._settle()
         _, positions, limits, begins = self._state[:, seats]
-        tokens, logprobs, raw_logprobs = self._pick(logits, seats, positions, begins)
+        with self._without_missing(logits) as beyond:
+            tokens, logprobs, raw_logprobs = self._pick(logits, seats, positions, begins)
+        if len(self._missing):
+            logprobs = self._over_all(logprobs, tokens, self._heated(logits), self._heated(beyond))
+            raw_logprobs = None if raw_logprobs is None else self._over_all(raw_logprobs, tokens, logits, beyond)
         self._record(seats, tokens, positions + 1)
         ended = self._ended(seats, tokens, positions + 1, limits)
         return Draw(tokens=tokens, logprobs=logprobs, raw_logprobs=raw_logprobs, ended=ended)
@@ -134,9 +142,10 @@ class Sampler:
     def probabilities(self, logits: Tensor, seats: Tensor) -> Tensor:
         """The distribution that `draw` would use now, float32 [B, V]; changes nothing. Not for greedy."""
         self._settle()
-        processed = self._processed(logits, seats, self._state[1, seats])
-        z = self._heated(logits)
-        weights = self._kept(processed, logits, z, (z - z.amax(dim=-1, keepdim=True)).exp_())
+        with self._without_missing(logits):
+            processed = self._processed(logits, seats, self._state[1, seats])
+            z = self._heated(logits)
+            weights = self._kept(processed, logits, z, (z - z.amax(dim=-1, keepdim=True)).exp_())
         return weights / weights.sum(dim=-1, keepdim=True)
 
     def _settle(self) -> None:
@@ -172,6 +181,24 @@ class Sampler:
         if not self._sampling.raw_logprobs:
             return tokens, logprobs, None
         return tokens, logprobs, logprobs if z is logits else logits.gather(1, index)[:, 0] - self._normalizer(logits)
+
+    @contextmanager
+    def _without_missing(self, logits: Tensor) -> Iterator[Tensor]:
+        """In the block the logits of ids that stand for no token are -inf; gives what they are otherwise, [B, ids]. Few columns are
+        written, and no pass over the vocabulary is made."""
+        beyond = logits.index_select(1, self._missing)
+        if len(self._missing):
+            logits.index_fill_(1, self._missing, -torch.inf)
+        yield beyond
+        if len(self._missing):
+            logits.index_copy_(1, self._missing, beyond)
+
+    def _over_all(self, logprobs: Tensor, tokens: Tensor, z: Tensor, beyond: Tensor) -> Tensor:
+        """The log-probs over the whole vocabulary, from those among tokens; `beyond` are the `z` of ids that stand for none."""
+        own = z.gather(1, tokens[:, None])[:, 0]
+        if self._add_up is not row_sums:  # the trainer's own sum, bit for bit
+            return own - self._normalizer(z)
+        return logprobs - F.softplus(beyond.logsumexp(dim=-1) - own + logprobs)
 
     def _normalizer(self, z: Tensor) -> Tensor:
         peak = z.amax(dim=-1, keepdim=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from aligner.errors import EngineError
 from aligner.parallel.collectives import broadcast_integers
-from aligner.rollout.engine import GenRequest, GenResult, Work
+from aligner.rollout.engine import GenRequest, GenResult, Work, missing_ids
 from aligner.rollout.tensorrt_llm_link import Link
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
@@ -34,6 +34,7 @@ def sampling_arguments(sampling: SamplingConfig, request: GenRequest, *, max_tok
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": request.seed & _SEED_BITS}
         drawn |= {"top_k": sampling.top_k} if sampling.top_k else {}
         drawn |= {"min_p": sampling.min_p} if sampling.min_p else {}
+    drawn |= {"bad_token_ids": list(gaps)} if (gaps := missing_ids(sampling)) else {}
     return drawn | {
         "max_tokens": max_tokens,
         "end_id": _NO_END,

@@ -22,11 +22,12 @@ from aligner.errors import ConfigError, EngineError
 from aligner.models.config import Architecture
 from aligner.parallel import platform
 from aligner.rollout.config import RolloutConfig
-from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenRequest, GenResult, Memory, WeightForm, Work
+from aligner.rollout.engine import ALL_MEMORY, Capabilities, GenRequest, GenResult, Memory, WeightForm, Work, missing_ids
 from aligner.rollout.manifest import Manifest, hf_manifest, named_few
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
 
 KNOWN_VERSIONS = ("0.32.0",)  # what this file was run against; it uses parts of vLLM that are not its public interface
+LEAST_BIAS = -100.0  # that vLLM adds to a logit
 LARGEST_PAGE = 128  # tokens; vLLM's on the CPU, 16 on a GPU
 _REASONS = {"stop": FinishReason.stop, "length": FinishReason.length}
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
@@ -223,9 +224,10 @@ class VLLMEngine:
         room = self.max_sequence_length - len(request.tokens)
         return SamplingParams(
             **{name: getattr(sampling, name) for name in same},
+            **({"logit_bias": dict.fromkeys(gaps, LEAST_BIAS)} if (gaps := missing_ids(sampling)) else {}),
             min_tokens=min(sampling.min_response_length, room, request.limit or room),
             max_tokens=min(sampling.longest, room, request.limit or room),
-            stop_token_ids=sorted(token for token in {self._model.eos_id, *sampling.stop_token_ids} if token >= 0),
+            stop_token_ids=sorted({self._model.eos_id, *sampling.stop_token_ids}.intersection(range(self._model.architecture.vocab_size))),
             ignore_eos=True,  # vLLM's idea of it; the one of this run is a stop token
             seed=request.seed,
             logprobs=0,  # of the sampled token only

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
@@ -59,7 +58,7 @@ def _observe(context: Context) -> Trial:
     rollout = config.rollout
     training = create.training(config.model, None, temperature=rollout.sampling.temperature, replay_routes=rollout.replays_routes)
     policy = create.create_policy(config.model, architecture, config.parallel, layout, training)
-    engine = create_engine(policy, config.rollout, eos_id=tokenizer.eos_id, decode=partial(tokenizer.decode, skip_special=False))
+    engine = create_engine(policy, config.rollout, tokenizer=tokenizer)
     built = time.monotonic()
     probe = _Probe(engine, policy, config, list(islice(cycle(prompts), max(NUM_PROMPTS, layout.dp_size))), tokenizer.pad_id)
     refit_seconds, gap = probe.refit_and_compare(1)

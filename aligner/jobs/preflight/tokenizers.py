@@ -31,10 +31,10 @@ class Tokens:
 def tokenizer_of(model: UsedModel) -> Tokenizer:
     """The tokenizer of a model, checked against the model's vocabulary. Raises ConfigError or CheckpointError naming the component."""
     from aligner.loop.parts import tokenizer_directory  # Megatron-Core comes with it
-    from aligner.models.create import read_architecture
+    from aligner.models.create import read_architecture, source_directory
 
     with in_section(model.key.rpartition(".")[0]):
-        tokenizer = load_tokenizer(str(tokenizer_directory(model.config)))
+        tokenizer = load_tokenizer(str(tokenizer_directory(model.config)), source_directory(model.config))
         architecture = read_architecture(model.config, vocab_size=tokenizer.vocab_size)
         check_vocabulary(tokenizer, architecture.vocab_size)
     return tokenizer

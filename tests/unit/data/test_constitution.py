@@ -155,7 +155,7 @@ def test_the_question_as_text(jsonl, chars) -> None:
         (" \n<eos>", True, False, ("", "empty")),
         ("\n\nCritique:", True, False, ("", "empty")),
         ("a\n\nHuman:", False, True, ("a\n\nHuman:", "truncated")),  # of a chat these marks are text
-        ("a<a>b<eos>", True, True, ("ab", "unreadable")),
+        ("a<a>b<eos>", True, True, ("a<a>b", "unreadable")),
         ("a<eos>", True, True, ("a", "")),
     ],
 )

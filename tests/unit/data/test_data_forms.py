@@ -307,7 +307,7 @@ def test_a_setting_names_the_form(jsonl, chars):
     path = jsonl(both)
     named = SFTDataConfig(train=path, form=RecordForm.sharegpt)
     (row,), report = load_supervised(path, named, chars)
-    assert chars.decode(row.tokens) == "qa" and report.unused == {"input": 1, "instruction": 1, "output": 1}
+    assert chars.decode(row.tokens) == "<u>q<a>a" and report.unused == {"input": 1, "instruction": 1, "output": 1}
     path = jsonl({"messages": [USER, ASSISTANT], "prompt": "x", "response": "y"})
     (row,), _ = load_supervised(path, SFTDataConfig(train=path, form=RecordForm.prompt_response), chars)
     assert chars.decode(row.tokens) == "xy"

@@ -10,6 +10,7 @@ import torch
 from aligner.environments.reward import EnvironmentReward
 from aligner.rewards.compose import Part, WeightedReward
 from aligner.rewards.config import OnError
+from aligner.rewards.forms import OnSamples
 from aligner.rewards.local import FunctionReward, RewardError
 from aligner.types import FinishReason, Prompt, Rollout
 
@@ -135,3 +136,21 @@ def test_an_environment_goes_on_without_it():
     found = reward.score(rows).result(timeout=60)
     reward.close()
     assert torch.equal(found.rewards, torch.tensor([1.5, 0.25])) and found.valid.all()
+
+
+def test_reasoning_and_answer_are_named_like_fields():
+    def plain(prompts, responses, answers, reasoning, answer_text):
+        return [len(thought) + 10 * len(said) for thought, said in zip(reasoning, answer_text, strict=True)]
+
+    def as_in_trl(completions, answer_text, **columns):
+        return [float(len(said) if "reasoning" not in columns else -1) for said in answer_text]
+
+    @OnSamples
+    def on_samples(samples):
+        return [len(sample.reasoning) + 10 * len(sample.answer_text) for sample in samples]
+
+    rows = [rollout("<think>abc</think> 12"), rollout("12")]
+    for function in (plain, on_samples):
+        assert score(function, *rows).rewards.tolist() == [23, 20]
+    assert score(as_in_trl, *rows).rewards.tolist() == [2, 2]
+    assert score(plain, rollout("12", reasoning="own field")).rewards.tolist() == [29]  # a field of the records comes first

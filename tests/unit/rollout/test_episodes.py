@@ -61,7 +61,9 @@ def engine_of(run, environment, *, in_step: bool = False, sampling: SamplingConf
     from aligner.rollout.work import WorkSharing
 
     converting = Converting(
-        decode=lambda tokens: " ".join(map(str, tokens)), observe=lambda text, last: tuple(int(word) for word in text.split())
+        decode=lambda tokens: " ".join(map(str, tokens)),
+        observe=lambda text, last: tuple(int(word) for word in text.split()),
+        token_ids=frozenset(range(50)),
     )
     options = {"max_turns": 4, "timeout_seconds": 20.0, "name": "mine.py:Env"} | settings
     conversing = Conversing(follow_up=EnvironmentFollowUp(environment, converting, **options), in_step=in_step)
@@ -231,6 +233,8 @@ class Failing(Echo):
                 raise SystemExit(3)
             if self.how == "not a number":
                 return Observation(reward=float("nan"))
+            if self.how == "no tokens":
+                return Observation(tokens=(5, 99, 98))
         done = turn.number == 3
         return Observation(text="" if done else "5", done=done, reward=1.0)
 
@@ -241,6 +245,7 @@ WRONG = {
     "returns": "returned a str from step, expected an Observation",
     "exits": "raised SystemExit: 3",
     "not a number": "raised ValueError: Observation.reward is nan",
+    "no tokens": r"returned ids from step that stand for no token: \[99, 98\], expected the tokenizer's, from 0 to 49",
     "reset": "raised KeyError: 'no such room'",
 }
 

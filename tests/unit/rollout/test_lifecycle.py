@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from aligner.errors import ConfigError, EngineError  # noqa: E402
 from aligner.protocols import Replica  # noqa: E402
 from aligner.rollout.engine import Memory  # noqa: E402
 from aligner.rollout.manifest import Manifest, TensorSpec  # noqa: E402
-from aligner.types import LogprobKind, Prompt, SamplingConfig  # noqa: E402
+from aligner.types import FinishReason, LogprobKind, Prompt, SamplingConfig  # noqa: E402
 
 WEIGHTS, CACHE = frozenset({Memory.weights}), frozenset({Memory.kv_cache})
 PROMPTS = [Prompt(id=i, tokens=(5 + i,), source=f"p:{i}") for i in range(3)]
@@ -46,7 +47,7 @@ class Policy:
         yield from self.weights
 
 
-def engine_of(foreign: FakeForeign, policy: Policy, *, offload: bool = False, verified: bool = False):
+def engine_of(foreign: FakeForeign, policy: Policy, *, offload: bool = False, verified: bool = False, **ids):
     from aligner.models.offload import HostMemory
     from aligner.rollout.foreign import StreamedEngine, WeightStream
     from aligner.rollout.lifecycle import PhasedEngine
@@ -55,7 +56,7 @@ def engine_of(foreign: FakeForeign, policy: Policy, *, offload: bool = False, ve
     stream = WeightStream(export=policy.export, manifest=manifest(), bucket_bytes=112, verified=verified)
     memory = HostMemory(kept=lambda: (tensor for _, tensor in policy.weights)) if offload else None
     engine = StreamedEngine(foreign, stream, Replica(), policy=memory)
-    return PhasedEngine(engine, SamplingConfig(), WorkSharing(Replica(), None), offload=offload)
+    return PhasedEngine(engine, SamplingConfig(), WorkSharing(Replica(), None), offload=offload, **ids)
 
 
 def generate(engine) -> list:
@@ -273,6 +274,50 @@ def test_a_prompt_that_leaves_no_room_is_named(length):
         engine.generate(prompts, [1, 2, 3])
 
 
+def test_every_end_token_is_a_stop_token_of_every_generation():
+    foreign = FakeForeign()
+    engine = engine_of(foreign, Policy(), end_ids=(4, 6), missing=(9, 8))
+    given = []
+    answers = foreign.generate
+    foreign.generate = lambda work, sampling: given.append(sampling) or answers(work, sampling)
+    list(engine.generate(PROMPTS, [7, 8, 9]))
+    list(engine.generate(PROMPTS, [7, 8, 9], SamplingConfig(temperature=0.0, stop_token_ids=[3])))  # as in validation
+    assert [one.stop_token_ids for one in given] == [[4, 6], [3, 4, 6]] and [one.temperature for one in given] == [1.0, 0.0]
+    assert [one.missing_ids for one in given] == [(8, 9), (8, 9)]
+
+
+def test_an_engine_that_samples_what_is_no_token_is_not_believed():
+    engine = engine_of(FakeForeign(), Policy(), missing=(0, 5))
+    with pytest.raises(EngineError, match=r"fake sampled ids that stand for no token of the tokenizer: \[0\]"):
+        generate(engine)  # its tokens are the version, 0
+
+
+class Words:
+    """A tokenizer of ids 0 to 50, without 7."""
+
+    end_ids = (2, 11, 12)
+
+    def missing_ids(self, num_rows):
+        return [7, *range(51, num_rows)]
+
+    def decode(self, ids, *, skip_special):
+        return ""
+
+
+def test_a_tokenizer_says_what_ends_and_what_is_no_token(make_model):
+    from aligner.rollout.config import RolloutConfig
+    from aligner.rollout.create import create_engine
+
+    policy = make_model("policy", seed=3)
+    last = policy.chunks[0].architecture.vocab_size
+    engine = create_engine(policy, RolloutConfig(sampling=SamplingConfig(max_response_length=40)), tokenizer=Words())
+    rollouts = [one for part in engine.generate(PROMPTS * 60, range(180)) for one in part]
+    drawn = {token for one in rollouts for token in one.response}
+    assert last > 51 and not drawn & {7, *range(51, last)} and len(drawn) > 45
+    ends = {one.response[-1] for one in rollouts if one.finish_reason is FinishReason.stop}
+    assert ends == {2, 11, 12} and not any(set(one.response[:-1]) & ends for one in rollouts)
+
+
 def test_the_config_chooses_the_engine(make_model, monkeypatch):
     from aligner.rollout.config import EngineKind, RolloutConfig
     from aligner.rollout.create import create_engine
@@ -309,3 +354,12 @@ def test_an_engine_of_another_package(make_model, monkeypatch):
     assert engine.capabilities.name == "fake" and given["rollout"].engine == "ours"
     assert given["architecture"] == policy.chunks[0].architecture and given["files"] == ["config.json"]
     assert (given["eos_id"], given["tp"], given["max_sequence_length"]) == (2, 1, policy.chunks[0].max_sequence_length)
+    engine = create.create_engine(policy, config.RolloutConfig(engine="ours"), tokenizer=Words())
+    assert given["architecture"] == replace(policy.chunks[0].architecture, vocab_size=51)  # rows behind the last token are not sent
+    full = dict(policy.export_weights())
+    sent = engine.engine.foreign.weights
+    assert sent.keys() == full.keys() and sent["model.embed_tokens.weight"].shape[0] == 51 and given["eos_id"] == 2
+    assert all(torch.equal(tensor, full[name][: len(tensor)]) for name, tensor in sent.items())
+    assert all(
+        len(tensor) == len(full[name]) for name, tensor in sent.items() if name not in ("model.embed_tokens.weight", "lm_head.weight")
+    )

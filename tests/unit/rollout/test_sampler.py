@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from aligner.errors import ConfigError
-from aligner.rollout.sampling import GOES_ON, LENGTH, STOP, Sampler, halved_nucleus, uniforms
+from aligner.parallel.logprobs import log_normalizer, row_sums
+from aligner.rollout.engine import EngineSampling
+from aligner.rollout.sampling import GOES_ON, LENGTH, STOP, Draw, Sampler, halved_nucleus, uniforms
 from aligner.types import SamplingConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
@@ -375,6 +377,73 @@ def test_the_compiled_kernel_draws_the_same(temperature):
     assert torch.equal(draws[0].tokens, draws[1].tokens) and torch.equal(draws[0].ended, draws[1].ended)
     torch.testing.assert_close(draws[0].logprobs, draws[1].logprobs, rtol=0, atol=1e-5)
     torch.testing.assert_close(draws[0].raw_logprobs, draws[1].raw_logprobs, rtol=0, atol=1e-5)
+
+
+MISSING = (2, 5, 6, 7)  # a gap, and the end of a padded vocabulary
+
+
+def without(missing: Sequence[int], logits: torch.Tensor, *, fused=None, add_up=None, **sampling) -> tuple[Sampler, Draw]:
+    """A draw in which these ids stand for no token."""
+    settings, more = EngineSampling(missing_ids=tuple(missing), **sampling), {} if add_up is None else {"add_up": add_up}
+    rows, vocab_size = logits.shape
+    sampler = Sampler(settings, eos_id=EOS, vocab_size=vocab_size, num_seats=rows, device=CPU, fused=fused, **more)
+    for seat in range(rows):
+        sampler.seat(seat, prompt=[1], response=[], seed=seat, limit=9)
+    return sampler, sampler.draw(logits, torch.arange(rows))
+
+
+@pytest.mark.parametrize("height", [0.0, 30.0, 500.0])
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.7, "raw_logprobs": True}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 3}, {"repetition_penalty": 1.2}],
+)
+@pytest.mark.parametrize("kernel", [False, True])
+def test_ids_that_stand_for_no_token_are_never_drawn(height, sampling, kernel):
+    """However likely they are; log-probs stay those over the whole vocabulary, and the logits what they were."""
+    fused = None
+    if kernel:
+        from aligner.rollout.native.library import load
+
+        if (library := load()) is None:
+            pytest.skip("the kernels do not compile here")
+        fused = library.draw
+    logits = 2 * torch.randn(4000, 8, generator=torch.Generator().manual_seed(4))
+    logits[:, list(MISSING)] += height
+    before = logits.clone()
+    sampler, draw = without(MISSING, logits, fused=fused, **sampling)
+    assert torch.equal(logits, before) and not set(draw.tokens.tolist()) & set(MISSING)
+    for temperature, found in ((sampling.get("temperature", 1.0) or 1.0, draw.logprobs), (1.0, draw.raw_logprobs)):
+        if found is not None:
+            expected = (logits.double() / temperature).log_softmax(-1).gather(1, draw.tokens[:, None])[:, 0]
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    reduced = logits.clone()
+    reduced[:, list(MISSING)] = -torch.inf
+    if sampling.get("temperature") == 0.0:
+        assert torch.equal(draw.tokens, reduced.argmax(-1))
+        return
+    _, expected = without((), reduced, fused=fused, **sampling)
+    assert torch.equal(draw.tokens, expected.tokens)  # what a vocabulary without them gives for the same numbers
+    assert torch.equal(sampler.probabilities(logits, torch.arange(4000))[:, list(MISSING)], torch.zeros(4000, len(MISSING)))
+    assert torch.equal(logits, before)
+
+
+def test_log_probs_are_the_trainers_bit_for_bit_where_its_sum_is_used():
+    def add_up(weights: torch.Tensor) -> torch.Tensor:
+        return row_sums(weights.flip(-1))
+
+    logits = torch.randn(200, 8, generator=torch.Generator().manual_seed(4))
+    _, draw = without(MISSING, logits, add_up=add_up, temperature=0.7, raw_logprobs=True)
+    for temperature, found in ((0.7, draw.logprobs), (1.0, draw.raw_logprobs)):
+        z = logits / temperature
+        peak = z.amax(-1, keepdim=True)
+        expected = z.gather(1, draw.tokens[:, None])[:, 0] - log_normalizer(peak[:, 0], add_up((z - peak).exp()))
+        assert torch.equal(found, expected)
+
+
+def test_the_minimum_length_holds_for_every_end_token():
+    logits = torch.zeros(500, 6)
+    _, draw = without((), logits, stop_token_ids=[3, 4], min_response_length=2)
+    assert set(draw.tokens.tolist()) == {1, 2, 5}
 
 
 def certain(*tokens: int, vocab_size: int = 8) -> torch.Tensor:

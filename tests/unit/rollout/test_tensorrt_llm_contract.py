@@ -17,7 +17,7 @@ from fake_tensorrt_llm import installed  # noqa: E402
 
 from aligner.errors import ConfigError, EngineError  # noqa: E402
 from aligner.rollout import tensorrt_llm_diff  # noqa: E402
-from aligner.rollout.engine import GenRequest  # noqa: E402
+from aligner.rollout.engine import EngineSampling, GenRequest  # noqa: E402
 from aligner.rollout.tensorrt_llm_config import Sampler, TensorRTLLMConfig
 from aligner.rollout.tensorrt_llm_contract import Contract, gate, known_versions, load  # noqa: E402
 from aligner.rollout.tensorrt_llm_requests import sampling_arguments, to_result  # noqa: E402
@@ -179,6 +179,8 @@ def test_settings_become_the_packages():
         "logprobs": 0,
         "detokenize": False,
     }
+    gaps = sampling_arguments(EngineSampling(missing_ids=(3, 7)), REQUEST, max_tokens=6, eos_id=2, pad_id=2)
+    assert gaps["bad_token_ids"] == [3, 7] and all(load(version).accepts("SamplingParams", "bad_token_ids") for version in known_versions())
     free = sampling_arguments(SamplingConfig(), REQUEST, max_tokens=6, eos_id=2, pad_id=2)
     assert free["temperature"] == 1.0 and free["top_p"] == 1.0 and "top_k" not in free and "min_p" not in free
     greedy = sampling_arguments(SamplingConfig(temperature=0.0, top_p=0.5), REQUEST, max_tokens=6, eos_id=2, pad_id=2)

@@ -16,7 +16,7 @@ import torch
 from aligner.errors import ConfigError, EngineError
 from aligner.models.config import Architecture
 from aligner.rollout.config import RolloutConfig, VLLMConfig
-from aligner.rollout.engine import ALL_MEMORY, GenRequest, ListedWork
+from aligner.rollout.engine import ALL_MEMORY, EngineSampling, GenRequest, ListedWork
 from aligner.rollout.manifest import hf_manifest
 from aligner.rollout.vllm import KNOWN_VERSIONS, VLLMEngine, VLLMModel
 from aligner.types import FinishReason, LogprobKind, SamplingConfig
@@ -44,6 +44,7 @@ class SamplingParams:
     logprobs: int
     detokenize: bool
     output_kind: str
+    logit_bias: dict[int, float] | None = None
 
 
 @dataclass(kw_only=True)
@@ -292,6 +293,14 @@ def test_results_have_their_requests_limits_and_version(fake_vllm):
     next(stopped_early)
     stopped_early.close()
     assert not engine._llm.llm_engine.running
+
+
+def test_every_end_token_stops_and_ids_of_no_token_are_biased_away(fake_vllm):
+    engine, request = started(), GenRequest(index=0, tokens=(5,), seed=1)
+    given = engine._params(request, EngineSampling(stop_token_ids=[9, 4, 11, 400], missing_ids=(3, 7)))
+    assert given.stop_token_ids == [EOS, 4, 9]  # of 11 rows: what the model has no row for cannot end a response
+    assert given.logit_bias == {3: -100.0, 7: -100.0}
+    assert engine._params(request, SamplingConfig()).logit_bias is None
 
 
 def test_log_probs_are_of_the_kind_that_is_said_or_refused():
