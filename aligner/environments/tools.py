@@ -125,7 +125,7 @@ class Toolbox:
         except Exception as error:  # not swallowed: the policy is told, it is counted, and the first of its kind is in the log
             if (kind := (called, type(error))) not in self._said:
                 self._said.add(kind)
-                shown = "".join(traceback.format_exception(error))[-MOST_CHARACTERS:]
+                shown = encodable("".join(traceback.format_exception(error))[-MOST_CHARACTERS:])
                 print(f"warning: tool {called} raised {kind[1].__name__}; the policy is told so (said once)\n{shown}", flush=True)
             raise ToolError(f"{called}: {traceback.format_exception_only(error)[-1].strip()}") from error
 
