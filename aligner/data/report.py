@@ -13,7 +13,6 @@ from aligner.data.sources import Fields, RawRecord
 from aligner.errors import DataError
 
 MAX_LISTED = 20  # bad lines shown; the rest is only counted
-_NAME_CHARACTERS = 100  # shown of a field's name
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -71,7 +70,7 @@ class LoadReport:
     def unused_text(self) -> str:
         """The fields that are not used, each with the number of records that have it."""
         return f"fields {self.said_of_unused}: " + ", ".join(
-            f"{repr(name[:_NAME_CHARACTERS])[1:-1]} ({count} records)" for name, count in self.unused.items()
+            f"{repr(name[:100])[1:-1]} ({count} records)" for name, count in self.unused.items()
         )
 
 

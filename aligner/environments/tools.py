@@ -80,9 +80,9 @@ class Toolbox:
         answers, num_errors = [], 0
         for _, read, body in sorted(found, key=lambda each: each[0]):
             try:
-                answers.append(encodable(self._call(*read(body)))[:MOST_CHARACTERS])
+                answers.append(encodable(self._call(*read(body))[:MOST_CHARACTERS]))
             except ToolError as error:
-                answers.append(encodable(f"error: {error}")[:MOST_CHARACTERS])
+                answers.append(encodable(f"error: {error}"[:MOST_CHARACTERS]))
                 num_errors += 1
         return ToolAnswers(text="\n".join(answers), num_calls=len(found), num_errors=num_errors)
 

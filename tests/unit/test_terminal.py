@@ -8,12 +8,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from terminals import COLOUR, DRAWN, HOSTILE_NAMES, LIVE, on_a_terminal
 
 from aligner import terminal
 from aligner.cluster.console import Echo
+from aligner.cluster.run_directory import RunDirectory
+from aligner.cluster.slurm.steps import Place
 from aligner.data.report import LoadReport
 from aligner.reporting.config import LoggingConfig, Progress
 from aligner.reporting.progress import open_view
@@ -185,3 +188,24 @@ def test_commands_on_a_terminal(arguments: tuple[str, ...], tmp_path: Path) -> N
     assert shown and not LIVE.search(COLOUR.sub("", shown)), shown
     if "{file}" in arguments and "\x1b[2J" not in arguments:
         assert "\\x1b[2J\\x1b]0;T\\x07 (1 records)" in shown, shown
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("-m", "aligner.cluster.slurm", "--config", "x", "--script", "y", "--no\x1b[2J\u202esuch=1"),  # into Slurm's .out
+        ("-m", "aligner.jobs.slurm", "1", "sft", "no\x1b[\x1b[2J2J\u202esuch=1"),
+        ("examples/nlp/train_sft.py", "no\x1b[2J\u202esuch=1"),
+    ],
+)
+def test_programs_beside_the_command(command: tuple[str, ...]) -> None:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, encoding="utf-8", cwd=ROOT, timeout=300)
+    assert done.returncode == 2 and "such" in done.stderr and not LIVE.search(done.stdout + done.stderr), done.stderr
+
+
+def test_lines_of_a_log_that_the_conductor_repeats(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    log = "".join(f"{text}\n" for text in ATTACKS).encode(errors="surrogatepass")
+    run.log("actor", 0).write_bytes(log)
+    lines = Place.last_lines(SimpleNamespace(run=run), SimpleNamespace(name="actor"), 0, 1000)  # type: ignore[arg-type]
+    assert len(lines) > len(ATTACKS) and not LIVE.search("".join(lines))
