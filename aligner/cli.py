@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises SystemExit after `--help` and `--version`, and (2, with the usage and one line on stderr) if the command line itself is wrong.
     """
     command = _parse(argv)
+    from aligner import terminal
+
+    terminal.guard()
     if isinstance(command, _Program):
         command()
         return 0
@@ -63,8 +66,10 @@ def _parse(argv: Sequence[str] | None) -> Callable[[], int]:
     try:
         command = commands.main(argv, prog_name="aligner", standalone_mode=False)
     except click.UsageError as error:
+        from aligner.terminal import clean
+
         usage = f"{error.ctx.get_usage()}\n" if error.ctx else ""
-        print(f"{usage}error: {error.format_message()}", file=sys.stderr, flush=True)
+        print(clean(f"{usage}error: {error.format_message()}"), file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code) from None
     if isinstance(command, int):  # --help, --version
         raise SystemExit(command)

@@ -5,11 +5,11 @@ On a terminal, the processes' output is whole prefixed lines without carriage re
 
 from __future__ import annotations
 
+import codecs
 import errno
 import fcntl
 import os
 import pty
-import re
 import selectors
 import struct
 import termios
@@ -21,19 +21,11 @@ from typing import TextIO
 from aligner.cluster.component import Component
 from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import LaunchError, describe_os_error
+from aligner.terminal import Guarded, clean, plain, unguarded
 
 _MAX_LINE_BYTES = 64 * 1024
 _COLOURS = ("36", "35", "33", "32", "34", "96", "95", "93")  # ANSI foreground colours, one per component in turn
 _NOTE_COLOUR = "1"
-_COLOUR_CODE = re.compile(r"\x1b\[[0-9;:]*m")
-_OTHER_CONTROL = re.compile(
-    r"\x1b\[(?![0-9;:]*m)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b(?!\[)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]"
-)
-
-
-def plain(text: str) -> str:
-    """The text without colours, cursor movements and other control characters (tabs stay)."""
-    return _COLOUR_CODE.sub("", _OTHER_CONTROL.sub("", text))
 
 
 class LineAssembler:
@@ -70,7 +62,9 @@ class Echo:
 
     def __init__(self, stream: TextIO, prefixes: Sequence[str], groups: Sequence[int]) -> None:
         """`prefixes[i]` is shown in the colour of `groups[i]` (the component's number)."""
-        self._stream = stream
+        self._stream = unguarded(stream)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._drawing = Guarded(self._stream, drawn=True)
         self._colour = stream.isatty() and not os.environ.get("NO_COLOR")
         width = max(len(prefix) for prefix in (*prefixes, "run"))
         self._width = width + 2
@@ -80,22 +74,22 @@ class Echo:
     def line(self, prefix: str, text: str) -> None:
         """One line of the process called `prefix`."""
         label = f"[{prefix}]".ljust(self._width)
-        text = _OTHER_CONTROL.sub("", text)
         if self._colour:
+            text = clean(text)
             reset = "\x1b[0m" if "\x1b" in text else ""
             self._write(f"\x1b[{self._colours.get(prefix, _NOTE_COLOUR)}m{label}\x1b[0m {text}{reset}\n")
         else:
-            self._write(f"{label} {_COLOUR_CODE.sub('', text)}\n")
+            self._write(f"{label} {plain(text)}\n")
 
     def raw(self, data: bytes) -> None:
-        """Pass the bytes of a process that draws the whole terminal itself."""
-        self._write(data.decode(errors="replace"))
+        """Pass the bytes of a process that draws the whole terminal itself: what it can draw with, whoever's text is among it."""
+        self._write(self._decoder.decode(data), self._drawing)
 
-    def _write(self, text: str) -> None:
+    def _write(self, text: str, stream: TextIO | Guarded | None = None) -> None:
         if self.closed:
             return
         try:
-            self._stream.write(text)
+            (stream or self._stream).write(text)
             self._stream.flush()
         except BrokenPipeError:
             self.closed = True
@@ -179,7 +173,7 @@ class Console:
 
     def note(self, text: str) -> None:
         """A line of the launcher itself."""
-        self._notes.write(f"{text}\n".encode())
+        self._notes.write(f"{plain(text)}\n".encode())
         if not self._drawn:
             self._echo.line("run", text)
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 from omegaconf import OmegaConf
 
 from aligner import help as program_help
+from aligner import terminal
 from aligner.cluster import outcomes
 from aligner.cluster.exit_codes import ExitCode, exit_code_of
 from aligner.config.compose import compose, compose_node, override, search_path, shown_values, to_yaml
@@ -97,6 +98,7 @@ def entrypoint(
 
     def decorate(main: Callable[[T], int | None]) -> Callable[..., None]:
         def run(argv: Sequence[str] | None = None, program: str = "") -> None:
+            terminal.guard()
             try:
                 command = parse(sys.argv[1:] if argv is None else argv)
                 with outcomes.unless_ended_early(os.environ):

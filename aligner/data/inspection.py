@@ -64,7 +64,7 @@ _PURPOSES = {
     "system": "the system message",
 }
 BRACKETS = ("[[", "]]")
-COLOURS = ("\x1b[30;42m", "\x1b[0m")
+COLOURS = ("\x1b[7;32m", "\x1b[0m")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

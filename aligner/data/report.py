@@ -78,7 +78,9 @@ class LoadReport:
 
     def unused_text(self) -> str:
         """The fields that are not used, each with the number of records that have it."""
-        return f"fields {self.said_of_unused}: " + ", ".join(f"{name} ({count} records)" for name, count in self.unused.items())
+        return f"fields {self.said_of_unused}: " + ", ".join(
+            f"{repr(name[:100])[1:-1]} ({count} records)" for name, count in self.unused.items()
+        )
 
 
 def combined(reports: Sequence[LoadReport], shares: str) -> LoadReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -40,6 +41,11 @@ class Observation:
             raise ValueError(f"Observation.reward is {self.reward}, expected a finite number")
         if not isinstance(self.text, str):
             raise ValueError(f"Observation.text is a {type(self.text).__name__}, expected a str")
+
+
+def encodable(text: str) -> str:
+    """The text with U+FFFD for lone surrogates, which JSON can spell (`"\\ud800"`) and no tokenizer takes."""
+    return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from aligner import recording
 from aligner.data.messages import Message
 from aligner.data.tokenizer import Tokenizer
 from aligner.environments.config import EnvironmentConfig, ObservationForm, OnEnvironmentError
-from aligner.environments.environment import Environment, Observation, Turn
+from aligner.environments.environment import Environment, Observation, Turn, encodable
 from aligner.environments.workers import Awaiting, Outcome, Workers
 from aligner.errors import AlignerError, ConfigError, DataError
 from aligner.protocols import Exchange, Reply
@@ -41,7 +41,7 @@ class Surroundings:
 
 def observation_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of an observation's text; special tokens spelled out in it stay text."""
-    return tokenizer.continuation("\n", text, plain=True)
+    return tokenizer.continuation("\n", encodable(text), plain=True)
 
 
 def surroundings(config: EnvironmentConfig, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Surroundings:

@@ -3,33 +3,33 @@
     <tool>name: what the tool is given, as text</tool>
     <tool_call>{"name": "name", "arguments": {"x": 1}}</tool_call>      (as Qwen and Hermes models are trained to)
 
-A malformed call is answered with its error, and counted.
+Whatever goes wrong with a call, in reading it or in the tool, is its answer, and counted: what a policy writes must not end a run.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import re
-from collections.abc import Callable, Mapping
+import reprlib
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from aligner.environments.environment import encodable
 
 OPEN, CLOSE = "<tool>", "</tool>"
-JSON_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+JSON_OPEN, JSON_CLOSE = "<tool_call>", "</tool_call>"
 MOST_CHARACTERS = 2000  # of a tool's answer; an observation takes room from the policy
 
 
 class ToolError(Exception):
-    """An invalid tool request by the policy, which is told so. Any other exception of a tool is a failure of the environment."""
+    """An invalid tool request by the policy, which is told so. Any other exception of a tool is told it too, and said in the log: once for
+    each tool and kind of exception, with the first one's traceback."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolCall:
-    """One call: the name of a tool, and its arguments by name, or as one text."""
-
-    name: str
-    arguments: str | Mapping[str, Any]
+Call = tuple[str, str | Mapping[str, Any]]  # the name of a tool, and its arguments as one text, or by name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +49,9 @@ class ToolAnswers:
 class Toolbox:
     """Tools by name. A tool is a function of text or of named arguments that returns something with a `str`.
 
+    The type hints of a tool are the schema of its arguments (text, numbers, bool, None, lists, dictionaries and what `typing` makes of
+    them): a call that does not fit is answered with an error, and the tool is not called. Other hints are not checked.
+
     `open` and `close` stand around a call in the first form; with only one tool, its name may be omitted. An `open` of '' means
     that a call begins where the turn, or the call before it, does.
     """
@@ -58,53 +61,112 @@ class Toolbox:
             raise ValueError("tools is empty, expected at least one")
         if not close:
             raise ValueError("close is '', expected the text that ends a call")
-        self._tools = dict(tools)
-        self._plain_call = re.compile(re.escape(open) + "(.*?)" + re.escape(close), re.DOTALL)
+        self._tools = {name: (tool, _signature(tool)) for name, tool in tools.items()}
+        self._marks = open, close
+        self._said: set[tuple[str, type[Exception]]] = set()
 
     def answer(self, text: str) -> ToolAnswers | None:
         """Make the calls in what the policy wrote, in their order; None if there are none."""
-        found = [(match.start(), self._read_json, match[1]) for match in JSON_CALL.finditer(text)]
-        found += [(match.start(), self._read_plain, match[1]) for match in self._plain_call.finditer(JSON_CALL.sub(_blank, text))]
+        found: list[tuple[int, Callable[[str], Call], str]] = []
+        others: list[str] = []
+        end = 0
+        for start, body, after in _between(text, JSON_OPEN, JSON_CLOSE):
+            found.append((start, self._read_json, body))
+            others += [text[end:start], " " * (after - start)]  # what follows stays where it is
+            end = after
+        found += [(start, self._read_plain, body) for start, body, _ in _between("".join([*others, text[end:]]), *self._marks)]
         if not found:
             return None
         answers, num_errors = [], 0
         for _, read, body in sorted(found, key=lambda each: each[0]):
             try:
-                answers.append(str(self._call(read(body)))[:MOST_CHARACTERS])
+                answers.append(encodable(self._call(*read(body))[:MOST_CHARACTERS]))
             except ToolError as error:
-                answers.append(f"error: {error}"[:MOST_CHARACTERS])
+                answers.append(encodable(f"error: {error}"[:MOST_CHARACTERS]))
                 num_errors += 1
         return ToolAnswers(text="\n".join(answers), num_calls=len(found), num_errors=num_errors)
 
-    def _read_plain(self, body: str) -> ToolCall:
+    def _read_plain(self, body: str) -> Call:
         name, colon, rest = body.partition(":")
         if colon and name.strip() in self._tools:
-            return ToolCall(name=name.strip(), arguments=rest.strip())
+            return name.strip(), rest.strip()
         if len(self._tools) == 1:
-            return ToolCall(name=next(iter(self._tools)), arguments=body.strip())
+            return next(iter(self._tools)), body.strip()
         raise ToolError(f"expected NAME: TEXT with one of the tools {', '.join(self._tools)}")
 
-    def _read_json(self, body: str) -> ToolCall:
+    def _read_json(self, body: str) -> Call:
         try:
-            value = json.loads(body)
+            value = json.loads(body, object_pairs_hook=_distinct)
         except (ValueError, RecursionError) as error:
             raise ToolError(f"the call is not JSON ({error})") from error
         if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not isinstance(value.get("arguments", {}), (dict, str)):
             raise ToolError('expected {"name": NAME, "arguments": {...}}')
-        return ToolCall(name=value["name"], arguments=value.get("arguments", {}))
+        return value["name"], value.get("arguments", {})
 
-    def _call(self, call: ToolCall) -> Any:
-        if call.name not in self._tools:
-            raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
-        tool, named = self._tools[call.name], isinstance(call.arguments, Mapping)
-        positional, keywords = ((), call.arguments) if named else ((call.arguments,), {})
+    def _call(self, called: str, arguments: str | Mapping[str, Any]) -> str:
+        """The tool's answer. Raises ToolError, whatever the tool raises."""
+        if called not in self._tools:
+            raise ToolError(f"there is no tool {called!r}; there are {', '.join(self._tools)}")
+        tool, signature = self._tools[called]
+        positional, keywords = ((), arguments) if isinstance(arguments, Mapping) else ((arguments,), {})
         try:
-            bound = inspect.signature(tool).bind(*positional, **keywords)
+            bound = signature.bind(*positional, **keywords)
         except TypeError as error:
-            raise ToolError(f"{call.name}: {error}") from error
-        return tool(*bound.args, **bound.kwargs)
+            raise ToolError(f"{called}: {error}") from error
+        for name, value in keywords.items():
+            one = signature.parameters.get(name) or list(signature.parameters.values())[-1]  # which takes all other names
+            if value is not one.default and not _fits(value, one.annotation):
+                expected = inspect.formatannotation(one.annotation)
+                raise ToolError(f"{called}: {name} is {reprlib.repr(value)}, expected {expected}")
+        try:
+            return str(tool(*bound.args, **bound.kwargs))
+        except ToolError:
+            raise
+        except Exception as error:  # not swallowed: the policy is told, it is counted, and the first of its kind is in the log
+            if (kind := (called, type(error))) not in self._said:
+                self._said.add(kind)
+                shown = encodable("".join(traceback.format_exception(error))[-MOST_CHARACTERS:])
+                print(f"warning: tool {called} raised {kind[1].__name__}; the policy is told so (said once)\n{shown}", flush=True)
+            raise ToolError(f"{called}: {traceback.format_exception_only(error)[-1].strip()}") from error
 
 
-def _blank(match: re.Match[str]) -> str:
-    """As many spaces: what follows stays where it is."""
-    return " " * len(match[0])
+def _between(text: str, open: str, close: str) -> Iterator[tuple[int, str, int]]:
+    """Where each call begins, what stands between its marks, and where it ends; in one pass, however many marks are never closed."""
+    end = 0
+    while (start := text.find(open, end)) >= 0 and (stop := text.find(close, start + len(open))) >= 0:
+        end = stop + len(close)
+        yield start, text[start + len(open) : stop], end
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("an object has a name twice")
+    return found
+
+
+def _signature(tool: Callable[..., Any]) -> inspect.Signature:
+    """Of a tool; any, if it cannot be known: some of Python's own functions do not say, and hints may name what is not there."""
+    try:
+        return inspect.signature(tool, eval_str=True)
+    except Exception:  # whatever evaluating a hint raises
+        return inspect.signature(lambda *text, **arguments: None)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON is of this type; true for hints that say nothing about JSON."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if kind is Annotated:
+        return _fits(value, inner[0])
+    if kind is Literal:
+        return any(type(value) is type(one) and value == one for one in inner)
+    if kind is float:
+        return type(value) in (int, float) and value - value == 0  # not for infinity and NaN
+    if kind in (str, int, bool, types.NoneType):
+        return type(value) is kind
+    if kind in (list, Sequence):
+        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value if inner)
+    if kind in (dict, Mapping):
+        return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values() if inner)
+    return True

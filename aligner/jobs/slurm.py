@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from aligner import terminal
 from aligner.algorithms.registry import composed, config_file
 from aligner.cluster.component import interpreter
 from aligner.cluster.config import Placement
@@ -219,6 +220,7 @@ def write_spec(job: str, name: str, overrides: Sequence[str]) -> Path:
 
 
 if __name__ == "__main__":  # the conductor's first step: JOB CONFIG [key=value ...]
+    terminal.guard()
     try:
         print(f"{SPEC_LINE}{write_spec(sys.argv[1], sys.argv[2], sys.argv[3:])}", flush=True)
     except AlignerError as error:

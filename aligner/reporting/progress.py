@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TextIO
+from typing import Protocol, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -27,6 +27,7 @@ from rich.text import Text
 from aligner.reporting import formats
 from aligner.reporting.config import LoggingConfig, Progress
 from aligner.reporting.rollout_table import SampleRow, plain_table, rich_table
+from aligner.terminal import Guarded, clean, guard, plain
 
 _HISTORY_STEPS = 512
 _TREND_WIDTH = 28
@@ -55,6 +56,7 @@ class LiveView:
             vertical_overflow="crop",
         )
         self._live.start()
+        guard()  # Rich shows above the view what is printed meanwhile, but does not clean it
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._lock:
@@ -69,7 +71,7 @@ class LiveView:
             self._samples = rich_table(step, rows, self._max_cell_chars)
 
     def note(self, text: str) -> None:
-        self._live.console.print(Text(text))
+        self._live.console.print(Text(plain(text)))
 
     def close(self) -> None:
         """Draw the last state and leave it on the screen."""
@@ -141,7 +143,7 @@ _WHOLE_STEP = ("step", "total")
 
 
 def _phase_name(metric: str) -> str:
-    return metric.removeprefix(_PHASE_PREFIX).removesuffix("_seconds")
+    return plain(metric.removeprefix(_PHASE_PREFIX).removesuffix("_seconds"))
 
 
 def phases(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -263,7 +265,7 @@ class PlainView:
         self.note(plain_table(step, rows, self._max_cell_chars))
 
     def note(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(clean(text), file=self._stream, flush=True)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -290,6 +292,7 @@ def open_view(
     if config.progress is Progress.off:
         return NoView()
     if config.progress is Progress.live or (config.progress is Progress.auto and interactive):
-        console = Console(file=stream, force_terminal=True if config.progress is Progress.live else None)
+        drawing = cast(TextIO, Guarded(stream, drawn=True))
+        console = Console(file=drawing, force_terminal=True if config.progress is Progress.live else None)
         return LiveView(columns, pace, config.max_cell_chars, console, title)
     return PlainView(columns, pace, config.max_cell_chars, stream)

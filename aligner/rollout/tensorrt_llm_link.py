@@ -3,17 +3,23 @@
 The sockets are files in a directory of the replica's that only its user can enter: on `requests` the replica's first rank waits for the
 engine's process, on `worker<i>` rank i waits for the worker that computes on its GPU. A message is a pickled tuple, the first item is its
 kind. A tensor on a GPU travels as a handle of its memory (CUDA IPC), which another process on the same GPU opens; others by value.
+
+Unpickling does what a message says. So whoever connects first sends the socket's key, which is in a file beside it that only its user can
+read; whoever does not is sent away, and nothing of it is unpickled.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import pickle
+import secrets
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,6 +31,7 @@ from torch.multiprocessing import reductions
 from aligner.errors import EngineError
 
 REQUESTS = "requests"
+KEY_BYTES, KEY_SECONDS = 32, 10.0  # the time is for whoever connects to send it
 ALIGNMENT = 16  # bytes: no element has more
 DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor: the number of the GPU in the process that opens the handle
 # What launchers tell a rank. An MPI library that saw it would join their world, or wait for it.
@@ -159,22 +166,29 @@ class Link:
 
 
 class Door:
-    """A socket's file, on which one process is waited for."""
+    """A socket's file, on which one process is waited for, and the file of its key."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX)
-        path.unlink(missing_ok=True)
+        self._key = secrets.token_bytes(KEY_BYTES)
+        self._remove()
         try:
             self._socket.bind(str(path))
         except OSError as error:  # most likely that the path is too long: 107 bytes are allowed
             raise EngineError(
                 f"{path}: no socket can be made there ({error}); set TMPDIR to a short path on the node's own disk"
             ) from error
+        with open(os.open(_key_path(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(self._key)
         self._socket.listen(1)
 
+    def _remove(self) -> None:
+        for file in (self._path, _key_path(self._path)):
+            file.unlink(missing_ok=True)
+
     def answer(self, who: str, seconds: float, check: Callable[[], None] = lambda: None) -> Link:
-        """The process that comes. `check`, called every second, raises if there is nothing to wait for any more."""
+        """The process that comes with the key. `check`, called every second, raises if there is nothing to wait for any more."""
         deadline = time.monotonic() + seconds
         self._socket.settimeout(min(1.0, seconds))
         while True:
@@ -185,14 +199,24 @@ class Door:
                 if time.monotonic() < deadline:
                     continue
                 raise EngineError(f"{who} did not connect to {self._path} within {seconds:.0f} s") from None
-            came.settimeout(None)
-            self._socket.close()
-            self._path.unlink(missing_ok=True)
-            return Link(came, who)
+            came.settimeout(KEY_SECONDS)
+            with suppress(OSError):
+                if hmac.compare_digest(came.recv(KEY_BYTES), self._key):
+                    came.settimeout(None)
+                    self._socket.close()
+                    self._remove()
+                    return Link(came, who)
+            came.close()
+            print(f"warning: {self._path}: a process without the key connected, which is not {who}: it was sent away", flush=True)
 
 
 def knock(path: Path, who: str) -> Link:
     """Connect to a door. Raises OSError where there is none."""
-    connection = socket.socket(socket.AF_UNIX)
+    key, connection = _key_path(path).read_bytes(), socket.socket(socket.AF_UNIX)
     connection.connect(str(path))
+    connection.sendall(key)
     return Link(connection, who)
+
+
+def _key_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.key")

@@ -40,7 +40,7 @@ def zombie_children(pid: int) -> list[int]:
 
 
 def processes_with_variable(assignment: str) -> dict[int, str]:
-    """Pid and command line of every process whose initial environment holds `NAME=value`, except this process."""
+    """Pid and command line of every process whose initial environment holds `NAME=value` (any, for ''), except this process."""
     wanted = assignment.encode()
     found = {}
     for entry in Path("/proc").iterdir():

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from processes import processes_with_variable, start_ticks  # noqa: E402  (beside this script: importing the package would cost a second interpreter start)
 
 PREFIX = "aligner-triton-"  # of workspaces
+BACKEND = Path("/tmp"), "python_env_*"  # where Triton's Python backend makes a folder for itself, whatever TMPDIR says
 OWNER = "owner"  # in each: the server's pid and when it started, in a file that it holds locked as long as it lives
 TRACKER_SECONDS = 3.0  # multiprocessing's resource trackers unlink shared memory and exit by themselves
 KILL_SECONDS = 10.0
@@ -70,6 +71,13 @@ def remove(workspace: Path, pid: int, started: int) -> None:
         with contextlib.suppress(FileNotFoundError, PermissionError):  # gone by now, or a server's of another user with the same number
             if segment.stat().st_mtime < began:
                 segment.unlink()
+    # A Triton that was killed leaves its own empty: here those of this user that are older than every Triton that lives.
+    living = [start_ticks(pid) or 0 for pid, command in processes_with_variable("").items() if "tritonserver" in command]
+    before = _boot_time() + min(living) / os.sysconf("SC_CLK_TCK") if living else time.time()
+    for folder in BACKEND[0].glob(BACKEND[1]):
+        with contextlib.suppress(OSError):  # gone by now, or not empty
+            if (place := folder.lstat()).st_uid == os.getuid() and place.st_mtime < before:
+                folder.rmdir()
 
 
 def _boot_time() -> float:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from aligner import terminal
 from aligner.cluster import outcomes
 from aligner.cluster.exit_codes import ExitCode, exit_code_of
 from aligner.cluster.lease import RunHeld
@@ -36,6 +37,7 @@ _SPEC_SECONDS = 600.0  # a cold container image, and Python's imports on a busy 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The job's exit code."""
+    terminal.guard()
     parser = argparse.ArgumentParser(prog="python3 -m aligner.cluster.slurm", description="Run a job of this run, in its batch script.")
     parser.add_argument("--script", type=Path, required=True, help="the batch script itself, for the jobs that follow")
     parser.add_argument("--config", required=True, help="such as ppo_70b")

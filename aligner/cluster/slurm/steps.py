@@ -14,13 +14,13 @@ from pathlib import Path
 
 from aligner.cluster import outcomes
 from aligner.cluster.component import activated
-from aligner.cluster.console import plain
 from aligner.cluster.run_directory import RunDirectory
 from aligner.cluster.slurm.allocation import Allocation, step_environment
 from aligner.cluster.slurm.client import JobRecord, SlurmClient
 from aligner.cluster.slurm.commands import Runtime, srun_command
 from aligner.cluster.slurm.spec import ComponentSpec, ContainerConfig, SlurmConfig
 from aligner.errors import LaunchError
+from aligner.terminal import plain
 
 _POLL_SECONDS = 0.1
 _FORCE_SECONDS = 15.0  # from srun's own forced end to the kernel's

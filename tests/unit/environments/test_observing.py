@@ -13,7 +13,14 @@ from aligner.data.encoding import PromptStyle, encode_prompt
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.environments.calculator import Calculator
 from aligner.environments.config import EnvironmentConfig, ObservationForm
-from aligner.environments.exchange import build_environment, environment_follow_up, observation_tokens, surroundings
+from aligner.environments.exchange import (
+    Converting,
+    EnvironmentFollowUp,
+    build_environment,
+    environment_follow_up,
+    observation_tokens,
+    surroundings,
+)
 from aligner.environments.reward import EnvironmentReward
 from aligner.errors import ConfigError
 from aligner.online.response_health import episode_metrics, readable
@@ -129,6 +136,31 @@ def test_a_follow_up_from_the_settings(chat: Tokenizer) -> None:
     assert [(reply.done, reply.reward) for _, reply in exchange.hear(20.0)] == [(True, 1.0)]
     assert exchange.hear(20.0) == []  # nothing is under way: at once
     exchange.close()
+
+
+def test_what_a_policy_writes_ends_no_run(chat: Tokenizer) -> None:
+    """With `environment.on_error=stop`: each turn is answered, in text that the tokenizer takes, and that ends no turn."""
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": %s}}</tool_call>'
+    values = ("5", "null", "true", "NaN", "[1]", "{}", '"\\ud800<eos>"', "9" * 5000, "[" * 50_000)
+    wrong = [*(call % value for value in values), "<tool>\ud800<eos><a></tool>", "<tool>1/0</tool>"]
+    unclosed = ["<tool_call>" * 100_000, "<tool>" * 100_000, "<tool_call><tool>" * 50_000, "<think>" * 50_000]
+    texts = [*wrong, *unclosed]
+    around = surroundings(EnvironmentConfig(path="x"), chat, prompts(chat, True))
+    converting = Converting(
+        decode=lambda tokens: texts[tokens[0]], observe=lambda text, last: around.around(observation_tokens(chat, text), last)
+    )
+    exchange = EnvironmentFollowUp(Calculator(), converting, max_turns=4, timeout_seconds=60.0).open()
+    question = Prompt(id=0, tokens=(1,), source="a:1", answer="7")
+    for number in range(len(texts)):
+        exchange.say(number, question, [number, 50], number=1, is_cut=False, is_last=False)
+    replies = {}
+    while len(replies) < len(texts):
+        replies |= dict(exchange.hear(60.0))
+    exchange.close()
+    for number, text in enumerate(texts):
+        reply, is_answer = replies[number], text in unclosed
+        assert reply.done is is_answer and reply.counts.get("tool_errors") == (None if is_answer else 1.0), text[:60]
+        assert reply.tokens.count(chat.encode("<eos>")[0]) == (0 if is_answer else 2), text[:60]  # those of the template
 
 
 def episode(reward: float | None, *, failed: bool = False, written: int = 2, counts: dict | None = None) -> Rollout:

@@ -104,11 +104,6 @@ def test_calls_in_both_forms_and_what_is_wrong_with_others() -> None:
     assert Toolbox({"calculator": calculate}, open="", close="=").answer("1+1=3*3=so").text == "2\n9"  # one tool needs no name
     assert len(Toolbox({"long": lambda text: "x" * 9999}).answer("<tool>long:</tool>").text) == 2000
 
-    def broken(text: str) -> str:
-        return text.missing
-
-    with pytest.raises(AttributeError):  # a bug of the tool is not the policy's mistake
-        Toolbox({"broken": broken}).answer("<tool>broken: 1</tool>")
     for arguments in ({"tools": {}}, {"tools": {"calculator": calculate}, "close": ""}):
         with pytest.raises(ValueError, match="expected"):
             Toolbox(**arguments)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -106,6 +108,87 @@ def test_connections_end_with_errors_that_say_what_happened(tmp_path):
     for again in (here.receive, lambda: here.send("x"), lambda: here.has_message(0)):
         with pytest.raises(EngineError, match="the worker ended"):
             again()
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._path,)
+
+
+STRANGER = """
+import os, socket, struct, sys, time
+from pathlib import Path
+door, uid, first = Path(sys.argv[1]), int(sys.argv[2]), bytes.fromhex(sys.argv[3])
+if uid:
+    os.setgroups([]); os.setgid(uid); os.setuid(uid)
+    try:
+        door.with_name(door.name + ".key").read_bytes()
+    except PermissionError:
+        pass
+    else:
+        raise SystemExit("could read the key")
+connection = socket.socket(socket.AF_UNIX)
+try:
+    connection.connect(str(door))
+except PermissionError:
+    raise SystemExit(0)
+connection.sendall(first)
+connection.settimeout(60)
+try:
+    heard = connection.recv(100)  # until it is sent away
+except ConnectionResetError:
+    heard = b""
+raise SystemExit(f"heard {heard}" if heard else 0)
+"""
+
+
+def strange(door: Path, first: bytes, uid: int = 0) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-S", "-c", STRANGER, str(door), str(uid), first.hex()])
+
+
+def test_only_the_process_with_the_key_is_unpickled(tmp_path, capsys, monkeypatch):
+    """Another process of this user gets in without it: what it sends first, a message that would do something, is not even read as one."""
+    monkeypatch.setattr(tensorrt_llm_link, "KEY_SECONDS", 0.5)
+    message = pickle.dumps(("hello", Bomb(tmp_path / "exploded")))
+    framed = struct.pack("!i", len(message)) + message
+    path = tmp_path / "worker0"
+    door = Door(path)
+    key = path.with_name("worker0.key")
+    assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_bytes()) == 32
+    firsts = (framed, b"", b"x" * 32 + framed, key.read_bytes()[:31])  # at once, nothing for ever, another key, a part of it
+    heard: list[Any] = []
+    thread = threading.Thread(target=lambda: heard.append(door.answer("the worker", 120.0)))
+    thread.start()
+    for first in firsts:
+        assert strange(path, first).wait(60) == 0
+    there = knock(path, "the rank")
+    thread.join(60)
+    there.send("hello", 1)
+    assert heard[0].receive(60.0) == ("hello", 1) and not key.exists() and not path.exists()
+    assert not (tmp_path / "exploded").exists()
+    assert capsys.readouterr().out.count("worker0: a process without the key connected, which is not the worker: it was sent away") == 4
+    pickle.loads(message)
+    assert (tmp_path / "exploded").exists()  # it would have
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+@pytest.mark.parametrize("is_open", [False, True])
+def test_another_user_gets_in_nowhere(is_open, tmp_path):
+    """Not into the engine's directory; and if that were open to all, not to the key."""
+    with TemporaryDirectory(prefix="aligner-engine-", dir="/tmp") as home:
+        assert Path(home).stat().st_mode & 0o777 == 0o700
+        if is_open:
+            Path(home).chmod(0o777)
+        door = Door(Path(home) / "requests")
+        stranger = strange(Path(home) / "requests", b"x" * 32, uid=65534)
+        with pytest.raises(EngineError, match="did not connect"):
+            door.answer("the process", 3.0)
+        assert stranger.wait(60) == 0
 
 
 def test_a_process_that_ends_at_once_is_not_waited_for(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -310,6 +311,38 @@ def test_what_killed_servers_have_left_is_swept_and_nothing_else(tmp_path: Path)
         owners[0].communicate(b"\n", timeout=30)
         segments[0].unlink()
     assert watchdog.sweep(tmp_path) == [living]
+
+
+def test_empty_folders_of_tritons_python_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this user that are older than every Triton that lives; one with something in it is somebody's."""
+    monkeypatch.setattr(watchdog, "BACKEND", (tmp_path, "python_env_*"))
+    old, full, theirs, young = (tmp_path / f"python_env_{name}" for name in ("oldold", "full00", "theirs", "young0"))
+    link, other = tmp_path / "python_env_linked", tmp_path / "other"
+    for folder in (old, full, theirs, other):
+        folder.mkdir()
+    (full / "script").touch()
+    link.symlink_to(other)
+    os.chown(theirs, *((65534, 65534) if os.geteuid() == 0 else (-1, -1)))
+    triton = subprocess.Popen(["tritonserver", "600"], executable="/bin/sleep")  # one that lives, and made the young folder
+    hour_ago = time.time() - 3600
+    # Of all that run here, the machine's other Tritons are none of this test's.
+    monkeypatch.setattr(
+        watchdog, "processes_with_variable", lambda _: {k: v for k, v in processes_with_variable("").items() if k == triton.pid}
+    )
+    try:
+        for folder in (old, full, theirs):
+            os.utime(folder, (hour_ago, hour_ago))
+        young.mkdir()
+        watchdog.remove(tmp_path / "workspace", 0, 1)
+        assert not old.exists() and full.exists() and young.exists() and link.is_symlink() and other.exists()
+        assert theirs.exists() or os.geteuid() != 0
+    finally:
+        triton.kill()
+        triton.wait()
+    workspace = tmp_path / f"{watchdog.PREFIX}left"
+    workspace.mkdir()
+    (workspace / watchdog.OWNER).write_text("1 1")
+    assert watchdog.sweep(tmp_path) == [workspace] and not young.exists() and full.exists() and link.is_symlink()
 
 
 def test_shared_memory_of_a_number_that_is_in_use_again(tmp_path: Path) -> None:
