@@ -63,6 +63,7 @@ def test_templates(tmp_path: Path) -> None:
         read_template(str(tmp_path / "none.txt"))
 
 
+@pytest.mark.usefixtures("topology")
 def test_judgements(fakes) -> None:
     """The judge of this test repeats what it is asked: a mean over two judgements of each of three responses, one of which is too long."""
 
