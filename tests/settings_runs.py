@@ -146,8 +146,19 @@ class Runs:
             self._known[key] = self.new(recipe, settings)
         return self._known[key]
 
-    def new(self, recipe: str, settings: Mapping[str, Any] = {}, *, directory: Path | None = None) -> Outcome:  # noqa: B006
-        """The outcome of a run that is not kept. Raises what the run raises."""
+    def new(
+        self,
+        recipe: str,
+        settings: Mapping[str, Any] = {},  # noqa: B006
+        *,
+        directory: Path | None = None,
+        until: int = 0,
+        since: Path | None = None,
+    ) -> Outcome:
+        """The outcome of a run that is not kept. Raises what the run raises.
+
+        `until`: the step after which it is stopped and its policy saved to `directory`, from where another one goes on (`since`).
+        """
         from aligner.algorithms.registry import recipes
 
         if recipe == MODEL_ALONE:
@@ -158,7 +169,7 @@ class Runs:
         config = self.config(recipe, {"run.directory": str(directory)} | settings)
         outcome = Outcome()
         torch.manual_seed(5)
-        with self._in_process(outcome), contextlib.redirect_stdout(io.StringIO()):
+        with self._in_process(outcome, until, since), contextlib.redirect_stdout(io.StringIO()):
             recipes()[CASES[recipe].recipe].run(config)
         for folder in (directory / "written", directory / "teacher"):
             outcome.files |= {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
@@ -188,7 +199,7 @@ class Runs:
         return directory
 
     @contextlib.contextmanager
-    def _in_process(self, outcome: Outcome) -> Iterator[None]:
+    def _in_process(self, outcome: Outcome, until: int, since: Path | None) -> Iterator[None]:
         from aligner.jobs import serving
         from aligner.loop import trainer_job, writer_job
         from aligner.online import job
@@ -200,7 +211,7 @@ class Runs:
             for place in (serving, job):
                 stack.enter_context(mock.patch.object(place, "announced", lambda *_, **__: contextlib.nullcontext()))
             for place in (trainer_job, job):
-                stack.enter_context(mock.patch.object(place, "train_to_end", functools.partial(_train, outcome)))
+                stack.enter_context(mock.patch.object(place, "train_to_end", functools.partial(_train, outcome, until, since)))
             stack.enter_context(mock.patch.object(job, "create_engine", _skewed(job.create_engine)))
             stack.enter_context(mock.patch.object(job.OnlineJob, "critic", lambda self, task: _critic(outcome, self)))
             yield
@@ -215,16 +226,23 @@ class Runs:
         yield Session(topology=replace(self._topology, seed=run.seed), directory=directory, config_yaml="{}")
 
 
-def _train(outcome: Outcome, session: Any, config: Any, built: Any, **_: Any) -> int:
+def _train(outcome: Outcome, until: int, since: Path | None, session: Any, config: Any, built: Any, **_: Any) -> int:
     """In place of `train_to_end`: all steps and a validation."""
     from aligner.loop.loop import Clock
+    from aligner.models import checkpoint
 
     outcome.algorithm, outcome.model = built.algorithm, built.model
-    for step in range(1, config.loop.max_steps + 1):
+    state = {"step": 0} if since is None else checkpoint.load(built.model, checkpoint.resolve(since))
+    if since is not None:
+        built.algorithm.load_state(state["algorithm"])
+    for step in range(state["step"] + 1, (until or config.loop.max_steps) + 1):
         result = built.algorithm.step(step, Clock())
         outcome.metrics.append(dict(result.metrics))
         outcome.samples = list(result.samples)
     built.algorithm.finish()
+    if until:
+        saved = {"step": until, "algorithm": built.algorithm.state()}
+        checkpoint.save(session.directory.checkpoints / "policy", built.model, checkpoint.SaveRequest(step=until, state=saved))
     if config.data.validation:
         outcome.validation = dict(built.algorithm.validate())
     outcome.weights = _weights(built.model)

@@ -141,7 +141,7 @@ def _run(chunks: list[Any], parts: list[MicroBatch], loss_of: Callable[[MicroBat
 
 
 def _padding(part: MicroBatch, model: Any) -> Tensor:
-    """Bool [rows, L] for the experts' router, a filler's all True. The first stage splits it over tensor-parallel ranks, later ones do not."""
+    """Bool [rows, L] for the experts' router, a filler's all True. The first stage splits it over tensor-parallel ranks, others do not."""
     padding, module = part.placement.padding | part.filler, _unwrapped(model)
     if not model.config.sequence_parallel or module.pre_process:
         return padding

@@ -123,7 +123,7 @@ def adapters_of(policy) -> dict[str, torch.nn.Module]:
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "mixtral"])
 def test_new_adapters_are_drawn_to_the_width_of_their_layer(name, make_policy):
-    """A's entries are uniform in +-1 / sqrt(inputs), as PEFT's (kaiming_uniform with a = sqrt(5)); B's are 0. Other layers, other numbers."""
+    """A's entries are uniform in +-1 / sqrt(inputs), as PEFT's; B's are 0. Other layers have other numbers."""
     policy = make_policy(name, rank=16)
     found, seen = adapters_of(policy), set()
     assert len(found) == 2 * (2 + 2 * (4 if name == "mixtral" else 1))

@@ -1,4 +1,4 @@
-"""Rotary embeddings of every kind with odd parameters: frequencies, factors and tables are those of transformers' own functions and modules,
+"""Rotary embeddings of every kind with odd parameters: frequencies, factors and tables are those of transformers' functions and modules,
 in the trainer and in the engine, behind the original context too, and after an export."""
 
 from __future__ import annotations
