@@ -33,6 +33,9 @@ from settings_runs import Outcome, Runs
 from aligner.algorithms.registry import recipes
 from aligner.errors import AlignerError
 from aligner.loop.config import JobRun
+from aligner.models.config import ModelConfig
+from aligner.models.create import training
+from aligner.models.trainable import Training
 from aligner.schema import _named_sections, _without_none
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -195,6 +198,25 @@ def test_a_setting_is_read(name: str, field: str, entry: Mapping[str, Any], runs
         return
     if not differs(before, after, see):
         pytest.fail(f"{name}.{field}: a run with {change} gives what it gives without", pytrace=False)
+
+
+def test_a_models_training_has_the_settings_of_its_model() -> None:
+    """Those of one name: a coefficient that is lost on the way may still be read where the model is built, with another weight."""
+    given = {"micro_batch_size": 7, "micro_batch_tokens": 96, "packing": True}
+    shared = {field.name for field in dataclasses.fields(Training)} & {field.name for field in dataclasses.fields(ModelConfig)}
+    for more in ({"share_prompts": True}, {"router_aux_loss_coef": 0.3, "router_z_loss_coef": 0.2}):
+        config = ModelConfig(**given, **more)
+        made = training(config, None, total_steps=5, temperature=0.7, replay_routes=True)
+        assert {name: getattr(made, name) for name in shared} == {name: getattr(config, name) for name in shared}
+        assert (made.total_steps, made.temperature, made.replay_routes) == (5, 0.7, True)
+    assert shared == {*given, "share_prompts", "router_aux_loss_coef", "router_z_loss_coef"}
+
+
+@pytest.mark.parametrize("case", ["grpo", "ppo"])
+def test_the_policy_has_the_temperature_of_its_samples(case: str, runs: Runs) -> None:
+    """Its log-probs are the engine's but for what the runs here add to these, 0.4 at most."""
+    outcome = runs.of(case, {"rollout.sampling.temperature": 0.5})
+    assert 0.3 < outcome.metrics[0]["rollout/logprob_gap_max"] < 0.4 + 1e-4
 
 
 def read(runs: Runs, case: str, settings: Mapping[str, Any]) -> str:
