@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "mutants.md"
 AREAS = tuple(
     (
-        "losses masks data sampling optimizer checkpoints layouts refit servers config rewards algorithms guards families traces planner"
+        "losses masks data sampling optimizer checkpoints layouts refit servers config rewards algorithms guards families traces planner "
+        "wiring"
     ).split()
 )
 COPIED = "aligner tests conf examples slurm docker docs benchmarks pyproject.toml setup.py README.md Makefile".split()

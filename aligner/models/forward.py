@@ -119,7 +119,7 @@ def _run(chunks: list[Any], parts: list[MicroBatch], loss_of: Callable[[MicroBat
         placed = part.placement
         options = {}
         if model.config.num_moe_experts:
-            options["padding_mask"] = _padding(placed, model)
+            options["padding_mask"] = _padding(part, model)
             give(routers([_unwrapped(model)]), None if part.routes is None else upload(_own_slots(part.routes, model), platform.device()))
         return model(placed.tokens, placed.positions, None, packed_seq_params=placed.packed, **options), loss_of(part)
 
@@ -140,13 +140,13 @@ def _run(chunks: list[Any], parts: list[MicroBatch], loss_of: Callable[[MicroBat
             router.routes.forget()
 
 
-def _padding(placed: Placement, model: Any) -> Tensor:
-    """Bool [rows, L] for the experts' router. The first stage splits it over tensor-parallel ranks itself, later ones do not."""
-    config, module = model.config, _unwrapped(model)
-    if not config.sequence_parallel or module.pre_process:
-        return placed.padding
+def _padding(part: MicroBatch, model: Any) -> Tensor:
+    """Bool [rows, L] for the experts' router, a filler's all True. The first stage splits it over tensor-parallel ranks, others do not."""
+    padding, module = part.placement.padding | part.filler, _unwrapped(model)
+    if not model.config.sequence_parallel or module.pre_process:
+        return padding
     tp = module.pg_collection.tp
-    return placed.padding.chunk(tp.size(), dim=1)[tp.rank()].contiguous()
+    return padding.chunk(tp.size(), dim=1)[tp.rank()].contiguous()
 
 
 def _own_slots(routes: Tensor, model: Any) -> Tensor:

@@ -237,7 +237,7 @@ def build_task(
     if config.environment.path:
         follow_up = environment_follow_up(config.environment, tokenizer, [*prompts, *validation])
     reward = _reward(session, config, tokenizer)
-    updates = config.loop.max_steps * config.algorithm.updates_per_step
+    updates = max(config.loop.max_steps - getattr(config.algorithm, "critic_warmup_steps", 0), 1) * config.algorithm.updates_per_step
     shared = _shared_device(session, config)
     guard = Guard(config.guard)
     how = {"total_steps": updates, "temperature": sampling.temperature, "replay_routes": config.rollout.replays_routes}

@@ -29,6 +29,7 @@ class Spec:
     model: dict = field(default_factory=dict)  # fields of ModelConfig
     distributed_optimizer: bool = False
     experts: bool = False  # a mixture of experts instead of a dense model
+    biases: bool = False  # of a mixture: experts are chosen with biases that follow the load, beside a shared one
     num_layers: int = 2
     lora: dict = field(default_factory=dict)  # fields of LoraConfig; `path` is where an adapter is to be written before
     kinds: tuple[str, ...] = KINDS
@@ -88,12 +89,16 @@ def make_batch(kind: str):
     return LabeledBatch(**common)
 
 
-def make_architecture(kind: str, experts: bool, num_layers: int):
+def make_architecture(kind: str, experts: bool, num_layers: int, biases: bool = False):
     from aligner.models.config import Architecture, Family
 
     sizes = {"num_layers": num_layers, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_hidden_size": 48}
     # Weights of this size give attention and router something to distinguish, and so gradients that are not rounding.
     sizes |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "tied_embeddings": kind != "sft", "initializer_range": 0.1}
+    if biases:
+        own = {"router_sigmoid": True, "router_bias": True, "shared_ffn_hidden_size": 24, "tied_embeddings": False}
+        sizes |= own | {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24}
+        return Architecture(family=Family.glm4_moe, **sizes)
     if experts:
         return Architecture(family=Family.mixtral, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=24, **sizes)
     return Architecture(family=Family.qwen2, qkv_bias=True, **sizes)
@@ -121,7 +126,7 @@ def make_model(kind: str, spec: Spec, topology, optimizer):
     create = create_value_model if kind == "value" else partial(create_reward_model, head=heads[kind]) if kind in heads else create_policy
     temperature = 0.8 if kind in ("ppo", "objectives") else 1.0
     how = training(config, optimizer, total_steps=10, temperature=temperature, replay_routes=kind == "routed")
-    return create(config, make_architecture(kind, spec.experts, spec.num_layers), parallel, topology, how)
+    return create(config, make_architecture(kind, spec.experts, spec.num_layers, spec.biases), parallel, topology, how)
 
 
 def write_adapter(spec: Spec) -> None:

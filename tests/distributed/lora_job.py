@@ -83,6 +83,13 @@ def go_on(kind: str, spec: Spec, topology, saved: Path) -> dict:
     return end(kind, model)
 
 
+def new(spec: Spec, topology) -> dict[str, torch.Tensor]:
+    """The adapters that training starts from where none are given, whole."""
+    from aligner.models.peft import export_adapters
+
+    return {name: tensor.clone() for name, tensor in export_adapters(start("dpo", spec, topology).model.chunks)}
+
+
 @contextmanager
 def noting_drops(found: list):
     """Note of each adapter's inputs whether the tensor-parallel ranks drop the same numbers, and whether they are to."""
@@ -136,6 +143,7 @@ def main() -> None:
         topology = initialize(ParallelConfig(**parallel), seed=1)  # the single process's
         spec = spec_of(name, adapters)
         results[name] = {kind: train(kind, spec, topology, folder / name if name in MOVES.values() else None) for kind in kinds}
+        results[name]["new"] = new(spec_of(name, adapters, path=""), topology)
         if name in MOVES:
             results[name]["moved"] = go_on("dpo", spec, topology, folder / MOVES[name])
         if name in DROPPING:

@@ -157,10 +157,11 @@ def test_layout_of_experts_equals_single_process(kind, layout, results, run_dist
 
 def test_experts_on_replicas_with_different_numbers_of_micro_batches(results, run_distributed, tmp_path):
     """Three on one replica and four on the other, which exchange tokens in every pass: fillers keep them in step and count nothing.
-    Without the auxiliary losses, which are of micro-batches."""
-    base = {"experts": True, "kinds": ["ppo"]}
+    Without the load-balancing loss, which is of micro-batches; the z-loss and the biases count tokens."""
+    router = {"router_z_loss_coef": 0.05, "router_bias_update_rate": 0.01}
+    base = {"experts": True, "biases": True, "kinds": ["ppo"], "model": router}
     one = _run(results, run_distributed, tmp_path, 1, base)
-    many = _run(results, run_distributed, tmp_path, 2, base | {"parallel": {"ep": 2}, "model": {"micro_batch_tokens": 24}})
+    many = _run(results, run_distributed, tmp_path, 2, base | {"parallel": {"ep": 2}, "model": router | {"micro_batch_tokens": 24}})
     _assert_equal(one["ppo"], many["ppo"])
 
 

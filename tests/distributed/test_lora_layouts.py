@@ -81,6 +81,15 @@ def test_ranks_drop_the_same_of_what_they_all_have(layout, many):
     assert all(whole == same and 0.4 < part < 0.6 for whole, same, part in found)
 
 
+@pytest.mark.parametrize("layout", job.LAYOUTS)
+def test_new_adapters_are_those_of_a_single_process(layout, adapters, many, topology):
+    """Whatever ranks have which part of them: drawn for the whole width of a layer, and B's of 0."""
+    expected = job.new(job.spec_of(job.LAYOUTS[layout][0], adapters, path=""), topology)
+    assert expected.keys() == many[layout]["new"].keys()
+    assert all(torch.equal(many[layout]["new"][name], tensor) for name, tensor in expected.items())
+    assert all(tensor.any() == ("lora_A" in name) for name, tensor in expected.items())
+
+
 def assert_end(expected: dict, got: dict) -> None:
     assert got["metrics"] == pytest.approx(expected["metrics"], rel=2e-5, abs=2e-6)
     torch.testing.assert_close(got["outputs"], expected["outputs"], rtol=1e-4, atol=5e-5)

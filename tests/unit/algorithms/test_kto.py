@@ -99,6 +99,15 @@ def test_the_kl_reaches_the_loss_and_belongs_to_the_whole_batch(fakes) -> None:
     assert seen["kl"] == 0.0
 
 
+def test_the_kl_is_averaged_over_tokens_where_log_ratios_are(fakes) -> None:
+    """0.5 for each token of each response, and so for each mean."""
+    seen = {}
+    algorithm = kto(fakes, average_logprobs=True)
+    algorithm.policy.train_step = lambda batch, loss: seen.update(loss.keywords) or {}
+    algorithm.step(1, Clock())
+    assert seen["kl"] == pytest.approx(0.5) and seen["average_logprobs"] is True
+
+
 class PairPolicy:
     """The log-prob of a response token is -(the prompt's token) * (its own) / 100: it depends on which prompt a response stands behind."""
 

@@ -114,6 +114,49 @@ def test_scaling() -> None:
     assert LoraConfig(rank=16, alpha=32.0, rslora=True).scaling == 8.0
 
 
+WIDTHS = {"linear_qkv": 32, "linear_proj": 32, "linear_fc1": 32, "linear_fc2": 48}  # what goes into the layers of the models below
+
+
+def adapters_of(policy) -> dict[str, torch.nn.Module]:
+    return {name.removesuffix(".adapter"): one for name, one in policy.module.named_modules() if name.endswith(".adapter")}
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "mixtral"])
+def test_new_adapters_are_drawn_to_the_width_of_their_layer(name, make_policy):
+    """A's entries are uniform in +-1 / sqrt(inputs), as PEFT's; B's are 0. Other layers have other numbers."""
+    policy = make_policy(name, rank=16)
+    found, seen = adapters_of(policy), set()
+    assert len(found) == 2 * (2 + 2 * (4 if name == "mixtral" else 1))
+    for layer, adapter in found.items():
+        bound = WIDTHS[layer.rpartition(".")[2]] ** -0.5
+        for a in adapter.a.detach().cpu().split(16):
+            assert 0.95 * bound < a.abs().max() <= bound, layer
+            assert a.square().mean() == pytest.approx(bound**2 / 3, rel=0.15), layer
+            assert abs(a.mean()) < 0.1 * bound, layer
+            seen.add(a[0, 0].item())
+        assert not any(b.any() for b in adapter.b.values())
+    assert len(seen) == sum(len(adapter.pairs.projections) for adapter in found.values())
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
+def test_every_layer_adds_its_product_times_the_scale(name, rslora, make_policy):
+    """alpha / rank, or alpha / sqrt(rank), in the pass and in merged weights: of plain layers, of gate and up in one, and of experts."""
+    policy = make_policy(name, rank=3, alpha=5.0, rslora=rslora)
+    scale, generator = 5.0 / 3**0.5 if rslora else 5.0 / 3, torch.Generator().manual_seed(0)
+    for layer, adapter in adapters_of(policy).items():
+        if layer.endswith("linear_qkv"):  # above
+            continue
+        x = torch.randn(4, 1, adapter.a.shape[1], generator=generator)
+        with torch.no_grad():
+            for b in adapter.b.values():
+                b.copy_(torch.randn(b.shape, generator=generator))
+            product = torch.cat([b @ a for a, b in zip(adapter.a.split(3), adapter.b.values(), strict=True)]).cpu()
+            weight = policy.module.get_submodule(layer).weight
+            torch.testing.assert_close((adapter.merged(weight) - weight).cpu(), scale * product, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(adapter(x.to(weight.device)).cpu(), scale * x @ product.t(), rtol=1e-5, atol=1e-5)
+
+
 # PEFT 0.21 takes layers called as the experts' projections for the experts, which transformers 5 has in one tensor.
 READ_BY_PEFT = dict.fromkeys(("deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_next"), [LoraTarget.qkv, LoraTarget.proj])
 READ_BY_PEFT |= dict.fromkeys(("qwen2_moe", "llama4_text"), [*READ_BY_PEFT["deepseek_v3"], LoraTarget.fc1, LoraTarget.fc2])
