@@ -53,7 +53,8 @@ setup(
         "numpy<2",  # nvidia-pytriton 0.7 was built against numpy 1
         "pyarrow<26",  # 26 needs numpy >= 2
         "datasets",
-        "transformers>=4.55,!=5.0.*,!=5.1.*,!=5.2.*,!=5.3.*",  # 4.57 is what TensorRT-LLM pins; 5.0 to 5.3 lose spaces of byte-level tokenizers
+        # 4.57 is what TensorRT-LLM pins; 5.0 to 5.3 lose the spaces of some byte-level tokenizers
+        "transformers>=4.55,!=5.0.*,!=5.1.*,!=5.2.*,!=5.3.*",
         "tokenizers",
         "huggingface_hub>=0.34,<3",
         "filelock",

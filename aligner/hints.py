@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from aligner.errors import ConfigError
-from aligner.former_names import present_name
 from aligner.schema import SchemaKey, is_known, named_as
 
 LEAST_ALIKE = 0.7  # of two words, below which one is not a typing error for the other
@@ -38,8 +37,6 @@ def unknown_keys(written: Mapping[str, Any], keys: Sequence[SchemaKey], prefix: 
 
 def hint(key: str, keys: Sequence[SchemaKey]) -> str:
     """What to say of a key that the schema does not know: the setting that is meant, that there is none, or where to look."""
-    if (now := present_name(key, keys)) != key:
-        return f"it is called {now} now"
     names = [named_as(known.key, key) for known in keys if not known.key.endswith("*")]
     if near := _spelled_alike(key, names):
         return f"did you mean {near}?"

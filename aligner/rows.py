@@ -19,6 +19,7 @@ from aligner.types import (
     TokenBatch,
     ValueBatch,
 )
+from aligner.types.batches import FIELDS
 
 
 def num_rows(batch: Batch) -> int:
@@ -55,8 +56,7 @@ def take_rows(batch: BatchT, rows: Tensor) -> BatchT:
     return type(batch)(**parts)
 
 
-_PER_TOKEN = {"tokens", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "old_values", "returns"}
-_PER_TOKEN |= {"teacher_tokens", "teacher_logprobs", "step_labels", "routes"}
+_PER_TOKEN = {name for name, (_, axes) in FIELDS.items() if "S" in axes}
 
 
 def trim_columns(batch: BatchT, width: int) -> BatchT:

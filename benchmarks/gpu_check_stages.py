@@ -440,7 +440,7 @@ def tensorrt_llm(check: Check) -> Figures:
         return
     model = check.folder / "model"
     write_model(SIZES["small"] if check.tiny else GPU_SIZES["0.5b"], model, positions=256, seed=0, dtype="bfloat16")
-    command = [sys.executable, "-m", "aligner.rollout.tensorrt_llm_smoke", str(model), "--sleep"]
+    command = [sys.executable, str(Path(__file__).with_name("tensorrt_llm_smoke.py")), str(model), "--sleep"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}")

@@ -20,8 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aligner.former_names import NAMES, VALUES
-
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 600
 NOT_COMPARED = ("time/",), ("per_second", "imbalance")  # beginnings and ends of names: durations, and who sampled how much
@@ -37,7 +35,7 @@ TRAINER = [*LEARNING, "algorithm.batch_size=4", "data.max_length=96"]
 ONLINE = [*LEARNING, "data.train={data}/prompts.jsonl", "data.validation={data}/prompts.jsonl", "data.max_prompt_length=16"]
 ONLINE += ["rollout.sampling.max_response_length=8", "reward.function.path=aligner.rewards.builtin:length"]
 GROUPS = ["algorithm.prompts_per_step=4", "algorithm.group_size=4"]
-SIMPO = ["algorithm.loss=simpo", "algorithm.beta=2.0", "algorithm.gamma=1.0"]  # not by preset: these have had other names
+SIMPO = ["algorithm.loss=simpo", "algorithm.beta=2.0", "algorithm.gamma=1.0"]
 WRITER = ["algorithm.part_size=3"]
 
 
@@ -139,20 +137,10 @@ def write_data(folder: Path) -> None:
     (folder / "constitution.json").write_text(json.dumps({"principles": [{"name": name, **asks} for name in ("one", "two")]}))
 
 
-def as_called_in(checkout: Path, setting: str) -> str:
-    """The setting as a checkout from before the settings were renamed knows it."""
-    if (checkout / "aligner" / "former_names.py").exists():
-        return setting
-    key, _, value = setting.partition("=")
-    names = {now: former for former, now in NAMES.items()}
-    values = {now: former for former, now in VALUES.get(key, {}).items()}
-    return f"{names.get(key, key)}={values.get(value, value)}"
-
-
 def run(checkout: Path, case: Case, data: Path, directory: Path) -> None:
     """One run of a checkout's code. Raises RuntimeError with its output where it fails."""
     own = {"data": data, "runs": directory.parent}
-    settings = [as_called_in(checkout, setting.format(**own)) for setting in (*MODEL, *case.settings)]
+    settings = [setting.format(**own) for setting in (*MODEL, *case.settings)]
     command = [sys.executable, "-m", "aligner.cli", "launch", "local", case.recipe, *settings]
     command += [f"run.directory={directory}", f"num_processes={case.ranks}"]
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}

@@ -235,11 +235,9 @@ class GRPO:
         return {"kl_coef": self.kl_coef, "shaping": asdict(self.moments), "rounds": self.rollout_source.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Checkpoints from before there was any state are of runs without a shaping or an adaptive coefficient."""
-        if state:
-            self.kl_coef = state["kl_coef"] if self.config.kl_target else self.config.kl_coef
-            self.moments = Moments(**state["shaping"])
-        self.rollout_source.load_state(state["rounds"] if state else {}, self.policy.version)
+        self.kl_coef = state["kl_coef"] if self.config.kl_target else self.config.kl_coef
+        self.moments = Moments(**state["shaping"])
+        self.rollout_source.load_state(state["rounds"], self.policy.version)
 
     def _groups(self, step: int, clock: Clock) -> Groups:
         config = self.config

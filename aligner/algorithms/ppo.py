@@ -170,8 +170,7 @@ class PPO:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.kl_coef = state["kl_coef"]
-        if "shaping" in state:  # checkpoints from before there was any have none
-            self.moments = Moments(**state["shaping"])
+        self.moments = Moments(**state["shaping"])
         self._critic_metrics = dict(state["critic_metrics"])
         mark = state["critic_mark"]
         with self.task.given_away():

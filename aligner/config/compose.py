@@ -33,7 +33,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from aligner.errors import ConfigError
 from aligner.files import conf_directory, recipe_folders
-from aligner.former_names import present_value, translated
 from aligner.hints import as_typed, refuse_unknown, unknown_keys
 from aligner.presets import check_preset, find_file, folders_of, groups_in, unknown_in_file
 from aligner.schema import SchemaKey, is_entry, is_known, schema_keys
@@ -62,11 +61,10 @@ def to_yaml(config: object) -> str:
 
 
 def from_yaml(schema: type[T], text: str, overrides: Sequence[str] = ()) -> T:
-    """A config that `to_yaml` wrote (former names of settings are translated), with plain `key=value` overrides. Raises as `compose`."""
+    """A config that `to_yaml` wrote, with plain `key=value` overrides. Raises as `compose`."""
     keys = list(schema_keys(schema))
     try:
-        written = translated(yaml.safe_load(text) or {}, keys)
-        saved = OmegaConf.merge(OmegaConf.create(written), OmegaConf.from_dotlist(list(overrides)))
+        saved = OmegaConf.merge(OmegaConf.create(yaml.safe_load(text) or {}), OmegaConf.from_dotlist(list(overrides)))
         refuse_unknown([(key, "") for key in unknown_keys(OmegaConf.to_container(saved), keys)], keys)
         node = OmegaConf.merge(_structured(schema), saved)
     except ERRORS as error:
@@ -78,7 +76,7 @@ def schema_of(schemas: Sequence[type[T]], text: str) -> type[T]:
     """Which of the schemas a config that `to_yaml` wrote is of: the smallest one that knows all of its keys. Raises ConfigError."""
     written = yaml.safe_load(text) or {}
     known = [(schema, list(schema_keys(schema))) for schema in schemas]
-    fitting = [(len(keys), schema) for schema, keys in known if not any(unknown_keys(translated(written, keys), keys))]
+    fitting = [(len(keys), schema) for schema, keys in known if not any(unknown_keys(written, keys))]
     if not fitting:
         raise ConfigError(f"the saved config is of none of {', '.join(schema.__name__ for schema in schemas)}")
     return min(fitting, key=lambda entry: entry[0])[1]
@@ -360,8 +358,6 @@ def explain(error: BaseException, folders: Sequence[Path]) -> ConfigError:
         text = re.split(r"\nConfig search path|\nSee https", str(error).replace(f"In '{ENTRY}': ", ""))[0]
         return ConfigError(" ".join(text.split()))
     key, message = str(cause.full_key or ""), str(cause.msg or cause).splitlines()[0].replace("is not Optional", "may not be null")
-    if (value := present_value(key, getattr(cause, "value", None))) != getattr(cause, "value", None):
-        message = f"{cause.value} is called {value} now"
     return ConfigError(": ".join(part for part in (key, message) if part) + (f" ({where})" if where else ""))
 
 

@@ -15,14 +15,12 @@ from aligner.algorithms.registry import recipes
 from aligner.cluster.run_directory import RunDirectory
 from aligner.config import schema_of, to_yaml
 from aligner.errors import ConfigError
-from aligner.former_names import translated
 from aligner.hub.names import HubName, Kind, name_of, parse, parse_data
 from aligner.jobs.report import all_columns
 from aligner.loop.recipe import Recipe
 from aligner.models.hf_files import CONFIG_FILE, read_json
 from aligner.reporting.jsonl import StepMetrics, read_metrics
 from aligner.reporting.summary import table
-from aligner.schema import schema_keys
 
 # Where a run was, not what it was: these sections tell a reader nothing about the model, and may name hosts and accounts.
 _LEFT_OUT = ("run.", "cluster.", "slurm.", "container.", "logging.", "local_launcher.", "server_client.", "checkpoint.")
@@ -124,11 +122,10 @@ def _settings(origin: Origin) -> list[str]:
     if not origin.recipe:
         return []
     recipe: Recipe[Any] = recipes()[origin.recipe]
-    keys = list(schema_keys(recipe.config))
     defaults = dict(_flat(yaml.safe_load(to_yaml(recipe.config()))))
     changed = {
         key: value
-        for key, value in _flat(translated(dict(origin.settings), keys))
+        for key, value in _flat(dict(origin.settings))
         if defaults.get(key) != value and not key.startswith(_LEFT_OUT) and ".server." not in key and not _is_path(key, value)
     }
     lines = "\n".join(f"{key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in changed.items())

@@ -44,8 +44,6 @@ from aligner.reporting.reporter import Reporter, SilentReporter
 from aligner.reporting.summary import is_empty, learnt_from
 from aligner.servers.components import in_section
 
-FORMER_NAME = "left_out.json"  # of skipped_steps.json, in runs of before
-
 
 class SkippedStepsFile:
     """`aligner.loop.loop.SkippedSteps` in a file. Every rank constructs one, at the same point: rank 0 reads and writes."""
@@ -69,13 +67,12 @@ class SkippedStepsFile:
         from_rank_0(self._write)
 
     def _read(self) -> dict[int, str]:
-        path = self._path if self._path.exists() else self._path.with_name(FORMER_NAME)
-        if not path.exists():
+        if not self._path.exists():
             return {}
         try:
-            return {int(step): str(reason) for step, reason in json.loads(path.read_text()).items()}
+            return {int(step): str(reason) for step, reason in json.loads(self._path.read_text()).items()}
         except (OSError, ValueError, AttributeError) as error:
-            raise AlignerError(f"{path}: not a list of steps that the run skips: {error}") from error
+            raise AlignerError(f"{self._path}: not a list of steps that the run skips: {error}") from error
 
     def _write(self) -> None:
         record = {str(step): self._reasons[step] for step in sorted(self._reasons)}

@@ -30,7 +30,6 @@ from aligner.config import fingerprint, to_yaml, with_names
 from aligner.config.from_hub import meeting_seconds
 from aligner.data.report import LoadReport
 from aligner.errors import AlignerError, ConfigError, ServerError, describe_os_error
-from aligner.former_names import translated
 from aligner.loop.config import RunConfig
 from aligner.models import checkpoint_files as files
 from aligner.parallel import launch, platform, topology
@@ -104,7 +103,7 @@ def _changes(before: Any, now: Any, keys: list[SchemaKey]) -> dict[str, tuple[An
     """(before, now) by setting. A setting added to the schema since is no change; one removed, or never in it, is."""
     if not isinstance(before, dict):
         return {}
-    old, new = dict(_flat(translated(before, keys))), dict(_flat(now))
+    old, new = dict(_flat(before)), dict(_flat(now))
     gained = {key.key for key in keys if key.key not in old and not key.open}
     return {
         name: (old.get(name, _NOT_SET), new.get(name, _NOT_SET))

@@ -194,7 +194,7 @@ class OnlineJob(Generic[C]):
         if isinstance(config.algorithm, PolicyGradientConfig) and config.algorithm.correction.kind is Correction.none:
             self.session.say(
                 f"warning: algorithm.correction.kind=none with rollout.asynchronous.max_staleness={settings.max_staleness}: what older "
-                "weights sampled is learnt from as if the policy had sampled it; truncate, band or mask correct for it "
+                "weights sampled is learnt from as if the policy had sampled it; tis, icepop or mis correct for it "
                 "(docs/asynchronous.md)"
             )
         last = None if takes_more else config.loop.max_steps

@@ -63,7 +63,7 @@ class Cursor:
         return {"extra_rounds": self.settled}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Checkpoints from before rounds were counted have no state: each of their steps took one."""
+        """`state` may be empty: of a run whose steps took one round each."""
         self.extra = self.settled = state["extra_rounds"] if state else 0
         self.step = 0
 

@@ -1,10 +1,9 @@
 """Running Python programs that nobody has read, as code written by a policy is (level 2).
 
-`auto` takes the first of these two that works here, and nothing weaker:
+`auto` is this one, and nothing weaker:
 
 - `bubblewrap`: the program sees a read-only copy of /usr and of the interpreter, an empty directory of its own in memory, no network, no
-  other process. Needs `bwrap`, which makes namespaces.
-- `namespaces`: the same, built by this package. Needs Linux 5.12 and the right to make user namespaces, which many containers lack.
+  other process. Needs `bwrap` and the right to make user namespaces, which many containers lack.
 
 Weaker, and only by name:
 
@@ -35,7 +34,7 @@ from pathlib import Path
 from aligner.errors import AlignerError, ConfigError
 from aligner.rewards.control_groups import control_group, delegated_place
 from aligner.rewards.jail.calls import allowed_calls
-from aligner.rewards.jail.namespaces import NOBODY
+from aligner.rewards.jail.kernel import NOBODY
 from aligner.rewards.surroundings import (
     bubblewrap_command,
     file_with,
@@ -59,22 +58,19 @@ class SandboxError(AlignerError):
 class Isolation(str, Enum):
     """How a program is isolated."""
 
-    auto = "auto"  # bubblewrap, else namespaces; never a weaker one
+    auto = "auto"  # bubblewrap; never a weaker one
     bubblewrap = "bubblewrap"
-    namespaces = "namespaces"
     landlock = "landlock"
     limits = "limits"
 
 
-STRONG = (Isolation.bubblewrap, Isolation.namespaces)
 WAYS_OUT = (
-    "install bubblewrap, or let this user make namespaces (sysctl user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1 on "
+    "install bubblewrap, and let this user make namespaces (sysctl user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1 on "
     "Debian, kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu; in a container a seccomp profile that allows unshare), or name a "
     "weaker isolation: isolation=landlock, or isolation=limits, which protects no files (docs/rewards.md)"
 )
 GUARANTEES = {
     Isolation.bubblewrap: "files, processes and network of its own",
-    Isolation.namespaces: "files, processes and network of its own",
     Isolation.landlock: "weak: it opens no files but the system's, the interpreter's and its own; processes are not hidden from it",
     Isolation.limits: "WEAK: it can read and write what this user can",
 }
@@ -146,9 +142,9 @@ class Sandbox:
         self._readable = readable_paths(self._interpreter)
         # bubblewrap shows this Python too, which runs inside it before the program does
         self._readable_to_start = outermost([*self._readable, *readable_paths(sys.executable)])
-        self._watched = False
         self._groups: Path | None = None
-        self.isolation = self._first_working(list(STRONG) if isolation is Isolation.auto else [isolation], isolation)
+        self.isolation = Isolation.bubblewrap if isolation is Isolation.auto else isolation
+        self._check_works(isolation)
         self._groups = self._working_groups()
 
     def run(self, source: str, stdin: str = "") -> Outcome:
@@ -157,24 +153,20 @@ class Sandbox:
 
     def describe(self) -> str:
         """What is in force, in a line."""
-        calls = len(allowed_calls(os.uname().machine, alone=self.isolation in STRONG))
+        alone = self.isolation is Isolation.bubblewrap
+        calls = len(allowed_calls(os.uname().machine, alone=alone))
         if self._groups:
             memory = "of all its processes together, by cgroup v2"
         else:
-            memory = "of all its processes together, by a watch" if self._watched else "of each process"
+            memory = "of all its processes together, by a watch" if alone else "of each process"
         return f"sandbox isolation={self.isolation.value}: {GUARANTEES[self.isolation]}; {calls} system calls; memory limit {memory}"
 
-    def _first_working(self, candidates: list[Isolation], wanted: Isolation) -> Isolation:
-        refusals = []
-        for isolation in candidates:
-            if isolation is Isolation.bubblewrap and not self._bubblewrap:
-                refusals.append("bubblewrap: there is no bwrap")
-            elif refusal := self._refusal(isolation):
-                refusals.append(f"{isolation.value}: {refusal}")
-            else:
-                return isolation
-        advice = f"; {WAYS_OUT}" if set(candidates) <= set(STRONG) else ""
-        raise ConfigError(f"sandbox isolation={wanted.value}: does not work here with {self._interpreter} ({'; '.join(refusals)}){advice}")
+    def _check_works(self, asked: Isolation) -> None:
+        strong = self.isolation is Isolation.bubblewrap
+        refusal = "there is no bwrap" if strong and not self._bubblewrap else self._refusal(self.isolation)
+        if refusal:
+            why = f"does not work here with {self._interpreter} ({self.isolation.value}: {refusal})"
+            raise ConfigError(f"sandbox isolation={asked.value}: {why}" + (f"; {WAYS_OUT}" if strong else ""))
 
     def _refusal(self, isolation: Isolation) -> str:
         """Why a trial program does not run with it; empty if it does."""
@@ -227,10 +219,7 @@ class Sandbox:
                 )
             finally:
                 os.close(tell)
-            watch = _Watch(process, status, limits, gently=order["isolation"] in (Isolation.landlock.value, Isolation.limits.value))
-            outcome = watch.outcome()
-            self._watched = watch.watched
-            return outcome
+            return _Watch(process, status, limits, gently=order["isolation"] != Isolation.bubblewrap.value).outcome()
         finally:
             os.close(status)
 
@@ -264,7 +253,6 @@ class _Watch:
         self._read: dict[int, bytearray] = {}
         self._status, self._out, self._err = status, process.stdout.fileno(), process.stderr.fileno()
         self._started_at: float | None = None
-        self.watched = False  # whether the memory of all the program's processes together is watched
 
     def outcome(self) -> Outcome:
         """Wait for the end; whatever happens on the way, nothing is left. Raises SandboxError if the program was never started."""
@@ -279,7 +267,6 @@ class _Watch:
         if "error" in said or self._started_at is None:
             text = self._text(self._err).strip()[-500:]
             raise SandboxError(str(said.get("error") or text or f"nothing was started; exit code {self._process.returncode}"))
-        self.watched = said.get("watched") is True
         return self._judged(ending, said)
 
     def _follow(self, deadline: float) -> Ending | None:

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from aligner.errors import ConfigError
-from aligner.rewards.jail.namespaces import DEVICES, LINKS, NOBODY, WORK
+from aligner.rewards.jail.kernel import NOBODY
+from aligner.rewards.jail.sandbox_child import DEVICES, WORK
 
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 ANSWER_SECONDS = 30.0  # for an interpreter to say where it lies
+_LINKS = {"tmp": WORK, "dev/shm": WORK, "dev/fd": "/proc/self/fd"}
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
@@ -127,7 +129,7 @@ def has_nobody() -> bool:
 
 
 def bubblewrap_command(bubblewrap: str, readable: list[str], size_bytes: int, *, then_nobody: bool) -> list[str]:
-    """Up to the command that it runs: the same surroundings as `build_root` makes.
+    """Up to the command that it runs: `readable` paths read-only, some devices, and WORK of `size_bytes`, in namespaces of its own.
 
     `then_nobody`: root gives up its rights only inside, since nobody may not be able to reach the interpreter's files.
     """
@@ -141,7 +143,7 @@ def bubblewrap_command(bubblewrap: str, readable: list[str], size_bytes: int, *,
     devices = [
         argument for name in DEVICES for argument in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")
     ]  # its own --dev can be written to
-    links = [argument for name, goal in LINKS.items() if f"/{name}" not in parents for argument in ("--symlink", goal, f"/{name}")]
+    links = [argument for name, goal in _LINKS.items() if f"/{name}" not in parents for argument in ("--symlink", goal, f"/{name}")]
     if then_nobody:
         rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -10,11 +10,9 @@ from torch import Tensor
 from aligner.metrics import Metrics
 
 
-def check_tensors(owner: object, tensors: dict[str, tuple[Tensor | None, torch.dtype, tuple[int, ...]]]) -> None:
-    """Raise ValueError where a tensor has not the dtype and shape stated (optional fields may be None)."""
+def check_tensors(owner: object, tensors: dict[str, tuple[Tensor, torch.dtype, tuple[int, ...]]]) -> None:
+    """Raise ValueError if a tensor does not have the dtype and shape stated."""
     for name, (tensor, dtype, shape) in tensors.items():
-        if tensor is None:
-            continue
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise ValueError(f"{type(owner).__name__}.{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {shape}")
 
@@ -29,64 +27,68 @@ def no_expert(dtype: torch.dtype) -> int:
     return torch.iinfo(dtype).max
 
 
-def _routes(routes: Tensor | None, tokens: Tensor) -> tuple[Tensor | None, torch.dtype, tuple[int, ...]]:
-    """What `check_tensors` wants of routes [B, S, layers, k]."""
-    dtype = torch.int16 if routes is not None and routes.dtype == torch.int16 else torch.uint8
-    return routes, dtype, (*tokens.shape, *(routes.shape[2:] if routes is not None else ()))
+_PER_TOKEN = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "old_values", "returns", "step_labels")
+# Of every field of a batch. B: rows, S: columns, P: pairs, K: any size, the same in all fields of one batch.
+FIELDS: dict[str, tuple[torch.dtype, str]] = {
+    **{"tokens": (torch.int64, "BS"), "lengths": (torch.int64, "B"), "loss_mask": (torch.bool, "BS")},
+    **{"prompt_ids": (torch.int64, "B"), "truncated": (torch.bool, "B"), "margins": (torch.float32, "P"), "labels": (torch.float32, "BK")},
+    **{"teacher_tokens": (torch.int64, "BSK"), "teacher_logprobs": (torch.float32, "BSK"), "routes": (torch.uint8, "BS")},
+    **dict.fromkeys(_PER_TOKEN, (torch.float32, "BS")),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenBatch:
-    """What every forward pass needs: tokens int64 [B, S] (right-padded) and lengths int64 [B]."""
+class _Rows:
+    """What every batch has: tokens int64 [B, S] (right-padded) and lengths int64 [B]. Raises ValueError naming a field with another dtype
+    or shape than FIELDS says; optional ones may be None."""
 
     tokens: Tensor
     lengths: Tensor
 
     def __post_init__(self) -> None:
         b, s = self.tokens.shape
-        check_tensors(self, {"tokens": (self.tokens, torch.int64, (b, s)), "lengths": (self.lengths, torch.int64, (b,))})
+        sizes, expected = {"B": b, "S": s, "P": b // 2}, {}
+        if isinstance(self, PreferenceBatch) and b % 2:
+            raise ValueError(f"PreferenceBatch.tokens has {b} rows; chosen and rejected rows come in pairs")
+        for name, tensor in ((field.name, getattr(self, field.name)) for field in fields(self)):
+            if tensor is None:
+                continue
+            dtype, axes = FIELDS[name]
+            if axes[-1] == "K":
+                sizes.setdefault("K", tensor.shape[-1])
+            shape = tuple(sizes[axis] for axis in axes)
+            if name == "routes":
+                dtype, shape = torch.int16 if tensor.dtype == torch.int16 else dtype, (*shape, *tensor.shape[2:])
+            expected[name] = (tensor, dtype, shape)
+        check_tensors(self, expected)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutBatch:
+class TokenBatch(_Rows):
+    """What every forward pass needs: tokens int64 [B, S] (right-padded) and lengths int64 [B]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutBatch(_Rows):
     """Rollouts as tensors: loss_mask bool [B, S], rollout_logprobs float32 [B, S], prompt_ids int64 [B], truncated bool [B].
 
     Here and below, optional: routes uint8 or int16 [B, S, layers, k], the experts that the sampler chose (`route_dtype`, `no_expert`).
     """
 
-    tokens: Tensor
-    lengths: Tensor
     loss_mask: Tensor
     rollout_logprobs: Tensor
     prompt_ids: Tensor
     truncated: Tensor
     routes: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        b, s = self.tokens.shape
-        check_tensors(
-            self,
-            {
-                "tokens": (self.tokens, torch.int64, (b, s)),
-                "lengths": (self.lengths, torch.int64, (b,)),
-                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
-                "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
-                "prompt_ids": (self.prompt_ids, torch.int64, (b,)),
-                "truncated": (self.truncated, torch.bool, (b,)),
-                "routes": _routes(self.routes, self.tokens),
-            },
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyBatch:
+class PolicyBatch(_Rows):
     """What a policy loss reads: float32 [B, S] old_logprobs, advantages; optional ref_logprobs, rollout_logprobs.
 
     `old_logprobs` None says that the batch is trained on once, by the policy that sampled it: the ratio is then 1, with gradient.
     """
 
-    tokens: Tensor
-    lengths: Tensor
     loss_mask: Tensor
     old_logprobs: Tensor | None
     advantages: Tensor
@@ -94,164 +96,64 @@ class PolicyBatch:
     rollout_logprobs: Tensor | None = None
     routes: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        b, s = self.tokens.shape
-        check_tensors(
-            self,
-            {
-                "tokens": (self.tokens, torch.int64, (b, s)),
-                "lengths": (self.lengths, torch.int64, (b,)),
-                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
-                "old_logprobs": (self.old_logprobs, torch.float32, (b, s)),
-                "advantages": (self.advantages, torch.float32, (b, s)),
-                "ref_logprobs": (self.ref_logprobs, torch.float32, (b, s)),
-                "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
-                "routes": _routes(self.routes, self.tokens),
-            },
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ValueBatch:
+class ValueBatch(_Rows):
     """What the value loss reads: float32 [B, S] old_values, returns."""
 
-    tokens: Tensor
-    lengths: Tensor
     loss_mask: Tensor
     old_values: Tensor
     returns: Tensor
 
-    def __post_init__(self) -> None:
-        b, s = self.tokens.shape
-        check_tensors(
-            self,
-            {
-                "tokens": (self.tokens, torch.int64, (b, s)),
-                "lengths": (self.lengths, torch.int64, (b,)),
-                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
-                "old_values": (self.old_values, torch.float32, (b, s)),
-                "returns": (self.returns, torch.float32, (b, s)),
-            },
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PreferenceBatch:
+class PreferenceBatch(_Rows):
     """P pairs as 2P rows, chosen and rejected interleaved (row 2i chosen, 2i+1 rejected); margins float32 [P].
 
     Optional, float32 [2P, S]: ref_logprobs; rollout_logprobs of rows that were sampled.
     """
 
-    tokens: Tensor
-    lengths: Tensor
     loss_mask: Tensor
     margins: Tensor
     ref_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None
     routes: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        b, s = self.tokens.shape
-        if b % 2:
-            raise ValueError(f"PreferenceBatch.tokens has {b} rows; chosen and rejected rows come in pairs")
-        check_tensors(
-            self,
-            {
-                "tokens": (self.tokens, torch.int64, (b, s)),
-                "lengths": (self.lengths, torch.int64, (b,)),
-                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
-                "margins": (self.margins, torch.float32, (b // 2,)),
-                "ref_logprobs": (self.ref_logprobs, torch.float32, (b, s)),
-                "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
-                "routes": _routes(self.routes, self.tokens),
-            },
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LabeledBatch:
+class LabeledBatch(_Rows):
     """Supervised rows: loss_mask bool [B, S]. Optional: labels float32 [B, K]; float32 [B, S] ref_logprobs, rollout_logprobs of rows that
     were sampled."""
 
-    tokens: Tensor
-    lengths: Tensor
     loss_mask: Tensor
     labels: Tensor | None = None
     ref_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None
     routes: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        b, s = self.tokens.shape
-        k = self.labels.shape[-1] if self.labels is not None else 0
-        check_tensors(
-            self,
-            {
-                "tokens": (self.tokens, torch.int64, (b, s)),
-                "lengths": (self.lengths, torch.int64, (b,)),
-                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
-                "labels": (self.labels, torch.float32, (b, k)),
-                "ref_logprobs": (self.ref_logprobs, torch.float32, (b, s)),
-                "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
-                "routes": _routes(self.routes, self.tokens),
-            },
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepBatch:
+class StepBatch(_Rows):
     """Responses in steps: loss_mask (bool [B, S]) is True on the last token of each judged step, step_labels (float32 [B, S]) has from 0
     (bad) to 1 (good) there."""
 
-    tokens: Tensor
-    lengths: Tensor
     loss_mask: Tensor
     step_labels: Tensor
 
-    def __post_init__(self) -> None:
-        b, s = self.tokens.shape
-        check_tensors(
-            self,
-            {
-                "tokens": (self.tokens, torch.int64, (b, s)),
-                "lengths": (self.lengths, torch.int64, (b,)),
-                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
-                "step_labels": (self.step_labels, torch.float32, (b, s)),
-            },
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DistillationBatch:
+class DistillationBatch(_Rows):
     """Rows with what a teacher says of every token that is learnt: its K likeliest tokens in that place, int64 [B, S, K], and their
     log-probs over its whole vocabulary, float32 [B, S, K]; both are 0 where loss_mask (bool [B, S]) is False.
 
     Optional, float32 [B, S]: rollout_logprobs of rows that were sampled.
     """
 
-    tokens: Tensor
-    lengths: Tensor
     loss_mask: Tensor
     teacher_tokens: Tensor
     teacher_logprobs: Tensor
     rollout_logprobs: Tensor | None = None
     routes: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        b, s = self.tokens.shape
-        k = self.teacher_tokens.shape[-1]
-        check_tensors(
-            self,
-            {
-                "tokens": (self.tokens, torch.int64, (b, s)),
-                "lengths": (self.lengths, torch.int64, (b,)),
-                "loss_mask": (self.loss_mask, torch.bool, (b, s)),
-                "teacher_tokens": (self.teacher_tokens, torch.int64, (b, s, k)),
-                "teacher_logprobs": (self.teacher_logprobs, torch.float32, (b, s, k)),
-                "rollout_logprobs": (self.rollout_logprobs, torch.float32, (b, s)),
-                "routes": _routes(self.routes, self.tokens),
-            },
-        )
 
 
 MaskedBatch = RolloutBatch | PolicyBatch | ValueBatch | PreferenceBatch | LabeledBatch | StepBatch | DistillationBatch

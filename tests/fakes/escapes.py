@@ -148,7 +148,7 @@ def main() -> None:
     sys.path.insert(0, package)
     from aligner.errors import ConfigError
     from aligner.rewards.jail.calls import allowed_calls
-    from aligner.rewards.sandbox import NOBODY, STRONG, Isolation, Sandbox, SandboxLimits, has_nobody
+    from aligner.rewards.sandbox import NOBODY, Isolation, Sandbox, SandboxLimits, has_nobody
 
     os.environ["SECRET"] = "do not tell"
     limits = SandboxLimits(
@@ -163,7 +163,7 @@ def main() -> None:
     except ConfigError as error:
         print(json.dumps({"refused": str(error)}))
         return
-    strong = box.isolation in STRONG
+    strong = box.isolation is Isolation.bubblewrap
     machine = os.uname().machine
     table = CALLS.split()
     numbers = table[1 + ["x86_64", "aarch64"].index(machine) :: 3]

@@ -7,6 +7,7 @@ import torch
 
 from aligner.rows import num_rows, select_rows, to_device, trim_columns
 from aligner.types import (
+    DistillationBatch,
     FinishReason,
     LabeledBatch,
     LossOutput,
@@ -15,6 +16,7 @@ from aligner.types import (
     Prompt,
     Rollout,
     RolloutBatch,
+    StepBatch,
     TokenBatch,
     ValueBatch,
 )
@@ -33,10 +35,14 @@ def fields_of(kind: type) -> dict[str, torch.Tensor]:
         ValueBatch: common | mask | {"old_values": x, "returns": y},
         PreferenceBatch: common | mask | {"margins": torch.tensor([0.25, 0.75])},
         LabeledBatch: common | mask | {"labels": torch.arange(B * 3).reshape(B, 3).float()},
+        StepBatch: common | mask | {"step_labels": x},
+        DistillationBatch: common
+        | mask
+        | {"teacher_tokens": torch.arange(B * S * 2).reshape(B, S, 2), "teacher_logprobs": torch.ones(B, S, 2)},
     }[kind]
 
 
-KINDS = [TokenBatch, RolloutBatch, PolicyBatch, ValueBatch, PreferenceBatch, LabeledBatch]
+KINDS = [TokenBatch, RolloutBatch, PolicyBatch, ValueBatch, PreferenceBatch, LabeledBatch, StepBatch, DistillationBatch]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,6 +66,11 @@ def test_optional_fields_are_checked_where_given():
     assert PolicyBatch(**good, ref_logprobs=torch.zeros(B, S)).rollout_logprobs is None
     with pytest.raises(ValueError, match="PolicyBatch.rollout_logprobs"):
         PolicyBatch(**good, rollout_logprobs=torch.zeros(B, S + 1))
+
+
+def test_a_teacher_gives_as_many_tokens_as_logprobs():
+    with pytest.raises(ValueError, match=r"DistillationBatch.teacher_logprobs .*expected torch.float32 \(4, 5, 2\)"):
+        DistillationBatch(**(fields_of(DistillationBatch) | {"teacher_logprobs": torch.ones(B, S, 3)}))
 
 
 def test_an_odd_number_of_preference_rows():

@@ -51,4 +51,4 @@ def judge(context: Context, seen: Mapping[int, Offset]) -> Finding:
     return Finding(level=level, found=text, advice="set the clocks by NTP (chronyc tracking on that node)", figures=figures)
 
 
-CLOCK = Item(name="clock", where=Where.every_node, kind=Offset, observe=_observe, judge=judge, timeout_seconds=60.0, needs=("ranks",))
+CLOCK = Item("clock", Where.every_node, _observe, judge, timeout_seconds=60.0, needs=("ranks",))

@@ -141,12 +141,4 @@ def judge(context: Context, seen: Mapping[int, Trial]) -> Finding:
     return Finding(level=Level.ok, found=found, figures=figures)
 
 
-ENGINE = Item(
-    name="engine",
-    where=Where.every_rank,
-    kind=Trial,
-    observe=_observe,
-    judge=judge,
-    timeout_seconds=1800.0,
-    needs=("network", "data", "weights", "plan"),
-)
+ENGINE = Item("engine", Where.every_rank, _observe, judge, timeout_seconds=1800.0, needs=("network", "data", "weights", "plan"))

@@ -187,11 +187,10 @@ def judge(context: Context, seen: Mapping[int, Files]) -> Finding:
 
 
 FILESYSTEM = Item(
-    name="filesystem",
-    where=Where.every_node,
-    kind=Files,
-    observe=_observe,
-    judge=judge,
+    "filesystem",
+    Where.every_node,
+    _observe,
+    judge,
     timeout_seconds=90.0,
     needs=("config",),
     advice="give a run.directory on a file system that all nodes mount and that is yours",

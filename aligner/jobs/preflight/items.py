@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, get_type_hints
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -69,22 +69,26 @@ class Context:
         return self.job
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Item:
     """One check: some ranks `observe`, alone or collectively, and rank 0 judges the observations.
 
-    `observe` returns an instance of `kind` (a dataclass of JSON values) or raises; whatever it raises is fatal and named with its ranks.
+    `observe` returns a dataclass of JSON values, its return annotation, or raises; whatever it raises is fatal and named with its ranks.
     `judge` gets the observations by rank. An item is skipped if one that it `needs` was fatal or skipped for that reason.
     """
 
     name: str  # for --only
     where: Where
-    kind: type
     observe: Callable[[Context], Any]
     judge: Callable[[Context, Mapping[int, Any]], Finding]
     timeout_seconds: float
     needs: tuple[str, ...] = ()
     advice: str = "mend this and start again"  # where a rank failed to observe
+
+    @property
+    def kind(self) -> type:
+        """Of the observations."""
+        return get_type_hints(self.observe)["return"]
 
 
 def ranges(numbers: Sequence[int]) -> str:

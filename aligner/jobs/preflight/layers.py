@@ -53,12 +53,5 @@ def _text(chosen: Chosen) -> str:
 
 
 LAYERS = Item(
-    name="layers",
-    where=Where.every_node,
-    kind=Chosen,
-    observe=_observe,
-    judge=judge,
-    timeout_seconds=300.0,
-    needs=("config", "hub", "devices"),
-    advice="see model.layers",
+    "layers", Where.every_node, _observe, judge, timeout_seconds=300.0, needs=("config", "hub", "devices"), advice="see model.layers"
 )

@@ -85,11 +85,10 @@ def _link(raw: Mapping[str, Any]) -> Link:
 
 
 NETWORK = Item(
-    name="network",
-    where=Where.every_rank,
-    kind=Measured,
-    observe=_observe,
-    judge=judge,
+    "network",
+    Where.every_rank,
+    _observe,
+    judge,
     timeout_seconds=180.0,
     needs=("versions", "config", "devices"),
     advice="NCCL_DEBUG=INFO, and the interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME); or leave those nodes out: --exclude",

@@ -134,11 +134,10 @@ def _same_port(wanted: Mapping[str, ServerConfig]) -> Sequence[str]:
 
 
 PORTS = Item(
-    name="ports",
-    where=Where.every_node,
-    kind=Reached,
-    observe=_observe,
-    judge=judge,
+    "ports",
+    Where.every_node,
+    _observe,
+    judge,
     timeout_seconds=60.0,
     needs=("filesystem",),
     advice="port 0 picks a free one; host 0.0.0.0 is every address of the server's node",

@@ -169,23 +169,14 @@ def _judge_sizes(size: int, config: JobRun, mark: str) -> Finding:
 
 
 RANKS = Item(
-    name="ranks",
-    where=Where.every_rank,
-    kind=Place,
-    observe=_meet,
-    judge=_judge_ranks,
+    "ranks",
+    Where.every_rank,
+    _meet,
+    _judge_ranks,
     timeout_seconds=300.0,
     advice="look at those nodes (sinfo, the job's log), or leave them out: --exclude",
 )
-CONFIG = Item(
-    name="config",
-    where=Where.every_rank,
-    kind=Composed,
-    observe=_compose,
-    judge=_judge_config,
-    timeout_seconds=120.0,
-    needs=("ranks",),
-)
+CONFIG = Item("config", Where.every_rank, _compose, _judge_config, timeout_seconds=120.0, needs=("ranks",))
 
 
 PACKAGES = (
@@ -252,15 +243,12 @@ def judge(context: Context, seen: Mapping[int, Versions]) -> Finding:
 
 
 HUB = Item(
-    name="hub",
-    where=Where.every_rank,  # each has a config of its own; one of a node downloads
-    kind=Brought,
-    observe=_bring,
-    judge=_judge_hub,
+    "hub",
+    Where.every_rank,  # each has a config of its own; one of a node downloads
+    _bring,
+    _judge_hub,
     timeout_seconds=4000.0,
     needs=("config",),
     advice="download it where there is a network (hf download), to a cache that all nodes see: HF_HOME",
 )
-VERSIONS = Item(
-    name="versions", where=Where.every_rank, kind=Versions, observe=_observe, judge=judge, timeout_seconds=60.0, needs=("ranks",)
-)
+VERSIONS = Item("versions", Where.every_rank, _observe, judge, timeout_seconds=60.0, needs=("ranks",))

@@ -196,15 +196,12 @@ def judge_reward(context: Context, seen: Mapping[int, Scores]) -> Finding:
 
 
 DATA = Item(
-    name="data",
-    where=Where.every_node,
-    kind=Sample,
-    observe=_observe_data,
-    judge=judge_data,
+    "data",
+    Where.every_node,
+    _observe_data,
+    judge_data,
     timeout_seconds=300.0,
     needs=("tokenizer",),
     advice="mend the data, or what data.* says of them",
 )
-REWARD = Item(
-    name="reward", where=Where.every_node, kind=Scores, observe=_observe_reward, judge=judge_reward, timeout_seconds=180.0, needs=("data",)
-)
+REWARD = Item("reward", Where.every_node, _observe_reward, judge_reward, timeout_seconds=180.0, needs=("data",))

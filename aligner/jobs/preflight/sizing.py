@@ -140,15 +140,7 @@ def _judge_host(context: Context, seen: Mapping[int, Machine], found: str, figur
     return Finding(level=Level.ok, found=found, figures=figures)
 
 
-DEVICES = Item(
-    name="devices",
-    where=Where.every_rank,
-    kind=Machine,
-    observe=_observe,
-    judge=judge,
-    timeout_seconds=120.0,
-    needs=("config",),
-)
+DEVICES = Item("devices", Where.every_rank, _observe, judge, timeout_seconds=120.0, needs=("config",))
 
 
 TIGHT = 0.92  # part of the memory above which a plan is called tight
@@ -290,21 +282,5 @@ def judge_space(context: Context, seen: Mapping[int, Space]) -> Finding:
     return Finding(level=Level.ok, found=found, figures=figures)
 
 
-PLAN = Item(
-    name="plan",
-    where=Where.first_rank,
-    kind=Planned,
-    observe=_observe_plan,
-    judge=judge_plan,
-    timeout_seconds=300.0,
-    needs=("devices", "tokenizer"),
-)
-SPACE = Item(
-    name="space",
-    where=Where.first_rank,
-    kind=Space,
-    observe=_observe_space,
-    judge=judge_space,
-    timeout_seconds=30.0,
-    needs=("filesystem", "plan"),
-)
+PLAN = Item("plan", Where.first_rank, _observe_plan, judge_plan, timeout_seconds=300.0, needs=("devices", "tokenizer"))
+SPACE = Item("space", Where.first_rank, _observe_space, judge_space, timeout_seconds=30.0, needs=("filesystem", "plan"))

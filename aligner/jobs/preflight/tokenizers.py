@@ -97,6 +97,4 @@ def judge(context: Context, seen: Mapping[int, Tokens]) -> Finding:
     return Finding(level=Level.ok, found="\n".join([found, *first.notes]))
 
 
-TOKENIZER = Item(
-    name="tokenizer", where=Where.every_node, kind=Tokens, observe=_observe, judge=judge, timeout_seconds=180.0, needs=("config", "hub")
-)
+TOKENIZER = Item("tokenizer", Where.every_node, _observe, judge, timeout_seconds=180.0, needs=("config", "hub"))

@@ -121,11 +121,10 @@ def judge(context: Context, seen: Mapping[int, Readable]) -> Finding:
 
 
 WEIGHTS = Item(
-    name="weights",
-    where=Where.every_node,
-    kind=Readable,
-    observe=_observe,
-    judge=judge,
+    "weights",
+    Where.every_node,
+    _observe,
+    judge,
     timeout_seconds=180.0,
     needs=("tokenizer",),
     advice="copy or convert that model again, or name another path",

@@ -7,12 +7,8 @@ import errno
 import os
 from collections.abc import Sequence
 
-NEW_USER, NEW_MOUNTS, NEW_PIDS, NEW_NETWORK, NEW_IPC, NEW_HOST_NAME = 0x10000000, 0x20000, 0x20000000, 0x40000000, 0x8000000, 0x4000000
-NEW_CONTROL_GROUPS = 0x2000000
-NO_SUID, NO_DEVICES, NO_EXEC, BIND, RECURSIVE, PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
-_READ_ONLY_ATTRIBUTE, _NO_SUID_ATTRIBUTE, _AT_RECURSIVE, _AT_FDCWD = 1, 2, 0x8000, -100
-_MOUNT_SETATTR = 442  # the same on every machine
-_DETACH = 2
+NOBODY = 65534
+_NEW_USER = 0x10000000
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _LANDLOCK_VERSION = 3  # the first that governs truncation
 _LANDLOCK_RIGHTS = 0x7FFF  # all that this version knows
@@ -22,34 +18,24 @@ _SET_DEATH_SIGNAL, _SET_DUMPABLE, _SET_SECCOMP, _SET_SECURE_BITS, _SET_SUBREAPER
 _FILTER, _NO_ROOT = 2, 3  # the second with its lock
 
 
-def unshare(flags: int) -> None:
-    """Leave the namespaces that `flags` name for new ones."""
-    _checked("unshare", _libc().unshare(flags))
+def become(uid: int) -> None:
+    """Give up root for this user and group."""
+    os.setgroups([])
+    os.setgid(uid)
+    os.setuid(uid)
+    show_process_files(True)
 
 
-def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
-    """mount(2)."""
-    arguments = [text.encode() or None for text in (source, target, kind)]
-    _checked(f"mount of {kind or source} at {target}", _libc().mount(*arguments, ctypes.c_ulong(flags), data.encode() or None))
+def enter_user_namespace() -> None:
+    """Enter a user namespace, in which there is this user only and the limit on processes counts from 0.
 
-
-def make_read_only(target: str) -> None:
-    """A mount and all below it, without set-user-id programs (Linux 5.12)."""
-
-    class Attributes(ctypes.Structure):
-        _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns")]
-
-    wanted = Attributes(set=_READ_ONLY_ATTRIBUTE | _NO_SUID_ATTRIBUTE)
-    size = ctypes.c_size_t(ctypes.sizeof(wanted))
-    result = _libc().syscall(_MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, ctypes.byref(wanted), size)
-    _checked(f"mount_setattr of {target}", result)
-
-
-def change_root(directory: str) -> None:
-    """Make a mount the root of the file system, and let go of the old one."""
-    os.chdir(directory)
-    _checked("pivot_root", _libc().pivot_root(b".", b"."))
-    _checked("umount", _libc().umount2(b".", _DETACH))
+    So a program has no capabilities in it: exec drops them for every user but root. Raises OSError.
+    """
+    uid, gid = os.geteuid(), os.getegid()  # before: afterwards this process has no user until it is mapped
+    _checked("unshare", _libc().unshare(_NEW_USER))
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
 
 
 def die_with_parent(signal_number: int) -> None:

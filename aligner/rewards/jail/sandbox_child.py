@@ -14,10 +14,11 @@ from typing import NoReturn
 
 from aligner.rewards.jail import kernel
 from aligner.rewards.jail.calls import call_filter
-from aligner.rewards.jail.namespaces import DEVICES, WORK, become, build_root, enter_namespaces, enter_user_namespace, max_files
 
 PROGRAM = "program.py"
-SEPARATE = ("bubblewrap", "namespaces")  # with file system, processes and network of their own
+WORK = "/sandbox"  # the only place that can be written to under bubblewrap
+DEVICES = ("null", "zero", "full", "random", "urandom")
+PAGE_BYTES = 4096  # at least what a file with anything in it takes
 CLEANUP_SECONDS = 5.0
 WATCH_SECONDS = 0.02
 
@@ -36,7 +37,7 @@ def main() -> NoReturn:
         for descriptor in filter(None, (order["status"], order["program"], order["control_group"])):
             os.set_inheritable(descriptor, False)
         _prepare(order)
-        directory = WORK if order["isolation"] in SEPARATE else order["directory"]
+        directory = WORK if by_bubblewrap else order["directory"]
         os.chdir(directory)
         _supervise(order, directory)
     except OSError as error:
@@ -51,21 +52,15 @@ def _prefer_to_end() -> None:
 
 
 def _prepare(order: dict) -> None:
-    """Build the surroundings, unless bubblewrap has, then give up the rights of root."""
-    isolation, uid = order["isolation"], order["uid"]
-    if isolation != "bubblewrap":
+    """Give up the rights of root, and see to it that nothing outlives this process."""
+    by_bubblewrap, uid = order["isolation"] == "bubblewrap", order["uid"]
+    if not by_bubblewrap:
         _prefer_to_end()
-    if isolation == "namespaces":
-        kernel.die_with_parent(signal.SIGKILL)
-        if uid is None:  # root needs none to build, and could not become another user in one
-            enter_user_namespace()
-        enter_namespaces()
-        build_root(order["directory"], order["readable"], order["disk_bytes"])
     if uid is not None:
-        become(uid)
-        if isolation in SEPARATE:
-            enter_user_namespace()
-    if isolation in SEPARATE:
+        kernel.become(uid)
+        if by_bubblewrap:
+            kernel.enter_user_namespace()
+    if by_bubblewrap:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 is sent nothing from inside that it has no handler for
         kernel.die_with_parent(signal.SIGKILL)  # after the change of user, which would undo it
     else:
@@ -76,7 +71,7 @@ def _prepare(order: dict) -> None:
 
 def _supervise(order: dict, directory: str) -> None:
     """Start the program; when it has ended or passed a limit, end what it left behind and say so."""
-    alone = order["isolation"] in SEPARATE
+    alone = order["isolation"] == "bubblewrap"
     with open(order["program"], "rb") as source, open(PROGRAM, "wb") as file:
         file.write(source.read())
     in_use = 1 if alone else _threads_of_user()  # own user namespaces count from 0
@@ -84,7 +79,7 @@ def _supervise(order: dict, directory: str) -> None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    _tell(order, started=True, watched=alone and bool(os.listdir("/proc")))
+    _tell(order, started=True)
     kernel.show_process_files(False)  # the program, which has the same user, could say through them how it ended
     child = os.fork()
     if child == 0:
@@ -124,7 +119,7 @@ def _reap(child: int) -> int | None:
 def _passed(order: dict) -> str:
     """The limit that the program, with all its processes, has passed: files, for bubblewrap bounds only their size, or memory."""
     place = os.statvfs(WORK)
-    if place.f_files - place.f_ffree > max_files(order["disk_bytes"]):
+    if place.f_files - place.f_ffree > max(64, order["disk_bytes"] // PAGE_BYTES):  # empty ones take kernel memory too
         return "disk"
     most, pids = order["memory_bytes"], _others()
     if sum(map(_resident, pids)) > most and sum(map(_share, pids)) > most:  # the first is quick, but counts shared pages again and again
@@ -133,7 +128,7 @@ def _passed(order: dict) -> str:
 
 
 def _others() -> list[str]:
-    """Processes besides this one; none at all where there is no /proc."""
+    """Processes besides this one."""
     return [name for name in os.listdir("/proc") if name.isdigit() and name != str(os.getpid())]
 
 
@@ -176,7 +171,7 @@ def _become(order: dict, directory: str, in_use: int) -> NoReturn:
             resource.setrlimit(kind, (most, most))
         seconds = order["cpu_seconds"]
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # SIGXCPU first: SIGKILL would not say why
-        own = None if order["isolation"] in SEPARATE else (os.getpid(), 0, -os.getpid())
+        own = None if order["isolation"] == "bubblewrap" else (os.getpid(), 0, -os.getpid())
         environment = {"PATH": "/usr/bin:/bin", "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
         if os.geteuid() == 0:  # of a user namespace without another user, in one of the weaker isolations
             kernel.make_root_ordinary()

@@ -268,10 +268,9 @@ def test_the_state_of_a_step_that_broke_off_is_that_of_the_step_before(make, fak
     assert algorithm.state() == before
 
 
-def test_checkpoints_from_before_there_was_a_state_and_steps_that_are_left_out(make) -> None:
-    """The state was {} while each step took the round of its own number; a step that is left out leaves out its round."""
+def test_steps_that_are_left_out_leave_out_their_rounds(make) -> None:
     algorithm = make(GROUPS, kl_coef=0.1)
-    algorithm.load_state({})
+    algorithm.load_state(make(GROUPS, kl_coef=0.1).state())
     assert algorithm.task.engine.log == ["refit 0"]
     algorithm.step(5, Clock())
     algorithm.step(7, Clock())

@@ -12,7 +12,7 @@ from aligner.algorithms.ppo import PPO, PPOConfig
 from aligner.data.collate import rollout_batch
 from aligner.errors import RollBack, RunHalted
 from aligner.loop.loop import Clock, LoopConfig, StepResult, run
-from aligner.loop.parts import FORMER_NAME, SkippedStepsFile
+from aligner.loop.parts import SkippedStepsFile
 from aligner.models.guard import SKIPPED, SKIPPED_IN_A_ROW, GuardConfig, NonFinite, NonFiniteReward
 from aligner.online.collect import ScoredRollouts, Scorers, collect, response_metrics
 
@@ -160,12 +160,3 @@ def test_a_run_is_not_rolled_back_for_ever(tmp_path):
     assert skipped_steps.steps == {3}
     with pytest.raises(RunHalted, match=r"rolled back enough \(guard.max_roll_backs=1; steps skipped: 3\)"):
         run_steps(Steps(saved=4, bad=5), skipped_steps)
-
-
-def test_the_list_of_a_run_that_was_started_under_the_files_former_name(tmp_path):
-    path = tmp_path / "skipped_steps.json"
-    path.with_name(FORMER_NAME).write_text('{"4": "a NaN"}')
-    skipped_steps = SkippedStepsFile(path, most=3)
-    assert skipped_steps.steps == {4}
-    skipped_steps.add(6, "another")
-    assert SkippedStepsFile(path, most=3).steps == {4, 6}

@@ -19,7 +19,11 @@ class Seen:
 
 def item(name, observe=lambda context: Seen(), *, needs=(), level=Level.ok, timeout=5.0):
     judge = lambda context, seen: Finding(level=level, found=seen[0].text)  # noqa: E731
-    return Item(name=name, where=Where.every_rank, kind=Seen, observe=observe, judge=judge, timeout_seconds=timeout, needs=needs)
+
+    def observed(context) -> Seen:
+        return observe(context)
+
+    return Item(name, Where.every_rank, observed, judge, timeout_seconds=timeout, needs=needs)
 
 
 def failing(error):

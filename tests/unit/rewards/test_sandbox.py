@@ -15,7 +15,7 @@ import pytest
 
 from aligner.errors import ConfigError
 from aligner.rewards import surroundings
-from aligner.rewards.sandbox import STRONG, Ending, Isolation, Sandbox, SandboxError, SandboxLimits
+from aligner.rewards.sandbox import Ending, Isolation, Sandbox, SandboxError, SandboxLimits
 from aligner.rewards.surroundings import remove_tree
 
 pytestmark = pytest.mark.cpu  # it forks processes of other users: that takes as much memory as this one has mapped, a GPU's too
@@ -197,7 +197,7 @@ def test_programs_that_nobody_has_read(isolation, programs, tmp_path, place):
     with ThreadPoolExecutor(max_workers=4) as threads:
         ran = dict(zip(programs, threads.map(lambda source: box.run(source, "olleh"), programs.values()), strict=True))
     said = {name: (one.ending.value, one.code, one.stdout) for name, one in ran.items()}
-    separate = isolation in (Isolation.bubblewrap, Isolation.namespaces)
+    separate = isolation is Isolation.bubblewrap
     assert said["good"] == ("exited", 0, "hello ['program.py'] False\n"), ran["good"].stderr
     assert said["code"] == ("exited", 3, "")
     assert said["forks"][0] in ("exited", "signal") and said["forks"][2].startswith("refused"), ran["forks"]
@@ -219,7 +219,7 @@ def test_programs_that_nobody_has_read(isolation, programs, tmp_path, place):
 @pytest.mark.parametrize("isolation", list(Isolation)[1:])
 def test_ordinary_programs(isolation):
     limits = SandboxLimits(wall_seconds=300.0, cpu_seconds=60, memory_bytes=2**30)
-    outcome = sandbox(isolation, limits).run(ORDINARY.replace("OWN", OWN if isolation in STRONG else ""))
+    outcome = sandbox(isolation, limits).run(ORDINARY.replace("OWN", OWN if isolation is Isolation.bubblewrap else ""))
     assert (outcome.ending, outcome.code, outcome.stdout) == (Ending.exited, 0, "done\n"), outcome.stderr
 
 
@@ -257,7 +257,7 @@ def test_nothing_outlives_a_run_that_is_killed(place):
     assert eventually_nothing(place)
 
 
-def test_nothing_weaker_is_taken_unasked(monkeypatch):
+def test_nothing_weaker_is_taken_unasked(monkeypatch, tmp_path):
     tried = []
 
     def refuses(box, isolation):
@@ -266,17 +266,18 @@ def test_nothing_weaker_is_taken_unasked(monkeypatch):
 
     monkeypatch.setattr(Sandbox, "_refusal", refuses)
     with pytest.raises(ConfigError, match="isolation=auto: does not work .*unshare: .*user.max_user_namespaces.*isolation=landlock"):
-        Sandbox()
-    assert set(tried) <= set(STRONG) and Isolation.namespaces in tried
+        Sandbox(bubblewrap=sys.executable)  # any program that is there: it is not started
+    assert tried == [Isolation.bubblewrap]
+    with pytest.raises(ConfigError, match="isolation=auto: does not work .*there is no bwrap.*isolation=landlock"):
+        Sandbox(bubblewrap=str(tmp_path / "none"))
     assert Sandbox(isolation=Isolation.landlock).describe().startswith("sandbox isolation=landlock: weak")
 
 
-@pytest.mark.parametrize("isolation", STRONG)
-def test_memory_of_all_processes_together(isolation):
+def test_memory_of_all_processes_together():
     limits = SandboxLimits(wall_seconds=60.0, memory_bytes=200 * 2**20)
     fill = "import os, time\nfor _ in range(COUNT):\n    if os.fork() == 0:\n        data = bytearray(SIZE * 2**20)\n"
     fill += "        time.sleep(WAIT)\n        os._exit(0)\nfor _ in range(COUNT):\n    os.wait()\nprint('fits')"
-    box = sandbox(isolation, limits)
+    box = sandbox(Isolation.bubblewrap, limits)
     assert "of all its processes together" in box.describe()
     for count, size, wait, ending, said in ((3, 120, 50, Ending.memory, ""), (3, 20, 1, Ending.exited, "fits\n")):
         outcome = box.run(fill.replace("COUNT", str(count)).replace("SIZE", str(size)).replace("WAIT", str(wait)))
@@ -287,15 +288,14 @@ def test_memory_of_all_processes_together(isolation):
 
 def test_an_ordinary_user_has_namespaces():
     """In a process of its own that is one: `unshare` there asks for the user that it had before."""
-    script = "import sys; sys.path.insert(0, sys.argv[1])\nfrom aligner.rewards.jail import namespaces\nimport os\n"
-    script += "before = os.getuid()\nnamespaces.enter_user_namespace()\nassert os.getuid() == (before or 65534), os.getuid()"
+    script = "import sys; sys.path.insert(0, sys.argv[1])\nfrom aligner.rewards.jail import kernel\nimport os\n"
+    script += "before = os.getuid()\nkernel.enter_user_namespace()\nassert os.getuid() == before, os.getuid()"
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         for name in (
             "__init__.py",
             "rewards/__init__.py",
             "rewards/jail/__init__.py",
-            "rewards/jail/namespaces.py",
             "rewards/jail/kernel.py",
         ):
             goal = Path(folder, "aligner", name)
@@ -350,7 +350,9 @@ def test_no_room_for_a_program_is_an_error_of_the_sandbox(monkeypatch, tmp_path)
 
 
 def test_an_isolation_that_does_not_work_says_why(tmp_path):
-    with pytest.raises(ConfigError, match="sandbox isolation=bubblewrap: .*there is no bwrap.*install bubblewrap, or .*isolation=landlock"):
+    with pytest.raises(
+        ConfigError, match="sandbox isolation=bubblewrap: .*there is no bwrap.*install bubblewrap, and .*isolation=landlock"
+    ):
         Sandbox(isolation=Isolation.bubblewrap, bubblewrap=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="interpreter=.*none: cannot be run"):
         Sandbox(interpreter=str(tmp_path / "none"))

@@ -12,13 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT / "tests" / "fakes"), str(ROOT / "benchmarks")]
+import tensorrt_llm_diff  # noqa: E402
 from fake_tensorrt_llm import installed  # noqa: E402
 
 from aligner.errors import ConfigError, EngineError  # noqa: E402
-from aligner.rollout import tensorrt_llm_diff  # noqa: E402
 from aligner.rollout.engine import EngineSampling, GenRequest  # noqa: E402
-from aligner.rollout.tensorrt_llm_config import Sampler, TensorRTLLMConfig
+from aligner.rollout.tensorrt_llm_config import Sampler, TensorRTLLMConfig  # noqa: E402
 from aligner.rollout.tensorrt_llm_contract import Contract, gate, known_versions, load  # noqa: E402
 from aligner.rollout.tensorrt_llm_requests import sampling_arguments, to_result  # noqa: E402
 from aligner.rollout.tensorrt_llm_worker import answer as answer_of  # noqa: E402
@@ -158,7 +159,7 @@ def test_the_real_package_passes_its_smoke(tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = AutoConfig.for_model("llama", vocab_size=1024, tie_word_embeddings=False, **sizes)
     AutoModelForCausalLM.from_config(config, torch_dtype=torch.bfloat16).save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "aligner.rollout.tensorrt_llm_smoke", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "tensorrt_llm_smoke.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"})
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -232,12 +233,12 @@ def test_answers_become_results():
 
 @pytest.mark.cpu
 def test_smoke_passes_over_the_stand_in_and_notices_weights_that_stay(tmp_path, topology, hf_directory, capsys):
+    from tensorrt_llm_smoke import Trial, main, run
     from transformers import AutoModelForCausalLM
 
     from aligner.rollout.config import RolloutConfig
     from aligner.rollout.tensorrt_llm import TensorRTLLMEngine
     from aligner.rollout.tensorrt_llm_config import TensorRTLLMConfig
-    from aligner.rollout.tensorrt_llm_smoke import Trial, main, run
 
     with installed("1.2.1", tmp_path):
         config = RolloutConfig(max_batch_size=8, offload=True, tensorrt_llm=TensorRTLLMConfig())

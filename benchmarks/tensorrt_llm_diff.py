@@ -1,7 +1,7 @@
 """Compares the recorded contract with an installed TensorRT-LLM, by reading its sources: nothing of it is imported, no GPU is needed.
 
-    python -m aligner.rollout.tensorrt_llm_diff                          # the installed package against the contract of its version
-    python -m aligner.rollout.tensorrt_llm_diff --contract 1.2.1 --package /path/to/tensorrt_llm
+    python benchmarks/tensorrt_llm_diff.py                               # the installed package against the contract of its version
+    python benchmarks/tensorrt_llm_diff.py --contract 1.2.1 --package /path/to/tensorrt_llm
 
 Prints each difference and ends with status 1 if there is one, 2 if there is nothing to compare.
 """
@@ -129,9 +129,7 @@ def _attributes(holder: ast.ClassDef) -> set[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(
-        prog="python -m aligner.rollout.tensorrt_llm_diff", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--package", type=Path, help="directory of the package's sources; default: the installed one")
     parser.add_argument("--contract", choices=known_versions(), help="default: the installed version's")
     chosen = parser.parse_args(arguments)

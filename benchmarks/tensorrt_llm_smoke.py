@@ -1,7 +1,7 @@
 """Tries the TensorRT-LLM engine on a GPU against `transformers`, step by step: once in the real image, and for each kind of model.
 
-    python -m aligner.rollout.tensorrt_llm_smoke MODEL                    # a Hugging Face directory; one GPU, a few minutes
-    srun --ntasks=1 --gpus-per-task=1 python -m aligner.rollout.tensorrt_llm_smoke MODEL --sleep
+    python benchmarks/tensorrt_llm_smoke.py MODEL                         # a Hugging Face directory; one GPU, a few minutes
+    srun --ntasks=1 --gpus-per-task=1 python benchmarks/tensorrt_llm_smoke.py MODEL --sleep
 
 1. the contract against the installed sources; 2. the model is built and refitted from its own weights, and decodes greedily like
 transformers, with its log-probs; 3. all weights are negated and refitted: the same again, which weights that did not arrive would not pass;
@@ -19,11 +19,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import tensorrt_llm_diff  # beside this file
 import torch
 from torch import Tensor
 
 from aligner.errors import AlignerError, EngineError
-from aligner.rollout import tensorrt_llm_diff
 from aligner.rollout.config import RolloutConfig
 from aligner.rollout.engine import ALL_MEMORY, ForeignEngine, GenRequest, GenResult, ListedWork
 from aligner.rollout.foreign import weight_buckets
@@ -165,9 +165,7 @@ def run(trial: Trial, *, sleeps: bool) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module. 0: all passed; 1: something failed; 2: nothing could be tried."""
-    parser = argparse.ArgumentParser(
-        prog="python -m aligner.rollout.tensorrt_llm_smoke", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", type=Path, help="Hugging Face directory with config.json and weights")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--sampler", choices=[one.value for one in Sampler], default=Sampler.trtllm.value)
