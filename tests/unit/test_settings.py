@@ -154,6 +154,8 @@ def runs(topology, tmp_path_factory) -> Runs:
         "pairs_talks": [{"prompt": [*talk, talk[0]], "chosen": [talk[1]], "rejected": [{"role": "assistant", "content": "no"}]}] * 4,
         "contrary": [{"prompt": "a", "chosen": c, "rejected": r} for c, r in [("bb", "cc")] * 5 + [("cc", "bb")] * 3],
         "told": [{"messages": talk}] * 4,
+        "marked": [{"prompt": "a<eos>b", "response": "c<eos>d"}] * 4,
+        "marked_pairs": [{"prompt": "a<eos>b", "chosen": "c<eos>d", "rejected": "c"}] * 4,
         "few": pairs[:4],
         "bad_pairs": [{"prompt": 7, "chosen": "a", "rejected": "b"}, *pairs],
         "bad_prompts": [{"prompt": 7, "response": "a"}, *({"prompt": text, "response": text} for text in ("ab", "cd", "ef", "gh"))],
