@@ -31,6 +31,7 @@ from typing import Any
 
 import filelock
 
+from aligner.data.folders import data_files, parted, saved_by_datasets
 from aligner.data.report import STORING, LoadReport, LongRecord, Tally
 from aligner.data.stored import BLOCKS, COUNTS, NotStorable, ShardWriter, StoredExamples, schema_of, write_index
 from aligner.data.tokenizer import Tokenizer
@@ -165,14 +166,16 @@ def _tokenizer_files(directory: Path) -> list[Path]:
 
 def _files(location: str) -> list[Path]:
     """The files that a data set is read from. Raises ConfigError for one without files of its own."""
-    path = Path(location)
+    path = Path(parted(location)[0])
     if location.startswith(DATASETS_PREFIX):
         path = Path(location[len(DATASETS_PREFIX) :].partition(":")[0])
         if not path.exists():
             raise ConfigError(
                 f"data.cache: {location!r} names no files here whose bytes could be compared; allowed: a path, or data.cache=''"
             )
-    return sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    if path.is_dir() and (location.startswith(DATASETS_PREFIX) or saved_by_datasets(path)):
+        return sorted(one for one in path.rglob("*") if one.is_file())
+    return data_files(location)
 
 
 def _digest(path: Path, heartbeat: Heartbeat = lambda: None) -> str:

@@ -66,7 +66,7 @@ def load_preferences(
     `first`: only of so many records.
     Raises: DataError listing all bad lines; DataError if no pair is left.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(lines: _Lines) -> PreferencePair:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from aligner.data.config import Overlong, PromptDataConfig
 from aligner.data.encoding import PromptStyle, encode_prompt
+from aligner.data.folders import located, role
 from aligner.data.forms import Purpose, columns_of, recognised
 from aligner.data.messages import Conversation
-from aligner.data.mixture import Location, Source, sources
+from aligner.data.mixture import Location, sources
 from aligner.data.reading import reads_sources
 from aligner.data.records import parse_prompt
 from aligner.data.report import LoadReport, Tally, too_long
@@ -29,7 +30,7 @@ def load_prompts(
     `Prompt.id` is the record's index at `location`, whatever else was dropped, so it is stable across epochs and resumes.
     Raises: DataError listing all bad lines; DataError if no prompt is left.
     """
-    tally = Tally(location, config.bad_lines, unused="that only reward functions may use")
+    tally = Tally(location, config, unused="that only reward functions may use")
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> Prompt:
@@ -85,10 +86,10 @@ class Questions:
 def read_questions(location: Location, config: PromptDataConfig, prompts: Iterable[Prompt]) -> Questions:
     """The questions of these prompts, which `load_prompts` made from the records at `location`."""
     if not isinstance(location, str):
-        return _questions_of_sources(sources(config, location), config, list(prompts))
+        return _questions_of_sources(location, config, list(prompts))
     wanted = {prompt.id for prompt in prompts}
     texts, are_chats = {}, config.apply_chat_template
-    for raw in _recognised(location, config, max(wanted, default=0) + 1):
+    for raw in _recognised(located(location, **role(location, config)), config, max(wanted, default=0) + 1):
         if raw.index in wanted:
             asked = parse_prompt(raw, config.prompt_field, config.answer_field).prompt
             texts[raw.source] = question_text(asked)
@@ -96,12 +97,12 @@ def read_questions(location: Location, config: PromptDataConfig, prompts: Iterab
     return Questions(texts=texts, are_chats=are_chats)
 
 
-def _questions_of_sources(named: Sequence[Source], config: PromptDataConfig, prompts: Sequence[Prompt]) -> Questions:
+def _questions_of_sources(location: Location, config: PromptDataConfig, prompts: Sequence[Prompt]) -> Questions:
     """Their ids are those of the whole data set; a record is found by its file and line."""
     found, wanted = Questions(are_chats=config.apply_chat_template), {prompt.source for prompt in prompts}
-    for source in named:
+    for source in sources(config, location):
         own = source.config(config)
-        for raw in _recognised(source.path, own, source.max_records or None):
+        for raw in _recognised(located(source.path, **role(location, config)), own, source.max_records or None):
             if raw.source in wanted:
                 asked = parse_prompt(raw, own.prompt_field, own.answer_field).prompt
                 chats = own.apply_chat_template or not isinstance(asked, str)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from aligner.data.cache import load_cached
+from aligner.data.folders import left_out, located, role
 from aligner.data.mixture import Location, Mixture, Source, sources
 from aligner.data.report import LoadReport, combined
 from aligner.data.stored import row_counts, rows_of
@@ -76,10 +77,15 @@ def reads_sources(load: Callable[..., tuple[Sequence[Example], LoadReport]]) -> 
         first: int | None = None,
         heartbeat: Callable[[], None] = lambda: None,
     ) -> tuple[Sequence[Example], LoadReport]:
+        use = role(location, config)
+
         def read_one(path: str, config: Any, tokenizer: Tokenizer, most: int | None) -> tuple[Sequence[Example], LoadReport]:
+            path = located(path, **use)
             if config.cache and first is None:
-                return load_cached(load, path, config, tokenizer, first=most, heartbeat=heartbeat)
-            return load(path, config, tokenizer, first=min((one for one in (first, most) if one is not None), default=None))
+                examples, report = load_cached(load, path, config, tokenizer, first=most, heartbeat=heartbeat)
+            else:
+                examples, report = load(path, config, tokenizer, first=min((one for one in (first, most) if one is not None), default=None))
+            return examples, replace(report, left_out=left_out(path))
 
         if isinstance(location, str):
             return read_one(location, config, tokenizer, None)

@@ -47,7 +47,7 @@ def load_regression(
     A conversation is one example for each of its turns that has a label. `first`: only of so many records.
     Raises: DataError listing all bad lines; DataError if no example is left.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> list[LabelledExample]:

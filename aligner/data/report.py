@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -9,9 +10,10 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from aligner.data.config import BadLines, Overlong
 from aligner.data.forms import Recast
-from aligner.data.sources import Fields, RawRecord
+from aligner.data.sources import Fields, RawRecord, nested
 from aligner.errors import DataError
 
+_NAMING = ("prompt_field", "response_field", "answer_field")  # settings that name fields of records
 MAX_LISTED = 20  # bad lines shown; the rest is only counted
 
 In = TypeVar("In")
@@ -45,9 +47,10 @@ class LoadReport:
     uses: dict[str, str] = field(default_factory=dict)  # field of a record -> field of ours that is made of it
     parts: tuple[LoadReport, ...] = ()  # of each of several sources
     shares: str = ""  # of these, as `Mixture.summary` says them
+    left_out: str = ""  # what is in the directory, looks like data and is not read
 
     def summary(self) -> str:
-        """One line for the log, and a second one if records have fields that are not used; for several sources those of each."""
+        """One line for the log, more if fields are not used or files not read; for several sources those of each."""
         if self.parts:
             return "\n".join([*(part.summary() for part in self.parts), self.shares])
         parts = [f"{self.location}: {self.num_kept} of {self.num_records} records used", *self.long_texts()]
@@ -55,7 +58,8 @@ class LoadReport:
             if count:
                 parts.append(f"{count} {what}")
         said = ", ".join(parts) + (f" (first: {self.problems[0]})" if self.problems else "")
-        return f"{said}\n{self.location}: {self.unused_text()}" if self.unused else said
+        more = [*([self.unused_text()] if self.unused else []), *([self.left_out] if self.left_out else [])]
+        return "\n".join([said, *(f"{self.location}: {line}" for line in more)])
 
     def long_texts(self) -> list[str]:
         """Describes records that were too long, by limit: `12 left out: longer than 512 tokens (data.max_length), they have 530 to 911`."""
@@ -140,14 +144,17 @@ STORING: ContextVar[Storing | None] = ContextVar("STORING", default=None)  # whi
 class Tally:
     """Counts the outcomes of the records of one data set. `truncated` is counted up by the conversion.
 
-    `whole`: records are passed on as they are, so that no field of them goes unused. `unused`: what is said of the fields that nothing
-    asked for.
+    `config`: the settings of the data: a field that they name is one that some record has. `whole`: records are passed on as they are, so
+    that no field of them goes unused. `unused`: what is said of the fields that nothing asked for.
     """
 
-    def __init__(self, location: str, policy: BadLines, *, whole: bool = False, unused: str = "that are not used") -> None:
+    def __init__(self, location: str, config: Any, *, whole: bool = False, unused: str = "that are not used") -> None:
         self.truncated = 0
         self._location = location
-        self._policy = policy
+        self._policy = config.bad_lines
+        self._named = {key: name for key in _NAMING if (name := getattr(config, key, ""))}
+        self._have = dict.fromkeys(self._named, 0)  # setting -> in how many records its field is, until one is found
+        self._there: dict[str, int] = {}  # the names that records have, until all named ones are found
         self._whole = whole
         self._said_of_unused = unused
         self._records = 0
@@ -180,6 +187,8 @@ class Tally:
         converted: list[Out] = []
         for item in items:
             self._records += 1
+            for raw in records(item) if not all(self._have.values()) else ():
+                self._look(raw)
             try:
                 found = conversion(item)
                 converted += found if isinstance(found, list) else [found]
@@ -211,6 +220,25 @@ class Tally:
                 for name, stop in its_marks[turn].items() if turn < len(its_marks) else ():
                     getattr(self, name).extend(getattr(other, name)[before.get(name, 0) : stop])
 
+    def _look(self, raw: RawRecord) -> None:
+        """Look for the fields that settings name."""
+        record = raw.value.origin if isinstance(raw.value, Recast) else raw.value
+        if isinstance(record, dict):
+            inner = [f"{name}.{one}" for name, value in record.items() if isinstance(value, dict) for one in value]
+            self._there |= dict.fromkeys([*record, *inner], 1)
+            for key, name in self._named.items():
+                self._have[key] += nested(record, name) is not None
+
+    def _check_named(self) -> None:
+        """Raise DataError for a setting that names a field of no record."""
+        for key, name in self._named.items():
+            if self._there and not self._have[key]:
+                near = difflib.get_close_matches(name, self._there, n=1)
+                raise DataError(
+                    f"data.{key}={name!r}: none of the {self._records} records of {self._location} has this field; "
+                    f"they have {', '.join(list(self._there)[:MAX_LISTED])}" + (f"; did you mean {near[0]!r}?" if near else "")
+                )
+
     def _note_fields(self, raw: RawRecord) -> None:
         """Note the record's form and fields, and count those that its conversion did not ask for; once, also if it is several items."""
         if isinstance(raw.value, Fields) and raw.index != self._latest and not self._whole:
@@ -223,6 +251,7 @@ class Tally:
 
     def finish(self) -> LoadReport:
         """The report. Raises DataError with all bad lines (20 of them listed) unless they may be skipped, and if nothing is left."""
+        self._check_named()
         listed = tuple(self._problems[:MAX_LISTED])
         if self._problems and self._policy == BadLines.fail:
             raise DataError(

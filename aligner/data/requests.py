@@ -68,7 +68,7 @@ def load_requests(
     if not config.attributes and not _has_conversations(location):
         prompts, report = load_prompts(location, config, tokenizer, first=first)
         return [Request(prompt=prompt) for prompt in prompts], report
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=False, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> Request:
@@ -124,7 +124,7 @@ def load_unlabelled(
 
     Raises: DataError listing all bad lines, or if no record is left.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=False, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> Unlabelled:
@@ -160,7 +160,7 @@ def _asked(raw: RawRecord, config: RequestDataConfig) -> tuple[LabelledRecord, s
     if is_labelled(raw):
         record = parse_labelled(raw)
         return replace(record, turns=record.turns[:-1]), config.attributes or record.turns[-1].label
-    prompt = parse_prompt(raw, config.prompt_field, "").prompt
+    prompt = parse_prompt(raw, config.prompt_field, None).prompt
     return from_messages(turns_of(prompt, "user"), config.system), config.attributes
 
 

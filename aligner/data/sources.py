@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aligner.data.files import PACKED, SUFFIXES, TEXTUAL, lines_of, read_arrow, read_csv, suffix_of
+from aligner.data.files import READABLE, lines_of, read_arrow, read_csv, suffix_of
+from aligner.data.folders import data_files, located, parted, saved_by_datasets
 from aligner.errors import DataError
 from aligner.hub.names import DATASETS_PREFIX
 
@@ -50,7 +51,29 @@ class Fields(dict[str, Any]):
                         yield from one.unused(f"{prefix}{name}[].")
 
 
-_ENDINGS = f"{', '.join(suffix for suffix in SUFFIXES if suffix.count('.') == 1)}, and {', '.join(TEXTUAL)} with {', '.join(PACKED)}"
+def nested(record: dict[str, Any], name: str) -> Any:
+    """The field of that name, or the one inside of another (also as JSON text) that a dotted name leads to; None if there is neither."""
+    if name in record or "." not in name:
+        return record.get(name)
+    parts = name.split(".")
+    for cut in range(1, len(parts)):
+        outer = record.get(".".join(parts[:cut]))
+        if isinstance(outer, str) and outer.lstrip().startswith("{"):
+            try:
+                outer = json.loads(outer)
+            except ValueError:
+                continue
+        if isinstance(outer, dict) and (found := nested(outer, ".".join(parts[cut:]))) is not None:
+            return found
+    return None
+
+
+class Struct(Fields):
+    """An object of an Arrow file: it holds null for every field that it lacks and that another row of its column has."""
+
+    __slots__ = ()
+
+
 _JSON = json.JSONDecoder(object_pairs_hook=Fields)
 
 
@@ -97,28 +120,29 @@ def _open(location: str) -> Iterator[tuple[str, Iterator[_Item]]]:
     if location.startswith(DATASETS_PREFIX):
         yield location, _read_datasets(location)
         return
-    path = Path(location)
-    files = sorted(p for p in path.iterdir() if p.name.endswith(SUFFIXES)) if path.is_dir() else [path]
-    if not files:
-        raise DataError(f"data directory {path.absolute()} holds no file ending in {_ENDINGS}")
-    for file in files:
+    location = located(location)
+    folder, split = parted(location)
+    if saved_by_datasets(Path(folder)):
+        yield location, _read_datasets(f"{DATASETS_PREFIX}{folder}{split and ':'}{split}")
+        return
+    for file in data_files(location):
         if not file.is_file():
             raise DataError(f"data file {str(file)!r} does not exist (looked for {file.absolute()})")
         yield str(file), _reader(file)
 
 
 def _reader(file: Path) -> Iterator[_Item]:
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
-    readers |= {".csv": partial(_numbered, read_csv), ".arrow": partial(_numbered, read_arrow)}
+    readers = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+    readers |= dict.fromkeys((".csv", ".tsv"), partial(_numbered, read_csv, Fields)) | {".arrow": partial(_numbered, read_arrow, Struct)}
     reader = readers.get(suffix_of(file.name))
     if reader is None:
-        raise DataError(f"data file {str(file)!r} ends in {file.suffix!r}, allowed: {_ENDINGS}")
+        raise DataError(f"data file {str(file)!r} ends in {file.suffix!r}, allowed: {READABLE}")
     return reader(file)
 
 
-def _numbered(rows: Callable[[Path], Iterator[dict[str, Any]]], file: Path) -> Iterator[_Item]:
+def _numbered(rows: Callable[[Path], Iterator[dict[str, Any]]], kind: type[Fields], file: Path) -> Iterator[_Item]:
     for number, value in enumerate(rows(file), start=1):
-        yield _Item(line=number, value=_fields(value))
+        yield _Item(line=number, value=_fields(value, kind))
 
 
 def _read_jsonl(file: Path) -> Iterator[_Item]:
@@ -136,9 +160,13 @@ def _read_json(file: Path) -> Iterator[_Item]:
     try:
         values = _JSON.decode(b"".join(lines_of(file)).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: is not JSON in UTF-8 ({error}); for one object per line name the file .jsonl") from error
+        if str(error).startswith("Extra data"):  # one object per line, as `datasets` writes .json
+            yield from _read_jsonl(file)
+            return
+        raise DataError(f"{file}: is not JSON in UTF-8 ({error})") from error
     if not isinstance(values, list):
-        raise DataError(f"{file}: holds one {'object' if isinstance(values, dict) else type(values).__name__}, expected a list of objects")
+        what = f"object, of {', '.join(map(repr, values))}" if isinstance(values, dict) else type(values).__name__
+        raise DataError(f"{file}: holds one {what}, expected a list of objects, or one object per line")
     for number, value in enumerate(values, start=1):
         yield _checked(number, value)
 
@@ -158,11 +186,11 @@ def _repeated(value: object) -> str:
     return ""
 
 
-def _fields(value: Any) -> Any:
-    """A value with `Fields` for its dicts."""
+def _fields(value: Any, kind: type[Fields] = Struct) -> Any:
+    """A value with `Fields` of a kind for its dicts."""
     if isinstance(value, dict):
-        return Fields([(name, _fields(one)) for name, one in value.items()])
-    return [_fields(one) for one in value] if isinstance(value, list) and value and isinstance(value[0], (dict, list)) else value
+        return kind([(name, _fields(one, kind)) for name, one in value.items()])
+    return [_fields(one, kind) for one in value] if isinstance(value, list) and value and isinstance(value[0], (dict, list)) else value
 
 
 def _read_parquet(file: Path) -> Iterator[_Item]:

@@ -56,7 +56,7 @@ def load_supervised(
     `first`: only of so many records.
     Raises: DataError listing all bad lines; DataError if no example is left.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> SupervisedExample:
@@ -131,7 +131,7 @@ def load_demonstrations(
     Of a conversation the last response is the given one, and all before it is the prompt; `Prompt.id` is the record's index.
     Raises: DataError listing all bad lines; DataError if none is left.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> Demonstration:

@@ -58,7 +58,7 @@ def load_unpaired(
     A record of a pair is two responses, its chosen one desirable. `first`: only of so many records.
     Raises: DataError listing all bad lines; DataError if no response is left.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(item: tuple[RawRecord, str]) -> UnpairedExample:
