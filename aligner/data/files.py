@@ -59,7 +59,7 @@ def lines_of(file: Path) -> Iterator[bytes]:
 
 
 def read_csv(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows below the header, in .tsv with tabs between cells. An empty cell holds null. Raises DataError for a row with more or fewer cells than the header."""
+    """The rows below the header; .tsv has tabs between cells. An empty cell holds null. Raises DataError for a row with more or fewer."""
     csv.field_size_limit(sys.maxsize)  # of the process: 128 KiB otherwise, and a text may be longer
     lines = (line.decode("utf-8-sig" if number == 0 else "utf-8") for number, line in enumerate(lines_of(file)))
     rows = csv.reader(lines, strict=True, delimiter="\t" if suffix_of(file.name) == ".tsv" else ",")

@@ -18,15 +18,19 @@ from aligner.hub.names import DATASETS_PREFIX
 
 _NO_DATA = re.compile(r"[.~]|__MACOSX$|(cache-|tmp).*\.arrow$|(dataset_infos?|dataset_dict|state|manifest|croissant)\.json$")
 _UNREADABLE = (".zip", ".tar", ".gz", ".tgz", ".pkl", ".xlsx", ".feather", ".orc", ".avro", ".tfrecord")  # data, in files of other kinds
-_ALIKE = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev", "eval", "evaluation"), "test": ("test", "testing")}
+_ALIKE = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev", "eval", "evaluation"),
+    "test": ("test", "testing"),
+}
 _WORD = re.compile(rf"(?<![a-z])({'|'.join(word for words in _ALIKE.values() for word in words)})(?![a-z])", re.IGNORECASE)
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
-SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` of several splits, and of one data set, leaves
+_SPLITS = "dataset_dict.json"  # lists the splits that `save_to_disk` wrote
 
 
 def saved_by_datasets(folder: Path) -> bool:
-    """Whether it is what `save_to_disk` of `datasets` wrote."""
-    return any((folder / name).is_file() for name in SAVED)
+    """Whether it is what `save_to_disk` of `datasets` wrote, of several splits or of one data set."""
+    return (folder / _SPLITS).is_file() or all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
 
 
 def parted(location: str) -> tuple[str, str]:
@@ -80,7 +84,9 @@ def data_files(location: str) -> list[Path]:
         raise DataError(f"data directory {folder}: no split {split!r}, there are {', '.join(filter(None, found)) or 'none'}")
     places = sorted({_apart(file.relative_to(folder)) for file in found[split]})
     if split and len(places) > 1:
-        raise DataError(f"{location}: the split {split!r} lies in {', '.join(places)}; name the directory that is meant: {folder / places[0]}")
+        raise DataError(
+            f"{location}: the split {split!r} lies in {', '.join(places)}; name the directory that is meant: {folder / places[0]}"
+        )
     return found[split]
 
 
@@ -90,7 +96,11 @@ def left_out(location: str) -> str:
     if not folder.is_dir() or saved_by_datasets(folder):
         return ""
     files, below = _listed(folder)
-    others = [one.name for one in folder.iterdir() if one.suffix.lower() in _UNREADABLE and not suffix_of(one.name) and not _NO_DATA.match(one.name)]
+    others = [
+        one.name
+        for one in folder.iterdir()
+        if one.suffix.lower() in _UNREADABLE and not suffix_of(one.name) and not _NO_DATA.match(one.name)
+    ]
     names = sorted([*(str(one.relative_to(folder)) for one in below if files), *others])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"not read: {', '.join(names[:3])}{more}" if names else ""
@@ -98,8 +108,8 @@ def left_out(location: str) -> str:
 
 def _splits(folder: Path) -> list[str]:
     """The names of its splits; none if there is but one set of files, which has no name."""
-    if (folder / SAVED[0]).is_file():
-        return [str(one) for one in json.loads((folder / SAVED[0]).read_text())["splits"]]
+    if (folder / _SPLITS).is_file():
+        return [str(one) for one in json.loads((folder / _SPLITS).read_text())["splits"]]
     return [] if saved_by_datasets(folder) or set(found := _by_split(folder)) <= {""} else list(found)
 
 
@@ -138,4 +148,3 @@ def _split_of(file: Path) -> str:
 def _apart(file: Path) -> str:
     """The directory of a file without what names splits: that of one data set beside others."""
     return "/".join(part for part in file.parts[:-1] if part != "data" and not _WORD.fullmatch(part)) or "."
-

@@ -22,11 +22,16 @@ from aligner.types import Prompt
 
 @reads_sources
 def load_prompts(
-    location: str, config: PromptDataConfig, tokenizer: Tokenizer, *, first: int | None = None
+    location: str,
+    config: PromptDataConfig,
+    tokenizer: Tokenizer,
+    *,
+    first: int | None = None,
+    columns: frozenset[str] | None = None,
 ) -> tuple[list[Prompt], LoadReport]:
     """All usable prompts at `location` (`config.train` or `config.validation`), tokenized, and a report of dropped ones.
 
-    `first`: only of so many records.
+    `first`: only of so many records. `columns`: the fields to keep (None: all); a record that lacks one keeps all, for the message.
     `Prompt.id` is the record's index at `location`, whatever else was dropped, so it is stable across epochs and resumes.
     Raises: DataError listing all bad lines; DataError if no prompt is left.
     """
@@ -42,9 +47,12 @@ def load_prompts(
         tally.truncated += tokens is not whole
         is_text = isinstance(record.prompt, str) and tokens is whole
         text = str(record.prompt) if is_text else tokenizer.decode(tokens, skip_special=False)
+        fields = columns_of(raw)
+        if columns is not None and columns <= fields.keys():
+            fields = {name: one for name, one in fields.items() if name in columns}
         turns = () if isinstance(record.prompt, str) else tuple(turn.as_json() for turn in record.prompt)
         return Prompt(
-            id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, answer=record.answer, columns=columns_of(raw), messages=turns
+            id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, answer=record.answer, columns=fields, messages=turns
         )
 
     prompts = tally.convert(_recognised(location, config, first), convert)

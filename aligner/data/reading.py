@@ -65,7 +65,8 @@ class Mixed(Sequence[Example]):
 def reads_sources(load: Callable[..., tuple[Sequence[Example], LoadReport]]) -> Callable[..., tuple[Sequence[Example], LoadReport]]:
     """A `load_*` of one path as one of lists of sources too, with the cache that the settings name.
 
-    What it returns for a list is a `Mixed`. Raises ConfigError for a list that cannot be used, DataError for sources that do not match.
+    What it returns for a list is a `Mixed`; `options` are for the `load_*` itself. Raises ConfigError for a list that cannot be used,
+    DataError for sources that do not match.
     """
 
     @wraps(load)
@@ -76,15 +77,17 @@ def reads_sources(load: Callable[..., tuple[Sequence[Example], LoadReport]]) -> 
         *,
         first: int | None = None,
         heartbeat: Callable[[], None] = lambda: None,
+        **options: Any,
     ) -> tuple[Sequence[Example], LoadReport]:
         use = role(location, config)
 
         def read_one(path: str, config: Any, tokenizer: Tokenizer, most: int | None) -> tuple[Sequence[Example], LoadReport]:
             path = located(path, **use)
             if config.cache and first is None:
-                examples, report = load_cached(load, path, config, tokenizer, first=most, heartbeat=heartbeat)
+                examples, report = load_cached(load, path, config, tokenizer, heartbeat=heartbeat, first=most, **options)
             else:
-                examples, report = load(path, config, tokenizer, first=min((one for one in (first, most) if one is not None), default=None))
+                least = min((one for one in (first, most) if one is not None), default=None)
+                examples, report = load(path, config, tokenizer, first=least, **options)
             return examples, replace(report, left_out=left_out(path))
 
         if isinstance(location, str):

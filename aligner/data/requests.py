@@ -66,7 +66,7 @@ def load_requests(
     Raises: DataError listing all bad lines, or if no prompt is left.
     """
     if not config.attributes and not _has_conversations(location):
-        prompts, report = load_prompts(location, config, tokenizer, first=first)
+        prompts, report = load_prompts(location, config, tokenizer, first=first, columns=frozenset())
         return [Request(prompt=prompt) for prompt in prompts], report
     tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=False, add_bos=config.add_bos)
