@@ -233,7 +233,7 @@ class Tally:
         """Raise DataError for a setting that names a field of no record."""
         for key, name in self._named.items():
             if self._there and not self._have[key]:
-                near = difflib.get_close_matches(name, self._there, n=1)
+                near = difflib.get_close_matches(name, self._there, n=1, cutoff=0.5)
                 raise DataError(
                     f"data.{key}={name!r}: none of the {self._records} records of {self._location} has this field; "
                     f"they have {', '.join(list(self._there)[:MAX_LISTED])}" + (f"; did you mean {near[0]!r}?" if near else "")

@@ -103,7 +103,11 @@ def test_arrow_files_and_streams(tmp_path, as_file):
     ("name", "content", "message"),
     [
         ("missing.jsonl", None, "does not exist"),
-        ("a.txt", "x", "ends in '.txt', allowed: .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, and .jsonl, .ndjson, .json, .csv, .tsv with"),
+        (
+            "a.txt",
+            "x",
+            "ends in '.txt', allowed: .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, and .jsonl, .ndjson, .json, .csv, .tsv with",
+        ),
         ("a.csv", "x,y\n1\n", "a.csv:1: has 1 cells, expected 2 as the header"),
         ("a.csv", "x,x\n", "expected names of columns, each once"),
         ("a.csv", 'x\n"a', "is not CSV in UTF-8"),
