@@ -88,15 +88,17 @@ def _cell(name: str, cell: str) -> Any:
 
 
 def read_arrow(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of an Arrow file or stream, memory-mapped. Raises DataError for anything else."""
+    """The rows of a parquet file, or of an Arrow file or stream, memory-mapped. Raises DataError for anything else."""
     import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
 
+    kind = suffix_of(file.name)
     try:
-        with pa.memory_map(str(file)) as stream:
-            for batch in _batches(stream):
+        with ParquetFile(file) if kind == ".parquet" else pa.memory_map(str(file)) as stream:
+            for batch in stream.iter_batches() if kind == ".parquet" else _batches(stream):
                 yield from batch.to_pylist()
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file}: is not a readable Arrow file: {error}") from error
+        raise DataError(f"{file}: is not a readable {kind[1:]} file: {error}") from error
 
 
 def _batches(stream: Any) -> Iterator[Any]:

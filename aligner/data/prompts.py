@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from aligner.data.config import Overlong, PromptDataConfig
 from aligner.data.encoding import PromptStyle, encode_prompt
-from aligner.data.folders import located, role
+from aligner.data.folders import located
 from aligner.data.forms import Purpose, columns_of, recognised
 from aligner.data.messages import Conversation
 from aligner.data.mixture import Location, sources
 from aligner.data.reading import reads_sources
 from aligner.data.records import parse_prompt
 from aligner.data.report import LoadReport, Tally, too_long
-from aligner.data.sources import RawRecord, read_records
+from aligner.data.sources import RawRecord
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import Prompt
@@ -55,12 +55,8 @@ def load_prompts(
             id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, answer=record.answer, columns=fields, messages=turns
         )
 
-    prompts = tally.convert(_recognised(location, config, first), convert)
+    prompts = tally.convert(recognised(location, config, Purpose.prompts, first), convert)
     return prompts, tally.finish()
-
-
-def _recognised(location: str, config: PromptDataConfig, first: int | None) -> Iterator[RawRecord]:
-    return recognised(read_records(location, first), Purpose.prompts, config.form, as_named=bool(config.prompt_field))
 
 
 def fit_prompt(tokens: list[int], config: PromptDataConfig, bos_id: int | None) -> list[int]:
@@ -92,30 +88,19 @@ class Questions:
 
 
 def read_questions(location: Location, config: PromptDataConfig, prompts: Iterable[Prompt]) -> Questions:
-    """The questions of these prompts, which `load_prompts` made from the records at `location`."""
+    """The questions of these prompts, which `load_prompts` made from the records at `location`; a record is found by its file and line."""
+    wanted = {prompt.source: prompt.id for prompt in prompts}
+    named: list[tuple[str, PromptDataConfig, int | None]] = [(str(location), config, max(wanted.values(), default=0) + 1)]
     if not isinstance(location, str):
-        return _questions_of_sources(location, config, list(prompts))
-    wanted = {prompt.id for prompt in prompts}
+        named = [(source.path, source.config(config), source.max_records or None) for source in sources(config, location)]
     texts, are_chats = {}, config.apply_chat_template
-    for raw in _recognised(located(location, **role(location, config)), config, max(wanted, default=0) + 1):
-        if raw.index in wanted:
-            asked = parse_prompt(raw, config.prompt_field, config.answer_field).prompt
-            texts[raw.source] = question_text(asked)
-            are_chats |= not isinstance(asked, str)
-    return Questions(texts=texts, are_chats=are_chats)
-
-
-def _questions_of_sources(location: Location, config: PromptDataConfig, prompts: Sequence[Prompt]) -> Questions:
-    """Their ids are those of the whole data set; a record is found by its file and line."""
-    found, wanted = Questions(are_chats=config.apply_chat_template), {prompt.source for prompt in prompts}
-    for source in sources(config, location):
-        own = source.config(config)
-        for raw in _recognised(located(source.path, **role(location, config)), own, source.max_records or None):
+    for path, own, first in named:
+        for raw in recognised(located(path, location, config), own, Purpose.prompts, first):
             if raw.source in wanted:
-                asked = parse_prompt(raw, own.prompt_field, own.answer_field).prompt
-                chats = own.apply_chat_template or not isinstance(asked, str)
-                found |= Questions(texts={raw.source: question_text(asked)}, are_chats=chats)
-    return found
+                asked = parse_prompt(raw, own.prompt_field, None).prompt
+                texts[raw.source] = question_text(asked)
+                are_chats |= own.apply_chat_template or not isinstance(asked, str)
+    return Questions(texts=texts, are_chats=are_chats)
 
 
 def question_text(asked: str | Conversation) -> str:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from aligner.data.cache import load_cached
-from aligner.data.folders import left_out, located, role
+from aligner.data.folders import left_out, located
 from aligner.data.mixture import Location, Mixture, Source, sources
 from aligner.data.report import LoadReport, combined
 from aligner.data.stored import row_counts, rows_of
@@ -79,10 +79,8 @@ def reads_sources(load: Callable[..., tuple[Sequence[Example], LoadReport]]) -> 
         heartbeat: Callable[[], None] = lambda: None,
         **options: Any,
     ) -> tuple[Sequence[Example], LoadReport]:
-        use = role(location, config)
-
         def read_one(path: str, config: Any, tokenizer: Tokenizer, most: int | None) -> tuple[Sequence[Example], LoadReport]:
-            path = located(path, **use)
+            path = located(path, location, config)
             if config.cache and first is None:
                 examples, report = load_cached(load, path, config, tokenizer, heartbeat=heartbeat, first=most, **options)
             else:

@@ -23,7 +23,7 @@ from aligner.data.records import (
     supervised_readings,
 )
 from aligner.data.report import LoadReport, Tally
-from aligner.data.sources import RawRecord, read_records
+from aligner.data.sources import RawRecord
 from aligner.data.supervised import SupervisedExample, fit_length
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
@@ -60,7 +60,7 @@ def load_regression(
         tally.truncated += cut > 0
         return examples
 
-    records = recognised(read_records(location, first), Purpose.regression, config.form)
+    records = recognised(location, config, Purpose.regression, first)
     return tally.convert(records, convert), tally.finish()
 
 

@@ -81,8 +81,7 @@ def load_requests(
         text = tokenizer.decode(tokens, skip_special=False)
         return Request(prompt=Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text), record=record, label=label)
 
-    records = recognised(read_records(location, first), Purpose.prompts, config.form, as_named=bool(config.prompt_field))
-    requests = tally.convert(records, convert)
+    requests = tally.convert(recognised(location, config, Purpose.prompts, first), convert)
     return requests, tally.finish()
 
 
@@ -139,9 +138,7 @@ def load_unlabelled(
         tally.truncated += cut > 0
         return Unlabelled(record=record, turns=numbers, rows=tuple(rows), source=raw.source)
 
-    records = tally.convert(
-        recognised(read_records(location, first), Purpose.supervised, config.form, as_named=bool(config.prompt_field)), convert
-    )
+    records = tally.convert(recognised(location, config, Purpose.supervised, first), convert)
     return records, tally.finish()
 
 

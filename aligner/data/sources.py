@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +131,16 @@ def _open(location: str) -> Iterator[tuple[str, Iterator[_Item]]]:
 
 
 def _reader(file: Path) -> Iterator[_Item]:
-    readers = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
-    readers |= dict.fromkeys((".csv", ".tsv"), partial(_numbered, read_csv, Fields)) | {".arrow": partial(_numbered, read_arrow, Struct)}
-    reader = readers.get(suffix_of(file.name))
-    if reader is None:
+    kind = suffix_of(file.name)
+    if not kind:
         raise DataError(f"data file {str(file)!r} ends in {file.suffix!r}, allowed: {READABLE}")
-    return reader(file)
+    if kind in (".csv", ".tsv"):
+        return _numbered(read_csv(file), Fields)
+    return _numbered(read_arrow(file)) if kind in (".parquet", ".arrow") else _read_json(file) if kind == ".json" else _read_jsonl(file)
 
 
-def _numbered(rows: Callable[[Path], Iterator[dict[str, Any]]], kind: type[Fields], file: Path) -> Iterator[_Item]:
-    for number, value in enumerate(rows(file), start=1):
+def _numbered(rows: Iterable[dict[str, Any]], kind: type[Fields] = Struct) -> Iterator[_Item]:
+    for number, value in enumerate(rows, start=1):
         yield _Item(line=number, value=_fields(value, kind))
 
 
@@ -186,26 +185,11 @@ def _repeated(value: object) -> str:
     return ""
 
 
-def _fields(value: Any, kind: type[Fields] = Struct) -> Any:
+def _fields(value: Any, kind: type[Fields]) -> Any:
     """A value with `Fields` of a kind for its dicts."""
     if isinstance(value, dict):
         return kind([(name, _fields(one, kind)) for name, one in value.items()])
     return [_fields(one, kind) for one in value] if isinstance(value, list) and value and isinstance(value[0], (dict, list)) else value
-
-
-def _read_parquet(file: Path) -> Iterator[_Item]:
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
-    number = 0
-    try:
-        with ParquetFile(file) as table:
-            for batch in table.iter_batches():
-                for value in batch.to_pylist():
-                    number += 1
-                    yield _Item(line=number, value=_fields(value))
-    except (ArrowException, OSError) as error:
-        raise DataError(f"{file}: is not a readable parquet file: {error}") from error
 
 
 def _read_datasets(location: str) -> Iterator[_Item]:
@@ -226,5 +210,4 @@ def _read_datasets(location: str) -> Iterator[_Item]:
         if split not in rows:
             raise DataError(f"data location {location!r}: no split {split!r}, there are {', '.join(rows)}")
         rows = rows[split]
-    for number, value in enumerate(rows, start=1):
-        yield _Item(line=number, value=_fields(value))
+    yield from _numbered(rows)

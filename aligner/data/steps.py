@@ -16,7 +16,7 @@ from aligner.data.messages import Conversation, shown, text_of
 from aligner.data.reading import reads_sources
 from aligner.data.records import parse_prompt, raw_object, the_one
 from aligner.data.report import LoadReport, Tally, too_long
-from aligner.data.sources import RawRecord, read_records
+from aligner.data.sources import RawRecord
 from aligner.data.supervised import SupervisedExample
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
@@ -58,7 +58,7 @@ def load_steps(
         tally.truncated += fitted is not whole
         return fitted
 
-    return tally.convert(recognised(read_records(location, first), Purpose.steps, config.form), convert), tally.finish()
+    return tally.convert(recognised(location, config, Purpose.steps, first), convert), tally.finish()
 
 
 def step_batch(examples: Sequence[SteppedExample], pad_id: int) -> StepBatch:

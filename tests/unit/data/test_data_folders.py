@@ -121,10 +121,10 @@ def test_directories_below_are_read_if_there_is_nothing_above(tmp_path, chars):
     write(tmp_path / "d", "top.jsonl")
     assert load_supervised(folder, SFTDataConfig(train=folder), chars)[1].summary().splitlines() == [
         f"{folder}: 1 of 1 records used",
-        f"{folder}: not read: 2024/a.jsonl, 2025/b/c.jsonl",
+        f"{folder}: not read: 2024",
     ]
     (tmp_path / "d" / "more.zip").write_text("")
-    assert left_out(folder) == "not read: 2024/a.jsonl, 2025/b/c.jsonl, more.zip"
+    assert left_out(folder) == "not read: 2024, more.zip"
 
 
 def test_links_are_followed_and_broken_ones_named(tmp_path):

@@ -111,7 +111,7 @@ def test_arrow_files_and_streams(tmp_path, as_file):
         ("a.csv", "x,y\n1\n", "a.csv:1: has 1 cells, expected 2 as the header"),
         ("a.csv", "x,x\n", "expected names of columns, each once"),
         ("a.csv", 'x\n"a', "is not CSV in UTF-8"),
-        ("a.arrow", "not arrow", "not a readable Arrow file"),
+        ("a.arrow", "not arrow", "not a readable arrow file"),
         ("a.jsonl.zst", "not zstd", "not a readable zstd file"),
         ("a.json.xz", "not xz", "not a readable xz file"),
         ("a.json", '{"version": 1, "data": [{"x": 1}]}', "holds one object, of 'version', 'data', expected a list of objects"),
