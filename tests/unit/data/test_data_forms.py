@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from functools import partial
 
 import pytest
@@ -356,6 +357,21 @@ def test_nulls_that_an_author_wrote_stay(suffix, as_text, tmp_path):
     assert found == ([{"city": "Paris"}, {"where": {"b": [{}]}}] if added else ARGUMENTS)
     unit = records[0].tools[0]["function"]["parameters"]["properties"]["unit"]
     assert unit == ({"enum": ["C", None]} if added else {"default": None, "enum": ["C", None]})
+
+
+def test_rows_of_datasets_that_aligner_train_is_given_stay_arrows(tmp_path):
+    """Written as JSON, the nulls that Arrow added would look like the author's; dates would have no place."""
+    import datasets
+
+    from aligner.api import _write
+
+    turns = [
+        [USER, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {one: 1}}}]}] for one in "ab"
+    ]
+    rows = datasets.Dataset.from_list([{"messages": one, "when": datetime(2024, 1, 1)} for one in turns]).select([1])
+    (raw,) = read_records(_write(tmp_path, "data.train", rows))
+    record = parse_supervised(recast(raw, Purpose.supervised))
+    assert record.messages[1].tool_calls[0]["function"]["arguments"] == {"b": 1} and raw.value["when"] == datetime(2024, 1, 1)
 
 
 def test_columns_of_arrow_hold_nulls(tmp_path, chars):
