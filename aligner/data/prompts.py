@@ -22,12 +22,7 @@ from aligner.types import Prompt
 
 @reads_sources
 def load_prompts(
-    location: str,
-    config: PromptDataConfig,
-    tokenizer: Tokenizer,
-    *,
-    first: int | None = None,
-    columns: frozenset[str] | None = None,
+    location: str, config: PromptDataConfig, tokenizer: Tokenizer, *, first: int | None = None, columns: frozenset[str] | None = None
 ) -> tuple[list[Prompt], LoadReport]:
     """All usable prompts at `location` (`config.train` or `config.validation`), tokenized, and a report of dropped ones.
 

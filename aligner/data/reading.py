@@ -79,13 +79,13 @@ def reads_sources(load: Callable[..., tuple[Sequence[Example], LoadReport]]) -> 
         heartbeat: Callable[[], None] = lambda: None,
         **options: Any,
     ) -> tuple[Sequence[Example], LoadReport]:
-        def read_one(path: str, config: Any, tokenizer: Tokenizer, most: int | None) -> tuple[Sequence[Example], LoadReport]:
+        def read_one(path: str, own: Any, tokenizer: Tokenizer, most: int | None) -> tuple[Sequence[Example], LoadReport]:
             path = located(path, location, config)
-            if config.cache and first is None:
-                examples, report = load_cached(load, path, config, tokenizer, heartbeat=heartbeat, first=most, **options)
+            if own.cache and first is None:
+                examples, report = load_cached(load, path, own, tokenizer, heartbeat=heartbeat, first=most, **options)
             else:
                 least = min((one for one in (first, most) if one is not None), default=None)
-                examples, report = load(path, config, tokenizer, first=least, **options)
+                examples, report = load(path, own, tokenizer, first=least, **options)
             return examples, replace(report, left_out=left_out(path))
 
         if isinstance(location, str):

@@ -14,6 +14,7 @@ from aligner.data.sources import Fields, RawRecord, nested
 from aligner.errors import DataError
 
 _NAMING = ("prompt_field", "response_field", "answer_field")  # settings that name fields of records
+_MOST_NAMES = 1000  # of fields that are kept for a message
 MAX_LISTED = 20  # bad lines shown; the rest is only counted
 
 In = TypeVar("In")
@@ -58,8 +59,7 @@ class LoadReport:
             if count:
                 parts.append(f"{count} {what}")
         said = ", ".join(parts) + (f" (first: {self.problems[0]})" if self.problems else "")
-        more = [*([self.unused_text()] if self.unused else []), *([self.left_out] if self.left_out else [])]
-        return "\n".join([said, *(f"{self.location}: {line}" for line in more)])
+        return "\n".join([said, *(f"{self.location}: {line}" for line in self.notes())])
 
     def long_texts(self) -> list[str]:
         """Describes records that were too long, by limit: `12 left out: longer than 512 tokens (data.max_length), they have 530 to 911`."""
@@ -71,9 +71,10 @@ class LoadReport:
             for limit, found in lengths.items()
         ]
 
-    def unused_text(self) -> str:
-        """The fields that are not used, each with the number of records that have it."""
-        return f"fields {self.said_of_unused}: " + ", ".join(f"{name} ({count} records)" for name, count in self.unused.items())
+    def notes(self) -> list[str]:
+        """What is not used, where there is any: fields, each with the number of records that have it, and files."""
+        fields = ", ".join(f"{name} ({count} records)" for name, count in self.unused.items())
+        return [line for line in (fields and f"fields {self.said_of_unused}: {fields}", self.left_out) if line]
 
 
 def combined(reports: Sequence[LoadReport], shares: str) -> LoadReport:
@@ -224,8 +225,9 @@ class Tally:
         """Look for the fields that settings name."""
         record = raw.value.origin if isinstance(raw.value, Recast) else raw.value
         if isinstance(record, dict):
-            inner = [f"{name}.{one}" for name, value in record.items() if isinstance(value, dict) for one in value]
-            self._there |= dict.fromkeys([*record, *inner], 1)
+            if len(self._there) < _MOST_NAMES:
+                inner = [f"{name}.{one}" for name, value in record.items() if isinstance(value, dict) for one in value]
+                self._there |= dict.fromkeys([*record, *inner], 1)
             for key, name in self._named.items():
                 self._have[key] += nested(record, name) is not None
 
@@ -233,11 +235,10 @@ class Tally:
         """Raise DataError for a setting that names a field of no record."""
         for key, name in self._named.items():
             if self._there and not self._have[key]:
-                near = difflib.get_close_matches(name, self._there, n=1, cutoff=0.5)
-                raise DataError(
-                    f"data.{key}={name!r}: none of the {self._records} records of {self._location} has this field; "
-                    f"they have {', '.join(list(self._there)[:MAX_LISTED])}" + (f"; did you mean {near[0]!r}?" if near else "")
-                )
+                near = difflib.get_close_matches(name, self._there.keys() - {name}, n=1, cutoff=0.5)
+                there = ", ".join(list(self._there)[:MAX_LISTED]) + (f"; did you mean {near[0]!r}?" if near else "")
+                what = f"none of the {self._records} records of {self._location} has anything in this field"
+                raise DataError(f"data.{key}={name!r}: {what}; they have {there}")
 
     def _note_fields(self, raw: RawRecord) -> None:
         """Note the record's form and fields, and count those that its conversion did not ask for; once, also if it is several items."""

@@ -94,11 +94,7 @@ class RawRecord:
         return f"{self.file}:{self.line}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Item:
-    line: int
-    value: object = None
-    error: str = ""
+_Item = tuple[int, object, str]  # line, value, error
 
 
 def read_records(location: str, first: int | None = None) -> Iterator[RawRecord]:
@@ -108,10 +104,10 @@ def read_records(location: str, first: int | None = None) -> Iterator[RawRecord]
     """
     index = 0
     for name, items in _open(location):
-        for item in items:
+        for line, value, error in items:
             if index == first:
                 return
-            yield RawRecord(file=name, line=item.line, index=index, value=item.value, error=item.error)
+            yield RawRecord(file=name, line=line, index=index, value=value, error=error)
             index += 1
 
 
@@ -141,7 +137,7 @@ def _reader(file: Path) -> Iterator[_Item]:
 
 def _numbered(rows: Iterable[dict[str, Any]], kind: type[Fields] = Struct) -> Iterator[_Item]:
     for number, value in enumerate(rows, start=1):
-        yield _Item(line=number, value=_fields(value, kind))
+        yield number, _fields(value, kind), ""
 
 
 def _read_jsonl(file: Path) -> Iterator[_Item]:
@@ -152,7 +148,7 @@ def _read_jsonl(file: Path) -> Iterator[_Item]:
         try:
             yield _checked(line, _JSON.decode(raw.decode("utf-8-sig" if line == 1 else "utf-8")))
         except (ValueError, RecursionError) as error:
-            yield _Item(line=line, error=f"is not a JSON value in UTF-8 ({error}), expected one JSON object per line")
+            yield line, None, f"is not a JSON value in UTF-8 ({error}), expected one JSON object per line"
 
 
 def _read_json(file: Path) -> Iterator[_Item]:
@@ -173,8 +169,8 @@ def _read_json(file: Path) -> Iterator[_Item]:
 def _checked(line: int, value: object) -> _Item:
     """An item with the value; with an error where an object in it has a field twice: JSON takes the last one, whatever was meant."""
     if name := _repeated(value):
-        return _Item(line=line, error=f"has the field {name!r} twice in one object, expected each field once")
-    return _Item(line=line, value=value)
+        return line, None, f"has the field {name!r} twice in one object, expected each field once"
+    return line, value, ""
 
 
 def _repeated(value: object) -> str:
@@ -201,7 +197,7 @@ def _read_datasets(location: str) -> Iterator[_Item]:
     if not name or len(rest) > 2:
         raise DataError(f"data location is {location!r}, allowed: datasets:NAME, datasets:NAME:SPLIT, datasets:NAME:CONFIG:SPLIT")
     split = rest[-1] if rest else "train"
-    saved = any((Path(name) / marker).is_file() for marker in ("dataset_dict.json", "state.json"))
+    saved = saved_by_datasets(Path(name))
     try:
         rows = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, *rest[:-1], split=split)
     except (OSError, ValueError, DatasetsError) as error:
@@ -210,4 +206,6 @@ def _read_datasets(location: str) -> Iterator[_Item]:
         if split not in rows:
             raise DataError(f"data location {location!r}: no split {split!r}, there are {', '.join(rows)}")
         rows = rows[split]
+    elif saved and rest and split != str(rows.split or "train"):
+        raise DataError(f"data location {location!r}: no split {split!r}: one data set was saved there")
     yield from _numbered(rows)

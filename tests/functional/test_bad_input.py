@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "an answer that no record has": (
         GRPO,
         ["data.answer_field=answr"],
-        ["data.answer_field='answr': none of the 32 records of ", "mean 'answer'"],
+        ["data.answer_field='answr': none of the 32 records of ", "did you mean 'answer'"],
     ),
     "sft data of another kind": (SFT, ["data.train={}/prompts.jsonl", "data.max_length=16"], ["prompts.jsonl:1"]),
 }

@@ -161,11 +161,11 @@ def test_a_named_field_that_no_record_has_is_refused(cached, jsonl, chars, tmp_p
     settings = {"cache": str(tmp_path / "cache"), "num_workers": 2} if cached else {}
     path = jsonl(*[{"prompt": "a", "response": "b", "answer": "c", "extra": {"answer": 1}}] * 3, {"prompt": "a"})
     typo = PromptDataConfig(train=path, answer_field="anwser", **settings)
-    said = f"data.answer_field='anwser': none of the 4 records of {path} has this field; they have prompt, response, answer, extra, "
+    said = f"data.answer_field='anwser': none of the 4 records of {path} has anything in this field; they have prompt, response, "
     for bad_lines in BadLines:
         with pytest.raises(DataError) as caught:
             load_prompts(path, replace(typo, bad_lines=bad_lines), chars)
-        assert str(caught.value) == said + "extra.answer; did you mean 'answer'?"
+        assert str(caught.value) == said + "answer, extra, extra.answer; did you mean 'answer'?"
     with pytest.raises(DataError, match="data.prompt_field='promt': none of .* did you mean 'prompt'"):
         load_prompts(path, PromptDataConfig(train=path, prompt_field="promt", **settings), chars)
     for load, config in ((load_supervised, SFTDataConfig), (load_demonstrations, DemonstrationDataConfig)):

@@ -109,6 +109,10 @@ def test_each_setting_has_its_own_split(tmp_path, chars):
     assert prompt.text == "validation.jsonl" and report.location == f"{folder}:validation"
     assert read_questions(folder, config, [prompt]).texts == {prompt.source: "validation.jsonl"}
     assert load_prompts(only, PromptDataConfig(train=folder, validation=only), chars)[0][0].text == "train-00000-of-00001.jsonl"
+    own = PromptDataConfig(
+        train=only, validation=[{"path": folder, "name": "held_out", "add_bos": False}]
+    )  # a source with settings of its own
+    assert [one.text for one in load_prompts(own.validation, own, chars)[0]] == ["validation.jsonl"]
     with pytest.raises(DataError, match=f"data.validation={folder}: the directory has files of the splits test, train, validation; name"):
         load_prompts(folder, PromptDataConfig(train=folder, validation=folder), chars)
     sources = PromptDataConfig(train=[folder, {"path": f"{folder}:test", "name": "other"}])
@@ -152,6 +156,9 @@ def test_save_to_disk_is_read_with_and_without_the_prefix(tmp_path, monkeypatch)
     assert [raw.source for raw in read_records(saved)] == [f"{saved}:1", f"{saved}:2"]
     with pytest.raises(DataError, match="no split 'dev', there are train, test"):
         files_read(f"{several}:dev")
+    for place in (saved, f"datasets:{saved}"):
+        with pytest.raises(DataError, match="no split 'test': one data set was saved there"):
+            files_read(f"{place}:test")
     datasets.DatasetDict({"a": rows, "b": rows}).save_to_disk(str(tmp_path / "others"))
     with pytest.raises(DataError, match="files of the splits a, b; name the split that is meant"):
         files_read(str(tmp_path / "others"))
