@@ -127,9 +127,7 @@ class PromptDataConfig:
     form: RecordForm = RecordForm.auto  # in which form records are (docs/data.md); auto: recognised by their fields
     chat_template: str = ""  # chatml, llama3, ... (docs/data.md) or a file that ends in .jinja; empty: the tokenizer's own
     thinking: Thinking = Thinking.template  # of assistant turns: as the template has it, keep or drop
-    answer_field: str = (
-        ""  # name of the field with the reference answer, a.b inside of a; empty: `answer` and others, if there (docs/data.md)
-    )
+    answer_field: str = ""  # name of the field with the reference answer; a.b: b inside of a; empty: `answer`, or as docs/data.md says
     apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
     add_bos: bool = True  # for plain text, where the tokenizer has one; a chat template brings its own
     bad_lines: BadLines = BadLines.fail  # records that cannot be used: fail: list them and do not start; skip: drop and count them
