@@ -134,6 +134,11 @@ def _write(folder: Path, key: str, value: Any) -> str:
     """Write what the setting `key` was given; returns the setting's text. Raises ConfigError for what cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     name = key.replace(".", "_")
+    if isinstance(getattr(value, "num_rows", None), int):  # a `datasets.Dataset`, whose nulls may be Arrow's
+        from pyarrow.parquet import write_table
+
+        write_table(value.with_format("arrow")[:], folder / f"{name}.parquet")
+        return str(folder / f"{name}.parquet")
     if not callable(value):
         return str(_write_rows(folder / f"{name}.jsonl", key, value))
     import dill  # comes with `datasets`; pickles functions of a notebook by value

@@ -31,6 +31,7 @@ from typing import Any
 
 import filelock
 
+from aligner.data.folders import data_files, parted, saved_by_datasets
 from aligner.data.report import STORING, LoadReport, LongRecord, Tally
 from aligner.data.stored import BLOCKS, COUNTS, NotStorable, ShardWriter, StoredExamples, schema_of, write_index
 from aligner.data.tokenizer import Tokenizer
@@ -57,7 +58,7 @@ Heartbeat = Callable[[], None]
 
 
 def load_cached(
-    load: Any, location: str, config: Any, tokenizer: Tokenizer, *, first: int | None, heartbeat: Heartbeat
+    load: Any, location: str, config: Any, tokenizer: Tokenizer, *, heartbeat: Heartbeat, **options: Any
 ) -> tuple[Sequence[Any], LoadReport]:
     """What `load` returns, its examples from the files of the cache, which are made if they are not there. `heartbeat` is called meanwhile.
 
@@ -66,12 +67,12 @@ def load_cached(
     kind, cache = _kind(load), Path(config.cache)
     try:
         (cache / "digests").mkdir(parents=True, exist_ok=True)
-        directory = cache / _key(load, location, config, tokenizer, first, heartbeat)
+        directory = cache / _key(load, location, config, tokenizer, options, heartbeat)
         if (found := _open(directory, kind)) is None:
             with _alone(cache / f"{directory.name}.lock", heartbeat):
                 if (found := _open(directory, kind)) is None:
                     making = _Storing(cache / f".{directory.name}.{uuid.uuid4().hex[:8]}", kind, _num_workers(config), heartbeat)
-                    _make(making, directory, lambda: load(location, config, tokenizer, first=first)[1])
+                    _make(making, directory, lambda: load(location, config, tokenizer, **options)[1])
                     found = _open(directory, kind)
     except OSError as error:
         raise ConfigError(f"data.cache={config.cache}: {describe_os_error(error, cache)}") from error
@@ -140,7 +141,7 @@ def _clean_up(directory: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _key(load: Any, location: str, config: Any, tokenizer: Tokenizer, first: int | None, heartbeat: Heartbeat) -> str:
+def _key(load: Any, location: str, config: Any, tokenizer: Tokenizer, options: dict[str, Any], heartbeat: Heartbeat) -> str:
     settings = {one.name: getattr(config, one.name) for one in fields(config) if one.name not in _APART}
     named = [value for value in settings.values() if isinstance(value, str) and value and Path(value).is_file()]
     code = sorted(Path(__file__).parent.glob("*.py"))
@@ -150,7 +151,7 @@ def _key(load: Any, location: str, config: Any, tokenizer: Tokenizer, first: int
         "code": [[path.name, _digest(path)] for path in code],
         "packages": [version("tokenizers"), version("transformers")],
         "location": location,
-        "first": first,
+        "options": {name: sorted(value) if isinstance(value, frozenset) else value for name, value in options.items()},
         "files": [[str(path), _known_digest(path, Path(config.cache), heartbeat)] for path in _files(location)],
         "templates": tokenizer.chat_digest,
         "tokenizer": [tokenizer.digest, *([path.name, _digest(path)] for path in _tokenizer_files(Path(tokenizer.path)))],
@@ -166,14 +167,16 @@ def _tokenizer_files(directory: Path) -> list[Path]:
 
 def _files(location: str) -> list[Path]:
     """The files that a data set is read from. Raises ConfigError for one without files of its own."""
-    path = Path(location)
+    path = Path(parted(location)[0])
     if location.startswith(DATASETS_PREFIX):
         path = Path(location[len(DATASETS_PREFIX) :].partition(":")[0])
         if not path.exists():
             raise ConfigError(
                 f"data.cache: {location!r} names no files here whose bytes could be compared; allowed: a path, or data.cache=''"
             )
-    return sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    if path.is_dir() and (location.startswith(DATASETS_PREFIX) or saved_by_datasets(path)):
+        return sorted(one for one in path.rglob("*") if one.is_file())
+    return data_files(location)
 
 
 def _digest(path: Path, heartbeat: Heartbeat = lambda: None) -> str:

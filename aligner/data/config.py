@@ -137,7 +137,7 @@ class PromptDataConfig:
     chat_template: str = ""  # chatml, llama3, ... (docs/data.md), a file that ends in .jinja, or tokenizer:NAME; empty: the tokenizer's own
     thinking: Thinking = Thinking.template  # of assistant turns: as the template has it, keep or drop
     special_text: SpecialText = SpecialText.plain  # turn marks (<|im_end|>, </s>) in a record's text: plain text, refuse or keep as tokens
-    answer_field: str = "answer"  # name of the field with the reference answer, which reward functions get
+    answer_field: str = ""  # name of the field with the reference answer; a.b: b inside of a; empty: `answer`, or as docs/data.md says
     apply_chat_template: bool = False  # wrap a plain-text prompt as one user message
     add_bos: bool | None = None  # begin plain text with the begin token: null: as the tokenizer itself does; a chat template brings its own
     bad_lines: BadLines = BadLines.fail  # records that cannot be used: fail: list them and do not start; skip: drop and count them
@@ -153,8 +153,6 @@ class PromptDataConfig:
         _require_member(Overlong, overlong=self.overlong)
         _require_chat(self.chat_template, self.thinking, self.special_text)
         _require_form(self.form, prompt_field=self.prompt_field)
-        if not self.answer_field:
-            raise ConfigError("data.answer_field is '', allowed: the name of a field (it may be absent from the records)")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from aligner.data.config import ConstitutionDataConfig
 from aligner.data.constitution import Comparison, Constitution, Example
 from aligner.data.encoding import PromptStyle, encode_prompt
 from aligner.data.forms import Purpose, recast
-from aligner.data.messages import Conversation, Message, shown
+from aligner.data.messages import Conversation, Message, is_blank, shown
 from aligner.data.records import ASSISTANT_MARK, field_text, has, parse_preference, parse_prompt, raw_object, text_response, the_one
 from aligner.data.report import LoadReport, Tally, too_long
 from aligner.data.sources import RawRecord, read_records
@@ -75,11 +75,11 @@ def load_cases(
 
     Raises: DataError listing all bad lines, or if none is left.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> Case:
-        said, pair = _pair(raw) if given else (parse_prompt(raw, config.prompt_field, "").prompt, None)
+        said, pair = _pair(raw) if given else (parse_prompt(raw, config.prompt_field, None).prompt, None)
         case = case_of(raw, said, tokenizer, style, pair=pair)
         if 0 < config.max_prompt_length < len(case.prompt.tokens):
             too_long(len(case.prompt.tokens), config.max_prompt_length, config.overlong, "data.max_prompt_length")
@@ -123,9 +123,9 @@ def _pair(raw: RawRecord) -> tuple[str | Conversation, tuple[str, str]]:
     if not isinstance(responses, list) or len(responses) != 2:
         raise DataError(f"field 'responses' is {shown(responses)}, expected a list of two texts")
     texts = [field_text({f"responses[{number}]": text}, f"responses[{number}]").strip() for number, text in enumerate(responses)]
-    if empty := [number for number, text in enumerate(texts) if not text]:
+    if empty := [number for number, text in enumerate(texts) if is_blank(text)]:
         raise DataError(f"field 'responses[{empty[0]}]' is {shown(responses[empty[0]])}, expected a response: there is only white space")
-    return parse_prompt(raw, answer_field="").prompt, (texts[0], texts[1])
+    return parse_prompt(raw, answer_field=None).prompt, (texts[0], texts[1])
 
 
 CRITIQUE_REQUEST, CRITIQUE = "\n\nCritiqueRequest:", "\n\nCritique:"

@@ -234,7 +234,7 @@ def load_distillation(
     Raises: DataError for a directory that is not complete; DataError listing all bad lines, or if no example is left; ConfigError if
     the teacher had another vocabulary.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     fit = _Fit(config, tally)
     if (Path(location) / MANIFEST).exists():
         files = TeacherFiles(Path(location))

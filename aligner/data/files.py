@@ -17,8 +17,9 @@ from typing import IO, Any
 from aligner.errors import DataError
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
-TEXTUAL = (".jsonl", ".json", ".csv")  # which may be compressed; the others compress themselves
+TEXTUAL = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")  # which may be compressed; the others compress themselves
 SUFFIXES = (*TEXTUAL, ".parquet", ".arrow", *(suffix + packed for packed in PACKED for suffix in TEXTUAL))
+READABLE = f"{', '.join((*TEXTUAL, '.parquet', '.arrow'))}, and {', '.join(TEXTUAL)} with {', '.join(PACKED)}"  # for messages
 # Columns of a CSV file that hold numbers, truth values or lists; a cell of any other holds text, unless it is a list of objects.
 _NOT_TEXT = frozenset(
     ("label", "labels", "preference", "kto_tag", "chosen_reward", "rejected_reward", "score_chosen", "score_rejected")
@@ -30,18 +31,19 @@ _TRUTHS = {"true": True, "false": False}
 
 def suffix_of(name: str) -> str:
     """The suffix that says what a file is, without that of its compression; empty if it cannot be read."""
-    found = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+    found = next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
     return next((found.removesuffix(packed) for packed in PACKED if found.endswith(packed)), found)
 
 
 def opened(file: Path) -> IO[bytes]:
     """A file's bytes, unpacked."""
-    if file.suffix == ".zst":
+    packed = file.suffix.lower()
+    if packed == ".zst":
         import pyarrow
 
         return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-    return openers.get(file.suffix, open)(file, "rb")
+    return openers.get(packed, open)(file, "rb")
 
 
 def lines_of(file: Path) -> Iterator[bytes]:
@@ -50,17 +52,17 @@ def lines_of(file: Path) -> Iterator[bytes]:
         with opened(file) as stream:
             yield from stream
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        if file.suffix not in PACKED:
+        if (packed := file.suffix.lower()) not in PACKED:
             raise
-        kind = {".gz": "gzip", ".zst": "zstd"}.get(file.suffix, file.suffix[1:])
+        kind = {".gz": "gzip", ".zst": "zstd"}.get(packed, packed[1:])
         raise DataError(f"{file}: is not a readable {kind} file: {error}") from error
 
 
 def read_csv(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows below the header. An empty cell holds null. Raises DataError for a row with more or fewer cells than the header."""
+    """The rows below the header; .tsv has tabs between cells. An empty cell holds null. Raises DataError for a row with more or fewer."""
     csv.field_size_limit(sys.maxsize)  # of the process: 128 KiB otherwise, and a text may be longer
     lines = (line.decode("utf-8-sig" if number == 0 else "utf-8") for number, line in enumerate(lines_of(file)))
-    rows = csv.reader(lines, strict=True)
+    rows = csv.reader(lines, strict=True, delimiter="\t" if suffix_of(file.name) == ".tsv" else ",")
     try:
         header = next(rows, None)
         if not header or len(set(header)) < len(header):
@@ -86,15 +88,17 @@ def _cell(name: str, cell: str) -> Any:
 
 
 def read_arrow(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of an Arrow file or stream, memory-mapped. Raises DataError for anything else."""
+    """The rows of a parquet file, or of an Arrow file or stream, memory-mapped. Raises DataError for anything else."""
     import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
 
+    kind = suffix_of(file.name)
     try:
-        with pa.memory_map(str(file)) as stream:
-            for batch in _batches(stream):
+        with ParquetFile(file) if kind == ".parquet" else pa.memory_map(str(file)) as stream:
+            for batch in stream.iter_batches() if kind == ".parquet" else _batches(stream):
                 yield from batch.to_pylist()
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file}: is not a readable Arrow file: {error}") from error
+        raise DataError(f"{file}: is not a readable {kind[1:]} file: {error}") from error
 
 
 def _batches(stream: Any) -> Iterator[Any]:

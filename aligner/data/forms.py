@@ -7,7 +7,7 @@ made of; what it does not name stays as it is. The readers of `aligner.data.reco
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from aligner.data.published import (
     ultrafeedback,
 )
 from aligner.data.records import has, refuse_two
-from aligner.data.sources import Fields, RawRecord
+from aligner.data.sources import Fields, RawRecord, read_records
 from aligner.errors import DataError
 
 
@@ -66,13 +66,13 @@ class Form:
     fits: Callable[[Record], bool] = lambda record: True  # where fields alone do not tell
 
 
-def recognised(records: Iterable[RawRecord], purpose: Purpose, named: RecordForm, *, as_named: bool = False) -> Iterator[RawRecord]:
-    """The records in fields of ours; one whose form is unknown, or could be either of two, has an `error`.
+def recognised(location: str, config: Any, purpose: Purpose, first: int | None) -> Iterator[RawRecord]:
+    """The records at `location` in fields of ours; one whose form is unknown, or could be either of two, has an `error`.
 
-    `named`: the form that all are to have. `as_named`: the settings name the fields, so that records stay as they are.
+    They stay as they are if the settings `config` name the fields.
     """
-    for raw in records:
-        yield raw if as_named else recast(raw, purpose, named)
+    for raw in read_records(location, first):
+        yield raw if getattr(config, "prompt_field", "") else recast(raw, purpose, config.form)
 
 
 def recast(raw: RawRecord, purpose: Purpose, named: RecordForm = RecordForm.auto) -> RawRecord:

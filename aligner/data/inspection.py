@@ -57,7 +57,7 @@ _PURPOSES = {
     "rejected_reward": "how good the worse response is",
     "label": "the label",
     "preference": "the label",
-    "answer": "the answer, for reward functions",
+    **dict.fromkeys(("answer", "reward_model", "ground_truth", "solution"), "the answer, for reward functions"),
     "tools": "the tools that the model may call",
     "mask": "whose turns are not learnt",
     "type": "whether labels are shown",

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from aligner.data.messages import shown, text_of
+from aligner.data.messages import is_blank, shown, text_of
 from aligner.data.records import field_text, raw_object, refuse_two, supervised_readings
 from aligner.data.sources import RawRecord
 from aligner.errors import DataError
@@ -146,6 +146,8 @@ def parse_labelled(raw: RawRecord, *, judged: bool = False) -> LabelledRecord:
 
 def _turn(turn: object, what: str, mask: str, *, with_label: bool) -> Turn:
     parsed = parse_turn(turn, what, with_label=with_label)
+    if parsed.speaker != mask and is_blank(parsed.text):
+        raise DataError(f"{what}: value is {shown(parsed.text)}, expected a response: there is only white space")
     return replace(parsed, learnt=parsed.speaker != mask)
 
 

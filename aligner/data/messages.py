@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from aligner.data.sources import Struct
 from aligner.errors import DataError
 
 ROLES = ("system", "user", "assistant", "tool")
 _SAME_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
+_UNSEEN = ("Cc", "Cf", "Zl", "Zp", "Zs")  # categories of Unicode
+_FILLERS = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0\ufe0e\ufe0f"  # of other categories, and as empty
 MAX_SHOWN = 80  # characters of an offending value that are repeated in the message
 
 Tools = tuple[Mapping[str, Any], ...]
@@ -52,7 +56,7 @@ class Message:
     def without_thinking(self) -> Message:
         """The same turn without what an assistant thought. Raises DataError if nothing else is in it."""
         content = _without_thoughts(self.content) if self.role == "assistant" else self.content
-        if self.content and not content.strip() and not self.tool_calls:
+        if self.content and is_blank(content) and not self.tool_calls:
             raise DataError(f"an assistant's message is {shown(self.content)}, expected something besides thinking (data.thinking=drop)")
         return replace(self, content=content, thinking="")
 
@@ -84,6 +88,11 @@ def shown(value: object) -> str:
     """A value as it is repeated in a message, cut if it is long."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
+
+
+def is_blank(text: str) -> bool:
+    """Whether nothing of a text is seen: it has white space, control and format characters alone (U+200B, U+FEFF, ...)."""
+    return all(unicodedata.category(one) in _UNSEEN or one in _FILLERS for one in text)
 
 
 def text_of(value: object, what: str, *, empty: bool = False) -> str:
@@ -140,7 +149,7 @@ def _assistant(turn: dict[str, Any], what: str) -> Message:
     calls = _calls(turn, what) if dict.get(turn, "tool_calls") else ()
     content = _content(turn)
     content = text_of("" if content is None and calls else content, f"{what}: content", empty=bool(calls))
-    if not content.strip() and not calls:
+    if is_blank(content) and not calls:
         raise DataError(f"{what}: content is {shown(content)}, expected a response: there is only white space")
     thinking = next((turn[name] for name in THOUGHTS if isinstance(dict.get(turn, name), str)), "")
     return Message(role="assistant", content=content, thinking=text_of(thinking, f"{what}: thinking", empty=True), tool_calls=calls)
@@ -185,9 +194,9 @@ def _decoded(value: object, what: str, expected: str) -> object:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Columns of Arrow give an object every field that any object there has; every field of it counts as read."""
+    """Without the nulls that Arrow added: what the author of a JSON text wrote stays. Every field counts as read."""
     if isinstance(value, dict):
-        return {name: _without_nulls(value[name]) for name in value if dict.get(value, name) is not None}
+        return {name: _without_nulls(value[name]) for name in value if not isinstance(value, Struct) or dict.get(value, name) is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 

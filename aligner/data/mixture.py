@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aligner.errors import ConfigError
-from aligner.hub.names import parse_data
+from aligner.hub.names import DATASETS_PREFIX, parse_data
 
 Location = str | Sequence[Mapping[str, Any]]
 OWN = ("path", "name", "weight", "max_records", "max_epochs")
@@ -181,7 +181,7 @@ def _source(data: Any, entry: Mapping[str, Any], place: str, shared: Counter[str
 def _default_name(path: str, *, with_parent: bool = False) -> str:
     """`data/math.jsonl.gz` -> math, or data_math; of the Hub's ORG/NAME@REV:SPLIT the NAME."""
     named = parse_data(path)
-    place = Path(named[0].repo if named else path.rpartition(":")[2] or path)
+    place = Path(named[0].repo if named else path.removeprefix(DATASETS_PREFIX).partition(":")[0] or path)
     last = place.name.partition(".")[0] or place.name
     return re.sub(r"[^\w.-]", "_", f"{place.parent.name}_{last}" if with_parent else last) or "data"
 

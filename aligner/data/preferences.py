@@ -14,7 +14,7 @@ from aligner.data.forms import Purpose, recognised
 from aligner.data.reading import reads_sources
 from aligner.data.records import is_text_line, parse_preference, parse_text_pair
 from aligner.data.report import LoadReport, Tally
-from aligner.data.sources import RawRecord, read_records
+from aligner.data.sources import RawRecord
 from aligner.data.supervised import SupervisedExample, fit_length
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
@@ -66,7 +66,7 @@ def load_preferences(
     `first`: only of so many records.
     Raises: DataError listing all bad lines; DataError if no pair is left.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(lines: _Lines) -> PreferencePair:
@@ -83,7 +83,7 @@ def load_preferences(
         return PreferencePair(chosen=rows[0], rejected=rows[1], margin=record.margin)
 
     pairs = tally.convert(
-        _pair_lines(recognised(read_records(location, first), Purpose.preference, config.form)),
+        _pair_lines(recognised(location, config, Purpose.preference, first)),
         convert,
         records=lambda lines: lines.records,
     )

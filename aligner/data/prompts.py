@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from aligner.data.config import Overlong, PromptDataConfig
 from aligner.data.encoding import PromptStyle, encode_prompt
+from aligner.data.folders import located
 from aligner.data.forms import Purpose, columns_of, recognised
 from aligner.data.messages import Conversation
-from aligner.data.mixture import Location, Source, sources
+from aligner.data.mixture import Location, sources
 from aligner.data.reading import reads_sources
 from aligner.data.records import parse_prompt
 from aligner.data.report import LoadReport, Tally, too_long
-from aligner.data.sources import RawRecord, read_records
+from aligner.data.sources import RawRecord
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import Prompt
@@ -21,15 +22,15 @@ from aligner.types import Prompt
 
 @reads_sources
 def load_prompts(
-    location: str, config: PromptDataConfig, tokenizer: Tokenizer, *, first: int | None = None
+    location: str, config: PromptDataConfig, tokenizer: Tokenizer, *, first: int | None = None, columns: frozenset[str] | None = None
 ) -> tuple[list[Prompt], LoadReport]:
     """All usable prompts at `location` (`config.train` or `config.validation`), tokenized, and a report of dropped ones.
 
-    `first`: only of so many records.
+    `first`: only of so many records. `columns`: the fields to keep (None: all); a record that lacks one keeps all, for the message.
     `Prompt.id` is the record's index at `location`, whatever else was dropped, so it is stable across epochs and resumes.
     Raises: DataError listing all bad lines; DataError if no prompt is left.
     """
-    tally = Tally(location, config.bad_lines, unused="that only reward functions may use")
+    tally = Tally(location, config, unused="that only reward functions may use")
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> Prompt:
@@ -41,17 +42,16 @@ def load_prompts(
         tally.truncated += tokens is not whole
         is_text = isinstance(record.prompt, str) and tokens is whole
         text = str(record.prompt) if is_text else tokenizer.decode(tokens, skip_special=False)
+        fields = columns_of(raw)
+        if columns is not None and columns <= fields.keys():
+            fields = {name: one for name, one in fields.items() if name in columns}
         turns = () if isinstance(record.prompt, str) else tuple(turn.as_json() for turn in record.prompt)
         return Prompt(
-            id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, answer=record.answer, columns=columns_of(raw), messages=turns
+            id=raw.index, tokens=tuple(tokens), source=raw.source, text=text, answer=record.answer, columns=fields, messages=turns
         )
 
-    prompts = tally.convert(_recognised(location, config, first), convert)
+    prompts = tally.convert(recognised(location, config, Purpose.prompts, first), convert)
     return prompts, tally.finish()
-
-
-def _recognised(location: str, config: PromptDataConfig, first: int | None) -> Iterator[RawRecord]:
-    return recognised(read_records(location, first), Purpose.prompts, config.form, as_named=bool(config.prompt_field))
 
 
 def fit_prompt(tokens: list[int], config: PromptDataConfig, bos_id: int | None) -> list[int]:
@@ -83,30 +83,19 @@ class Questions:
 
 
 def read_questions(location: Location, config: PromptDataConfig, prompts: Iterable[Prompt]) -> Questions:
-    """The questions of these prompts, which `load_prompts` made from the records at `location`."""
+    """The questions of these prompts, which `load_prompts` made from the records at `location`; a record is found by its file and line."""
+    wanted = {prompt.source: prompt.id for prompt in prompts}
+    named: list[tuple[str, PromptDataConfig, int | None]] = [(str(location), config, max(wanted.values(), default=0) + 1)]
     if not isinstance(location, str):
-        return _questions_of_sources(sources(config, location), config, list(prompts))
-    wanted = {prompt.id for prompt in prompts}
+        named = [(source.path, source.config(config), source.max_records or None) for source in sources(config, location)]
     texts, are_chats = {}, config.apply_chat_template
-    for raw in _recognised(location, config, max(wanted, default=0) + 1):
-        if raw.index in wanted:
-            asked = parse_prompt(raw, config.prompt_field, config.answer_field).prompt
-            texts[raw.source] = question_text(asked)
-            are_chats |= not isinstance(asked, str)
-    return Questions(texts=texts, are_chats=are_chats)
-
-
-def _questions_of_sources(named: Sequence[Source], config: PromptDataConfig, prompts: Sequence[Prompt]) -> Questions:
-    """Their ids are those of the whole data set; a record is found by its file and line."""
-    found, wanted = Questions(are_chats=config.apply_chat_template), {prompt.source for prompt in prompts}
-    for source in named:
-        own = source.config(config)
-        for raw in _recognised(source.path, own, source.max_records or None):
+    for path, own, first in named:
+        for raw in recognised(located(path, location, config), own, Purpose.prompts, first):
             if raw.source in wanted:
-                asked = parse_prompt(raw, own.prompt_field, own.answer_field).prompt
-                chats = own.apply_chat_template or not isinstance(asked, str)
-                found |= Questions(texts={raw.source: question_text(asked)}, are_chats=chats)
-    return found
+                asked = parse_prompt(raw, own.prompt_field, None).prompt
+                texts[raw.source] = question_text(asked)
+                are_chats |= own.apply_chat_template or not isinstance(asked, str)
+    return Questions(texts=texts, are_chats=are_chats)
 
 
 def question_text(asked: str | Conversation) -> str:

@@ -81,7 +81,7 @@ def load_proposals(
 
     Raises: DataError listing all bad lines; DataError if no group is left, or if groups differ in size.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=False, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> ProposedGroup:
@@ -182,7 +182,7 @@ def load_sampled(
     the model's own chat template writes it. Of P(a|x,y) it is what an attribute model was trained on: all of it is in the mask.
     Raises: DataError listing all bad lines; DataError if no group is left, or if groups differ in size.
     """
-    tally = Tally(location, config.bad_lines, whole=True)
+    tally = Tally(location, config, whole=True)
 
     def convert(raw: RawRecord) -> SampledGroup:
         found, rows = parse_responses(raw, config.num_responses), []

@@ -7,7 +7,7 @@ import re
 from enum import Enum
 from typing import Any
 
-from aligner.data.messages import shown, text_of
+from aligner.data.messages import is_blank, shown, text_of
 from aligner.data.records import has, refuse_two
 from aligner.errors import DataError
 
@@ -167,7 +167,7 @@ def ultrafeedback(record: Record, purpose: Purpose) -> Made:
     if purpose is Purpose.prompts:
         return prompt
     scored = [(ultrafeedback_score(one), one["response"].strip()) for one in _peek(record, "completions")]
-    ordered = sorted(((score, text) for score, text in scored if score is not None and text), key=lambda one: -one[0])
+    ordered = sorted(((score, text) for score, text in scored if score is not None and not is_blank(text)), key=lambda one: -one[0])
     if not ordered or ordered[0][0] == ordered[-1][0]:
         raise DataError(f"field 'completions' has the scores {shown([score for score, _ in scored])}, expected two that differ")
     (better, chosen), (worse, rejected) = ordered[0], ordered[-1]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from aligner.data.cache import load_cached
+from aligner.data.folders import left_out, located
 from aligner.data.mixture import Location, Mixture, Source, sources
 from aligner.data.report import LoadReport, combined
 from aligner.data.stored import row_counts, rows_of
@@ -64,7 +65,8 @@ class Mixed(Sequence[Example]):
 def reads_sources(load: Callable[..., tuple[Sequence[Example], LoadReport]]) -> Callable[..., tuple[Sequence[Example], LoadReport]]:
     """A `load_*` of one path as one of lists of sources too, with the cache that the settings name.
 
-    What it returns for a list is a `Mixed`. Raises ConfigError for a list that cannot be used, DataError for sources that do not match.
+    What it returns for a list is a `Mixed`; `options` are for the `load_*` itself. Raises ConfigError for a list that cannot be used,
+    DataError for sources that do not match.
     """
 
     @wraps(load)
@@ -75,11 +77,16 @@ def reads_sources(load: Callable[..., tuple[Sequence[Example], LoadReport]]) -> 
         *,
         first: int | None = None,
         heartbeat: Callable[[], None] = lambda: None,
+        **options: Any,
     ) -> tuple[Sequence[Example], LoadReport]:
-        def read_one(path: str, config: Any, tokenizer: Tokenizer, most: int | None) -> tuple[Sequence[Example], LoadReport]:
-            if config.cache and first is None:
-                return load_cached(load, path, config, tokenizer, first=most, heartbeat=heartbeat)
-            return load(path, config, tokenizer, first=min((one for one in (first, most) if one is not None), default=None))
+        def read_one(path: str, own: Any, tokenizer: Tokenizer, most: int | None) -> tuple[Sequence[Example], LoadReport]:
+            path = located(path, location, config)
+            if own.cache and first is None:
+                examples, report = load_cached(load, path, own, tokenizer, heartbeat=heartbeat, first=most, **options)
+            else:
+                least = min((one for one in (first, most) if one is not None), default=None)
+                examples, report = load(path, own, tokenizer, first=least, **options)
+            return examples, replace(report, left_out=left_out(path))
 
         if isinstance(location, str):
             return read_one(location, config, tokenizer, None)

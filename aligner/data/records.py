@@ -10,13 +10,15 @@ import math
 import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
-from aligner.data.messages import Conversation, Tools, parse_messages, parse_tools, shown, text_of
-from aligner.data.sources import RawRecord
+from aligner.data.messages import Conversation, Tools, is_blank, parse_messages, parse_tools, shown, text_of
+from aligner.data.sources import RawRecord, nested
 from aligner.errors import DataError
 
 ASSISTANT_MARK = "\n\nAssistant:"  # opens the assistant's turn in the HH dialogues
 _ASKED = ("prompt", "instruction", "input")  # texts that ask; Alpaca's instruction is about its input
+ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")  # names of answers: ours, verl's, those of TRL's rewards
 _NAME_ONE = " (data.prompt_field names the one that is meant)"
 _NAME_BOTH = " (data.prompt_field and data.response_field name what is meant)"
 
@@ -75,8 +77,11 @@ class JudgedRecord:
     tools: Tools = ()
 
 
-def parse_prompt(raw: RawRecord, prompt_field: str = "", answer_field: str = "answer") -> PromptRecord:
-    """`{prompt}`, `{messages}`, `{text}` or `{instruction, input?}`, or the field named, and its answer (no `answer_field`: not read)."""
+def parse_prompt(raw: RawRecord, prompt_field: str = "", answer_field: str | None = "") -> PromptRecord:
+    """`{prompt}`, `{messages}`, `{text}` or `{instruction, input?}`, or the field named, and its answer.
+
+    `answer_field`: empty: the first of `ANSWERS` that it has; None: not read.
+    """
     record = raw_object(raw)
     formats = "{prompt}, {messages}, {text} or {instruction, input?}"
     name = prompt_field or the_one(record, ("prompt", "messages", "text", "instruction"), formats, hint=_NAME_ONE)
@@ -85,7 +90,7 @@ def parse_prompt(raw: RawRecord, prompt_field: str = "", answer_field: str = "an
     prompt = _text_or_messages(record, name) if prompt_field else _question(record, name)
     if not isinstance(prompt, str) and prompt[-1].role == "assistant":
         raise DataError(f"field {name!r}: the last message has role 'assistant', expected 'user', 'system' or 'tool'")
-    answer = _answer(record, answer_field) if answer_field else None
+    answer = None if answer_field is None else _answer(record, answer_field)
     return PromptRecord(prompt=prompt, answer=answer, tools=_tools(record, prompt))
 
 
@@ -171,7 +176,7 @@ def parse_judged(raw: RawRecord) -> JudgedRecord:
     desirable = _judgement(record, the_one(record, ("preference", "label"), formats))
     field = the_one(record, ("response", "completion"), formats)
     # To say nothing may be bad, but is nothing to learn.
-    response = _reply(record, field) if isinstance(record[field], list) else field_text(record, field, empty=not desirable)
+    response = _reply(record, field) if desirable or isinstance(record[field], list) else field_text(record, field, empty=True)
     prompt = _prompt(record)
     return JudgedRecord(prompt=prompt, response=response, desirable=desirable, tools=_tools(record, prompt))
 
@@ -214,7 +219,7 @@ def _preference(
     prompt: str | Conversation, chosen: str | Conversation, rejected: str | Conversation, margin: float, tools: Tools = ()
 ) -> PreferenceRecord:
     for name, text in (("chosen", chosen), ("rejected", rejected)):
-        if isinstance(text, str) and not text.strip():  # of a dialogue: what its last turn says
+        if isinstance(text, str) and is_blank(text):  # of a dialogue: what its last turn says
             raise DataError(f"the {name} response is {shown(text)}, expected text")
     if chosen == rejected:
         raise DataError(f"chosen and rejected are both {shown(chosen)}, expected two different responses")
@@ -256,9 +261,9 @@ def _first_present(record: dict[str, object], names: tuple[str, ...], formats: s
 
 
 def _value(record: dict[str, object], name: str) -> object:
-    if name not in record:
+    if name not in record and nested(record, name) is None:
         raise DataError(f"field {name!r} is missing (there are {shown(sorted(map(str, record)))})")
-    return record[name]
+    return nested(record, name)
 
 
 def field_text(record: dict[str, object], name: str, *, empty: bool = False) -> str:
@@ -267,9 +272,8 @@ def field_text(record: dict[str, object], name: str, *, empty: bool = False) -> 
 
 
 def _text_or_messages(record: dict[str, object], name: str) -> str | Conversation:
-    if isinstance(_value(record, name), list):
-        return parse_messages(record[name], name)
-    return field_text(record, name)
+    value = _value(record, name)
+    return parse_messages(value, name) if isinstance(value, list) else field_text(record, name)
 
 
 def _reply(record: dict[str, object], name: str) -> str | Conversation:
@@ -291,18 +295,22 @@ def text_response(response: str | Conversation) -> str:
 
 def _response(record: dict[str, object], name: str) -> str:
     text = field_text(record, name)
-    if not text.strip():
+    if is_blank(text):
         raise DataError(f"field {name!r} is {shown(text)}, expected a response: there is only white space")
     return text
 
 
 def _answer(record: dict[str, object], name: str) -> str | None:
-    value = record[name] if name in record else None
+    found = name or next((one for one in ANSWERS if nested(record, one) is not None), "")
+    value = nested(record, found) if found else None
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool):
         return str(value)
-    raise DataError(f"field {name!r} is {shown(value)}, expected a string or a number")
+    if found in ANSWERS[1:] and not name:
+        return None  # what reward functions get as it is
+    hint = f" (data.answer_field={found}.{next(iter(value))} is a field of it)" if isinstance(value, dict) and value else ""
+    raise DataError(f"field {found!r} is {shown(value)}, expected a string or a number{hint}")
 
 
 _JUDGEMENTS = {"chosen": True, "rejected": False, True: True, False: False}  # 1 and 0 are equal to true and false

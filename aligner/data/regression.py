@@ -23,7 +23,7 @@ from aligner.data.records import (
     supervised_readings,
 )
 from aligner.data.report import LoadReport, Tally
-from aligner.data.sources import RawRecord, read_records
+from aligner.data.sources import RawRecord
 from aligner.data.supervised import SupervisedExample, fit_length
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
@@ -47,7 +47,7 @@ def load_regression(
     A conversation is one example for each of its turns that has a label. `first`: only of so many records.
     Raises: DataError listing all bad lines; DataError if no example is left.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> list[LabelledExample]:
@@ -60,7 +60,7 @@ def load_regression(
         tally.truncated += cut > 0
         return examples
 
-    records = recognised(read_records(location, first), Purpose.regression, config.form)
+    records = recognised(location, config, Purpose.regression, first)
     return tally.convert(records, convert), tally.finish()
 
 

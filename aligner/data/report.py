@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
@@ -11,9 +12,11 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from aligner.data.config import BadLines, Overlong
 from aligner.data.forms import Recast
 from aligner.data.framing import NOTED
-from aligner.data.sources import Fields, RawRecord
+from aligner.data.sources import Fields, RawRecord, nested
 from aligner.errors import DataError
 
+_NAMING = ("prompt_field", "response_field", "answer_field")  # settings that name fields of records
+_MOST_NAMES = 1000  # of fields that are kept for a message
 MAX_LISTED = 20  # bad lines shown; the rest is only counted
 
 In = TypeVar("In")
@@ -48,9 +51,10 @@ class LoadReport:
     uses: dict[str, str] = field(default_factory=dict)  # field of a record -> field of ours that is made of it
     parts: tuple[LoadReport, ...] = ()  # of each of several sources
     shares: str = ""  # of these, as `Mixture.summary` says them
+    left_out: str = ""  # what is in the directory, looks like data and is not read
 
     def summary(self) -> str:
-        """One line for the log, and one each if texts hold special tokens and if fields are not used; for several sources those of each."""
+        """One line for the log, more for special tokens in texts, fields not used and files not read; for several sources those of each."""
         if self.parts:
             return "\n".join([*(part.summary() for part in self.parts), self.shares])
         parts = [f"{self.location}: {self.num_kept} of {self.num_records} records used", *self.long_texts()]
@@ -58,8 +62,7 @@ class LoadReport:
             if count:
                 parts.append(f"{count} {what}")
         said = ", ".join(parts) + (f" (first: {self.problems[0]})" if self.problems else "")
-        more = [*([self.special_words()] if self.special_text else []), *([self.unused_text()] if self.unused else [])]
-        return "\n".join([said, *(f"{self.location}: {line}" for line in more)])
+        return "\n".join([said, *(f"{self.location}: {line}" for line in self.notes())])
 
     def long_texts(self) -> list[str]:
         """Describes records that were too long, by limit: `12 left out: longer than 512 tokens (data.max_length), they have 530 to 911`."""
@@ -71,16 +74,18 @@ class LoadReport:
             for limit, found in lengths.items()
         ]
 
-    def special_words(self) -> str:
-        """The special tokens that stand in the text of records, each with the number of records."""
-        found = ", ".join(f"{name!r} ({count} records)" for name, count in self.special_text.items())
-        return f"special tokens in texts, read as data.special_text says: {found}"
-
-    def unused_text(self) -> str:
-        """The fields that are not used, each with the number of records that have it."""
-        return f"fields {self.said_of_unused}: " + ", ".join(
-            f"{repr(name[:100])[1:-1]} ({count} records)" for name, count in self.unused.items()
+    def notes(self) -> list[str]:
+        """Special tokens in texts, fields that are not used, each with the number of records that have it, and files not read."""
+        special, fields = (
+            ", ".join(f"{repr(name[:100])[1:-1]} ({count} records)" for name, count in found.items())
+            for found in (self.special_text, self.unused)
         )
+        lines = (
+            special and f"special tokens in texts, read as data.special_text says: {special}",
+            fields and f"fields {self.said_of_unused}: {fields}",
+            self.left_out,
+        )
+        return [line for line in lines if line]
 
 
 def combined(reports: Sequence[LoadReport], shares: str) -> LoadReport:
@@ -153,14 +158,17 @@ STORING: ContextVar[Storing | None] = ContextVar("STORING", default=None)  # whi
 class Tally:
     """Counts the outcomes of the records of one data set. `truncated` is counted up by the conversion.
 
-    `whole`: records are passed on as they are, so that no field of them goes unused. `unused`: what is said of the fields that nothing
-    asked for.
+    `config`: the settings of the data: a field that they name is one that some record has. `whole`: records are passed on as they are, so
+    that no field of them goes unused. `unused`: what is said of the fields that nothing asked for.
     """
 
-    def __init__(self, location: str, policy: BadLines, *, whole: bool = False, unused: str = "that are not used") -> None:
+    def __init__(self, location: str, config: Any, *, whole: bool = False, unused: str = "that are not used") -> None:
         self.truncated = 0
         self._location = location
-        self._policy = policy
+        self._policy = config.bad_lines
+        self._named = {key: name for key in _NAMING if (name := getattr(config, key, ""))}
+        self._have = dict.fromkeys(self._named, 0)  # setting -> in how many records its field is, until one is found
+        self._there: dict[str, int] = {}  # the names that records have, until all named ones are found
         self._whole = whole
         self._said_of_unused = unused
         self._records = 0
@@ -195,6 +203,8 @@ class Tally:
         for item in items:
             self._records += 1
             token = NOTED.set(noted := Counter())
+            for raw in records(item) if not all(self._have.values()) else ():
+                self._look(raw)
             try:
                 found = conversion(item)
                 converted += found if isinstance(found, list) else [found]
@@ -230,6 +240,25 @@ class Tally:
                 for name, stop in its_marks[turn].items() if turn < len(its_marks) else ():
                     getattr(self, name).extend(getattr(other, name)[before.get(name, 0) : stop])
 
+    def _look(self, raw: RawRecord) -> None:
+        """Look for the fields that settings name."""
+        record = raw.value.origin if isinstance(raw.value, Recast) else raw.value
+        if isinstance(record, dict):
+            if len(self._there) < _MOST_NAMES:
+                inner = [f"{name}.{one}" for name, value in record.items() if isinstance(value, dict) for one in value]
+                self._there |= dict.fromkeys([*record, *inner], 1)
+            for key, name in self._named.items():
+                self._have[key] += nested(record, name) is not None
+
+    def _check_named(self) -> None:
+        """Raise DataError for a setting that names a field of no record."""
+        for key, name in self._named.items():
+            if self._there and not self._have[key]:
+                near = difflib.get_close_matches(name, self._there.keys() - {name}, n=1, cutoff=0.5)
+                there = ", ".join(list(self._there)[:MAX_LISTED]) + (f"; did you mean {near[0]!r}?" if near else "")
+                what = f"none of the {self._records} records of {self._location} has anything in this field"
+                raise DataError(f"data.{key}={name!r}: {what}; they have {there}")
+
     def _note_fields(self, raw: RawRecord) -> None:
         """Note the record's form and fields, and count those that its conversion did not ask for; once, also if it is several items."""
         if isinstance(raw.value, Fields) and raw.index != self._latest and not self._whole:
@@ -242,6 +271,7 @@ class Tally:
 
     def finish(self) -> LoadReport:
         """The report. Raises DataError with all bad lines (20 of them listed) unless they may be skipped, and if nothing is left."""
+        self._check_named()
         listed = tuple(self._problems[:MAX_LISTED])
         if self._problems and self._policy == BadLines.fail:
             raise DataError(

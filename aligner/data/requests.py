@@ -66,9 +66,9 @@ def load_requests(
     Raises: DataError listing all bad lines, or if no prompt is left.
     """
     if not config.attributes and not _has_conversations(location):
-        prompts, report = load_prompts(location, config, tokenizer, first=first)
+        prompts, report = load_prompts(location, config, tokenizer, first=first, columns=frozenset())
         return [Request(prompt=prompt) for prompt in prompts], report
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=False, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> Request:
@@ -81,8 +81,7 @@ def load_requests(
         text = tokenizer.decode(tokens, skip_special=False)
         return Request(prompt=Prompt(id=raw.index, tokens=tuple(tokens), source=raw.source, text=text), record=record, label=label)
 
-    records = recognised(read_records(location, first), Purpose.prompts, config.form, as_named=bool(config.prompt_field))
-    requests = tally.convert(records, convert)
+    requests = tally.convert(recognised(location, config, Purpose.prompts, first), convert)
     return requests, tally.finish()
 
 
@@ -124,7 +123,7 @@ def load_unlabelled(
 
     Raises: DataError listing all bad lines, or if no record is left.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=False, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> Unlabelled:
@@ -139,9 +138,7 @@ def load_unlabelled(
         tally.truncated += cut > 0
         return Unlabelled(record=record, turns=numbers, rows=tuple(rows), source=raw.source)
 
-    records = tally.convert(
-        recognised(read_records(location, first), Purpose.supervised, config.form, as_named=bool(config.prompt_field)), convert
-    )
+    records = tally.convert(recognised(location, config, Purpose.supervised, first), convert)
     return records, tally.finish()
 
 
@@ -160,7 +157,7 @@ def _asked(raw: RawRecord, config: RequestDataConfig) -> tuple[LabelledRecord, s
     if is_labelled(raw):
         record = parse_labelled(raw)
         return replace(record, turns=record.turns[:-1]), config.attributes or record.turns[-1].label
-    prompt = parse_prompt(raw, config.prompt_field, "").prompt
+    prompt = parse_prompt(raw, config.prompt_field, None).prompt
     return from_messages(turns_of(prompt, "user"), config.system), config.attributes
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aligner.data.files import PACKED, SUFFIXES, TEXTUAL, lines_of, read_arrow, read_csv, suffix_of
+from aligner.data.files import READABLE, lines_of, read_arrow, read_csv, suffix_of
+from aligner.data.folders import data_files, located, parted, saved_by_datasets
 from aligner.errors import DataError
 from aligner.hub.names import DATASETS_PREFIX
 
@@ -50,7 +50,29 @@ class Fields(dict[str, Any]):
                         yield from one.unused(f"{prefix}{name}[].")
 
 
-_ENDINGS = f"{', '.join(suffix for suffix in SUFFIXES if suffix.count('.') == 1)}, and {', '.join(TEXTUAL)} with {', '.join(PACKED)}"
+def nested(record: dict[str, Any], name: str) -> Any:
+    """The field of that name, or the one inside of another (also as JSON text) that a dotted name leads to; None if there is neither."""
+    if name in record or "." not in name:
+        return record.get(name)
+    parts = name.split(".")
+    for cut in range(1, len(parts)):
+        outer = record.get(".".join(parts[:cut]))
+        if isinstance(outer, str) and outer.lstrip().startswith("{"):
+            try:
+                outer = json.loads(outer)
+            except ValueError:
+                continue
+        if isinstance(outer, dict) and (found := nested(outer, ".".join(parts[cut:]))) is not None:
+            return found
+    return None
+
+
+class Struct(Fields):
+    """An object of an Arrow file: it holds null for every field that it lacks and that another row of its column has."""
+
+    __slots__ = ()
+
+
 _JSON = json.JSONDecoder(object_pairs_hook=Fields)
 
 
@@ -72,11 +94,7 @@ class RawRecord:
         return f"{self.file}:{self.line}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Item:
-    line: int
-    value: object = None
-    error: str = ""
+_Item = tuple[int, object, str]  # line, value, error
 
 
 def read_records(location: str, first: int | None = None) -> Iterator[RawRecord]:
@@ -86,10 +104,10 @@ def read_records(location: str, first: int | None = None) -> Iterator[RawRecord]
     """
     index = 0
     for name, items in _open(location):
-        for item in items:
+        for line, value, error in items:
             if index == first:
                 return
-            yield RawRecord(file=name, line=item.line, index=index, value=item.value, error=item.error)
+            yield RawRecord(file=name, line=line, index=index, value=value, error=error)
             index += 1
 
 
@@ -97,28 +115,29 @@ def _open(location: str) -> Iterator[tuple[str, Iterator[_Item]]]:
     if location.startswith(DATASETS_PREFIX):
         yield location, _read_datasets(location)
         return
-    path = Path(location)
-    files = sorted(p for p in path.iterdir() if p.name.endswith(SUFFIXES)) if path.is_dir() else [path]
-    if not files:
-        raise DataError(f"data directory {path.absolute()} holds no file ending in {_ENDINGS}")
-    for file in files:
+    location = located(location)
+    folder, split = parted(location)
+    if saved_by_datasets(Path(folder)):
+        yield location, _read_datasets(f"{DATASETS_PREFIX}{folder}{split and ':'}{split}")
+        return
+    for file in data_files(location):
         if not file.is_file():
             raise DataError(f"data file {str(file)!r} does not exist (looked for {file.absolute()})")
         yield str(file), _reader(file)
 
 
 def _reader(file: Path) -> Iterator[_Item]:
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
-    readers |= {".csv": partial(_numbered, read_csv), ".arrow": partial(_numbered, read_arrow)}
-    reader = readers.get(suffix_of(file.name))
-    if reader is None:
-        raise DataError(f"data file {str(file)!r} ends in {file.suffix!r}, allowed: {_ENDINGS}")
-    return reader(file)
+    kind = suffix_of(file.name)
+    if not kind:
+        raise DataError(f"data file {str(file)!r} ends in {file.suffix!r}, allowed: {READABLE}")
+    if kind in (".csv", ".tsv"):
+        return _numbered(read_csv(file), Fields)
+    return _numbered(read_arrow(file)) if kind in (".parquet", ".arrow") else _read_json(file) if kind == ".json" else _read_jsonl(file)
 
 
-def _numbered(rows: Callable[[Path], Iterator[dict[str, Any]]], file: Path) -> Iterator[_Item]:
-    for number, value in enumerate(rows(file), start=1):
-        yield _Item(line=number, value=_fields(value))
+def _numbered(rows: Iterable[dict[str, Any]], kind: type[Fields] = Struct) -> Iterator[_Item]:
+    for number, value in enumerate(rows, start=1):
+        yield number, _fields(value, kind), ""
 
 
 def _read_jsonl(file: Path) -> Iterator[_Item]:
@@ -129,16 +148,20 @@ def _read_jsonl(file: Path) -> Iterator[_Item]:
         try:
             yield _checked(line, _JSON.decode(raw.decode("utf-8-sig" if line == 1 else "utf-8")))
         except (ValueError, RecursionError) as error:
-            yield _Item(line=line, error=f"is not a JSON value in UTF-8 ({error}), expected one JSON object per line")
+            yield line, None, f"is not a JSON value in UTF-8 ({error}), expected one JSON object per line"
 
 
 def _read_json(file: Path) -> Iterator[_Item]:
     try:
         values = _JSON.decode(b"".join(lines_of(file)).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: is not JSON in UTF-8 ({error}); for one object per line name the file .jsonl") from error
+        if str(error).startswith("Extra data"):  # one object per line, as `datasets` writes .json
+            yield from _read_jsonl(file)
+            return
+        raise DataError(f"{file}: is not JSON in UTF-8 ({error})") from error
     if not isinstance(values, list):
-        raise DataError(f"{file}: holds one {'object' if isinstance(values, dict) else type(values).__name__}, expected a list of objects")
+        what = f"object, of {', '.join(map(repr, values))}" if isinstance(values, dict) else type(values).__name__
+        raise DataError(f"{file}: holds one {what}, expected a list of objects, or one object per line")
     for number, value in enumerate(values, start=1):
         yield _checked(number, value)
 
@@ -146,8 +169,8 @@ def _read_json(file: Path) -> Iterator[_Item]:
 def _checked(line: int, value: object) -> _Item:
     """An item with the value; with an error where an object in it has a field twice: JSON takes the last one, whatever was meant."""
     if name := _repeated(value):
-        return _Item(line=line, error=f"has the field {name!r} twice in one object, expected each field once")
-    return _Item(line=line, value=value)
+        return line, None, f"has the field {name!r} twice in one object, expected each field once"
+    return line, value, ""
 
 
 def _repeated(value: object) -> str:
@@ -158,26 +181,11 @@ def _repeated(value: object) -> str:
     return ""
 
 
-def _fields(value: Any) -> Any:
-    """A value with `Fields` for its dicts."""
+def _fields(value: Any, kind: type[Fields]) -> Any:
+    """A value with `Fields` of a kind for its dicts."""
     if isinstance(value, dict):
-        return Fields([(name, _fields(one)) for name, one in value.items()])
-    return [_fields(one) for one in value] if isinstance(value, list) and value and isinstance(value[0], (dict, list)) else value
-
-
-def _read_parquet(file: Path) -> Iterator[_Item]:
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
-    number = 0
-    try:
-        with ParquetFile(file) as table:
-            for batch in table.iter_batches():
-                for value in batch.to_pylist():
-                    number += 1
-                    yield _Item(line=number, value=_fields(value))
-    except (ArrowException, OSError) as error:
-        raise DataError(f"{file}: is not a readable parquet file: {error}") from error
+        return kind([(name, _fields(one, kind)) for name, one in value.items()])
+    return [_fields(one, kind) for one in value] if isinstance(value, list) and value and isinstance(value[0], (dict, list)) else value
 
 
 def _read_datasets(location: str) -> Iterator[_Item]:
@@ -189,7 +197,7 @@ def _read_datasets(location: str) -> Iterator[_Item]:
     if not name or len(rest) > 2:
         raise DataError(f"data location is {location!r}, allowed: datasets:NAME, datasets:NAME:SPLIT, datasets:NAME:CONFIG:SPLIT")
     split = rest[-1] if rest else "train"
-    saved = any((Path(name) / marker).is_file() for marker in ("dataset_dict.json", "state.json"))
+    saved = saved_by_datasets(Path(name))
     try:
         rows = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, *rest[:-1], split=split)
     except (OSError, ValueError, DatasetsError) as error:
@@ -198,5 +206,6 @@ def _read_datasets(location: str) -> Iterator[_Item]:
         if split not in rows:
             raise DataError(f"data location {location!r}: no split {split!r}, there are {', '.join(rows)}")
         rows = rows[split]
-    for number, value in enumerate(rows, start=1):
-        yield _Item(line=number, value=_fields(value))
+    elif saved and rest and split != str(rows.split or "train"):
+        raise DataError(f"data location {location!r}: no split {split!r}: one data set was saved there")
+    yield from _numbered(rows)

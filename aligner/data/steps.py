@@ -16,7 +16,7 @@ from aligner.data.messages import Conversation, shown, text_of
 from aligner.data.reading import reads_sources
 from aligner.data.records import parse_prompt, raw_object, the_one
 from aligner.data.report import LoadReport, Tally, too_long
-from aligner.data.sources import RawRecord, read_records
+from aligner.data.sources import RawRecord
 from aligner.data.supervised import SupervisedExample
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
@@ -49,7 +49,7 @@ def load_steps(
     `first`: only of so many records.
     Raises: DataError listing all bad lines; DataError if no example is left.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> SteppedExample:
@@ -58,7 +58,7 @@ def load_steps(
         tally.truncated += fitted is not whole
         return fitted
 
-    return tally.convert(recognised(read_records(location, first), Purpose.steps, config.form), convert), tally.finish()
+    return tally.convert(recognised(location, config, Purpose.steps, first), convert), tally.finish()
 
 
 def step_batch(examples: Sequence[SteppedExample], pad_id: int) -> StepBatch:
@@ -79,7 +79,7 @@ def _parse(raw: RawRecord) -> _Record:
         raise DataError(f"field {name!r} is {shown(steps)}, expected a non-empty list of strings")
     texts = tuple(text_of(step, f"field '{name}[{i}]'") for i, step in enumerate(steps))
     labels = parse_step_labels(record["labels"], len(texts), "field 'labels'")
-    return _Record(prompt=parse_prompt(raw, "prompt", "").prompt, steps=texts, labels=labels)
+    return _Record(prompt=parse_prompt(raw, "prompt", None).prompt, steps=texts, labels=labels)
 
 
 def _encode(record: _Record, source: str, separator: str, tokenizer: Tokenizer, style: PromptStyle) -> SteppedExample:

@@ -84,21 +84,29 @@ def _is_json(hint: Any) -> bool:
     return typing.get_origin(hint) is Mapping or (typing.get_origin(hint) is tuple and _is_json(arguments[0]))
 
 
-def _plain(value: Any, hint: Any) -> Any:
-    """A value of an example as pyarrow takes it."""
+def _plain(value: Any, hint: Any, source: str = "") -> Any:
+    """A value of an example as pyarrow takes it; `source` says where it comes from, in messages."""
     hint = _given(hint)
     if value is None:
         return None
     if is_dataclass(hint):
-        return {name: _plain(getattr(value, name), own) for name, own in _hints(hint).items()}  # type: ignore[arg-type]
+        return {name: _plain(getattr(value, name), own, getattr(value, "source", source)) for name, own in _hints(hint).items()}  # type: ignore[arg-type]
     if _is_json(hint):
-        try:
-            return json.dumps(value, ensure_ascii=False)
-        except (TypeError, ValueError) as error:
-            raise DataError(f"has a value that data.cache cannot keep ({error}), expected what JSON has") from error
+        return _json(value, "", source)
     if typing.get_origin(hint) is tuple and is_dataclass(item := typing.get_args(hint)[0]):
-        return [_plain(one, item) for one in value]
+        return [_plain(one, item, source) for one in value]
     return value
+
+
+def _json(value: Any, name: str, source: str) -> str:
+    """A value as JSON. Raises DataError, with the field's name, if JSON has no such value."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        for inner, one in value.items() if isinstance(value, Mapping) else ():
+            _json(one, f"{name}.{inner}" if name else inner, source)
+        what = f"{source}: field {name!r} is {value!r:.80}"
+        raise DataError(f"{what}, which data.cache cannot keep: {error}; allowed: what JSON has, or data.cache=''") from error
 
 
 def rows_of(example: Any) -> Sequence[Any]:

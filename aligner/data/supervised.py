@@ -5,7 +5,7 @@ A `Demonstration` is an example as a prompt with the response that is given: wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -27,7 +27,7 @@ from aligner.data.labelled import is_labelled, parse_labelled
 from aligner.data.reading import reads_sources
 from aligner.data.records import ConversationRecord, TextRecord, parse_supervised
 from aligner.data.report import LoadReport, Tally, too_long
-from aligner.data.sources import RawRecord, read_records
+from aligner.data.sources import RawRecord
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 from aligner.types import Prompt
@@ -56,7 +56,7 @@ def load_supervised(
     `first`: only of so many records.
     Raises: DataError listing all bad lines; DataError if no example is left.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> SupervisedExample:
@@ -65,12 +65,8 @@ def load_supervised(
         tally.truncated += fitted is not encoded
         return SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=raw.source)
 
-    examples = tally.convert(_recognised(location, config, first), convert)
+    examples = tally.convert(recognised(location, config, Purpose.supervised, first), convert)
     return examples, tally.finish()
-
-
-def _recognised(location: str, config: SFTDataConfig, first: int | None) -> Iterator[RawRecord]:
-    return recognised(read_records(location, first), Purpose.supervised, config.form, as_named=bool(config.prompt_field))
 
 
 def encode_record(raw: RawRecord, config: SFTDataConfig, tokenizer: Tokenizer, style: PromptStyle) -> Encoded:
@@ -131,7 +127,7 @@ def load_demonstrations(
     Of a conversation the last response is the given one, and all before it is the prompt; `Prompt.id` is the record's index.
     Raises: DataError listing all bad lines; DataError if none is left.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(raw: RawRecord) -> Demonstration:
@@ -145,7 +141,7 @@ def load_demonstrations(
         prompt = Prompt(id=raw.index, tokens=fitted.tokens[:start], source=raw.source, text=text)
         return Demonstration(prompt=prompt, response=fitted.tokens[start:])
 
-    found = tally.convert(_recognised(location, config, first), convert)
+    found = tally.convert(recognised(location, config, Purpose.supervised, first), convert)
     return found, tally.finish()
 
 

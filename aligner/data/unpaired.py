@@ -15,7 +15,7 @@ from aligner.data.forms import Purpose, recognised
 from aligner.data.reading import reads_sources
 from aligner.data.records import JudgedRecord, has, parse_judged, parse_preference, raw_object, refuse_two
 from aligner.data.report import LoadReport, Tally
-from aligner.data.sources import RawRecord, read_records
+from aligner.data.sources import RawRecord
 from aligner.data.supervised import SupervisedExample, fit_length
 from aligner.data.tokenizer import Tokenizer
 from aligner.types import LabeledBatch
@@ -58,7 +58,7 @@ def load_unpaired(
     A record of a pair is two responses, its chosen one desirable. `first`: only of so many records.
     Raises: DataError listing all bad lines; DataError if no response is left.
     """
-    tally = Tally(location, config.bad_lines)
+    tally = Tally(location, config)
     style = PromptStyle(apply_chat_template=config.apply_chat_template, add_bos=config.add_bos)
 
     def convert(item: tuple[RawRecord, str]) -> UnpairedExample:
@@ -69,9 +69,7 @@ def load_unpaired(
         row = SupervisedExample(tokens=fitted.tokens, loss_mask=fitted.loss_mask, source=item[0].source)
         return UnpairedExample(row=row, desirable=record.desirable)
 
-    examples = tally.convert(
-        _responses(recognised(read_records(location, first), Purpose.judged, config.form)), convert, records=lambda item: item[:1]
-    )
+    examples = tally.convert(_responses(recognised(location, config, Purpose.judged, first)), convert, records=lambda item: item[:1])
     return examples, tally.finish()
 
 

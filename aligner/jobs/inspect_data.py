@@ -53,12 +53,8 @@ def _show(config: object, location: str, tokenizer: Tokenizer, kinds: Sequence[s
     finding, views = inspect(config, location, tokenizer, first=_SAMPLE)  # type: ignore[arg-type]
     report = finding.report
     print(f"{location}: read as {kinds[0]}" + (f" (also good for {', '.join(kinds[1:])}: --kind)" if kinds[1:] else ""))
-    for line in describe_fields(report):
+    for line in [*describe_fields(report), *report.notes()]:
         print(f"  {line}")
-    if report.unused:
-        print(f"  {report.unused_text()}")
-    if report.special_text:
-        print(f"  {report.special_words()}")
     for problem in report.problems[: options.num_samples]:
         print(f"bad: {problem}")
     print(f"  {report.num_kept} of the first {report.num_records} records can be used, {report.num_bad} bad")

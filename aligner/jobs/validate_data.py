@@ -128,12 +128,8 @@ def show(finding: Finding, out: TextIO, *, lists_all: bool = False) -> None:
     print(f"{report.location}: {report.num_kept} of {report.num_records} records can be used, {report.num_bad} bad", file=out)
     for kind, problems in kinds.items():
         print(f"  bad: {len(problems)} records: {kind}", file=out)
-    for text in report.long_texts():
+    for text in [*report.long_texts(), *report.notes()]:
         print(f"  {text}", file=out)
-    if report.special_text:
-        print(f"  {report.special_words()}", file=out)
-    if report.unused:
-        print(f"  {report.unused_text()}", file=out)
     _show_lengths(finding, out)
     counts = f"too long and left out: {report.num_too_long}; truncated: {report.num_truncated}; duplicates: {len(finding.repeated)}"
     print(f"  {counts}", file=out)

@@ -159,7 +159,9 @@ class JobRun(ABC):
 
     def check_complete(self) -> None:
         """Raise ConfigError if a setting is missing that a run needs but printing the config does not."""
-        return None
+        if (self.loop.validate_every or self.loop.validate_first) and not self.data.validation:
+            key = f"loop.validate_every={self.loop.validate_every}" if self.loop.validate_every else "loop.validate_first=true"
+            raise ConfigError(f"{key}: there is nothing to validate on; allowed: data.validation, or loop.validate_every=0")
 
 
 @dataclass(kw_only=True, slots=True)

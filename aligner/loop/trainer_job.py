@@ -87,6 +87,7 @@ def train(recipe: Recipe, config: TrainerRun) -> int:
     with open_session(config, config.run, config.parallel, component=recipe.component or recipe.name) as session:
         pin = pinned if config.has_frozen_start else pinned_base
         config = replace(config, model=pin(session, "model", config.model))
+        config.check_complete()
         tokenizer, architecture = load_model_files(config.model, config.data, session)
         config.check(architecture, session.topology.world_size)
         job = TrainerJob(session=session, config=with_lengths(config), tokenizer=tokenizer, architecture=architecture)

@@ -22,6 +22,8 @@ from aligner.models.guard import GuardConfig
 from aligner.models.optimizer import OptimizerConfig
 from aligner.online.validation import ValidationConfig
 from aligner.planner.workload import Phase, Work
+from aligner.rewards.columns import columns_read
+from aligner.rewards.load import load_reward_function
 from aligner.rollout.config import EngineKind, RolloutConfig, check_engine, check_untrained
 from aligner.servers.components import ActorConfig, RewardConfig, in_section
 from aligner.servers.config import ClientConfig
@@ -83,7 +85,13 @@ class OnlineRun(JobRun):
         return train(recipe, self)
 
     def read(self, location: str, tokenizer: Tokenizer, *, first: int | None = None) -> tuple[Sequence[Any], LoadReport]:
-        return load_prompts(location, self.data, tokenizer, first=first)
+        return load_prompts(location, self.data, tokenizer, first=first, columns=self.columns())
+
+    def columns(self) -> frozenset[str] | None:
+        """The fields of the prompts' records that reward functions read; None: any may be read. Raises ConfigError for a lost function."""
+        named = [one for one in (self.reward.function, self.validation.scorer, *self.reward.functions.values()) if one.path]
+        read = [None if one.arguments else columns_read(load_reward_function(one.path)) for one in named]
+        return None if self.environment.path or None in read else frozenset(name for one in read for name in one or ())
 
     def models(self) -> list[UsedModel]:
         found = [UsedModel(component="actor", key="model", config=self.model)]
@@ -142,15 +150,16 @@ class OnlineRun(JobRun):
             )
 
     def check_complete(self) -> None:
-        """Raise ConfigError if nothing gives rewards."""
+        """Raise ConfigError if nothing gives rewards, or a setting of another part is missing."""
+        JobRun.check_complete(self)
         if self.has_scorer or not self.environment.path:
             self.reward.check_named()
         self._check_environment()
 
     def check_given_rewards(self) -> None:
         """`check_complete` of a run that learns without rewards, and reports those that are configured."""
-        if self.has_scorer or self.environment.path:
-            OnlineRun.check_complete(self)
+        check = OnlineRun if self.has_scorer or self.environment.path else JobRun
+        check.check_complete(self)
 
     def _check_environment(self) -> None:
         if self.environment.path and "environment" in self.reward.functions:

@@ -275,7 +275,7 @@ def build_task(
 
 def load_prompt_sets(session: Session, config: OnlineRun, tokenizer: Tokenizer) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
     """The prompts of data.train and data.validation; says what was left out. Raises DataError listing all bad lines."""
-    train, validation = load_sets(session, load_prompts, config.data, tokenizer)
+    train, validation = load_sets(session, partial(load_prompts, columns=config.columns()), config.data, tokenizer)
     return train, validation[: config.data.num_validation_prompts]
 
 

@@ -12,10 +12,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from aligner.rewards.forms import OnSamples, Sample
+from aligner.rewards.forms import Factory, OnSamples, Sample
 
 _TEXTS = 3  # prompts, responses, answers
 _PARTS = ("reasoning", "answer_text")  # of a Sample
+_MADE = ("prompts", "completions", "completion_ids", "trainer_state")  # of no field, for TRL's functions
 _OWN = ("prompt", "completion", "completion_ids")  # TRL passes these in the plural, or makes them
 
 
@@ -32,6 +33,15 @@ class TrainerState:
 def is_trl(function: object) -> bool:
     """Whether a function has TRL's signature."""
     return "completions" in _parameters(function)
+
+
+def columns_read(function: object) -> frozenset[str] | None:
+    """The fields of the records that a reward function has to be passed; None: all, or nobody knows which."""
+    parameters = _parameters(function)
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if takes_all or isinstance(function, (Factory, OnSamples)):
+        return None
+    return frozenset(parameters).difference(_MADE) if is_trl(function) else frozenset(list(parameters)[_TEXTS:])
 
 
 def called(function: Callable[..., Any], samples: Sequence[Sample], version: int) -> object:

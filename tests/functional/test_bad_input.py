@@ -72,6 +72,17 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
         ["data.train=[{{path: {}/prompts.jsonl, max_epochs: 0.5}}]", "loop.max_steps=3"],
         ["data.train: every source reaches its max_epochs after 32 examples, which are 2 steps of 16"],
     ),
+    "a validation of nothing": (
+        SFT,
+        ["data.train={}/prompts.jsonl", "loop.validate_every=2"],
+        ["loop.validate_every=2: there is nothing to validate on; allowed: data."],
+    ),
+    "a validation of no prompts": (GRPO, ["data.validation=''", "loop.validate_every=2"], ["loop.validate_every=2: there is nothing to"]),
+    "an answer that no record has": (
+        GRPO,
+        ["data.answer_field=answr"],
+        ["data.answer_field='answr': none of the 64 records of ", "did you mean 'answer'"],
+    ),
     "sft data of another kind": (SFT, ["data.train={}/prompts.jsonl", "data.max_length=16"], ["prompts.jsonl:1"]),
 }
 

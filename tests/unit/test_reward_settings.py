@@ -113,3 +113,31 @@ def test_what_does_not_go_together():
         RewardConfig(functions={"one": one}, serve=True)
     with pytest.raises(ConfigError, match="reward.function.path=c:d and reward.functions.one: give one of the two"):
         RewardConfig(functions={"one": one}, function=NamedRewardConfig(path="c:d"))
+
+
+FUNCTIONS = """def plain(prompts, responses, answers, level): ...
+def more(prompts, responses, answers, level, source="x"): ...
+def every(prompts, completions, **columns): ...
+def texts(prompts, responses, answers): ...
+def made(target): return texts
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "columns"),
+    [
+        (["reward.function.path={}:texts"], set()),
+        (["reward.function.path={}:plain"], {"level"}),
+        (["reward.function.path={}:texts", "validation.scorer.path={}:more"], {"level", "source"}),
+        (["+reward.functions.one.path={}:plain", "+reward.functions.two.path={}:more"], {"level", "source"}),
+        (["+reward.functions.one.path={}:plain", "+reward.functions.two.url=http://localhost"], {"level"}),
+        (["reward.function.path={}:plain", "validation.scorer.path={}:every"], None),
+        (["reward.function.path={}:made", "+reward.function.arguments.target=1"], None),
+        (["reward.function.path={}:texts", "environment.path={}:made"], None),
+        (["reward.serve=true", "reward.model.path=m"], set()),
+    ],
+)
+def test_the_fields_of_prompts_that_a_run_keeps(settings, columns, tmp_path):
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    given = [setting.format(tmp_path / "functions.py") for setting in settings]
+    assert compose(TrainGRPO, "grpo", ["data.train=d.jsonl", *given]).columns() == columns

@@ -237,6 +237,9 @@ def _checked(source: Source, recipe: str, rows: list[Row], defaults: list[Row], 
     if "data.train" not in chosen:
         chosen = {"data.train": PLACEHOLDER} | chosen
         questions.insert(0, f"data.train={PLACEHOLDER}: no data was named")
+    for key in ("loop.validate_every", "loop.validate_first"):
+        if chosen.get(key) and "data.validation" not in chosen:
+            questions.append(f"{key}={chosen.pop(key)} is left out: no data to validate on were named (data.validation)")
     if "model.path" not in chosen:
         questions.insert(0, "model.path: no model was named")
     found = Migration(

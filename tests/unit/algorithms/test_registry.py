@@ -10,7 +10,7 @@ import pytest
 
 from aligner.algorithms import registry, sft
 from aligner.errors import ConfigError
-from aligner.loop.config import TrainerRun
+from aligner.loop.config import TrainerRun, WritingRun
 from aligner.loop.recipe import Traits
 
 
@@ -32,6 +32,21 @@ def test_every_module_with_a_recipe_is_one() -> None:
     files = {path.stem for path in Path(sft.__file__).parent.glob("*.py") if "\nRECIPE = " in path.read_text()}
     assert set(found) == files and len(found) >= 21
     assert all(recipe.columns and name == recipe.name for name, recipe in found.items())
+
+
+TRAIN = [name for name, recipe in registry.recipes().items() if not issubclass(recipe.config, WritingRun)]
+
+
+@pytest.mark.parametrize("setting", ["loop.validate_every=3", "loop.validate_first=true"])
+@pytest.mark.parametrize("name", TRAIN)
+def test_a_validation_on_nothing_is_refused(name: str, setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"{setting}: there is nothing to validate on; allowed: data.validation, or"):
+        registry.composed(name, ["data.train=d.jsonl", setting]).check_complete()
+    given = registry.composed(name, ["data.train=d.jsonl", "data.validation=d.jsonl", setting])
+    try:
+        given.check_complete()
+    except ConfigError as error:
+        assert "reward" in str(error)  # is missing too
 
 
 def test_recipes_of_other_packages(others, monkeypatch) -> None:

@@ -7,9 +7,12 @@ import multiprocessing
 import os
 import signal
 from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from aligner.data import cache, stored
@@ -20,6 +23,34 @@ from aligner.data.regression import load_regression
 from aligner.data.stored import StoredExamples, row_counts
 from aligner.data.supervised import load_supervised
 from aligner.errors import ConfigError, DataError
+
+ODD = [{"prompt": "a", "when": datetime(2024, 1, 1), "raw": {"b": b"\xff"}, "price": Decimal("1.5"), "n": float("nan"), "kept": {"x": [1]}}]
+
+
+def test_fields_that_json_has_no_values_of(kept, chars, tmp_path):
+    """What a reward function reads is kept, or named with its line; the rest is not looked at."""
+    pq.write_table(pa.Table.from_pylist([{**ODD[0], "when": None}, *ODD]), tmp_path / "d.parquet")
+    path = str(tmp_path / "d.parquet")
+    config = PromptDataConfig(train=path, **kept)
+    refused = {
+        "when": r"d.parquet:2: field 'when' is datetime.datetime\(2024",
+        "raw": "d.parquet:1: field 'raw.b' is b'",
+        "price": "'price'",
+    }
+    for name, said in refused.items():
+        with pytest.raises(DataError, match=f"{said}.*which data.cache cannot keep: .*allowed: what JSON has, or data.cache=''"):
+            load_prompts(path, config, chars, columns=frozenset([name]))
+    with pytest.raises(DataError, match="data.cache cannot keep"):
+        load_prompts(path, config, chars)
+    for columns in (frozenset(), frozenset(["kept", "n"])):
+        for settings in (config, PromptDataConfig(train=path)):
+            prompts, _ = load_prompts(path, settings, chars, columns=columns)
+            assert repr(prompts[1].columns) == repr({name: ODD[0][name] for name in ("n", "kept") if name in columns})
+    assert len(made(kept)) == 2
+    assert (
+        load_prompts(path, PromptDataConfig(train=path), chars, columns=frozenset(["kept", "lost"]))[0][1].columns.keys() == ODD[0].keys()
+    )
+
 
 SFT = [{"prompt": "abc"[: 1 + number % 3], "response": "xyz"[number % 3 :], "note": number} for number in range(10)]
 

@@ -23,7 +23,6 @@ from aligner.errors import ConfigError
     [
         (lambda: PromptDataConfig(train="t", max_prompt_length=-1), "data.max_prompt_length is -1, allowed: at least 1, or 0 .what"),
         (lambda: PromptDataConfig(train="t", num_validation_prompts=0), "data.num_validation_prompts is 0"),
-        (lambda: PromptDataConfig(train="t", answer_field=""), "data.answer_field is ''"),
         (lambda: PromptDataConfig(train="t", bad_lines="skip"), "data.bad_lines is 'skip', allowed: fail, skip"),
         (lambda: SFTDataConfig(train="t", max_length=1), "data.max_length is 1, allowed: at least 2"),
         (lambda: SFTDataConfig(train="t", prompt_field="q"), "allowed: both named or both empty"),

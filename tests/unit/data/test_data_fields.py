@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -152,6 +153,84 @@ def test_naming_the_fields_chooses(jsonl, chars):
     assert chars.decode(row.tokens) == "abb" and report.unused == {"instruction": 1, "messages": 1}
     (prompt,), _ = load_prompts(path, PromptDataConfig(train=path, prompt_field="instruction"), chars)
     assert prompt.text == "c"
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_named_field_that_no_record_has_is_refused(cached, jsonl, chars, tmp_path):
+    """Of each setting that names one; with the fields that there are."""
+    settings = {"cache": str(tmp_path / "cache"), "num_workers": 2} if cached else {}
+    path = jsonl(*[{"prompt": "a", "response": "b", "answer": "c", "extra": {"answer": 1}}] * 3, {"prompt": "a"})
+    typo = PromptDataConfig(train=path, answer_field="anwser", **settings)
+    said = f"data.answer_field='anwser': none of the 4 records of {path} has anything in this field; they have prompt, response, "
+    for bad_lines in BadLines:
+        with pytest.raises(DataError) as caught:
+            load_prompts(path, replace(typo, bad_lines=bad_lines), chars)
+        assert str(caught.value) == said + "answer, extra, extra.answer; did you mean 'answer'?"
+    with pytest.raises(DataError, match="data.prompt_field='promt': none of .* did you mean 'prompt'"):
+        load_prompts(path, PromptDataConfig(train=path, prompt_field="promt", **settings), chars)
+    for load, config in ((load_supervised, SFTDataConfig), (load_demonstrations, DemonstrationDataConfig)):
+        with pytest.raises(DataError, match="data.response_field='reply': none of the 4 records"):
+            load(path, config(train=path, prompt_field="prompt", response_field="reply", **settings), chars)
+    other = jsonl({"prompt": "a", "final": "7"}, name="other.jsonl")
+    mixed = PromptDataConfig(train=[{"path": path, "answer_field": "fnal"}, other], validation=other, answer_field="final", **settings)
+    with pytest.raises(DataError, match=f"data.answer_field='fnal': none of the 4 records of {path} has"):
+        load_prompts(mixed.train, mixed, chars)
+    assert load_prompts(other, mixed, chars)[0][0].answer == "7"
+
+
+def test_a_named_field_may_be_absent_from_some_records(jsonl, chars):
+    path = jsonl({"prompt": "a"}, {"prompt": "b", "final": None}, {"prompt": "c", "final": 7})
+    assert [one.answer for one in load_prompts(path, PromptDataConfig(train=path, answer_field="final"), chars)[0]] == [None, None, "7"]
+    with pytest.raises(DataError, match="data.answer_field='final': none of the 2 records"):
+        load_prompts(path, PromptDataConfig(train=path, answer_field="final"), chars, first=2)
+    assert [one.answer for one in load_prompts(path, PromptDataConfig(train=path), chars)[0]] == [None] * 3  # none was named
+
+
+VERL = {"data_source": "gsm8k", "prompt": [USER], "reward_model": {"ground_truth": "2", "style": "rule"}, "extra_info": {"answer": "x"}}
+ANSWERED = [
+    ("", VERL, "2"),
+    ("", {"prompt": "a", "ground_truth": 2.5}, "2.5"),
+    ("", {"prompt": "a", "solution": "$2$"}, "$2$"),
+    ("", {"prompt": "a", "solution": "long", "answer": "2"}, "2"),
+    ("", {"prompt": "a", "solution": ["no", "text"]}, None),
+    ("", VERL | {"reward_model": {"ground_truth": {"target": ["x"]}}}, None),
+    ("", VERL | {"reward_model": json.dumps(VERL["reward_model"])}, "2"),
+    ("reward_model.ground_truth", VERL, "2"),
+    ("extra_info.answer", VERL, "x"),
+    ("extra_info.answer", VERL | {"extra_info.answer": "exact"}, "exact"),
+    ("extra_info.answer", VERL | {"extra_info": '{"answer": "of text"}'}, "of text"),
+    ("a.b.c", {"prompt": "a", "a.b": {"c": 1}, "a": {"b": "text"}}, "1"),
+]
+
+
+@pytest.mark.parametrize(("name", "record", "answer"), ANSWERED)
+def test_answers_are_found_inside_of_other_fields(name, record, answer, jsonl, chars):
+    path = jsonl(record)
+    (prompt,), report = load_prompts(path, PromptDataConfig(train=path, answer_field=name), chars)
+    assert prompt.answer == answer and prompt.columns == record
+    assert not any(one.endswith("ground_truth") for one in report.unused)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("reward_model", "'reward_model' is .*expected a string or a number .data.answer_field=reward_model.ground_truth is a field of it"),
+        ("prompt.content", "data.answer_field='prompt.content': none of the 1 records"),
+        ("reward_model.truth", "none of .* they have data_source, .*reward_model.ground_truth"),
+        ("ground_truht", "did you mean 'reward_model.ground_truth'"),
+    ],
+)
+def test_a_name_that_leads_to_no_answer(name, message, jsonl, chars):
+    path = jsonl(VERL)
+    with pytest.raises(DataError, match=message):
+        load_prompts(path, PromptDataConfig(train=path, answer_field=name), chars)
+
+
+def test_prompts_and_responses_may_be_inside_too(jsonl, chars):
+    path = jsonl({"turn": {"asked": "a", "said": "b"}, "id": 1})
+    named = SFTDataConfig(train=path, prompt_field="turn.asked", response_field="turn.said", add_bos=False)
+    (row,), report = load_supervised(path, named, chars)
+    assert chars.decode(row.tokens) == "ab" and report.unused == {"id": 1}
 
 
 def test_a_prompt_beside_its_conversation_is_no_second_reading(jsonl, chars):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from functools import partial
 
 import pytest
@@ -325,6 +326,52 @@ def test_candidates_of_one_purpose_are_few():
     assert candidates(ALPACA, Purpose.supervised) == [RecordForm.alpaca]
     assert candidates({"prompt": "q", "response": "a"} | RATED, Purpose.supervised) == [RecordForm.helpsteer]
     assert candidates({"prompt": "q", "response": "a", "text": "qa"}, Purpose.supervised) == [RecordForm.prompt_response]
+
+
+SCHEMA = {"name": "f", "parameters": {"type": "object", "properties": {"unit": {"default": None, "enum": ["C", None]}}}}
+ARGUMENTS = [{"city": "Paris", "unit": None}, {"where": {"a": None, "b": [{"x": None}]}}]
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet", ".arrow"])
+def test_nulls_that_an_author_wrote_stay(suffix, as_text, tmp_path):
+    """Those that Arrow added to an object, for the fields of others, go; JSON text in a column is its author's, whatever the file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    made = [json.dumps(one) if as_text else one for one in ARGUMENTS]
+    turns = [[USER, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": one}}]}] for one in made]
+    rows = [{"messages": one, "tools": json.dumps([SCHEMA]) if as_text else [SCHEMA]} for one in turns]
+    path = tmp_path / f"d{suffix}"
+    if suffix in (".parquet", ".arrow"):
+        table = pa.Table.from_pylist(rows)
+        pq.write_table(table, path) if suffix == ".parquet" else pa.ipc.new_stream(str(path), table.schema).write_table(table)
+    elif suffix == ".csv":
+        cells = [[json.dumps(row["messages"]), row["tools"] if as_text else json.dumps(row["tools"])] for row in rows]
+        path.write_text("messages,tools\n" + "".join(",".join('"' + one.replace('"', '""') + '"' for one in row) + "\n" for row in cells))
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)) if suffix == ".jsonl" else json.dumps(rows))
+    records = [parse_supervised(recast(raw, Purpose.supervised)) for raw in read_records(str(path))]
+    found = [record.messages[1].tool_calls[0]["function"]["arguments"] for record in records]
+    added = suffix in (".parquet", ".arrow") and not as_text
+    assert found == ([{"city": "Paris"}, {"where": {"b": [{}]}}] if added else ARGUMENTS)
+    unit = records[0].tools[0]["function"]["parameters"]["properties"]["unit"]
+    assert unit == ({"enum": ["C", None]} if added else {"default": None, "enum": ["C", None]})
+
+
+def test_rows_of_datasets_that_aligner_train_is_given_stay_arrows(tmp_path):
+    """Written as JSON, the nulls that Arrow added would look like the author's; dates would have no place."""
+    import datasets
+
+    from aligner.api import _write
+
+    turns = [
+        [USER, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {one: 1}}}]}] for one in "ab"
+    ]
+    rows = datasets.Dataset.from_list([{"messages": one, "when": datetime(2024, 1, 1)} for one in turns]).select([1])
+    (raw,) = read_records(_write(tmp_path, "data.train", rows))
+    record = parse_supervised(recast(raw, Purpose.supervised))
+    assert record.messages[1].tool_calls[0]["function"]["arguments"] == {"b": 1} and raw.value["when"] == datetime(2024, 1, 1)
 
 
 def test_columns_of_arrow_hold_nulls(tmp_path, chars):

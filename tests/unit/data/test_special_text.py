@@ -141,7 +141,7 @@ def test_records_are_counted_and_the_file_and_line_of_refused_ones_named(chatml,
     path.write_text("\n".join(map(json.dumps, [*lines, {"prompt": "p", "chosen": "a", "rejected": "b"}])))
     found, report = load_preferences(str(path), PreferenceDataConfig(train=str(path)), chatml)
     assert len(found) == 3 and report.special_text == {"<|im_end|>": 2}
-    assert "special tokens in texts, read as data.special_text says: '<|im_end|>' (2 records)" in report.summary()
+    assert "special tokens in texts, read as data.special_text says: <|im_end|> (2 records)" in report.summary()
     strict = PreferenceDataConfig(train=str(path), special_text=SpecialText.refuse)
     with pytest.raises(DataError, match=r"2 of 3 records .*\n.*d.jsonl:1: a text holds"):
         load_preferences(str(path), strict, chatml.chatting(strict))

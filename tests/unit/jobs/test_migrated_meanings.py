@@ -95,6 +95,20 @@ def test_arguments_that_a_script_was_not_given(tmp_path: Path) -> None:
     assert "actor_model_name_or_path has no value" in found.open_questions
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "trl sft --model_name_or_path m --dataset_name d.jsonl --eval_strategy steps --eval_steps 10",
+        f"{LLAMA_FACTORY} --stage sft --eval_strategy steps --eval_steps 10 --val_size 0.1",
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=5 trainer.test_freq=10",
+    ],
+)
+def test_validations_without_data_are_left_out_and_asked_for(text: str) -> None:
+    found = of(text)
+    assert not found.is_refused and not {"loop.validate_every", "loop.validate_first"} & found.settings.keys()
+    assert "loop.validate_every=10 is left out: no data to validate on were named (data.validation)" in found.open_questions
+
+
 def test_reward_functions_of_trl() -> None:
     """An importable function in TRL's form is ours too; several have names and weights."""
     text = "trl grpo --model_name_or_path m --dataset_name d.jsonl --reward_funcs"

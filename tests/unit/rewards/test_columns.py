@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from aligner.environments.reward import EnvironmentReward
+from aligner.rewards.columns import columns_read
 from aligner.rewards.compose import Part, WeightedReward
 from aligner.rewards.config import OnError
-from aligner.rewards.forms import OnSamples
+from aligner.rewards.forms import Factory, OnSamples
 from aligner.rewards.local import FunctionReward, RewardError
 from aligner.types import FinishReason, Prompt, Rollout
 
@@ -41,6 +43,31 @@ def score(function, *rollouts, on_error=OnError.stop):
         return reward.score(rollouts).result(timeout=60)
     finally:
         reward.close()
+
+
+def _plain(prompts, responses, answers, level, source="x"): ...
+
+
+def _all(prompts, responses, answers, **columns): ...
+
+
+def _trl(prompts, completions, solution, trainer_state=None): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (_plain, {"level", "source"}),
+        (_all, None),
+        (_trl, {"solution"}),
+        (OnSamples(_plain), None),
+        (Factory(_plain), None),
+        (partial(_plain, level=1), {"level", "source"}),
+        (max, set()),  # of native code: texts alone
+    ],
+)
+def test_the_fields_that_a_function_reads(function, names):
+    assert columns_read(function) == names
 
 
 # From TRL's documentation of GRPOTrainer (docs/source/grpo_trainer.md), as they stand there.
