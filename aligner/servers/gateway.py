@@ -27,9 +27,8 @@ from aligner.servers.address import listen
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.health import Health
 from aligner.servers.inbound import Inbound, body_limit, outbound, read_request
-from aligner.servers.kserve import DATATYPES, HEADER_LENGTH, decode_failure
+from aligner.servers.kserve import DATATYPES, HEADER_LENGTH, TensorSpec, decode_failure
 from aligner.servers.seats import Seats, Server, allow_files
-from aligner.servers.tensors import TensorSpec
 from aligner.servers.wire import Endpoint
 
 START_SECONDS = 30.0

@@ -9,11 +9,11 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
-from aligner.models.families import cohere, deepseek, gemma, glm, gpt, llama, llama4_text, olmo, qwen, qwen2_moe, qwen3_5, qwen3_next
+from aligner.models.families import cohere, deepseek, gemma, glm, gpt, llama, olmo, qwen, qwen2_moe, qwen3_5, qwen3_next
 from aligner.models.families.hf_config import UNCHANGED, HFConfig
 from aligner.models.families.mapping import NameTable
 
-_ALONE = {Family.llama4_text: llama4_text, Family.qwen2_moe: qwen2_moe, Family.qwen3_next: qwen3_next}
+_ALONE = {Family.qwen2_moe: qwen2_moe, Family.qwen3_next: qwen3_next}
 _LINEAGES = (llama, qwen, qwen3_5, gemma, glm, deepseek, olmo, cohere, gpt)
 FAMILIES: dict[Family, Any] = _ALONE | {family: found for lineage in _LINEAGES for family, found in lineage.FAMILIES.items()}
 
