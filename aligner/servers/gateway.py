@@ -22,8 +22,7 @@ from aiohttp import web
 
 from aligner import __version__
 from aligner.errors import ConfigError, ServerError
-from aligner.servers.access import Access
-from aligner.servers.address import listen
+from aligner.servers.access import Access, listen
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.health import Health
 from aligner.servers.inbound import Inbound, body_limit, outbound, read_request
