@@ -29,7 +29,7 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 class RecurrentStates(Protocol):
-    """What layers without keys and values remember of sequences, by seat: `aligner.rollout.recurrent.SeatStates`."""
+    """What layers without keys and values remember of sequences, by seat: `aligner.rollout.decode_layers.SeatStates`."""
 
     def reserve(self, seats: int) -> None: ...
 

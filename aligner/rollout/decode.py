@@ -42,15 +42,12 @@ from aligner.rollout.attention import (
     prefill_attention,
 )
 from aligner.rollout.config import PAGE_SIZE, Kernels
+from aligner.rollout.decode_layers import DeltaHeads, LatentHeads, Rotary, SeatStates, norm_of, norm_of_heads
 from aligner.rollout.experts import Stack, mix, mix_all, mix_grouped, multiplies_groups, route, stack_of
 from aligner.rollout.graphs import CudaCapture, DecodeGraphs
-from aligner.rollout.latent import LatentHeads
 from aligner.rollout.native import library as native
 from aligner.rollout.native.step import NativeDecode, Outside
-from aligner.rollout.norms import norm_of, norm_of_heads
 from aligner.rollout.paged_kernels import flash_attention
-from aligner.rollout.recurrent import DeltaHeads, SeatStates
-from aligner.rollout.rotary import Rotary
 from aligner.rollout.sampling import FusedDraw
 from aligner.rollout.weights import Affine, FeedForward, LayerWeights, ModelWeights, tensors
 from aligner.types import route_dtype

@@ -6,7 +6,7 @@ a decode step costs nearly as much for a few responses as for many.
 
 A prompt is computed once for all responses to it (a GRPO group), and full pages of common prefixes are shared. If pages run
 out, the response that arrived last releases its own; its tokens so far are recomputed when there is room. Models with delta nets share
-a group's prompt alone (`aligner.rollout.recurrent`).
+a group's prompt alone (`aligner.rollout.decode_layers.SeatStates`).
 
 If another thread gives the decoder new weights meanwhile (`Pauses`), running responses continue with them. Their keys and values stay
 those of the old weights (as in PipelineRL, Piche et al. 2025, 2509.19128), or are recomputed (as in AReaL, Fu et al. 2025, 2505.24298).

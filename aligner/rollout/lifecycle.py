@@ -13,6 +13,7 @@ it was asked for.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import fields
@@ -25,7 +26,6 @@ from aligner.protocols import Replica
 from aligner.rollout.engine import ALL_MEMORY, Capabilities, Engine, EngineSampling, GenRequest, GenResult, Memory, Refitted, Work
 from aligner.rollout.episodes import Conversing, Episodes, EpisodeWork
 from aligner.rollout.gate import Gate
-from aligner.rollout.requests import RecordedWork
 from aligner.types import Prompt, Rollout, SamplingConfig
 
 _WEIGHTS, _CACHE = frozenset({Memory.weights}), frozenset({Memory.kv_cache})
@@ -36,6 +36,36 @@ class Sharing(Protocol):
 
     def open(self, requests: Sequence[GenRequest]) -> AbstractContextManager[Work]:
         """This replica's share of the requests. Every rank calls it with the same requests."""
+
+
+class RecordedWork:
+    """`Work` that another one gives, whose requests the replica's leading rank records as spans: from when its engine takes one until the
+    response has ended. A turn of an episode is a request of its own."""
+
+    def __init__(self, work: Work, replica: Replica) -> None:
+        self._work = work
+        self._lane = f"replica {replica.index}"
+        self._taken: dict[int, tuple[float, int]] = {}  # since when, and the tokens of the prompt
+        self._records = replica.is_leader and recording.is_on()
+
+    @property
+    def is_open(self) -> bool:
+        return self._work.is_open
+
+    def take(self, room: int) -> Sequence[GenRequest]:
+        requests = self._work.take(room)
+        if self._records and requests:
+            now = time.perf_counter()
+            self._taken |= {request.index: (now, len(request.tokens)) for request in requests}
+        return requests
+
+    def ended(self, results: Sequence[GenResult]) -> None:
+        """The engine has given these."""
+        for result in results:
+            if result.index not in self._taken:
+                continue
+            start, prompt = self._taken.pop(result.index)
+            recording.add("response", start, self._lane, prompt=prompt, tokens=len(result.tokens), ended_by=result.finish_reason.value)
 
 
 class PhasedEngine:

@@ -26,8 +26,8 @@ import numpy as np
 from aligner.errors import ServerError, TritonDied
 from aligner.servers import watchdog
 from aligner.servers.config import ServerConfig
+from aligner.servers.kserve import TensorSpec
 from aligner.servers.processes import parent, processes_with_variable, start_ticks, zombie_children
-from aligner.servers.tensors import TensorSpec
 from aligner.servers.wire import Endpoint
 
 MARKER = "ALIGNER_SERVER_INCARNATION"

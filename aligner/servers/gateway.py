@@ -22,14 +22,12 @@ from aiohttp import web
 
 from aligner import __version__
 from aligner.errors import ConfigError, ServerError
-from aligner.servers.access import Access
-from aligner.servers.address import listen
+from aligner.servers.access import Access, listen
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.health import Health
 from aligner.servers.inbound import Inbound, body_limit, outbound, read_request
-from aligner.servers.kserve import DATATYPES, HEADER_LENGTH, decode_failure
+from aligner.servers.kserve import DATATYPES, HEADER_LENGTH, TensorSpec, decode_failure
 from aligner.servers.seats import Seats, Server, allow_files
-from aligner.servers.tensors import TensorSpec
 from aligner.servers.wire import Endpoint
 
 START_SECONDS = 30.0

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from aligner.servers.config import RequestLimits
-from aligner.servers.kserve import DATATYPES, NUMPY_TYPES
-from aligner.servers.tensors import TensorSpec, check_structure
+from aligner.servers.kserve import DATATYPES, NUMPY_TYPES, TensorSpec, check_structure
 from aligner.servers.wire import Endpoint
 
 MAX_HEADER_BYTES = 64 * 1024  # of the JSON before binary tensors

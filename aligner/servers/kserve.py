@@ -1,4 +1,5 @@
-"""The KServe v2 HTTP encoding with Triton's binary tensors: a JSON header followed by the tensors' bytes.
+"""The KServe v2 HTTP encoding with Triton's binary tensors: a JSON header followed by the tensors' bytes. And checks of the structure of a
+request's tensors, independent of their meaning.
 
 Written by hand because it is a page long: it needs neither gevent nor grpc in the trainer, whose threads then keep plain socket deadlines.
 Specification: the Open Inference Protocol and Triton's "binary tensor data" extension.
@@ -8,9 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
+from aligner.servers.config import RequestLimits
+
+Arrays = Mapping[str, np.ndarray]
 HEADER_LENGTH = "Inference-Header-Content-Length"
 DATATYPES = {"int64": "INT64", "float32": "FP32", "bytes": "BYTES"}
 _ERROR_START = "<<aligner: "
@@ -72,7 +77,7 @@ def _from_bytes(datatype: str, shape: list[int], data: memoryview) -> np.ndarray
     return array.reshape(shape)
 
 
-def encode_request(inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...]) -> tuple[dict[str, str], bytes]:
+def encode_request(inputs: Arrays, outputs: tuple[str, ...]) -> tuple[dict[str, str], bytes]:
     """HTTP headers and body that send `inputs` (int64, float32, or object arrays of bytes) and ask for binary `outputs`."""
     described, blobs = [], []
     for name, array in inputs.items():
@@ -107,3 +112,55 @@ def decode_response(header_length: str | None, body: bytes) -> dict[str, np.ndar
     if position != len(body):
         raise ValueError(f"the answer has {len(body)} bytes, its header describes {position}")
     return arrays
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One named tensor: dtype is "int64", "float32" or "bytes" (UTF-8 text)."""
+
+    name: str
+    dtype: str
+    shape: tuple[str | int, ...]
+    optional: bool = False
+
+
+def check_tensors(specs: tuple[TensorSpec, ...], arrays: Arrays, limits: RequestLimits) -> None:
+    """Raise ValueError unless `arrays` has the stated tensors with the stated dtypes, agreeing shapes, allowed sizes and finite numbers."""
+    described = {name: ("bytes" if array.dtype.kind in "OS" else array.dtype.name, array.shape) for name, array in arrays.items()}
+    check_structure(specs, described, limits)
+    for name, (dtype, _) in described.items():
+        if dtype == "float32" and not np.isfinite(arrays[name]).all():
+            bad = int((~np.isfinite(arrays[name])).sum())
+            raise ValueError(f"{name}: {bad} of {arrays[name].size} values are NaN or infinite; all must be finite")
+
+
+def check_structure(specs: tuple[TensorSpec, ...], described: Mapping[str, tuple[str, tuple[int, ...]]], limits: RequestLimits) -> None:
+    """Raise ValueError unless the names, dtypes and shapes in `described` are what `specs` and `limits` allow."""
+    largest = {"B": limits.max_rows, "S": limits.max_sequence_length}
+    sizes: dict[str, tuple[int, str]] = {}
+    names = [spec.name for spec in specs]
+    for name in described:
+        if name not in names:
+            raise ValueError(f"{name}: no such tensor; allowed are {', '.join(names)}")
+    for spec in specs:
+        if spec.name not in described:
+            if spec.optional:
+                continue
+            raise ValueError(f"{spec.name}: missing; expected {spec.dtype} {_shape_text(spec.shape)}")
+        dtype, shape = described[spec.name]
+        if dtype != spec.dtype or len(shape) != len(spec.shape):
+            raise ValueError(f"{spec.name}: got {dtype} {list(shape)}, expected {spec.dtype} {_shape_text(spec.shape)}")
+        for expected, size in zip(spec.shape, shape, strict=True):
+            if isinstance(expected, int):
+                if size != expected:
+                    raise ValueError(f"{spec.name}: got shape {list(shape)}, expected {_shape_text(spec.shape)}")
+                continue
+            if not 1 <= size <= largest[expected]:
+                raise ValueError(f"{spec.name}: got shape {list(shape)}; {expected} may be 1 to {largest[expected]}")
+            known, owner = sizes.setdefault(expected, (size, spec.name))
+            if known != size:
+                raise ValueError(f"{spec.name}: got shape {list(shape)}, but {owner} has {expected} = {known}")
+
+
+def _shape_text(shape: tuple[str | int, ...]) -> str:
+    return "[" + ", ".join(str(size) for size in shape) + "]"

@@ -32,8 +32,7 @@ from torch.distributed.distributed_c10d import _get_default_store  # no public w
 from aligner.errors import ServerError, TritonDied
 from aligner.parallel.collectives import broadcast_object, gather_objects
 from aligner.parallel.progress import IDLE, Progress
-from aligner.servers.access import Access
-from aligner.servers.address import advertised_host
+from aligner.servers.access import Access, advertised_host
 from aligner.servers.config import RequestLimits, ServerConfig
 from aligner.servers.frontend import Frontend
 from aligner.servers.gateway import Gateway

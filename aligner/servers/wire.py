@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from aligner.servers.config import RequestLimits
+from aligner.servers.kserve import Arrays, TensorSpec, check_tensors
 from aligner.servers.payloads import (
     CriticStatus,
     Payload,
@@ -30,7 +31,6 @@ from aligner.servers.payloads import (
     check_mark,
     digest_of,
 )
-from aligner.servers.tensors import Arrays, TensorSpec, check_tensors
 from aligner.types import TokenBatch, ValueBatch
 
 

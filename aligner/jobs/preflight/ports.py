@@ -13,8 +13,7 @@ from aligner.cluster.run_directory import RunDirectory
 from aligner.errors import ServerError
 from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where, who
 from aligner.loop.config import JobRun
-from aligner.servers.access import Access
-from aligner.servers.address import advertised_host, listen
+from aligner.servers.access import Access, advertised_host, listen
 from aligner.servers.config import ServerConfig
 
 CONNECT_SECONDS = 5.0

@@ -1,5 +1,5 @@
-"""One module per model family: Hugging Face config <-> `Architecture` (`from_hf`, `to_hf`), the names of its weights (`NAMES`, a table, or
-a function of the architecture where that decides which weights there are), and which of `UNCHANGED`'s keys it computes (`COMPUTED`).
+"""One module per lineage of model families, with a `llama.HFFamily` for each: Hugging Face config <-> `Architecture`, the names of its
+weights, and which of `UNCHANGED`'s keys it computes. The module of a family alone has the names of an `HFFamily` itself.
 """
 
 from __future__ import annotations
@@ -9,69 +9,13 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.config import Architecture, Family
-from aligner.models.families import (
-    cohere,
-    cohere2,
-    deepseek_v2,
-    deepseek_v3,
-    gemma2,
-    gemma3_text,
-    glm4,
-    glm4_moe,
-    gpt2,
-    gpt_neox,
-    gpt_oss,
-    llama,
-    llama4_text,
-    ministral,
-    mistral,
-    mixtral,
-    nemotron,
-    olmo2,
-    olmo3,
-    opt,
-    phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_5_moe_text,
-    qwen3_5_text,
-    qwen3_moe,
-    qwen3_next,
-)
+from aligner.models.families import cohere, deepseek, gemma, glm, gpt, llama, olmo, qwen, qwen2_moe, qwen3_5, qwen3_next
 from aligner.models.families.hf_config import UNCHANGED, HFConfig
 from aligner.models.families.mapping import NameTable
 
-FAMILIES = {
-    Family.llama: llama,
-    Family.qwen2: qwen2,
-    Family.qwen3: qwen3,
-    Family.mistral: mistral,
-    Family.mixtral: mixtral,
-    Family.qwen3_moe: qwen3_moe,
-    Family.nemotron: nemotron,
-    Family.gpt2: gpt2,
-    Family.phi3: phi3,
-    Family.gpt_neox: gpt_neox,
-    Family.opt: opt,
-    Family.gemma2: gemma2,
-    Family.gemma3_text: gemma3_text,
-    Family.olmo2: olmo2,
-    Family.glm4: glm4,
-    Family.cohere: cohere,
-    Family.deepseek_v2: deepseek_v2,
-    Family.deepseek_v3: deepseek_v3,
-    Family.glm4_moe: glm4_moe,
-    Family.olmo3: olmo3,
-    Family.qwen2_moe: qwen2_moe,
-    Family.cohere2: cohere2,
-    Family.ministral: ministral,
-    Family.gpt_oss: gpt_oss,
-    Family.llama4_text: llama4_text,
-    Family.qwen3_next: qwen3_next,
-    Family.qwen3_5_text: qwen3_5_text,
-    Family.qwen3_5_moe_text: qwen3_5_moe_text,
-}
+_ALONE = {Family.qwen2_moe: qwen2_moe, Family.qwen3_next: qwen3_next}
+_LINEAGES = (llama, qwen, qwen3_5, gemma, glm, deepseek, olmo, cohere, gpt)
+FAMILIES: dict[Family, Any] = _ALONE | {family: found for lineage in _LINEAGES for family, found in lineage.FAMILIES.items()}
 
 
 # Models of images and text whose text part is of a family: its class, and what its text_config says.

@@ -1,4 +1,6 @@
-"""Cohere's Command R: attention and feed-forward layer side by side behind one norm, LayerNorm without biases, scaled logits."""
+"""Cohere's Command R: attention and feed-forward layer side by side behind one norm, LayerNorm without biases, scaled logits. Cohere 2
+(Command R7B, Command A; 2504.00698): also windows in three of four layers, and positions in those alone.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +8,22 @@ from dataclasses import replace
 from typing import Any
 
 from aligner.models.config import Architecture, Family, Normalization, ParallelResidual
-from aligner.models.families import llama, mapping
+from aligner.models.families import llama, mapping, windows
 from aligner.models.families.hf_config import HFConfig
+from aligner.models.families.llama import HFFamily
 from aligner.models.families.mapping import Layout, NameTable, rule
 
 _QK_NORM = {f"self_attention.{one}_layernorm.weight": rule(f"self_attn.{one}_norm.weight", layout=Layout.by_head) for one in "qk"}
-COMPUTED = ("logit_scale",)
+_COMPUTED = ("logit_scale",)
 
 
-def NAMES(architecture: Architecture) -> NameTable:  # noqa: N802 - a constant of most families
-    """The names of its weights, with those of the norms that it has."""
+def _names(architecture: Architecture) -> NameTable:
     norms = _QK_NORM if architecture.qk_norm else {}
     layer = mapping.INPUT_NORM | mapping.QKV | norms | mapping.ATTENTION_OUT | mapping.MLP
     return NameTable(before=mapping.BEFORE, layer=layer, after=mapping.FINAL_NORM | mapping.OUTPUT)
 
 
-def from_hf(hf: HFConfig) -> Architecture:
-    """The architecture in a Hugging Face config. Raises ConfigError for attention biases."""
-    normed = hf.value("use_qk_norm") is not None and hf.flag("use_qk_norm", False)
-    return replace(common_from_hf(hf, Family.cohere, theta=5e5), qk_norm=normed, qk_norm_by_head=normed)
-
-
-def common_from_hf(hf: HFConfig, family: Family, *, theta: float) -> Architecture:
+def _common_from_hf(hf: HFConfig, family: Family, *, theta: float) -> Architecture:
     """What Cohere 1 and 2 share; `theta`: of files that do not say."""
     hf.only({"attention_bias": (False,)})
     common = llama.common_from_hf(hf, family, theta=theta, norm_eps=1e-5, eps_name="layer_norm_eps", tied=True)
@@ -40,12 +36,37 @@ def common_from_hf(hf: HFConfig, family: Family, *, theta: float) -> Architectur
     )
 
 
-def to_hf(architecture: Architecture) -> dict[str, Any]:
-    """The Hugging Face config of an architecture."""
-    return common_to_hf(architecture) | {"architectures": ["CohereForCausalLM"], "use_qk_norm": architecture.qk_norm}
-
-
-def common_to_hf(architecture: Architecture) -> dict[str, Any]:
-    """The inverse of `common_from_hf`."""
+def _common_to_hf(architecture: Architecture) -> dict[str, Any]:
+    """The inverse of `_common_from_hf`."""
     hf = {key: value for key, value in llama.common_to_hf(architecture).items() if key != "rms_norm_eps"}
     return hf | {"layer_norm_eps": architecture.norm_eps, "logit_scale": architecture.logits_scale, "attention_bias": False}
+
+
+def _cohere_from_hf(hf: HFConfig) -> Architecture:
+    normed = hf.value("use_qk_norm") is not None and hf.flag("use_qk_norm", False)
+    return replace(_common_from_hf(hf, Family.cohere, theta=5e5), qk_norm=normed, qk_norm_by_head=normed)
+
+
+def _cohere_to_hf(a: Architecture) -> dict[str, Any]:
+    return _common_to_hf(a) | {"architectures": ["CohereForCausalLM"], "use_qk_norm": a.qk_norm}
+
+
+def _cohere2_from_hf(hf: HFConfig) -> Architecture:
+    pattern = hf.size("sliding_window_pattern", absent=4)
+    types = [windows.WINDOWED if (number + 1) % pattern else windows.FULL for number in range(hf.size("num_hidden_layers"))]
+    seen = windows.from_hf(hf, hf.optional_size("sliding_window", absent=4096), types)
+    if not seen:
+        raise hf.refusal("layer_types", hf.value("layer_types"), f'at least one "{windows.WINDOWED}": no other layer has positions')
+    common = _common_from_hf(hf, Family.cohere2, theta=1e4)
+    return replace(common, no_rope_layers=seen["full_attention_layers"], **seen)
+
+
+def _cohere2_to_hf(a: Architecture) -> dict[str, Any]:
+    own = {"sliding_window": a.sliding_window, "layer_types": windows.layer_types(a)}
+    return _common_to_hf(a) | own | {"architectures": ["Cohere2ForCausalLM"]}
+
+
+FAMILIES = {
+    Family.cohere: HFFamily(_names, _cohere_from_hf, _cohere_to_hf, _COMPUTED),
+    Family.cohere2: HFFamily(_names, _cohere2_from_hf, _cohere2_to_hf, _COMPUTED),
+}

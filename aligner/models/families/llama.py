@@ -1,16 +1,26 @@
-"""Llama 2 and 3 (and models that copied their layout): RMSNorm, SwiGLU, rotary embeddings, grouped-query attention."""
+"""Llama 2 and 3, and models that copied their layout: RMSNorm, SwiGLU, rotary embeddings, grouped-query attention."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
-from aligner.models.config import Activation, Architecture, Family
-from aligner.models.families import rope_scaling
+from aligner.models.config import Activation, Architecture, Family, Normalization
+from aligner.models.families import mapping, mixture, rope_scaling, windows
 from aligner.models.families.hf_config import HFConfig
-from aligner.models.families.mapping import ATTENTION_OUT_BIAS, BIASED_MLP, MLP, QKV_BIAS, NameTable, llama_like
+from aligner.models.families.mapping import ATTENTION_OUT_BIAS, BIASED_MLP, MLP, QKV_BIAS, Layout, NameTable, llama_like, rule
+
+
+class HFFamily(NamedTuple):
+    """How Hugging Face's files describe the models of a family; a module that describes one family alone has the same names."""
+
+    NAMES: NameTable | Callable[[Architecture], NameTable]  # a function if the architecture decides which weights there are
+    from_hf: Callable[[HFConfig], Architecture]  # raises ConfigError for variants that are not computed here
+    to_hf: Callable[[Architecture], dict[str, Any]]
+    COMPUTED: tuple[str, ...] = ()  # keys of `UNCHANGED` that it computes
+
 
 SILU = {"silu": Activation.silu, "swish": Activation.silu}
 # What else changes the numbers of Llama and of its descendants, and the only values of it that are computed here.
@@ -18,8 +28,7 @@ DROPOUT = {"attention_dropout": (0.0, None)}
 BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
 
 
-def NAMES(architecture: Architecture) -> NameTable:  # noqa: N802 - a constant of most families
-    """The names of its weights, with those of the biases that it has."""
+def _llama_names(architecture: Architecture) -> NameTable:
     return llama_like(
         attention=QKV_BIAS if architecture.qkv_bias else {},
         out=ATTENTION_OUT_BIAS if architecture.attention_out_bias else {},
@@ -27,16 +36,13 @@ def NAMES(architecture: Architecture) -> NameTable:  # noqa: N802 - a constant o
     )
 
 
-def from_hf(hf: HFConfig) -> Architecture:
-    """The architecture in a Hugging Face config. Raises ConfigError for variants that are not computed here."""
+def _llama_from_hf(hf: HFConfig) -> Architecture:
     attention, mlp = hf.flag("attention_bias", False), hf.flag("mlp_bias", False)
     return replace(common_from_hf(hf, Family.llama), qkv_bias=attention, attention_out_bias=attention, mlp_bias=mlp)
 
 
-def to_hf(architecture: Architecture) -> dict[str, Any]:
-    """The Hugging Face config of an architecture."""
-    biases = {"attention_bias": architecture.attention_out_bias, "mlp_bias": architecture.mlp_bias}
-    return common_to_hf(architecture) | {"architectures": ["LlamaForCausalLM"]} | biases
+def _llama_to_hf(a: Architecture) -> dict[str, Any]:
+    return common_to_hf(a) | {"architectures": ["LlamaForCausalLM"], "attention_bias": a.attention_out_bias, "mlp_bias": a.mlp_bias}
 
 
 def common_from_hf(
@@ -47,6 +53,7 @@ def common_from_hf(
     head_dim: int = 0,
     theta: float = 10000.0,
     norm_eps: float = 1e-6,
+    initializer_range: float = 0.02,
     fraction: float = 0.0,
     tied: bool = False,
     eps_name: str = "rms_norm_eps",
@@ -54,7 +61,7 @@ def common_from_hf(
     rope: Mapping[str, Any] | None = None,
     rope_kinds: Collection[str] | None = None,
 ) -> Architecture:
-    """The fields that Llama and its descendants (Qwen2, Qwen3, Mixtral) share.
+    """The fields that Llama and its descendants (Mixtral, Qwen, Gemma) share.
 
     The keyword arguments are the defaults of absent keys. 0: as many key-value heads as heads; hidden size / heads; `fraction`:
     heads are rotated whole, and a file that says otherwise is refused. `activation`: its key, and its
@@ -77,7 +84,7 @@ def common_from_hf(
         max_position_embeddings=hf.size("max_position_embeddings"),
         norm_eps=hf.number(eps_name, norm_eps),
         tied_embeddings=hf.flag("tie_word_embeddings", tied),
-        initializer_range=hf.number("initializer_range", 0.02),
+        initializer_range=hf.number("initializer_range", initializer_range),
         activation=hf.choice(*activation, next(iter(activation[1]))),
         **rope,
     )
@@ -102,3 +109,222 @@ def common_to_hf(a: Architecture) -> dict[str, Any]:
         "initializer_range": a.initializer_range,
         "attention_dropout": 0.0,
     }
+
+
+# Mistral 7B (2310.06825) and its successors: layers that may all see a window only. Layers that differ are `ministral`'s (Ministral 8B).
+def _mistral_from_hf(hf: HFConfig) -> Architecture:
+    hf.only({"layer_types": (None,)})
+    return replace(common_from_hf(hf, Family.mistral, key_value_heads=8), **windows.everywhere(hf, absent=4096))
+
+
+def _mistral_to_hf(a: Architecture) -> dict[str, Any]:
+    return common_to_hf(a) | {"architectures": ["MistralForCausalLM"], "sliding_window": a.sliding_window or None}
+
+
+def _ministral_from_hf(hf: HFConfig) -> Architecture:
+    window = hf.optional_size("sliding_window", absent=4096)
+    types = [windows.FULL if window is None else windows.WINDOWED] * hf.size("num_hidden_layers")
+    return replace(common_from_hf(hf, Family.ministral, key_value_heads=8), **windows.from_hf(hf, window, types))
+
+
+def _ministral_to_hf(a: Architecture) -> dict[str, Any]:
+    own = {"sliding_window": a.sliding_window or None, "layer_types": windows.layer_types(a)}
+    return common_to_hf(a) | own | {"architectures": ["MinistralForCausalLM"]}
+
+
+# Mixtral: a mixture of experts in every layer; the chosen experts' weights sum to 1 (2401.04088, section 2.1). No noise in the router.
+_MIXTRAL_FIXED = {"router_jitter_noise": (0.0,)}
+
+
+def _mixtral_from_hf(hf: HFConfig) -> Architecture:
+    hf.only(_MIXTRAL_FIXED)
+    return replace(
+        common_from_hf(hf, Family.mixtral, key_value_heads=8, theta=1e6, norm_eps=1e-5),
+        num_experts=hf.size("num_local_experts", "num_experts", absent=8),
+        experts_per_token=hf.size("num_experts_per_tok", absent=2),
+        expert_ffn_hidden_size=hf.size("intermediate_size"),
+        **windows.everywhere(hf, absent=None),
+    )
+
+
+def _mixtral_to_hf(a: Architecture) -> dict[str, Any]:
+    return common_to_hf(a) | {
+        "architectures": ["MixtralForCausalLM"],
+        "intermediate_size": a.expert_ffn_hidden_size,
+        "num_local_experts": a.num_experts,
+        "num_experts_per_tok": a.experts_per_token,
+        "sliding_window": a.sliding_window or None,
+        "router_jitter_noise": 0.0,
+    }
+
+
+# Phi-3 (2404.14219) and Phi-4: query, key and value are one matrix, as are gate and up. LongRoPE (2402.13753), the only scaled rotary
+# embedding, stretches the context of some.
+_PHI3_NAMES = NameTable(
+    before=mapping.BEFORE,
+    layer=mapping.INPUT_NORM | mapping.PACKED_QKV | mapping.ATTENTION_OUT | mapping.MLP_NORM | mapping.PACKED_MLP,
+    after=mapping.FINAL_NORM | mapping.OUTPUT,
+)
+_ORIGINAL_LENGTH = 4096  # of files that do not say
+_PHI3_FIXED = {"resid_pdrop": (0.0,), "embd_pdrop": (0.0,)}
+
+
+def _phi3_from_hf(hf: HFConfig) -> Architecture:
+    hf.only(_PHI3_FIXED)
+    original = hf.size("original_max_position_embeddings", absent=_ORIGINAL_LENGTH)
+    hf = hf.part(original_max_position_embeddings=original)
+    common = common_from_hf(hf, Family.phi3, norm_eps=1e-5, fraction=1.0, rope_kinds=rope_scaling.LONGROPE)
+    return replace(common, **windows.everywhere(hf, absent=None))
+
+
+def _phi3_to_hf(a: Architecture) -> dict[str, Any]:
+    return common_to_hf(a) | {
+        "architectures": ["Phi3ForCausalLM"],
+        "sliding_window": a.sliding_window or None,
+        "original_max_position_embeddings": a.rope_original_length if a.rope_long_factors else _ORIGINAL_LENGTH,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "pad_token_id": None,
+    }
+
+
+# Nemotron-4 15B and 340B (2402.16819, 2406.11704): LayerNorm times 1 + weight, squared ReLU without a gate, half-rotated heads.
+_NEMOTRON_NAMES = NameTable(
+    before=mapping.BEFORE,
+    layer=mapping.INPUT_NORM
+    | {"input_layernorm.bias": rule("input_layernorm.bias")}
+    | mapping.ATTENTION
+    | mapping.MLP_NORM
+    | {"pre_mlp_layernorm.bias": rule("post_attention_layernorm.bias")}
+    | {"mlp.linear_fc1.weight": rule("mlp.up_proj.weight"), "mlp.linear_fc2.weight": rule("mlp.down_proj.weight")},
+    after=mapping.FINAL_NORM | {"decoder.final_layernorm.bias": rule("model.norm.bias")} | mapping.OUTPUT,
+)
+
+
+def _nemotron_from_hf(hf: HFConfig) -> Architecture:
+    rope, activation = hf.rope(fraction=0.5, kinds=()), ("hidden_act", {"relu2": Activation.squared_relu})
+    # Nemotron-4's own files say `rope_percent` too, which transformers does not read.
+    hf.only(BIASES | DROPOUT | {"rope_percent": (rope["rotary_fraction"],)})
+    own = {"eps_name": "norm_eps", "norm_eps": 1e-5, "initializer_range": 0.0134, "activation": activation, "rope": rope}
+    common = common_from_hf(hf, Family.nemotron, fraction=0.5, **own)
+    return replace(common, gated_mlp=False, normalization=Normalization.layer_norm_1p)
+
+
+def _nemotron_to_hf(a: Architecture) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": a.rope_theta, "partial_rotary_factor": a.rotary_fraction}
+    own = {"architectures": ["NemotronForCausalLM"], "norm_eps": a.norm_eps, "hidden_act": "relu2", "rope_parameters": rope}
+    own |= {"partial_rotary_factor": a.rotary_fraction, "attention_bias": False, "mlp_bias": False}
+    return {key: value for key, value in common_to_hf(a).items() if key not in ("rms_norm_eps", "rope_scaling")} | own
+
+
+# Llama 4, its text part: chunked attention with rotary positions in most layers, attention to everything without positions in the others; a
+# mixture of experts of which each token gets one, beside one that all tokens pass.
+_LLAMA4_BLOCK = "feed_forward"
+_LLAMA4_EXPERT = "mlp.experts.local_experts.{expert}."
+_LLAMA4_MIXTURE = {
+    "mlp.router.weight": rule(f"{_LLAMA4_BLOCK}.router.weight"),
+    **mixture.shared(f"{_LLAMA4_BLOCK}.shared_expert"),
+    _LLAMA4_EXPERT + "linear_fc1.weight": rule(f"{_LLAMA4_BLOCK}.experts.gate_up_proj", layout=Layout.packed_gate_up, transposed=True),
+    _LLAMA4_EXPERT + "linear_fc2.weight": rule(f"{_LLAMA4_BLOCK}.experts.down_proj", transposed=True),
+}
+_LLAMA4_DENSE = {
+    "mlp.linear_fc1.weight": rule(f"{_LLAMA4_BLOCK}.gate_proj.weight", f"{_LLAMA4_BLOCK}.up_proj.weight", layout=Layout.gate_up),
+    "mlp.linear_fc2.weight": rule(f"{_LLAMA4_BLOCK}.down_proj.weight"),
+}
+_CHUNKED = "chunked_attention"
+_LLAMA4_FIXED = {"num_experts_per_tok": (1,)}
+
+
+def _llama4_names(architecture: Architecture) -> NameTable:
+    biases, out = (QKV_BIAS, ATTENTION_OUT_BIAS) if architecture.qkv_bias else ({}, {})
+    table = llama_like(attention=biases, out=out, mlp=_LLAMA4_MIXTURE, dense=_LLAMA4_DENSE)
+    return replace(table, outer_prefix="language_model.", images=r"(?:vision_model|multi_modal_projector)\..*")
+
+
+def _llama4_from_hf(hf: HFConfig) -> Architecture:
+    hf.only(_LLAMA4_FIXED)
+    layers = range(hf.size("num_hidden_layers"))
+    common = common_from_hf(
+        hf, Family.llama4_text, key_value_heads=8, head_dim=128, theta=5e5, norm_eps=1e-5, rope_kinds=rope_scaling.UNFACTORED
+    )
+    biases, experts = hf.flag("attention_bias", False), _moe_layers(hf, layers)
+    rotates = hf.value("no_rope_layers") or _every(hf.size("no_rope_layer_interval", absent=4), layers)
+    if not isinstance(rotates, list) or len(rotates) != len(layers) or any(one not in (0, 1) for one in rotates):
+        raise hf.refusal("no_rope_layers", rotates, f"{len(layers)} times 1 (rotary positions) or 0 (none), one for each layer")
+    types = hf.value("layer_types") or [_CHUNKED if rotates[layer] else windows.FULL for layer in layers]
+    if not isinstance(types, list) or len(types) != len(layers) or any(kind not in (_CHUNKED, windows.FULL) for kind in types):
+        raise hf.refusal("layer_types", types, f'{len(layers)} times "{_CHUNKED}" or "{windows.FULL}", one for each layer')
+    tuned = hf.value("attn_temperature_tuning")
+    if not (tuned is None or type(tuned) in (bool, int)):  # early files say 4, and mean true
+        raise hf.refusal("attn_temperature_tuning", tuned, "true or false")
+    chunks = _CHUNKED in types
+    return replace(
+        common,
+        ffn_hidden_size=hf.size("intermediate_size_mlp", absent=16384),
+        qkv_bias=biases,
+        attention_out_bias=biases,
+        rotary_interleaved=True,
+        qk_l2_norm=hf.flag("use_qk_norm", True),
+        attention_chunk=hf.size("attention_chunk_size", absent=8192) if chunks else 0,
+        full_attention_layers=[layer for layer in layers if types[layer] == windows.FULL] if chunks else [],
+        no_rope_layers=[layer for layer in layers if not rotates[layer]],
+        attention_temperature=0.0 if tuned in (False, 0) else hf.number("attn_scale", 0.1),
+        attention_temperature_length=hf.size("floor_scale", absent=8192),
+        num_experts=hf.size("num_local_experts", absent=16),
+        experts_per_token=1,
+        expert_ffn_hidden_size=common.ffn_hidden_size,
+        normalize_expert_weights=False,
+        dense_layers=[layer for layer in layers if layer not in experts],
+        shared_ffn_hidden_size=common.ffn_hidden_size,
+        router_sigmoid=True,
+        weighted_expert_inputs=True,
+    )
+
+
+def _moe_layers(hf: HFConfig, layers: range) -> list[int]:
+    """Numbers of the layers with experts."""
+    step, listed = hf.size("interleave_moe_layer_step", absent=1), hf.value("moe_layers")
+    found = list(layers[step - 1 :: step]) if listed is None else listed
+    if listed is None and not found:
+        raise hf.refusal("interleave_moe_layer_step", step, f"at most num_hidden_layers={len(layers)}")
+    if not isinstance(found, list) or not found or any(type(one) is not int or one not in layers for one in found):
+        raise hf.refusal("moe_layers", listed, f"a list of layers' numbers, from 0 to {len(layers) - 1}, at least one")
+    return found
+
+
+def _every(interval: int, layers: range) -> list[int]:
+    """0 for the last layer of each `interval`, 1 for the others."""
+    return [int((layer + 1) % interval != 0) for layer in layers]
+
+
+def _llama4_to_hf(a: Architecture) -> dict[str, Any]:
+    layers = range(a.num_layers)
+    return common_to_hf(a) | {
+        "architectures": ["Llama4ForCausalLM"],
+        "attention_bias": a.attention_out_bias,
+        "intermediate_size": a.expert_ffn_hidden_size,
+        "intermediate_size_mlp": a.ffn_hidden_size,
+        "use_qk_norm": a.qk_l2_norm,
+        "attention_chunk_size": a.attention_chunk or 8192,
+        "layer_types": [_CHUNKED if a.chunk_of(layer) else windows.FULL for layer in layers],
+        "no_rope_layers": [int(a.rotates(layer)) for layer in layers],
+        "attn_temperature_tuning": a.attention_temperature > 0,
+        "attn_scale": a.attention_temperature or 0.1,
+        "floor_scale": a.attention_temperature_length,
+        "num_local_experts": a.num_experts,
+        "num_experts_per_tok": 1,
+        "moe_layers": [layer for layer in layers if a.has_experts(layer)],
+    }
+
+
+FAMILIES = {
+    Family.llama: HFFamily(_llama_names, _llama_from_hf, _llama_to_hf),
+    Family.mistral: HFFamily(llama_like(), _mistral_from_hf, _mistral_to_hf),
+    Family.ministral: HFFamily(llama_like(), _ministral_from_hf, _ministral_to_hf),
+    Family.mixtral: HFFamily(
+        llama_like(mlp=mapping.experts("block_sparse_moe", gate="w1", up="w3", down="w2")), _mixtral_from_hf, _mixtral_to_hf
+    ),
+    Family.phi3: HFFamily(_PHI3_NAMES, _phi3_from_hf, _phi3_to_hf),
+    Family.nemotron: HFFamily(_NEMOTRON_NAMES, _nemotron_from_hf, _nemotron_to_hf),
+    Family.llama4_text: HFFamily(_llama4_names, _llama4_from_hf, _llama4_to_hf),
+}

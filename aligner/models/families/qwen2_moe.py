@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from aligner.models.config import Architecture, Family
-from aligner.models.families import llama, mapping, mixture, qwen2
+from aligner.models.families import llama, mapping, mixture, qwen
 from aligner.models.families.hf_config import HFConfig
 from aligner.models.families.mapping import NameTable, llama_like, rule
 
@@ -26,7 +26,7 @@ def from_hf(hf: HFConfig) -> Architecture:
         qkv_bias=hf.flag("qkv_bias", True),
         shared_ffn_hidden_size=hf.size("shared_expert_intermediate_size", absent=5632),
         shared_expert_gate=True,
-        **qwen2.switched_windows(hf, lambda number, bound: number % 2 == 0 and number < bound),
+        **qwen.switched_windows(hf, lambda number, bound: number % 2 == 0 and number < bound),
         **mixture.of_qwen(hf),
     )
 
@@ -34,5 +34,5 @@ def from_hf(hf: HFConfig) -> Architecture:
 def to_hf(architecture: Architecture) -> dict[str, Any]:
     """The Hugging Face config of an architecture."""
     a = architecture
-    own = {"qkv_bias": a.qkv_bias, "shared_expert_intermediate_size": a.shared_ffn_hidden_size} | qwen2.windows_to_hf(a)
+    own = {"qkv_bias": a.qkv_bias, "shared_expert_intermediate_size": a.shared_ffn_hidden_size} | qwen.windows_to_hf(a)
     return llama.common_to_hf(a) | mixture.of_qwen_to_hf(a) | {"architectures": ["Qwen2MoeForCausalLM"]} | own

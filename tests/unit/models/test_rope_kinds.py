@@ -17,7 +17,7 @@ from hf_models import SIZES
 from aligner.models import rope
 from aligner.models.config import Architecture, Dtype, ModelConfig
 from aligner.models.families import architecture_from_hf, architecture_to_hf
-from aligner.rollout.rotary import Rotary
+from aligner.rollout.decode_layers import Rotary
 
 WINDOW, FULL = "sliding_attention", "full_attention"
 YARN = {"rope_type": "yarn", "factor": 1.7, "original_max_position_embeddings": 37}

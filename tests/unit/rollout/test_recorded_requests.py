@@ -10,7 +10,7 @@ from aligner import recording
 from aligner.protocols import Replica
 from aligner.recording import read_spans
 from aligner.rollout.engine import GenRequest, GenResult, ListedWork
-from aligner.rollout.requests import RecordedWork
+from aligner.rollout.lifecycle import RecordedWork
 from aligner.types import FinishReason, LogprobKind
 
 

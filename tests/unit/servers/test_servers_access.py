@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_triton import ENDPOINTS, LIMITS, FakeTriton
 
 from aligner.errors import ConfigError, ServerUnreachable
-from aligner.servers.access import Access, run_secret
-from aligner.servers.address import advertised_host
+from aligner.servers.access import Access, advertised_host, run_secret
 from aligner.servers.config import ClientConfig, ServerConfig
 from aligner.servers.gateway import Gateway
 from aligner.servers.health import Health

@@ -17,7 +17,7 @@ import torch
 from aligner.errors import ConfigError, ServerError
 from aligner.metrics import Mean, Metric, Sum
 from aligner.servers import watchdog, wire
-from aligner.servers.address import listen
+from aligner.servers.access import listen
 from aligner.servers.config import ClientConfig, RequestLimits, ServerConfig
 from aligner.servers.critic import CriticService
 from aligner.servers.health import Supervisor

@@ -1,4 +1,6 @@
-"""DeepSeek-V3 (2412.19437): latent attention, and a mixture of many small experts whose load a bias evens out, without auxiliary loss."""
+"""DeepSeek: latent attention and a mixture of many small experts. V2 (2405.04434) chooses them by their softmax, with groups or without; V3
+(2412.19437) evens out their load by a bias, without auxiliary loss.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 from aligner.models.config import Architecture, Family
 from aligner.models.families import llama, mapping, mixture
 from aligner.models.families.hf_config import HFConfig
+from aligner.models.families.llama import HFFamily
 from aligner.models.families.mapping import NameTable, rule
 
 _QUERIES = {"self_attention.linear_q_proj.weight": rule("self_attn.q_proj.weight")}
@@ -22,24 +25,17 @@ _EXPANDED = {
     "self_attention.linear_kv_up_proj.weight": rule("self_attn.kv_b_proj.weight"),
 }
 _FIXED = {"attention_bias": (False,), "moe_layer_freq": (1,)}
-_ROUTING = {"norm_topk_prob": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+_V2_FIXED = {"norm_topk_prob": (False,), "scoring_func": ("softmax",), "mlp_bias": (False,)}
+_V2_GROUPED = {"greedy": False, "group_limited_greedy": True}
+_V3_FIXED = {"norm_topk_prob": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 
 
-def NAMES(architecture: Architecture) -> NameTable:  # noqa: N802 - a constant of most families
-    """The names of its weights; queries may have a latent of their own."""
+def _names(architecture: Architecture) -> NameTable:
     queries = _LATENT_OF_QUERIES | _EXPANDED_QUERIES if architecture.query_latent_size else _QUERIES | _LATENT
     return mixture.names(architecture, queries | _EXPANDED | mapping.ATTENTION_OUT)
 
 
-def from_hf(hf: HFConfig) -> Architecture:
-    """The architecture in a Hugging Face config. Raises ConfigError for attention biases and other ways of routing."""
-    hf.only(_ROUTING)
-    groups = hf.size("n_group")
-    routing = mixture.from_hf(hf, groups=groups, best=2, dense=3, scale=2.5, sigmoid=True)
-    return common_from_hf(hf, Family.deepseek_v3, interleaved=hf.flag("rope_interleave", True), routing=routing)
-
-
-def common_from_hf(hf: HFConfig, family: Family, *, interleaved: bool, routing: dict[str, Any]) -> Architecture:
+def _common_from_hf(hf: HFConfig, family: Family, *, interleaved: bool, routing: dict[str, Any]) -> Architecture:
     """What DeepSeek-V2 and V3 share."""
     hf.only(_FIXED)
     rotated, values = hf.size("qk_rope_head_dim"), hf.size("v_head_dim")
@@ -60,14 +56,8 @@ def common_from_hf(hf: HFConfig, family: Family, *, interleaved: bool, routing: 
     )
 
 
-def to_hf(architecture: Architecture) -> dict[str, Any]:
-    """The Hugging Face config of an architecture."""
-    own = {"architectures": ["DeepseekV3ForCausalLM"], "rope_interleave": architecture.rotary_interleaved}
-    return common_to_hf(architecture) | own | {name: value for name, (value,) in _ROUTING.items()}
-
-
-def common_to_hf(a: Architecture) -> dict[str, Any]:
-    """The inverse of `common_from_hf`."""
+def _common_to_hf(a: Architecture) -> dict[str, Any]:
+    """The inverse of `_common_from_hf`."""
     hf = llama.common_to_hf(replace(a, rotary_fraction=1.0)) | mixture.to_hf(a) | {name: value for name, (value,) in _FIXED.items()}
     return hf | {
         "head_dim": a.rotated,
@@ -77,3 +67,33 @@ def common_to_hf(a: Architecture) -> dict[str, Any]:
         "kv_lora_rank": a.latent_size,
         "q_lora_rank": a.query_latent_size or None,
     }
+
+
+def _v2_from_hf(hf: HFConfig) -> Architecture:
+    hf.only(_V2_FIXED)
+    groups = hf.size("n_group") if hf.choice("topk_method", _V2_GROUPED, "greedy") else 0
+    routing = mixture.from_hf(hf, groups=groups, best=1, dense=0, scale=1.0, sigmoid=False)
+    return _common_from_hf(hf, Family.deepseek_v2, interleaved=True, routing=routing)
+
+
+def _v2_to_hf(a: Architecture) -> dict[str, Any]:
+    method = next(name for name, grouped in _V2_GROUPED.items() if grouped == bool(a.router_groups))
+    own = {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": method}
+    return _common_to_hf(a) | own | {name: value for name, (value,) in _V2_FIXED.items()}
+
+
+def _v3_from_hf(hf: HFConfig) -> Architecture:
+    hf.only(_V3_FIXED)
+    routing = mixture.from_hf(hf, groups=hf.size("n_group"), best=2, dense=3, scale=2.5, sigmoid=True)
+    return _common_from_hf(hf, Family.deepseek_v3, interleaved=hf.flag("rope_interleave", True), routing=routing)
+
+
+def _v3_to_hf(a: Architecture) -> dict[str, Any]:
+    own = {"architectures": ["DeepseekV3ForCausalLM"], "rope_interleave": a.rotary_interleaved}
+    return _common_to_hf(a) | own | {name: value for name, (value,) in _V3_FIXED.items()}
+
+
+FAMILIES = {
+    Family.deepseek_v2: HFFamily(_names, _v2_from_hf, _v2_to_hf),
+    Family.deepseek_v3: HFFamily(_names, _v3_from_hf, _v3_to_hf),
+}
