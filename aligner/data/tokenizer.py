@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+CODE_FILES = ("tokenizer_config.json", "config.json")  # whose `auto_map` may name classes that a model brings
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -196,6 +197,16 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         backend = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception for a damaged file
+        if "trust_remote_code" in str(error):
+            code = [
+                f"{file}: {json.loads((directory / file).read_text()).get('auto_map')}"
+                for file in CODE_FILES
+                if (directory / file).is_file()
+            ]
+            raise ConfigError(
+                f"tokenizer in {directory.absolute()} is code of its own (auto_map of {'; '.join(code)}), which is never run; allowed: "
+                "model.tokenizer=DIR with a tokenizer.json whose tokenizer_class transformers has, such as PreTrainedTokenizerFast"
+            ) from error
         raise ConfigError(f"tokenizer in {directory.absolute()} does not load: {type(error).__name__}: {error}") from error
     return Tokenizer(backend, str(path))
 
