@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-CODE_FILES = ("tokenizer_config.json", "config.json")  # whose `auto_map` may name classes that a model brings
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -198,13 +197,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         backend = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception for a damaged file
         if "trust_remote_code" in str(error):
-            code = [
-                f"{file}: {json.loads((directory / file).read_text()).get('auto_map')}"
-                for file in CODE_FILES
-                if (directory / file).is_file()
-            ]
+            files = [directory / name for name in ("tokenizer_config.json", "config.json")]
+            code = [json.loads(file.read_text()).get("auto_map") for file in files if file.is_file()]
             raise ConfigError(
-                f"tokenizer in {directory.absolute()} is code of its own (auto_map of {'; '.join(code)}), which is never run; allowed: "
+                f"tokenizer in {directory.absolute()} is code of its own (auto_map: {code}), which is never run; allowed: "
                 "model.tokenizer=DIR with a tokenizer.json whose tokenizer_class transformers has, such as PreTrainedTokenizerFast"
             ) from error
         raise ConfigError(f"tokenizer in {directory.absolute()} does not load: {type(error).__name__}: {error}") from error

@@ -217,8 +217,9 @@ def described(directory: Path) -> Architecture:
             raise ModelFilesError(f"{file}: {key}={text[key]}: the weight files beside it have {layers} layers")
     architecture = architecture_from_hf(hf, where=str(file))
     source = HFWeights(directory, weight_names(architecture), tensors)
+    architecture = source.settled(architecture)
     source.check_sizes(architecture, text)
-    return source.settled(architecture)
+    return architecture
 
 
 def fill(chunks: Sequence[Transformer], source: WeightSource, *, with_head: bool = True) -> None:
