@@ -58,24 +58,19 @@ def source_directory(config: ModelConfig, *, key: str = "model") -> Path | None:
     if (path / checkpoint.LATEST).exists() or (path / checkpoint.MARKER).exists():
         return checkpoint.resolve(path)
     if (path / ADAPTER_CONFIG_FILE).exists():
-        raise ConfigError(_says_adapter(path, key))
+        adapter = read_json(path / ADAPTER_CONFIG_FILE)
+        base = adapter.get("base_model_name_or_path") or "the model that it was trained on"
+        beside = ", or without its files if the model beside it is meant" if (path / CONFIG_FILE).exists() else ""
+        raise ConfigError(  # also for one beside a model, which transformers would add to the adapter's own base
+            f"{key}.path={config.path}: an adapter ({ADAPTER_CONFIG_FILE}), which is no model by itself; allowed: {key}.path={base} with "
+            f"{key}.lora.path={config.path} {key}.lora.rank={adapter.get('r')} {key}.lora.alpha={adapter.get('lora_alpha')}{beside}"
+        )
     if not (path / CONFIG_FILE).exists():
         raise ConfigError(
             f"{key}.path={config.path}: neither a Hugging Face model ({CONFIG_FILE}) nor a checkpoint ({checkpoint.MARKER}; of Megatron-LM "
             f"{METADATA}; of NeMo {NEMO_CONFIG})"
         )
     return path
-
-
-def _says_adapter(path: Path, key: str) -> str:
-    """How to use a PEFT adapter that was named as a model. One beside a whole model counts too: transformers would add it to its base."""
-    adapter = read_json(path / ADAPTER_CONFIG_FILE)
-    base = adapter.get("base_model_name_or_path") or "the model that it was trained on"
-    beside = f", or {path} without its adapter files" if (path / CONFIG_FILE).exists() else ""
-    return (
-        f"{key}.path={path}: an adapter ({ADAPTER_CONFIG_FILE}), which is no model by itself; allowed: {key}.path={base} with "
-        f"{key}.lora.path={path} {key}.lora.rank={adapter.get('r')} {key}.lora.alpha={adapter.get('lora_alpha')}{beside}"
-    )
 
 
 def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:

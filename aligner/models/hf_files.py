@@ -99,9 +99,8 @@ def stored_tensors(directory: Path) -> tuple[dict[str, Stored], int]:
 
 def is_same(directory: Path, one: Stored, other: Stored) -> bool:
     """Whether two tensors are alike to the byte. Reads them up to where they differ, once in a process."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    return _is_same(*((directory / t.file, t.span, (directory / t.file).stat().st_mtime_ns) for t in (one, other)))
+    alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return alike and _is_same(*((directory / t.file, t.span, (directory / t.file).stat().st_mtime_ns) for t in (one, other)))
 
 
 @lru_cache(maxsize=1024)

@@ -48,7 +48,7 @@ MAX_FILE_BYTES = 5 * 2**30
 SLICE_BYTES = 16 * 2**20  # of a tensor whose columns are split, gathered at a time
 _LM_HEAD = "lm_head.weight"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
-_FURTHER = ("eh_proj.weight", "mtp.fc.weight")  # end the name of a tensor that only layers have which predict further tokens
+_FURTHER = re.compile(r".*\.eh_proj\.weight|mtp\.fc\.weight")  # what only layers have that predict further tokens
 _DTYPES = ("F64", "F32", "F16", "BF16", MXFP4, FP8)  # those of other quantized weights mean something else than their numbers
 
 
@@ -73,13 +73,12 @@ class HFWeights:
         found = stored_tensors(directory)[0] if tensors is None else tensors
         stored = {name: one for name, one in found.items() if not re.fullmatch(table.ignored, name)}
         images = [name for name in stored if re.fullmatch(table.images, name)]
-        further = [name for name in stored if re.fullmatch(table.further, name)]
-        if not any(name.endswith(_FURTHER) for name in further):  # layers of another kind, which the config does not count
-            further = []
+        further = [name for name in stored if re.fullmatch(table.further, name)] if any(map(_FURTHER.fullmatch, stored)) else []
         self._unread = [f"{len(images)} tensors are of images, and not read: the model is its text part"] if images else []
         if further:
             self._unread.append(f"{len(further)} tensors, such as {further[0]}, predict further tokens, and are not read and not exported")
-        stored = {name: one for name, one in stored.items() if name not in {*images, *further}}
+        left_out = {*images, *further}
+        stored = {name: one for name, one in stored.items() if name not in left_out}
         self._tensors = as_read(stored)
         if others := [f"{name} is {one.dtype}" for name, one in self._tensors.items() if one.dtype not in _DTYPES]:
             raise ModelFilesError(f"{directory}: {others[0]} ({len(others)} such): not read; allowed: {', '.join(_DTYPES)}")
@@ -139,12 +138,8 @@ class HFWeights:
                     f"in {self._tensors[stored].file} it is {found}"
                 )
 
-    def settled(self, architecture: Architecture) -> Architecture:
-        """The architecture with an output layer of its own if the files have another one than the embedding, as transformers reads them."""
-        return replace(architecture, tied_embeddings=False) if self._is_untied(architecture) else architecture
-
-    def _is_untied(self, architecture: Architecture) -> bool:
-        """Whether the files have an output layer, and it is not the embedding that the architecture makes of it."""
+    def is_untied(self, architecture: Architecture) -> bool:
+        """Whether the files have another output layer than the embedding, which the architecture makes it."""
         table = weight_names(architecture)
         (head,), (embedding,) = (table.find(name).hf_names for name in (OUTPUT_LAYER, EMBEDDING))
         if not (architecture.tied_embeddings and {head, embedding} <= self._stored.keys()):
@@ -161,7 +156,7 @@ class HFWeights:
         if missing := [name for name in needed if name not in self._stored]:
             tied = "; if it is the embedding: tie_word_embeddings=true in the config" if missing == [*outputs] else ""
             raise ModelFilesError(f"{self.directory}: no tensor named {missing[0]}, and {len(missing) - 1} more are missing{tied}")
-        if not is_scalar and self._is_untied(architecture):
+        if not is_scalar and self.is_untied(architecture):
             raise ModelFilesError(f"{self.directory}: {outputs[0]} is not the embedding, to which the model's config ties it")
         head = read_head(self.directory) if is_scalar else None
         heads = {name for name in self._stored if name.startswith(HEAD)} if is_scalar else set()
@@ -217,7 +212,8 @@ def described(directory: Path) -> Architecture:
             raise ModelFilesError(f"{file}: {key}={text[key]}: the weight files beside it have {layers} layers")
     architecture = architecture_from_hf(hf, where=str(file))
     source = HFWeights(directory, weight_names(architecture), tensors)
-    architecture = source.settled(architecture)
+    if source.is_untied(architecture):  # as transformers reads it
+        architecture = replace(architecture, tied_embeddings=False)
     source.check_sizes(architecture, text)
     return architecture
 
