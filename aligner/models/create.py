@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
 import torch
 
 from aligner.errors import ConfigError
@@ -192,7 +193,8 @@ def _check_memory(a: Architecture, parallel: ParallelConfig, dtype: torch.dtype)
     rows += mixed * a.expert_ffn_hidden_size if a.num_experts else a.num_layers * a.ffn_hidden_size
     rows += a.max_position_embeddings if a.position_embedding is PositionEmbedding.learned else 0
     numbers = a.hidden_size * rows + a.vocabulary_width * a.vocab_size + delta_nets * a.linear_conv_size
-    size, room = numbers * dtype.itemsize // parallel.pp // max(parallel.tp, parallel.ep * parallel.etp), platform.total_memory()
+    size = numbers * dtype.itemsize // parallel.pp // max(parallel.tp, parallel.ep * parallel.etp)
+    room = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else psutil.virtual_memory().total
     if size > room:
         largest = sorted(((value, name) for name, value in asdict(a).items() if type(value) is int), reverse=True)[:4]
         raise ConfigError(

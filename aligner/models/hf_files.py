@@ -57,7 +57,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def has_weights(directory: Path) -> bool:
     """Whether all weight files that a model's directory names are there; damaged or not."""
     if (directory / INDEX_FILE).exists():
-        return all((directory / file).is_file() for file in index_files(directory / INDEX_FILE).values())
+        return all((directory / file).is_file() for file in set(index_files(directory / INDEX_FILE).values()))
     return (directory / SINGLE_FILE).is_file()
 
 

@@ -128,13 +128,6 @@ def release_memory() -> None:
 PEAK_MEMORY = "peak_bytes"  # of a rank's training step in the run's trace
 
 
-def total_memory() -> int:
-    """Bytes of the device that this process computes on, or of the machine."""
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def peak_memory() -> int:
     """Bytes that this process has needed at most so far, on a GPU with its context and communicators; without one, in memory.
 

@@ -429,3 +429,12 @@ def test_code_that_a_model_brings(changed):
         with pytest.raises(ConfigError, match=f"{refused}.*{named}"):
             described(changed("llama", auto_map=code, **change))
     assert described(changed("llama", auto_map=code)).num_layers == 2  # as DeepSeek-V3's and Phi-3's published files
+
+
+def test_settings_whose_weights_are_elsewhere(changed):
+    """As for a plan: the files beside the config are an index at most."""
+    directory = changed("llama")
+    (directory / "model.safetensors").unlink()
+    assert described(directory).num_layers == 2
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "m-1.safetensors"}}))
+    assert described(directory).num_layers == 2
