@@ -174,7 +174,7 @@ def _check(config: ModelConfig, architecture: Architecture, parallel: ParallelCo
     fuse, LongRoPE's choice, and which of the files' tensors are not read."""
     check_divisible(architecture, parallel)
     dtype, source = resolve_dtype(config.dtype), source_directory(config)
-    _check_memory(architecture, parallel, dtype)
+    _check_memory(architecture, config, parallel)
     if source is not None and has_weights(source):
         weights = HFWeights(source, weight_names(architecture))
         weights.check(architecture, is_scalar=is_scalar)
@@ -185,20 +185,21 @@ def _check(config: ModelConfig, architecture: Architecture, parallel: ParallelCo
         note_once(rope.choice(architecture, config.seq_length), rank=topology.rank)
 
 
-def _check_memory(a: Architecture, parallel: ParallelConfig, dtype: torch.dtype) -> None:
-    """Raise ConfigError for sizes whose weights alone, of which a part is counted, cannot be in this rank's memory."""
+def _check_memory(a: Architecture, config: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError for sizes whose weights and rotary tables, of which a part is counted, cannot be in this rank's memory."""
     mixed, linear = (a.num_layers - len(a.dense_layers)) * a.num_experts, len(a.linear_attention_layers)
     delta_nets = linear * (a.linear_key_heads * a.linear_key_head_dim + a.linear_value_heads * a.linear_value_head_dim)
     rows = (a.num_layers - linear) * (a.num_attention_heads * a.head_dim + a.latent_size + a.query_latent_size) + delta_nets
     rows += mixed * a.expert_ffn_hidden_size if a.num_experts else a.num_layers * a.ffn_hidden_size
     rows += a.max_position_embeddings if a.position_embedding is PositionEmbedding.learned else 0
     numbers = a.hidden_size * rows + a.vocabulary_width * a.vocab_size + delta_nets * a.linear_conv_size
-    size = numbers * dtype.itemsize // parallel.pp // max(parallel.tp, parallel.ep * parallel.etp)
+    numbers += context_length(config, a) * a.rotated
+    size = numbers * resolve_dtype(config.dtype).itemsize // parallel.pp // max(parallel.tp, parallel.ep * parallel.etp)
     room = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else psutil.virtual_memory().total
     if size > room:
-        largest = sorted(((value, name) for name, value in asdict(a).items() if type(value) is int), reverse=True)[:4]
+        largest = sorted(((value, name) for name, value in asdict(a).items() if type(value) is int), reverse=True)[:3]
         raise ConfigError(
-            f"model: its weights take more than {size >> 30} GiB on each rank, which has {room >> 30}; the largest sizes are "
+            f"{config.path or 'model.architecture'}: its weights and tables take more than {size >> 30} GiB on each rank, which has {room >> 30}; the largest sizes are "
             f"{', '.join(f'{name}={value}' for value, name in largest)}; allowed: smaller ones, or more ranks (parallel.tp, pp, ep)"
         )
 

@@ -332,11 +332,16 @@ def test_sizes_that_are_none(key, value, changed, unbuilt):
     assert f"{key}=" in message and "config.json" in message and "\n" not in message
 
 
-@pytest.mark.parametrize("key", ["kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "linear_conv_kernel_dim"])
-def test_sizes_that_no_memory_holds(key, changed, unbuilt):
-    """Those of matrices that are not compared."""
-    message = unbuilt(changed("qwen3_next" if key.startswith("linear") else "deepseek_v3", **{key: 10**10}))
-    assert "model: its weights take more than" in message and "the largest sizes are" in message
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("deepseek_v3", key) for key in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "max_position_embeddings")]
+    + [("qwen3_next", key) for key in ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_value_heads")]
+    + [("llama", "max_position_embeddings"), ("gpt_oss", "max_position_embeddings")],
+)
+def test_sizes_that_no_memory_holds(name, key, changed, unbuilt):
+    """Those of what is not compared: some matrices, and the engine's rotary tables."""
+    message = unbuilt(changed(name, **{key: 10**12}))
+    assert "/model: its weights and tables take more than" in message and "the largest sizes are" in message
 
 
 FROM_SCRATCH = ["hidden_size", "ffn_hidden_size", "vocab_size", "num_attention_heads"]
@@ -350,7 +355,10 @@ def test_models_from_scratch_that_no_memory_holds(field, topology):
     large = {field: 10**12} | ({"num_key_value_heads": 1, "head_dim": 2} if field == "num_attention_heads" else {})
     config = ModelConfig(architecture=Architecture(**({"vocab_size": 61} | large)))
     architecture = create.read_architecture(config, vocab_size=61)
-    with pytest.raises(ConfigError, match=rf"take more than \d+ GiB on each rank, which has \d+; the largest sizes are .*{field}={10**12}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"model.architecture: its weights and tables take more than \d+ GiB on each rank, which has \d+; the largest sizes are .*{field}={10**12}",
+    ):
         create.create_policy(config, architecture, ParallelConfig(), topology, create.training(config, None))
 
 
