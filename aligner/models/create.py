@@ -199,8 +199,9 @@ def _check_memory(a: Architecture, config: ModelConfig, parallel: ParallelConfig
     if size > room:
         largest = sorted(((value, name) for name, value in asdict(a).items() if type(value) is int), reverse=True)[:3]
         raise ConfigError(
-            f"{config.path or 'model.architecture'}: its weights and tables take more than {size >> 30} GiB on each rank, which has {room >> 30}; the largest sizes are "
-            f"{', '.join(f'{name}={value}' for value, name in largest)}; allowed: smaller ones, or more ranks (parallel.tp, pp, ep)"
+            f"{config.path or 'model.architecture'}: its weights and tables take more than {size >> 30} GiB on each rank, which has "
+            f"{room >> 30}; the largest sizes are {', '.join(f'{name}={value}' for value, name in largest)}; "
+            "allowed: smaller ones, or more ranks (parallel.tp, pp, ep)"
         )
 
 

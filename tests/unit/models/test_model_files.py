@@ -357,7 +357,7 @@ def test_models_from_scratch_that_no_memory_holds(field, topology):
     architecture = create.read_architecture(config, vocab_size=61)
     with pytest.raises(
         ConfigError,
-        match=rf"model.architecture: its weights and tables take more than \d+ GiB on each rank, which has \d+; the largest sizes are .*{field}={10**12}",
+        match=rf"model.architecture: its weights and tables take more than .* the largest sizes are .*{field}={10**12}",
     ):
         create.create_policy(config, architecture, ParallelConfig(), topology, create.training(config, None))
 
