@@ -35,6 +35,11 @@ def configs() -> list[str]:
     return sorted(file.stem for folder in recipe_folders() for file in folder.glob("*.yaml"))
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether `name`, which a downloaded file says, is that of a file in its own folder: no path, and nothing that no file is called."""
+    return name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
 def publish(path: Path, write: Callable[[Path], object]) -> None:
     """`write` a new file, which gets its name `path` once all of it is on disk; a file of that name is replaced.
 

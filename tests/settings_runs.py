@@ -138,7 +138,11 @@ class Runs:
 
     def config(self, recipe: str, settings: Mapping[str, Any] = {}) -> Any:  # noqa: B006
         """The config of a small run with these settings, by dotted name."""
-        return changed(ModelAlone() if recipe == MODEL_ALONE else _base(recipe, self.folder), settings)
+        made = changed(ModelAlone() if recipe == MODEL_ALONE else _base(recipe, self.folder), settings)
+        has_validation = getattr(getattr(made, "data", None), "validation", "") or not hasattr(
+            getattr(made, "loop", None), "validate_every"
+        )
+        return made if has_validation else changed(made, {"loop.validate_every": 0})
 
     def of(self, recipe: str, settings: Mapping[str, Any] = {}) -> Outcome:  # noqa: B006
         key = (recipe, repr(sorted(settings.items())))

@@ -326,6 +326,13 @@ def load_tokenizer(path: str | Path, model: Path | None = None) -> Tokenizer:
     try:
         backend = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception for a damaged file
+        if "trust_remote_code" in str(error):
+            files = [directory / name for name in ("tokenizer_config.json", "config.json")]
+            code = [json.loads(file.read_text()).get("auto_map") for file in files if file.is_file()]
+            raise ConfigError(
+                f"tokenizer in {directory.absolute()} is code of its own (auto_map: {code}), which is never run; allowed: "
+                "model.tokenizer=DIR with a tokenizer.json whose tokenizer_class transformers has, such as PreTrainedTokenizerFast"
+            ) from error
         raise ConfigError(f"tokenizer in {directory.absolute()} does not load: {type(error).__name__}: {error}") from error
     if backend.is_fast and (directory / "tokenizer.json").is_file():
         _compare(backend, directory / "tokenizer.json")

@@ -25,7 +25,7 @@ from huggingface_hub import HfApi, constants, get_token, hf_hub_download
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.files import publish
+from aligner.files import is_plain_name, publish
 from aligner.hub.failures import explain
 from aligner.hub.names import Files, HubName, Kind
 
@@ -135,7 +135,14 @@ def _looks_whole(directory: Path, files: Files) -> bool:
 
 
 def _shards(index: Path) -> list[str]:
-    return sorted(set(json.loads(index.read_text()).get("weight_map", {}).values()))
+    return sorted({_inside(file, index) for file in json.loads(index.read_text()).get("weight_map", {}).values()})
+
+
+def _inside(file: str, where: object) -> str:
+    """A file's name that the Hub, or an index from there, says. Raises ConfigError for one that leads elsewhere."""
+    if not all(map(is_plain_name, file.split("/"))):
+        raise ConfigError(f"{where}: names the file {file!r}; allowed: files inside the folder")
+    return file
 
 
 def _offline(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> Found:
@@ -214,7 +221,7 @@ def _download(folder: Path, wanted: Wanted, say: Callable[[str], object]) -> Fou
     asked = wanted.commit or name.revision or "main"
     info = api.repo_info(name.repo, repo_type=name.kind.value, revision=asked, files_metadata=True)
     commit = str(info.sha)
-    sizes = {str(one.rfilename): int(one.size or 0) for one in info.siblings or []}
+    sizes = {_inside(one.rfilename, wanted.text): int(one.size or 0) for one in info.siblings or []}
     directory, record = folder / "snapshots" / commit, _record(folder, commit, wanted.files)
     first = _small(sizes) if name.kind is Kind.model else [file for file in sizes if file == "README.md"]
     _write(record, complete=False, files=first)

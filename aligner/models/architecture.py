@@ -62,6 +62,7 @@ OF_EXPERTS = {
     "router_scale": 1.0,
     "weighted_expert_inputs": False,
 }
+MOST_LAYERS = 10_000  # more would take hours to build
 ROPE_FACTORS = ("rope_llama3_factor", "rope_linear_factor", "rope_yarn_factor", "rope_dynamic_factor")
 NOT_SCALED: dict[str, Any] = dict.fromkeys(ROPE_FACTORS, 0.0) | {"rope_short_factors": [], "rope_long_factors": []}
 
@@ -182,6 +183,8 @@ class Architecture:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"architecture.{name}={value}: must be at least 1")
+        if self.num_layers > MOST_LAYERS:
+            raise ConfigError(f"architecture.num_layers={self.num_layers}: must be at most {MOST_LAYERS}")
         for name in (
             "norm_eps",
             "initializer_range",

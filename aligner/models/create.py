@@ -6,25 +6,31 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
+import torch
+
 from aligner.errors import ConfigError
 from aligner.hub.names import name_of
 from aligner.models import checkpoint, rope
 from aligner.models.build import Transformer, build_language_model, build_scalar_model
 from aligner.models.checkpoint_adapters import weights_digest
 from aligner.models.config import Architecture, ModelConfig
-from aligner.models.families import architecture_from_hf, architecture_to_hf
+from aligner.models.families import architecture_from_hf, architecture_to_hf, weight_names
 from aligner.models.foreign.model import METADATA, NEMO_CONFIG, describe, is_foreign
 from aligner.models.fusions import fusions, note_once, say_once
 from aligner.models.guard import Guard, GuardConfig
-from aligner.models.hf_files import CONFIG_FILE, read_json
+from aligner.models.hf_files import CONFIG_FILE, has_weights, read_json
+from aligner.models.kinds import PositionEmbedding
 from aligner.models.lora import initialise_adapters
 from aligner.models.megatron_config import check_divisible, resolve_dtype
 from aligner.models.optimizer import OptimizerConfig
+from aligner.models.peft import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from aligner.models.peft import load_peft
 from aligner.models.policy import MegatronPolicy
 from aligner.models.reward import MegatronRewardModel, MegatronValueModel
 from aligner.models.scalar_head import VALUES, ScalarHead, read_head
 from aligner.models.trainable import TrainableModel, Training
+from aligner.models.weights import HFWeights, described
 from aligner.parallel import platform
 from aligner.parallel.collectives import from_rank_0
 from aligner.parallel.exact import check_arithmetic
@@ -52,6 +58,14 @@ def source_directory(config: ModelConfig, *, key: str = "model") -> Path | None:
         raise ConfigError(f"{key}.path={config.path}: no such directory")
     if (path / checkpoint.LATEST).exists() or (path / checkpoint.MARKER).exists():
         return checkpoint.resolve(path)
+    if (path / ADAPTER_CONFIG_FILE).exists():
+        adapter = read_json(path / ADAPTER_CONFIG_FILE)
+        base = adapter.get("base_model_name_or_path") or "the model that it was trained on"
+        beside = ", or without its files if the model beside it is meant" if (path / CONFIG_FILE).exists() else ""
+        raise ConfigError(  # also for one beside a model, which transformers would add to the adapter's own base
+            f"{key}.path={config.path}: an adapter ({ADAPTER_CONFIG_FILE}), which is no model by itself; allowed: {key}.path={base} with "
+            f"{key}.lora.path={config.path} {key}.lora.rank={adapter.get('r')} {key}.lora.alpha={adapter.get('lora_alpha')}{beside}"
+        )
     if not (path / CONFIG_FILE).exists():
         raise ConfigError(
             f"{key}.path={config.path}: neither a Hugging Face model ({CONFIG_FILE}) nor a checkpoint ({checkpoint.MARKER}; of Megatron-LM "
@@ -66,7 +80,7 @@ def read_architecture(config: ModelConfig, *, vocab_size: int) -> Architecture:
     if source is not None and is_foreign(source):
         architecture = describe(source).architecture
     elif source is not None:
-        architecture = architecture_from_hf(read_json(source / CONFIG_FILE), where=str(source / CONFIG_FILE))
+        architecture = described(source)
     else:
         architecture = replace(config.architecture, vocab_size=config.architecture.vocab_size or vocab_size)
         _check_family(replace(architecture, vocab_size=architecture.vocab_size or 1))  # whatever the tokenizer will have
@@ -119,7 +133,7 @@ def create_policy(
     config: ModelConfig, architecture: Architecture, parallel: ParallelConfig, topology: Topology, training: Training
 ) -> MegatronPolicy:
     """A language model with its weights; frozen where `training.optimizer` is None. Every rank calls it."""
-    _check(config, architecture, parallel, topology)
+    _check(config, architecture, parallel, topology, is_scalar=False)
     if config.batch_invariant:
         check_arithmetic(platform.device())
     chunks = build_language_model(architecture, config, parallel, load=bool(config.path), seed=topology.seed)
@@ -139,7 +153,7 @@ def create_value_model(
 
     `output_weights`: the weights that combine several outputs of a reward model into one value. Raises ConfigError if they are missing.
     """
-    _check(config, architecture, parallel, topology)
+    _check(config, architecture, parallel, topology, is_scalar=True)
     found = head_of(config) or VALUES
     head = replace(found, pooling=VALUES.pooling)
     if head.num_outputs > 1 and len(output_weights) != head.num_outputs:
@@ -155,12 +169,40 @@ def create_value_model(
     return MegatronValueModel(TrainableModel(chunks, topology, training))
 
 
-def _check(config: ModelConfig, architecture: Architecture, parallel: ParallelConfig, topology: Topology) -> None:
-    """Raise ConfigError for a model that cannot be built so; say in the log whose layers it gets, what they fuse, and LongRoPE's choice."""
+def _check(config: ModelConfig, architecture: Architecture, parallel: ParallelConfig, topology: Topology, *, is_scalar: bool) -> None:
+    """Raise ConfigError for a model that cannot be built so, or whose files do not fit; say in the log whose layers it gets, what they
+    fuse, LongRoPE's choice, and which of the files' tensors are not read."""
     check_divisible(architecture, parallel)
-    say_once(fusions(architecture, config, resolve_dtype(config.dtype)), rank=topology.rank)
+    dtype, source = resolve_dtype(config.dtype), source_directory(config)
+    _check_memory(architecture, config, parallel)
+    if source is not None and has_weights(source):
+        weights = HFWeights(source, weight_names(architecture))
+        weights.check(architecture, is_scalar=is_scalar)
+        for note in weights.notes(architecture):
+            note_once(note, rank=topology.rank)
+    say_once(fusions(architecture, config, dtype), rank=topology.rank)
     if architecture.rope_long_factors:
         note_once(rope.choice(architecture, config.seq_length), rank=topology.rank)
+
+
+def _check_memory(a: Architecture, config: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError for sizes whose weights and rotary tables, of which a part is counted, cannot be in this rank's memory."""
+    mixed, linear = (a.num_layers - len(a.dense_layers)) * a.num_experts, len(a.linear_attention_layers)
+    delta_nets = linear * (a.linear_key_heads * a.linear_key_head_dim + a.linear_value_heads * a.linear_value_head_dim)
+    rows = (a.num_layers - linear) * (a.num_attention_heads * a.head_dim + a.latent_size + a.query_latent_size) + delta_nets
+    rows += mixed * a.expert_ffn_hidden_size if a.num_experts else a.num_layers * a.ffn_hidden_size
+    rows += a.max_position_embeddings if a.position_embedding is PositionEmbedding.learned else 0
+    numbers = a.hidden_size * rows + a.vocabulary_width * a.vocab_size + delta_nets * a.linear_conv_size
+    numbers += context_length(config, a) * a.rotated
+    size = numbers * resolve_dtype(config.dtype).itemsize // parallel.pp // max(parallel.tp, parallel.ep * parallel.etp)
+    room = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else psutil.virtual_memory().total
+    if size > room:
+        largest = sorted(((value, name) for name, value in asdict(a).items() if type(value) is int), reverse=True)[:3]
+        raise ConfigError(
+            f"{config.path or 'model.architecture'}: its weights and tables take more than {size >> 30} GiB on each rank, which has "
+            f"{room >> 30}; the largest sizes are {', '.join(f'{name}={value}' for value, name in largest)}; "
+            "allowed: smaller ones, or more ranks (parallel.tp, pp, ep)"
+        )
 
 
 def head_of(config: ModelConfig) -> ScalarHead | None:
@@ -181,7 +223,7 @@ def create_reward_model(
     head: ScalarHead | None = None,
 ) -> MegatronRewardModel:
     """A reward model with this head; with that of `config.path` where none is given. Every rank calls it."""
-    _check(config, architecture, parallel, topology)
+    _check(config, architecture, parallel, topology, is_scalar=True)
     head = head or head_of(config) or ScalarHead()
     chunks = build_scalar_model(architecture, config, parallel, load=bool(config.path), head=head, seed=topology.seed)
     return MegatronRewardModel(_ready(chunks, config, topology, training))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from aligner.errors import ModelFilesError, describe_os_error
+from aligner.files import is_plain_name
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -21,6 +24,7 @@ FP8_SCALES = "_scale_inv"  # ends the name of the scales of a tensor in F8_E4M3
 _LFS_POINTER = b"version https://git-lfs"
 _POINTER = "is a Git LFS pointer, not the file itself: fetch that with `git lfs pull`"
 _MOST_HEADER_BYTES = 100 << 20  # what the format itself allows
+_CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +34,7 @@ class Stored:
     file: str
     shape: tuple[int, ...]
     dtype: str  # as safetensors calls it: F32, BF16, I8, ...; or MXFP4 or FP8
+    span: tuple[int, int] = (0, 0)  # its bytes: from one offset in the file up to another
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -42,37 +47,72 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelFilesError(f"{path} {_POINTER}")
     try:
         content = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFilesError(f"{path} is damaged: no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelFilesError(f"{path} is damaged: a JSON {type(content).__name__}, expected an object")
     return content
 
 
-def stored_tensors(directory: Path) -> tuple[dict[str, Stored], int]:
-    """Every tensor of a directory's safetensors files by name, and the bytes of the files. Only headers and sizes are read.
-
-    Raises ModelFilesError for a file that is missing, cut short or not what the index says.
-    """
-    index: dict[str, str] = {}
+def has_weights(directory: Path) -> bool:
+    """Whether all weight files that a model's directory names are there; damaged or not."""
     if (directory / INDEX_FILE).exists():
-        found = read_json(directory / INDEX_FILE).get("weight_map")
-        if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
-            raise ModelFilesError(f"{directory / INDEX_FILE} is damaged: no weight_map of names and files")
-        index = found
-    elif not (directory / SINGLE_FILE).exists():
+        return all((directory / file).is_file() for file in set(index_files(directory / INDEX_FILE).values()))
+    return (directory / SINGLE_FILE).is_file()
+
+
+def index_files(path: Path) -> dict[str, str]:
+    """The file of every tensor, as an index says. Raises ModelFilesError for a damaged one, and for files that are not beside it."""
+    found = read_json(path).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+        raise ModelFilesError(f"{path} is damaged: no weight_map of names and files")
+    if strange := [name for name, file in found.items() if not is_plain_name(file)]:
+        raise ModelFilesError(f"{path}: weight_map says {found[strange[0]]!r} for {strange[0]!r}; allowed: the name of a file beside it")
+    return found
+
+
+def stored_tensors(directory: Path) -> tuple[dict[str, Stored], int]:
+    """Every tensor of a directory's safetensors files by name, and the bytes of the files. Only headers and sizes are read, and tensors
+    that are there twice: what transformers reads of them depends on its version.
+
+    Raises ModelFilesError for a file that is missing, cut short or not what the index says, and for two different tensors of one name.
+    """
+    index = index_files(directory / INDEX_FILE) if (directory / INDEX_FILE).exists() else {}
+    if not index and not (directory / SINGLE_FILE).exists():
         raise ModelFilesError(f"{directory}: no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read")
+    named = set(index.values()) or {SINGLE_FILE}
     tensors: dict[str, Stored] = {}
     total = 0
-    for file in sorted(set(index.values())) or [SINGLE_FILE]:
-        header, size = read_header(directory / file)
-        total += size
+    for file in [*sorted(named), *({SINGLE_FILE} - named if (directory / SINGLE_FILE).exists() else ())]:
+        header, size = _read_header(directory / file)
+        total += size if file in named else 0
         if missing := [name for name, where in index.items() if where == file and name not in header]:
             raise ModelFilesError(f"{directory / file}: has no {missing[0]}, which {INDEX_FILE} says it has ({len(missing)} such)")
-        for name, entry in header.items():
-            if index.get(name, file) == file:
-                tensors[name] = Stored(file=file, shape=tuple(entry["shape"]), dtype=str(entry["dtype"]))
+        for name, one in header.items():
+            other = tensors.get(name, one)
+            if other is not one and not is_same(directory, one, other):
+                raise ModelFilesError(f"{directory}: {name} is in {other.file} and, another one, in {file}; allowed: one of them")
+            if other is one or index.get(name) == file:
+                tensors[name] = one
     return tensors, total
+
+
+def is_same(directory: Path, one: Stored, other: Stored) -> bool:
+    """Whether two tensors are alike to the byte. Reads them up to where they differ, once in a process."""
+    alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return alike and _is_same(*((directory / t.file, t.span, (directory / t.file).stat().st_mtime_ns) for t in (one, other)))
+
+
+@lru_cache(maxsize=1024)
+def _is_same(*spans: tuple[Path, tuple[int, int], int]) -> bool:
+    return all(one == other for one, other in zip_longest(*(_chunks(path, *span) for path, span, _ in spans)))
+
+
+def _chunks(path: Path, start: int, end: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(start)
+        for offset in range(start, end, _CHUNK_BYTES):
+            yield file.read(min(_CHUNK_BYTES, end - offset))
 
 
 def as_read(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -88,13 +128,15 @@ def as_read(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
         if base == name or pair[1] is None or {part.dtype for part in pair} != {"U8"} or one.shape[:-1] != pair[1].shape:
             continue
         *stack, rows, groups, size = one.shape
+        if base in found:
+            raise ModelFilesError(f"{name} and {base} are two of one tensor; allowed: one of them")
         del found[name], found[base + scales]
         found[base] = Stored(file=one.file, shape=(*stack, groups * size * 2, rows), dtype=MXFP4)
     return found
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """(entries by tensor, bytes of the file). The file must be exactly as long as its header says."""
+def _read_header(path: Path) -> tuple[dict[str, Stored], int]:
+    """(tensors by name, bytes of the file). The file must be exactly as long as its header says."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -114,10 +156,16 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
-        entries = [(entry["data_offsets"][1], entry["shape"], entry["dtype"]) for entry in header.values()]
-        end = max((offset for offset, _, _ in entries), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        tensors = {
+            name: Stored(
+                file=path.name, shape=tuple(map(int, entry["shape"])), dtype=entry["dtype"], span=(8 + length + first, 8 + length + last)
+            )
+            for name, entry in header.items()
+            for first, last in [entry["data_offsets"]]
+        }
+        end = max((one.span[1] for one in tensors.values()), default=8 + length)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFilesError(f"{path}: its header cannot be read: {error}") from error
-    if 8 + length + end != size:
-        raise ModelFilesError(f"{path} has {size} bytes, its header says {8 + length + end}: cut short, or still being copied")
-    return header, size
+    if end != size:
+        raise ModelFilesError(f"{path} has {size} bytes, its header says {end}: cut short, or still being copied")
+    return tensors, size

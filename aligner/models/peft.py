@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +116,9 @@ def peft_config(architecture: Architecture, lora: LoraConfig, *, base: str, head
     if head is not None:
         task = "TOKEN_CLS" if head.has_bias else "SEQ_CLS"
     name = parse(base)
-    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha  # PEFT's is an int
+    targets = _targets(architecture, lora)
+    plain = "target_parameters" not in targets  # PEFT drops nothing of parameters, and of two pairs in one it takes both ranks for rsLoRA's
+    alpha = lora.alpha if plain else lora.scaling * lora.rank
     return {
         "peft_type": "LORA",
         "task_type": task,
@@ -123,23 +126,37 @@ def peft_config(architecture: Architecture, lora: LoraConfig, *, base: str, head
         "revision": None if name is None else name.revision,
         "inference_mode": True,
         "r": lora.rank,
-        "lora_alpha": alpha,
-        "lora_dropout": lora.dropout,
-        "use_rslora": lora.rslora,
-        "target_modules": _target_modules(architecture, lora),
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,  # PEFT's is an int
+        "lora_dropout": lora.dropout if plain else 0.0,
+        "use_rslora": lora.rslora and plain,
+        **targets,
+        "alpha_pattern": {both: 2 * alpha for both in targets["rank_pattern"]},
         "fan_in_fan_out": architecture.family is Family.gpt2,  # its layers are Conv1D
         "bias": "none",
         "modules_to_save": trained or None,
     }
 
 
-def _target_modules(architecture: Architecture, lora: LoraConfig) -> list[str]:
-    """Name suffixes that only the modules with a pair have: GPT-2 has a c_proj in its attention and one after it."""
-    trained = {one.name for one in projections(architecture, lora)}
-    table = weight_names(architecture)
-    others = {name.removesuffix(".weight") for weight in table.names(architecture) for name in table.find(weight).hf_names} - trained
-    ambiguous = {_ending(name, 1) for name in others}
-    return sorted({_ending(name, 2 if _ending(name, 1) in ambiguous else 1) for name in trained})
+def _targets(architecture: Architecture, lora: LoraConfig) -> dict[str, Any]:
+    """The fields of `adapter_config.json` that say which layers have pairs.
+
+    Modules go by name suffixes that only they have: GPT-2 has a c_proj in its attention and one after it. transformers 5 has the experts of
+    a layer in two parameters, and PEFT takes every module that is called like an expert's projection for them: such ones, and the experts
+    themselves, are named as the parameters that they are. That of gate and up has both pairs.
+    """
+    trained, table = {one.name for one in projections(architecture, lora)}, weight_names(architecture)
+    rules = {weight: table.find(weight) for weight in table.names(architecture)}
+    every = {name.removesuffix(".weight"): weight for weight, rule in rules.items() for name in rule.hf_names}
+    experts = {name for name, weight in every.items() if "local_experts" in weight and rules[weight].expert is None}
+    called, ambiguous = ({_ending(name, 1) for name in names} for names in (experts, every.keys() - trained))
+    modules = {name for name in trained if _ending(name, 1) not in called}
+    fused = [f"experts.{name}" for name in ("gate_up_proj", "down_proj") if trained & experts]
+    parameters = [f"{name}.weight" for name in sorted(trained - modules - experts)] + fused
+    return {
+        "target_modules": sorted({_ending(name, 2 if _ending(name, 1) in ambiguous else 1) for name in modules}),
+        **({"target_parameters": parameters} if parameters else {}),
+        "rank_pattern": {re.escape(name): 2 * lora.rank for name in fused[:1]},
+    }
 
 
 def _ending(name: str, parts: int) -> str:
@@ -160,7 +177,7 @@ def load_peft(chunks: Sequence[Transformer], directory: Path) -> None:
     config, stored = _read(directory)
     chunk = chunks[0]
     heads = _saved_head(chunk, config, directory)
-    check_peft_config(config, chunk.lora, directory)
+    check_peft_config(config, chunk.architecture, chunk.lora, directory)
     wanted: dict[str, list[Projection]] = {}
     for one in projections(chunk.architecture, chunk.lora):
         wanted.setdefault(one.a, []).append(one)
@@ -210,11 +227,13 @@ def _head_module(head: ScalarHead, architecture: Architecture) -> str:
     return head.hf_name(HEAD, architecture.family).rstrip(".")
 
 
-def check_peft_config(config: Mapping[str, Any], lora: LoraConfig, directory: Path) -> None:
+def check_peft_config(config: Mapping[str, Any], architecture: Architecture, lora: LoraConfig, directory: Path) -> None:
     """Raise ConfigError unless an adapter with this `adapter_config.json` is one of `lora`'s."""
+    ours = _targets(architecture, lora)
+    ours["alpha_pattern"] = {both: 2 * config["lora_alpha"] for both in ours["rank_pattern"]}
     for name, allowed in _OTHER_KINDS.items():
         value = config.get(name)
-        if value is not None and value not in allowed:
+        if value is not None and value not in allowed and value != ours.get(name):
             raise ConfigError(
                 f"model.lora.path={directory}: {name}={value} is not supported; allowed: {', '.join(str(one) for one in allowed)}"
             )

@@ -20,6 +20,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from aligner.errors import CheckpointError
+from aligner.files import is_plain_name
 
 _METADATA, COMMON = ".metadata", "common.pt"
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
@@ -135,7 +136,7 @@ def check(directory: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{directory / _METADATA}: is not a checkpoint's metadata: {error}") from error
     for index, stored in metadata.storage_data.items():
-        if Path(stored.relative_path).name != stored.relative_path:
+        if not is_plain_name(stored.relative_path):
             raise CheckpointError(f"{directory / _METADATA}: refers to {stored.relative_path!r}, which is no file beside it")
         if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
             with (directory / stored.relative_path).open("rb") as file:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,8 @@ from aligner.files import as_umask_says
 from aligner.models.build import ScalarModel, Transformer
 from aligner.models.config import Architecture
 from aligner.models.disk_space import explain
-from aligner.models.families import architecture_to_hf, weight_names
+from aligner.models.families import architecture_from_hf, architecture_to_hf, sizes, text_part, weight_names
+from aligner.models.families.hf_config import LAYERS
 from aligner.models.families.mapping import EMBEDDING, OUTPUT_LAYER, NameTable, Rule, hf_shapes, shard, to_hf, to_megatron
 from aligner.models.hf_files import (
     CONFIG_FILE,
@@ -29,18 +32,23 @@ from aligner.models.hf_files import (
     MXFP4,
     MXFP4_ENDINGS,
     SINGLE_FILE,
+    Stored,
     as_read,
+    has_weights,
+    is_same,
     read_json,
     stored_tensors,
 )
 from aligner.models.lora import MergedWeights
 from aligner.models.quantised import fp8, mxfp4
-from aligner.models.scalar_head import HEAD, HF_HEADS, ScalarHead
+from aligner.models.scalar_head import HEAD, HF_HEADS, ScalarHead, read_head
 from aligner.models.shards import ParameterShard, Place, all_places, named_shards, shard_anywhere, tensor_group
 
 MAX_FILE_BYTES = 5 * 2**30
 SLICE_BYTES = 16 * 2**20  # of a tensor whose columns are split, gathered at a time
 _LM_HEAD = "lm_head.weight"
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+_FURTHER = re.compile(r".*\.eh_proj\.weight|mtp\.fc\.weight")  # what only layers have that predict further tokens
 _DTYPES = ("F64", "F32", "F16", "BF16", MXFP4, FP8)  # those of other quantized weights mean something else than their numbers
 
 
@@ -60,22 +68,34 @@ class WeightSource(Protocol):
 class HFWeights:
     """The tensors of a Hugging Face directory, read on demand by their full names, also where the file holds a headless model's."""
 
-    def __init__(self, directory: Path, table: NameTable) -> None:
+    def __init__(self, directory: Path, table: NameTable, tensors: Mapping[str, Stored] | None = None) -> None:
         self.directory = directory
-        stored = {name: one for name, one in stored_tensors(directory)[0].items() if not re.fullmatch(table.ignored, name)}
-        if images := [name for name in stored if re.fullmatch(table.images, name)]:
-            _say_once(f"{directory}: {len(images)} tensors are of images, and not read: the model is its text part")
-            stored = {name: one for name, one in stored.items() if name not in set(images)}
-        tensors = self._tensors = as_read(stored)
-        if others := [f"{name} is {one.dtype}" for name, one in tensors.items() if one.dtype not in _DTYPES]:
+        found = stored_tensors(directory)[0] if tensors is None else tensors
+        stored = {name: one for name, one in found.items() if not re.fullmatch(table.ignored, name)}
+        images = [name for name in stored if re.fullmatch(table.images, name)]
+        further = [name for name in stored if re.fullmatch(table.further, name)] if any(map(_FURTHER.fullmatch, stored)) else []
+        self._unread = [f"{len(images)} tensors are of images, and not read: the model is its text part"] if images else []
+        if further:
+            self._unread.append(f"{len(further)} tensors, such as {further[0]}, predict further tokens, and are not read and not exported")
+        left_out = {*images, *further}
+        stored = {name: one for name, one in stored.items() if name not in left_out}
+        self._tensors = as_read(stored)
+        if others := [f"{name} is {one.dtype}" for name, one in self._tensors.items() if one.dtype not in _DTYPES]:
             raise ModelFilesError(f"{directory}: {others[0]} ({len(others)} such): not read; allowed: {', '.join(_DTYPES)}")
-        prefix = "" if any(table.inner(name).startswith(table.base_prefix) for name in tensors) else table.base_prefix
-        self._stored = {_canonical(table.inner(name), prefix): name for name in tensors}
+        prefix = "" if any(table.inner(name).startswith(table.base_prefix) for name in self._tensors) else table.base_prefix
+        self._stored: dict[str, str] = {}
+        for name in self._tensors:
+            if (other := self._stored.setdefault(_canonical(table.inner(name), prefix), name)) != name:
+                raise ModelFilesError(f"{directory}: {other} and {name} are two of one tensor; allowed: one of them")
         self._files = {name: one.file for name, one in stored.items()}
-        self._handles = {name: safe_open(directory / name, framework="pt") for name in sorted(set(self._files.values()))}
+        self._handles: dict[Path, Any] = {}
 
-    def names(self) -> set[str]:
-        return set(self._stored)
+    def notes(self, architecture: Architecture) -> list[str]:
+        """What a user should know of the files beside what the config says."""
+        notes = self._unread
+        if not architecture.tied_embeddings and architecture_from_hf(read_json(self.directory / CONFIG_FILE)).tied_embeddings:
+            notes = [*notes, "the config ties the output layer to the embedding, the files have another one: kept apart, also in exports"]
+        return [f"{self.directory}: {note}" for note in notes]
 
     def get_shaped(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Tensor:
         """The full tensor, or one of those that are stacked in it. Raises ModelFilesError where it is missing or has another shape."""
@@ -100,19 +120,50 @@ class HFWeights:
 
     def _read(self, stored: str, part: int | None) -> Tensor:
         """A tensor of a file as it is, or what is at `part` of its first dimension."""
-        handle = self._handles[self._files[stored]]
+        path = self.directory / self._files[stored]
+        try:
+            handle = self._handles[path] = self._handles.get(path) or safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise ModelFilesError(f"{path}: cannot be read: {error}") from error
         return handle.get_tensor(stored) if part is None else handle.get_slice(stored)[part]
 
-    def check(self, architecture: Architecture, *, is_scalar: bool) -> None:
-        """Raise ModelFilesError where the directory's tensors are not those of the whole model."""
+    def check_sizes(self, architecture: Architecture, hf: Mapping[str, Any]) -> None:
+        """Raise ModelFilesError, naming settings of the config `hf`, if its sizes are not those of the tensors."""
+        for name, dimensions in sizes.expected(architecture, weight_names(architecture)):
+            stored, shape = self._stored.get(name, ""), tuple(size.value for size in dimensions)
+            if stored and (found := self._tensors[stored].shape) != shape:
+                wrong = [size for size, own in zip_longest(dimensions, found) if size and size.value != own]
+                raise ModelFilesError(
+                    f"{self.directory / CONFIG_FILE}: {sizes.settings(hf, wrong or dimensions)}: {stored} would be {shape}, "
+                    f"in {self._tensors[stored].file} it is {found}"
+                )
+
+    def is_untied(self, architecture: Architecture) -> bool:
+        """Whether the files have another output layer than the embedding, which the architecture makes it."""
         table = weight_names(architecture)
+        (head,), (embedding,) = (table.find(name).hf_names for name in (OUTPUT_LAYER, EMBEDDING))
+        if not (architecture.tied_embeddings and {head, embedding} <= self._stored.keys()):
+            return False
+        one, other = (self._tensors[self._stored[name]] for name in (head, embedding))
+        return one.dtype in (MXFP4, FP8) or not is_same(self.directory, one, other)
+
+    def check(self, architecture: Architecture, *, is_scalar: bool) -> None:
+        """Raise ModelFilesError where the directory's tensors are not those of the whole model, or of the head that its config names."""
+        table = weight_names(architecture)
+        outputs = table.find(OUTPUT_LAYER).hf_names  # those of a scalar model are not read; a tied file may repeat the embedding
         names = (name for name in table.names(architecture) if not (is_scalar and name == OUTPUT_LAYER))
         needed = list(dict.fromkeys(hf_name for name in names for hf_name in table.find(name).hf_names))
         if missing := [name for name in needed if name not in self._stored]:
-            raise ModelFilesError(f"{self.directory}: no tensor named {missing[0]}, and {len(missing) - 1} more are missing")
-        # A tied file may repeat the embedding; a scalar model has no use for an output layer.
-        outputs = {_LM_HEAD, *table.find(OUTPUT_LAYER).hf_names}
-        unknown = sorted(n for n in self.names() - set(needed) if n not in outputs and not (is_scalar and n.startswith(HEAD)))
+            tied = "; if it is the embedding: tie_word_embeddings=true in the config" if missing == [*outputs] else ""
+            raise ModelFilesError(f"{self.directory}: no tensor named {missing[0]}, and {len(missing) - 1} more are missing{tied}")
+        if not is_scalar and self.is_untied(architecture):
+            raise ModelFilesError(f"{self.directory}: {outputs[0]} is not the embedding, to which the model's config ties it")
+        head = read_head(self.directory) if is_scalar else None
+        heads = {name for name in self._stored if name.startswith(HEAD)} if is_scalar else set()
+        if head is not None and heads != (wanted := {f"{HEAD}weight", *([f"{HEAD}bias"] if head.has_bias else [])}):
+            named = [self._stored.get(name, name) for name in sorted(heads ^ wanted)]
+            raise ModelFilesError(f"{self.directory}: the class in its config has a head of {sorted(wanted)}, the files differ in {named}")
+        unknown = sorted(self._stored[name] for name in self._stored.keys() - set(needed) - set(outputs) - heads)
         if unknown:
             raise ModelFilesError(f"{self.directory}: {len(unknown)} tensors belong to no parameter of the model, e.g. {unknown[:3]}")
 
@@ -125,16 +176,6 @@ class HFWeights:
     def head(self, name: str, shape: torch.Size) -> Tensor | None:
         """A parameter of the head; None where there is none."""
         return self.get_shaped(name, tuple(shape)) if name in self._stored else None
-
-
-_said: set[str] = set()
-
-
-def _say_once(text: str) -> None:
-    """Print a line on rank 0, once in a process."""
-    if dist.get_rank() == 0 and text not in _said:
-        _said.add(text)
-        print(text, flush=True)
 
 
 def _canonical(name: str, prefix: str) -> str:
@@ -152,6 +193,29 @@ def load_hf(chunks: Sequence[Transformer], directory: Path, *, with_head: bool =
     or is in the files but belongs to no parameter.
     """
     fill(chunks, HFWeights(directory, weight_names(chunks[0].architecture)), with_head=with_head)
+
+
+def described(directory: Path) -> Architecture:
+    """The architecture that a directory's `config.json` names and, if they are here, its weight files bear out. Nothing is built.
+
+    Raises ConfigError as `architecture_from_hf`, and ModelFilesError if sizes and files differ.
+    """
+    file = directory / CONFIG_FILE
+    hf = read_json(file)
+    if not has_weights(directory):
+        return architecture_from_hf(hf, where=str(file))
+    tensors, _ = stored_tensors(directory)
+    text = text_part(hf)
+    layers = 1 + max((int(found[1]) for name in tensors if (found := _LAYER.search(name))), default=-1)
+    for key in LAYERS:
+        if type(text.get(key)) is int and text[key] > layers:  # before anything is made for each of them
+            raise ModelFilesError(f"{file}: {key}={text[key]}: the weight files beside it have {layers} layers")
+    architecture = architecture_from_hf(hf, where=str(file))
+    source = HFWeights(directory, weight_names(architecture), tensors)
+    if source.is_untied(architecture):  # as transformers reads it
+        architecture = replace(architecture, tied_embeddings=False)
+    source.check_sizes(architecture, text)
+    return architecture
 
 
 def fill(chunks: Sequence[Transformer], source: WeightSource, *, with_head: bool = True) -> None:

@@ -87,11 +87,6 @@ class Topology:
     cp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
 
-    @property
-    def is_replica_leader(self) -> bool:
-        """True on the one rank of each data-parallel replica that speaks for it."""
-        return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == 0
-
 
 def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
     """Make Megatron-Core's groups over the initialised torch.distributed world and seed its generators. Every rank calls this.

@@ -57,6 +57,8 @@ def models(tmp_path_factory) -> tuple[Path, dict[str, dict]]:
     torch.save(tokens, folder / "tokens.pt")
     for name in NAMES + MIXTURES:
         write(name, folder / name)
+    config = json.loads((folder / "gemma2_plain" / "config.json").read_text())  # ties the two, but the file has another output layer
+    (folder / "gemma2_plain" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     return folder, {name: theirs(folder / name, tokens) for name in NAMES + MIXTURES}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,12 +11,8 @@ from aligner.jobs.preflight.items import Context, Finding, Item, Level, Where
 from aligner.loop.config import JobRun
 from aligner.loop.recipe import UsedModel
 from aligner.models.checkpoint_files import MARKER, read_marker, resolve
-from aligner.models.config import Architecture
-from aligner.models.hf_files import as_read, stored_tensors
+from aligner.models.hf_files import stored_tensors
 from aligner.models.scalar_head import HF_HEADS
-
-_LM_HEAD = "lm_head.weight"
-_OUTPUT_LAYER = "output_layer.weight"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +36,9 @@ def _observe(context: Context) -> Readable:
 def check_model(model: UsedModel) -> tuple[str, list[str]]:
     """(a few words, warnings) on the files of `model.path`. Raises CheckpointError naming file and fault."""
     from aligner.models.create import read_architecture, source_directory  # Megatron-Core comes with it
+    from aligner.models.families import weight_names
     from aligner.models.foreign.model import is_foreign, open_weights
+    from aligner.models.weights import HFWeights
 
     source = source_directory(model.config, key=model.key)
     if source is None:
@@ -61,7 +59,8 @@ def check_model(model: UsedModel) -> tuple[str, list[str]]:
             raise CheckpointError(f"{model.key}.path={model.config.path}: has no rm_head: its scores would be those of a random head")
         return f"{source}: a model of Megatron-LM or NeMo, read in place", []
     tensors, num_bytes = stored_tensors(source)
-    check_names(source, read_architecture(model.config, vocab_size=0), set(as_read(tensors)), is_scalar=model.is_scalar)
+    architecture = read_architecture(model.config, vocab_size=0)
+    HFWeights(source, weight_names(architecture), tensors).check(architecture, is_scalar=model.is_scalar)
     if model.needs_head and not any(name.startswith(HF_HEADS) for name in tensors):
         raise CheckpointError(f"{model.key}.path={model.config.path}: has no {HF_HEADS[0]}*: its scores would be those of a random head")
     return f"{source}: {len(tensors)} tensors, {num_bytes / 2**30:.1f} GiB", []
@@ -87,28 +86,6 @@ def check_checkpoint(directory: Path) -> tuple[str, str]:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, its manifest says {entry.size}")
     total = sum(entry.size for entry in entries.values())
     return f"{directory}: step {marker['step']}, {len(entries)} files, {total / 2**30:.1f} GiB", str(marker["kind"])
-
-
-def check_names(directory: Path, architecture: Architecture, names: set[str], *, is_scalar: bool) -> None:
-    """Raise CheckpointError if a tensor that the model needs is in no file."""
-    from aligner.models.families import weight_names
-
-    table = weight_names(architecture)
-    names = {table.inner(name) for name in names}
-    headless = not any(name.startswith(table.base_prefix) for name in names)
-    present = {name if not headless or name.startswith((_LM_HEAD, *HF_HEADS)) else table.base_prefix + name for name in names}
-    missing = [name for name in dict.fromkeys(_needed(architecture, is_scalar)) if name not in present]
-    if missing:
-        raise CheckpointError(f"{directory}: no tensor named {missing[0]}, and {len(missing) - 1} more are missing")
-
-
-def _needed(architecture: Architecture, is_scalar: bool) -> Iterator[str]:
-    from aligner.models.families import weight_names
-
-    table = weight_names(architecture)
-    for name in table.names(architecture):
-        if not (is_scalar and name == _OUTPUT_LAYER):
-            yield from table.find(name).hf_names
 
 
 def judge(context: Context, seen: Mapping[int, Readable]) -> Finding:

@@ -28,10 +28,11 @@ def architecture_from_hf(hf: dict[str, Any], *, where: str = "config.json") -> A
     Raises ConfigError for a family that is not supported, and for a key whose value changes the numbers and is not computed here.
     """
     try:
-        hf = _text_part(hf)
+        hf = text_part(hf)
         model_type = hf.get("model_type")
         if not isinstance(model_type, str) or model_type not in Family.__members__:
-            raise ConfigError(f"model_type={model_type!r} is not supported; allowed: {', '.join(Family.__members__)}")
+            code = HFConfig(hf).own_code()
+            raise ConfigError(f"model_type={model_type!r} is not supported{code}; allowed: {', '.join(Family.__members__)}")
         config = HFConfig(hf)
         config.check_classes()
         config.check_quantization()
@@ -42,7 +43,7 @@ def architecture_from_hf(hf: dict[str, Any], *, where: str = "config.json") -> A
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _text_part(hf: dict[str, Any]) -> dict[str, Any]:
+def text_part(hf: dict[str, Any]) -> dict[str, Any]:
     """The config of the text part of a model of images and text, as it would be alone; any other as it is."""
     model_type, text = hf.get("model_type"), hf.get("text_config")
     if not isinstance(model_type, str) or model_type not in _WITH_IMAGES or not isinstance(text, dict):

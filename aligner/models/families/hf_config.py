@@ -6,12 +6,13 @@ Ignores the keys that transformers' model of the family ignores.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections import ChainMap
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from aligner.errors import ConfigError
+from aligner.models.architecture import MOST_LAYERS
 from aligner.models.families.rope_scaling import LONGROPE, ROPE_KINDS, Scaling
 
 T = TypeVar("T")
@@ -29,6 +30,7 @@ UNCHANGED: Mapping[str, tuple[Any, ...]] = {
     "query_pre_attn_scalar": (None,),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (None, 1)),
 }
+LAYERS = ("num_hidden_layers", "n_layer")
 _CLASSES = ("ForCausalLM", "LMHeadModel", "Model", "ForSequenceClassification", "ForTokenClassification")
 
 
@@ -43,13 +45,18 @@ class HFConfig:
         """The error for a value that is not computed here."""
         return ConfigError(f"{key}={json.dumps(value)} is not supported for model_type {self.model_type}; allowed: {allowed}")
 
+    def own_code(self) -> str:
+        """What to say of code that the model brings; empty if it brings none."""
+        code = self._values.get("auto_map")
+        return f" (its auto_map names code of its own, {json.dumps(code)}, which is never run here)" if code else ""
+
     def check_classes(self) -> None:
         """The classes in `architectures`, where there are any, have to be the family's own language models and classifiers."""
         found = self._values.get("architectures")
         prefix = str(self.model_type).removesuffix("_text").replace("_", "")
         allowed = [(prefix + suffix).lower() for suffix in _CLASSES]
         if found is not None and not (isinstance(found, list) and all(str(name).lower().replace("_", "") in allowed for name in found)):
-            raise self.refusal("architectures", found, f"{prefix.capitalize()}... with {', '.join(_CLASSES)}")
+            raise self.refusal("architectures", found, f"{prefix.capitalize()}... with {', '.join(_CLASSES)}{self.own_code()}")
 
     def check_quantization(self) -> None:
         """Refuse weights in few bits of kinds that are not read."""
@@ -87,6 +94,8 @@ class HFConfig:
             return null
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.refusal(key, value, "a whole number >= 1")
+        if value > (most := MOST_LAYERS if key in LAYERS else 10**30):
+            raise self.refusal(key, value, f"at most {most}")
         return value
 
     def value(self, key: str) -> Any:
@@ -173,6 +182,6 @@ class HFConfig:
 
     def checked(self, key: str, value: Any) -> float:
         """`value` of `key` as a finite number >= 0."""
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
             raise self.refusal(key, value, "a finite number >= 0")
         return float(value)

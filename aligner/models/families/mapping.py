@@ -94,6 +94,7 @@ class NameTable:
     ignored: str = r".*rotary_emb\.inv_freq"
     outer_prefix: str = ""  # what a file of a model of images and text puts before the names of its text part
     images: str = r"(?!)"  # matches the other tensors of such a file, which are not read
+    further: str = r"(?!)"  # matches those of layers that predict further tokens, which are not read
 
     def inner(self, name: str) -> str:
         """A tensor's name in a file of the text part alone."""
@@ -135,7 +136,7 @@ class NameTable:
                 names = list(self.linear) + [name for name in names if not name.startswith("self_attention.")]
             experts = [name for name in names if name.startswith(_EXPERT_TEMPLATE)]
             yield from (f"decoder.layers.{layer}.{name}" for name in names if name not in experts)
-            numbers = range(architecture.num_experts)
+            numbers = range(architecture.num_experts if experts else 0)
             pairs = [(name, number) for number in numbers for name in experts]
             if any(_is_stacked(self.layer[name]) for name in experts):  # one tensor of all experts after the other
                 pairs = [(name, number) for name in experts for number in numbers]

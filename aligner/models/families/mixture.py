@@ -32,7 +32,7 @@ def names(a: Architecture, attention: Mapping[str, Rule]) -> NameTable:
         layer=mapping.INPUT_NORM | dict(attention) | mapping.MLP_NORM | mixture,
         dense=mapping.MLP,
         after=mapping.FINAL_NORM | mapping.OUTPUT,
-        ignored=rf".*rotary_emb\.inv_freq|model\.layers\.{a.num_layers}\..*",
+        further=rf"model\.layers\.{a.num_layers}\..*",
     )
 
 

@@ -42,7 +42,7 @@ def names(projections: Mapping[str, Rule], mlp: Mapping[str, Rule], dense: Mappi
         dense=dense,
         linear=delta_net,
         after=mapping.FINAL_NORM | mapping.OUTPUT,
-        ignored=r".*rotary_emb\.inv_freq|mtp\..*",
+        further=r"mtp\..*",
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from aligner.errors import CheckpointError
+from aligner.files import is_plain_name
 from aligner.models import safe_pickle
 from aligner.models.foreign.files import Files
 
@@ -71,7 +72,7 @@ class TorchDist:
         stored = self._storage.get(index)
         if stored is None:
             raise CheckpointError(f"{self._where}: does not say where {index.fqn} is")
-        if PurePosixPath(stored.relative_path).name != stored.relative_path:
+        if not is_plain_name(stored.relative_path):
             raise CheckpointError(f"{self._where}: refers to {stored.relative_path!r}, which is no file beside it")
         if getattr(stored, "transform_descriptors", None):
             raise CheckpointError(f"{self._where}: {index.fqn} is compressed; allowed: files as Megatron-Core writes them")

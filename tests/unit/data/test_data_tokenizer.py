@@ -50,6 +50,19 @@ def test_missing_directory_and_missing_files_are_named(tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_code_that_a_tokenizer_brings_is_never_run(chars, tmp_path):
+    chars.save(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    code = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | code))
+    (tmp_path / "tokenization_own.py").write_text("raise SystemExit('run')")
+    with pytest.raises(
+        ConfigError, match="code of its own .*tokenization_own.OwnTokenizer.*never run; allowed: model.tokenizer=DIR"
+    ) as caught:
+        load_tokenizer(tmp_path)
+    assert "trust_remote_code" not in str(caught.value)
+
+
 def test_missing_end_token_is_an_error(make_tokenizer_dir):
     with pytest.raises(ConfigError, match="no end-of-sequence token: looked for eos_token"):
         load_tokenizer(make_tokenizer_dir(pad_token="<pad>"))

@@ -216,3 +216,13 @@ def test_a_data_set_needs_all_of_its_files(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     said: list[str] = []
     assert fetch(asked, said.append) == found and "nothing says whether all of its files are in" in said[0]
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "..", "a/../../b.safetensors", "a\\0b"])
+def test_names_that_lead_out_of_the_folder(hub, file, monkeypatch):
+    hub.add("org/name", {**MODEL, "model.safetensors.index.json": json.dumps({"weight_map": {"a": file}}).encode()})
+    with pytest.raises(ConfigError, match="model.safetensors.index.json: names the file .*; allowed: files inside the folder"):
+        fetch(wanted(), print)
+    hub.add("org/data", {"data.jsonl": b"{}", f"{file}/x.jsonl": b"{}"}, kind="datasets")
+    with pytest.raises(ConfigError, match="model.path=org/data: names the file .*; allowed: files inside the folder"):
+        fetch(wanted("org/data", kind=Kind.dataset, files=Files.data), print)

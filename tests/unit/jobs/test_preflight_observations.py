@@ -191,15 +191,24 @@ def test_an_index_and_its_files(tmp_path):
 
 
 def test_names_that_a_model_needs(tmp_path):
+    from aligner.models.families import weight_names
+    from aligner.models.weights import HFWeights
+
     architecture = Architecture(num_layers=1, vocab_size=8)
     attention = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]
     mlp = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
     norms = ["model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight", "model.norm.weight"]
     names = {"model.embed_tokens.weight", *attention, *mlp, *norms}  # tied: no lm_head
-    weights.check_names(tmp_path, architecture, names, is_scalar=False)
-    weights.check_names(tmp_path, architecture, {name.removeprefix("model.") for name in names}, is_scalar=True)  # a headless model's file
+    (tmp_path / "config.json").write_text("{}")
+
+    def check(names: set[str], *, is_scalar: bool) -> None:
+        stored = {name: hf_files.Stored(file="model.safetensors", shape=(), dtype="F32") for name in names}
+        HFWeights(tmp_path, weight_names(architecture), stored).check(architecture, is_scalar=is_scalar)
+
+    check(names, is_scalar=False)
+    check({name.removeprefix("model.") for name in names}, is_scalar=True)  # a headless model's file
     with pytest.raises(CheckpointError, match=r"no tensor named model\.layers\.0\.self_attn\.v_proj\.weight, and 0 more"):
-        weights.check_names(tmp_path, architecture, names - {attention[2]}, is_scalar=False)
+        check(names - {attention[2]}, is_scalar=False)
 
 
 def test_models_without_weights(run):

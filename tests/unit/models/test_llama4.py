@@ -32,7 +32,6 @@ def directory(topology, tmp_path):
 def test_the_text_part_of_a_model_with_images(directory, load_policy, tmp_path, capsys):
     from transformers import Llama4ForConditionalGeneration
 
-    from aligner.jobs.preflight.weights import check_names
     from aligner.models.weights import save_hf
 
     tokens = torch.randint(0, 61, (3, 40), generator=torch.Generator().manual_seed(3))
@@ -53,7 +52,6 @@ def test_the_text_part_of_a_model_with_images(directory, load_policy, tmp_path, 
     assert json.loads((tmp_path / "export" / "config.json").read_text())["model_type"] == "llama4_text"
     written, read = load_file(tmp_path / "export" / "model.safetensors"), load_file(directory / "model.safetensors")
     assert written.keys() == set(text.values()) and all(torch.equal(written[inner], read[name]) for name, inner in text.items())
-    check_names(directory, chunk.architecture, set(names), is_scalar=False)
 
 
 def test_what_is_refused_of_a_model_with_images(directory):
@@ -78,5 +76,5 @@ def test_an_expert_of_another_size_is_named(hf_directory, load_policy, tmp_path)
     shutil.copytree(hf_directory("llama4_text"), tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_local_experts": 3}))
-    with pytest.raises(ModelFilesError, match=r"feed_forward.router.weight is \(4, 32\), the model\'s config makes it \(3, 32\)"):
+    with pytest.raises(ModelFilesError, match=r"num_local_experts=3: .*feed_forward.router.weight would be \(3, 32\), .* it is \(4, 32\)"):
         load_policy(tmp_path / "model")

@@ -157,10 +157,8 @@ def test_every_layer_adds_its_product_times_the_scale(name, rslora, make_policy)
             torch.testing.assert_close(adapter(x.to(weight.device)).cpu(), scale * x @ product.t(), rtol=1e-5, atol=1e-5)
 
 
-# PEFT 0.21 takes layers called as the experts' projections for the experts, which transformers 5 has in one tensor.
-READ_BY_PEFT = dict.fromkeys(("deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_next"), [LoraTarget.qkv, LoraTarget.proj])
-READ_BY_PEFT |= dict.fromkeys(("qwen2_moe", "llama4_text"), [*READ_BY_PEFT["deepseek_v3"], LoraTarget.fc1, LoraTarget.fc2])
-READ_BY_PEFT["qwen3_5_text"] = [LoraTarget.q, LoraTarget.k, LoraTarget.v, LoraTarget.proj, LoraTarget.fc1, LoraTarget.fc2]
+READ_BY_PEFT = {"gpt_oss": [LoraTarget.qkv, LoraTarget.proj], "llama4_text": ALL[:4]}  # their experts have no adapters
+READ_BY_PEFT["qwen3_5_text"] = [LoraTarget.q, LoraTarget.k, LoraTarget.v, *ALL[1:4]]
 
 
 @pytest.mark.parametrize(
@@ -212,6 +210,53 @@ def test_merged_and_peft_exports_give_the_same_logits(name, make_policy, hf_dire
     peft = pytest.importorskip("peft")
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hf_directory(name)), tmp_path / "adapter")
     torch.testing.assert_close(hf_logprobs(theirs, batch), ours, rtol=0, atol=1e-4)
+
+
+OPTIONS = {
+    "rank and alpha": {"rank": 5, "alpha": 3.0},
+    "rslora": {"rank": 3, "alpha": 5.0, "rslora": True},
+    "dropout": {"dropout": 0.2},
+    "attention": {"targets": [LoraTarget.qkv, LoraTarget.proj], "rslora": True},
+    "queries": {"targets": [LoraTarget.q]},
+    "feed-forward": {"targets": [LoraTarget.fc1, LoraTarget.fc2], "rslora": True, "dropout": 0.1},
+    "gate": {"targets": [LoraTarget.gate]},
+    "up and down": {"targets": [LoraTarget.up, LoraTarget.fc2]},
+    "experts": {"targets": [LoraTarget.experts]},
+    "experts, rslora": {"targets": [LoraTarget.experts], "rslora": True, "rank": 3},
+    "attention and experts": {"targets": [LoraTarget.qkv, LoraTarget.experts], "dropout": 0.1},
+    "all, rslora": {"targets": ALL, "rslora": True, "rank": 2, "alpha": 7.0},
+}
+ABSENT = {"qwen2": ("experts", "experts, rslora"), "mixtral": ("feed-forward", "gate", "up and down")}  # layers that it does not have
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", ["qwen2", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_dense_layers", "deepseek_v2", "glm4_moe"])
+def test_peft_reads_what_was_trained(name, option, make_policy, hf_directory, tmp_path):
+    """Whatever the targets, also those that PEFT would take for experts, and back."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    from aligner.models.peft import load_peft, save_peft
+
+    options = {"targets": ALL} | OPTIONS[option]
+    if option in ABSENT.get(name.replace("qwen3_moe", "mixtral"), ()):
+        with pytest.raises(ConfigError, match="the model has no such layer"):
+            make_policy(name, **options)
+        return
+    policy, batch = make_policy(name, **options), make_batch()
+    before, generator = policy.logprobs(batch), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter_name, parameter in policy.module.named_parameters():
+            if ".adapter.b" in parameter_name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    ours = policy.logprobs(batch)
+    assert (ours - before).abs().max() > 0.01
+    save_peft(policy.chunks, tmp_path, writer=True)
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hf_directory(name)), tmp_path)
+    torch.testing.assert_close(hf_logprobs(theirs, batch), ours, rtol=0, atol=1e-4)
+    again = make_policy(name, **options)
+    load_peft(again.chunks, tmp_path)
+    assert equal(weights(again, adapters=True), weights(policy, adapters=True))
 
 
 def test_projections_that_a_delta_net_has_in_another_order_get_no_adapters(make_policy):

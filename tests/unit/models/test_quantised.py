@@ -11,7 +11,6 @@ from hf_models import randomize
 from safetensors.torch import load_file, save_file
 
 from aligner.errors import CheckpointError, ModelFilesError
-from aligner.models.families import architecture_from_hf
 from aligner.models.quantised import fp8, mxfp4
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -93,19 +92,27 @@ def test_a_pair_that_is_not_whole_is_refused(quantised, topology, load_policy):
         load_policy(quantised)
     stacks = {key: one[:-1].contiguous() for key, one in tensors.items() if "down_proj_" in key}
     save_file(tensors | stacks, quantised / "model.safetensors")
-    with pytest.raises(ModelFilesError, match=r"down_proj is \(2, 32, 64\), the model's config makes it \(3, 32, 64\)"):
+    with pytest.raises(
+        ModelFilesError, match=r"num_local_experts=3: .*down_proj would be \(3, 32, 64\), in model.safetensors it is \(2, 32, 64\)"
+    ):
         load_policy(quantised)
 
 
 def test_the_preflight_knows_the_pairs(quantised):
-    from aligner.jobs.preflight.weights import check_names
-    from aligner.models.hf_files import as_read, stored_tensors
+    from aligner.jobs.preflight.weights import check_model
+    from aligner.loop.recipe import UsedModel
+    from aligner.models.config import ModelConfig
 
-    architecture = architecture_from_hf(json.loads((quantised / "config.json").read_text()))
-    names = set(as_read(stored_tensors(quantised)[0]))
-    check_names(quantised, architecture, names, is_scalar=False)
+    model = UsedModel(component="trainer", key="model", config=ModelConfig(path=str(quantised)), is_scalar=False)
+    assert "tensors" in check_model(model)[0]
+    tensors = load_file(quantised / "model.safetensors")
+    pair = ("model.layers.0.mlp.experts.down_proj_blocks", "model.layers.0.mlp.experts.down_proj_scales")
+    save_file({name: tensor for name, tensor in tensors.items() if name not in pair}, quantised / "model.safetensors")
     with pytest.raises(CheckpointError, match="no tensor named .*0.mlp.experts.down_proj, and 0 more"):
-        check_names(quantised, architecture, names - {"model.layers.0.mlp.experts.down_proj"}, is_scalar=False)
+        check_model(model)
+    save_file(tensors | {pair[0].removesuffix("_blocks"): torch.zeros(2)}, quantised / "model.safetensors")
+    with pytest.raises(CheckpointError, match="down_proj_blocks and .*down_proj are two of one tensor; allowed: one of them"):
+        check_model(model)
 
 
 # FP8 by blocks.
