@@ -15,7 +15,7 @@ import typing
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -139,10 +139,8 @@ class Runs:
     def config(self, recipe: str, settings: Mapping[str, Any] = {}) -> Any:  # noqa: B006
         """The config of a small run with these settings, by dotted name."""
         made = changed(ModelAlone() if recipe == MODEL_ALONE else _base(recipe, self.folder), settings)
-        has_validation = getattr(getattr(made, "data", None), "validation", "") or not hasattr(
-            getattr(made, "loop", None), "validate_every"
-        )
-        return made if has_validation else changed(made, {"loop.validate_every": 0})
+        trains = "loop" in {one.name for one in fields(made)}  # validate_every has a default, with nothing to validate on
+        return changed(made, {"loop.validate_every": 0}) if trains and not getattr(made.data, "validation", "") else made
 
     def of(self, recipe: str, settings: Mapping[str, Any] = {}) -> Outcome:  # noqa: B006
         key = (recipe, repr(sorted(settings.items())))

@@ -21,6 +21,7 @@ from aligner.environments.calculator import Calculator, calculate, last_number
 from aligner.environments.environment import Observation, Turn
 from aligner.environments.retry_maths import RetryMaths
 from aligner.environments.tools import ToolAnswers, Toolbox, ToolError
+from aligner.errors import ConfigError
 from aligner.rewards import builtin, length
 from aligner.rewards.code import program_of, python_tests
 from aligner.rewards.format import pattern, sections
@@ -135,10 +136,11 @@ def test_maths() -> None:
 
 
 def test_programs() -> None:
-    run, some = (
-        python_tests(timeout_seconds=1.0),
-        ["\ud800", "\0", "print(1)\0", "(" * MANY, "```python\n" * 20_000, "\u202e"],
-    )
+    some = ["\ud800", "\0", "print(1)\0", "(" * MANY, "```python\n" * 20_000, "\u202e"]
+    try:
+        run = python_tests(timeout_seconds=1.0)
+    except ConfigError as error:
+        pytest.skip(str(error))
     assert set(run([""] * len(some), some, ["assert True"] * len(some))) <= {0.0, 1.0}
 
 
