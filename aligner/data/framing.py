@@ -7,13 +7,14 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from aligner.data.rendering import PROBES, Rendered, render
-from aligner.errors import DataError
+from aligner.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,14 +79,19 @@ class Framing:
 
     def _probe(self, messages: Sequence[Mapping[str, Any]]) -> Rendered | None:
         """A conversation as the template writes it; None if it has no place for one."""
-        if not self._templates:
-            return None
-        marks = self._backend.special_tokens_map
-        asks = messages[-1]["role"] != "assistant"
+        with suppress(DataError):
+            if self._templates:
+                return self.render(next(iter(self._templates.values())), messages, asks=messages[-1]["role"] != "assistant")
+        return None
+
+    def render(self, template: str, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] = (), asks: bool = False) -> Rendered:
+        """A conversation as one of the templates writes it; `asks`: with its generation prompt. Raises as `rendering.render` does."""
+        variables = {**self._backend.special_tokens_map, "tools": list(tools) or None, "documents": None, "add_generation_prompt": asks}
         try:
-            return render(next(iter(self._templates.values())), messages, day=self._day, tools=None, add_generation_prompt=asks, **marks)
-        except DataError:
-            return None
+            return render(template, messages, day=self._day, **variables)
+        except (ConfigError, DataError) as error:
+            named = f"the chat template of {self._backend.name_or_path}"
+            raise type(error)(str(error).replace("the chat template", named, 1)) from error
 
     @cached_property
     def wants_parts(self) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from aligner.data.config import SpecialText, Thinking
 from aligner.data.framing import Framing
 from aligner.data.messages import THOUGHTS, Message, Tools, shown
-from aligner.data.rendering import Rendered, render, writes_dates
+from aligner.data.rendering import Rendered, writes_dates
 from aligner.data.templates import DEFAULT, OWN_TEMPLATE, TEMPLATE_FILE, TEMPLATES, TOOL_USE, template_text
 from aligner.errors import ConfigError, DataError
 
@@ -244,15 +244,11 @@ class Tokenizer:
             raise DataError(f"the chat template of {self.path} has no place for {lost}, expected one that has (data.chat_template)")
         thought, parts = _thought_field(template) or THOUGHTS[0], self._framing.wants_parts
         turns, tools = (self._protected_json(it) for it in ([message.as_json(thought, parts) for message in messages], list(self._tools)))
-        variables = {**self._backend.special_tokens_map, "tools": tools or None, "documents": None}
-        try:
-            found = render(template, turns, day=self._day, add_generation_prompt=add_generation_prompt, **variables)
-            self._check_contents(messages, found.text)
-            if self._thinking is Thinking.keep:
-                whole = render(template, turns, day=self._day, add_generation_prompt=False, **variables) if add_generation_prompt else found
-                self._check_thoughts(messages, whole.text)
-        except (DataError, ConfigError) as error:
-            raise type(error)(str(error).replace("the chat template", f"the chat template of {self.path}", 1)) from error
+        found = self._framing.render(template, turns, tools=tools, asks=add_generation_prompt)
+        self._check_contents(messages, found.text)
+        if self._thinking is Thinking.keep:
+            whole = self._framing.render(template, turns, tools=tools) if add_generation_prompt else found
+            self._check_thoughts(messages, whole.text)
         return found
 
     def _protected_json(self, value: Any) -> Any:
@@ -280,10 +276,9 @@ class Tokenizer:
             for what in (said.strip(), *(call["function"]["name"] for call in message.tool_calls)):
                 words = self.protected(what)
                 if words not in text and json.dumps(words, ensure_ascii=False)[1:-1] not in text:
-                    raise DataError(
-                        f"message {position}: the chat template leaves out {shown(what)} of role {message.role!r}, or changes it, "
-                        "expected one that has a place for it (data.chat_template)"
-                    )
+                    lost = f"{shown(what)} of role {message.role!r}, or changes it"
+                    expected = "expected one that has a place for it (data.chat_template)"
+                    raise DataError(f"message {position}: the chat template of {self.path} leaves out {lost}, {expected}")
 
     def _check_thoughts(self, messages: Sequence[Message], text: str) -> None:
         for position, message in enumerate(messages):

@@ -32,6 +32,7 @@ from aligner.models.build import Transformer
 from aligner.models.checkpoint import copy_tokenizer, special_ids
 from aligner.models.config import Architecture, ModelConfig
 from aligner.models.foreign.model import is_foreign
+from aligner.models.fusions import note_once
 from aligner.models.guard import GuardConfig
 from aligner.models.peft import save_peft
 from aligner.models.trainable import TrainableModel
@@ -122,7 +123,8 @@ def load_model_files(config: ModelConfig, data: Any = None, session: Session | N
     if data is not None:
         tokenizer = tokenizer.chatting(data, day=session.directory.first_day() if session else None)
     if session and tokenizer.writes_dates:
-        session.say(f"the chat template writes the date: that of the run's first day, {session.directory.first_day()}, on every day")
+        told = f"the chat template writes the date: that of the run's first day, {session.directory.first_day()}, on every day"
+        note_once(told, rank=session.topology.rank)
     architecture = create.read_architecture(config, vocab_size=tokenizer.vocab_size)
     check_vocabulary(tokenizer, architecture.vocab_size)
     return tokenizer, architecture

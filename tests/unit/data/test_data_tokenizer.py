@@ -226,17 +226,16 @@ def test_templates_that_write_the_day_get_the_one_that_is_given(tmp_path):
     assert plain.chatting(config, day=date(2024, 1, 1)).chat_digest == plain.chat_digest != first.chat_digest
 
 
-def test_the_day_of_a_run_is_its_first_and_is_said_once(tmp_path):
+def test_the_day_of_a_run_is_its_first_and_is_said_once(tmp_path, capsys):
     folder = write_chat(tmp_path / "t", "{{ strftime_now('%Y') }}" + DEFAULT)
     run = RunDirectory(tmp_path / "run").create()
     made = json.loads(run.identity.read_text())
     run.identity.write_text(json.dumps(made | {"created": "2023-05-06T23:59:59+0200"}))
-    said: list[str] = []
-    session = SimpleNamespace(directory=run, say=said.append)
+    session = SimpleNamespace(directory=run, topology=SimpleNamespace(rank=0))
     model = ModelConfig(tokenizer=str(folder))
-    tokenizer, _ = load_model_files(model, SFTDataConfig(train="x"), session)
+    tokenizer, _ = [load_model_files(model, SFTDataConfig(train="x"), session) for _ in range(2)][1]
     assert tokenizer.decode(encode_prompt(tokenizer, "hi", PromptStyle(apply_chat_template=True))).startswith("2023u")
-    assert said == ["the chat template writes the date: that of the run's first day, 2023-05-06, on every day"]
+    assert capsys.readouterr().out.count("the chat template writes the date: that of the run's first day, 2023-05-06, on every day\n") == 1
 
 
 def test_what_transformers_makes_of_a_tokenizer_is_compared_with_its_file(tmp_path, monkeypatch):
