@@ -57,7 +57,11 @@ class Framing:
         ends = {backend.bos_token_id, backend.pad_token_id, *self._end_ids}
         found = [rendered.text for messages in PROBES if (rendered := self._probe(messages))]
         written = "\n".join([*self._templates.values(), *found])
-        return {text: number for text, number in self._added.items() if number in ends or (text in written and not _CONTENT.search(text))}
+
+        def is_mark(text: str) -> bool:  # not a word that somebody added to the vocabulary, such as `user`
+            return not text.strip()[0].isalnum() and text in written and not _CONTENT.search(text)
+
+        return {text: number for text, number in self._added.items() if number in ends or is_mark(text)}
 
     @cached_property
     def ids(self) -> frozenset[int]:

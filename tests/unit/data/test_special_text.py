@@ -22,7 +22,7 @@ CHATML = (
     "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im|>", "<think>", "</think>", "<|image_pad|>", "[TOOL_CALLS]")
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im|>", "<think>", "</think>", "<|image_pad|>", "[TOOL_CALLS]", "system")
 FRAMES = {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
 
 
@@ -65,7 +65,7 @@ def chatml(request, tmp_path_factory) -> Tokenizer:
 
 def names(tokenizer: Tokenizer, tokens) -> list[str]:
     """The special tokens among the ids, in their order."""
-    return [text for text in map(tokenizer._backend.convert_ids_to_tokens, tokens) if text in SPECIAL]
+    return [text for text in map(tokenizer._backend.convert_ids_to_tokens, tokens) if text in SPECIAL and not text.isalpha()]
 
 
 def settings(special_text: SpecialText) -> SFTDataConfig:
