@@ -170,7 +170,7 @@ class Framing:
 
         if not self._backend.is_fast:
             raise DataError("a text holds special tokens, which this tokenizer (without tokenizer.json) cannot read as plain text")
-        state = json.loads(self._backend.backend_tokenizer.to_str())
+        state = json.loads(self._backend.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
         for token in state["added_tokens"]:
             if token["content"] in self.frames:
                 token["content"] = f"{_FRAME}{self.frames[token['content']]}{_FRAME}"

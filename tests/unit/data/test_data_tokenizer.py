@@ -262,4 +262,5 @@ def test_a_tokenizer_file_that_cuts_or_pads_is_compared_whole(tmp_path):
     file.enable_truncation(3)
     file.enable_padding(length=64)
     file.save(str(folder / "tokenizer.json"))
-    assert len(load_tokenizer(folder).encode("hello")) == 5
+    tokenizer = load_tokenizer(folder)
+    assert len(tokenizer.encode("hello")) == len(tokenizer.encode(tokenizer.protected("</s>h"))) == 5
