@@ -18,6 +18,7 @@ from torch import Tensor
 
 from aligner.errors import CheckpointError, ModelFilesError
 from aligner.files import as_umask_says
+from aligner.models.architecture import MOST_LAYERS
 from aligner.models.build import ScalarModel, Transformer
 from aligner.models.config import Architecture
 from aligner.models.disk_space import explain
@@ -208,7 +209,7 @@ def described(directory: Path) -> Architecture:
     text = text_part(hf)
     layers = 1 + max((int(found[1]) for name in tensors if (found := _LAYER.search(name))), default=-1)
     for key in LAYERS:
-        if type(text.get(key)) is int and text[key] > layers:  # before anything is made for each of them
+        if type(text.get(key)) is int and text[key] > (layers or MOST_LAYERS):  # before anything is made for each of them
             raise ModelFilesError(f"{file}: {key}={text[key]}: the weight files beside it have {layers} layers")
     architecture = architecture_from_hf(hf, where=str(file))
     source = HFWeights(directory, weight_names(architecture), tensors)

@@ -93,7 +93,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_task(folder)
     plain = Architecture(num_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, ffn_hidden_size=64, vocab_size=18)
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-    small = save({name: torch.zeros(17, 32) for name in weight_names(plain).find(EMBEDDING).hf_names})
+    small = save({name: torch.zeros(18, 32) for name in weight_names(plain).find(EMBEDDING).hf_names})
     ntk = {"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}
     for name, weights, change in (("pointer", pointer, {}), ("small", small, {}), ("ntk", small, ntk)):
         shutil.copytree(folder / "tokenizer", folder / name)
