@@ -56,7 +56,8 @@ def test_ppo_with_a_calculator_and_three_rewards(tmp_path: Path) -> None:
     for name in ("reward/digits", "rollout/observation_tokens"):
         assert min(series(run, name)) > 0, name
     assert all(math.isfinite(value) and value for value in series(run, "reward/model"))
-    assert all(1.1 < turns < 3 for turns in series(run, "rollout/turns"))
+    turns = series(run, "rollout/turns")  # of a model that knows nothing: seldom a call that the calculator can read
+    assert all(1.02 < mean < 3 for mean in turns), turns
     assert max(series(run, "rollout/logprob_gap")) < 1e-4  # of what the policy wrote, not of what it was told
     later = metrics_of(run)[1:]  # the critic's numbers come a step later
     assert all(math.isfinite(line.values["critic/loss"]) for line in later)
