@@ -11,7 +11,8 @@ import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
-from torch.distributed import Store, distributed_c10d
+import torch
+from torch.distributed import BarrierOptions, Store, distributed_c10d
 
 _Gloo = distributed_c10d.ProcessGroupGloo
 
@@ -24,9 +25,25 @@ class SharedGloo(_Gloo):
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         options = _Gloo._Options()
         options._devices = SharedGloo.devices
-        options._threads = 2 * len(SharedGloo.devices)  # torch's own number
+        options._threads = 1  # `settle` counts on it; collectives of one group run in order
         options._timeout = timeout
         super().__init__(store, rank, size, options)
+
+
+def settle(timeout: timedelta) -> None:
+    """Wait until this process's gloo threads hold no tensor of Python any more. Every rank calls it, after its last collective.
+
+    A thread lets go of a collective's tensors only after that has been waited for, and needs the interpreter to do so. If that is
+    ending by then, Python ends the thread inside a C++ destructor, which aborts the process after all was done. A group has one thread,
+    which works in order: after a barrier, which has no tensors, all before it are free. Raises RuntimeError if a rank does not come.
+    """
+    cpu = torch.device("cpu")
+    for group in list(distributed_c10d._world.pg_map):
+        backend = group._get_backend(cpu) if cpu in group._device_types else None
+        if isinstance(backend, _Gloo):
+            options = BarrierOptions()
+            options.timeout = timeout
+            backend.barrier(options).wait()
 
 
 def share_devices(*, is_alone: bool) -> None:

@@ -14,6 +14,7 @@ ALIGNER_MASTER_ADDR and ALIGNER_MASTER_PORT override the address in the cases 2 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -149,9 +150,14 @@ def meet(*, timeout_seconds: float, environ: Mapping[str, str] | None = None) ->
     return world, store
 
 
+SETTLE_SECONDS = 60
+
+
 def shutdown() -> None:
     """Destroy the process groups and leave MPI, if they were started. Every rank calls it after success (not after an error)."""
     if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):  # a rank that failed meanwhile says so itself
+            gloo.settle(timedelta(seconds=SETTLE_SECONDS))
         dist.destroy_process_group()
     mpi.finalize()
 

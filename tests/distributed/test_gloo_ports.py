@@ -19,6 +19,7 @@ def test_one_port_for_all_groups(run_distributed, num_ranks: int) -> None:
     for rank in found:
         assert rank["sums"] == expected
         assert len(rank["ports"]) == (num_ranks > 1)  # the store is the launcher's here
+        assert rank["threads"] == 7  # one for each group, which works in order: `gloo.settle` counts on it
     assert len({port for rank in found for port in rank["ports"]}) == (num_ranks if num_ranks > 1 else 0)
 
 
