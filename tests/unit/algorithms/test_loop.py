@@ -298,7 +298,7 @@ def test_a_bug_is_not_rescued() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize("field, value", [("max_steps", 0), ("save_every", -1), ("validate_every", -1), ("table_every", -1)])
+@pytest.mark.parametrize("field, value", [("max_steps", -1), ("epochs", -0.5), ("save_minutes", -1), ("save_every", -1), ("validate_every", -1), ("table_every", -1)])
 def test_bad_settings(field: str, value: int) -> None:
     with pytest.raises(ConfigError, match=rf"loop.{field}={value}: must"):
         LoopConfig(**{field: value})
