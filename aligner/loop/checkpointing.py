@@ -295,7 +295,7 @@ def keep(folders: list[Path], config: CheckpointConfig) -> None:
         if int(aside.name.rpartition("_")[2]) <= paired[-1]:
             files.discard(aside)
     if not config.keep:
-        protected |= {step for step in own if not _is_by_time(own[step])}
+        protected |= {step for step in set().union(*complete) if step not in own or not _is_by_time(own[step])}
     sound = next((step for step in reversed(paired) if all(files.is_sound(steps[step]) for steps in complete)), None)
     if sound is None:  # the older ones are all there is to go back to
         return

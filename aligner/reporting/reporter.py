@@ -54,6 +54,8 @@ class Reporter:
         DataError: at construction, where an existing metrics.jsonl is damaged.
     """
 
+    lost = ""
+
     def __init__(
         self,
         config: LoggingConfig,
@@ -93,7 +95,8 @@ class Reporter:
             stream=stream or sys.stdout,
         )
         cut, missing, name = self._file.num_cut, self._file.missing, run_directory.metrics.name
-        self.lost = "" if start_step or not cut else f"warning: no checkpoint to resume from: {cut} steps of an earlier start are lost"
+        if cut and not start_step:
+            self.lost = f"warning: no checkpoint to resume from: {cut} steps of an earlier start are lost"
         if cut:
             self.note(self.lost or f"resumed at step {start_step}: {cut} later steps were cut from {name}")
         if missing:
