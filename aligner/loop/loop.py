@@ -266,12 +266,12 @@ def run(
                 asked = bool(halt) or _due(step, config.save_every) or step == config.max_steps
                 if asked or is_time:
                     with budget.save():
-                        saved = _save(algorithm, checkpointer, step, validation, progress, {} if asked else {BY_TIME: True})
+                        saved = _save(algorithm, checkpointer, step, validation, progress, by_time=not asked)
                 _end_where(halt, checkpointer)
             if finished < config.max_steps:
                 reporter.note(f"stopped {reason} after step {finished}" + ("; saving" if saved < finished else ""))
             if saved < finished:
-                _save(algorithm, checkpointer, finished, {}, progress, {})
+                _save(algorithm, checkpointer, finished, {}, progress)
             with progress.phase("save checkpoint"):
                 checkpointer.wait()
         except AlignerError as error:
@@ -358,16 +358,11 @@ def _end_where(halt: str, checkpointer: Checkpointer) -> None:
 
 
 def _save(
-    algorithm: Algorithm,
-    checkpointer: Checkpointer,
-    step: int,
-    validation: Mapping[str, float],
-    progress: Progress,
-    more: Mapping[str, Any],
+    algorithm: Algorithm, checkpointer: Checkpointer, step: int, validation: Mapping[str, float], progress: Progress, by_time: bool = False
 ) -> int:
     with progress.phase("save checkpoint"):
         algorithm.finish()
-        checkpointer.save(step, {**algorithm.state(), **more}, validation)
+        checkpointer.save(step, algorithm.state() | ({BY_TIME: True} if by_time else {}), validation)
     return step
 
 

@@ -168,11 +168,14 @@ def length_of(config: Any, order: EpochSampler, tokens: str) -> str:
     """One line on a whole run: its steps, samples, epochs and `tokens`, its end, and when checkpoints are saved."""
     settings, steps = config.loop, config.loop.max_steps
     end = f"loop.epochs={settings.epochs:g}" if settings.epochs else f"loop.max_steps={steps}"
-    saves = [f"after {settings.save_minutes:g} minutes, then every {settings.save_minutes:g} minutes"] if settings.save_minutes else []
+    saves = (
+        [f"first after {settings.save_minutes:g} minutes, then every {settings.save_minutes:g} minutes"] if settings.save_minutes else []
+    )
     saves += [f"every {settings.save_every} steps"] if settings.save_every else []
+    saves += ["and at the end" if saves else "at the end only"]
     return (
         f"the run ends after {steps:,} steps ({end}) of {order.batch_size:,} samples: {steps * order.batch_size:,} samples, "
-        f"{order.epoch(steps):.3g} epochs of {order.size:,}, {tokens}; first checkpoint {', '.join([*saves, 'at the end'])}"
+        f"{order.epoch(steps):.3g} epochs of {order.size:,}, {tokens}; checkpoints: {', '.join(saves)}"
     )
 
 
