@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aligner.errors import AlignerError, ConfigError, RollBack, RunHalted
@@ -47,8 +46,11 @@ def seconds_left(environ: Mapping[str, str]) -> Callable[[], float] | None:
 class TimeBudget:
     """Measures steps and saves; one per rank, and all ranks agree on the result."""
 
-    def __init__(self, left: Callable[[], float] | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, left: Callable[[], float] | None = None, *, save_minutes: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._left = left
+        self._save_seconds = 60 * save_minutes
         self._clock = clock
         self._saved = clock()
         self._steps: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
@@ -77,9 +79,9 @@ class TimeBudget:
         yield
         self._longest_save = max(self._longest_save, self._clock() - self._saved)
 
-    def wants_save(self, minutes: float) -> bool:
-        """True if the last save, or the start, is so long ago; never with 0."""
-        return minutes > 0 and self._clock() - self._saved >= 60 * minutes
+    def wants_save(self) -> bool:
+        """True if the last save, or the start, is `save_minutes` ago; never with 0."""
+        return 0 < self._save_seconds <= self._clock() - self._saved
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -237,7 +239,7 @@ def run(
     `skipped_steps` are counted but not trained on. If another step could not be saved within `budget`, the run stops as after a signal.
     If one of the `alarms` demands it, the run saves the step and raises RunHalted.
     """
-    progress, budget = progress or Progress(), budget or TimeBudget()
+    progress, budget = progress or Progress(), budget or TimeBudget(save_minutes=config.save_minutes)
     finished = _resume(algorithm, checkpointer, progress)
     reporter = open_reporter(finished)
     if finished:
@@ -254,8 +256,7 @@ def run(
                 progress.at_step(step)
                 with budget.step():
                     with progress.phase("step") as recorded:
-                        wants_save = partial(budget.wants_save, config.save_minutes)
-                        result, is_time = _timed_step(algorithm, step, progress, skipped_steps, wants_save)
+                        result, is_time = _timed_step(algorithm, step, progress, skipped_steps, budget.wants_save)
                         recorded[platform.PEAK_MEMORY] = platform.peak_memory()
                     # Validation belongs to the step: an error in it leaves the step unfinished only in the log, not in the weights.
                     finished, version = step, checkpointer.version()
@@ -263,8 +264,7 @@ def run(
                         validation = _report(algorithm, config, reporter, step, result, progress)
                 checkpointer.poll()
                 halt = _heed(alarms, reporter, step, result)
-                asked = bool(halt) or _due(step, config.save_every) or step == config.max_steps
-                if asked or is_time:
+                if (asked := halt or _due(step, config.save_every) or step == config.max_steps) or is_time:
                     with budget.save():
                         saved = _save(algorithm, checkpointer, step, validation, progress, by_time=not asked)
                 _end_where(halt, checkpointer)

@@ -270,7 +270,7 @@ def run_loop(
             checkpointer=keeper,
             open_reporter=open_reporter,
             progress=session.progress,
-            budget=TimeBudget(seconds_left(os.environ)),
+            budget=TimeBudget(seconds_left(os.environ), save_minutes=config.save_minutes),
             skipped_steps=SkippedStepsFile(session.directory.skipped_steps, most=guard.max_roll_backs),
             alarms=[GapAlarm(guard.logprob_gap, command=f"aligner gap {session.directory.path}"), *([watch] if watch is not None else [])],
         )

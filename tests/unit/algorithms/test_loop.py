@@ -325,8 +325,9 @@ class Watch:
 
 
 def saves(recorder: Recorder, watch: Watch, **config: Any) -> list[str]:
-    budget = TimeBudget(clock=watch)
-    run(recorder, LoopConfig(table_every=0, **config), checkpointer=recorder, open_reporter=lambda start: recorder, budget=budget)
+    settings = LoopConfig(table_every=0, **config)
+    budget = TimeBudget(save_minutes=settings.save_minutes, clock=watch)
+    run(recorder, settings, checkpointer=recorder, open_reporter=lambda start: recorder, budget=budget)
     return [event for event in recorder.events if event.startswith("save")]
 
 
