@@ -108,8 +108,8 @@ class _Run(ABC):
         step, habits = sum(phases.values()), self.habits
         if habits.validate_every and self.assumed.validation_responses:
             phases["validation"] = self._validation() / habits.validate_every
-        if math.isfinite(between := self._steps_between_saves(step)):
-            phases["checkpoints"] = self._saving(step) / between
+        if (saving := self._saving(step)) > 0:
+            phases["checkpoints"] = saving / self._steps_between_saves(step)
         useful, seconds = self._failures(sum(phases.values()))
         return Simulated(phases=phases, useful=useful, run_seconds=seconds, preemptions=self.preempted, spans=tuple(self.spans))
 
@@ -213,13 +213,15 @@ class _Run(ABC):
 
     def _saving(self, step: float) -> float:
         """A checkpoint of all that is trained; of one that is written in the background what the steps until the next do not cover."""
+        if math.isinf(between := self._steps_between_saves(step)):
+            return 0.0
         size = 0
         for part in (self.main, *self.servers):
             component = part.component
             if component.optimizer is not None:
                 size += sum(state.optimizer for state in part.sizes.stages) * component.num_ranks // component.parallel.pp
         seconds = size / (self.cluster.storage_gb_per_second * GIGA)
-        return max(0.0, seconds - step * self._steps_between_saves(step)) if self.habits.saves_in_background else seconds
+        return max(0.0, seconds - step * between) if self.habits.saves_in_background else seconds
 
     def _failures(self, step: float) -> tuple[float, float]:
         """(useful part, seconds) of the whole run: nodes fail at random, and what came after the last checkpoint is computed again."""
